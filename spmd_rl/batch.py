@@ -116,7 +116,8 @@ class Batch(_Remembered):
     loss_mask: Tensor = field(metadata=per_token(torch.bool))
     """bool [T]: the token was sampled by the policy (its logprob comes from the token before it)"""
     rollout_logprobs: Tensor = field(metadata=per_token(torch.float32, "nats"))
-    """float32 [T]: the engine's natural logprob of each sampled token, 0 elsewhere"""
+    """float32 [T]: the engine's natural logprob of each sampled token, 0 elsewhere. Of written rows, which no engine
+    sampled: at the first learnt token what `RowSource` knows of the whole answer, a reference's sum or a margin"""
     lags: Tensor = field(metadata=per_token(torch.int32, "policy versions"))
     """int32 [T]: by how many versions the policy that sampled the token is older than the step's; 0 elsewhere"""
     candidate_ids: Ragged | None = field(default=None, metadata=per_token(torch.int32, "token ids", ragged=True))
@@ -134,6 +135,12 @@ class Batch(_Remembered):
     """float32 [T]: the trainer's logprobs before the first update; None where they equal the current ones"""
     ref_logprobs: Tensor | None = field(default=None, metadata=per_token(torch.float32, "nats"))
     """float32 [T]: the reference policy's logprobs; None where nothing needs them"""
+    teacher_logprobs: Tensor | None = field(default=None, metadata=per_token(torch.float32, "nats"))
+    """float32 [T]: the teacher's logprobs of the sampled tokens, NaN where no teacher is asked; None without one"""
+    teacher_ids: Ragged | None = field(default=None, metadata=per_token(torch.int32, "token ids", ragged=True))
+    """T lists of int32: the teacher's k most likely tokens in the place of each sampled token. None: not compared"""
+    teacher_top: Ragged | None = field(default=None, metadata=per_token(torch.float32, "nats", ragged=True))
+    """T lists of float32: their logprobs under the teacher, -inf where no teacher is asked"""
     values: Tensor | None = field(default=None, metadata=per_token(torch.float32, "score"))
     """float32 [T]: what the critic expects of the rest of the answer before each sampled token; None without one"""
     returns: Tensor | None = field(default=None, metadata=per_token(torch.float32, "score"))

@@ -17,7 +17,7 @@ def run(cfg: SftConfig) -> None:
     end = cfg.count_rows(len(examples.train))
 
     from spmd_rl.job import Job
-    from spmd_rl.learn import Imitation
+    from spmd_rl.learn import Imitation, Teachers
     from spmd_rl.rollout import RowSource
 
     with Job.open(cfg, examples.digests, examples, cfg.data.chat_template_kwargs) as job:  # [all]
@@ -25,7 +25,8 @@ def run(cfg: SftConfig) -> None:
             return
         place, track = job.train(), job.track  # [all]
         rows = RowSource(examples, cfg.data, cfg.eval, job.tokenizer.pieces, job.world, cfg.seed, end)
-        student = Imitation(place.roles.policy, cfg.train.updates_per_step, name="sft/loss")
+        teachers = Teachers.of(place.roles, cfg.teacher)
+        student = Imitation(place.roles.policy, cfg.train.updates_per_step, name="sft/loss", teachers=teachers)
         saver, start = job.restore(place, rows=rows)  # [all]
         if start == 0:
             with track.step(0):

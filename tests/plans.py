@@ -1,6 +1,6 @@
 """A step's plan and batches of what tests have collected, as `Learner.prepare` makes them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from spmd_rl.algo import AGGREGATIONS
 from spmd_rl.algo.moments import Moments
@@ -22,10 +22,11 @@ def plan(
     max_tokens: int,
     greedy_answer: int | None = None,
     penalties: Mapping[Key, float] | None = None,
+    terms: Mapping[Key, Sequence[float]] | None = None,
     **shares: int,
 ) -> tuple[prepare.Plan, Moments]:
     """The plan, and the moments of the run's scores. shares: the fields of `prepare.Shares`."""
-    found = credit(collected.table, settings, running, max_tokens, greedy_answer, penalties)
+    found = credit(collected.table, settings, running, max_tokens, greedy_answer, penalties, terms)
     aggregate = bind(AGGREGATIONS[settings.loss_agg], settings)
     return prepare.plan(collected.step, found, prepare.Shares(**shares), aggregate), found.running
 

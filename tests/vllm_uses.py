@@ -29,7 +29,7 @@ TYPES = {
         "output_processor": "vllm.v1.engine.output_processor:OutputProcessor",
         "step": MANY + "vllm.outputs:RequestOutput",
         "add_request": NOTHING, "abort_request": NOTHING, "collective_rpc": NOTHING, "reset_prefix_cache": NOTHING,
-        "sleep": NOTHING, "wake_up": NOTHING,
+        "sleep": NOTHING, "wake_up": NOTHING, "add_lora": NOTHING,
     },
     "vllm.v1.engine.core_client:InprocClient": {"_finalizer": NOTHING},
     "vllm.v1.engine.output_processor:OutputProcessor": {

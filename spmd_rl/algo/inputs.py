@@ -1,5 +1,6 @@
 """The inputs of the algorithm functions: the metadata of the samples of a step, and the tokens of whole samples."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,6 +24,9 @@ class Scored:
     """int64 [n]: index of the step in its trajectory"""
     states: Tensor | None = None
     """int64 [n]: equal numbers mark equal (group, state before the step) (GiGPO)"""
+
+    terms: Mapping[str, Tensor] | None = None
+    """float64 [n] each: parts of the verdicts that count by themselves, by name (GDPO)"""
 
     def __post_init__(self) -> None:
         assert bool(self.scores.isfinite().all()), "a score is not finite: its verdict must be an error"

@@ -5,15 +5,8 @@ import the dataclass that they need from `schema`.
 """
 
 from spmd_rl.config.main import main
-from spmd_rl.config.schema import (
-    AgenticConfig,
-    DpoConfig,
-    EvaluateConfig,
-    PipelineConfig,
-    RewardModelConfig,
-    RlvrConfig,
-    SftConfig,
-)
+from spmd_rl.config.schema import AgenticConfig, EvaluateConfig, PipelineConfig, RlvrConfig
+from spmd_rl.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 
 __all__ = [
     "AgenticConfig",

@@ -40,8 +40,14 @@ class Backend:
     settings: tuple[str, ...] = ()
     """of `OWN`, those that it has"""
     optimizers: tuple[str, ...] = ("adamw",)
+    adapters: bool = False
+    """Whether it trains those of `policy.lora`"""
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    """In which it trains: `float16` needs a factor of the loss"""
     has_plan: bool = False
     """Whether `--plan` can trace it: its model has `state_dict` and `whole_parameters` (see `FSDP2Model`)."""
+    follows: bool = False
+    """Whether a reference can take over the policy's weights: the model's `state` has those of a frozen one too"""
     refuse: Callable[[RoleConfig, dict[str, Any]], None] = lambda role, model: None
     """Called with a role and its model's `config.json`; raises a UserError for what else this backend cannot do."""
 
@@ -55,6 +61,13 @@ class Backend:
         if optimizer not in self.optimizers:
             known = ", ".join(self.optimizers)
             raise UserError(f"{role.name}.optimizer: {optimizer} is unknown to train={train.name}; known: {known}")
+        if role.sync_steps is not None and not self.follows:
+            raise UserError(f"{role.name}.sync_steps: train={train.name} keeps a reference as it was; say "
+                            f"{role.name}.train.name=fsdp2")  # fmt: skip
+        if role.dtype not in (*self.dtypes, "auto"):
+            raise UserError(f"{role.section or role.name}.dtype: train={train.name} has no {role.dtype}")
+        if role.lora.rank and not self.adapters:
+            raise UserError(f"{role.section or role.name}.lora.rank: train={train.name} trains no adapters; must be 0")
         try:
             model = json.loads((folder / "config.json").read_text())
         except (OSError, ValueError):
@@ -65,3 +78,11 @@ class Backend:
 def backend(name: str) -> Backend:
     """What is known of a backend by its name."""
     return importlib.import_module(BACKENDS[name]).BACKEND
+
+
+def check_following(roles: list) -> None:
+    """Check that a reference can follow all that training changes in the policy."""
+    follows = any(role.sync_steps is not None for role in roles)
+    if follows and getattr(roles[0].own, "router_bias_update_speed", 0):
+        raise UserError("reference.sync_steps: a reference does not follow the biases of routers; "
+                        "policy.router_bias_update_speed must be 0")  # fmt: skip

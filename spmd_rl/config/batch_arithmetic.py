@@ -2,6 +2,7 @@
 
 from spmd_rl.config.placement import Placement
 from spmd_rl.config.ranks import world_size
+from spmd_rl.config.sections.algorithm import AlgorithmConfig
 from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.config.sections.models import EngineConfig, TrainConfig
 from spmd_rl.config.sections.placement import PlacementConfig
@@ -16,19 +17,20 @@ def describe_batch(
     engine: EngineConfig,
     placement: PlacementConfig,
     env: EnvsConfig | None = None,
+    algorithm: AlgorithmConfig | None = None,
 ) -> list[tuple[str, str]]:
     """Return the arithmetic of a step as names and texts."""
     samples = rollout.prompts_per_step * rollout.answers_per_prompt
     ranks, turns = Placement.of(placement, world_size()), has_turns(rollout, plays=env is not None)
     shards, replicas = max(1, len(ranks.train) // train.ranks_per_shard), max(1, len(ranks.generate) // engine.tp)
-    running = replicas * engine.max_running
+    running, epochs = replicas * engine.max_running, algorithm.sample_epochs if algorithm else 1
     return [
         ("step", describe_samples(rollout)),
         ("generation", f"{plural(replicas, 'engine')}, up to {running} answers at once ({engine.max_running} each)"),
         (
             "training",
             f"{plural(shards, 'data shard')} of about {samples / shards:.4g} samples, "
-            f"{plural(train.updates_per_step, 'optimizer step')} a step on about "
+            f"{plural(epochs * train.updates_per_step, 'optimizer step')} a step on about "
             f"{samples / train.updates_per_step:.4g} samples each",
         ),
         ("tokens", f"{describe_tokens(rollout, turns)}, {train.tokens_per_microbatch:,} a micro-batch"),

@@ -10,16 +10,17 @@ import os
 from pathlib import Path
 
 from spmd_rl.bundled import HOME
+from spmd_rl.config.adapter_checks import check_adapters
 from spmd_rl.config.algorithm_targets import check_algorithm
 from spmd_rl.config.apply import apply
 from spmd_rl.config.architectures import check_architecture, experts_in
-from spmd_rl.config.backends import backend
+from spmd_rl.config.backends import backend, check_following
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.model_files import check_weights
 from spmd_rl.config.packages import unsupported
 from spmd_rl.config.phases import phase
 from spmd_rl.config.placement import Placement
-from spmd_rl.config.plugin_checks import check_envs, check_rewards
+from spmd_rl.config.plugin_checks import check_envs, check_reward_weights, check_rewards
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers, local_rank, world_size
 from spmd_rl.config.run_checks import check_resume, check_run, check_wandb
 from spmd_rl.config.schema import EVALUATE, JobConfig
@@ -29,6 +30,7 @@ from spmd_rl.config.sections.models import EngineConfig, RoleConfig, ServedModel
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import EvaluationConfig, RolloutConfig, SamplingConfig
 from spmd_rl.config.sections.run import PlanConfig, SidecarConfig
+from spmd_rl.config.vocabulary import difference
 from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import UserError
 from spmd_rl.hub import TOKENIZERS, fetch_config, fetch_weights, hub_dataset, hub_id, model_folder
@@ -36,8 +38,10 @@ from spmd_rl.plugins.targets import import_coroutine
 
 SHAPES = HOME / "configs" / "shapes"
 """Directories with the `config.json` of a model alone"""
+ENGINE_PACKAGES = {"vllm": ("vLLM", "make setup"), "sglang": ("SGLang", "make setup-sglang")}
+"""Engines that are packages: their names, and what installs them for the CPU"""
 VOCABULARY_ROWS = 64
-"""vLLM pads the vocabulary to a multiple of this before it shards it"""
+"""Engines pad the vocabulary to a multiple of this before they shard it"""
 
 
 NO_TRAINING_DATA = f"data.train: no training data is given; {EVALUATE} evaluates data.eval and trains nothing"
@@ -119,8 +123,8 @@ def check_placement(
     if not placement.is_split:
         return
     _check_carried(rollout, placement)
-    if placement.swap == "keep" and engine.name != "native":
-        raise UserError("placement.swap=keep: only with engine.name=native; recompute works with every engine")
+    if placement.swap == "keep" and (engine.name == "vllm" or engine.tp > 1):
+        raise UserError("placement.swap=keep: not with engine=vllm or engine.tp > 1; recompute works with every engine")
     if placement.is_attached:
         _check_attached(rollout, debug)
     several = int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) < world_size() and placement.attach is None
@@ -199,12 +203,14 @@ def check_engine(
     eval: EvaluationConfig | None = None,
 ) -> None:
     """Check that the engine is installed, that it can sample as asked, and its replicas."""
-    if engine.name == "vllm":
-        missing, found = importlib.util.find_spec("vllm") is None, unsupported("vllm")
+    if engine.name in ENGINE_PACKAGES:
+        package, setup = ENGINE_PACKAGES[engine.name]
+        missing, found = importlib.util.find_spec(engine.name) is None, unsupported(engine.name)
         if missing or found:
+            wrong = f"{package} is not installed here" if missing else f"{package} {found[0]} is not {found[1]}"
             raise UserError(
-                f"engine=vllm: {'vLLM is not installed here' if missing else f'vLLM {found[0]} is not {found[1]}'}; "
-                "`make setup` installs it for the CPU, pip install 'spmd-rl[vllm]' for a GPU; or say engine=native"
+                f"engine={engine.name}: {wrong}; `{setup}` installs it for the CPU, "
+                f"pip install 'spmd-rl[{engine.name}]' for a GPU; or say engine=native"
             )
     if policy.router_replay:
         if engine.name != "native":
@@ -302,6 +308,14 @@ def check_model(key: str, name: str) -> str:
     return name
 
 
+def check_vocabularies(roles: list) -> None:
+    """Check that a token id means the same to each model: the answers of one are what others judge."""
+    policy, *others = roles
+    for role in others:
+        if problem := difference(model_folder(policy.model), model_folder(role.model)):
+            raise UserError(f"{role.model_key}: {role.model} has another vocabulary than policy.model: {problem}")
+
+
 def fetch_models(roles: list[RoleConfig]) -> None:
     """Download the weights of the models of the hub, on local rank 0. The other ranks have waited for them before."""
     for role in loaded_roles(roles):
@@ -330,9 +344,10 @@ def check_sidecar(sidecar: SidecarConfig, debug: bool) -> None:
 
 
 CHECKS = (
-    *(check_given_data, check_given_envs, check_given_any, check_run, check_resume, check_models, check_placement),
-    *(check_mesh, check_engine),
-    *(check_episode, check_data, check_sidecar, check_wandb, check_rewards, check_envs, stay_offline),
+    *(check_given_data, check_given_envs, check_given_any, check_run, check_resume, check_models, check_vocabularies),
+    *(check_placement, check_mesh, check_following, check_engine, check_adapters),
+    *(check_episode, check_data, check_sidecar, check_wandb, check_reward_weights, check_rewards, check_envs),
+    stay_offline,
     check_algorithm,  # last: a module of tensors imports torch
 )
 """In order; each is of the pipelines that have the sections that it takes (`apply`)"""

@@ -18,7 +18,7 @@ TYPING_ERROR = 0.9
 UNLIKE = 0.5
 """A key that is no more like any known one than this gets no guess."""
 
-PLACEHOLDERS = {"reward": {"<domain>": {}}, "env": {"<tag>": {}}}
+PLACEHOLDERS = {"reward": {"<domain>": {}}, "env": {"<tag>": {}}, "teacher": {"<domain>": {}}}
 """The inline entries that stand for all"""
 
 

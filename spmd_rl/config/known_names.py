@@ -18,6 +18,12 @@ _THEIRS = {
     "policy.optimizer": "optimizer optim",
     "policy.betas": "optim.betas",
     "policy.eps": "adam_epsilon",
+    "policy.lora.rank": "lora_rank lora_r",
+    "policy.lora.alpha": "lora_alpha",
+    "policy.lora.targets": "target_modules lora_target_modules",
+    "policy.lora.dropout": "lora_dropout",
+    "policy.lora.rslora": "use_rslora",
+    "policy.lora.dora": "use_dora",
     "policy.betas=[...]": "adam_beta1 adam_beta2",
     "policy.model": "model_name_or_path model_name model.path pretrain",
     "reward.<domain>.args (rewards.reward_model)": "reward_pretrain reward_model.path",
@@ -98,6 +104,9 @@ _THEIRS = {
     "algorithm.correction.level=token": "vllm_importance_sampling_correction",
     "algorithm.correction.upper": "vllm_importance_sampling_cap tis_imp_ratio_cap",
     "algorithm.critic_warmup": "critic_warmup",
+    "reference.sync_steps": "sync_ref_model ref_model_sync_steps",
+    "reference.mixup": "ref_model_mixup_alpha",
+    "algorithm.sample_epochs": "ppo_epochs num_iterations",
     # data and rewards
     "data.train": "dataset_name train_files prompt_data",
     "data.eval": "eval_dataset val_files",
@@ -130,9 +139,6 @@ _ABSENT = {
     ),
     "train.updates_per_step is the number of mini-batches of a step": "ppo_mini_batch_size steps_per_generation",
     "a step generates rollout.prompts_per_step x rollout.answers_per_prompt samples": "generation_batch_size",
-    "each sample is trained on once; train.updates_per_step is the number of mini-batches of a step": (
-        "ppo_epochs num_iterations"
-    ),
     "the length of a run is given in steps, or supervised in epochs": "num_train_epochs total_epochs epochs num_epochs",
     "the warm-up is given in updates: policy.warmup_steps": "warmup_ratio lr_warmup_steps_ratio",
     "micro-batches are always packed by tokens: train.tokens_per_microbatch": "use_dynamic_bsz",
@@ -158,7 +164,10 @@ _ABSENT = {
     "track.wandb and track.swanlab log to the project spmd_rl, under the name of run.dir": (
         "project_name wandb_project project"
     ),
-    "a domain has one rewarder (reward.<domain>.target); rewards.composite:CompositeReward weighs": "reward_weights",
+    "a domain has one rewarder (reward.<domain>.target); rewards.composite:CompositeReward weighs its parts, and "
+    "algorithm.advantage=gdpo their advantages (algorithm.reward_weights)": (
+        "reward_weights multi_objective_aggregation"
+    ),
     "run.dir/samples has all samples; python -m spmd_rl view shows them": "log_completions",
     "models are trained without dropout": "disable_dropout",
     "not needed: logits are never whole in memory, their logprobs are computed in chunks": "use_liger_kernel",
@@ -170,8 +179,7 @@ _ABSENT = {
     "all files of a run are in run.dir": "logging_dir",
     "nothing is uploaded; the last checkpoint has a Hugging Face model: checkpoint.export_hf": "push_to_hub",
     "a stall ends the run: journal.stall_seconds": "ddp_timeout nccl_timeout",
-    "adapters are not supported, all weights are trained": "use_peft peft_config lora_rank lora lora_r",
-    "the reference stays as it was before training": "sync_ref_model",
+    "policy.lora.rank above 0 trains adapters, through peft": "use_peft peft_config",
     "prompts are always shuffled, by seed": "shuffle_dataset shuffle",
     "a rewarder gets all fields of a row": "remove_unused_columns",
     "training always samples, at rollout.temperature": "do_sample",

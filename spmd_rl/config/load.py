@@ -25,8 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spmd_rl.bundled import HOME
 from spmd_rl.config.keys import check_keys, inline_field, key_types, leaves, type_name
+from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.config.run_identity import fill_run
-from spmd_rl.config.schema import PIPELINES
 from spmd_rl.errors import UserError
 
 REMOTE_CODE = "policy.trust_remote_code"
@@ -70,7 +70,7 @@ def without_others(values: DictConfig, schema: type, overrides: Sequence[str]) -
         found = {}
         for name, value in tree.items():
             key = f"{prefix}{name}"
-            below = isinstance(value, dict) and key not in own
+            below = isinstance(value, dict) and key not in own and key not in known
             if below and (inner := kept(value, f"{key}.")):
                 found[name] = inner
             elif not below and (key in own or key not in known or key in said):

@@ -36,10 +36,11 @@ from spmd_rl.config.docs import entries, options
 from spmd_rl.config.keys import suggestion, to_dict
 from spmd_rl.config.load import CONFIGS, build, chosen, compose, load
 from spmd_rl.config.phases import phase
+from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.config.ranks import local_rank, rank
 from spmd_rl.config.resume import continue_run
 from spmd_rl.config.run_identity import attached_dir, run_dir, to_yaml
-from spmd_rl.config.schema import PIPELINES, EvaluateConfig, RlConfig
+from spmd_rl.config.schema import EvaluateConfig, RlConfig
 from spmd_rl.config.sections.run import PlanConfig, is_name
 from spmd_rl.config.unused import unused_settings
 from spmd_rl.config.values import require

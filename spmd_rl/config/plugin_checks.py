@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmd_rl.config.ranks import local_rank
+from spmd_rl.config.sections.algorithm import AlgorithmConfig
 from spmd_rl.config.sections.data import GENERATORS, DataConfig, RewardConfig, RewardsConfig
 from spmd_rl.config.sections.env import EnvConfig, EnvsConfig
 from spmd_rl.config.sections.run import JournalConfig
@@ -61,6 +62,17 @@ def check_rewards(reward: RewardsConfig, journal: JournalConfig, debug: bool, da
         plugins.append(PluginSetting(f"reward.{domain}", one, REWARDER, services))
     workers = {f"{plugin.section}.workers": plugin.settings.workers for plugin in plugins}
     _check_plugins("domains", plugins, workers, REWARDERS_PER_CORE)
+
+
+def check_reward_weights(algorithm: AlgorithmConfig, reward: RewardsConfig) -> None:
+    """Check that composite rewarders have the parts that `algorithm.reward_weights` names; others show in their first
+    verdict which ones they have."""
+    for domain, one in reward.domains.items():
+        parts = one.args.get("parts") if one.target.endswith(":CompositeReward") else None
+        for name in algorithm.reward_weights if isinstance(parts, Mapping) else ():
+            if name not in parts and name.partition(".")[0] not in parts:
+                has = ", ".join(sorted(parts))
+                raise UserError(f"algorithm.reward_weights.{name}: reward.{domain} has no such part; it has {has}")
 
 
 def check_envs(env: EnvsConfig, journal: JournalConfig, debug: bool) -> None:

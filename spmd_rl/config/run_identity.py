@@ -45,8 +45,7 @@ def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     These are all but `WITHOUT_EFFECT_ON_RESULTS`, where and in how many processes rewarders and environments run, and
     `steps`. `steps`, or `epochs`, is among them unless every `schedule` is `constant`: it is the horizon of a decaying
-    learning rate.
-    Where nothing is trained, `eval` is among them: it changes which answers there are.
+    learning rate. Where nothing is trained, `eval` is among them: it changes which answers there are.
     """
     settings = dict(flatten(tree))
     evaluates = "steps" not in settings

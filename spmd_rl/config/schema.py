@@ -18,17 +18,16 @@ from spmd_rl.config.sections.models import (
     CriticConfig,
     EngineConfig,
     EvaluatedModelConfig,
+    FollowingReferenceConfig,
+    ModelConfig,
     PolicyConfig,
-    ReferenceConfig,
     RoleConfig,
     ServedModelConfig,
     TrainConfig,
 )
 from spmd_rl.config.sections.placement import PlacementConfig
-from spmd_rl.config.sections.preference import PairsConfig, PreferenceConfig
 from spmd_rl.config.sections.rollout import HELD_OUT, EvalConfig, EvaluationConfig, RolloutConfig, SamplingConfig
 from spmd_rl.config.sections.rollout import FilterConfig as FilterConfig
-from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
 from spmd_rl.config.sections.run import (
     CheckpointConfig,
     JournalConfig,
@@ -39,7 +38,8 @@ from spmd_rl.config.sections.run import (
     TrackConfig,
 )
 from spmd_rl.config.sections.run import DeviceSpecConfig as DeviceSpecConfig
-from spmd_rl.config.values import above, at_least, require
+from spmd_rl.config.sections.teachers import TeachersConfig
+from spmd_rl.config.values import at_least, require
 from spmd_rl.errors import UserError
 
 EVALUATE = "python -m spmd_rl.evaluate"
@@ -90,9 +90,9 @@ class JobConfig:
         """What the models of the pipeline are built from: the policy, and in a subclass whom it wants beside it."""
         return [self.role("policy")]
 
-    def role(self, name: str) -> RoleConfig:
-        """What the role of a section `name` is built from."""
-        own, policy = getattr(self, name), self.policy
+    def role(self, name: str, own: ModelConfig | None = None) -> RoleConfig:
+        """What the role of a section `name` is built from. own: the section, where it has not that name."""
+        own, policy = own or getattr(self, name), self.policy
         return RoleConfig(
             name=name,
             own=own,
@@ -100,11 +100,11 @@ class JobConfig:
             dtype=own.dtype or policy.dtype,
             trust_remote_code=policy.trust_remote_code,
             train=self.train if name == "policy" else own.train.over(self.train),
-            total_updates=self.trained_steps(name) * self.train.updates_per_step,
+            total_updates=self.passes(name) * self.train.updates_per_step,
         )
 
-    def trained_steps(self, name: str) -> int:
-        """In how many steps a role is trained."""
+    def passes(self, name: str) -> int:
+        """How often in the run a role is trained on all samples of a step."""
         return self.steps
 
 
@@ -126,8 +126,9 @@ class PipelineConfig(JobConfig):
 class RlConfig(PipelineConfig):
     """The settings that pipelines of reinforcement learning have in common: they generate, score and learn from it."""
 
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reference: FollowingReferenceConfig = field(default_factory=FollowingReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    teacher: TeachersConfig = field(default_factory=TeachersConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -151,6 +152,8 @@ class RlConfig(PipelineConfig):
             f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}",
         )
         limit, k, n = self.rollout.max_answer_tokens, self.algorithm.pass_k, self.rollout.answers_per_prompt
+        cut = self.teacher.sections and self.rollout.truncates
+        require(not cut, "rollout.top_p: with a teacher, no token may be cut off (top_k, top_p, min_p)")
         require(
             self.algorithm.advantage != "pass_at_k" or k < n,
             f"algorithm.pass_k: {k} must be less than rollout.answers_per_prompt {n}, or no group has a gradient",
@@ -197,11 +200,14 @@ class RlConfig(PipelineConfig):
     def roles(self) -> list[RoleConfig]:
         """The policy, and whom the algorithm wants beside it."""
         used = {"policy": True, "reference": self.algorithm.uses_reference, "critic": self.algorithm.uses_critic}
-        return [self.role(name) for name, wanted in used.items() if wanted]
+        asked = [self.role(name) for name, wanted in used.items() if wanted]
+        return asked + [self.role(*teacher) for teacher in self.teacher.sections.items()]
 
-    def trained_steps(self, name: str) -> int:
-        """See `PipelineConfig.trained_steps`: the critic learns alone at first."""
-        return max(0, self.steps - self.algorithm.critic_warmup) if name == "policy" else self.steps
+    def passes(self, name: str) -> int:
+        """See `JobConfig.passes`: the critic learns alone at first, and what is shown is learnt from once."""
+        shown = min(self.num_shown, self.steps) if name == "policy" else 0
+        alone = max(self.algorithm.critic_warmup if name == "policy" else 0, self.num_shown)
+        return shown + self.algorithm.sample_epochs * max(0, self.steps - alone)
 
 
 @dataclass
@@ -273,82 +279,6 @@ class AgenticConfig(RlConfig):
 
 
 @dataclass
-class RowsPipelineConfig(PipelineConfig):
-    """The settings that pipelines of supervised learning have in common: they train on rows that are written."""
-
-    row_kind: ClassVar[str] = "demonstration"
-    """What rows are: see `data.conversations.KINDS`."""
-
-    epochs: float | None = None
-    """Passes over `data.train`, from which `steps` follows, whatever it is. Default: as many as `steps` takes."""
-    data: RowsConfig = field(default_factory=RowsConfig)
-    eval: ValidationConfig = field(default_factory=ValidationConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        above(self, epochs=0)
-
-    def count_rows(self, num_rows: int) -> int | None:
-        """Set `steps` to what `epochs` of so many rows take. Return at which row of the run it ends; None: at none."""
-        if self.epochs is None:
-            return None
-        total = max(1, round(self.epochs * num_rows))
-        self.steps = -(-total // self.data.rows_per_step)
-        return total
-
-
-@dataclass
-class SftConfig(RowsPipelineConfig):
-    """The settings of `python -m spmd_rl.sft`."""
-
-    pipeline = "sft"
-
-
-@dataclass
-class DpoConfig(RowsPipelineConfig):
-    """The settings of `python -m spmd_rl.dpo`."""
-
-    pipeline = "dpo"
-    data: PairsConfig = field(default_factory=PairsConfig)
-    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-
-    @property
-    def kind(self) -> str:
-        """See `PipelineConfig.kind`."""
-        return self.preference.loss
-
-    @property
-    def row_kind(self) -> str:
-        """See `RowsPipelineConfig.row_kind`."""
-        return "judged" if self.preference.is_judged else "preference"
-
-    @property
-    def roles(self) -> list[RoleConfig]:
-        """The policy, and the reference unless the loss does without."""
-        return [self.role("policy"), *([self.role("reference")] if self.preference.uses_reference else [])]
-
-
-@dataclass
-class RewardModelConfig(RowsPipelineConfig):
-    """The settings of `python -m spmd_rl.reward_model`; `policy` is the model that it is made of."""
-
-    pipeline, row_kind = "reward_model", "ranked"
-    data: PairsConfig = field(default_factory=PairsConfig)
-    center_coef: float = 0.0
-    """Weight of the square of the sum of a pair's rewards, which keeps rewards around 0."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, center_coef=0)
-
-    @property
-    def roles(self) -> list[RoleConfig]:
-        """A critic, built from the policy's settings."""
-        return [replace(self.role("policy"), name="critic", section="policy", value_bias=False)]
-
-
-@dataclass
 class EvaluateConfig(JobConfig):
     """The settings of `python -m spmd_rl.evaluate`."""
 
@@ -388,8 +318,3 @@ class EvaluateConfig(JobConfig):
         """See `RlConfig.generation`."""
         rollout, rows = RolloutConfig(**vars(self.rollout)), None if self.envs else self.data
         return GenerationSettings(rollout, self.reward, self.seed, self.engine.kv_tokens, evaluates=True, data=rows)
-
-
-_SCHEMAS = (RlvrConfig, AgenticConfig, SftConfig, DpoConfig, RewardModelConfig, EvaluateConfig)
-PIPELINES: dict[str, type] = {schema.pipeline: schema for schema in _SCHEMAS}
-"""The pipelines and their settings: `python -m spmd_rl.<name>`, `configs/<name>.yaml`"""

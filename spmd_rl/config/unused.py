@@ -16,12 +16,13 @@ from spmd_rl.config.keys import flatten, to_dict
 from spmd_rl.config.sections.algorithm import ADVANTAGES, CHOICES, LOSS_AGGS, LOSSES, AlgorithmConfig
 from spmd_rl.config.sections.data import GENERATORS, DataConfig, RewardConfig, RewardsConfig, SourcesConfig
 from spmd_rl.config.sections.env import EnvsConfig
-from spmd_rl.config.sections.models import CriticConfig, PolicyConfig
+from spmd_rl.config.sections.models import CriticConfig, FollowingReferenceConfig, PolicyConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.preference import LOSSES as LOSSES_OF_PREFERENCES
 from spmd_rl.config.sections.preference import PreferenceConfig
 from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
 from spmd_rl.config.sections.rows import ValidationConfig
+from spmd_rl.config.sections.teachers import TeachersConfig
 
 Idle = list[tuple[Any, str, str]]
 """What must hold for keys or sections to have an effect, the reason why they have none, and these, in one text"""
@@ -78,12 +79,31 @@ def _of_generation(rollout: RolloutConfig, eval: EvalConfig, placement: Placemen
     ]
 
 
+def _of_teacher(teacher: TeachersConfig) -> Idle:
+    used = bool(teacher.sections)
+    keys = "teacher.train teacher.alone teacher.coef teacher.loss teacher.top_k teacher.mix teacher.reward_coef"
+    return [
+        (used, "teacher.model is null", keys),
+        (teacher.coef, "teacher.coef is 0", "teacher.loss teacher.top_k teacher.mix"),
+    ]
+
+
 def _of_policy(policy: PolicyConfig) -> Idle:
-    return [(policy.optimizer == "muon", "policy.optimizer is not muon", "policy.muon_momentum")]
+    return [
+        (policy.optimizer == "muon", "policy.optimizer is not muon", "policy.muon_momentum"),
+        (policy.lora.rank, "policy.lora.rank is 0", "policy.lora"),
+    ]
+
+
+def _of_reference(reference: FollowingReferenceConfig) -> Idle:
+    return [(reference.sync_steps, "reference.sync_steps is null", "reference.mixup")]
 
 
 def _of_critic(critic: CriticConfig) -> Idle:
-    return [(critic.optimizer == "muon", "critic.optimizer is not muon", "critic.muon_momentum")]
+    return [
+        (critic.optimizer == "muon", "critic.optimizer is not muon", "critic.muon_momentum"),
+        (critic.lora.rank, "critic.lora.rank is 0", "critic.lora"),
+    ]
 
 
 def _of_data(data: SourcesConfig) -> Idle:
@@ -123,8 +143,8 @@ def _of_sidecar(reward: RewardsConfig, debug: bool) -> Idle:
 
 
 IDLE = (
-    *(_of_algorithm, _of_generation, _of_policy, _of_critic, _of_data, _of_evaluation, _of_validation),
-    *(_of_preference, _of_sidecar),
+    *(_of_algorithm, _of_generation, _of_policy, _of_reference, _of_critic, _of_teacher, _of_data, _of_evaluation),
+    *(_of_validation, _of_preference, _of_sidecar),
 )
 """Each is of the pipelines that have the sections that it takes (`apply`)"""
 

@@ -18,7 +18,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
 import numpy as np
 
 from spmd_rl.config.run_identity import identity_hash
@@ -147,14 +146,16 @@ class Examples:
         return f"{identity_hash(cfg)} {self.train.digest} {self.eval.digest} {asked}"
 
     def _read(self, source: str | None, key: str, cfg: SourcesConfig, parse: Parse, holdout: float) -> None:
-        """Add the rows of a source; the share `holdout`, by content, to the held-out ones."""
+        """Add the rows of a source; the share `holdout`, by what is written in them, to the held-out ones."""
         for name in sources(source):
             path, files = Path(name).expanduser(), [{}, {}]  # by store: the numbers of the file and of a temporary one
             for where, record, offset in _records(name, path, key, cfg):
                 try:
-                    content = msgspec.msgpack.encode(parse(record))
+                    parse(record)
                 except BrokenRow as error:
                     raise UserError(f"{key}: {where}: {error}") from None
+                # the row as it is written, so that neither settings nor what is made of rows move it to the other side
+                content = json.dumps(record, sort_keys=True).encode()
                 held = is_held_out(blake2b(content, digest_size=16).hexdigest(), holdout)
                 store, kept = (self.eval if held else self.train), None if offset is None else path
                 if kept not in files[held]:

@@ -83,7 +83,8 @@ class Engine(Protocol):
     def step(self) -> list[Completion]:
         """Admit what fits, compute one token for each running request, return those that ended. No-op when idle.
 
-        A replica of several ranks may compute a few tokens for each.
+        A replica of several ranks may compute a few tokens for each. An engine may compute the prompts of new requests
+        in one step and the tokens of the others in another.
         """
         ...
 

@@ -7,6 +7,7 @@ from spmd_rl.learn.losses import nll, update
 from spmd_rl.learn.preference import Preference
 from spmd_rl.learn.ranking import Ranking
 from spmd_rl.learn.reference import keep_reference
+from spmd_rl.learn.teachers import Teachers
 
 __all__ = [
     "Evaluation",
@@ -14,6 +15,7 @@ __all__ = [
     "Learner",
     "Preference",
     "Ranking",
+    "Teachers",
     "keep_reference",
     "nll",
     "update",

@@ -178,17 +178,22 @@ def normalised(
 
 
 def shape(
-    data: Metadata, settings: AlgorithmConfig, running: Moments, max_tokens: int, penalties: Tensor | None = None
+    data: Metadata,
+    settings: AlgorithmConfig,
+    running: Moments,
+    max_tokens: int,
+    penalties: Tensor | None = None,
+    terms: Mapping[str, Tensor] | None = None,
 ) -> tuple[Scored, Moments]:
     """Scores with penalties, normalised and clipped; and the moments of all scores of the run, these included.
 
-    max_tokens: the limit of an answer. penalties: float64 [n], what else is added to the scores.
+    max_tokens: the limit of an answer. penalties: float64 [n], what else is added to the scores. terms: see `Scored`.
     """
     scores = adjusted(data, settings, max_tokens, penalties)
     scores, running = normalised(scores, data.groups, data.domains, settings, running)
     # penalties are the answers' own: a baseline may be any function of the prompt
     greedy = None if data.greedy is None else bind(shaping.scale_shift, settings)(data.greedy)
-    return Scored(scores, data.groups, data.lengths, greedy), running
+    return Scored(scores, data.groups, data.lengths, greedy, terms=terms), running
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,16 +233,24 @@ def credit(
     max_tokens: int,
     greedy_answer: int | None = None,
     penalties: Mapping[Key, float] | None = None,
+    terms: Mapping[Key, Sequence[float]] | None = None,
 ) -> Credit:
     """Advantages of the answers, or of their turns where the estimator tells these apart, and which of them count.
 
     running: the moments of the run's scores before this step. max_tokens: of an answer. greedy_answer: the number of
-    the answer that is a baseline, if there is one. penalties: added to the scores.
+    the answer that is a baseline, if there is one. penalties: added to the scores. terms: those that
+    `algorithm.reward_weights` names, in this order.
     """
     data = Metadata.of(table, greedy_answer)
     extra = None if penalties is None else as_tensor([penalties[key] for key in keys(data.answers)], np.float64)
     masked, weights = mask(data, settings)
-    return Credit(data, *_advantages(data, settings, running, max_tokens, extra), masked, weights)
+    columns = None
+    if terms is not None:
+        rows = [terms[key] for key in keys(data.answers)]
+        columns = {
+            name: as_tensor([row[i] for row in rows], np.float64) for i, name in enumerate(settings.reward_weights)
+        }
+    return Credit(data, *_advantages(data, settings, running, max_tokens, extra, columns), masked, weights)
 
 
 def all_alike(table: SampleTable) -> Credit:
@@ -248,13 +261,18 @@ def all_alike(table: SampleTable) -> Credit:
 
 
 def _advantages(
-    data: Metadata, settings: AlgorithmConfig, running: Moments, max_tokens: int, penalties: Tensor | None
+    data: Metadata,
+    settings: AlgorithmConfig,
+    running: Moments,
+    max_tokens: int,
+    penalties: Tensor | None,
+    terms: Mapping[str, Tensor] | None,
 ) -> tuple[np.ndarray, Runs, Tensor, Moments]:
     """The first fields of `Credit` after the data. Parameters as in `shape`."""
     estimator = answer_advantage(settings)  # a token-level estimator starts from the scores
     if not (settings.credits_steps or (len(data.steps) and token_advantage(settings))):
         runs = whole_samples(data)
-        scored, running = shape(data, settings, running, max_tokens, penalties)
+        scored, running = shape(data, settings, running, max_tokens, penalties, terms)
         advantages = estimator(scored) if estimator else scored.scores
         return advantages.numpy(), runs, scored.scores, running
     scores = adjusted(data, settings, max_tokens, penalties)

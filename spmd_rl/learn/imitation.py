@@ -11,8 +11,9 @@ from spmd_rl.algo import AGGREGATIONS
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AgenticConfig
 from spmd_rl.learn.advantages import Samples, all_alike
-from spmd_rl.learn.losses import mean_over, measure, nll
+from spmd_rl.learn.losses import mean_over, measure, nll, nothing
 from spmd_rl.learn.prepare import Plan, Shares, plan
+from spmd_rl.learn.teachers import Teachers
 from spmd_rl.learn.transfer import redistribute
 from spmd_rl.train.base import BoundLoss, BoundValueLoss, CriticRole, Metrics, PolicyRole, Role
 
@@ -51,11 +52,14 @@ class Imitation:
         temperature: float = 1.0,
         lr_factor: float = 1.0,
         name: str = "warmup/loss",
+        teachers: Teachers | None = None,
     ) -> None:
         """num_updates: optimizer steps of a step. lr_factor: multiplies the schedule's learning rate. name: of the
-        loss, among the metrics."""
+        loss, among the metrics. teachers: who say what else could stand in the place of each token."""
         self.policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
         self._temperature, self._lr_factor, self._name = temperature, lr_factor, name
+        self._teachers = teachers
+        self._loss = teachers.loss(nothing if teachers.alone else nll) if teachers else nll
         self.plan: Plan | None = None
         """The plan of the last `prepare`; the sample log reads it."""
 
@@ -80,7 +84,12 @@ class Imitation:
 
     def prepare(self, collected: Samples) -> list[Term]:
         """[all] The terms of this rank's mini-batches, one per optimizer step."""
-        return self._prepare(collected, self._num_updates)  # [all]
+        terms = self._prepare(collected, self._num_updates)  # [all]
+        if self._teachers:
+            with self._world.phase("logprobs"):
+                self._teachers.fill_in([term.batch for term in terms], self.plan, collected.table)  # [all]
+            terms = [term._replace(loss=self._loss) for term in terms]
+        return terms
 
     def _prepare(self, collected: Samples, count: int) -> list[Term]:
         with self._world.phase("prepare"):

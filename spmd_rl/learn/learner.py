@@ -4,20 +4,20 @@ from dataclasses import astuple, replace
 from itertools import chain
 from typing import Any
 
-import numpy as np
-
 from spmd_rl.algo import AGGREGATIONS
 from spmd_rl.algo.kl import adaptive_coef
 from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch, pack
-from spmd_rl.config.schema import AlgorithmConfig, RlConfig, RolloutConfig
+from spmd_rl.config.schema import AlgorithmConfig, RlConfig, RolloutConfig, TeachersConfig
 from spmd_rl.errors import RunFailed, tell
 from spmd_rl.learn import prepare, token_advantages
 from spmd_rl.learn.advantages import Samples, credit, repetition_penalties
 from spmd_rl.learn.custom import bind
 from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, mean_over, measure_mismatch, update
 from spmd_rl.learn.roofline import Roofline
+from spmd_rl.learn.teachers import Teachers
 from spmd_rl.learn.transfer import RoleShards, fill_in, redistribute
+from spmd_rl.learn.verdict_terms import verdict_terms
 from spmd_rl.rollout.table import trajectories_of
 from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics
@@ -38,9 +38,11 @@ class Learner:
         seed: int = 0,
         replayed: bool = False,
         roofline: Roofline | None = None,
+        teacher: TeachersConfig | None = None,
     ) -> None:
         """Use `of`. num_updates: optimizer steps of a step. seed: the run's. replayed: see `pack`."""
-        self._policy, self._reference, self._critic = roles
+        self._policy, self._reference, self._critic, _ = roles
+        self._teachers = Teachers.of(roles, teacher, rollout.temperature) if teacher else None
         self._world = world = roles.policy.layout.world
         self._seed, self._rollout, self._num_updates, self._replayed = seed, rollout, num_updates, replayed
         limit = rollout.max_answer_tokens
@@ -73,6 +75,7 @@ class Learner:
             seed=cfg.seed,
             replayed=cfg.policy.router_replay,
             roofline=Roofline(roles, cfg.track.device, cfg.policy.dtype, cfg.engine.tp),
+            teacher=cfg.teacher,
         )
 
     def state(self) -> dict[str, Any]:
@@ -98,20 +101,24 @@ class Learner:
             if settings.repetition_coef:
                 trajectories = chain.from_iterable(trajectories_of(group.samples) for group in collected.groups)
                 penalties = repetition_penalties(trajectories, settings, self._world)  # [all]
+            names = list(settings.reward_weights) if settings.advantage == "gdpo" else []
+            terms = verdict_terms(collected.groups, names, self._world) if names else None  # [all]
             with self._world.phase("coordination"):
                 greedy = rollout.answers_per_prompt if settings.uses_greedy else None
                 limits = rollout.max_answer_tokens, greedy
-                found = credit(collected.table, settings, self._scores, *limits, penalties)
+                found = credit(collected.table, settings, self._scores, *limits, penalties, terms)
                 shares = prepare.Shares(self._num_updates, data.size, self._policy.hidden_size)
                 aggregate = bind(AGGREGATIONS[settings.loss_agg], settings)
                 self.plan, self._scores = prepare.plan(collected.step, found, shares, aggregate), found.running
-            self._check_signal()
+            if not self._teachers:
+                self._check_signal()
             own = self.plan.samples_of(collected.groups, self._world.rank)
             packed = pack(own, collected.step - 1, rollout.truncates, self._replayed)
             batches = redistribute(packed, self.plan, self._num_updates, data, self._world)  # [all]
             # With one update on samples of the current version, the update itself computes these very numbers.
             proximal = settings.old_logprobs == "trainer"  # else the engine's logprobs take their place
-            needs_old = proximal and (self._num_updates > 1 or self.plan.stale)
+            several = self._num_updates * settings.sample_epochs > 1
+            needs_old = proximal and (several or self.plan.stale)
             needs_old = needs_old or self._monitor.stops or token_advantages.needs_old_logprobs(settings)
             if needs_old or self._reference or self._critic:
                 with self._world.phase("logprobs"):
@@ -133,9 +140,15 @@ class Learner:
             self._prepared = token_advantages.finish(  # [all]
                 batches, self.plan, settings, kl_reward_coef, data, self._seed
             )
+            if self._teachers:
+                with self._world.phase("logprobs"):
+                    self._teachers.fill_in(batches, self.plan, collected.table)  # [all]
+                for batch in batches:
+                    self._teachers.reward(batch)
             if self._roofline:
                 trains = self.plan.step > settings.critic_warmup
-                self._prepared |= self._roofline.metrics(collected, self.plan, needs_old, trains)
+                epochs = settings.sample_epochs
+                self._prepared |= self._roofline.metrics(collected, self.plan, needs_old, epochs * trains, epochs)
         return batches
 
     def _check_signal(self) -> None:
@@ -151,11 +164,14 @@ class Learner:
             tell(f"warning: step {plan.step}: {line}")
 
     def update(self, batches: list[Batch]) -> Metrics:
-        """[all] One optimizer step per mini-batch; none where no sample of any rank trains. Equal on all ranks."""
+        """[all] One optimizer step per mini-batch and epoch; none where no sample of any rank trains.
+
+        Equal on all ranks.
+        """
         assert self.plan is not None
         metrics: Metrics = {}
         with self._world.phase("update"):
-            used = np.unique(self.plan.minibatches).tolist()
+            used = self.plan.visits(self._settings.sample_epochs, self._seed)
             self._num_empty_steps += not used
             if self._critic:
                 value_loss = bind_value_loss(self._settings)
@@ -165,10 +181,19 @@ class Learner:
                     metrics |= mean_over([self._critic.update(shares[i], value_loss) for i in used], "critic")  # [all]
             if self.plan.step > self._settings.critic_warmup:
                 loss = bind_loss(self._settings, self._settings.kl_coef * self._kl_factor)
+                loss = self._teachers.loss(loss) if self._teachers else loss
                 metrics |= update(self._policy, [batches[i] for i in used], loss, self._rollout.temperature)  # [all]
+            self._follow()
             if not self._monitored:
                 self._monitor.check(self.plan.step, metrics | {"rollout/lag/max": self._oldest})
         return metrics | self._prepared | self._own_metrics(metrics)
+
+    def _follow(self) -> None:
+        """[all] Let the reference follow the policy, if this step is one of those in which it does."""
+        every = self._reference.sync_steps if self._reference else None
+        if every is not None and self.plan.step % every == 0:
+            with self._policy.awake(), self._reference.awake():
+                self._reference.follow(self._policy)  # [all]
 
     def _own_metrics(self, mean: Metrics) -> Metrics:
         """Metrics of the plan and of the learner's state. Adapts the KL coefficient to the step's mean KL."""

@@ -150,6 +150,11 @@ def nll(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mappin
     return -logprobs, {"actor/entropy": entropy.detach()}
 
 
+def nothing(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """No loss of its own, where another one is added: a `train.base.BoundLoss`."""
+    return torch.zeros_like(logprobs), {"actor/entropy": entropy.detach()}
+
+
 def mean_over(updates: list[Metrics], role: str) -> Metrics:
     """Means over the updates of a step, or extremes, under the names that a user reads."""
     keys = updates[0] if updates else {}

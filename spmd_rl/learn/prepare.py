@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
+from spmd_rl.data.seeds import counter_seed
 from spmd_rl.distributed import DataShard
 from spmd_rl.learn.advantages import Credit, Key, Metadata, keys
 from spmd_rl.types import Group, Sample
@@ -83,6 +84,16 @@ class Plan:
         samples = {sample.key: sample for group in groups for sample in group.samples}
         keys = map(tuple, self.keys[self.src_rank == rank].tolist())
         return [samples[key] for key in keys if key in samples]  # all are, if the ranks agree
+
+    def visits(self, num_epochs: int, seed: int) -> list[int]:
+        """The mini-batch of each optimizer step: all that hold a sample, in order, and then in a random order of each
+        further epoch's own. seed: the run's."""
+        used = np.unique(self.minibatches).tolist()
+        orders = [
+            sorted(used, key=lambda number, e=epoch: counter_seed("epoch", seed, self.step, e, number))
+            for epoch in range(1, num_epochs)
+        ]
+        return [number for order in (used, *orders) for number in order]
 
     def columns(self) -> tuple[Any, ...]:
         """Everything: what ranks compare."""

@@ -16,24 +16,29 @@ class Roofline:
 
     def __init__(self, roles: Roles, spec: DeviceSpecConfig, dtype: str, tp: int) -> None:
         """The ranks of the policy are all devices. dtype: computed in. tp: of the engine."""
-        self._policy, self._reference, self._critic = roles
+        self._policy, self._reference, self._critic, teachers = roles
+        self._teacher = next(iter(teachers.values()), None)  # of several, each sees its own domain alone
         world = self._policy.layout.world
         self._spec = find_device_spec(spec, world.device, dtype)
         self._devices = Devices(world.size, tp, getattr(torch, dtype).itemsize)
 
-    def metrics(self, collected: Samples, plan: Plan, needs_old: bool, trains: bool) -> Metrics:
+    def metrics(
+        self, collected: Samples, plan: Plan, needs_old: bool, policy_epochs: int, critic_epochs: int
+    ) -> Metrics:
         """Seconds by phase, equal on all ranks.
 
-        needs_old: the policy's logprobs were computed before the update. trains: the policy is updated.
+        needs_old: the policy's logprobs were computed before the update. policy_epochs, critic_epochs: passes over the
+        samples in which each is updated.
         """
         if self._spec is None:
             return {}
         answers = collected.table.answers
         width = 1 + answers["answer"].max(initial=0)
         used = np.isin(answers["ticket"] * width + answers["answer"], plan.keys @ (width, 1))
-        passes = [ModelPasses(self._policy.size, int(needs_old), trains)]
-        passes += [ModelPasses(self._reference.size, 1, False)] if self._reference else []
-        passes += [ModelPasses(self._critic.size, 1, True)] if self._critic else []
+        passes = [ModelPasses(self._policy.size, int(needs_old), policy_epochs)]
+        passes += [ModelPasses(self._reference.size, 1, 0)] if self._reference else []
+        passes += [ModelPasses(self._teacher.size, 1, 0)] if self._teacher else []
+        passes += [ModelPasses(self._critic.size, 1, critic_epochs)] if self._critic else []
         seconds = roofline(
             _tokens(answers), _tokens(answers[used]), self._policy.size, passes, self._devices, self._spec
         )

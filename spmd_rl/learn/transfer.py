@@ -253,9 +253,11 @@ def fill_in(
 class RoleShards:
     """The way of mini-batches between the policy's data shards and a role's; none where they are the same."""
 
-    def __init__(self, policy: Role, role: Role, plan: Plan, world: World) -> None:
+    def __init__(self, policy: Role, role: Role, plan: Plan, world: World, rows: np.ndarray | None = None) -> None:
+        """rows: bool [n], the samples of the plan that the role is given; all by default."""
         here, there = policy.layout.data, role.layout.data
         self._same, self._minibatches, self._world = _ranks(here) == _ranks(there), plan.minibatches, world
+        self._rows, self._mine = rows, plan.data_rank == here.rank
         if not self._same:
             other = plan.elsewhere(there, role.hidden_size)
             self._there = replace(Route.of(other, there), src_rank=_leaders(here)[plan.data_rank])
@@ -264,11 +266,28 @@ class RoleShards:
     def share(self, name: str, batches: Sequence[Batch]) -> list[Batch]:
         """[all] The role's share of each mini-batch, with all columns; the batches are the policy's."""
         if self._same:
-            return list(batches)
+            return [batch if self._rows is None else batch.select(self.places(n)) for n, batch in enumerate(batches)]
         return [
-            transfer(name, batch, self._there.select(self._minibatches == number), self._world)  # [all]
+            transfer(name, batch, self._there.select(self._of(number)), self._world)  # [all]
             for number, batch in enumerate(batches)
         ]
+
+    def places(self, number: int) -> np.ndarray:
+        """Which samples of this rank's mini-batch `number` the role is given: int64 [m]."""
+        inside = self._mine & (self._minibatches == number)
+        return np.flatnonzero(self._of(number)[inside])
+
+    def _of(self, number: int) -> np.ndarray:
+        """Which samples of the plan the role is given in mini-batch `number`: bool [n]."""
+        inside = self._minibatches == number
+        return inside if self._rows is None else inside & self._rows
+
+    def back(self, name: str, shares: Sequence[Batch], columns: Sequence[str]) -> list[dict[str, Entries]]:
+        """[all] These columns of each of the role's shares, of the samples of this rank that it was given, in order."""
+        if self._same:
+            return [{column: getattr(share, column) for column in columns} for share in shares]
+        routes = [self._back.select(self._of(number)) for number in range(len(shares))]
+        return [send(name, share, columns, r, self._world) for share, r in zip(shares, routes, strict=True)]  # [all]
 
     def fill_in(self, column: str, batches: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> None:
         """[all] Set a per-token column, float32 [T], that the role computes for its share of each mini-batch."""
@@ -276,11 +295,8 @@ class RoleShards:
         shares = self.share(name, batches)  # [all]
         for share in shares:
             setattr(share, column, compute(share))  # [all]
-        if self._same:
-            return
-        for number, (batch, share) in enumerate(zip(batches, shares, strict=True)):
-            route = self._back.select(self._minibatches == number)
-            setattr(batch, column, send(name, share, [column], route, self._world)[column])  # [all]
+        for batch, found in zip(batches, self.back(name, shares, [column]), strict=True):  # [all]
+            setattr(batch, column, found[column])
 
 
 def _ranks(data: DataShard) -> list[tuple[int, ...]]:

@@ -53,9 +53,10 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each target and entropy of each row, of softmax(hidden @ weight.T / temperature).
 
-    hidden: [N, h]; weight: [V, h] of the same dtype; targets: int64 [N]. candidate_ids: the softmax is over them alone,
-    and the targets are among them. Returns float32 [N] each (float64 for float64), both with gradients to `hidden` and
-    `weight`; that of the entropy costs nothing where no loss uses it.
+    hidden: [N, h]; weight: [V, h] of the same dtype; targets: int64 [N], or [N, m] for several a row. candidate_ids:
+    the softmax is over them alone, and the targets are among them. Returns float32 of the targets' shape and [N]
+    (float64 for float64), both with gradients to `hidden` and `weight`; that of the entropy costs nothing where no loss
+    uses it.
 
     share: `weight` has this rank's part of the vocabulary alone, token ids are those of the whole. [all] The ranks give
     the same rows and get the same results; the gradient to `hidden` on each is a term of a sum over them.
@@ -64,7 +65,81 @@ def token_logprobs(
     rows, ids = candidate_ids or (None, None)
     if share is not None:  # token ids count from this rank's first row on, and those of others lie outside
         targets, ids = targets - share.first, None if ids is None else ids - share.first
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, rows, ids, share and share.group)  # [all]
+    several = targets if targets.dim() > 1 else targets[:, None]
+    found = _TokenLogprobs.apply(hidden, weight, several, temperature, rows, ids, share and share.group)  # [all]
+    return found[0].view(targets.shape), found[1]
+
+
+@torch.no_grad()
+def top_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    temperature: float = 1.0,
+    num_ids: int | None = None,
+    share: VocabularyShare | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k most likely tokens of each row and their logprobs, of softmax(hidden @ weight.T / temperature).
+
+    num_ids: only tokens below it are taken, though all count in the softmax. Parameters otherwise as `token_logprobs`.
+    Returns int64 [N, k] and float32 [N, k], most likely first; fewer than k of a smaller vocabulary.
+    """
+    first, dtype = share.first if share else 0, torch.promote_types(hidden.dtype, torch.float32)
+    best = hidden.new_empty((len(hidden), 0), dtype=dtype)
+    ids = torch.empty_like(best, dtype=torch.int64)
+    log_z = hidden.new_full((len(hidden),), -torch.inf, dtype=dtype)
+    for begin, end in _chunks(hidden, weight):
+        x = (hidden @ weight[begin:end].T).to(dtype).div_(temperature)
+        log_z = torch.logaddexp(log_z, x.logsumexp(-1))
+        taken = x[:, : None if num_ids is None else max(0, num_ids - first - begin)]
+        found, places = taken.topk(min(k, taken.shape[1]))
+        best, ids = _best(torch.cat([best, found], 1), torch.cat([ids, places + first + begin], 1), k)
+    if share is not None:
+        parts = [torch.empty_like(log_z) for _ in range(share.group.size())]
+        dist.all_gather(parts, log_z.contiguous(), group=share.group)  # [all]
+        log_z = torch.stack(parts).logsumexp(0)
+        best, ids = (_gathered(column, k, share.group) for column in (best, ids))  # [all]
+        best, ids = _best(best, ids, k)
+    return ids, best - log_z[:, None]
+
+
+def _best(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k greatest values of each row, and their ids."""
+    values, places = values.topk(min(k, values.shape[1]))
+    return values, ids.gather(1, places)
+
+
+def _gathered(columns: Tensor, k: int, group: dist.ProcessGroup) -> Tensor:
+    """[all] The columns of all ranks side by side; a rank with fewer than k is filled up with what nobody chooses."""
+    blank = -torch.inf if columns.is_floating_point() else 0
+    mine = torch.nn.functional.pad(columns, (0, k - columns.shape[1]), value=blank).contiguous()
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(parts, mine, group=group)  # [all]
+    return torch.cat(parts, 1)
+
+
+def head_outputs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    candidate_ids: Pairs | None,
+    top: tuple[int, int] | None,
+    share: VocabularyShare | None,
+    id_factor: float = 1.0,
+) -> Tensor:
+    """What a policy's head gives: logprob and entropy, the logprobs of further targets, and k ids with their logprobs.
+
+    top: (k, num_ids), see `top_logprobs`; None: no ids. id_factor: they are multiplied by it. Parameters otherwise as
+    `token_logprobs`. Returns float32 [N, 2 + m + 2 k], in which ids are exact.
+    """
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, candidate_ids, share)  # [all]
+    logprobs = logprobs if logprobs.dim() > 1 else logprobs[:, None]
+    columns = [logprobs[:, :1], entropy[:, None], logprobs[:, 1:]]
+    if top is not None:
+        ids, best = top_logprobs(hidden, weight, top[0], temperature, top[1], share)  # [all]
+        columns += [ids.to(best.dtype) * id_factor, best]
+    return torch.cat(columns, 1)
 
 
 def logit_factor(config: PreTrainedConfig) -> float:
@@ -91,19 +166,23 @@ class TokenHead(nn.Module):
             raise ValueError("an output embedding with a bias is not supported")
         self.weight = head.weight
         self.targets: Tensor | None = None
-        """int64 [N], to be set before each forward"""
+        """int64 [N], or [N, 1 + m] with m other tokens after each, to be set before each forward"""
         self.temperature = 1.0
         self.candidate_ids: Pairs | None = None
+        self.top: tuple[int, int] | None = None
+        """(k, num_ids): see `top_logprobs`"""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[1, N, h] -> float32 [1, N, 2]: logprob and entropy; [all] of the mesh that shares the weight out, if any."""
+        """[1, N, h] -> float32 [1, N, 2]: logprob and entropy, and behind them the logprobs of the other m tokens, or,
+        with `top`, k ids and their logprobs. [all] of the mesh that shares the weight out, if any.
+        """
         weight, share = self.weight, None
         if isinstance(weight, DTensor):
             share = VocabularyShare(owned_region(weight)[0].start, weight.device_mesh.get_group())
             weight = weight.to_local()
         temperature = self.temperature / self._factor
-        logprobs, entropy = token_logprobs(hidden[0], weight, self.targets, temperature, self.candidate_ids, share)
-        found = torch.stack([logprobs[None], entropy[None]], dim=-1)  # a view of it would make FSDP warn
+        about = (self.targets, temperature, self.candidate_ids, self.top, share, self._factor)
+        found = torch.stack([head_outputs(hidden[0], weight, *about)])  # [all] a view of it would make FSDP warn
         return found if self._factor == 1 else found / self._factor
 
 
@@ -121,14 +200,15 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         top = hidden.new_full((len(hidden),), -torch.inf, dtype=dtype)
-        total, spread, chosen = (hidden.new_zeros(len(hidden), dtype=dtype) for _ in range(3))
+        total, spread = (hidden.new_zeros(len(hidden), dtype=dtype) for _ in range(2))
+        chosen = hidden.new_zeros(targets.shape, dtype=dtype)
         # total = sum of exp(x - top), spread = sum of exp(x - top) (x - top), over the logits x seen so far
         for begin, end in _chunks(hidden, weight):
             x = (hidden @ weight[begin:end].T).to(dtype).div_(temperature)
             if ids is not None:
                 _cut_off(x, rows, ids - begin)
             inside, places = _inside(targets, begin, end)
-            chosen = torch.where(inside, x.gather(1, places[:, None])[:, 0], chosen)
+            chosen = torch.where(inside, x.gather(1, places), chosen)
             higher = torch.maximum(top, x.amax(-1))
             total, spread = _moved(top, higher, total, spread)
             top = higher
@@ -142,28 +222,29 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy, rows, ids)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)  # None, not zeros, for an output that no loss uses
-        return chosen - log_z, entropy
+        return chosen - log_z[:, None], entropy
 
     @staticmethod
     def backward(ctx, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None and entropy_grad is None:
             return None, None, None, None, None, None, None
         hidden, weight, targets, log_z, entropy, rows, ids = ctx.saved_tensors
-        scaled = (torch.zeros_like(log_z) if grad is None else grad) / ctx.temperature
+        scaled = (hidden.new_zeros(targets.shape, dtype=log_z.dtype) if grad is None else grad) / ctx.temperature
+        of_rows = scaled.sum(1, keepdim=True)
         hidden_grad, weight_grad = torch.zeros_like(hidden, dtype=log_z.dtype), torch.empty_like(weight)
         for begin, end in _chunks(hidden, weight):
             log_p = (hidden @ weight[begin:end].T).to(log_z.dtype).div_(ctx.temperature).sub_(log_z[:, None])
             if ids is not None:
                 _cut_off(log_p, rows, ids - begin)
             if entropy_grad is None:
-                x = log_p.exp_().mul_(-scaled[:, None])
+                x = log_p.exp_().mul_(-of_rows)
             else:
                 # d entropy / d logit = -softmax * (log softmax + entropy) / temperature
                 by_entropy = entropy_grad[:, None] / ctx.temperature
-                x = log_p.exp().mul_(-scaled[:, None] - by_entropy * (log_p + entropy[:, None]))
+                x = log_p.exp().mul_(-of_rows - by_entropy * (log_p + entropy[:, None]))
             # d logprob / d logit = (one at the target - softmax) / temperature
             inside, places = _inside(targets, begin, end)
-            x.scatter_add_(1, places[:, None], torch.where(inside, scaled, 0.0)[:, None])
+            x.scatter_add_(1, places, torch.where(inside, scaled, 0.0))
             x = x.to(hidden.dtype)
             hidden_grad += x @ weight[begin:end]
             torch.mm(x.T, hidden, out=weight_grad[begin:end])
@@ -179,12 +260,14 @@ def _moved(top: Tensor, higher: Tensor, total: Tensor, spread: Tensor) -> tuple[
 def _combined(
     top: Tensor, total: Tensor, spread: Tensor, chosen: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[all] The statistics over the whole vocabulary from those over each rank's part: four numbers a row travel."""
+    """[all] The statistics over the whole vocabulary from those over each rank's part: four numbers a row travel, and
+    one more for each further target."""
     highest = top.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    sums = torch.stack([*_moved(top, highest, total, spread), chosen])  # a target is chosen on one rank, 0 elsewhere
+    # a target is chosen on one rank, 0 elsewhere
+    sums = torch.cat([torch.stack(_moved(top, highest, total, spread)), chosen.T])
     dist.all_reduce(sums, group=group)
-    return highest, *sums.unbind()
+    return highest, sums[0], sums[1], sums[2:].T
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:

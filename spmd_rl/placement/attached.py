@@ -28,7 +28,8 @@ def attached_trainer(job: Job) -> Iterator[Place]:
             environments = job.connect()[1] if job.envs else None  # demonstrations are played here
             roles = train.build_roles(cfg.roles, world)  # [all]
         rollouts = remote_rollouts(job, side)  # [all]
-        publish = Publisher(roles.policy, world, [served(job, side, rollouts)], cfg.publish.probe_every)
+        transports, quantization = [served(job, side, rollouts)], cfg.engine.quantization
+        publish = Publisher(roles.policy, world, transports, cfg.publish.probe_every, quantization)
         yield Place(
             world=world,
             roles=roles,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from spmd_rl import engine, train, weights
 from spmd_rl.job import Job, Place
 from spmd_rl.rollout import Rollouts, Services
+from spmd_rl.weights.adapter_source import AdapterSource
 
 
 @contextmanager
@@ -21,7 +22,8 @@ def colocated(job: Job, last_ahead: int = 0) -> Iterator[Place]:
         scorer, environments = job.connect(cfg.debug)
         roles = train.build_roles(cfg.roles, world)  # [all]
         generator = engine.build(cfg.engine, cfg.policy, cfg.train.offload, world)  # [all]
-    publish = weights.build(roles.policy, generator, world, cfg.publish.probe_every)
+    source = AdapterSource(roles.policy) if cfg.engine.adapters else roles.policy
+    publish = weights.build(source, generator, world, cfg.publish.probe_every, cfg.engine.quantization)
     services = Services(scorer, job.tokenizer, job.episode, environments)
     settings = replace(cfg.generation, last_ahead=last_ahead)
     with closing(Rollouts(settings, generator, job.source, services, world)) as rollouts:  # [all]

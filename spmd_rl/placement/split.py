@@ -26,7 +26,8 @@ def split(job: Job) -> Iterator[Place]:
         side = sides.train
         roles, _, environments = _started(job, side)  # [train]
         rollouts = remote_rollouts(job, side)  # [train]
-        publish = Publisher(roles.policy, side.world, [served(job, side, rollouts)], job.cfg.publish.probe_every)
+        transports, every = [served(job, side, rollouts)], job.cfg.publish.probe_every
+        publish = Publisher(roles.policy, side.world, transports, every, job.cfg.engine.quantization)
         yield Place(
             world=side.world,
             roles=roles,
@@ -50,7 +51,8 @@ def lent(job: Job) -> Iterator[Place]:
         remote = remote_rollouts(job, side)  # [train]
         with Lent.build(job.cfg, remote, services, side, job.world) as rollouts:  # [all]
             transports = [served(job, side, remote), Local(rollouts.engine, side.world)]
-            publish = Publisher(roles.policy, side.world, transports, job.cfg.publish.probe_every)
+            every, quantization = job.cfg.publish.probe_every, job.cfg.engine.quantization
+            publish = Publisher(roles.policy, side.world, transports, every, quantization)
             yield Place(
                 world=side.world,
                 roles=roles,

@@ -1,18 +1,21 @@
 """Converts between a checkpoint's policy weights and a directory that Hugging Face loads, without a training run.
 
     python -m spmd_rl convert to-hf RUN_DIR/checkpoints/step-000010 OUT
+    python -m spmd_rl convert to-peft RUN_DIR/checkpoints/step-000010 OUT
     python -m spmd_rl convert from-hf HF_DIR RUN_DIR/checkpoints/step-000010 OUT
 
-`to-hf` writes what the run's own export writes, byte for byte. `from-hf` writes another checkpoint: the given one with
-the weights of HF_DIR in the place of its policy's; all else (AdamW's moments, the critic, counters, prompts) stays. One
-process, no device, and no more memory than a few times the largest parameter: tensors are read, cut or merged, and
-written one after the other. A checkpoint's content is verified before anything of it is read.
+`to-hf` writes what the run's own export writes, byte for byte; adapters are merged, and `to-peft` writes them alone.
+`from-hf` writes another checkpoint: the given one with the weights of HF_DIR in the place of its policy's; all else
+(AdamW's moments, the critic, counters, prompts) stays. One process, no device, and no more memory than a few times the
+largest parameter: tensors are read, cut or merged, and written one after the other. A checkpoint's content is verified
+before anything of it is read.
 """
 
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +31,9 @@ from spmd_rl.config.run_identity import saved_config
 from spmd_rl.errors import UserError, one_line, tell
 from spmd_rl.model.build import build_on_meta, model_directory
 from spmd_rl.model.load import WeightFiles, checked_weights, read_whole
+from spmd_rl.model.lora import SCALING
 from spmd_rl.model.stored import Part, stored_parts
+from spmd_rl.train.adapted import AdaptedFiles, write_adapter
 from spmd_rl.train.state import MODEL, SavedState, TensorSpec, head_of, key_of, write_safetensors
 
 ROLE = "policy"
@@ -70,6 +75,9 @@ def open_checkpoint(directory: Path, run: dict[str, Any], model: str | None, tru
     built = build_on_meta(folder, torch.float32, trust)
     saved, parts = SavedState.open(directory / ROLE), stored_parts(built)
     held = dict(built.named_parameters()) | saved_buffers(built, saved, parts)
+    if SCALING in saved.tensors:
+        AdaptedFiles(folder, saved, parts, torch.float32)  # says whether it is another model
+        return Checkpoint(directory, complete, saved, built, folder)
     ours = {MODEL + part.name: tuple(part.of(p).shape) for name, p in held.items() for part in parts[name]}
     theirs = {name: whole.size for name, whole in saved.tensors.items() if name.startswith(MODEL)}
     if odd := sorted(ours.items() ^ theirs.items()):
@@ -89,21 +97,35 @@ def to_hf(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, max_shard_bytes
         for part in parts[name]
     }
 
+    saved, model = checkpoint.saved, checkpoint.model
+    adapted, wanted = SCALING in saved.tensors, cache(lambda: checked_weights(model, files))
+    files = AdaptedFiles(checkpoint.model_dir, saved, parts, dtype) if adapted else WeightFiles(checkpoint.model_dir)
+
     def weights() -> Iterator[tuple[str, Tensor]]:
         for part, tensor in ((part, tensor) for name, tensor in tensors.items() for part in parts[name]):
-            if MODEL + part.name in checkpoint.saved.tensors:
-                yield part.name, checkpoint.saved.read(MODEL + part.name).to(shapes[part.name].dtype)
-            else:  # a buffer that nothing trains
-                files = WeightFiles(checkpoint.model_dir)
-                yield part.name, part.of(read_whole(tensor, checked_weights(checkpoint.model, files), files))
+            if MODEL + part.name in saved.tensors:
+                yield part.name, saved.read(MODEL + part.name).to(shapes[part.name].dtype)
+            else:  # nothing trains it, or an adapter alone
+                found = part.of(read_whole(tensor, wanted(), files))
+                yield part.name, found.to(shapes[part.name].dtype)
 
     with _new(out) as draft:
         write_streamed(shapes, weights(), draft, max_shard_bytes)
         copy_side_files(checkpoint.model_dir, draft, str(next(iter(shapes.values())).dtype).removeprefix("torch."))
 
 
+def to_peft(checkpoint: Checkpoint, out: Path, dtype: torch.dtype) -> None:
+    """Write the new directory `out`: the policy's adapters in `dtype`, which peft loads. UserError if it has none."""
+    if SCALING not in checkpoint.saved.tensors:
+        raise UserError(f"{checkpoint.directory} holds whole weights, no adapters; say to-hf")
+    with _new(out) as draft:
+        write_adapter(checkpoint.saved, checkpoint.model_dir, draft, dtype)
+
+
 def from_hf(weights_dir: Path, checkpoint: Checkpoint, out: Path) -> None:
     """Write the new directory `out`: the checkpoint with the weights in `weights_dir`, which are of the same model."""
+    if SCALING in checkpoint.saved.tensors:
+        raise UserError(f"{checkpoint.directory} holds adapters alone, which whole weights cannot take the place of")
     files, model, saved = WeightFiles(weights_dir), checkpoint.model, checkpoint.saved
     wanted, parts = checked_weights(model, files), stored_parts(model)
     tensors = dict(model.named_parameters()) | saved_buffers(model, saved, parts)
@@ -157,14 +179,15 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code: 2, after one line, for whatever cannot be converted."""
     parser = Parser(program("convert"), description=__doc__.splitlines()[0])
     ways = parser.add_subparsers(dest="way", required=True)
-    to, back = ways.add_parser("to-hf"), ways.add_parser("from-hf")
+    to, alone, back = (ways.add_parser(way) for way in ("to-hf", "to-peft", "from-hf"))
     back.add_argument("weights", type=Path, metavar="HF_DIR")
-    for way in (to, back):
+    for way in (to, alone, back):
         way.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
         way.add_argument("out", type=Path, metavar="OUT")
         way.add_argument("--model", help="where config and tokenizer lie; by default the run's policy.model")
         way.add_argument("--trust-remote-code", action="store_true", help="run the Python code that the model brings")
     to.add_argument("--dtype", choices=DTYPES, help="by default the run's policy.dtype, or float32")
+    alone.add_argument("--dtype", choices=DTYPES, default="float32", help="by default that of the masters, float32")
     to.add_argument(
         "--max-shard-bytes", type=at_least(1), default=MAX_SHARD_BYTES, metavar="N", help="of a safetensors file"
     )
@@ -174,6 +197,8 @@ def main(arguments: Sequence[str]) -> int:
         found = open_checkpoint(asked.checkpoint, run, asked.model, asked.trust_remote_code)
         if asked.way == "from-hf":
             from_hf(asked.weights, found, asked.out)
+        elif asked.way == "to-peft":
+            to_peft(found, asked.out, getattr(torch, asked.dtype))
         else:
             dtype = asked.dtype or run.get("policy", {}).get("dtype", "float32")
             to_hf(found, asked.out, getattr(torch, dtype), asked.max_shard_bytes)

@@ -11,7 +11,7 @@ from itertools import groupby
 from spmd_rl.command_line import Parser, program
 from spmd_rl.config.docs import SettingEntry, entries, options
 from spmd_rl.config.load import CONFIGS, build, compose
-from spmd_rl.config.schema import PIPELINES
+from spmd_rl.config.pipelines import PIPELINES
 
 INTRO = """\
 # Settings

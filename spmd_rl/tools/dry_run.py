@@ -139,7 +139,8 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
                              if overlong else "")),
         ("a step", f"{describe_samples(r)}; {samples / replicas:g} a replica, {samples / shards:g} a data shard"),
         ("its tokens", describe_tokens(r, turns, longest)),
-        ("updates", f"{updates} a step of {samples / updates:g} samples, {cfg.steps * updates} in all; each at most "
+        ("updates", f"{updates * cfg.algorithm.sample_epochs} a step of {samples / updates:g} samples, "
+                    f"{cfg.role('policy').total_updates} in all; each at most "
                     f"{microbatches} micro-batches of {cfg.train.tokens_per_microbatch} tokens a data shard"
                     + " and turn" * a_turn),
         ("epochs", f"{epoch} steps make one; {cfg.steps} steps use {used} prompts = {used / kept:.2f}"),

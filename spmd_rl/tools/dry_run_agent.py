@@ -89,7 +89,8 @@ def _arithmetic(cfg: AgenticConfig, tasks: EnvTasks) -> list[tuple[str, str]]:
         ("at once", f"{places} a node, in sidecar workers"),
         ("a step", f"{describe_samples(r)}; {samples / shards:g} a data shard"),
         ("an episode", f"{turns} of at most {r.max_new_tokens} sampled tokens{context}"),
-        ("updates", f"{updates} a step of {samples / updates:g} episodes, {cfg.steps * updates} in all"),
+        ("updates", f"{updates * cfg.algorithm.sample_epochs} a step of {samples / updates:g} episodes, "
+                    f"{cfg.role('policy').total_updates} in all"),
         ("warm-up", warmup),
         ("optimizer", f"{cfg.algorithm.name} ({cfg.algorithm.advantage}): lr {cfg.policy.lr:g}, {cfg.policy.schedule}"),
         ("evaluation", describe_evaluation(cfg.eval, cfg.steps, len(tasks.eval))),

@@ -14,7 +14,7 @@ from rich.text import Text
 from spmd_rl.config.batch_arithmetic import describe_rows
 from spmd_rl.config.model_files import describe_model
 from spmd_rl.config.phases import phase
-from spmd_rl.config.schema import RowsPipelineConfig
+from spmd_rl.config.supervised import RowsPipelineConfig
 from spmd_rl.data import Examples
 from spmd_rl.errors import UserError, printable
 from spmd_rl.hub import model_folder

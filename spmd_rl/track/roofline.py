@@ -102,8 +102,8 @@ class ModelPasses(NamedTuple):
     size: ModelSize
     forwards: int
     """Passes without gradients: old logprobs, the reference's logprobs, the critic's values"""
-    updated: bool
-    """Whether there is a pass with gradients: one, however many optimizer steps share the samples"""
+    epochs: int
+    """Passes with gradients: one for each epoch over the samples, however many optimizer steps share these"""
 
 
 class Devices(NamedTuple):
@@ -131,7 +131,7 @@ def roofline(
         "generate": generate_seconds(generated, policy, devices, spec),
         "logprobs": sum(p.forwards * seconds for p, seconds in zip(passes, one_pass, strict=True)),
         # the backward pass computes a product for the weights' gradient and one for the input's
-        "train": sum(3 * p.updated * seconds for p, seconds in zip(passes, one_pass, strict=True)),
+        "train": sum(3 * p.epochs * seconds for p, seconds in zip(passes, one_pass, strict=True)),
     }
 
 

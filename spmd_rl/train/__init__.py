@@ -3,8 +3,9 @@
 Torch-free until it builds: what a backend refuses (`config/backends.py`) is asked before torch is imported.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spmd_rl.config.backends import backend
@@ -22,24 +23,34 @@ class Roles(NamedTuple):
     policy: "PolicyRole | None"
     """None where a reward model is trained, which is a critic."""
     reference: "PolicyRole | None" = None
-    """Frozen; None where the algorithm has no KL penalty."""
+    """Without an optimizer; None where the algorithm has no KL penalty."""
     critic: "CriticRole | None" = None
     """None where the algorithm reads no values."""
+    teachers: "Mapping[str, PolicyRole]" = MappingProxyType({})
+    """Frozen, by domain; '' is that of all others."""
 
     @property
     def trained(self) -> "dict[str, Role]":
-        """By name, those whose weights a checkpoint must hold."""
-        return {name: role for name, role in (("policy", self.policy), ("critic", self.critic)) if role}
+        """By name, those whose weights a checkpoint must hold; the reference among them, if it follows the policy."""
+        follows = self.reference is not None and self.reference.sync_steps is not None
+        return {
+            name: role for name, role in self._asdict().items() if role is not None and (name != "reference" or follows)
+        }
 
 
 def build_roles(roles: Sequence[RoleConfig], world: "World") -> Roles:
     """[all] The policy, and what the pipeline wants beside it. UserError if a model does not load, fit, or pack."""
+    from spmd_rl.train.adapter_off import AdapterOff
     from spmd_rl.train.packed_check import check_packing
 
-    built = {role.name: build_role(role, world) for role in roles}  # [all]
-    for role in roles:
+    own = [role for role in roles if not role.is_base_of(roles[0])]
+    built = {role.name: build_role(role, world) for role in own}  # [all]
+    built |= {role.name: AdapterOff(built[roles[0].name]) for role in roles if role not in own}
+    for role in own:
         check_packing(f"{role.model_key}: {role.model}", built[role.name], role.dtype)  # [all]
-    return Roles(built.get("policy"), built.get("reference"), built.get("critic"))
+    names = [name for name in built if name.partition(".")[0] == "teacher"]
+    teachers = {name.partition(".")[2]: built[name] for name in names}
+    return Roles(built.get("policy"), built.get("reference"), built.get("critic"), teachers)
 
 
 def build_role(role: RoleConfig, world: "World", source: "Source | None" = None) -> Any:

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd_rl.batch import Batch
+from spmd_rl.batch import Batch, Ragged, bounds_of
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import RunFailed
 from spmd_rl.train import averages
-from spmd_rl.train.base import BoundLoss, BoundValueLoss, ForwardArgs, Metrics, MicrobatchLoop, ShardedModel
+from spmd_rl.train.base import BoundLoss, BoundValueLoss, ForwardArgs, Metrics, MicrobatchLoop, PolicyRole, ShardedModel
+from spmd_rl.train.follow import move
 from spmd_rl.train.microbatch import dummy, plan, token_index
 from spmd_rl.train.pipeline import Step, forward_only, one_forward_one_backward
 from spmd_rl.train.schedule import learning_rate
@@ -151,9 +152,9 @@ class BaseRole:
         yield
         self.model.sleep()  # not in a `finally`: an error ends the job, and a broken device would hang or hide it
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `PolicyRole`."""
-        return self.model.weights()
+    def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
+        """See `PolicyRole`. adapters: see `FSDP2Model`, which has them."""
+        return self.model.weights() if adapters == "merged" else self.model.weights(adapters)
 
     def save(self, folder: Path) -> list[Path]:
         """See `Role`."""
@@ -193,13 +194,30 @@ class Policy(BaseRole):
         logprobs, entropy = self.evaluate("logprobs", batch, ForwardArgs(temperature), 2)  # [all]
         return logprobs, entropy
 
+    def top_logprobs(self, batch: Batch, temperature: float, k: int, num_ids: int) -> tuple[Tensor, Ragged, Ragged]:
+        """See `PolicyRole`."""
+        columns = self.evaluate("logprobs", batch, ForwardArgs(temperature, top=(k, num_ids)), 2 + 2 * k)  # [all]
+        tops = torch.stack(columns[2:], 1)[batch.sampled.index]
+        lists = (tops[:, :k].round().int(), tops[:, k:])
+        return columns[0], *(Ragged(values.flatten(), bounds_of(batch.loss_mask.long() * k)) for values in lists)
+
+    @property
+    def sync_steps(self) -> int | None:
+        """See `PolicyRole`."""
+        return self._role.sync_steps
+
+    def follow(self, policy: PolicyRole) -> None:
+        """See `PolicyRole`."""
+        move(self.model.state(), policy.weights(), self._role.own.mixup, self._role.model_key)  # [all]
+        self.model.on_state_loaded()
+
     def packing_fingerprint(self, batch: Batch) -> Tensor:
         """See `Role`."""
         return self.logprobs(batch, 1.0)[0]
 
     def update(self, batch: Batch, loss: BoundLoss, temperature: float) -> Metrics:
         """See `PolicyRole`."""
-        return self.optimize(batch, ForwardArgs(temperature), loss)
+        return self.optimize(batch, ForwardArgs(temperature, compares=batch.teacher_ids is not None), loss)
 
 
 class Critic(BaseRole):

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from spmd_rl.batch import Batch
+from spmd_rl.batch import Batch, Ragged
 from spmd_rl.distributed import Layout
 from spmd_rl.model.size import ModelSize
 from spmd_rl.train.state import Shard
@@ -33,6 +33,8 @@ class BoundLoss(Protocol):
 
         `logprobs` and `entropy` are float32 [N] at the N tokens of `batch.loss_mask`, in order, both with gradient;
         `batch` holds whole samples. The backend multiplies the loss with `batch.weights[batch.loss_mask]` and sums.
+        Where the batch has `teacher_ids`, lists of k, it is called with the logprobs of these too, float32 [N, k] with
+        gradient, before `batch`.
         Quantities are averaged over the tokens of the global batch, unweighted; of one whose name ends in `/max` or
         `/min`, it is the greatest or the least.
         """
@@ -109,13 +111,22 @@ class Role(Protocol):
 
 
 class PolicyRole(Role, Protocol):
-    """The policy, or its frozen reference."""
+    """The policy, or its reference, which has no optimizer."""
+
+    sync_steps: int | None
+    """Of a reference: it follows the policy after every so many steps; None: it stays as it is."""
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """[all] Logprob and entropy of every sampled token: float32 [T] each, 0 outside `loss_mask`; no gradient.
 
         Logits are divided by `temperature` first (1 for greedy). `batch` is this rank's data shard, which may be empty;
         the result is equal on all ranks that hold the shard.
+        """
+        ...
+
+    def top_logprobs(self, batch: Batch, temperature: float, k: int, num_ids: int) -> tuple[Tensor, Ragged, Ragged]:
+        """[all] Logprob of every sampled token, float32 [T], and the k most likely tokens in its place (int32 ids below
+        `num_ids`) with their logprobs (float32), as lists of k, empty outside `loss_mask`; no gradient.
         """
         ...
 
@@ -135,6 +146,13 @@ class PolicyRole(Role, Protocol):
 
         A tensor is valid until the next one is asked for. Tied weights appear once, under the name that
         `save_pretrained` keeps.
+        """
+        ...
+
+    def follow(self, policy: "PolicyRole") -> None:
+        """[all] Inside `awake` of both: move this reference's weights towards the policy's, in place.
+
+        UserError, on all ranks, if these are of another model.
         """
         ...
 
@@ -162,6 +180,12 @@ class ForwardArgs(NamedTuple):
     """a policy divides its logits by it"""
     is_fingerprint: bool = False
     """a critic gives `Role.packing_fingerprint` instead of its values"""
+    top: tuple[int, int] | None = None
+    """(k, num_ids): a policy gives its most likely tokens too, see `PolicyRole.top_logprobs`"""
+    compares: bool = False
+    """a policy gives its logprobs of the teacher's tokens (`Batch.teacher_ids`) too"""
+    is_base: bool = False
+    """adapters are off"""
 
 
 @dataclass(frozen=True)
@@ -178,7 +202,8 @@ class MicrobatchLoop:
     """Micro-batch number i, on the CPU: whole samples, which may have no weight."""
     finish: Callable[[int, Batch, tuple[Tensor, ...]], Tensor]
     """To be called with a micro-batch's outputs, where the model ends: float32 [N] each, on the device, at the tokens
-    of the loss mask, in order: a policy's logprob and entropy, a critic's value. Gives the loss to be run backward,
+    of the loss mask, in order: a policy's logprob and entropy, a critic's value; and, as `ForwardArgs` ask, a policy's
+    columns of `top`, or the [N, k] of `compares`. Gives the loss to be run backward,
     whose gradients are to be summed over data shards, not averaged."""
 
 

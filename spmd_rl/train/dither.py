@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.model.load import Region, local, owned_region
+from spmd_rl.model.lora import Adapter
 
 CHUNK = 2**22
 """Elements at a time."""
@@ -41,6 +42,19 @@ def dither_region(part: Tensor, name: str, shape: Sequence[int], region: Region,
     for begin in range(0, part.numel(), CHUNK):
         piece = part.view(-1)[begin : begin + CHUNK]
         piece.copy_(_dithered(piece, dtype, places(begin, len(piece))))
+
+
+def merged(adapter: Adapter, weight: Tensor, name: str, num_rows: int, rows: slice = slice(None)) -> Tensor:
+    """The frozen weight `name`, or those of its rows, with what its adapter adds, in the dtype that it has.
+
+    That lies on the grid of its dtype as well: what an adapter adds while it is small would be rounded away, all of it,
+    and an engine would go on with the weights from before. With the offset it arrives on average, from the first step.
+    """
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+    begin, end, _ = rows.indices(num_rows)
+    whole = (num_rows, weight.shape[1])
+    dither_region(wide, name, whole, (slice(begin, end), slice(0, weight.shape[1])), weight.dtype)
+    return adapter.added_to(wide, rows).to(weight.dtype)
 
 
 def _places(shape: Sequence[int], region: Region, device: torch.device, offset: int) -> Callable[[int, int], Tensor]:

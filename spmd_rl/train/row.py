@@ -12,6 +12,7 @@ from spmd_rl.batch import Batch
 from spmd_rl.devices import to_device
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.logprobs import TokenHead
+from spmd_rl.train.base import ForwardArgs
 from spmd_rl.train.microbatch import rounded
 from spmd_rl.train.sharing import PrefixTree, share_prefixes
 
@@ -20,8 +21,8 @@ ROUND_TOKENS, FEW_TOKENS = 128, 32
 
 
 def filled_up(rows: Tensor) -> Tensor:
-    """[N] -> [N rounded up], zeros at the end: kernels are kept per shape."""
-    return F.pad(rows, (0, -len(rows) % granule(len(rows))))
+    """[N, ..] -> [N rounded up, ..], zeros at the end: kernels are kept per shape."""
+    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, -len(rows) % granule(len(rows))))
 
 
 def granule(count: int) -> int:
@@ -98,10 +99,19 @@ def row_of(
     )
 
 
-def aim(head: TokenHead, micro: Batch, row: Row, temperature: float, device: torch.device) -> None:
+def parts(found: Tensor, args: ForwardArgs) -> tuple[Tensor, ...]:
+    """What a policy's forward gives, of the columns [N, n] of its head: see `MicrobatchLoop.finish`."""
+    return (found[:, 0], found[:, 1], found[:, 2:]) if args.compares else found.unbind(-1)
+
+
+def aim(head: TokenHead, micro: Batch, row: Row, args: ForwardArgs, device: torch.device) -> None:
     """Set the output embedding of a policy to give the logprobs of the row's targets in its next forward."""
-    head.targets = to_device(filled_up(micro.token_ids[row.targets]), device)
-    head.temperature, head.candidate_ids = temperature, None
+    targets = micro.token_ids[row.targets]
+    if args.compares:
+        others = micro.teacher_ids.index_select(0, row.targets).values.long()
+        targets = torch.cat([targets[:, None], others.view(len(targets), -1)], 1)
+    head.targets, head.top = to_device(filled_up(targets), device), args.top
+    head.temperature, head.candidate_ids = args.temperature, None
     if micro.candidate_ids is not None:
         lists = micro.candidate_ids.index_select(0, row.targets)
         head.candidate_ids = tuple(to_device(part, device) for part in (lists.owners, lists.values.long()))

@@ -9,7 +9,9 @@ import torch
 
 from spmd_rl.model.build import build_model, build_on_meta, model_directory
 from spmd_rl.model.load import Region, RegionReader, WeightFiles, load_weights, mismatch
+from spmd_rl.model.lora import SCALING
 from spmd_rl.model.stored import stored_parts
+from spmd_rl.train.adapted import AdaptedFiles
 from spmd_rl.train.state import MODEL, SavedState
 
 
@@ -80,7 +82,8 @@ def checkpoint_model(
     model, saved = build_on_meta(folder, dtype, remote_code), SavedState.open(Path(checkpoint) / "policy")
     parts = stored_parts(model)
     buffers = {part.name for name, _ in model.named_buffers() for part in parts.get(name, ())}
-    files = CheckpointFiles(folder, saved, buffers)
+    has_adapters = SCALING in saved.tensors
+    files = AdaptedFiles(folder, saved, parts, dtype) if has_adapters else CheckpointFiles(folder, saved, buffers)
     load = partial(load_weights, files=files, on_progress=on_progress)
     return Stored(model, load, lambda: files.bytes_read, partial(RegionReader, files=files), files)
 

@@ -24,6 +24,8 @@ from spmd_rl.weights.transport import Transport
 __all__ = ["Local", "Publisher", "Served", "Transport", "build"]
 
 
-def build(policy: PolicyRole, engine: Engine, world: World, probe_every: int = 1) -> Publisher:
+def build(
+    policy: PolicyRole, engine: Engine, world: World, probe_every: int = 1, quantization: str | None = None
+) -> Publisher:
     """Return the publisher of a policy into the engine in the same process; see `Publisher` for the arguments."""
-    return Publisher(policy, world, [Local(engine, world)], probe_every)
+    return Publisher(policy, world, [Local(engine, world)], probe_every, quantization)

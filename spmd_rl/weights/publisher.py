@@ -15,6 +15,7 @@ from spmd_rl.distributed import World
 from spmd_rl.errors import RunFailed
 from spmd_rl.train.base import Metrics, PolicyRole
 from spmd_rl.weights import probe
+from spmd_rl.weights.quantized import quantized
 from spmd_rl.weights.stream import WeightStream
 from spmd_rl.weights.transport import Transport
 
@@ -25,15 +26,24 @@ Answers = dict[str, list[probe.Answer]]
 class Publisher:
     """Publishes the weights of one policy to engines. Call it with the version that they become."""
 
-    def __init__(self, policy: PolicyRole, world: World, transports: Sequence[Transport], probe_every: int = 1) -> None:
+    def __init__(
+        self,
+        policy: PolicyRole,
+        world: World,
+        transports: Sequence[Transport],
+        probe_every: int = 1,
+        quantization: str | None = None,
+    ) -> None:
         """world: of the ranks that train. transports: all weights go through each of them, in one pass.
 
         probe_every: the first publish is probed, and every one whose version is divisible by this; 0: the first alone.
+        quantization: one of `quantized.FORMATS`, as which weights are rounded on their way.
         """
         assert not any(one.engine for one in transports[:-1]), "an engine leaves none to the next"
         self._policy, self._world, self._transports = policy, world, transports
         self._engines = [transport.engine for transport in transports if transport.engine]
         self._probe_every, self._probed_once = probe_every, False
+        self._quantization, self._limit = quantization, probe.QUANTIZED if quantization else 0.0
 
     def __call__(self, version: int) -> Metrics:
         """[all] Publish; later tokens are of `version`. RunFailed, on all ranks alike, if anything differs.
@@ -64,7 +74,10 @@ class Publisher:
             # awake, the native engine with its KV cache; vLLM's comes with the first request.
             if probed:
                 of_ranks = self._decide("publish: probe", version, fault, answers, Answers)  # [all]
-                found["publish/probe_abs_diff"], fault = self._judge(of_ranks, probe.LIMITS[stream.dtype])  # [all]
+                limit = max(self._limit, probe.LIMITS[stream.dtype])
+                found["publish/probe_abs_diff"], fault = self._judge(of_ranks, limit)  # [all]
+                if self._quantization and not self._probed_once:  # by how far rounding alone is off, and some
+                    self._limit = probe.DRIFT * found["publish/probe_abs_diff"]
                 self._probed_once = True
             clock.append(time.perf_counter())
             send_seconds, compare_seconds, announce_seconds, probe_seconds = (b - a for a, b in pairwise(clock))
@@ -83,7 +96,8 @@ class Publisher:
         """[all] Send all weights; the stream, read to its end, and what went wrong or nothing."""
         fault = ""
         with self._world.journal.kind("copy"), self._policy.awake():
-            stream = WeightStream(self._policy.weights(), self._world.device, self._world.progress)
+            given = quantized(self._policy.weights(), self._quantization)
+            stream = WeightStream(given, self._world.device, self._world.progress)
             weights = iter(stream)
             for transport in self._transports:
                 weights = transport.send(weights, version)

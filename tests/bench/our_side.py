@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from spmd_rl import weights
 from spmd_rl.config import main
-from spmd_rl.config.schema import PIPELINES
+from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.track.run import Run
 from spmd_rl.train.base import PolicyRole
 from tests.bench.gate import Gate

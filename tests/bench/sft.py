@@ -1,6 +1,6 @@
 """Supervised fine-tuning against TRL's SFTTrainer: unpadded tokens per CPU-second, step by step in turns.
 
-    python -m tests.bench.sft ../shared/data/gsm8k/train.jsonl --steps 12 --json sft.json
+    python -m tests.bench.sft --data ../shared/data/gsm8k/train.jsonl --steps 12 --json sft.json
 
 Both train the same rows of GSM8K in the same order, from the same tokens and masks, and both say their loss on the same
 held-out rows before the first step and after the last. These two steps are left out of the timing: TRL's evaluation is

@@ -1,27 +1,21 @@
 """The weight road into vLLM: what arrives is proven, and each way it can go wrong stops the run before the next token.
 
-On the CPU vLLM packs its matrices, so that most of the proof is the probe's. One engine serves all tests at tp=1; one
-start of two ranks all faults at tp=2.
+On the CPU vLLM packs its matrices, so that most of the proof is the probe's. One engine serves all tests, at tp=1;
+`test_replicas` has the faults at tp=2.
 """
 
-from array import array
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from spmd_rl import engine as engines
 from spmd_rl import weights
-from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig, TrainConfig
-from spmd_rl.distributed import Layout, solo
+from spmd_rl.distributed import solo
 from spmd_rl.errors import RunFailed
-from spmd_rl.model.build import build_model, weights_of
+from spmd_rl.model.build import weights_of
 from spmd_rl.train.fsdp2 import shard
-from spmd_rl.types import Request
-from tests.dist.harness import run_ranks
 from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
 from tests.models import EXPERTS, tiny
-from tests.training import fsdp2_policy
 from tests.unit.test_publish import Policy
 
 pytestmark = needs_vllm
@@ -213,107 +207,3 @@ def test_a_stale_prefix_cache(engine, road, monkeypatch):
     publish(version=2)
     with pytest.raises(RunFailed, match="rank 0: the engine served keys and values older than version 3"):
         publish(version=3)
-
-
-def serve(engine):
-    """Two rounds of requests of all kinds: tokens by id."""
-    done = {}
-    for round in "ab":
-        for i in range(24):
-            prompt = array("i", range(i, i + 3 + 4 * i % 50))
-            engine.add(Request(f"{round}{i}", prompt, 6 + i % 7, i % 3 / 2, seed=i * 7919))
-        engine.step()
-        engine.abort([f"{round}{i}" for i in (3, 20)])
-        while engine.num_unfinished:
-            done |= {c.id: (c.token_ids.tolist(), c.finish_reason) for c in engine.step()}
-    return done
-
-
-def attempt(publish, version):
-    """The error of a publish, or nothing."""
-    try:
-        publish(version=version)
-    except RunFailed as error:
-        return str(error)
-
-
-def replica_of_two(world, path):
-    """Publishes over a replica of two ranks: sound, then with each fault, on both ranks or on the last alone."""
-    model = build_model(path, torch.float32, world.device)
-    policy = fsdp2_policy(model, Layout(world), TrainConfig(), torch.float32)
-    cfg = RlvrConfig(
-        policy=PolicyConfig(model=path, dtype="float32"),
-        engine=EngineConfig(name="vllm", tp=2, max_running=16, kv_tokens=1024),
-    )
-    engine = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
-    publish, whole = weights.build(policy, engine, world), policy.weights
-    last = world.rank == world.size - 1
-    diffs = [publish(version=0)["publish/probe_abs_diff"]]
-    served = serve(engine)
-    errors = {}
-
-    def broken(name, weights):
-        policy.weights = weights
-        errors[name] = attempt(publish, 1)
-        policy.weights = whole
-        diffs.append(publish(version=2)["publish/probe_abs_diff"])
-
-    swap = {K0: K1, K1: K0}
-    bucket = {name for name, _ in model.named_parameters() if ".1.mlp." in name}
-    broken("dropped by all", lambda: ((n, t) for n, t in whole() if n not in bucket))
-    broken("dropped by one", lambda: ((n, t) for n, t in whole() if not (last and n in bucket)))
-    both = {name: tensor.clone() for name, tensor in whole()}
-    broken("swapped", lambda: [(n, both[swap.get(n, n)]) for n, _ in whole()])
-    grow(model)
-    llm = engine.engine.llm
-    rpc = llm.collective_rpc
-    llm.collective_rpc = lambda method, kwargs: list(kwargs["weights_iterator"])
-    errors["previous"] = attempt(publish, 3)
-    llm.collective_rpc = rpc
-    diffs.append(publish(version=4)["publish/probe_abs_diff"])
-    if last:
-        llm.collective_rpc = lambda method, kwargs: list(kwargs["weights_iterator"])
-    grow(model)
-    errors["previous on one"] = attempt(publish, 5)
-    llm.collective_rpc = rpc
-    diffs.append(publish(version=6)["publish/probe_abs_diff"])
-    return errors, diffs, served
-
-
-@pytest.mark.slow
-def test_tokens_and_faults_at_tp_two(tmp_path):
-    path = tiny("qwen2", tmp_path, **VLLM_SIZES, **SPREAD)
-    results = run_ranks(2, replica_of_two, str(path), timeout=120)
-    assert results[0] == results[1]
-    errors, diffs, served = results[0]
-    with vllm_engine(path, max_running=16, kv_tokens=1024) as engine:
-        engine.load(build_model(path, torch.float32, "cpu").named_parameters(), version=0)
-        assert served == {id: list(pair) for id, pair in serve(engine).items()}
-    assert max(diffs) < 1e-4
-    missing = "engine weights of version 1: model.layers.1.mlp.gate_proj.weight is missing (3 faults)"
-    assert errors["dropped by all"] == f"publish of version 1, rank 0: {missing}"
-    assert errors["dropped by one"] == f"publish of version 1, rank 1: {missing}"
-    for fault in ("swapped", "previous", "previous on one"):
-        assert "rank 0: the engine's logprobs are" in errors[fault], fault
-
-
-def serve_alone(world, path, tp):
-    """What a replica of `tp` ranks serves."""
-    cfg = RlvrConfig(
-        policy=PolicyConfig(model=path, dtype="float32"),
-        engine=EngineConfig(name="vllm", tp=tp, max_running=16, kv_tokens=1024),
-    )
-    engine = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
-    engine.load(build_model(path, torch.float32, "cpu").named_parameters(), version=0)
-    return serve(engine)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "tp"), [(4, 2), (3, 3), (2, 1)])
-def test_replicas_serve_the_same(path, size, tp):
-    sizes = VLLM_SIZES if tp == 2 else SMOL
-    whole = tiny("qwen2" if tp == 2 else "llama", path.parent / f"tp{tp}", **sizes, **SPREAD)
-    with vllm_engine(whole, max_running=16, kv_tokens=1024) as engine:
-        engine.load(build_model(whole, torch.float32, "cpu").named_parameters(), version=0)
-        expected = {id: list(pair) for id, pair in serve(engine).items()}
-    assert run_ranks(size, serve_alone, str(whole), tp, timeout=240) == [expected] * size

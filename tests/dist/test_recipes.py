@@ -39,6 +39,8 @@ OPTIONS = {
     "terms": ["algorithm.entropy_coef=0.01", "algorithm.sft_coef=0.1", "algorithm.kl_coef=0.1", "algorithm.target_kl=1",
               "algorithm.correction.level=sequence", "algorithm.correction.mask_low=0.01",
               "algorithm.loss=segment_clip"],
+    "epochs": ["algorithm=ppo", "algorithm.sample_epochs=2"],
+    "gdpo": ["algorithm.advantage=gdpo", "algorithm.reward_weights={right: 1, long: -0.5}"],
     "token_kl": ["algorithm.kl_reward_coef=0.1", "algorithm.kl_reward_estimator=k2", "algorithm.gamma=0.9"],
 }  # fmt: skip
 """What no recipe turns on."""
@@ -75,6 +77,9 @@ def group(ticket: int, generator: torch.Generator) -> Group:
             parts = (array("i", ids[:blank]), array("i", ids[blank:]), array("f", logprobs), array("i", [0] * n))
             turns.append(Turn(*parts, "length" if n == 11 else "stop"))
         verdict = Verdict("ok", float(torch.randint(0, 2, (1,), generator=generator)))
+        verdict = Verdict(
+            "ok", verdict.score, {"right": verdict.score, "long": sum(len(t.token_ids) for t in turns) / 9}
+        )
         verdict = Verdict("timeout") if (ticket, answer) == (2, 3) else verdict
         samples.append(Sample(ticket, answer, tuple(turns), verdict))
     return Group(Prompt(f"{ticket:032x}", (Message("user", "?"),), "toy", ""), ticket, tuple(samples))
@@ -104,7 +109,7 @@ def train(world: World, path: str, cases: dict[str, dict]) -> dict[str, dict[str
     for name, case in cases.items():
         cfg = msgspec.convert(case, RlvrConfig)
         reads = cfg.algorithm.uses_reference, cfg.algorithm.uses_critic
-        roles = Roles(built.policy, *(role if read else None for role, read in zip(built[1:], reads, strict=True)))
+        roles = Roles(built.policy, *(role if read else None for role, read in zip(built[1:3], reads, strict=True)))
         for tensor, as_built in start:
             tensor.copy_(as_built)
         learner = Learner(roles, cfg.algorithm, cfg.rollout, cfg.train.updates_per_step, cfg.seed)

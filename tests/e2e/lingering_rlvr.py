@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from spmd_rl.config import main
-from spmd_rl.config.schema import PIPELINES
+from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.distributed import Journal, World
 
 SECONDS = float(os.environ.get("LINGER_SECONDS", "0.7"))

@@ -15,10 +15,14 @@ STATEFUL = (
     "algorithm.norm_mean_type=running",
     "algorithm.norm_std_type=running",
     "algorithm.critic_warmup=1",
+    "algorithm.sample_epochs=2",
+    "reference.sync_steps=2",
+    "reference.mixup=0.5",
     "train.updates_per_step=2",
     "rollout.prompts_per_step=3",
 )
 READ = (
+    "critic/kl",
     "critic/kl_coef",
     "critic/rewards/mean",
     "critic/values/mean",

@@ -16,6 +16,7 @@ LAYOUTS = {
     "tp": ("smollm2", 3, "train.tp=3"),
     "ep": ("qwen3_moe", 2, "train.ep=2 policy.router_aux_coef=0.01"),
     "pp-tp": ("qwen2", 4, "train.pp=2 train.tp=2"),
+    "lora": ("smollm2", 2, "policy.lora.rank=4 policy.lora.dropout=0.1 algorithm.kl_coef=0.1"),
     "zero1": ("smollm2", 2, "train=deepspeed train.stage=1"),
     "zero3": ("smollm2", 2, "train=deepspeed train.offload_optimizer=true"),
     "megatron-tp": ("qwen2", 2, "train=megatron train.tp=2"),
@@ -28,7 +29,7 @@ LAYOUTS = {
 """Model, ranks, settings."""
 STRUCK = ("publish", "update", "save")
 CASES = [(layout, phase) for layout in LAYOUTS for phase in STRUCK]
-QUICK = {("pp", "save")}
+QUICK = {("pp", "save"), ("lora", "save")}
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from spmd_rl.config.schema import PIPELINES
+from spmd_rl.config.pipelines import PIPELINES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("spmd_rl", "rewards", "envs", "launch")

@@ -447,6 +447,8 @@ def test_more_settings_without_effect(place):
     assert keys("data.holdout=0.1", f"data.eval={place}/rows.jsonl") == ["data.holdout"]
     assert keys("debug=true", "reward.math.workers=2") == ["reward.math.workers"]
     assert keys("reward.math.server='serve {port}'") == ["reward.math.server"]
+    assert keys("policy.lora.alpha=3") == ["policy.lora.alpha"]
+    assert keys("policy.lora.alpha=3", "policy.lora.rank=2") == []
     # What the shipped settings say of their own problems is no mistake of a user with a file.
     cfg = load("rlvr", RlvrConfig, [f"data.train={place}/rows.jsonl"])
     assert list(unused_settings(cfg, shipped())) == []
@@ -465,3 +467,21 @@ def test_what_a_chosen_experiment_says_by_itself_is_no_mistake_of_the_user(place
 def test_files_and_generators_may_be_mixed(tmp_path) -> None:
     assert files("a.jsonl, reasoning_gym:chain_sum,b.jsonl") == ["a.jsonl", "b.jsonl"]
     assert files(None) == [] and files("reasoning_gym:chain_sum") == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("train=deepspeed policy.lora.rank=4", "policy.lora.rank: train=deepspeed trains no adapters; must be 0"),
+        ("train=megatron policy.lora.rank=4", "policy.lora.rank: train=megatron trains no adapters; must be 0"),
+        ("algorithm=ppo train=deepspeed critic.lora.rank=4", "critic.lora.rank: train=deepspeed trains no adapters"),
+        ("policy.lora.rank=4 policy.optimizer=muon", "policy.optimizer: muon is not for policy.lora; must be adamw"),
+        ("policy.lora.rank=4 train.compile=true", "train.compile: not together with policy.lora"),
+        ("train=deepspeed policy.dtype=float16", "policy.dtype: train=deepspeed has no float16"),
+        ("policy.dtype=float16 policy.router_aux_coef=0.1", "policy.router_aux_coef: its gradient is not scaled in"),
+        ("engine.adapters=true", "engine.adapters: needs policy.lora.rank above 0"),
+        ("engine.adapters=true policy.lora.rank=4", "engine.adapters: only with engine.name=vllm; the native engine"),
+    ],
+)
+def test_adapters_and_float16_where_they_are_not(place, lines, words):
+    assert refusal(place, *lines.split()).startswith(words)

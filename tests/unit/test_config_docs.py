@@ -6,7 +6,7 @@ import pytest
 
 from spmd_rl.config.docs import SettingEntry, entries
 from spmd_rl.config.load import build, compose
-from spmd_rl.config.schema import PIPELINES
+from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.tools.docs import markdown
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

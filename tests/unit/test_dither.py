@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from spmd_rl.train.dither import dither
+from spmd_rl.model.lora import Adapter
+from spmd_rl.train.dither import dither, merged
 
 
 def linear(dtype=torch.bfloat16):
@@ -73,3 +74,22 @@ def test_in_the_masters_own_dtype_nothing_happens():
     before = layer.weight.detach().clone()
     dither(layer, torch.float32)
     assert torch.equal(layer.weight, before)
+
+
+def test_what_a_small_adapter_adds_arrives_on_average_and_in_any_part() -> None:
+    draw = torch.Generator().manual_seed(2)
+    weight = torch.randn(300, 200, generator=draw).bfloat16()
+    adapter = Adapter(torch.rand(2, 200, generator=draw), torch.full((300, 2), 1e-5), 2.0)
+    added = adapter.added_to(torch.zeros(300, 200))
+    lost = (weight.float() + added).bfloat16().float() - weight.float()
+    found = merged(adapter, weight, "layer.weight", 300)
+    arrived = found.float() - weight.float()
+    large = weight.abs() > 0.1  # whose steps are wider than what is added
+    assert float(lost[large].abs().max()) == 0.0
+    assert float(arrived[large].mean() / added[large].mean()) == pytest.approx(1.0, abs=0.15)
+    parts = [merged(adapter, weight[a:b], "layer.weight", 300, slice(a, b)) for a, b in ((0, 130), (130, 300))]
+    assert torch.equal(torch.cat(parts), found)
+    assert torch.equal(merged(adapter._replace(scaling=0.0), weight, "layer.weight", 300), weight)
+    wide = weight.float()
+    assert torch.equal(merged(adapter, wide, "layer.weight", 300), adapter.added_to(wide))
+    assert torch.equal(wide, weight.float()), "the trainer's own is not written to"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopKLogitsWarpe
 from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.engine.sequence import text_of_model
 from spmd_rl.types import Completion, Request
-from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
+from tests.engines import VLLM_SIZES, needs_sglang, needs_vllm, sglang_engine, vllm_engine
 from tests.models import KINDS, tiny
 
 STARTED = [("vllm", kind) for kind in ("qwen2", "qwen3", "tied")]
@@ -29,10 +29,11 @@ def native_engine(path):
 BUILDERS = {
     "native": (native_engine, {}),
     "vllm": (partial(vllm_engine, max_running=4, kv_tokens=1024), VLLM_SIZES),
+    "sglang": (partial(sglang_engine, max_running=4, kv_tokens=1024), {}),
 }
 """name -> a context with the engine of a model directory, sizes it needs"""
 
-MARKS = {"native": [], "vllm": [needs_vllm]}
+MARKS = {"native": [], "vllm": [needs_vllm], "sglang": [needs_sglang]}
 PAIRS = [
     pytest.param((name, kind), marks=MARKS[name] + [pytest.mark.slow] * ((name, kind) in STARTED), id=f"{name}-{kind}")
     for name in BUILDERS

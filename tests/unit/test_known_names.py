@@ -41,7 +41,7 @@ def test_no_name_of_theirs_is_one_of_ours():
         ("policy.optim", "here it is policy.optimizer"),
         ("actor_rollout_ref.actor.optim.betas", "here it is policy.betas"),
         ("train.gradient_accumulation_steps", "there is no such setting: gradient accumulation follows from train."),
-        ("actor.ppo_epochs", "there is no such setting: each sample is trained on once; train.updates_per_step"),
+        ("actor.ppo_epochs", "here it is algorithm.sample_epochs"),
         ("rollout.temprature", "did you mean rollout.temperature?"),
         ("policy.warmup_step", "did you mean policy.warmup_steps?"),
         ("lr", "did you mean policy.lr?"),

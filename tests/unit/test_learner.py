@@ -27,6 +27,7 @@ class FakeBackend:
     """Says the same, by default -0.3, of every token; notes what it was asked."""
 
     hidden_size = 64
+    sync_steps = None
 
     def __init__(self, logprob: float = -0.3) -> None:
         self.asked: list[str] = []
@@ -137,6 +138,26 @@ def test_the_reference_is_asked_only_for_a_kl() -> None:
     policy, metrics, _ = step(cfg, collected(GROUPS), reference)
     assert reference.asked == ["logprobs"] and policy.asked == ["update of 15"]
     assert metrics["actor/kl_loss"] == 0.0
+
+
+class Follower(FakeBackend):
+    """A reference that follows every second step."""
+
+    sync_steps = 2
+
+    def follow(self, policy):
+        self.asked.append(f"follows after {policy.asked[-1]}")
+
+
+def test_the_reference_follows_after_the_update_of_every_so_many_steps() -> None:
+    cfg, reference = RlvrConfig(), Follower()
+    cfg.policy.dtype, cfg.algorithm.kl_coef = "bfloat16", 0.1
+    with solo() as world:
+        learner = learner_of(cfg, FakeBackend(), reference, None, world)
+        for number in (1, 2, 3, 4):
+            learner.update(learner.prepare(replace(collected(GROUPS), step=number)))
+    once = ["logprobs", "logprobs", "follows after update of 15"]
+    assert reference.asked == [*once, *once]
 
 
 def test_a_step_without_groups_updates_nothing_and_is_counted() -> None:

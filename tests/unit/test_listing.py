@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from spmd_rl.__main__ import MODULES, main
-from spmd_rl.config.schema import PIPELINES
+from spmd_rl.config.pipelines import PIPELINES
 
 
 def test_it_lists_each_with_a_line_and_imports_none() -> None:

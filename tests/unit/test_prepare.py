@@ -93,9 +93,11 @@ SHAPED = {"norm_mean_type": "batch", "norm_std_type": "running", "difficulty_los
 @pytest.mark.parametrize("advantage", [*ADVANTAGES, *TOKEN_ADVANTAGES])
 def test_no_estimator_sees_a_verdict_that_is_no_score(advantage: str, shaping: dict) -> None:
     """The plan is the one without those samples: no advantage for them, no place in a baseline, moment or divisor."""
-    if advantage in ("remax", "pass_at_k", "starpo", "gigpo"):  # they refuse the norms
+    if advantage in ("remax", "pass_at_k", "maxrl", "starpo", "gigpo"):  # they refuse the norms
         shaping = {"difficulty_loss_weight": True} if shaping else {}
-    algorithm = AlgorithmConfig(advantage=advantage, pass_k=2, **shaping)
+    weights = {"a": 1.0, "b": 0.5} if advantage == "gdpo" else {}
+    shaping = {} if weights else shaping
+    algorithm = AlgorithmConfig(advantage=advantage, pass_k=2, reward_weights=weights, **shaping)
     greedy = 3 if algorithm.uses_greedy else None
     clean = [group(t, [(2 + t, 1.0), (3, 0.0), (4, 0.5), (1 + t, 1.0)]) for t in range(3)]
     dirty = []
@@ -104,6 +106,8 @@ def test_no_estimator_sees_a_verdict_that_is_no_score(advantage: str, shaping: d
         dirty.append(structs.replace(g, samples=(*g.samples, *more)))
     dirty.append(group(3, [(5, None), (5, None), (5, None), (5, None)]))
     sizes = {"num_updates": 2, "num_shards": 2, "hidden_size": 64, "max_tokens": 1024, "greedy_answer": greedy}
+    if weights:
+        sizes["terms"] = {(t, answer): (float(t == answer), answer / 2) for t in range(3) for answer in range(4)}
     made = [plans.plan(collected(some), algorithm, Moments(), **sizes) for some in (clean, dirty)]
     assert columns(made[0][0]) == columns(made[1][0]) and made[0][1] == made[1][1]
     assert any(made[0][0].advantages) and len(made[0][0].keys) == (9 if greedy else 12)

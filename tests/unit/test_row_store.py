@@ -67,6 +67,14 @@ def test_the_held_out_share_is_a_matter_of_content(tmp_path: Path) -> None:
     assert (len(given.train), len(given.eval)) == (400, 3)
 
 
+def test_settings_move_no_row_to_the_other_side(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", [{"prompt": f"say {i}", "completion": f"{i}"} for i in range(100)])
+    plain, asked = load(source, holdout=0.2), load(source, holdout=0.2, format="{question} Be brief.")
+    assert len(plain.eval) > 9 and (plain.eval.digest, plain.train.digest) == (asked.eval.digest, asked.train.digest)
+    first = plain.eval[0].conversations[0].messages[0].content
+    assert asked.eval[0].conversations[0].messages[0].content == f"{first} Be brief."
+
+
 def test_memory_holds_no_row(tmp_path: Path) -> None:
     source = write(tmp_path / "large", [{"text": f"{i} " + "x" * 20_000} for i in range(1000)])
     tracemalloc.start()

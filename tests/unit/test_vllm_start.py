@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from spmd_rl.engine.arguments import check_args
 from spmd_rl.errors import UserError
 from tests.engines import needs_vllm
 
@@ -16,16 +17,18 @@ pytestmark = needs_vllm
     [
         ("max_num_batch_tokens", "has no such argument"),
         ("tensor_parallel_size", "engine.tp says this"),
-        ("async_scheduling", "is False, which the engine leans on"),
-        ("logprobs_mode", "is 'processed_logprobs', which the engine leans on"),
+        ("async_scheduling", "is False, or a step would be scheduled before"),
+        ("logprobs_mode", "is 'processed_logprobs', the logprobs of what was drawn from"),
     ],
 )
 def test_an_argument_that_is_not_the_users_to_choose_is_refused(name, words):
-    from spmd_rl.engine.vllm.start import check_args
+    from vllm.engine.arg_utils import EngineArgs
 
-    check_args({"max_num_batched_tokens": 512, "kv_cache_dtype": "fp8"})
+    from spmd_rl.engine.vllm.start import ALWAYS, OURS, REASONS
+
+    check_args({"max_num_batched_tokens": 512, "kv_cache_dtype": "fp8"}, EngineArgs, OURS, ALWAYS, REASONS)
     with pytest.raises(UserError, match=rf"engine\.args\.{name}: .*{words}"):
-        check_args({name: 1})
+        check_args({name: 1}, EngineArgs, OURS, ALWAYS, REASONS)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ DEFAULTS = {
         "repetition_penalty": "1.0",
         "min_tokens": "0",
     },
-    f"{ENGINE}.add_request": {"priority": "0", "lora_request": "None"},
+    f"{ENGINE}.add_request": {"priority": "0"},
     f"{ENGINE}.abort_request": {"internal": "False"},  # the ids are those that we gave
     f"{ENGINE}.reset_prefix_cache": {"reset_running_requests": "False"},
     **dict.fromkeys(RELOADS, {"is_checkpoint_format": "True", "weights_path": "None"}),

@@ -2,8 +2,10 @@
 
 from spmd_rl.algo.advantages.group import (
     dr_grpo,
+    gdpo,
     grpo,
     lite_ppo,
+    maxrl,
     opo,
     pass_at_k,
     reinforce,
@@ -23,7 +25,9 @@ ANSWER_ADVANTAGES = {
     "remax": remax,
     "opo": opo,
     "lite_ppo": lite_ppo,
+    "maxrl": maxrl,
     "pass_at_k": pass_at_k,
+    "gdpo": gdpo,
 }
 STEP_ADVANTAGES = {"starpo": starpo, "step_reinforce": step_reinforce, "gigpo": gigpo}
 ADVANTAGES = {**ANSWER_ADVANTAGES, **STEP_ADVANTAGES}

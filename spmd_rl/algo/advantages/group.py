@@ -5,6 +5,9 @@ batch, so it is in no baseline. Where a group has one answer, or all of its scor
 unless the function says otherwise.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -107,6 +110,41 @@ def lite_ppo(scored: Scored) -> Tensor:
     """
     std = group_std(scored.scores, torch.zeros_like(scored.groups))
     return grpo(scored, norm_std=False) / (std + EPSILON)
+
+
+def maxrl(scored: Scored) -> Tensor:
+    """Divide by the mean of the group instead of its deviation: maximum likelihood of a right answer, as far as n
+    answers tell.
+
+        A_i = (r_i - mean(r_g)) / mean(r_g), and 0 where mean(r_g) <= 0
+
+    With scores of 0 and 1 and a chance p of a right answer, the expected gradient is that of log p, cut off after n - 1
+    terms of its series: of `-sum_{k < n} (1 - p)^k / k`, whose first term is REINFORCE's.
+
+    Source: Maximum Likelihood Reinforcement Learning (arXiv 2602.02710), with the mean as the baseline.
+    Use: scores of 0 and 1, many hard prompts: a right answer weighs the more, the fewer there are. A group without one
+    teaches nothing.
+    """
+    mean = group_mean(scored.scores, scored.groups)
+    return ((scored.scores - mean) / mean).where(mean > 0, 0.0)
+
+
+def gdpo(scored: Scored, *, reward_weights: Mapping[str, float]) -> Tensor:
+    """Compare each reward with itself in the group, add up with weights, and normalise over the batch.
+
+        A_ik = (r_ik - mean(r_gk)) / (std(r_gk) + 1e-6);   A'_i = sum_k w_k A_ik
+        A_i = (A'_i - mean_batch(A')) / (std_batch(A') + 1e-6)
+
+    Source: GDPO (arXiv 2601.05242); deviations with Bessel's correction.
+    Keys: `reward_weights`: w_k, by the name of a part of the verdict.
+    Use: several rewards of one answer, such as those of `CompositeReward`, of different size and frequency. Their sum
+    (GRPO) lets the one that varies most decide, and gives answers of different merits the same advantage.
+    """
+    assert scored.terms is not None, "gdpo needs the parts of every verdict"
+    each = [weight * grpo(replace(scored, scores=scored.terms[name]), norm_std=True)
+            for name, weight in reward_weights.items()]  # fmt: skip
+    total, batch = torch.stack(each).sum(0), torch.zeros_like(scored.groups)
+    return (total - group_mean(total, batch)) / (group_std(total, batch) + EPSILON)
 
 
 def pass_at_k(scored: Scored, *, pass_k: int, pass_score: float) -> Tensor:

@@ -21,7 +21,9 @@ SAMPLE_ADVANTAGES: Mapping[str, tuple[str, ...]] = {
     "remax": (),
     "opo": (),
     "lite_ppo": (),
+    "maxrl": (),
     "pass_at_k": ("pass_k", "pass_score"),
+    "gdpo": ("reward_weights",),
     "starpo": ("norm_std", "norm_over_steps"),
     "step_reinforce": ("step_reward_gamma",),
     "gigpo": ("norm_std", "norm_over_steps", "step_reward_gamma", "episode_reward_weight", "step_reward_weight"),
@@ -129,15 +131,19 @@ class AlgorithmConfig:
 
     advantage: str = "grpo"
     """Advantage estimator. For whole answers: `grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_pp_baseline`, `remax`,
-    `opo`, `lite_ppo`, `pass_at_k`; for the steps of agents: `starpo`, `step_reinforce`, `gigpo`, `turn_gae` (with a
-    critic); for tokens: `gae` (with a critic), `reinforce_returns`. Or a function of your own, as `module:function`:
-    docs/ALGORITHMS.md."""
+    `opo`, `lite_ppo`, `maxrl`, `pass_at_k`, `gdpo`; for the steps of agents: `starpo`, `step_reinforce`, `gigpo`,
+    `turn_gae` (with a critic); for tokens: `gae` (with a critic), `reinforce_returns`. Or a function of your own, as
+    `module:function`: docs/ALGORITHMS.md."""
     norm_std: bool = True
     """Divide centred scores by the standard deviation of their group (`false` is Dr.GRPO)."""
     gamma: float = 1.0
     """Discount from token to token, for token-level estimators and for a KL penalty in the reward."""
     lam: float = 1.0
     """Lambda of GAE; 1 has no bias from the critic and the largest variance."""
+    reward_weights: dict[str, float] = field(default_factory=dict)
+    """Weights of several rewards, by the name of a part of the verdict, for `gdpo`: `{correct: 1, form: 0.5}`. The
+    parts of `rewards.composite:CompositeReward` have the names that are given to them. With other estimators the
+    rewarder adds its parts up, and GRPO compares the sums."""
     pass_k: int = 4
     """Number k of answers in pass@k."""
     pass_score: float = 1.0
@@ -265,6 +271,10 @@ class AlgorithmConfig:
     kl_horizon: float = 10000.0
     """Number of answers over which the adaptive controller may change a KL weight by a fifth."""
 
+    sample_epochs: int = 1
+    """Passes over a step's samples, each of `train.updates_per_step` optimizer steps. The first takes the mini-batches
+    in order, each further one in a random order of its own. Old logprobs, advantages and values are those from before
+    the first."""
     value_clip: float | None = None
     """Clip the critic's values to within this of the old ones (null: not at all)."""
     critic_warmup: int = 0
@@ -286,7 +296,7 @@ class AlgorithmConfig:
         within(self, clip_cov_ratio=(0, 1), kl_cov_ratio=(0, 1), variance_top_p=(0, 1))
         above(self, variance_top_p=0)
         at_least(self, clip_low=0, clip_high=0, dual_clip=1, kimi_tau=0, kl_cov_coef=0, entropy_coef=0, sft_coef=0)
-        at_least(self, kl_coef=0, kl_reward_coef=0, critic_warmup=0, pass_k=1, loss_agg_length=1)
+        at_least(self, kl_coef=0, kl_reward_coef=0, critic_warmup=0, sample_epochs=1, pass_k=1, loss_agg_length=1)
         at_least(self, overlong_coef=0, overlong_tokens=1, format_penalty=0, repetition_coef=0, repetition_ngram=1)
         at_least(self, error_max_len_threshold=1, variance_eps=0, variance_patience=1)
         at_least(self, dppo_cap=1)
@@ -306,12 +316,25 @@ class AlgorithmConfig:
         require(
             plain or not own_baseline, f"norm_mean_type: {self.advantage} has its baseline, leave both norms at none"
         )
-        counts = self.advantage == "pass_at_k"  # normalised, no score would reach `pass_score`
-        require(plain or not counts, "norm_mean_type: pass_at_k counts right answers, leave both norms at none")
+        self._check_terms()
+        counts = self.advantage in ("pass_at_k", "maxrl")  # normalised, no score would reach `pass_score`
+        require(plain or not counts, f"norm_mean_type: {self.advantage} counts right answers, leave both norms at none")
         for key, given in (("value_clip", self.value_clip is not None), ("critic_warmup", self.critic_warmup > 0)):
             require(
                 self.uses_critic or not given, f"{key}: there is no critic; only advantage=gae and turn_gae have one"
             )
+
+    def _check_terms(self) -> None:
+        if self.advantage != "gdpo":
+            return
+        require(bool(self.reward_weights), "reward_weights: gdpo needs them, as in {correct: 1, form: 0.5}")
+        none = self.normalises or self.reward_clip is not None or self.difficulty_mask or self.difficulty_loss_weight
+        of_scores = (self.format_penalty, self.repetition_coef, self.overlong_coef, self.reward_shift)
+        require(
+            not (none or any(of_scores)) and self.reward_scale == 1,
+            "advantage: gdpo reads the parts of verdicts and not their score; leave what shapes scores (reward_*, "
+            "norm_*_type, *_penalty, *_coef of repetition and overlong, difficulty_*) at its default",
+        )
 
     @property
     def normalises(self) -> bool:

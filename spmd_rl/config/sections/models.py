@@ -4,9 +4,10 @@ from dataclasses import dataclass, field, replace
 from os.path import expanduser
 from typing import Any, ClassVar
 
+from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.config.values import above, at_least, one_of, require
 
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("bfloat16", "float32", "float16")
 POLICY_DTYPES = ("auto", *DTYPES)
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("constant", "linear", "cosine")
@@ -17,7 +18,8 @@ BACKENDS = {
 }
 """Training backends: the packages that have their `BACKEND`, see `config/backends.py`."""
 CHECKPOINTING = ("none", "selective", "full")
-ENGINES = {"native": "spmd_rl.engine.native", "vllm": "spmd_rl.engine.vllm"}
+QUANTIZATIONS = ("fp8", "int8", "int4")
+ENGINES = {name: f"spmd_rl.engine.{name}" for name in ("native", "vllm", "sglang")}
 """Engines: the modules whose `build` makes them."""
 
 
@@ -29,7 +31,7 @@ class ModelConfig:
     """A Hugging Face causal LM directory, or a model of the hub (`ORG/NAME@REVISION`). Default: the policy's, as it was
     before training."""
     dtype: str | None = None
-    """Compute dtype: `bfloat16` or `float32`. Default: the policy's."""
+    """Compute dtype: `bfloat16`, `float32` or `float16`. Default: the policy's."""
 
     def __post_init__(self) -> None:
         self.model = self.model and expanduser(self.model)
@@ -71,6 +73,7 @@ class TrainedModelConfig(ModelConfig):
     each update, up where the expert had less than the mean load, else down. 0.001 in DeepSeek-V3."""
     max_skipped_updates: int = 3
     """Stop after this many consecutive non-finite gradients; each one skips its update on all ranks."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,8 +103,9 @@ class ServedModelConfig(ModelConfig):
     """A Hugging Face causal LM directory (config.json, safetensors, tokenizer), or a model of the hub, which is
     downloaded: `Qwen/Qwen2.5-0.5B-Instruct`, with `@REVISION` for a branch, tag or commit."""
     dtype: str = "auto"
-    """Compute and engine dtype: `bfloat16`, `float32`, or `auto`, which is bfloat16 where the hardware of all ranks
-    multiplies it and else float32. Master weights and optimizer state are always float32."""
+    """Compute and engine dtype: `bfloat16`, `float32`, `float16` (with a factor of the loss that keeps gradients in its
+    range), or `auto`, which is bfloat16 where the hardware of all ranks multiplies it and else float32. Master weights
+    and optimizer state are always float32."""
     trust_remote_code: bool = False
     """Run Python code that a model directory brings. Only for directories you trust, and only said on the line."""
 
@@ -267,12 +271,29 @@ class CriticConfig(TrainedModelConfig):
     train: TrainOverrides = field(default_factory=TrainOverrides)
 
 
+@dataclass
+class FollowingReferenceConfig(ReferenceConfig):
+    """The reference of the KL term; loaded only when `algorithm.kl_coef` or `kl_reward_coef` > 0. It stays as it was
+    before training, or follows the policy."""
+
+    sync_steps: int | None = None
+    """Steps after which the reference follows the policy, each time: after every so many (null: never)."""
+    mixup: float = 1.0
+    """Share of the policy's weights in what the reference becomes: 1 takes them over, less makes a moving average of
+    them, which is held in float32."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, sync_steps=1)
+        require(0 < self.mixup <= 1, f"mixup: must be above 0 and at most 1, not {self.mixup}")
+
+
 @dataclass(frozen=True)
 class RoleConfig:
     """What a role is built from: its own section, and what of the policy's that leaves open."""
 
     name: str
-    """`policy`, `reference` or `critic`"""
+    """`policy`, `reference`, `critic`, `teacher` or `teacher.<domain>`"""
     own: ModelConfig
     """Its section."""
     model: str
@@ -292,6 +313,28 @@ class RoleConfig:
         return self.own if isinstance(self.own, TrainedModelConfig) else None
 
     @property
+    def sync_steps(self) -> int | None:
+        """Of a reference that follows the policy: after how many steps, each time."""
+        return self.own.sync_steps if isinstance(self.own, FollowingReferenceConfig) else None
+
+    @property
+    def lora(self) -> LoraConfig:
+        """Its adapters; of rank 0 where it has none."""
+        return self.optimizer.lora if self.optimizer else LoraConfig()
+
+    @property
+    def held_dtype(self) -> str:
+        """In which dtype weights are held that are computed with in `dtype`: beside adapters they are frozen."""
+        mixes = self.sync_steps is not None and self.own.mixup < 1
+        return "float32" if mixes or (self.optimizer is not None and not self.lora.rank) else self.dtype
+
+    def is_base_of(self, policy: "RoleConfig") -> bool:
+        """Whether this is the policy with its adapters off: frozen, of the same model, computed alike."""
+        alike = (self.model, self.dtype, self.train) == (policy.model, policy.dtype, policy.train)
+        frozen = self.optimizer is None and self.sync_steps is None
+        return alike and frozen and policy.lora.rank > 0
+
+    @property
     def key(self) -> str:
         """Where its `train` stands in the settings."""
         return "train" if (self.section or self.name) == "policy" else f"{self.name}.train"
@@ -307,18 +350,29 @@ class EngineConfig:
     """The generation engine: group `engine`."""
 
     name: str = "native"
-    """Generation engine: `native` is embedded and needs no package, `vllm` runs vLLM in the process of each rank."""
+    """Generation engine: `native` is embedded and needs no package; `vllm` and `sglang` run them in the process of each
+    rank."""
     tp: int = 1
     """Number of neighbouring ranks that share one copy of the engine (a replica) by tensor parallelism."""
     max_running: int = 64
     """Largest number of requests that a replica decodes at the same time."""
     kv_tokens: int = 32768
     """Size of a replica's KV cache in tokens; `vllm` rounds it up to whole blocks."""
+    quantization: str | None = None
+    """Round the weights that answers are generated with as an engine in `fp8` (blocks of 128 x 128), `int8` (rows) or
+    `int4` (groups of 32) would hold them. Simulated: nothing gets faster or smaller, and activations are not rounded.
+    Correct for it by `algorithm.correction.level=token`."""
+    adapters: bool = False
+    """With `policy.lora` and `engine=vllm`: answer with the adapters beside the frozen weights, so that after the first
+    publish adapters alone are sent. Default: each publish sends whole weights, with the adapters merged into them."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's `EngineArgs`, such as `engine.args.max_num_batched_tokens=8192`. Those that other
-    settings give, or that the engine leans on, are refused. `native` takes none."""
+    """Further arguments of vLLM's `EngineArgs`, such as `engine.args.max_num_batched_tokens=8192`, or of SGLang's
+    `ServerArgs`. Those that other settings give, or that the engine leans on, are refused. `native` takes none."""
 
     def __post_init__(self) -> None:
-        one_of(self, name=ENGINES)
+        one_of(self, name=ENGINES, quantization=QUANTIZATIONS)
         at_least(self, tp=1, max_running=1, kv_tokens=1)
-        require(self.name != "native" or not self.args, "args: engine=native takes none; they are engine=vllm's")
+        require(
+            self.name != "native" or not self.args,
+            "args: engine=native takes none; they are for engine=vllm and engine=sglang",
+        )

@@ -22,7 +22,7 @@ from spmd_rl.engine.checked_weights import CheckedWeights
 from spmd_rl.engine.native.attention import Bucket, Paged
 from spmd_rl.engine.native.kv import BLOCK, KVPool
 from spmd_rl.engine.native.routing import ChosenExperts
-from spmd_rl.engine.native.sampling import sample, sample_truncated, uniform
+from spmd_rl.engine.native.sampling import draw
 from spmd_rl.engine.native.scheduler import RunningSequence, Scheduler
 from spmd_rl.engine.sequence import TextOf, check, has_stop, no_text
 from spmd_rl.errors import RunFailed, UserError
@@ -197,33 +197,15 @@ class NativeEngine(Engine):
                     row.experts.extend(chosen)
         for row in rows:
             row.num_stored = row.num_tokens
-        self._sample(rows, output.logits[0, : len(rows)])
+        drawn = draw(output.logits[0, : len(rows)], rows)
+        for row, token, logprob, candidates in zip(rows, *drawn, strict=True):
+            row.append(token, logprob, self._version, candidates)
         ended = []
         for row in rows:
             if reason := self._finish_reason(row):
                 self._scheduler.end(row)
                 ended.append(row.completion(reason))
         return ended
-
-    def _sample(self, rows: list[RunningSequence], logits: Tensor) -> None:
-        """Append a token to each row, from `logits` [R, V]."""
-        requests = [row.request for row in rows]
-        temperatures = torch.tensor([request.temperature for request in requests], device=self._device)
-        draws = [uniform(row.request.seed, row.request.num_begun + len(row.token_ids)) for row in rows]
-        uniforms = torch.tensor(draws, dtype=torch.float64, device=self._device)
-        cut = [i for i, request in enumerate(requests) if request.truncated]
-        if len(cut) < len(rows):
-            tokens, logprobs = sample(logits, temperatures, uniforms)
-            for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-                if not row.request.truncated:
-                    row.append(token, logprob, self._version)
-        if cut:
-            top_k = self._tensor([requests[i].top_k for i in cut])
-            shares = [(requests[i].top_p, requests[i].min_p) for i in cut]
-            top_p, min_p = torch.tensor(shares, dtype=torch.float64, device=self._device).unbind(-1)
-            drawn = sample_truncated(logits[cut], temperatures[cut], uniforms[cut], top_k, top_p, min_p)
-            for i, token, logprob, candidates in zip(cut, drawn[0].tolist(), drawn[1].tolist(), drawn[2], strict=True):
-                rows[i].append(token, logprob, self._version, candidates)
 
     def _finish_reason(self, row: RunningSequence) -> FinishReason | None:
         """The reason to stop after the last token, if there is one."""

@@ -8,9 +8,12 @@ logits differ by rounding, and change as it learns.
 import hashlib
 import math
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from spmd_rl.engine.sequence import SequenceState
 
 CHUNK = 256
 """Tokens of the vocabulary that are summed first: the CDF is built over chunks, then within one chunk."""
@@ -20,6 +23,29 @@ def uniform(seed: int, index: int) -> float:
     """A number in [0, 1) of 53 random bits, drawn from (seed, index): blake2b of both as 64-bit words."""
     word = hashlib.blake2b(struct.pack("<QQ", seed, index), digest_size=8).digest()
     return (int.from_bytes(word, "little") >> 11) * 2.0**-53
+
+
+def draw(logits: Tensor, rows: Sequence[SequenceState]) -> tuple[list[int], list[float], list[list[int]]]:
+    """The next token of each row, its logprob, and among which it was drawn (none: among all), from logits [R, V].
+
+    It depends on the row's own logits, request and number of tokens alone.
+    """
+    requests, device = [row.request for row in rows], logits.device
+    temperatures = torch.tensor([request.temperature for request in requests], device=device)
+    draws = [uniform(row.request.seed, row.request.num_begun + len(row.token_ids)) for row in rows]
+    uniforms = torch.tensor(draws, dtype=torch.float64, device=device)
+    cut = [i for i, request in enumerate(requests) if request.truncated]
+    tokens, logprobs, candidates = [0] * len(rows), [0.0] * len(rows), [[] for _ in rows]
+    if len(cut) < len(rows):
+        tokens, logprobs = (found.tolist() for found in sample(logits, temperatures, uniforms))
+    if cut:
+        top_k = torch.tensor([requests[i].top_k for i in cut], device=device)
+        shares = [(requests[i].top_p, requests[i].min_p) for i in cut]
+        top_p, min_p = torch.tensor(shares, dtype=torch.float64, device=device).unbind(-1)
+        drawn = sample_truncated(logits[cut], temperatures[cut], uniforms[cut], top_k, top_p, min_p)
+        for i, *found in zip(cut, drawn[0].tolist(), drawn[1].tolist(), drawn[2], strict=True):
+            tokens[i], logprobs[i], candidates[i] = found
+    return tokens, logprobs, candidates
 
 
 def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

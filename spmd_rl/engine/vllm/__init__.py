@@ -9,6 +9,7 @@ import torch
 from spmd_rl.config.sections.models import EngineConfig, ServedModelConfig
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
+from spmd_rl.engine.fused_weights import expected_shapes
 from spmd_rl.engine.replicated import ReplicatedEngine
 from spmd_rl.engine.sequence import text_of_model
 from spmd_rl.engine.vllm.guest import hosted
@@ -21,9 +22,9 @@ def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world
     tp = settings.tp
     first = world.rank // tp * tp
     with world.collective("engine: start vllm"), hosted(world.device.type):  # [all]
+        from spmd_rl.engine.vllm.adapter_slot import AdapterSlot, engine_args
         from spmd_rl.engine.vllm.engine import VllmEngine
         from spmd_rl.engine.vllm.start import start
-        from spmd_rl.engine.vllm.weights import expected_shapes
 
         shapes = expected_shapes(policy.model, policy.trust_remote_code)
         cpu = world.device.type == "cpu"
@@ -41,8 +42,8 @@ def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world
             ),  # [all] of the replica
             sleeps=sleeps,
             trust=policy.trust_remote_code,
-            args=settings.args,
+            args=settings.args | (engine_args(policy.lora.rank) if settings.adapters else {}),
         )
         text_of = text_of_model(policy.model, policy.trust_remote_code)
-        one = VllmEngine(llm, shapes, sleeps=sleeps, text_of=text_of)
+        one = VllmEngine(llm, shapes, sleeps=sleeps, text_of=text_of, slot=AdapterSlot() if settings.adapters else None)
     return one if tp == 1 else ReplicatedEngine(one, world, tp)  # [all]

@@ -12,7 +12,7 @@ Left out: what is asked for and why (`rollout/`), how vLLM is started (`start.py
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,14 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from spmd_rl.data import counter_seed
-from spmd_rl.engine.base import Capacity, Engine, PromptTokens
+from spmd_rl.engine.base import Capacity
 from spmd_rl.engine.checked_weights import CheckedWeights
-from spmd_rl.engine.sequence import SequenceState, TextOf, check, has_stop, no_text
+from spmd_rl.engine.fused_weights import plain_weights
+from spmd_rl.engine.hosted import HostedEngine
+from spmd_rl.engine.sequence import SequenceState, TextOf, has_stop, no_text
+from spmd_rl.engine.vllm.adapter_slot import AdapterSlot
 from spmd_rl.engine.vllm.start import TIES, stop
-from spmd_rl.engine.vllm.weights import plain_weights, repack_heads, unpack_experts
+from spmd_rl.engine.vllm.weights import repack_heads, unpack_experts
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.fingerprint import finish, start
 from spmd_rl.types import Completion, FinishReason, Request
@@ -36,68 +39,45 @@ TEMPERATURES = (0.01, 2.0)
 """What vLLM draws at, beside 0. It would raise a lower one to this, and report logprobs of what nobody asked for."""
 
 
-class VllmEngine(Engine):
+class VllmEngine(HostedEngine):
     """An `Engine` over a vLLM that `start` has started."""
 
     def __init__(
-        self, llm: LLMEngine, shapes: Mapping[str, torch.Size], sleeps: bool = False, text_of: TextOf = no_text
+        self,
+        llm: LLMEngine,
+        shapes: Mapping[str, torch.Size],
+        sleeps: bool = False,
+        text_of: TextOf = no_text,
+        slot: AdapterSlot | None = None,
     ) -> None:
         """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`.
 
-        `text_of`: needed for requests with stop strings.
+        `text_of`: needed for requests with stop strings. `slot`: where an adapter is computed with; then `load` may
+        bring adapters alone, once it has brought all.
         """
-        self._sleeps, self._text_of = sleeps, text_of
+        self._slot = slot
         self.llm = llm
         """vLLM itself, for a look inside where something is wrong."""
-        self.shapes = shapes
         config = llm.vllm_config
         kv_tokens = (config.cache_config.num_gpu_blocks - 1) * config.cache_config.block_size
-        max_tokens = config.model_config.max_model_len
-        self.capacity = Capacity(config.scheduler_config.max_num_seqs, kv_tokens, max_tokens)
+        capacity = Capacity(config.scheduler_config.max_num_seqs, kv_tokens, config.model_config.max_model_len)
         self._num_ids = config.model_config.get_vocab_size()
-        self.under_way: dict[str, SequenceState] = {}
-        """What each request has, by id."""
-        self._aborted: list[Completion] = []
-        self.version: int | None = None
-        """The version of the weights; None before the first, and while there are none that are whole."""
-        self.prompt_tokens = PromptTokens()
-        self._num_added = 0
-        self._first: str | None = None  # the first request since the load: none has computed anything it could reuse
-        self._checksums: dict[str, bytes] = {}
-        self.lost = ""
-        """What is not as it was when the weights had been loaded: no request is taken until it is emptied."""
-        self._num_awake = 0
-        self._cache_sleeps = False
-        if sleeps:
-            self._sleep()
-
-    @property
-    def num_unfinished(self) -> int:
-        """Requests whose completion has not been handed out."""
-        return len(self.under_way) + len(self._aborted)
+        super().__init__(capacity, shapes, sleeps, text_of)
 
     def add(self, request: Request) -> None:
         """Queue a request; ValueError if it is empty, longer than `capacity.max_tokens` or too hot or cold."""
-        assert self.version is not None, "no weights loaded in this process"
-        if self.lost:
-            raise RunFailed(self.lost)
-        assert request.id not in self.under_way, f"request {request.id} is under way already"
-        check(request, self.capacity.max_tokens)
         low, high = TEMPERATURES
         if request.temperature != 0 and not low <= request.temperature <= high:
             raise ValueError(f"request {request.id}: temperature {request.temperature} is not 0 or {low} to {high}")
+        self.begin(request)
         prompt = {
             "type": "token",
             "prompt_token_ids": request.prompt_ids.tolist(),
             "cache_salt": f"version {self.version}",
         }
-        if self._cache_sleeps:
-            self._wake("kv_cache")
-        self._num_added += 1
-        if self._first is None:
-            self._first = request.id
-        self.llm.add_request(request.id, prompt, self._sampling(request), arrival_time=float(self._num_added))
-        self.under_way[request.id] = SequenceState(request)
+        adapter, arrival = self._slot.request if self._slot else None, float(self.num_added)
+        sampling = self._sampling(request)
+        self.llm.add_request(request.id, prompt, sampling, arrival_time=arrival, lora_request=adapter)
 
     def _sampling(self, request: Request) -> SamplingParams:
         return SamplingParams(
@@ -133,11 +113,7 @@ class VllmEngine(Engine):
         for output in self.llm.step():
             row = self.under_way[output.request_id]
             if not row.token_ids:
-                self.prompt_tokens.count(len(row.request.prompt_ids), output.num_cached_tokens or 0)
-            if row.request.id == self._first:
-                self._first = ""
-                if output.num_cached_tokens:
-                    raise RunFailed(f"the engine served keys and values older than version {self.version}")
+                self.count_prompt(row.request, output.num_cached_tokens or 0)
             if reason := self._extend(row, output.outputs[0]):
                 del self.under_way[row.request.id]
                 ended.append(row.completion(reason))
@@ -157,7 +133,7 @@ class VllmEngine(Engine):
                         "as the logits of many are equal; which ones it does not report"
                     )
             row.append(token, found.logprobs[begin], self.version, candidates)  # the sampled one stands first
-            if has_stop(row, self._text_of):
+            if has_stop(row, self.text_of):
                 if new.finish_reason is None:
                     self.llm.abort_request([request.id])
                 return "stop"
@@ -176,56 +152,47 @@ class VllmEngine(Engine):
         `weights` is read to its end in any case: other ranks may be gathering it with us.
         """
         assert self.num_unfinished == 0, "load() with requests under way"
-        self.version = None
+        holds_base, self.version = self.checksums, None
+        if self._slot is None:
+            faults = self._reload(weights)
+        else:
+            base = self._slot.others(weights)
+            first = next(base, None)
+            self._slot.brings_base = first is not None or not holds_base
+            faults = self._reload(chain([first] if first else [], base)) if self._slot.brings_base else []
+            faults += self._slot.put(self.llm)
+        assert self.llm.reset_prefix_cache(), "a cached key would outlive its weights"
+        self.end_load(version, faults)
+
+    def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Take over weights by their Hugging Face names; what is wrong with them."""
         checked = CheckedWeights(weights, self.shapes)
         unpack_experts(self.model)
         # vLLM keeps a tensor until its layer is whole; the trainer's own is good only until the next.
         kept = ((name, tensor.clone()) for name, tensor in checked)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": kept})
         repack_heads(self.model)
-        if faults := [*filter(None, [self.lost]), *checked.end()]:
-            raise RunFailed(f"engine weights of version {version}: {faults[0]} ({len(faults)} faults)")
-        assert self.llm.reset_prefix_cache(), "a cached key would outlive its weights"
-        self.version, self._first = version, None
-        self._checksums = self._fingerprints()
+        return checked.end()
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """vLLM's own tensors where they are plain and whole: on an accelerator at tp=1 all, on the CPU few."""
+        """vLLM's own tensors where they are plain and whole: on an accelerator at tp=1 all, on the CPU few.
+
+        With adapters, what the last load brought.
+        """
         config = self.llm.vllm_config
         if config.parallel_config.tensor_parallel_size > 1:
             return ((name, None) for name in self.shapes)
-        return plain_weights(self.model, self.shapes, config.model_config.dtype)
+        fusions = getattr(self.model, "packed_modules_mapping", {})
+        plain = plain_weights(self.model, self.shapes, config.model_config.dtype, fusions)
+        if self._slot is None:
+            return plain
+        return chain(plain if self._slot.brings_base else (), self._slot.held(self.model))
 
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Weights on the device; nests. Where it sleeps outside, the KV cache follows with the first request.
-
-        If anything that stood when the weights had been loaded is not as it was, the next `add` or `load` is RunFailed.
-        """
-        if self._num_awake == 0:
-            if self._sleeps:
-                self._wake("weights")
-            self.lost = self.lost or self._lost_tensor()
-        self._num_awake += 1
-        try:
-            yield
-        finally:
-            self._num_awake -= 1
-        if self._sleeps and self._num_awake == 0:  # not with an exception pending: the process is about to end
-            self._sleep()
-
-    def _wake(self, tag: str) -> None:
-        """Give `weights` or `kv_cache` their memory on the device back."""
-        torch.accelerator.empty_cache()  # vLLM allocates past torch, which may keep what the trainer has freed
+    def _restore(self, tag: str) -> None:
         self.llm.wake_up([tag])
-        self._cache_sleeps = self._cache_sleeps and tag != "kv_cache"
 
-    def _sleep(self) -> None:
-        """Weights to host memory, bit by bit; the KV cache is given up."""
-        if self._cache_sleeps:  # vLLM counts as asleep until all is awake, and would not let the weights go
-            self._wake("kv_cache")
+    def _release(self) -> None:
         self.llm.sleep(level=1)
-        self._cache_sleeps = True
 
     @property
     def model(self) -> nn.Module:
@@ -233,26 +200,15 @@ class VllmEngine(Engine):
         return self.llm.model_executor.driver_worker.model_runner.get_model()
 
     def _fingerprints(self) -> dict[str, bytes]:
-        """Hash what must survive until the next load: buffers (rotary tables, ...), and weights where they sleep."""
-        tensors = dict(self.model.named_buffers())
-        if self._sleeps:
-            tensors |= dict(self.model.named_parameters())
-        return finish({name: start(tensor) for name, tensor in tensors.items()})
+        held = dict(self._slot.held(self.model)) if self._slot else {}
+        return super()._fingerprints() | finish({name: start(tensor) for name, tensor in held.items()})
 
-    def _lost_tensor(self) -> str:
-        """What is not as it was when the weights had been loaded, or nothing."""
-        found = self._fingerprints() if self._checksums else {}
-        lost = [name for name in self._checksums if found.get(name) != self._checksums[name]]
-        return f"the engine lost {lost[0]} since its weights were loaded ({len(lost)} tensors)" if lost else ""
-
-    def close(self) -> None:
-        """Free everything; idempotent. The default process group stays."""
+    def _stop(self) -> None:
         if self.llm is not None:
             stop(self.llm)
+        if self._slot is not None:
+            self._slot.close()
         self.llm = None
-        self.under_way.clear()
-        self._aborted.clear()
-        self.version = None
 
 
 def _seed(request: Request) -> int:

@@ -4,7 +4,6 @@ The executor is vLLM's own for ranks that somebody else launched (`external_laun
 torchrun's environment it is given instead, so that it runs under plain Python too. Left out: requests, weights.
 """
 
-import dataclasses
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from transformers import AutoConfig
 from vllm import _custom_ops  # noqa: F401  loads the kernels, among them one that `_memory_unbound` holds back
 from vllm.config import VllmConfig
@@ -24,7 +22,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from spmd_rl.config.sections.rollout import MAX_TOP_K
-from spmd_rl.errors import UserError
+from spmd_rl.engine.arguments import check_args
+from spmd_rl.engine.as_world import as_world
 from spmd_rl.hub import model_folder
 
 CPU_BLOCK = 32
@@ -51,6 +50,13 @@ ALWAYS = {
     "gpu_memory_utilization": 0.01,  # it asks for that share to be free, although the cache's size is given in bytes
 }
 """Arguments that the engine leans on."""
+REASONS = {
+    "async_scheduling": "or a step would be scheduled before the last one's tokens are read",
+    "enable_prefix_caching": "or the answers to one prompt would compute it again and again",
+    "logprobs_mode": "the logprobs of what was drawn from",
+    "load_format": "as the trainer publishes the weights",
+    "generation_config": "or the model's own would sample and stop otherwise than the settings say",
+}
 OURS = {
     "model": "policy.model",
     "dtype": "policy.dtype",
@@ -60,6 +66,8 @@ OURS = {
     "num_gpu_blocks_override": "engine.kv_tokens",
     "kv_cache_memory_bytes": "engine.kv_tokens",
     "enable_sleep_mode": "train.offload",
+    # weights published over a running engine are not packed again: it would answer with those of before, in silence
+    "quantization": "engine.quantization",
 }
 """Arguments that a setting of ours gives."""
 DEVICE_TOKENS = 16384
@@ -85,7 +93,7 @@ def start(
     args: arguments of `EngineArgs` that are the user's to choose; UserError for one that is unknown, or ours.
     """
     args = dict(args or {})
-    check_args(args)
+    check_args(args, EngineArgs, OURS, ALWAYS, REASONS)
     cpu = device.type == "cpu"
     block = CPU_BLOCK if cpu else BLOCK
     num_blocks = -(-kv_tokens // block) + 1  # vLLM keeps one to itself
@@ -117,39 +125,12 @@ def start(
 
     if cpu:  # else a C++ compiler must be there, for a function that counts ranks nobody asked for
         type(current_platform).simple_compile_backend = "eager"
-    with _memory_unbound(), _as_world(replica):
+    with _memory_unbound(), as_world(replica):
         llm = LLMEngine(config, executor_class=Executor, log_stats=False, multiprocess_mode=False)
     # At exit, or when it is collected, it would end the default process group, which is not its own.
     if (finalizer := getattr(llm.engine_core, "_finalizer", None)) is not None:
         finalizer.detach()
     return llm
-
-
-def check_args(args: Mapping[str, Any]) -> None:
-    """UserError for an argument that vLLM does not know, that another setting gives, or that the engine leans on."""
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    for name in args:
-        if name not in known:
-            raise UserError(f"engine.args.{name}: vLLM's EngineArgs has no such argument")
-        if name in OURS:
-            raise UserError(f"engine.args.{name}: {OURS[name]} says this")
-        if name in ALWAYS:
-            raise UserError(f"engine.args.{name}: is {ALWAYS[name]!r}, which the engine leans on")
-
-
-@contextmanager
-def _as_world(replica: dist.ProcessGroup) -> Iterator[None]:
-    """Let the group pass for the default one.
-
-    vLLM forms its groups for all replicas that the default group could hold, with all ranks in step: tens of thousands
-    of meetings in a large job, of which a replica needs its own alone.
-    """
-    default = distributed_c10d._get_default_group()
-    distributed_c10d._update_default_pg(replica)
-    try:
-        yield
-    finally:
-        distributed_c10d._update_default_pg(default)
 
 
 def _lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[str, Any]:

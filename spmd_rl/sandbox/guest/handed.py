@@ -44,8 +44,12 @@ class Handed:
         thing = self.thing(number)
         if self._nodes[number][2] == "error":
             raise LookupError(number)
-        if verb == "send":
-            return thing.send(*args) if type(thing) is types.GeneratorType else next(thing)
+        if verb == "copy":
+            return importlib.import_module("copy").copy(thing)
+        if verb in ("next", "send", "throw", "close"):
+            if verb == "throw" and not isinstance(args[0], Exception):  # nothing else crosses
+                raise SystemExit(f"the code throws {args[0]!r} into a generator of the tests")
+            return getattr(thing, verb)(*args) if type(thing) is types.GeneratorType else next(thing)
         split = len(args) - len(names)
         return thing(*args[:split], **dict(zip(map(str, names), args[split:])))  # noqa: B905 - Python 3.8
 
@@ -56,7 +60,7 @@ class Handed:
             name = getattr(value, "__name__", kind.__name__)
             return "function", name, value.__doc__ if kind is not functools.partial else None, head, given
         if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
-            return ("iterator",)
+            return "iterator", kind is types.GeneratorType
         if isinstance(value, Exception):
             base = next(base for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base)
             plain = values.SCALARS.issuperset(map(type, value.args))
@@ -92,6 +96,11 @@ def _is_own(value):
     return value.__globals__.get("__name__", "tests") in ("tests", "__main__")
 
 
+_ask = {"__next__": lambda self: self.ask("next"), "__copy__": lambda self: self.ask("copy")}
+_Iterator = type("iterator", (), {"__iter__": lambda self: self, **_ask})
+"""An iterator of the tests that is no generator."""
+
+
 class Stubs:
     """The code's side: what stands for the tests' things. `ask(number, verb, args, kwargs)` asks the tests' side."""
 
@@ -120,14 +129,27 @@ class Stubs:
         stub.__name__, stub.__qualname__, stub.__doc__ = name, name, doc
         return stub
 
-    def _iterator(self, number):
-        sent = None
+    def _iterator(self, number, is_generator):
+        made = self._generator(number) if is_generator else _Iterator()
+        if is_generator:
+            next(made)  # so that it has begun: `send`, `throw` and `close` are for the tests' generator, begun or not
+        else:
+            made.ask = lambda verb: self._ask(number, verb, [], {})
+        return made
+
+    def _generator(self, number):
+        item = None
         while True:
             try:
-                item = self._ask(number, "send", [sent], {})
+                verb, given = "send", [(yield item)]
+            except BaseException as error:  # noqa: BLE001 - for the tests' generator to handle
+                verb, given = ("close", []) if type(error) is GeneratorExit else ("throw", [error])
+            try:
+                item = self._ask(number, verb, given, {})
             except StopIteration as end:
                 return end.value
-            sent = yield item
+            if verb == "close":
+                return None
 
     def _error(self, number, name, base, args):
         known = self._namespace.get(name)

@@ -22,30 +22,33 @@ class Pending(Exception):
 class Maker:
     """A class whose objects are nothing but fields. Tests make them here: the code does not learn what is expected."""
 
-    def __init__(self, kind, fields, defaults, is_tuple):
+    def __init__(self, kind, fields, defaults, is_tuple, compared, traits):
         """`defaults` are those of the last fields; a type among them makes one."""
         self.kind, self.fields, self.defaults, self.is_tuple = kind, fields, defaults, is_tuple
+        self.compared, self.traits = compared, traits
 
     def record(self, args, kwargs):
-        """Return the record of an object made with these arguments. TypeError if they do not fit."""
+        """Return the record of an object made with these arguments: all that the tests give is compared, whatever the
+        class says. TypeError if they do not fit."""
         inspect = importlib.import_module("inspect")
         defaults = [inspect.Parameter.empty] * (len(self.fields) - len(self.defaults)) + list(self.defaults)
         wanted = dict(zip(self.fields, defaults))  # noqa: B905 - Python 3.8
         parameters = [inspect.Parameter(name, 1, default=default) for name, default in wanted.items()]
-        found = inspect.Signature(parameters).bind(*args, **kwargs).arguments
-        for name in wanted.keys() - found:
-            found[name] = wanted[name]() if wanted[name] in (list, dict, set) else wanted[name]
-        return self.kind, self.fields, tuple(found[name] for name in self.fields), self.is_tuple
+        given = inspect.Signature(parameters).bind(*args, **kwargs).arguments
+        made = {name: it() if it in (list, dict, set) else it for name, it in wanted.items() if name not in given}
+        found = {**given, **made}
+        return self.kind, self.fields, tuple(found[name] for name in self.fields), self.is_tuple, self.compared, given
 
 
 class Remote:
     """Stands for a name or an object of the code's."""
 
-    __slots__ = ("client", "made", "maker", "node", "record", "truth")
+    __slots__ = ("client", "made", "maker", "node", "record", "traits")
 
     def __init__(self, client, node, maker=None, record=None, made=None):
         """`node`: how the code's side finds it; None before the code has made it as `made` says: (class, arguments)."""
-        for name, value in zip(Remote.__slots__, (client, made, maker, node, record, False)):  # noqa: B905 - Python 3.8
+        traits = maker_of(made[0]).traits if record else (True, "own", "own")
+        for name, value in zip(Remote.__slots__, (client, made, maker, node, record, traits)):  # noqa: B905 - Python 3.8
             object.__setattr__(self, name, value)
 
     def __call__(self, *args, **kwargs):
@@ -73,10 +76,13 @@ class Remote:
 
     def __eq__(self, other):
         mine, theirs = record_of(self), record_of(other) if type(other) is Remote else None
-        if other is self or other is None or (mine and theirs):
-            return other is self or (other is not None and mine == theirs)
-        if mine and mine[3] and type(other) is tuple:
+        kinds = {_traits(self)[1], _traits(other)[1] if type(other) is Remote else ""}
+        if kinds == {"fields"} and mine and theirs:
+            return other is self or _are_equal(mine, theirs)
+        if mine and mine[3] and type(other) is tuple and kinds == {"fields", ""}:
             return mine[2] == other
+        if other is None or kinds in ({"identity"}, {"identity", "fields"}) or (other is self and not _made(self)):
+            return other is self
         if type(value := _value(self)) is not Remote:
             return value == other
         own = type(other) is Remote and (_made(self) or _made(other))
@@ -88,8 +94,12 @@ class Remote:
     def __hash__(self):
         if type(value := _value(self)) is not Remote:
             return value.__hash__()
-        record = record_of(self)
-        return record.__hash__() if record else _client(self).want("the tests hash an object of the code's")
+        (_, equal, hashed), record = _traits(self), record_of(self)
+        if hashed == "none":
+            raise TypeError("unhashable type")
+        if hashed == equal and (record or equal == "identity") and equal != "own":
+            return id(self) if equal == "identity" else tuple(_compared(record, record[4])).__hash__()
+        return _client(self).want("the tests hash an object of the code's", always=bool(_made(self)))
 
     def __instancecheck__(self, thing):
         return _client(self).ask("isinstance", self, [thing]) is True
@@ -98,8 +108,18 @@ class Remote:
         return _client(self).ask("issubclass", self, [thing]) is True
 
 
-_client, _made, maker_of, node_of, record_of, _truth = (vars(Remote)[name].__get__ for name in Remote.__slots__)
-_set_node, set_record, _set_made, set_truth = (vars(Remote)[n].__set__ for n in ("node", "record", "made", "truth"))
+_client, _made, maker_of, node_of, record_of, _traits = (vars(Remote)[name].__get__ for name in Remote.__slots__)
+_set_node, set_record, _set_made, set_traits = (vars(Remote)[n].__set__ for n in ("node", "record", "made", "traits"))
+
+
+def _compared(record, names):
+    return [value for name, value in zip(record[1], record[2]) if name in names]  # noqa: B905 - Python 3.8
+
+
+def _are_equal(mine, theirs):
+    """Return whether two records are of one class and equal in all fields that either is compared by."""
+    names = {*mine[4], *mine[5], *theirs[5]}
+    return mine[:2] == theirs[:2] and _compared(mine, names) == _compared(theirs, names)
 
 
 def settle(remote):
@@ -129,7 +149,7 @@ def _special(name):
             return f"<{node[1]}>"
         if name == "format" and args == ("",):
             return str(self)
-        if name == "bool" and node and (_truth(self) or node[0] == "name"):
+        if name == "bool" and (not _traits(self)[0] or (node and node[0] == "name")):
             return True
         known = node and node[0] == "name" and name in ("getitem", "iter", "len")
         if name in ("str", "repr", "format") or (name in ASKED and (_made(self) or record or known)):

@@ -171,30 +171,48 @@ class CodeServer:
             return node
         if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
             return ["stream", self.number(value), kind is types.GeneratorType]
-        if isinstance(kind, enum.EnumMeta):
+        if isinstance(kind, enum.EnumMeta) and plain_of(value) is not None:
             return ["member", self.number(value), plain_of(value)]
         if isinstance(value, type) and self._namespace.get(value.__name__) is value:
             return ["name", value.__name__]
-        return ["handle", self.number(value), has_truth(kind)]
+        return ["handle", self.number(value), traits(kind)]
 
     def _record(self, value):
         fields = fields_of(value)
         if fields is None:
             return None
         items, number = _items(value), self.number(value)
-        if not isinstance(value, (tuple, enum.Enum)):
+        if not isinstance(value, tuple):
             self._records[number] = items
-        return items, [number, self.number(type(value)), fields, isinstance(value, tuple), has_truth(type(value))]
+        said = [self.number(type(value)), fields, isinstance(value, tuple), compared(type(value))]
+        return items, [number, traits(type(value)), *said]
 
     def _named(self, name):
+        if name not in self._namespace and "__getattr__" in self._namespace and not name.startswith("__"):
+            return self._namespace["__getattr__"](name)
         if name not in self._namespace or name.startswith("__"):
             raise _Missing(f"the code defines no {name}")
         return self._namespace[name]
 
 
-def has_truth(kind):
-    """Return whether objects of a class say themselves whether they are true. Others all are."""
-    return any(name in vars(base) for base in kind.__mro__ for name in ("__bool__", "__len__"))
+def traits(kind):
+    """Return of a class whether its objects say themselves whether they are true (others all are), and how they are
+    compared and hashed: as `identity`, by their `fields`, in a way of their `own`, or `none`."""
+    found = [any(name in vars(base) for base in kind.__mro__ for name in ("__bool__", "__len__"))]
+    for name in ("__eq__", "__hash__"):
+        method = getattr(kind, name)
+        is_made = getattr(getattr(method, "__code__", None), "co_filename", "") == "<string>"
+        is_made = (is_made and hasattr(kind, "__dataclass_fields__")) or method is getattr(tuple, name)
+        plain = "identity" if method is getattr(object, name) or isinstance(kind, enum.EnumMeta) else "own"
+        found.append("none" if method is None else "fields" if is_made else plain)
+    return found
+
+
+def compared(kind):
+    """Return the names of the fields by which objects of a class are compared."""
+    if hasattr(kind, "__dataclass_fields__"):
+        return [field.name for field in dataclasses.fields(kind) if field.compare]
+    return list(getattr(kind, "_fields", ()))
 
 
 def plain_of(value):
@@ -211,10 +229,8 @@ def _items(value):
 
 
 def fields_of(value):
-    """Return the names of the fields of an object of a dataclass, a named tuple or a plain enum, else None."""
+    """Return the names of the fields of an object of a dataclass or a named tuple, else None."""
     kind = type(value)
-    if isinstance(kind, enum.EnumMeta):
-        return ["name"] if plain_of(value) is None else None
     if hasattr(kind, "__dataclass_fields__"):
         return [field.name for field in dataclasses.fields(kind)]
     return list(kind._fields) if issubclass(kind, tuple) and hasattr(kind, "_fields") else None
@@ -222,7 +238,8 @@ def fields_of(value):
 
 def classes_of(namespace, server):
     """Return what is said of the classes of the code: (name, `error`, names of its bases), or of one with named fields
-    (name, `record` or `named`, fields, defaults of the last of them, its number, whether it is a tuple)."""
+    (name, `record` or `named`, fields, defaults of the last of them, its number, whether it is a tuple, the fields that
+    are compared, its traits)."""
     found = []
     for name, kind in namespace.items():
         if not isinstance(kind, type) or getattr(kind, "__module__", "") != "solution":
@@ -233,7 +250,8 @@ def classes_of(namespace, server):
             found.append((name, "error", [base.__name__ for base in bases if issubclass(base, BaseException)]))
         elif said := _fields_and_defaults(kind):
             sort = "named" if values.is_named(kind) else "record"
-            found.append((name, sort, *said, server.number(kind), issubclass(kind, tuple)))
+            said = *said, server.number(kind), issubclass(kind, tuple), compared(kind), traits(kind)
+            found.append((name, sort, *said))
     return found
 
 

@@ -21,14 +21,14 @@ class Shared:
     def pack(self, roots, other, record=None, release=False):
         """Return references to the roots, and nodes, with those of the containers that have changed. If they are sent,
         `sent` is called. `release`: forget the containers that nobody has here; their numbers are then in `gone`."""
-        self._changed = {
-            n for n, thing in self._things.items() if not values.same_items(values.contents(thing), self._before[n])
-        }
+        now = {number: values.contents(self._things[number]) for number in self._before}
+        self._changed = {number for number in now if not values.same_items(now[number], self._before[number])}
         if release and (len(self._things) <= FEW or len(self._things) > 2 * self._kept):
             self._release()
         self._fresh = {}
         roots = [*roots, *map(self._things.__getitem__, self._changed)]
         refs, nodes = values.encode(roots, other, self._known, self._number, record)
+        values.refuse_mixed(self._fresh.values(), map(self._things.__getitem__, self._before))
         return refs[: len(refs) - len(self._changed)], nodes
 
     def sent(self):
@@ -40,10 +40,10 @@ class Shared:
     def unpack(self, refs, nodes, special, gone=()):
         """Return the values of references, and change the containers that the other side has changed."""
         for number in gone:
-            del self._numbers[id(self._things.pop(number))], self._before[number]
+            self._forget(number)
         found = values.decode(refs, nodes, {**special, "known": self._things.__getitem__}, self._things)
         told = {node[3] for node in nodes if node[0] in values.NUMBERED and len(node) > 3}
-        if any(number * self._sign > 0 for number in told - self._before.keys()):
+        if any(n * self._sign > 0 and self._numbers.get(id(self._things[n])) != n for n in told):
             raise ValueError(told)
         self._note({number: self._things[number] for number in told})
         return found
@@ -52,6 +52,8 @@ class Shared:
         self._things.update(things)
         for number, thing in things.items():
             self._numbers[id(thing)], self._before[number] = number, values.contents(thing)
+            if self._before[number] is None:
+                del self._before[number]
 
     def _known(self, value):
         number = self._numbers.get(id(value))
@@ -63,10 +65,14 @@ class Shared:
             self._fresh[number] = value
         return number
 
+    def _forget(self, number):
+        del self._numbers[id(self._things.pop(number))]
+        self._before.pop(number, None)
+
     def _release(self):
         """Forget what only we have. What is in that is forgotten the next time."""
         alone = [n for n in self._things if n not in self._changed and sys.getrefcount(self._things[n]) == _ALONE]
         for number in alone:
-            del self._numbers[id(self._things.pop(number))], self._before[number]
+            self._forget(number)
         self.gone += alone
         self._kept = len(self._things)

@@ -19,7 +19,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from spmd_rl.sandbox.guest import values
 from spmd_rl.sandbox.guest.handed import DEPTH, FRAMES, Handed
 from spmd_rl.sandbox.guest.link import Gone
-from spmd_rl.sandbox.guest.remote import Maker, Pending, Remote, member, node_of, set_record, set_truth, settle
+from spmd_rl.sandbox.guest.remote import Maker, Pending, Remote, member, node_of, set_record, set_traits, settle
 from spmd_rl.sandbox.guest.shared import Shared
 
 ENDS = {"StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt", "BaseException"}
@@ -76,8 +76,9 @@ class Client:
             known = (self._names[base] if base in self._names else getattr(builtins, base) for base in said[0])
             bases = tuple(base for base in known if issubclass(base, Exception))
             return type(name, bases or (Exception,), dict(_ERROR))
-        fields, defaults, number, is_tuple = said
-        maker = Maker(number if type(number) is int else -1, tuple(map(str, fields)), tuple(defaults), is_tuple)
+        fields, defaults, number, is_tuple, compared, traits = said
+        kind, fields = number if type(number) is int else -1, tuple(map(str, fields))
+        maker = Maker(kind, fields, tuple(defaults), is_tuple, tuple(map(str, compared)), _traits(*traits))
         is_named = sort == "named"
         return values.named(name, maker.fields, maker.defaults) if is_named else Remote(self, ["name", name], maker)
 
@@ -204,11 +205,11 @@ class Client:
         error.args, error.__dict__["_said"] = args, (remote, text)
         return error
 
-    def _handle(self, number, truth=True):
+    def _handle(self, number, traits=(True, "own", "own")):
         if type(number) is not int or number < 0:
             raise ValueError(number)
         remote = self._remote("handle", number)
-        set_truth(remote, truth is False)
+        set_traits(remote, _traits(*traits))
         return remote
 
     def _stream(self, number, is_generator):
@@ -224,10 +225,10 @@ class Client:
         remote = self._handle(number)
         return self._members.setdefault(number, member(remote, plain))
 
-    def _record(self, remote, found, kind, names, is_tuple):
+    def _record(self, remote, found, kind, names, is_tuple, compared):
         if type(kind) is not int or len(names) != len(found):
             raise ValueError(kind)
-        set_record(remote, (kind, tuple(map(str, names)), tuple(found), bool(is_tuple)))
+        set_record(remote, (kind, tuple(map(str, names)), tuple(found), bool(is_tuple), tuple(map(str, compared)), ()))
 
     def _remote(self, *node):
         if node not in self.remotes:
@@ -252,6 +253,10 @@ class Client:
         if node_of(value) is None:
             raise Pending(value)
         return node_of(value)
+
+
+def _traits(truth, equal, hashed):
+    return truth is not False, str(equal), str(hashed)
 
 
 def stream(client, remote):

@@ -33,8 +33,10 @@ NAMES = _words(
 ATTRIBUTES = _words(
     "patch mock catch_warnings warns deprecated_call gather create_task ensure_future wait_for wait timeout TaskGroup"
     " Queue Lock Event Semaphore to_thread run_in_executor as_completed shield getsource getsourcelines signature"
+    " seed getstate setstate get_state set_state getcontext setcontext localcontext geterr seterr errstate"
+    " get_printoptions set_printoptions printoptions"
 )
-"""Those of modules that do not, and assertions."""
+"""Those of modules that do not, state of a process among them, and assertions."""
 ASSERTIONS = _words("assertWarns assertWarnsRegex assertLogs assertNoLogs")
 FIXTURES = _words(
     "cache caplog doctest_namespace monkeypatch pytestconfig pytester record_property recwarn testdir tmp_path"
@@ -71,6 +73,9 @@ class Survey:
         made = [node for node in nodes if type(node) is ast.Assign and _is_construction(node.value)]
         made = [ast.unparse(node.targets[0]) for node in made if self.is_code(node.value.func.id)]
         self._made = set(made) if hasattr(ast, "unparse") else set()
+        given = [node for node in nodes if type(node) is ast.Assign and type(node.value) is ast.Constant]
+        texts = [node.targets[0] for node in given if isinstance(node.value.value, (str, bytes))]
+        self._texts = {target.id for target in texts if type(target) is ast.Name}
         self._modules = {name for node in nodes if type(node) is ast.Import for name in _bound(node)}
         classes = {node.name for node in nodes if type(node) is ast.ClassDef}
         defined = classes | {node.name for node in functions}
@@ -106,8 +111,8 @@ class Survey:
         names = [alias.name for alias in node.names]
         if node.module in PLAIN_ATTRIBUTES and not set(names) <= PLAIN_ATTRIBUTES[node.module]:
             return f"the tests import {', '.join(names)} of {node.module}"
-        found = set(names) & set(ATTRIBUTES)
-        return f"the tests import {found.pop()}" if found else _import_reason(node.module or "", tried)
+        found = (self.words if names == ["*"] else set(names)) & ATTRIBUTES
+        return f"the tests import {min(found)}" if found else _import_reason(node.module or "", tried)
 
     def _name(self, node, tried):
         if node.id in NAMES and node.id not in self.bound | self.imported:
@@ -123,14 +128,26 @@ class Survey:
             return f"the tests use {owner}.{name}"
         if not isinstance(node.ctx, ast.Load) and owner in self._modules and (owner, name) != ("sys", "stdout"):
             return f"the tests replace {owner}.{name}"
-        own = owner in self._modules and name in ATTRIBUTES
+        root = node.value
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        root = root.id if isinstance(root, ast.Name) else ""
+        own = name in ATTRIBUTES and (root in self._modules or (root in MODULES and root not in self.bound))
         return f"the tests use {name}" if own or name in ASSERTIONS else ""
+
+    def _constant(self, node, tried):
+        is_special = isinstance(node.value, str) and node.value[:2] == node.value[-2:] == "__" and node.value[2:-2]
+        named = is_special and node.value not in DUNDERS and node.value.isidentifier()
+        return f"the tests use {node.value}" if named and node.value != "__main__" else ""
 
     def _operator(self, node, tried):
         """BinOp, UnaryOp, Compare: of objects that the tests make, only equality may be that of plain values."""
         if type(node) is ast.Compare:
             odd = (ast.In, ast.NotIn, ast.Lt, ast.Gt, ast.LtE, ast.GtE)
-            pairs = zip([node.left, *node.comparators], node.ops, node.comparators)  # noqa: B905 - Python 3.8
+            pairs = list(zip([node.left, *node.comparators], node.ops, node.comparators))  # noqa: B905 - Python 3.8
+            same = [getattr(side, "id", "") for a, op, b in pairs if type(op) in (ast.Is, ast.IsNot) for side in (a, b)]
+            if any(name in self._texts or type(getattr(builtins, name, None)) is type(len) for name in same):
+                return "the tests ask whether a text or a builtin function is another"
             sides = [side for a, op, b in pairs if type(op) in odd for side in (a, b)[type(op) in odd[:2] :]]
         else:
             sides = [node.operand] if type(node) is ast.UnaryOp else [node.left, node.right]
@@ -170,6 +187,7 @@ _CHECKS = {
     ast.Attribute: Survey._attribute,
     ast.BinOp: Survey._operator,
     ast.Compare: Survey._operator,
+    ast.Constant: Survey._constant,
     ast.UnaryOp: Survey._operator,
     ast.With: Survey._with,
     ast.ClassDef: Survey._classdef,

@@ -7,7 +7,6 @@ it imports `from solution`; `stubs.Client` asks for it.
 import builtins
 import dataclasses
 import json
-import math
 import os
 import signal
 import sys
@@ -49,16 +48,10 @@ def test(job, report, rpc):
 
 
 def same(left, right):
-    """Return whether the code's value is that of a case: tuples equal lists, keys are texts as in JSON, floats may
-    differ in the ninth digit where one is due. NaN equals NaN."""
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    if isinstance(left, dict) and isinstance(right, dict):
-        left = {key if isinstance(key, str) else json.dumps(key, default=str): value for key, value in left.items()}
-        return left.keys() == right.keys() and all(same(value, right[key]) for key, value in left.items())
-    if isinstance(left, float) and isinstance(right, float):
-        return math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-12) or (left != left and right != right)
-    return bool(left == right)
+    """Return whether the code's value is that of a case, as LiveCodeBench has it: by `==`, once an outermost tuple is a
+    list. NaN equals NaN."""
+    left = list(left) if type(left) is tuple and type(right) is list else left
+    return type(left).__name__ != "ndarray" and bool(left == right or (left != left and right != right))
 
 
 class Beside:

@@ -10,39 +10,51 @@ beside its number.
 """
 
 import builtins
+import datetime
 import gc
 import importlib
 import json
 import operator
 import re
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 
 SCALARS = frozenset((type(None), bool, int, float, str))
-MUTABLE = {kind.__name__: kind for kind in (list, set, deque, dict, OrderedDict, Counter, defaultdict, bytearray)}
+_MADE_OF_BYTES = bytearray, array
+MUTABLE = {kind.__name__: kind for kind in (list, set, deque, dict, OrderedDict, Counter, defaultdict, *_MADE_OF_BYTES)}
 VIEWS = {type(getattr(made, name)()): name for made in ({}, OrderedDict()) for name in ("keys", "values", "items")}
 FROZEN = {
     "tuple": tuple,
     "frozenset": frozenset,
+    "named": lambda items, kind: named(kind[0], tuple(kind[1]))(*items),
+    "nan": lambda items: float("nan"),
     "view": lambda items: _method(items[0], {name: name for name in VIEWS.values()}[items[1]])(),
     "method": lambda items: _method(*items),
     "part": lambda items: _array(items[0].ravel("K"), *items[1:]),
     "error": lambda items: {kind.__name__: kind for kind in _ERRORS}[items[0]](*items[1:]),
 }
-NUMBERED = {*MUTABLE, "ndarray", "part"}
-"""Nodes of what has a number, by which the other side knows it again: containers, arrays, and parts of arrays."""
+KEPT = {"tuple", "frozenset", "named", "nan"}
+NUMBERED = {*MUTABLE, *KEPT, "ndarray", "part"}
+"""Nodes of what has a number, by which the other side knows it again: containers, arrays, and parts of arrays; and what
+cannot change, `KEPT`, so that it is the same object when it comes back."""
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, range, object, type(None), *MUTABLE.values())
 _OWNERS = {str, *MUTABLE.values()}
 _ERRORS = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-_ITEMS = {tuple: "tuple", frozenset: "frozenset", **dict.fromkeys(VIEWS, "view"), **dict.fromkeys(_ERRORS, "error")}
+_ITEMS = {tuple: "tuple", frozenset: "frozenset", float: "nan"}
+_ITEMS.update({**dict.fromkeys(VIEWS, "view"), **dict.fromkeys(_ERRORS, "error")})
 TYPES = {kind.__name__: kind for kind in (*_PLAIN, *_ERRORS)}
-_ISO = (lambda d: [d.isoformat()], lambda kind, text: kind.fromisoformat(text))
+_MOMENT = (
+    lambda d: [d.isoformat(), d.fold, *(d.tzinfo.__getinitargs__()[1:] if d.tzinfo else ())],
+    lambda kind, text, *rest: _moment(kind.fromisoformat(text), *rest),
+)
 LEAVES = {
     "builtins.bytes": (lambda b: [b.hex()], lambda kind, text: kind.fromhex(text)),
     "builtins.complex": (lambda z: [z.real, z.imag], lambda kind, *parts: kind(*parts)),
     "builtins.range": (lambda r: [r.start, r.stop, r.step], lambda kind, *parts: kind(*parts)),
     "decimal.Decimal": (lambda d: [str(d)], lambda kind, text: kind(text)),
     "fractions.Fraction": (lambda f: [str(f)], lambda kind, text: kind(text)),
-    **dict.fromkeys(("datetime.date", "datetime.time", "datetime.datetime"), _ISO),
+    "datetime.date": (lambda d: [d.isoformat()], lambda kind, text: kind.fromisoformat(text)),
+    **dict.fromkeys(("datetime.time", "datetime.datetime"), _MOMENT),
     "datetime.timedelta": (lambda t: [t.days, t.seconds, t.microseconds], lambda kind, *parts: kind(*parts)),
 }
 """By the name of an exact type: the function to JSON scalars, and the function back."""
@@ -54,20 +66,20 @@ _DTYPE = re.compile(r"[<>|]([biufcSU]\d+|[mM]8(\[\w+\])?)")
 
 def dumps(message):
     """Return a message as JSON bytes. ValueError if an integer in it has more digits than this interpreter allows."""
-    return _ENCODER.encode(message).encode()
+    return _ENCODER.encode(message).encode("utf-8", "surrogatepass")  # half characters side by side stay two
 
 
 def loads(body):
     """Return what JSON bytes hold. ValueError or RecursionError if they are none, or hold an object or an integer that
     is too long."""
-    return _DECODER.decode(body.decode())
+    return _DECODER.decode(body.decode("utf-8", "surrogatepass"))
 
 
 def _refuse(pairs):
     raise ValueError("an object")
 
 
-_ENCODER = json.JSONEncoder(check_circular=False, separators=(",", ":"))
+_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"))
 _DECODER = json.JSONDecoder(object_pairs_hook=_refuse)
 
 
@@ -78,11 +90,11 @@ def encode(roots, other, known=None, number=None, record=None):
     """Return (references to the roots, nodes).
 
     `other(value)` returns the node of an object without a plain form, or raises. `known(value)`: the number of a
-    container that the receiver has as it is, or None. `number(value)` returns the number by which a container is known
-    from now on. `record(value)` returns the values of an object's fields and the rest of its node, or None.
+    thing that the receiver has as it is, or None. `number(value)` returns the number by which a thing is known from now
+    on. `record(value)` returns the values of an object's fields and the rest of its node, or None.
     """
     nodes, refs, entered, unfilled, kept = [], {}, set(), [], {}
-    stack = [root for root in roots if type(root) not in SCALARS]
+    stack = [root for root in roots if not _is_scalar(root)]
     while stack:
         value = stack.pop()
         kind, key = type(value), id(value)
@@ -91,7 +103,7 @@ def encode(roots, other, known=None, number=None, record=None):
         memory = memory_of(value)
         is_container = memory is value or (MUTABLE.get(kind.__name__) is kind and plain_factory(value))
         is_frozen = memory is not None or kind in _ITEMS or _is_method(value) or is_named(kind)
-        place = known(value) if known and (is_container or memory is not None) else None
+        place = known(value) if known else None
         held = (parts(value), None) if is_container else record(value) if record and not is_frozen else None
         if place:
             node = ["known", place]
@@ -99,23 +111,23 @@ def encode(roots, other, known=None, number=None, record=None):
             refs[key] = [len(nodes)]
             unfilled.append((len(nodes), value, *held))
             nodes.append(None)
-            stack += [part for part in held[0] if type(part) not in SCALARS and id(part) not in entered]
+            stack += [part for part in held[0] if id(part) not in entered and not _is_scalar(part)]
             continue
         elif is_frozen:
             if key not in kept:
                 kept[key] = _items(value, kind)
             items = kept[key]
-            if key not in entered and not SCALARS.issuperset(map(type, items)):
+            if key not in entered and not _are_scalars(items):
                 entered.add(key)
                 stack.append(value)
-                stack += [part for part in items if type(part) not in SCALARS and id(part) not in entered]
+                stack += [part for part in items if id(part) not in entered and not _is_scalar(part)]
                 continue
-            node = [_ITEMS.get(kind, "method"), _refer(items, refs)]
-            if memory is not None:
-                node = ["part", node[1], None, *([number(value)] if number else [])]
+            node = [_ITEMS.get(kind, "method" if memory is None else "part"), _refer(items, refs)]
             if hasattr(kind, "_fields"):
                 _named[kind.__name__, kind._fields] = kind
-                node = ["named", node[1], kind.__name__, list(kind._fields)]
+                node = ["named", node[1], [kind.__name__, list(kind._fields)]]
+            if number and (memory is not None or (node[0] in KEPT and (items or kind is float))):
+                node = [node[0], node[1], node[2] if len(node) > 2 else None, number(value)]
         else:
             node = _leaf(value) or other(value)
         refs[key] = [len(nodes)]
@@ -138,7 +150,7 @@ def _items(value, kind):
     if _ITEMS.get(kind) == "error":
         return [kind.__name__, *BaseException.args.__get__(value)]
     if kind not in VIEWS:
-        return list(value)
+        return [] if kind is float else list(value)
     (mapping,) = gc.get_referents(value)
     if MUTABLE.get(type(mapping).__name__) is not type(mapping) or not SCALARS.issuperset(map(type, mapping)):
         copies = {"keys": dict.fromkeys, "values": lambda items: dict(enumerate(items)), "items": dict}
@@ -158,17 +170,19 @@ def _method(owner, name):
 
 def parts(value):
     """Return the objects in a container; those of a dictionary as its keys, then its values."""
-    if isinstance(value, bytearray) or is_array(value):
+    if isinstance(value, _MADE_OF_BYTES) or is_array(value):
         return []
     return [*value, *value.values()] if isinstance(value, dict) else list(value)
 
 
 def contents(container):
-    """Return what is in a container, to find later whether that has changed."""
+    """Return what is in a container, to find later whether that has changed; None of what cannot change."""
+    if isinstance(container, (tuple, frozenset, float)):
+        return None
     if is_array(container):
         own = container.tobytes() if memory_of(container) is container else b""
         return repr(_layout(container)).encode() + own
-    return bytes(container) if type(container) is bytearray else tuple(parts(container))
+    return bytes(container) if isinstance(container, _MADE_OF_BYTES) else tuple(parts(container))
 
 
 def same_items(left, right):
@@ -176,18 +190,27 @@ def same_items(left, right):
     return left == right if type(left) is bytes else len(left) == len(right) and all(map(operator.is_, left, right))
 
 
+def _is_scalar(item):
+    """Return whether an item is a scalar without an identity: NaN is equal to nothing but itself."""
+    return type(item) in SCALARS and item == item
+
+
+def _are_scalars(items):
+    return SCALARS.issuperset(map(type, items)) and not any(map(operator.ne, items, items))
+
+
 def _refer(items, refs):
-    if SCALARS.issuperset(map(type, items)):
+    if _are_scalars(items):
         return list(items)
-    return [item if type(item) in SCALARS else refs[id(item)] for item in items]
+    return [item if _is_scalar(item) else refs[id(item)] for item in items]
 
 
 def _extra(value):
-    """Return what a container has beside its items: the end of a deque, the factory of a default dictionary."""
+    """Return what a container has beside its items: the end of a deque, the factory of a default dictionary, bytes."""
     if isinstance(value, defaultdict):
         return value.default_factory and value.default_factory.__name__
-    if isinstance(value, bytearray):
-        return value.hex()
+    if isinstance(value, _MADE_OF_BYTES):
+        return [bytes(value).hex(), *([value.typecode] if type(value) is array else [])]
     if is_array(value):
         kept = value.copy("K")  # without gaps; what shares memory in an unknown way can only be read over there
         return [kept.ravel("K").tobytes().hex(), 0, *_layout(kept, value.flags.writeable and value.flags.owndata)]
@@ -214,15 +237,20 @@ _NAMED |= {"__static_attributes__", "__firstlineno__", "__annotations_cache__", 
 def _leaf(value):
     kind = type(value)
     path = f"{kind.__module__}.{kind.__name__}"
-    if path in LEAVES:
-        zone = getattr(value, "tzinfo", None)
-        if zone is None or type(zone).__name__ == "timezone":
-            return [path, *LEAVES[path][0](value)]
+    if path in LEAVES and type(getattr(value, "tzinfo", None)) in (type(None), datetime.timezone):
+        node = [path, *LEAVES[path][0](value)]
+        if kind.__module__ == "builtins" or repr(_frozen(node, ())) == repr(value):  # a fraction may not be reduced
+            return node
     elif kind is type and TYPES.get(value.__name__) is value:
         return ["type", value.__name__]
     elif kind.__module__ == "numpy" and "generic" in {base.__name__ for base in kind.__mro__}:
         return ["scalar", value.tobytes().hex(), value.dtype.str] if _DTYPE.fullmatch(value.dtype.str) else None
     return None
+
+
+def _moment(made, fold, *name):
+    """Return a time with that fold, whose time zone has that name."""
+    return made.replace(fold=fold, tzinfo=datetime.timezone(made.utcoffset(), *name) if name else made.tzinfo)
 
 
 # -- arrays of numpy ------------------------------------------------------------------------------------------------
@@ -242,6 +270,15 @@ def memory_of(value):
     while getattr(owner, "base", None) is not None:
         owner = owner.base
     return owner if is_array(owner) and owner.flags.owndata else value
+
+
+def refuse_mixed(new, known):
+    """Raise ValueError if an array lies in the memory of another container, without being known as a part of that."""
+    new, known = ([it for it in each if isinstance(it, _MADE_OF_BYTES) or is_array(it)] for each in (new, known))
+    foreign = [it for it in (*new, *known) if new and is_array(it) and memory_of(it).base is not None]
+    owners = [it for it in (*new, *known) if foreign and not (is_array(it) and memory_of(it).base is not None)]
+    if any(importlib.import_module("numpy").may_share_memory(a, b) for a in foreign for b in owners):
+        raise ValueError("an array in the memory of something else that crosses")
 
 
 def _layout(array, writeable=None):
@@ -292,17 +329,19 @@ def decode(refs, nodes, special, known=None):
             array.flags.writeable = node[2][3]
             made[i] = _known_array(array, node, known)
         elif node[0] == "record":
-            made[i] = special["handle"](node[2], node[6])
+            made[i] = special["handle"](*node[2:4])
     for i, node in enumerate(nodes):
         if node[0] == "part":
             made[i] = _known_array(_frozen(node, made), node, known)
         elif node[0] not in MUTABLE and node[0] not in ("record", "ndarray"):
             made[i] = special[node[0]](*node[1:]) if node[0] in special else _frozen(node, made)
+            if node[0] in KEPT and len(node) > 3 and known is not None:
+                made[i] = known.setdefault(node[3], made[i])
     for i, node in unfilled:
-        _fill(made[i], _resolve(node[1], made) if node[0] != "bytearray" else bytes.fromhex(node[2]))
+        _fill(made[i], _resolve(node[1], made), node[2])
     for i, node in enumerate(nodes):
         if node[0] == "record":
-            special["record"](made[i], _resolve(node[1], made), *node[3:6])
+            special["record"](made[i], _resolve(node[1], made), *node[4:])
     return _resolve(refs, made)
 
 
@@ -313,16 +352,19 @@ def _resolve(items, made):
 def _shell(node, known):
     """Return the container of a node, without its contents."""
     kind, extra = MUTABLE[node[0]], node[2]
-    made = kind(maxlen=extra) if kind is deque else kind(extra and TYPES[extra]) if kind is defaultdict else kind()
+    given = [extra and TYPES[extra]] if kind is defaultdict else extra[1:] if kind is array else []
+    made = kind(maxlen=extra) if kind is deque else kind(*given)
     found = made if known is None or len(node) < 4 else known.setdefault(node[3], made)
     if type(found) is not kind:
         raise TypeError(kind)
     return found
 
 
-def _fill(container, items):
-    """Give a container other contents, as `parts` returns them."""
-    if isinstance(container, (list, bytearray)):
+def _fill(container, items, extra):
+    """Give a container other contents, as `parts` and `_extra` return them."""
+    if isinstance(container, _MADE_OF_BYTES):
+        items = type(container)(*extra[1:], bytes.fromhex(extra[0]))
+    if isinstance(container, (list, *_MADE_OF_BYTES)):
         container[:] = items
         return
     container.clear()
@@ -337,9 +379,7 @@ def _fill(container, items):
 def _frozen(node, made):
     tag, *body = node
     if tag in FROZEN:
-        return FROZEN[tag](_resolve(body[0], made))
-    if tag == "named":
-        return named(body[1], tuple(body[2]))(*_resolve(body[0], made))
+        return FROZEN[tag](_resolve(body[0], made), *body[1:2] if tag == "named" else [])
     if tag == "type":
         return TYPES[body[0]]
     if tag == "scalar":

@@ -108,7 +108,7 @@ def _distance(cfg: RlConfig, other: RlConfig) -> float:
 def estimate(cfg: RlConfig, ranks: int, found: Trace) -> float:
     """Bytes of a rank at its fullest, roughly: what a trace would find, from the model's sizes alone."""
     train, config, size = cfg.train, found.config, found.size
-    sizes, width = LayoutSizes.of("train", ranks, **train.axes), 2 if dtype_of(cfg.policy) == "bfloat16" else 4
+    sizes, width = LayoutSizes.of("train", ranks, **train.axes), 4 if dtype_of(cfg.policy) == "float32" else 2
     engine = beside_training(cfg, size, config)
     own = size.parameters / (ranks / sizes.dp_replicate)
     experts, dense = _of_layer(size, config)

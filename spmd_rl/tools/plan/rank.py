@@ -124,7 +124,7 @@ class _Trace:
 
     def traced(self) -> Trace:
         cfg = self._cfg
-        for role in cfg.roles:
+        for role in (role for role in cfg.roles if not role.is_base_of(cfg.roles[0])):
             if not backend(role.train.name).has_plan:
                 raise UserError(f"{role.key}.name: --plan cannot trace train={role.train.name}")
             with progress(f"rank {self._world.rank}: building the {role.name}"):
@@ -137,7 +137,8 @@ class _Trace:
         vocabulary = self._models["policy"].config.get_text_config().vocab_size
         self._run("publish", "policy", lambda: _emptied(policy.model.whole_parameters()))
         for name, role in self._roles.items():
-            if name == "policy" and cfg.train.updates_per_step == 1 and not needs_old_logprobs(cfg.algorithm):
+            several = train.updates_per_step * cfg.algorithm.sample_epochs > 1
+            if name == "policy" and not several and not needs_old_logprobs(cfg.algorithm):
                 continue  # the update itself computes these numbers
             batch, *counts = self._batch(name, vocabulary)
             compute = role.values if name == "critic" else partial(role.logprobs, temperature=1.0)
@@ -174,7 +175,8 @@ class _Trace:
 
     def _update(self, name: str, vocabulary: int) -> None:
         role, settings = self._roles[name], self._cfg.algorithm
-        batch, *counts = self._batch(name, vocabulary)
+        batch, traced, count = self._batch(name, vocabulary)
+        counts = traced, count * settings.sample_epochs
 
         def met(meeting: str) -> None:
             if meeting == ACCUMULATED:

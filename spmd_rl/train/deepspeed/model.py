@@ -29,7 +29,7 @@ from spmd_rl.train.deepspeed.start import DataParallel, meeting_in, settings, st
 from spmd_rl.train.dither import dither_region
 from spmd_rl.train.pipeline import Step
 from spmd_rl.train.recompute import recompute
-from spmd_rl.train.row import aim, filled_up, row_of
+from spmd_rl.train.row import aim, filled_up, parts, row_of
 from spmd_rl.train.state import MODEL, OPTIMIZER, Shard, shards_of
 from spmd_rl.train.stored_model import Source
 
@@ -121,7 +121,7 @@ class DeepSpeedModel:
         if self._role.name == "critic":
             head.gives_fingerprint = args.is_fingerprint
         else:
-            aim(head, micro, row, args.temperature, self._device)
+            aim(head, micro, row, args, self._device)
         tokens = {"input_ids": row.token_ids[None], "position_ids": row.position_ids[None]}
         found = self._engine(
             **{name: to_device(ids, self._device) for name, ids in tokens.items()},
@@ -129,7 +129,7 @@ class DeepSpeedModel:
             use_cache=False,
             logits_to_keep=to_device(filled_up(row.keep), self._device),
         ).logits[0, : len(row.keep)]
-        return (found[:, 0].float(),) if self._role.name == "critic" else found.unbind(-1)
+        return (found[:, 0].float(),) if self._role.name == "critic" else parts(found, args)
 
     def grad_square(self) -> float:
         """See `ShardedModel`."""

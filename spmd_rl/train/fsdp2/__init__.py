@@ -1,5 +1,6 @@
 """The backend `fsdp2`: `fully_shard` over all ranks, and every axis of a layout. Torch-free until it builds."""
 
+import importlib.util
 from typing import Any
 
 from spmd_rl.config.architectures import SCALES_HIDDEN_STATES
@@ -18,6 +19,23 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
         raise UserError(f"{role.key}.compile: not together with {axis} > 1")
     if train.pp > 1 and (kind := model.get("model_type")) in SCALES_HIDDEN_STATES:  # each stage would
         raise UserError(f"{role.key}.pp: {kind} scales its hidden states; must be 1")
+    if role.dtype == "float16" and getattr(role.own, "router_aux_coef", 0):
+        raise UserError(
+            f"{role.section or role.name}.router_aux_coef: its gradient is not scaled in float16; must be 0"
+        )
+    if role.lora.rank:
+        _refuse_with_adapters(role, f"{role.section or role.name}")
+
+
+def _refuse_with_adapters(role: RoleConfig, section: str) -> None:
+    if importlib.util.find_spec("peft") is None:
+        raise UserError(f"{section}.lora.rank: peft is not installed here; pip install 'spmd-rl[lora]'")
+    if role.train.compile:
+        raise UserError(f"{role.key}.compile: not together with {section}.lora")
+    if role.own.optimizer != "adamw":
+        raise UserError(f"{section}.optimizer: {role.own.optimizer} is not for {section}.lora; must be adamw")
+    if role.lora.dora and role.train.tp > 1:
+        raise UserError(f"{section}.lora.dora: not together with {role.key}.tp > 1")
 
 
 def build(role: RoleConfig, layout: Any, source: Any) -> Any:
@@ -32,6 +50,9 @@ BACKEND = Backend(
     axes=("tp", "cp", "ep", "pp", "vpp", "dp_replicate"),
     settings=("activation_checkpointing", "reshard_after_forward", "compile", "offload"),
     optimizers=OPTIMIZERS,
+    adapters=True,
+    dtypes=("bfloat16", "float32", "float16"),
     has_plan=True,
+    follows=True,
     refuse=refuse,
 )

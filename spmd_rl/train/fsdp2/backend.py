@@ -15,7 +15,7 @@ from spmd_rl.model.value_head import head_weights, with_value_head
 from spmd_rl.train.accumulate import Critic, Policy
 from spmd_rl.train.base import ForwardArgs
 from spmd_rl.train.fsdp2.model import FSDP2Model
-from spmd_rl.train.row import aim
+from spmd_rl.train.row import aim, parts
 from spmd_rl.train.stored_model import Source
 
 
@@ -31,12 +31,14 @@ class FSDP2Policy(FSDP2Model):
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
         """See `FSDP2Model`."""
         row = self.row(micro)
-        aim(self.module.get_output_embeddings(), micro, row, args.temperature, self.device)
-        return self.predictions(micro, row).unbind(-1)
+        aim(self.module.get_output_embeddings(), micro, row, args, self.device)
+        return parts(self.predictions(micro, row), args)
 
 
 class FSDP2Value(FSDP2Model):
     """A language model `with_value_head`; it gives the value of what stands before each token."""
+
+    trains_head = True
 
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
         """See `FSDP2Model`."""
@@ -57,7 +59,7 @@ def critic_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable
 
 def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     """[all] See `Backend.build`. The journal's line `loaded` counts the bytes that this rank has read."""
-    held = getattr(torch, role.dtype if role.optimizer is None else "float32")
+    held = getattr(torch, role.held_dtype)
     model, load, num_bytes, *_ = source(role.model, held, role.trust_remote_code, layout.world.progress)
     if role.name == "critic":
         fresh = head_weights(with_value_head(model, role.value_bias)).keys()

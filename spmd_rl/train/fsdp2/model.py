@@ -8,31 +8,36 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
+from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.config.sections.models import TrainConfig, TrainedModelConfig
 from spmd_rl.devices import kind, to_device
 from spmd_rl.distributed import Layout
 from spmd_rl.model.context import context_of
 from spmd_rl.model.differentiable import collect
 from spmd_rl.model.load import Region, local, owned_region
+from spmd_rl.model.lora import SCALING
 from spmd_rl.model.size import ModelSize
 from spmd_rl.model.stored import stored_parts
 from spmd_rl.train.accumulate import walk
 from spmd_rl.train.base import ForwardArgs, Metrics, MicrobatchLoop
 from spmd_rl.train.dither import dither
 from spmd_rl.train.fsdp2 import shard
+from spmd_rl.train.fsdp2.adapters import Adapters
 from spmd_rl.train.fsdp2.experts import spread_experts
 from spmd_rl.train.fsdp2.gather import Gather
 from spmd_rl.train.fsdp2.muon import matrices
-from spmd_rl.train.fsdp2.optimizer import Optimizer
+from spmd_rl.train.fsdp2.optimizer import Optimizer, counts_once
 from spmd_rl.train.fsdp2.pipeline import Pipeline
 from spmd_rl.train.fsdp2.replayed import watch
 from spmd_rl.train.fsdp2.routing import Routing
 from spmd_rl.train.fsdp2.tensor_parallel import parallelize
+from spmd_rl.train.loss_scale import LossScale
 from spmd_rl.train.offload import Offload
 from spmd_rl.train.pipeline import Step
 from spmd_rl.train.replay import Replay
@@ -47,6 +52,9 @@ COMPILE_SECONDS = 3600.0
 class FSDP2Model(ABC):
     """See `train.base.ShardedModel`."""
 
+    trains_head = False
+    """Whether the output embedding is trained beside adapters, as one that begins at 0 must be"""
+
     def __init__(
         self,
         model: nn.Module,
@@ -58,12 +66,12 @@ class FSDP2Model(ABC):
     ) -> None:
         """[all] Take over `model`: whole, or on the meta device with `load` to fill this rank's shards.
 
-        dtype: compute dtype, bfloat16 or float32. Parameters that require a gradient are float32; frozen ones may be of
+        dtype: compute dtype. Parameters that require a gradient are float32; frozen ones may be of
         any dtype. Without `optimizer` all of them are frozen.
         """
         self._layout, self._world, self._train, self._dtype = layout, layout.world, train, dtype
         self.device = layout.world.device
-        self._parts = stored_parts(model)
+        parts = stored_parts(model)
         self.hidden_size, self.size = model.config.get_text_config().hidden_size, ModelSize.of(model)
         self.module = model
         self._context = None
@@ -73,6 +81,9 @@ class FSDP2Model(ABC):
             self._context = context_of(group, heads // tp, max(1, (kv_heads or heads) // tp))
         if optimizer is None:
             model.requires_grad_(False)
+        head = model.get_output_embeddings() if self.trains_head else None
+        self._adapters = Adapters(model, optimizer.lora if optimizer else LoraConfig(), layout.key, head)
+        self._parts = self._adapters.stored(parts)
         self._num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         for_muon = matrices(model) if optimizer is not None and optimizer.optimizer == "muon" else {}
         self._replay = Replay(model, layout, getattr(optimizer, "router_replay", False))
@@ -91,13 +102,15 @@ class FSDP2Model(ABC):
         shard.shard(model, layout, dtype, self._keep_gathered, recomputed)
         if load is not None:
             materialize(model, self.device)
-            load(model)
+            with self._adapters.hidden():
+                load(model)
+        self._adapters.initialize()
         if optimizer is not None and optimizer.dither:
             dither(model, dtype)
-        self._optimizer = None
+        self._optimizer, self._loss_scale = None, LossScale(dtype)
         if optimizer is not None:
             self._optimizer = Optimizer(model, optimizer, layout, dtype, self._pipeline, for_muon)
-        self._changed, self._gather = 0.0, None
+        self._changed, self._gathers = 0.0, dict[bool, Gather]()
         self.offloads = train.offload and on_device
         self._weights = Offload(model.parameters())
         self._moments = Offload(self._optimizer.moments() if self._optimizer else ())
@@ -105,15 +118,20 @@ class FSDP2Model(ABC):
 
     def run(self, loop: MicrobatchLoop) -> None:
         """See `ShardedModel`."""
-        stage = self._pipeline
+        stage, scales = self._pipeline, loop.is_trained and self._loss_scale.is_used
         if loop.is_trained:
             self._routing.begin(loop.count)
 
         def forward(step: Step) -> None:
             stage.begin(step)
             micro = loop.select(step.microbatch)
+            with self._adapters.drawn(partial(self._seed, step.microbatch)):
+                compute(step, micro)
+
+        def compute(step: Step, micro: Batch) -> None:
             if stage.is_last:
-                stage.forwarded(loop.finish(step.microbatch, micro, self.outputs(micro, loop.args)))
+                found = loop.finish(step.microbatch, micro, self.outputs(micro, loop.args))
+                stage.forwarded(found * self._loss_scale.factor if scales else found)
             else:
                 stage.forwarded(self._run(self.row(micro), 0))
 
@@ -123,11 +141,23 @@ class FSDP2Model(ABC):
             shard.sum_over_copies(self.module, now=step.microbatch == loop.count - 1)
             stage.backward()
 
-        walk(loop, self._layout, stage.steps(loop.count, loop.is_trained), forward, backward, self._compiling)
+        self._adapters.begin(loop.is_trained)
+        steps = stage.steps(loop.count, loop.is_trained)
+        with self._adapters.hidden(loop.args.is_base):
+            walk(loop, self._layout, steps, forward, backward, self._compiling)
         if loop.is_trained or not self._keep_gathered:
             shard.reshard(self.module)  # trained weights are about to change
         with self._world.collective(f"{loop.name}: sends"):  # [all]
             stage.finish()
+
+    def _seed(self, microbatch: int) -> tuple[int, ...]:
+        """By which dropout is drawn: the update, and what of the batch is here."""
+        return (
+            self._optimizer.num_steps if self._optimizer else 0,
+            microbatch,
+            self._layout.data.rank,
+            self._layout.rank("cp"),
+        )
 
     @abstractmethod
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
@@ -136,7 +166,7 @@ class FSDP2Model(ABC):
     def grad_square(self) -> float:
         """See `ShardedModel`."""
         self._moments.to_device()  # not before: what the micro-batches held is free again
-        return self._optimizer.local_grad_square()  # [all]
+        return self._optimizer.local_grad_square(1 / self._loss_scale.factor)  # [all]
 
     def step(self, lr: float, norm: float | None) -> None:
         """See `ShardedModel`."""
@@ -146,6 +176,7 @@ class FSDP2Model(ABC):
             self._routing.balance()  # [all]
             self._weights.changed()
             self._moments.changed()
+        self._loss_scale.update(skipped=norm is None)
         self._optimizer.zero_grad()
         if self.offloads:  # the next update's micro-batches may need the room
             with self._world.journal.kind("copy"):
@@ -157,6 +188,8 @@ class FSDP2Model(ABC):
         if self._optimizer.rounds:  # alike on all ranks
             changed = self._world.reduce("update: changed weights", {"changed": self._changed}, op="sum")  # [all]
             found["changed_share"] = changed["changed"] / self._num_trained
+        if self._loss_scale.is_used:
+            found["loss_scale"] = self._loss_scale.factor
         return found | self._routing.metrics() | self._replay.metrics()  # [all]
 
     def row(self, micro: Batch) -> Row:
@@ -193,49 +226,64 @@ class FSDP2Model(ABC):
         """Each shape of a micro-batch may have to be compiled."""
         return self._world.journal.extend_timeout(COMPILE_SECONDS) if self._train.compile else nullcontext()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `ShardedModel`: bitwise what the forward pass computes with."""
-        for name, tensor in self.whole_parameters():  # [all]
+    def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
+        """See `ShardedModel`: bitwise what the forward pass computes with.
+
+        adapters: `merged` into the weights; `apart`, under peft's names beside the frozen ones; or `alone`, which
+        leaves out all that is frozen. Where they are not merged, `B` is multiplied by their factor.
+        """
+        wholes = self.whole_parameters(trained_alone=adapters == "alone")
+        for name, tensor in (self._adapters.merged if adapters == "merged" else self._adapters.scaled)(wholes):  # [all]
             yield from ((part.name, part.of(tensor)) for part in self._parts[name])
+        if adapters == "alone":
+            return
         for name, buffer in self.module.named_buffers():
             yield from ((part.name, part.of(buffer)) for part in self._parts.get(name, ()))
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def whole_parameters(self, trained_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
         """[all] The same by parameters, of which some are stored in parts: those of the whole model, whole."""
         shard.reshard(self.module)
-        parameters = dict(self.module.named_parameters())
-        if self._gather is None:
-            self._gather = Gather(parameters, self._dtype, self._layout)  # [all] like this whole method
-        own = self._gather.whole(parameters)
-        for name, tensor in self._pipeline.of_owners(own, self._dtype):
+        parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad or not trained_alone}
+        if trained_alone not in self._gathers:  # [all] like this whole method
+            self._gathers[trained_alone] = Gather(parameters, self._dtype, self._layout)
+        own = self._gathers[trained_alone].whole(parameters)
+        for name, tensor in self._pipeline.of_owners(own, self._dtype, trained_alone):
             self._world.progress()
             yield name, tensor
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """The live tensors of `state`, by parameter: under `model` those that are not frozen, and `optimizer`."""
+        """The live tensors of `state`, by parameter: under `model` those that are not frozen, and `optimizer`.
+
+        Of a frozen model: all parameters, since a reference may follow the policy.
+        """
         shard.reshard(self.module)
-        trained = {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad}
-        if self._optimizer is None:
-            return {"model": trained}
+        frozen = self._optimizer is None
+        trained = {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad or frozen}
+        if frozen:
+            return {"model": trained, "optimizer": {}}
         self._moments.to_device()
         return {"model": trained | self._routing.biases(), "optimizer": self._optimizer.state_dict()}
 
     def state(self) -> list[Shard]:
         """See `ShardedModel`."""
         live, optimizer = self.state_dict(), self._optimizer
-        if optimizer is None:
-            return []
-        weights, moments = live["model"], live["optimizer"]
-        found = [Shard(f"{OPTIMIZER}step", (), (), moments["step"], self._world.rank == 0)]
-        for name, bias in self._routing.biases().items():  # alike on all ranks
-            found += shards_of(MODEL, bias, _whole(bias.shape), self._parts[name], self._world.rank == 0)
+        weights, moments, found = live["model"], live["optimizer"], []
+        if optimizer is not None:
+            found = [Shard(f"{OPTIMIZER}step", (), (), moments["step"], self._world.rank == 0)]
+            if self._loss_scale.is_used:
+                found += [Shard(f"{OPTIMIZER}loss_scale", (2,), (0,), self._loss_scale.state, self._world.rank == 0)]
+            if self._adapters.layers:
+                found += [Shard(SCALING, (), (), self._adapters.scaling, self._world.rank == 0)]
+            for name, bias in self._routing.biases().items():  # alike on all ranks
+                found += shards_of(MODEL, bias, _whole(bias.shape), self._parts[name], self._world.rank == 0)
         for name, held in self._pipeline.held.items():
-            if held.is_trained:
+            if held.is_trained or optimizer is None:
                 here = name in weights
                 own = owned_region(weights[name]) if here else _whole(held.shape)
                 copy = zlib.crc32(name.encode()) % self._layout.size("dp_replicate")  # which share the work
-                is_mine = here and optimizer.counts_here(name, copy)
-                kept = {f"{OPTIMIZER}{kind}/": moments.get(f"{name}.{kind}") for kind in optimizer.kinds(name)}
+                is_mine = here and counts_once(name, weights[name], self._layout, self._pipeline, copy)
+                kinds = optimizer.kinds(name) if optimizer is not None else ()
+                kept = {f"{OPTIMIZER}{kind}/": moments.get(f"{name}.{kind}") for kind in kinds}
                 for prefix, tensor in ({MODEL: weights.get(name)} | kept).items():
                     mine = None if tensor is None else local(tensor)
                     found += shards_of(prefix, mine, own, self._parts[name], is_mine)
@@ -243,6 +291,7 @@ class FSDP2Model(ABC):
 
     def on_state_loaded(self) -> None:
         """See `ShardedModel`."""
+        self._adapters.check_scaling()
         self._weights.changed()
         self._moments.changed()
         if self._optimizer is not None:

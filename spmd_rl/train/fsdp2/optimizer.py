@@ -24,6 +24,13 @@ LARGE, SAMPLED = 2**15, 2**12
 """Of a parameter's shard of more than `LARGE` elements, at least `SAMPLED` are looked at to say how many change."""
 
 
+def counts_once(name: str, parameter: Tensor, layout: Layout, pipeline: Pipeline, copy: int) -> bool:
+    """Whether a parameter's elements on this rank count in sums over all ranks; `copy` is the one that counts."""
+    if layout.rank("dp_replicate") != copy or not pipeline.counts_here(name):
+        return False
+    return layout.rank("tp") == 0 or not is_repeated(parameter)
+
+
 class Optimizer:
     """The optimizer of a model's trainable parameters; settings from `policy` or `critic`."""
 
@@ -61,9 +68,19 @@ class Optimizer:
         """As many as AdamW has taken, which is the same of all its parameters and on all ranks"""
         self._moments |= {f"{name}.{m}": buffer for name, buffer in self._muon.buffers.items() for m in MOMENTUM}
 
-    def local_grad_square(self) -> float:
-        """[all] This rank's term of the squared gradient norm, in float64: the sum over all ranks counts each once."""
+    @property
+    def num_steps(self) -> int:
+        """Steps taken; skipped updates are none."""
+        return int(self._steps)
+
+    def local_grad_square(self, factor: float = 1.0) -> float:
+        """[all] This rank's term of the squared gradient norm, in float64: the sum over all ranks counts each once.
+
+        factor: by which gradients are multiplied before, and stay.
+        """
         grads = self._local_grads()
+        if factor != 1.0 and grads:
+            torch._foreach_mul_(list(grads.values()), factor)
         self._pipeline.sum_tied(grads)
         repeated = {name: grad for name, grad in grads.items() if is_repeated(self._parameters[name])}
         if self._layout.size("tp") > 1:
@@ -102,11 +119,7 @@ class Optimizer:
 
     def counts_here(self, name: str, copy: int = 0) -> bool:
         """Whether a parameter's elements on this rank count in sums over all ranks: each counts once, on one copy."""
-        if self._layout.rank("dp_replicate") != copy:
-            return False
-        if not self._pipeline.counts_here(name):
-            return False
-        return self._layout.rank("tp") == 0 or not is_repeated(self._parameters[name])
+        return counts_once(name, self._parameters[name], self._layout, self._pipeline, copy)
 
     def zero_grad(self) -> None:
         """Free the gradients."""

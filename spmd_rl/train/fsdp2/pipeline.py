@@ -117,13 +117,18 @@ class Pipeline:
         group = self._groups[way, not 0 <= target < self.num_stages]
         self._sends.append((dist.isend(tensor, group=group, group_dst=target % self.num_stages), tensor))
 
-    def of_owners(self, own: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def of_owners(
+        self, own: Iterable[tuple[str, Tensor]], dtype: torch.dtype, trained_alone: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """[all] Every parameter of the whole model, by name and in its order, from the first stage that holds it.
 
         own: those of this stage, whole, in their order, of `dtype`. A tensor is valid until the next one.
+        trained_alone: without those that are frozen.
         """
         mine = iter(own)
         for name, held in self.held.items():
+            if trained_alone and not held.is_trained:
+                continue
             if self.stage in held.stages:
                 found, tensor = next(mine)
                 assert found == name, (found, name)

@@ -27,6 +27,7 @@ from spmd_rl.model.differentiable import gather_rows, sum_rows
 from spmd_rl.model.load import local, owned_region, share
 from spmd_rl.model.logprobs import TokenHead
 from spmd_rl.model.moe import stacked_experts
+from spmd_rl.train.fsdp2.adapters import wrapped
 from spmd_rl.train.fsdp2.stages import PassThrough
 
 COLUMNS, ROWS = "colwise", "rowwise"
@@ -50,9 +51,11 @@ def parallelize(model: nn.Module, layout: Layout) -> None:
     copies = _copies_of_keys(model, layout, planned)
     for name, style in planned.items():
         if style == COLUMNS:
-            _share_outputs(modules[name], mesh, copies if name.endswith(KEYS_AND_VALUES) else 1)
+            for linear in wrapped(modules[name], "lora_B"):
+                _share_outputs(linear, mesh, copies if name.endswith(KEYS_AND_VALUES) else 1)
         elif style == ROWS:
-            _share_inputs(modules[name], mesh, group)
+            for linear in wrapped(modules[name], "lora_A"):  # `lora_B` gets the sum of what ranks make of their inputs
+                _share_inputs(linear, mesh, group)
     for block in _blocks(planned, ROWS):
         modules[block].register_forward_pre_hook(partial(_gather_tokens, group), with_kwargs=True)
     _share_vocabulary(model, mesh, group)

@@ -32,7 +32,7 @@ from spmd_rl.train.megatron.tensors import Tensors
 from spmd_rl.train.megatron.value_head import ValueHead
 from spmd_rl.train.offload import Offload
 from spmd_rl.train.replay import Replay
-from spmd_rl.train.row import Row, aim, filled_up, row_of
+from spmd_rl.train.row import Row, aim, filled_up, parts, row_of
 from spmd_rl.train.state import Shard
 
 
@@ -156,7 +156,7 @@ class MegatronModel:
             if self._is_critic:
                 head.gives_fingerprint = loop.args.is_fingerprint
             else:
-                aim(head, micro, row, loop.args.temperature, device)
+                aim(head, micro, row, loop.args, device)
             head.keep = to_device(filled_up(row.keep), device)
         positions = to_device(row.position_ids, device)
         chosen = None if row.chosen is None else to_device(row.chosen, device)
@@ -175,7 +175,8 @@ class MegatronModel:
         if row.own is not None:
             own = to_device(row.own, self.device)
             found = collect(found, own, len(micro.sampled.index), self._layout.group("cp"))  # [all]
-        return loop.finish(number, micro, found.unbind(-1)), torch.zeros((), dtype=torch.int, device=self.device), {}
+        nothing = torch.zeros((), dtype=torch.int, device=self.device)
+        return loop.finish(number, micro, parts(found, loop.args)), nothing, {}
 
     def grad_square(self) -> float:
         """See `ShardedModel`."""

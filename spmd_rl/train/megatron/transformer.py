@@ -29,7 +29,7 @@ from spmd_rl.config.sections.models import TrainConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.model.attention import Packing, packed_attention
 from spmd_rl.model.differentiable import gather_rows
-from spmd_rl.model.logprobs import Pairs, VocabularyShare, token_logprobs
+from spmd_rl.model.logprobs import Pairs, VocabularyShare, head_outputs
 from spmd_rl.model.size import head_dim, num_kv_heads
 from spmd_rl.train.expert_load import ExpertLoad
 from spmd_rl.train.replay import Replay
@@ -113,22 +113,21 @@ class Head(nn.Module):
         self.keep: Tensor | None = None
         """int64 [n], to be set before each forward: which tokens of the row predict a target"""
         self.targets: Tensor | None = None
-        """int64 [n], likewise"""
+        """int64 [n], or [n, 1 + m], likewise; see `TokenHead`"""
         self.temperature = 1.0
         self.candidate_ids: Pairs | None = None
+        self.top: tuple[int, int] | None = None
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-        """[all] of the ranks that share the vocabulary out: [t / tp, 1, h] -> float32 [n, 1, 2]."""
+        """[all] of the ranks that share the vocabulary out: [t / tp, 1, h] -> float32 [n, 1, 2 or more]."""
         weight, share, first = self.weight if weight is None else weight, None, 0
         hidden = hidden[:, 0]
         if self._group.size() > 1:
             hidden, first = gather_rows(hidden, self._group), self._group.rank() * len(weight)  # [all]
             share = VocabularyShare(first, self._group)
         own = weight[: self._vocab_size - first]  # the rest is filling
-        found = token_logprobs(
-            hidden[self.keep], own, self.targets, self.temperature, self.candidate_ids, share
-        )  # [all]
-        return torch.stack(found, -1)[:, None], None
+        about = (self.targets, self.temperature, self.candidate_ids, self.top, share)
+        return head_outputs(hidden[self.keep], own, *about)[:, None], None  # [all]
 
 
 class ReplayedChoice:

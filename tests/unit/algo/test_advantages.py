@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable
-from itertools import combinations
+from dataclasses import replace
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -71,6 +72,11 @@ def reinforce_pp_baseline(rows: list[Row], i: int) -> float:
     return (dr_grpo(rows, i) - np.mean(tokens)) / (std(tokens) + EPS)
 
 
+def maxrl(rows: list[Row], i: int) -> float:
+    mean = np.mean([rows[j][0] for j in peers(rows, i)])
+    return (rows[i][0] - mean) / mean if mean > 0 else 0.0
+
+
 BY_HAND: dict[str, tuple[Callable[[list[Row], int], float], dict[str, object]]] = {
     "grpo": (grpo, {"norm_std": True}),
     "dr_grpo": (dr_grpo, {}),
@@ -79,9 +85,10 @@ BY_HAND: dict[str, tuple[Callable[[list[Row], int], float], dict[str, object]]] 
     "remax": (remax, {}),
     "opo": (opo, {}),
     "lite_ppo": (lite_ppo, {}),
+    "maxrl": (maxrl, {}),
     "reinforce_pp_baseline": (reinforce_pp_baseline, {}),
 }
-CENTRED = ("grpo", "dr_grpo", "rloo", "opo", "lite_ppo", "reinforce_pp_baseline")
+CENTRED = ("grpo", "dr_grpo", "rloo", "opo", "lite_ppo", "reinforce_pp_baseline", "maxrl")
 # A grid keeps standard deviations away from rounding, where a division by (std + 1e-6) magnifies it.
 SCORE = st.integers(-8, 8).map(lambda n: n / 4)
 ROWS = st.lists(st.tuples(SCORE, st.integers(0, 3), st.integers(1, 9), SCORE), min_size=1, max_size=16)
@@ -153,6 +160,55 @@ def test_remax_and_gigpo_say_what_they_miss() -> None:
         )
 
 
+@pytest.mark.parametrize("n", [2, 3, 6])
+@pytest.mark.parametrize("chance", [0.1, 0.5, 0.8])
+def test_maxrl_climbs_the_likelihood_as_far_as_n_answers_tell(n: int, chance: float) -> None:
+    """Expectation over all outcomes of n answers that are right with a chance p, of the gradient by p."""
+    expected = 0.0
+    for outcome in product((0.0, 1.0), repeat=n):
+        ours = ADVANTAGES["maxrl"](scored([(right, 0, 1, 0.0) for right in outcome])).tolist()
+        slopes = [1 / chance if right else -1 / (1 - chance) for right in outcome]  # of the logprob of each
+        weight = math.prod(chance if right else 1 - chance for right in outcome)
+        expected += weight * sum(a * s for a, s in zip(ours, slopes, strict=True)) / n
+    assert expected == pytest.approx(sum((1 - chance) ** (k - 1) for k in range(1, n)), rel=1e-9)
+
+
+PARTS = st.lists(st.tuples(st.integers(0, 3), SCORE, SCORE), min_size=1, max_size=16)
+
+
+def with_parts(rows: list[tuple[int, float, float]]) -> Scored:
+    """Groups and two rewards of each answer, whose sum the estimator has no use for."""
+    groups, a, b = zip(*rows, strict=True)
+    terms = {name: torch.tensor(values, dtype=torch.float64) for name, values in (("a", a), ("b", b))}
+    return replace(scored([(9.0, number, 1, 0.0) for number in groups]), terms=terms)
+
+
+@given(rows=PARTS)
+@settings(max_examples=60, deadline=None)
+def test_gdpo_normalises_each_reward_by_itself_and_then_the_batch(rows: list[tuple[int, float, float]]) -> None:
+    weights = {"b": 0.5, "a": 2.0}
+
+    def term(i: int, column: int) -> float:
+        group = [row[column] for row in rows if row[0] == rows[i][0]]
+        return (rows[i][column] - np.mean(group)) / (std(group) + EPS)
+
+    sums = [2.0 * term(i, 1) + 0.5 * term(i, 2) for i in range(len(rows))]
+    wanted = [(one - np.mean(sums)) / (std(sums) + EPS) for one in sums]
+    ours = ADVANTAGES["gdpo"](with_parts(rows), reward_weights=weights)
+    assert ours.tolist() == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+
+
+def test_gdpo_tells_apart_what_the_sum_does_not() -> None:
+    """The paper's own case: totals of 0 and 2 against 0 and 1 are alike to GRPO; and equal answers teach nothing."""
+    two, one = [(0, 0.0, 0.0), (0, 1.0, 1.0)], [(1, 0.0, 0.0), (1, 1.0, 0.0)]
+    ours = ADVANTAGES["gdpo"](with_parts(two + one), reward_weights={"a": 1.0, "b": 1.0})
+    assert float(ours[1]) == pytest.approx(2 * float(ours[3]), rel=1e-5)
+    summed = ADVANTAGES["grpo"](scored([(a + b, g, 1, 0.0) for g, a, b in two + one]), norm_std=True)
+    assert float(summed[1]) == pytest.approx(float(summed[3]), rel=1e-5)
+    equal = ADVANTAGES["gdpo"](with_parts([(0, 0.1, 1 / 3)] * 3), reward_weights={"a": 1.0, "b": 1.0})
+    assert equal.tolist() == [0, 0, 0]
+
+
 def pass_at_k(right: list[bool], k: int) -> list[float]:
     """The definition: every subset of k is a group with reward 1 if one is right; an answer has its subsets' mean."""
     n = len(right)
@@ -184,4 +240,6 @@ def test_a_score_at_the_pass_score_is_right() -> None:
 
 def test_no_name_stands_for_two_estimators() -> None:
     assert not set(ADVANTAGES) & set(TOKEN_ADVANTAGES)
-    assert set(ADVANTAGES) == {*BY_HAND, "pass_at_k", "starpo", "step_reinforce", "gigpo"}, "each has a reference"
+    assert set(ADVANTAGES) == {*BY_HAND, "pass_at_k", "gdpo", "starpo", "step_reinforce", "gigpo"}, (
+        "each has a reference"
+    )

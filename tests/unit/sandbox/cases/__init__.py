@@ -180,8 +180,8 @@ def rows(name: str, default: str, gold: bool = False) -> list[Case]:
     records, found = read(name), []
     known = {record.id: record for record in records if "name" in record.keys}
     for record in records:
-        expect, row = tuple(record.keys.get("expect", default).split("|")), known.get(record.keys.get("row", ""))
-        expect = ("1",) if record.id in known else expect
+        row, usual = known.get(record.keys.get("row", "")), "1" if record.id in known else default
+        expect = tuple(record.keys.get("expect", usual).split("|"))
         known_answer = {"solution": record.text("code")} if gold else {}
         extra = (row or record).extra() | known_answer
         kind = _shape(extra), "right" if expect == ("1",) else record.keys.get("family", name)

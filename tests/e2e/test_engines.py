@@ -1,4 +1,4 @@
-"""The door with vLLM in its ranks: both guarantees, replicas of two ranks, and what happens when a peer is struck."""
+"""The door with vLLM or SGLang in its ranks: both guarantees, replicas of two ranks, and when a peer is struck."""
 
 import os
 import signal
@@ -7,19 +7,31 @@ import pytest
 import torch
 
 from tests.e2e.runs import EXACT, Running, Toy
-from tests.engines import VLLM_SIZES, needs_vllm
+from tests.engines import VLLM_SIZES, needs_sglang, needs_vllm
 
-pytestmark = [needs_vllm, pytest.mark.timeout(900)]
-SETTINGS = (*EXACT, "engine=vllm", "policy.lr=1e-4", "rollout.prompts_per_step=3", "steps=1")
+pytestmark = pytest.mark.timeout(900)
+ENGINES = [pytest.param("vllm", marks=needs_vllm), pytest.param("sglang", marks=needs_sglang)]
+SETTINGS = (*EXACT, "policy.lr=1e-4", "rollout.prompts_per_step=3", "steps=1")
 STALL = 30
-"""vLLM is imported and started in less, without any progress to show."""
+"""An engine is imported and started in less, without any progress to show."""
 LAYOUTS = {"1": (0, 1), "2": (2, 1), "2-tp2": (2, 2), "4-tp2": (4, 2)}
 """name -> ranks (0: plain python), engine.tp"""
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Toy:
-    return Toy(tmp_path_factory.mktemp("toy"), "qwen2", **VLLM_SIZES)
+class EngineToy(Toy):
+    """A toy whose runs have one engine."""
+
+    engine = ""
+
+    def settings(self) -> list[str]:
+        return [*super().settings(), f"engine={self.engine}"]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def toy(request, tmp_path_factory) -> Toy:
+    toy = EngineToy(tmp_path_factory.mktemp("toy"), "qwen2", **VLLM_SIZES)
+    toy.engine = request.param
+    return toy
 
 
 def start(toy: Toy, layout: str, name: str, *overrides: str) -> Running:

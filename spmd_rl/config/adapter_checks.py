@@ -1,0 +1,26 @@
+"""Checks of adapters that an engine computes with: `engine.adapters`."""
+
+from spmd_rl.config.sections.models import EngineConfig, PolicyConfig, ServedModelConfig
+from spmd_rl.config.sections.placement import PlacementConfig
+from spmd_rl.errors import UserError
+
+MAX_RANK = 512
+"""of vLLM"""
+
+
+def check_adapters(engine: EngineConfig, policy: ServedModelConfig, placement: PlacementConfig | None = None) -> None:
+    """Check that adapters can be sent alone."""
+    if not engine.adapters:
+        return
+    lora = policy.lora if isinstance(policy, PolicyConfig) else None
+    wrong = {
+        "needs policy.lora.rank above 0": lora is None or not lora.rank,
+        "only with engine.name=vllm; the native engine gets merged weights": engine.name != "vllm",
+        "only with engine.tp=1, where what vLLM holds can be compared": engine.tp != 1,
+        "only with placement.mode=colocated or overlapped": placement is not None and placement.is_split,
+        "not with policy.lora.dora, which vLLM lacks": lora is not None and lora.dora,
+        f"policy.lora.rank must be at most {MAX_RANK}": lora is not None and lora.rank > MAX_RANK,
+    }
+    for remedy, applies in wrong.items():
+        if applies:
+            raise UserError(f"engine.adapters: {remedy}")

@@ -1,0 +1,8 @@
+"""The pipelines of the package and their settings."""
+
+from spmd_rl.config.schema import AgenticConfig, EvaluateConfig, RlvrConfig
+from spmd_rl.config.supervised import DpoConfig, RewardModelConfig, SftConfig
+
+_SCHEMAS = (RlvrConfig, AgenticConfig, SftConfig, DpoConfig, RewardModelConfig, EvaluateConfig)
+PIPELINES: dict[str, type] = {schema.pipeline: schema for schema in _SCHEMAS}
+"""By name: `python -m spmd_rl.<name>`, `configs/<name>.yaml`"""

@@ -1,0 +1,37 @@
+"""Adapters (LoRA) of a model that is trained: `policy.lora`, `critic.lora`."""
+
+from dataclasses import dataclass
+
+from spmd_rl.config.values import above, at_least, require
+
+
+@dataclass
+class LoraConfig:
+    """Train adapters in place of the model's own weights, which stay frozen in the compute dtype (Hu et al., arXiv
+    2106.09685). Needs the package peft, and `train=fsdp2`."""
+
+    rank: int = 0
+    """Rank of the adapters; 0: none, all weights are trained. An adapter wants about ten times the learning rate."""
+    alpha: float | None = None
+    """What an adapter computes is multiplied by alpha / rank. Default: 2 x rank."""
+    targets: list[str] | None = None
+    """Last parts of the names of the linear layers that get an adapter, such as `[q_proj,v_proj]`. Default: all linear
+    layers of the decoder layers; stacked experts are none."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that is dropped in updates. Their logprobs then differ from those before them."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead (Kalajdzievski, arXiv 2312.03732)."""
+    dora: bool = False
+    """Train the length of each row of a weight beside its adapter (DoRA: Liu et al., arXiv 2402.09353)."""
+
+    def __post_init__(self) -> None:
+        at_least(self, rank=0)
+        above(self, alpha=0)
+        require(0 <= self.dropout < 1, f"dropout: must be in [0, 1), not {self.dropout}")
+        require(self.targets is None or bool(self.targets), "targets: names no layer")
+
+    @property
+    def scaling(self) -> float:
+        """The factor of what an adapter computes."""
+        alpha = 2 * self.rank if self.alpha is None else self.alpha
+        return alpha / (self.rank**0.5 if self.rslora else self.rank)

@@ -1,0 +1,53 @@
+"""The models that the policy learns from, and how: `teacher`."""
+
+from dataclasses import dataclass, field
+
+from spmd_rl.config.sections.models import ModelConfig, TrainOverrides
+from spmd_rl.config.values import at_least, one_of, require
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "skewed_kl", "skewed_reverse_kl", "jensen_shannon")
+"""See `algo/distillation.py`"""
+
+
+@dataclass
+class TeacherConfig(ModelConfig):
+    """A frozen model that the policy learns from: of one domain in `teacher.<domain>`."""
+
+    train: TrainOverrides = field(default_factory=TrainOverrides)
+
+
+@dataclass
+class TeachersConfig(TeacherConfig):
+    """Distillation: the teachers, held in their compute dtype, and how the policy learns from them; only with
+    `teacher.model`, or that of a domain. Its vocabulary must be the policy's."""
+
+    alone: bool = True
+    """Learn from the teacher alone; scores are measured and have no part in the gradient. `false`: the teacher's part
+    is added to what the algorithm makes of the scores."""
+    coef: float = 1.0
+    """Weight, in the loss of each token, of the divergence between teacher and policy. 0: none."""
+    loss: str = "reverse_kl"
+    """The divergence: `forward_kl`, `reverse_kl`, `skewed_kl`, `skewed_reverse_kl` or `jensen_shannon`. It is that over
+    the teacher's `top_k` tokens and all others as one."""
+    top_k: int = 64
+    """Number of the teacher's most likely tokens that it sends for each sampled token."""
+    mix: float = 0.1
+    """Share of the mixture that the skewed divergences compare with, and weight of the teacher in `jensen_shannon`."""
+    reward_coef: float = 0.0
+    """Weight of the teacher's logprob over the policy's, as an advantage of each sampled token: policy gradient in the
+    place of a loss. Then `coef=0`, or both."""
+    domains: dict[str, TeacherConfig] = field(default_factory=dict, metadata={"inline": True})
+    """`teacher.<domain>.*`: a teacher for the answers of one domain, in the place of `teacher.model`."""
+
+    @property
+    def sections(self) -> dict[str, TeacherConfig]:
+        """Each teacher's section, by the name of its role: `teacher`, `teacher.<domain>`."""
+        own = {f"teacher.{domain}": one for domain, one in self.domains.items()}
+        return {name: one for name, one in ({"teacher": self} | own).items() if one.model}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(self, loss=DIVERGENCES)
+        at_least(self, coef=0, top_k=1, reward_coef=0)
+        require(0 < self.mix < 1, f"mix: must be between 0 and 1, not {self.mix:g}")
+        require(bool(self.coef or self.reward_coef), "coef: 0 leaves nothing to learn, and so does reward_coef")

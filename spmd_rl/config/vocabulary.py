@@ -1,0 +1,37 @@
+"""What token ids mean: vocabularies of model directories, compared without torch or the library that reads them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def difference(one: Path, other: Path) -> str:
+    """Say where the tokens of two model directories differ; empty where they do not, or where neither can be read."""
+    files = [folder / "tokenizer.json" for folder in (one, other)]
+    if one == other or not all(file.is_file() for file in files):
+        return _sizes(one, other)
+    texts = [file.read_bytes() for file in files]
+    mine, theirs = ({}, {}) if texts[0] == texts[1] else map(_tokens, texts)
+    odd = sorted(number for number in mine.keys() | theirs.keys() if mine.get(number) != theirs.get(number))
+    if not odd:
+        return ""
+    shown = ["no token" if (token := some.get(odd[0])) is None else repr(token) for some in (theirs, mine)]
+    return f"id {odd[0]} is {shown[0]} there and {shown[1]} here ({len(odd)} ids differ)"
+
+
+def _tokens(text: bytes) -> dict[int, str]:
+    """The token of each id, of a `tokenizer.json`."""
+    tree: dict[str, Any] = json.loads(text)
+    found = tree["model"]["vocab"]
+    pairs = found.items() if isinstance(found, dict) else ((token, number) for number, (token, *_) in enumerate(found))
+    return {number: token for token, number in pairs} | {one["id"]: one["content"] for one in tree["added_tokens"]}
+
+
+def _sizes(one: Path, other: Path) -> str:
+    """Compare the sizes of the vocabularies alone."""
+    try:
+        mine, theirs = (json.loads((folder / "config.json").read_text()) for folder in (one, other))
+    except (OSError, ValueError):
+        return ""  # `check_model` reports this
+    sizes = [(config.get("text_config") or config).get("vocab_size") for config in (theirs, mine)]
+    return "" if sizes[0] == sizes[1] else f"it has {sizes[0]} ids there and {sizes[1]} here"

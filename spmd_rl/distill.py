@@ -1,0 +1,20 @@
+"""Distillation on the policy's own answers: `python -m spmd_rl.rlvr`, whose loop and settings it has, with a teacher.
+
+    torchrun --nproc-per-node 2 -m spmd_rl.distill policy.model=A teacher.model=B data=jsonl_math data.train=rows.jsonl
+
+Agents learn from a teacher in `spmd_rl.agentic`, and from written answers in `spmd_rl.sft`.
+"""
+
+from spmd_rl.config import RlvrConfig, main
+from spmd_rl.config.values import require
+from spmd_rl.rlvr import run as rlvr
+
+
+def run(cfg: RlvrConfig) -> None:
+    """Train for `cfg.steps` steps, or what is left of them."""
+    require(bool(cfg.teacher.sections), "teacher.model: names the model that is learnt from, or teacher.<domain>.model")
+    rlvr(cfg)
+
+
+if __name__ == "__main__":
+    main("rlvr", RlvrConfig, run, preview="spmd_rl.tools.dry_run:show")

@@ -1,0 +1,45 @@
+"""The shapes of the weights that an engine wants, and its own tensors under the names that it was given them by.
+
+Engines fuse projections that read the same input, and may pack a matrix in a layout of their own. What they keep plain
+can be compared bit by bit with what they were given; for the rest the probe must speak (`weights/probe.py`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from spmd_rl.hub import model_folder
+from spmd_rl.model.build import weights_of
+
+
+def expected_shapes(path: Path | str, trust: bool = False) -> dict[str, torch.Size]:
+    """Hugging Face name -> shape of each weight, from `path/config.json` alone; tied ones under the first."""
+    config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
+    with torch.device("meta"), no_init_weights():
+        module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+    module.tie_weights()
+    return {name: weight.shape for name, weight in weights_of(module).items()}
+
+
+def plain_weights(
+    model: nn.Module, shapes: Mapping[str, torch.Size], dtype: torch.dtype, fusions: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, Tensor | None]]:
+    """The engine's tensor for each Hugging Face name, where it keeps it plain and whole; else None. At tp=1.
+
+    fusions: the engine's name of a fused projection -> those of its parts, in the order of their rows.
+    """
+    fused = {part: (one, parts) for one, parts in fusions.items() for part in parts}
+    named = model.named_parameters(remove_duplicate=False)
+    parameters = {name.replace(".base_layer.", "."): tensor for name, tensor in named}  # so called beside an adapter
+    for name, shape in shapes.items():
+        *stem, module, kind = name.split(".")
+        one, parts = fused.get(module, (module, [module]))
+        begin = sum(shapes[".".join([*stem, part, kind])][0] for part in parts[: parts.index(module)])
+        tensor = parameters.get(".".join([*stem, one, kind]))
+        whole = tensor is not None and tensor.dtype == dtype and tensor.shape[1:] == shape[1:]
+        rows = tensor[begin : begin + shape[0]] if whole else None
+        yield name, rows if rows is not None and rows.shape == shape else None

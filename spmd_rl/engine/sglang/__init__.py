@@ -1,0 +1,55 @@
+"""SGLang in the rank's own process: its scheduler, driven by hand, one replica over `engine.tp` neighbouring ranks.
+
+Pinned to one version, whose private names `tests/unit/test_sglang_contract.py` finds. Tokens are drawn by the native
+engine's rule, so that a token depends on its logits, its request's seed and its place alone.
+"""
+
+import torch
+
+from spmd_rl.config.packages import unsupported
+from spmd_rl.config.sections.models import EngineConfig, ServedModelConfig
+from spmd_rl.distributed import World
+from spmd_rl.engine.base import Engine
+from spmd_rl.engine.fused_weights import expected_shapes
+from spmd_rl.engine.replicated import ReplicatedEngine
+from spmd_rl.engine.sequence import text_of_model
+from spmd_rl.engine.sglang.guest import hosted
+from spmd_rl.errors import UserError
+
+__all__ = ["build"]
+
+START_SECONDS = 600
+"""SGLang is imported and started in less, on a busy machine too, without any progress to show."""
+
+
+def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World) -> Engine:
+    """[all] The policy's architecture in the policy's dtype on this rank's device, without weights."""
+    if found := unsupported("sglang"):
+        raise UserError(f"engine=sglang: SGLang {found[0]} is not {found[1]}, whose insides it is made for")
+    tp, cpu = settings.tp, world.device.type == "cpu"
+    first = world.rank // tp * tp
+    sleeps = sleeps and not cpu
+    patience = world.journal.extend_timeout(START_SECONDS)
+    with world.collective("engine: start sglang"), patience, hosted(world.device.type):  # [all]
+        from spmd_rl.engine.sglang.engine import SglangEngine
+        from spmd_rl.engine.sglang.start import start
+
+        shapes = expected_shapes(policy.model, policy.trust_remote_code)
+        replica = world.process_group(
+            "sglang", "gloo" if cpu else None, range(first, first + tp)
+        )  # [all] of the replica
+        scheduler = start(
+            policy.model,
+            getattr(torch, policy.dtype),
+            world.device,
+            tp=tp,
+            max_running=settings.max_running,
+            kv_tokens=settings.kv_tokens,
+            replica=replica,
+            sleeps=sleeps,
+            trust=policy.trust_remote_code,
+            args=settings.args,
+        )
+        text_of = text_of_model(policy.model, policy.trust_remote_code)
+        one = SglangEngine(scheduler, shapes, replica, sleeps=sleeps, text_of=text_of)
+    return one if tp == 1 else ReplicatedEngine(one, world, tp)  # [all]

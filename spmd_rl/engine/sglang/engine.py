@@ -1,0 +1,198 @@
+"""`SglangEngine`: the real SGLang behind `Engine`, in this rank's process, request by request and turn by turn.
+
+    engine = SglangEngine(start(path, ...), expected_shapes(path), replica)
+    engine.load(model.named_parameters(), version=0)
+    engine.add(Request("a", prompt_ids, max_new_tokens=12, temperature=1.0, seed=7))
+    while engine.num_unfinished:
+        for completion in engine.step(): ...
+
+Requests are admitted in the order of `add`. At tp > 1 all ranks of a replica make the same calls in the same order.
+Left out: what is asked for and why (`rollout/`), how SGLang is started (`start.py`), tokenizers.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+from torch import Tensor, nn
+
+from spmd_rl.engine.base import Capacity
+from spmd_rl.engine.checked_weights import CheckedWeights
+from spmd_rl.engine.fused_weights import plain_weights
+from spmd_rl.engine.hosted import HostedEngine
+from spmd_rl.engine.sequence import SequenceState, TextOf, has_stop, no_text
+from spmd_rl.engine.sglang.start import HostedScheduler, stop
+from spmd_rl.errors import RunFailed
+from spmd_rl.types import Completion, FinishReason, Request
+
+FUSIONS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+"""Which projections SGLang's models fuse."""
+IDLE_TURNS = 4
+"""Turns after which nothing of the last requests is left in the scheduler; it takes one or two."""
+
+
+class SglangEngine(HostedEngine):
+    """An `Engine` over a scheduler that `start` has started."""
+
+    def __init__(
+        self,
+        scheduler: HostedScheduler,
+        shapes: Mapping[str, torch.Size],
+        replica: dist.ProcessGroup,
+        sleeps: bool = False,
+        text_of: TextOf = no_text,
+    ) -> None:
+        """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`.
+
+        `replica`: the group that it was started over. `text_of`: needed for requests with stop strings.
+        """
+        self.scheduler = scheduler
+        """SGLang itself, for a look inside where something is wrong."""
+        self._replica = replica
+        self._sampler = scheduler.tp_worker.model_runner.sampler
+        self._rids: dict[str, str] = {}  # SGLang's names: an id may come again while SGLang still drops the last one
+        max_tokens = scheduler.max_req_len - 1  # it would cut short what is longer
+        capacity = Capacity(scheduler.max_running_requests, scheduler.max_total_num_tokens, max_tokens)
+        super().__init__(capacity, shapes, sleeps, text_of)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; ValueError if it is empty, longer than `capacity.max_tokens` or colder than 0."""
+        if request.temperature < 0:
+            raise ValueError(f"request {request.id}: negative temperature {request.temperature}")
+        row = self.begin(request)
+        rid = self._rids[request.id] = f"{self.num_added:012d}"  # of one length: an abort goes by how a name begins
+        self._sampler.rows[rid] = row
+        sampling = SamplingParams(max_new_tokens=request.max_new_tokens, ignore_eos=True)
+        sampling.normalize(None)
+        self.scheduler.inbox.append(
+            TokenizedGenerateReqInput(
+                rid=rid,
+                input_text=None,
+                input_ids=array("q", request.prompt_ids),
+                input_embeds=None,
+                mm_inputs=None,
+                token_type_ids=None,
+                sampling_params=sampling,
+                return_logprob=False,
+                logprob_start_len=-1,
+                top_logprobs_num=0,
+                token_ids_logprob=None,
+                stream=False,
+                extra_key=self._cache_key,
+            )
+        )
+
+    @property
+    def _cache_key(self) -> str:
+        """Keys and values are shared among requests that have this in common."""
+        return f"version {self.version}"
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """End these requests; the next `step` returns what they have. Ids that have ended are passed over."""
+        rows = [self._end(id) for id in dict.fromkeys(ids) if id in self.under_way]
+        self._aborted += [row.completion("abort") for row in rows]
+
+    def _end(self, id: str, ended: bool = False) -> SequenceState:
+        """Forget a request; ended: SGLang has done so too."""
+        rid = self._rids.pop(id)
+        del self._sampler.rows[rid]
+        if not ended:
+            self.scheduler.inbox.append(AbortReq(rid=rid))
+        return self.under_way.pop(id)
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """One turn: compute the prompts of new requests with a token each, or a token for each running request."""
+        ended, self._aborted = self._aborted, []
+        if not self.under_way:
+            return ended
+        batch = self.scheduler.turn()
+        for req in batch.reqs if batch else []:
+            row = self._sampler.rows.get(req.rid)
+            if row is None:
+                continue
+            new = len(req.output_ids) > len(row.token_ids)  # else part of a long prompt
+            if new and (reason := self._extend(row, req)):
+                self._end(row.request.id, ended=req.finished())
+                ended.append(row.completion(reason))
+            elif req.finished():
+                raise RunFailed(f"SGLang ended request {row.request.id}: {req.finished_reason.to_json()}")
+        return ended
+
+    def _extend(self, row: SequenceState, req: Req) -> FinishReason | None:
+        """Append the new token; the reason to stop, if there is one."""
+        if not row.token_ids:
+            self.count_prompt(row.request, req.cached_tokens)
+        drawn = self._sampler.drawn[req.rid]
+        assert req.output_ids[len(row.token_ids) :].tolist() == [drawn.token], f"{row.request.id} got other tokens"
+        row.append(drawn.token, drawn.logprob, self.version, drawn.candidate_ids)
+        if drawn.token in row.request.stop_ids or has_stop(row, self.text_of):
+            return "stop"
+        return "length" if len(row.token_ids) == row.request.max_new_tokens else None
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over all weights. RunFailed names what is missing, unknown, doubled or misshapen.
+
+        `weights` is read to its end in any case: other ranks may be gathering it with us. Requests under way go on with
+        the keys and values that they have.
+        """
+        self.version = None
+        checked = CheckedWeights(weights, self.shapes)
+        # A model may load in threads; the trainer's own tensor is good only until the next.
+        self.model.load_weights((name, tensor.clone()) for name, tensor in checked)
+        faults = checked.end()
+        if self.under_way:
+            self._turn_away(version)
+        else:
+            self._flush(version)
+        self.end_load(version, faults)
+
+    def _flush(self, version: int) -> None:
+        """Give up all keys and values. RunFailed if SGLang will not, as it does while a request is under way."""
+        for _ in range(IDLE_TURNS):
+            self.scheduler.turn()
+        if not self.scheduler.flush_cache(empty_cache=False):
+            raise RunFailed(f"SGLang kept keys and values older than version {version}")
+
+    def _turn_away(self, version: int) -> None:
+        """Let requests that have not begun pass over the keys and values of older weights. Those begun keep theirs."""
+        self.version = version
+        for request in [*self.scheduler.inbox, *self.scheduler.waiting_queue]:
+            row = self._sampler.rows.get(request.rid)
+            if row is not None and not row.token_ids:
+                request.extra_key = self._cache_key
+
+    def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
+        """SGLang's own tensors where they are plain and whole: at tp=1."""
+        if dist.get_world_size(self._replica) > 1:
+            return ((name, None) for name in self.shapes)
+        return plain_weights(self.model, self.shapes, next(self.model.parameters()).dtype, FUSIONS)
+
+    def _restore(self, tag: str) -> None:
+        self.scheduler.weight_updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[tag]))
+
+    def _release(self) -> None:
+        for _ in range(IDLE_TURNS):  # it wants to have been idle
+            self.scheduler.turn()
+        tags = ["kv_cache", "weights"]
+        self.scheduler.weight_updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that SGLang computes with in this process."""
+        return self.scheduler.tp_worker.model_runner.model
+
+    def _stop(self) -> None:
+        if self.scheduler is not None:
+            stop(self._replica)
+        self.scheduler = None

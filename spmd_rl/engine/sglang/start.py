@@ -1,0 +1,174 @@
+"""Start SGLang's scheduler in this process, on the process groups that are there, and take it down again.
+
+It is the object that SGLang's own server runs in a child for each rank. Here nobody listens to sockets: requests and
+aborts are put into a list, answers are read off its batches, and a step is one turn of its loop. Its API is private:
+the version is pinned, and `tests/unit/test_sglang_contract.py` finds the names. Left out: requests, weights.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sglang.srt.distributed import parallel_state
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler, SpawnRanks
+from sglang.srt.runtime_context import publish
+from sglang.srt.server_args import PortArgs, ServerArgs
+from transformers import AutoConfig
+
+from spmd_rl.engine.arguments import check_args
+from spmd_rl.engine.as_world import as_world
+from spmd_rl.engine.sglang.sampler import CountedSampler
+from spmd_rl.errors import UserError
+from spmd_rl.hub import model_folder
+
+ALWAYS = {
+    "skip_tokenizer_init": True,
+    "load_format": "dummy",
+    "sampling_backend": "pytorch",  # ours takes its place
+    "disable_overlap_schedule": True,
+    "disable_radix_cache": False,
+    "schedule_policy": "fcfs",
+    "num_continuous_decode_steps": 1,
+    "stream_interval": 1,
+    "random_seed": 0,
+    "watchdog_timeout": 1e8,
+    "pp_size": 1,
+    "dp_size": 1,
+    "speculative_algorithm": None,
+    "disaggregation_mode": "null",
+    "quantization": None,
+}
+"""Arguments that the engine leans on."""
+REASONS = {
+    "disable_overlap_schedule": "or a batch would be scheduled before the last one's tokens are read",
+    "disable_radix_cache": "or the answers to one prompt would compute it again and again",
+    "schedule_policy": "so that requests are admitted in the order of their claims",
+    "speculative_algorithm": "as drafts are accepted by a sampler that reports other logprobs",
+    "quantization": "or logprobs would be another model's than the trainer's",
+    "watchdog_timeout": "or a long step would end the launcher; the journal finds stalls",
+    "load_format": "as the trainer publishes the weights",
+    "sampling_backend": "in whose place stands the native engine's rule",
+}
+OURS = {
+    "model_path": "policy.model",
+    "dtype": "policy.dtype",
+    "trust_remote_code": "policy.trust_remote_code",
+    "tp_size": "engine.tp",
+    "max_running_requests": "engine.max_running",
+    "max_total_tokens": "engine.kv_tokens",
+    "enable_memory_saver": "train.offload",
+    "device": "the rank",
+}
+"""Arguments that a setting of ours gives."""
+BY_DEVICE = {"cpu": {"attention_backend": "torch_native", "disable_cuda_graph": True, "page_size": 1}}
+"""Arguments by type of device; a user's own win."""
+
+
+class HostedScheduler(Scheduler):
+    """SGLang's scheduler without sockets."""
+
+    def init_ipc_channels(self, port_args: PortArgs) -> None:
+        """Send what it has to say to nobody: its batches say the same."""
+        mute = SimpleNamespace(send_output=lambda output, request=None: None)
+        self.ipc_channels = SimpleNamespace(
+            recv_from_tokenizer=None,
+            recv_from_rpc=None,
+            send_to_tokenizer=mute,
+            send_to_detokenizer=mute,
+            send_metrics_from_scheduler=None,
+        )
+        self.recv_from_tokenizer = self.load_snapshot_writer = None
+
+    def init_request_receiver(self) -> None:
+        """Take requests out of a list. All ranks of a replica put the same into theirs."""
+        self.inbox: list[TokenizedGenerateReqInput | AbortReq] = []
+        self.request_receiver = SimpleNamespace(recv_requests=self._received)
+
+    def _received(self, local_reqs: list[AbortReq]) -> list:
+        received, self.inbox = self.inbox + local_reqs, []
+        return received
+
+    def turn(self) -> ScheduleBatch | None:
+        """One turn of SGLang's loop: the batch that was computed, or nothing if there was nothing to compute."""
+        self.ingest_requests()
+        plan = self.get_next_batch_to_run(running_batch=self.running_batch, last_batch=self.last_batch)
+        self.running_batch, batch = plan.running_batch, plan.batch_to_run
+        if batch:
+            self.tp_worker.model_runner.sampler.rids = [req.rid for req in batch.reqs]
+            self.process_batch_result(batch, self.run_batch(batch))
+        else:
+            self.on_idle()
+        self.last_batch = batch
+        return batch
+
+
+def start(
+    path: Path | str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    tp: int,
+    max_running: int,
+    kv_tokens: int,
+    replica: dist.ProcessGroup,
+    sleeps: bool = False,
+    trust: bool = False,
+    args: Mapping[str, Any] | None = None,
+) -> HostedScheduler:
+    """[replica] SGLang with unset weights over the ranks of `replica`.
+
+    args: arguments of `ServerArgs` that are the user's to choose; UserError for one that is unknown, or ours.
+    """
+    args = dict(args or {})
+    check_args(args, ServerArgs, OURS, ALWAYS, REASONS)
+    config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
+    settings = ServerArgs(
+        model_path=str(model_folder(path)),
+        trust_remote_code=trust,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+        tp_size=tp,
+        max_running_requests=max_running,
+        max_total_tokens=kv_tokens,
+        enable_memory_saver=sleeps,
+        **ALWAYS
+        | {"context_length": min(config.max_position_embeddings, kv_tokens), "log_level": "error"}
+        | BY_DEVICE.get(device.type, {})
+        | args,
+    )
+    nobody = ("tokenizer", "scheduler_input", "detokenizer", "rpc", "metrics")
+    ports = PortArgs(
+        **{f"{name}_ipc_name": "" for name in nobody},
+        tokenizer_worker_ipc_name=None,
+        decoupled_spec_ipc_config=None,
+        nccl_port=0,
+    )
+    with as_world(replica):
+        place = SpawnRanks(world_rank=dist.get_rank(replica), dp_rank=None, gpu_id=device.index or 0)
+        publish(settings, role="scheduler", ranks=place)
+        scheduler = HostedScheduler(settings, ports)
+    scheduler.tp_worker.model_runner.sampler = CountedSampler()
+    if scheduler.max_total_num_tokens < kv_tokens:
+        raise UserError(
+            f"engine.kv_tokens: the device has room for {scheduler.max_total_num_tokens} tokens, not {kv_tokens}; "
+            "engine.args.mem_fraction_static bounds what SGLang takes"
+        )
+    return scheduler
+
+
+def stop(replica: dist.ProcessGroup) -> None:
+    """Leave SGLang's groups and ours for it; the default group stays. Meets nobody."""
+    if not dist.is_initialized():
+        return
+    with suppress(AssertionError):  # an older group is gone already
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+    parallel_state._WORLD = None
+    dist.destroy_process_group(replica)

@@ -1,0 +1,116 @@
+"""`Teachers`: what frozen models find likely in the place of each sampled token, and the loss that learns from it.
+
+    teachers.fill_in(batches, plan, collected.table)  # [all] columns `teacher_*`, once a step
+    loss = teachers.loss(inner)                        # `inner` and the divergence from the teacher
+
+A teacher has a layout of its own. It sends the logprobs of k tokens, whose ids it finds on its device, and never those
+of a vocabulary; the student gives its logprobs of the same tokens, with gradient.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spmd_rl.algo.distillation import distillation
+from spmd_rl.batch import Batch, Ragged, bounds_of, run_indices
+from spmd_rl.config.schema import TeachersConfig
+from spmd_rl.learn.prepare import Plan
+from spmd_rl.learn.transfer import RoleShards
+from spmd_rl.rollout.table import SampleTable
+from spmd_rl.train import Roles
+from spmd_rl.train.base import BoundLoss, PolicyRole
+
+COLUMNS = ("teacher_logprobs", "teacher_ids", "teacher_top")
+
+
+class Teachers:
+    """The teachers of a run, by domain."""
+
+    def __init__(
+        self, teachers: Mapping[str, PolicyRole], policy: PolicyRole, settings: TeachersConfig, temperature: float
+    ) -> None:
+        """teachers: '' is that of every domain without one of its own. temperature: logits of all are divided by it."""
+        self._teachers, self._policy, self._settings = dict(teachers), policy, settings
+        self._temperature, self._num_ids = temperature, policy.size.head // policy.hidden_size
+        self._k = min(settings.top_k, self._num_ids)
+
+    @classmethod
+    def of(cls, roles: Roles, settings: TeachersConfig, temperature: float = 1.0) -> "Teachers | None":
+        """The teachers of a run; None without any."""
+        return cls(roles.teachers, roles.policy, settings, temperature) if roles.teachers else None
+
+    @property
+    def alone(self) -> bool:
+        """See `teacher.alone`."""
+        return self._settings.alone
+
+    def fill_in(self, batches: Sequence[Batch], plan: Plan, table: SampleTable) -> None:
+        """[all] Set the columns of the teachers in this rank's mini-batches."""
+        world, dense = self._policy.layout.world, [_nothing(batch, self._k) for batch in batches]
+        for domain, rows in self._rows(plan, table).items():
+            teacher = self._teachers[domain]
+            with teacher.awake():
+                shards = RoleShards(self._policy, teacher, plan, world, rows)
+                shares = shards.share("prepare: for the teacher", batches)  # [all]
+                for share in shares:
+                    found = teacher.top_logprobs(share, self._temperature, self._k, self._num_ids)  # [all]
+                    for column, values in zip(COLUMNS, found, strict=True):
+                        setattr(share, column, values)
+                back = shards.back("prepare: of the teacher", shares, COLUMNS)  # [all]
+            for number, (batch, columns) in enumerate(zip(batches, back, strict=True)):
+                samples = torch.from_numpy(shards.places(number))
+                tokens = run_indices(batch.starts[samples], batch.starts.diff()[samples])
+                logprobs, ids, top = dense[number]
+                logprobs[tokens] = columns["teacher_logprobs"]
+                given = torch.zeros_like(batch.loss_mask).index_fill(0, tokens, True)[batch.sampled.index]
+                ids[given], top[given] = (columns[name].values.view(-1, self._k) for name in COLUMNS[1:])
+        for batch, (logprobs, ids, top) in zip(batches, dense, strict=True):
+            offsets = bounds_of(batch.loss_mask.long() * self._k)
+            batch.teacher_logprobs = logprobs
+            if self._settings.coef:
+                batch.teacher_ids, batch.teacher_top = (Ragged(some.flatten(), offsets) for some in (ids, top))
+
+    def reward(self, batch: Batch) -> None:
+        """Add to each token's advantage what the teacher finds of it beyond the student; with `teacher.alone`, it is
+        all of the advantage.
+
+        reward_coef (log teacher - log student) of the token that was sampled: in expectation, the gradient of the
+        reverse KL at that token (Lu and Thinking Machines, On-Policy Distillation, 2025).
+        """
+        old = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+        more = (batch.teacher_logprobs - old).nan_to_num(0.0) * batch.loss_mask
+        kept = torch.zeros_like(batch.advantages) if self._settings.alone else batch.advantages
+        batch.advantages = kept + self._settings.reward_coef * more
+
+    def loss(self, inner: BoundLoss) -> BoundLoss:
+        """The loss with its share of the teachers."""
+        settings = self._settings
+
+        def distilled(logprobs: Tensor, entropy: Tensor, *found: Tensor | Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+            *among, batch = found
+            loss, quantities = inner(logprobs, entropy, batch)
+            gap = logprobs.detach() - batch.teacher_logprobs[batch.sampled.index]
+            quantities = dict(quantities) | {"distill/reverse_kl": gap.nan_to_num(0.0)}
+            for student in among:
+                top = batch.teacher_top.index_select(0, batch.sampled.index).values.view(student.shape)
+                divergence = distillation(settings.loss, top, student, settings.mix)
+                loss = loss + settings.coef * divergence
+                quantities["distill/loss"] = divergence.detach()
+            return loss, quantities
+
+        return distilled
+
+    def _rows(self, plan: Plan, table: SampleTable) -> dict[str, np.ndarray]:
+        """Which samples of the plan each teacher is given, bool [n]; those that have some, in order."""
+        numbers = table.domains[table.tickets.searchsorted(plan.keys[:, 0])]
+        owners = np.array([name if name in self._teachers else "" for name in table.names], object)[numbers]
+        return {domain: owners == domain for domain in sorted(self._teachers) if (owners == domain).any()}
+
+
+def _nothing(batch: Batch, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The columns of a batch of which no teacher is asked; those of k tokens for the sampled ones alone."""
+    count = len(batch.sampled.index)
+    logprobs = torch.full((batch.num_tokens,), torch.nan)
+    return logprobs, torch.arange(k, dtype=torch.int32).repeat(count, 1), torch.full((count, k), -torch.inf)

@@ -1,0 +1,34 @@
+"""Parts of verdicts that count by themselves: `algorithm.reward_weights`. The table of a step has scores alone."""
+
+from collections.abc import Iterable, Sequence
+
+from spmd_rl.distributed import World
+from spmd_rl.errors import UserError
+from spmd_rl.rollout.table import trajectories_of
+from spmd_rl.types import Group, Prompt, Verdict
+
+
+def verdict_terms(
+    groups: Iterable[Group], names: Sequence[str], world: World
+) -> dict[tuple[int, int], tuple[float, ...]]:
+    """[all] The parts `names` of each scored answer of all ranks, by (ticket, answer) of its last sample.
+
+    groups: this rank's. UserError, on all ranks, where a verdict lacks one.
+    """
+    rows, problems = [], []
+    for group in groups:
+        for samples in trajectories_of(group.samples):
+            verdict = samples[-1].verdict
+            if verdict.scored:
+                problems += [_missing(name, group.prompt, verdict) for name in names if name not in verdict.parts]
+                rows.append([*samples[-1].key, *(verdict.parts.get(name, 0.0) for name in names)])
+    with world.phase("coordination"):
+        records = world.gather("prepare: terms of verdicts", [problems[:1], rows])  # [all]
+    for problem in (problem for theirs, _ in records for problem in theirs):
+        raise UserError(problem)
+    return {(ticket, answer): tuple(values) for _, theirs in records for ticket, answer, *values in theirs}
+
+
+def _missing(name: str, prompt: Prompt, verdict: Verdict) -> str:
+    has = ", ".join(sorted(verdict.parts)) or "none"
+    return f"algorithm.reward_weights.{name}: a verdict of reward.{prompt.domain} has no such part; it has {has}"

@@ -1,0 +1,179 @@
+"""`Adapters`: peft's LoRA layers inside of a model that FSDP shards.
+
+    adapters = Adapters(model, settings, layout.key)   # before the model is cut and sharded; rank 0: nothing
+    with adapters.hidden():                                 # the model under the names that it had
+        load(model)
+    adapters.initialize()
+    for name, tensor in adapters.merged(whole_parameters): ...
+
+peft wraps a linear layer, whose weight is then `X.base_layer.weight`, and is frozen. Adapters are float32 shards like
+all that is trained, and the same in every layout: where they begin follows from their names.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spmd_rl.config.sections.lora import LoraConfig
+from spmd_rl.errors import UserError
+from spmd_rl.model.load import local, owned_region
+from spmd_rl.model.lora import MAGNITUDE, PREFIX, A, Adapter, B
+from spmd_rl.model.stored import Part
+from spmd_rl.train.dither import merged
+from spmd_rl.train.recompute import decoder_layers
+
+BASE, NAME = ".base_layer", "default"
+"""What peft puts into the names of parameters: of a frozen layer, and of adapters"""
+ENDINGS = {f".lora_A.{NAME}.weight": A, f".lora_B.{NAME}.weight": B, f".lora_magnitude_vector.{NAME}.weight": MAGNITUDE}
+"""Of a parameter's name, and what peft's files have in its place"""
+
+
+class Adapters:
+    """The adapters of one model, a part of which may be elsewhere."""
+
+    def __init__(self, model: nn.Module, settings: LoraConfig, key: str, head: nn.Module | None = None) -> None:
+        """Put adapters into `model`, in place, and freeze all else but `head`, if given. UserError if it cannot have
+        them.
+
+        key: of the layout, `train` or `<section>.train`, from which an error names the setting.
+        """
+        self._model, self._settings = model, settings
+        self.scaling = torch.tensor(settings.scaling if settings.rank else 0.0, dtype=torch.float64)
+        """As it is saved: a checkpoint of adapters that count half is another model."""
+        self.layers: dict[str, nn.Module] = {}
+        """peft's, by name"""
+        if not settings.rank:
+            return
+        from peft import LoraConfig as Peft
+        from peft import inject_adapter_in_model
+
+        section = "policy" if key == "train" else key.partition(".")[0]
+        names = _targets(model, settings.targets, f"{section}.lora.targets")
+        inject_adapter_in_model(
+            Peft(
+                r=settings.rank,
+                lora_alpha=settings.rank * settings.scaling,  # with peft's own factor of either kind
+                target_modules=names,
+                lora_dropout=settings.dropout,
+                use_dora=settings.dora,
+            ),
+            model,
+        )
+        self.layers = {name: model.get_submodule(name) for name in names}
+        for p in () if head is None else head.parameters():
+            p.requires_grad_(True)
+        for p in model.parameters():
+            if p.requires_grad and p.dtype.itemsize < torch.float32.itemsize:
+                p.data = p.data.float()
+
+    def stored(self, parts: Mapping[str, list[Part]]) -> dict[str, list[Part]]:
+        """The parts by today's names of parameters, from those by the names that the model had without adapters."""
+        found = {self._own_name(name): known for name, known in parts.items()}
+        for name, p in self._model.named_parameters():
+            if ending := next((one for one in ENDINGS if name.endswith(one)), None):
+                stored = PREFIX + name.removesuffix(ending) + ENDINGS[ending]
+                found[name] = [Part(stored, tuple(slice(0, size) for size in p.shape), False)]
+        return found
+
+    def _own_name(self, name: str) -> str:
+        layer, _, kind = name.rpartition(".")
+        return f"{layer}{BASE}.{kind}" if layer in self.layers else name
+
+    @contextmanager
+    def hidden(self, hides: bool = True) -> Iterator[None]:
+        """Within, the model is the one without adapters; whole or sharded, as it also computes.
+
+        peft's own switch says of parameters whether they are trained, which FSDP keeps of its shards apart from that of
+        what it gathers: adapters would stay frozen for good, and nobody would see it.
+        """
+        modules = self._model.named_modules() if hides else ()
+        here = {name: layer for name, layer in modules if self.layers.get(name) is layer}
+        for name, layer in here.items():
+            self._model.set_submodule(name, layer.base_layer)
+        yield
+        for name, layer in here.items():
+            self._model.set_submodule(name, layer)
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Begin with the model as it is, whose weights are loaded: `A` uniform as peft draws it, `B` zero."""
+        for name, p in self._model.named_parameters():
+            if name.endswith(f".lora_A.{NAME}.weight"):
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                whole = (2 * torch.rand(p.shape, generator=generator) - 1) / p.shape[1] ** 0.5
+                local(p).copy_(whole[owned_region(p)])
+            elif name.endswith(f".lora_B.{NAME}.weight"):
+                local(p).zero_()
+            elif name.endswith(f".lora_magnitude_vector.{NAME}.weight"):
+                layer = self._model.get_submodule(name.partition(".lora_magnitude_vector")[0])
+                local(p).copy_(local(layer.base_layer.weight).to(p.dtype).norm(dim=1))  # whose rows ranks share alike
+
+    def check_scaling(self) -> None:
+        """ValueError if `scaling` was overwritten with another factor; it is put back."""
+        saved, own = float(self.scaling), self._settings.scaling if self._settings.rank else 0.0
+        self.scaling.fill_(own)
+        if saved != own:
+            raise ValueError(
+                f"its adapters count {saved:g} times, those here {own:g} times: lora.alpha and lora.rslora"
+            )
+
+    def merged(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Weights of the model without adapters, each with what its adapter adds; from all parameters, whole."""
+        known: dict[str, Tensor] = {}
+        for name, tensor in wholes:
+            layer = name.partition(".lora_")[0].removesuffix(f"{BASE}.weight")
+            if layer not in self.layers:
+                yield name, tensor
+                continue
+            known[name.removeprefix(layer)] = tensor.clone()  # it is gone with the next one
+            if len(known) == 3 + self._settings.dora:  # one layer's come together
+                a, b, *magnitude = (known[ending] for ending in ENDINGS if ending in known)
+                adapter = Adapter(a, b, self._settings.scaling, *magnitude)
+                weight = known[f"{BASE}.weight"]
+                yield f"{layer}{BASE}.weight", merged(adapter, weight, f"{layer}.weight", len(weight))
+                known = {}
+        assert not known, f"an adapter is not whole: {sorted(known)}"
+
+    def scaled(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """All parameters as they are, but `B` multiplied by the factor of adapters, in float32."""
+        for name, tensor in wholes:
+            is_b = name.endswith(f".lora_B.{NAME}.weight")
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            yield name, (tensor.to(wide) * self._settings.scaling).to(tensor.dtype) if is_b else tensor
+
+    def begin(self, is_trained: bool) -> None:
+        """Adapters drop some of their inputs from now on, or not; of no effect without `dropout`."""
+        for layer in self.layers.values() if self._settings.dropout else ():
+            layer.lora_dropout[NAME].train(is_trained)  # until the next call: a layer may be computed a second time
+
+    @contextmanager
+    def drawn(self, seed: Callable[[], tuple[int, ...]]) -> Iterator[None]:
+        """Within, what is dropped is a function of these numbers."""
+        if not self.layers or not self._settings.dropout:
+            yield
+            return
+        with torch.random.fork_rng():
+            torch.manual_seed(zlib.crc32(repr(seed()).encode()))
+            yield
+
+
+def _targets(model: nn.Module, wanted: list[str] | None, key: str) -> list[str]:
+    """The names of the linear layers that get an adapter. UserError, naming the setting `key`, if there are none."""
+    inside = {module for layer in decoder_layers(model) for module in layer.modules()}
+    linear = [name for name, module in model.named_modules() if module in inside and isinstance(module, nn.Linear)]
+    kinds = sorted({name.rpartition(".")[2] for name in linear})
+    if odd := [one for one in wanted or () if one not in kinds]:
+        raise UserError(f"{key}: the decoder layers have no linear layer {odd[0]}; they have {', '.join(kinds)}")
+    found = [name for name in linear if name.rpartition(".")[2] in (wanted or kinds)]
+    if not found:
+        raise UserError(f"{key}: the decoder layers of {type(model).__name__} have no linear layers")
+    return found
+
+
+def wrapped(module: Any, adapter: str) -> list[nn.Module]:
+    """A linear layer; or, of one that peft wraps, the frozen one and that part of its adapter: `lora_A`, `lora_B`."""
+    return [module.base_layer, getattr(module, adapter)[NAME]] if hasattr(module, "base_layer") else [module]

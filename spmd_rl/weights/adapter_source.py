@@ -1,0 +1,30 @@
+"""`AdapterSource`: a policy whose adapters travel alone, once its frozen weights have been published."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from spmd_rl.batch import Batch
+from spmd_rl.train.accumulate import Policy
+
+
+class AdapterSource:
+    """As far as a `Publisher` asks for one, a `PolicyRole`. For engines that stay: each has had the first publish."""
+
+    def __init__(self, policy: Policy) -> None:
+        """policy: has adapters."""
+        self._policy, self._is_first, self.layout = policy, True, policy.layout
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """[all] At first the frozen weights and the adapters, then the adapters; see `FSDP2Model.weights`."""
+        yield from self._policy.weights("apart" if self._is_first else "alone")  # [all]
+        self._is_first = False
+
+    def awake(self) -> AbstractContextManager[None]:
+        """See `Role`."""
+        return self._policy.awake()
+
+    def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+        """[all] See `PolicyRole`."""
+        return self._policy.logprobs(batch, temperature)

@@ -1,0 +1,73 @@
+"""A reference that follows the policy, in a layout of its own: which weights it has then, and after a restart."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmd_rl.config.schema import PolicyConfig, TrainConfig
+from spmd_rl.config.sections.models import FollowingReferenceConfig, RoleConfig
+from spmd_rl.distributed import World
+from spmd_rl.errors import UserError
+from spmd_rl.train import Roles, build_role
+from tests.dist.harness import run_ranks
+from tests.models import tiny
+
+
+def reference_of(world: World, path: str, share: float, dtype: str = "float32", **axes: int):
+    """[all] A reference that follows in every step."""
+    own = FollowingReferenceConfig(sync_steps=1, mixup=share)
+    return build_role(RoleConfig("reference", own, path, dtype, False, TrainConfig(**axes), 1), world)
+
+
+def copied(role) -> dict[str, torch.Tensor]:
+    """[all] All weights as they are."""
+    return {name: tensor.clone() for name, tensor in role.weights()}
+
+
+def wrong(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
+
+
+def follows(world: World, path: str, axes: dict[str, int]) -> dict[str, object]:
+    """[all] What differs, by case."""
+    role = RoleConfig("policy", PolicyConfig(), f"{path}/a", "float32", False, TrainConfig(), 1)
+    policy, found = build_role(role, world), {}
+    policy.model.state()  # so that following meets a policy whose shards were listed
+    theirs = copied(policy)
+    half = reference_of(world, f"{path}/b", 0.25, **axes)
+    before = copied(half)
+    with policy.awake(), half.awake():
+        half.follow(policy)  # [all]
+    mixed = {name: torch.lerp(before[name], theirs[name], 0.25) for name in theirs}
+    found["mixed"] = wrong(copied(half), mixed)
+    found["is saved"] = list(Roles(policy, half).trained)
+    again, folder = reference_of(world, f"{path}/b", 0.25, tp=1), Path(path) / f"saved-{world.size}-{len(axes)}"
+    if world.rank == 0:
+        folder.mkdir()
+    world.barrier("made")  # [all]
+    half.save(folder)  # [all]
+    world.barrier("saved")  # [all]
+    again.load(folder)  # [all]
+    found["restored"] = wrong(copied(again), mixed)
+    whole = reference_of(world, f"{path}/b", 1.0, "bfloat16", **axes)
+    with policy.awake(), whole.awake():
+        whole.follow(policy)  # [all]
+    found["taken over"] = wrong(copied(whole), {name: tensor.bfloat16() for name, tensor in theirs.items()})
+    other = reference_of(world, f"{path}/c", 1.0)
+    try:
+        other.follow(policy)  # [all]
+    except UserError as error:
+        found["refused"] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"dp_replicate": 2}], ids=["fsdp", "tp", "copies"])
+def test_the_reference_moves_towards_the_policy(axes: dict[str, int], tmp_path) -> None:
+    for seed, name in enumerate("ab"):
+        tiny("qwen2", tmp_path / name, seed=seed)
+    tiny("llama", tmp_path / "c")
+    for found in run_ranks(2, follows, str(tmp_path), axes):
+        assert (found["mixed"], found["restored"], found["taken over"]) == ([], [], [])
+        assert found["is saved"] == ["policy", "reference"]
+        assert "reference.model: the policy has no" in found["refused"] or "in the policy" in found["refused"]

@@ -1,0 +1,267 @@
+"""Adapters against peft's own on one process: gradients in every layout, what is published, and the model without them.
+
+Gradients are read off the saved adapters, as in `test_train_parity.py`.
+"""
+
+import json
+import zlib
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig as Peft
+from peft import PeftModel, get_peft_model
+
+from spmd_rl.checkpoint import Checkpointer, HfExport
+from spmd_rl.config.schema import CheckpointConfig, PolicyConfig, TrainConfig
+from spmd_rl.config.sections.lora import LoraConfig
+from spmd_rl.config.sections.models import ReferenceConfig, RoleConfig
+from spmd_rl.distributed import Layout, World
+from spmd_rl.errors import UserError
+from spmd_rl.model.build import build_model, weights_of
+from spmd_rl.model.load import local, owned_region
+from spmd_rl.model.lora import PREFIX
+from spmd_rl.tools.convert import main
+from spmd_rl.train import build_role
+from spmd_rl.train.adapter_off import AdapterOff
+from spmd_rl.train.state import MODEL, OPTIMIZER, SavedState
+from spmd_rl.train.stored_model import checkpoint_model
+from tests.dist.harness import run_ranks
+from tests.models import EXPERTS, tiny
+from tests.training import (
+    TEMPERATURE,
+    fsdp2_policy,
+    global_batch,
+    loss,
+    plain_backward,
+    plain_forward,
+    relative,
+    share_of,
+)
+from tests.unit.test_sharing import exact
+
+HUGE = 1e12
+AS_GRADIENT = {"eps": HUGE, "max_grad_norm": HUGE, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
+SIZES = {"head_dim": 8, "intermediate_size": 90, "vocab_size": 263}  # of these nothing divides by 4
+MODELS = {
+    "llama": ("llama", {"tie": True, **SIZES}),
+    "wide": ("llama", {**SIZES, "intermediate_size": 92}),
+    "qwen2": ("qwen2", {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 4}),
+    "qwen3_moe": ("qwen3_moe", {**SIZES, **EXPERTS["qwen3_moe"]}),
+}
+LORA = {"rank": 4, "alpha": 6.0}
+CASES = {
+    1: [({}, "llama", {"dora": True})],
+    2: [
+        ({}, "llama", {"rslora": True, "targets": ["q_proj", "down_proj"]}),
+        ({}, "qwen2", {"dora": True}),
+        ({"tp": 2}, "qwen2", {}),
+        ({"cp": 2}, "qwen2", {}),
+        ({"pp": 2}, "llama", {}),
+        ({"ep": 2}, "qwen3_moe", {}),
+    ],
+    4: [({"tp": 4}, "wide", {}), ({"tp": 2, "pp": 2}, "llama", {}), ({"tp": 2, "dp_replicate": 2}, "qwen2", {})],
+}
+"""By the number of ranks: layout, model, and what differs from `LORA`"""
+LORA = {"rank": 4, "alpha": 6.0}
+LIMITS = {"float32": 1e-5, "float64": 1e-9}
+"""Of relative L2 errors, and of absolute ones of logprobs"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: str(tiny(kind, folder / name, **sizes)) for name, (kind, sizes) in MODELS.items()}
+
+
+def value(name: str, shape: torch.Size) -> torch.Tensor:
+    """What an adapter's tensor is set to: `B` too, which begins at 0, where `A` would have no gradient."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())), dtype=torch.float64)
+    return 0.2 * drawn if len(shape) == 2 else 1 + 0.2 * drawn
+
+
+def with_peft(model: torch.nn.Module, own: dict) -> torch.nn.Module:
+    """The model inside of peft's, its adapters set."""
+    settings = LoraConfig(**own)
+    targets = settings.targets or [
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *(("gate_proj", "up_proj", "down_proj") if not hasattr(model.config, "num_experts") else ()),
+    ]
+    theirs = Peft(
+        r=settings.rank, lora_alpha=settings.alpha, target_modules=targets, use_rslora=settings.rslora,
+        use_dora=settings.dora, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    model = get_peft_model(model, theirs)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                p.copy_(value(name.removeprefix(PREFIX), p.shape))
+    return model
+
+
+def stored_name(name: str) -> str:
+    """Under which a state has one of peft's parameters."""
+    return MODEL + name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector")
+
+
+def saved(world: World, role, folder: Path) -> SavedState:
+    """[all]"""
+    if world.rank == 0:
+        folder.mkdir()
+    world.barrier("folder")
+    role.save(folder)
+    world.barrier("saved")
+    return SavedState.open(folder)
+
+
+@torch.no_grad()
+def error_of(role, plain: torch.nn.Module, share) -> float:
+    """[all] The largest error of a role's logprobs."""
+    found = role.logprobs(share, TEMPERATURE)[0]  # [all]
+    return float((found - plain_forward(plain, share)[0] * share.loss_mask).abs().max()) if share.num_tokens else 0.0
+
+
+def compared(world: World, path: str, axes: dict[str, int], own: dict, dtype: str, folder: str) -> dict[str, float]:
+    """Relative errors of gradients and norm; of merged weights; in float32, of logprobs with and without adapters."""
+    train, whole = TrainConfig(tokens_per_microbatch=60, **axes), global_batch()
+    scale = 100.0 if dtype == "float32" else 1.0  # a float32 weight rounds away what is much smaller than itself
+    settings = PolicyConfig(lr=scale * HUGE, lora=LoraConfig(**own), **AS_GRADIENT)
+
+    def build(attention: str) -> torch.nn.Module:
+        model = build_model(path, getattr(torch, dtype), "cpu", attention=attention)
+        return exact(model) if dtype == "float64" else model
+
+    mine = fsdp2_policy(build("spmd_packed"), Layout(world, **train.axes), train, getattr(torch, dtype), settings, 5)
+    with torch.no_grad():
+        for name, p in mine.model.module.named_parameters():
+            if p.requires_grad:
+                local(p).copy_(value(name, p.shape)[owned_region(p)])
+    share = share_of(mine, "uneven", whole)
+    plain, errors = build("sdpa"), {}
+    if dtype == "float32":
+        errors["base"] = max(error_of(AdapterOff(mine), plain, share) for _ in range(2))
+    plain = with_peft(plain, own)
+    if dtype == "float32":
+        errors["logprobs"] = error_of(mine, plain, share)
+    published = {name: tensor.clone() for name, tensor in mine.weights()}
+    before = saved(world, mine, Path(folder, "before"))
+    metrics = mine.update(share, loss, TEMPERATURE)
+    after = saved(world, mine, Path(folder, "after"))
+    total, _ = plain_backward(plain, whole)
+    trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    assert {stored_name(name) for name in trained} ^ {name for name in after.tensors if name.startswith(MODEL)} == set()
+    assert sum(name.startswith(f"{OPTIMIZER}exp_avg/") for name in after.tensors) == len(trained)
+    for name, p in trained.items():
+        read = [state.read(stored_name(name)) for state in (before, after)]
+        errors[name] = relative((read[0] - read[1]) / scale, p.grad)
+    norm = float(torch.stack([p.grad.double().norm() for p in trained.values()]).norm())
+    errors |= {"norm": abs(metrics["grad_norm"] / norm - 1), "loss": abs(metrics["loss"] / total - 1)}
+    wanted = weights_of(plain.merge_and_unload())
+    assert published.keys() == wanted.keys()
+    errors["published"] = max(relative(published[name], tensor) for name, tensor in wanted.items())
+    return errors
+
+
+def all_compared(world: World, models: dict[str, str], cases: list, folder: str) -> dict[str, dict[str, float]]:
+    found = {}
+    for number, (axes, kind, own) in enumerate(cases):
+        for dtype in LIMITS:
+            place = Path(folder, f"{number}-{dtype}")
+            if world.rank == 0:
+                place.mkdir()
+            found[f"{dtype} {axes} {kind} {own}"] = compared(world, models[kind], axes, LORA | own, dtype, str(place))
+    return found
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_gradients_and_published_weights_are_pefts(size: int, models, tmp_path) -> None:
+    for found in run_ranks(size, all_compared, models, CASES[size], str(tmp_path), timeout=300):
+        assert len(found) == 2 * len(CASES[size])
+        for case, errors in found.items():
+            worst = max(errors, key=errors.get)
+            assert errors[worst] < LIMITS[case.split()[0]], (case, worst, errors[worst])
+
+
+def role_of(path: str, axes: dict[str, int], dtype: str, lora: dict, **settings) -> RoleConfig:
+    """As a pipeline has it, from the model's directory, which is read shard by shard."""
+    own = PolicyConfig(lr=1e-2, lora=LoraConfig(**lora), **settings)
+    return RoleConfig("policy", own, path, dtype, False, TrainConfig(tokens_per_microbatch=60, **axes), 5)
+
+
+def saver(world: World, role, run_dir: Path, **settings) -> Checkpointer:
+    export = HfExport(role, role_path(run_dir), world)
+    return Checkpointer(CheckpointConfig(**settings), run_dir, world, {"policy": role}, {}, export)
+
+
+def role_path(run_dir: Path) -> str:
+    return json.loads((run_dir / "config.yaml").read_text())["policy"]["model"]
+
+
+def refusal(restore) -> str:
+    try:
+        restore()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def kept(world: World, path: str, run: str, axes: dict[str, int], dtype: str, lora: dict) -> dict[str, float]:
+    """Facts of a checkpoint of adapters: 0 where they hold, or a difference of logprobs in nats."""
+    run_dir, role = Path(run), role_of(path, axes, dtype, lora)
+    saved, whole = run_dir / "checkpoints" / "step-000001", global_batch()
+    mine = build_role(role, world)
+    share = share_of(mine, "dealt", whole)
+    for _ in range(3):
+        mine.update(share, loss, TEMPERATURE)
+    saver(world, mine, run_dir).maybe_save(1, last=True)
+    wanted = mine.logprobs(share, TEMPERATURE)[0]
+    facts: dict[str, float] = {}
+    if world.rank == 0:
+        codes = [main(["to-hf", str(saved), str(run_dir / "hf")]), main(["to-peft", str(saved), str(run_dir / "peft")])]
+        codes += [2 - main(["from-hf", path, str(saved), str(run_dir / "back")])]
+        facts["converted"] = sum(codes)
+        facts["to-hf is the export"] = float(contents(run_dir / "hf") != contents(saved / "hf"))
+        plain = build_model(path, getattr(torch, dtype), "cpu", attention="sdpa")
+        with torch.no_grad():
+            base = plain_forward(plain, share)[0] * share.loss_mask
+            found = plain_forward(PeftModel.from_pretrained(plain, str(run_dir / "peft")), share)[0] * share.loss_mask
+        facts["peft's logprobs"] = float((found - wanted).abs().max())
+        facts["it has learnt"] = float((base - wanted).abs().max() < 0.01)
+    world.barrier("converted")
+    same, evaluated = build_role(role, world), ReferenceConfig(model=path)
+    facts["resumed"] = float(saver(world, same, run_dir, resume=str(saved)).restore() != 1)
+    facts["resumed"] += float((same.logprobs(share, TEMPERATURE)[0] != wanted).any())
+    for role_of_run in (mine, same):
+        role_of_run.update(share, loss, TEMPERATURE)
+    after = [one.logprobs(share, TEMPERATURE)[0] for one in (mine, same)]
+    facts["goes on to the bit"] = float((after[0] != after[1]).any())
+    merged = build_role(
+        RoleConfig("policy", evaluated, path, dtype, False, role.train, 5), world, partial(checkpoint_model, str(saved))
+    )
+    facts["evaluated"] = float((merged.logprobs(share, TEMPERATURE)[0] - wanted).abs().max())
+    half = build_role(role_of(path, axes, dtype, lora | {"alpha": lora["alpha"] / 2}), world)
+    told = refusal(saver(world, half, Path(run + "-half"), resume=str(saved)).restore)
+    facts["half"] = float(
+        not told.endswith("adapters count 1.5 times, those here 0.75 times: lora.alpha and lora.rslora")
+    )
+    full = build_role(role_of(path, axes, dtype, {}), world)
+    told = refusal(saver(world, full, Path(run + "-full"), resume=str(saved)).restore)
+    facts["full"] = float("does not fit this model" not in told)
+    return facts
+
+
+@pytest.mark.parametrize(("axes", "dtype"), [({}, "float32"), ({"pp": 2}, "bfloat16")], ids=str)
+def test_a_checkpoint_of_adapters_resumes_converts_and_is_evaluated(axes, dtype, models, tmp_path) -> None:
+    for name in ("run", "run-half", "run-full"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(json.dumps({"policy": {"model": models["llama"], "dtype": dtype}}))
+    lora = LORA | ({"dora": True} if dtype == "float32" else {"dropout": 0.2})
+    for facts in run_ranks(2, kept, models["llama"], str(tmp_path / "run"), axes, dtype, lora, timeout=300):
+        near = {"peft's logprobs", "evaluated"}
+        assert not any(value for fact, value in facts.items() if fact not in near), facts
+        assert max(facts.get(fact, 0.0) for fact in near) < (1e-5 if dtype == "float32" else 0.1), facts

@@ -1,0 +1,40 @@
+"""Adapters in the pipelines, none of which knows of them: they learn, and their checkpoints hold nothing else."""
+
+import pytest
+from safetensors.torch import load_file
+
+from spmd_rl.model.lora import PREFIX
+from spmd_rl.train.state import MODEL, SavedState
+from tests.e2e.runs import Toy
+from tests.e2e.test_supervised import KINDS, measured
+
+LORA = ("policy.lora.rank=8", "policy.lr=1e-2")
+HEAD = f"{MODEL}lm_head.weight"
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
+def test_supervised_pipelines_learn_with_adapters(name: str, tmp_path) -> None:
+    kind, pipeline = KINDS[name]
+    toy = kind(tmp_path, pipeline)
+    run = toy.run(*LORA, ranks=0)
+    lines, role = measured(run), "critic" if name == "reward_model" else "policy"
+    assert lines[4][toy.metric] < toy.fall * lines[1][toy.metric]
+    assert lines[4]["val/loss"] < toy.fall * lines[0]["val/loss"]
+    saved = SavedState.open(run.run_dir / "checkpoints" / "step-000004" / role)
+    others = {key for key in saved.tensors if key.startswith(MODEL) and not key.startswith(MODEL + PREFIX)}
+    assert others == ({HEAD} if name == "reward_model" else set())
+    exported = load_file(run.run_dir / "checkpoints" / "step-000004" / "hf" / "model.safetensors")
+    plain = load_file(toy.model / "model.safetensors")
+    changed = {key for key in plain if key in exported and not exported[key].equal(plain[key])}
+    assert changed == {key for key in plain if key.endswith("_proj.weight")}
+
+
+def test_ppo_has_a_critic_with_adapters_and_a_checkpoint_is_evaluated(tmp_path) -> None:
+    toy = Toy(tmp_path, "qwen2")
+    settings = ("policy.dtype=float32", "algorithm=ppo", "algorithm.kl_coef=0.01", "critic.lora.rank=4", "steps=2")
+    run = toy.run(*LORA, *settings, ranks=2)
+    lines = run.metrics()
+    assert lines[2]["train_infer/abs_diff/mean"] < 1e-4 and lines[2]["publish/probe_abs_diff"] < 3e-4
+    assert lines[2]["actor/kl_loss"] > lines[1]["actor/kl_loss"] >= 0
+    saved = SavedState.open(run.run_dir / "checkpoints" / "step-000002" / "critic")
+    assert HEAD in saved.tensors and any(key.startswith(MODEL + PREFIX) for key in saved.tensors)
