@@ -33,9 +33,8 @@ class Roles(NamedTuple):
     def trained(self) -> "dict[str, Role]":
         """By name, those whose weights a checkpoint must hold; the reference among them, if it follows the policy."""
         follows = self.reference is not None and self.reference.sync_steps is not None
-        return {
-            name: role for name, role in self._asdict().items() if role is not None and (name != "reference" or follows)
-        }
+        roles = {"policy": self.policy, "reference": self.reference if follows else None, "critic": self.critic}
+        return {name: role for name, role in roles.items() if role is not None}
 
 
 def build_roles(roles: Sequence[RoleConfig], world: "World") -> Roles:
