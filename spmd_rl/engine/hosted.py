@@ -25,7 +25,7 @@ class HostedEngine(Engine):
     def __init__(self, capacity: Capacity, shapes: Mapping[str, torch.Size], sleeps: bool, text_of: TextOf) -> None:
         """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`."""
         self.capacity, self.shapes = capacity, shapes
-        self._sleeps, self._text_of = sleeps, text_of
+        self._sleeps, self.text_of = sleeps, text_of
         self.under_way: dict[str, SequenceState] = {}
         """What each request has, by id."""
         self.version: int | None = None
@@ -34,9 +34,9 @@ class HostedEngine(Engine):
         self.lost = ""
         """What is not as it was when the weights had been loaded: no request is taken until it is emptied."""
         self._aborted: list[Completion] = []
-        self._num_added = 0
+        self.num_added = 0
         self._first: str | None = None  # the first request since the load: none has computed anything it could reuse
-        self._checksums: dict[str, bytes] = {}
+        self.checksums: dict[str, bytes] = {}
         self._num_awake = 0
         self._cache_sleeps = False
         if sleeps:
@@ -47,7 +47,7 @@ class HostedEngine(Engine):
         """Requests whose completion has not been handed out."""
         return len(self.under_way) + len(self._aborted)
 
-    def _begin(self, request: Request) -> SequenceState:
+    def begin(self, request: Request) -> SequenceState:
         """Take a request; refusals as `Engine.add` has them."""
         assert self.version is not None, "no weights loaded in this process"
         if self.lost:
@@ -56,13 +56,13 @@ class HostedEngine(Engine):
         check(request, self.capacity.max_tokens)
         if self._cache_sleeps:
             self._wake("kv_cache")
-        self._num_added += 1
+        self.num_added += 1
         if self._first is None:
             self._first = request.id
         row = self.under_way[request.id] = SequenceState(request)
         return row
 
-    def _count_prompt(self, request: Request, cached: int) -> None:
+    def count_prompt(self, request: Request, cached: int) -> None:
         """Note how many of a prompt's tokens were not computed. RunFailed where none can have been there."""
         self.prompt_tokens.count(len(request.prompt_ids), cached)
         if request.id == self._first:
@@ -70,12 +70,12 @@ class HostedEngine(Engine):
             if cached:
                 raise RunFailed(f"the engine served keys and values older than version {self.version}")
 
-    def _loaded(self, version: int, faults: list[str]) -> None:
+    def end_load(self, version: int, faults: list[str]) -> None:
         """End a load. RunFailed names the first fault."""
         if faults := [*filter(None, [self.lost]), *faults]:
             raise RunFailed(f"engine weights of version {version}: {faults[0]} ({len(faults)} faults)")
         self.version, self._first = version, None
-        self._checksums = self._fingerprints()
+        self.checksums = self._fingerprints()
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -123,8 +123,8 @@ class HostedEngine(Engine):
 
     def _lost_tensor(self) -> str:
         """What is not as it was when the weights had been loaded, or nothing."""
-        found = self._fingerprints() if self._checksums else {}
-        lost = [name for name in self._checksums if found.get(name) != self._checksums[name]]
+        found = self._fingerprints() if self.checksums else {}
+        lost = [name for name in self.checksums if found.get(name) != self.checksums[name]]
         return f"the engine lost {lost[0]} since its weights were loaded ({len(lost)} tensors)" if lost else ""
 
     def close(self) -> None:

@@ -66,7 +66,9 @@ def footer(run_dir: Path, steps: int) -> str:
         lines.append(("checkpoint", str(last)))
         lines.append(("continue", f"the same command with steps= above {steps}"))
         if (last / "hf").is_dir():
-            lines.append(("load", f'transformers.AutoModelForCausalLM.from_pretrained("{last / "hf"}")'))
+            ranks = "ForSequenceClassification" in (last / "hf" / "config.json").read_text()  # a reward model
+            loader = f"AutoModelFor{'SequenceClassification' if ranks else 'CausalLM'}"
+            lines.append(("load", f'transformers.{loader}.from_pretrained("{last / "hf"}")'))
     if (account := goodput.read(run_dir)).wall:
         starts = f"{account.starts} start{'s' * (account.starts > 1)}"
         lines.append(("goodput", f"{100 * account.goodput:.1f} % of {duration(account.wall)}, {starts}"))

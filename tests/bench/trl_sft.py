@@ -65,6 +65,7 @@ def main() -> None:
         optim="adamw_torch_fused",
         gradient_checkpointing=False,
         max_length=None,
+        completion_only_loss=True,  # else the mask of the rows has no effect
         dataloader_pin_memory=False,
         save_strategy="no",
         report_to="none",

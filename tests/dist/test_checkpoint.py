@@ -165,11 +165,12 @@ def killed_behind_the_training(world: World, run_dir: str) -> None:
 
 
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Path) -> None:
+    # `open_job` draws weights by the length of the name
     _, _, straight = run_ranks(2, train, str(tmp_path / "straight"), 4)[0]
-    with launch(2, killed_behind_the_training, str(tmp_path / "run"), directory=tmp_path / "job") as job:
+    with launch(2, killed_behind_the_training, str(tmp_path / "stricken"), directory=tmp_path / "job") as job:
         assert all(job.wait(60))
-    assert "step-000003" not in os.listdir(tmp_path / "run" / "checkpoints")
-    for first, updates, digests in run_ranks(2, train, str(tmp_path / "run"), 4):
+    assert "step-000003" not in os.listdir(tmp_path / "stricken" / "checkpoints")
+    for first, updates, digests in run_ranks(2, train, str(tmp_path / "stricken"), 4):
         assert (first, updates) == (2, 4) and digests[1:] == straight[3:]
 
 

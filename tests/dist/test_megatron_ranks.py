@@ -146,7 +146,8 @@ def values(world: World, path: str, folder: str, axes) -> list[float]:
     start = mine.values(share_of(mine, "uneven", global_batch()))
     mine.load(Path(folder))
     mine.load_counters(counters)
-    summing, share = with_random_head(build_model(path, torch.float32, "cpu")), share_of(mine, "dealt", global_batch())
+    summing = with_random_head(build_model(path, torch.float32, "cpu", attention="eager"))
+    share = share_of(mine, "dealt", global_batch())
     with torch.no_grad():  # see `ForwardArgs.is_fingerprint`
         summing.get_output_embeddings().weight.fill_(mine.hidden_size**-0.5)
         summing.get_output_embeddings().bias.zero_()

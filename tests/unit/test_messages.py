@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -77,7 +78,9 @@ def test_a_run_says_what_it_is_and_what_it_left(tmp_path: Path, capsys) -> None:
         track.announce(16, 9)
         with track.step(1):
             track.add({"critic/score/mean": 0.5})
-        (tmp_path / "run" / "checkpoints" / "step-000001" / "hf").mkdir(parents=True)
+        folder = tmp_path / "run" / "checkpoints" / "step-000001" / "hf"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
     told = capsys.readouterr().err
     for words in ("0.5 M weights", "1 on 1 node (cpu): each trains", "16 for training (0.5 epochs), 9 held out\n"):
         assert words in told, told
@@ -85,6 +88,14 @@ def test_a_run_says_what_it_is_and_what_it_left(tmp_path: Path, capsys) -> None:
     end = told.split("step 1/1")[1]
     for words in ("run/report.html", "checkpoints/step-000001\n", "steps= above 1", "step-000001/hf"):
         assert words in end, end
+
+
+@pytest.mark.parametrize("kind", ["CausalLM", "SequenceClassification"])
+def test_a_model_is_loaded_as_what_it_is(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "checkpoints" / "step-000001" / "hf"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(f'{{"architectures": ["LlamaFor{kind}"]}}')
+    assert f'transformers.AutoModelFor{kind}.from_pretrained("{folder}")' in messages.footer(tmp_path, 3)
 
 
 def test_a_run_without_a_checkpoint_names_none(tmp_path: Path) -> None:

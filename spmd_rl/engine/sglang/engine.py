@@ -68,8 +68,8 @@ class SglangEngine(HostedEngine):
         """Queue a request; ValueError if it is empty, longer than `capacity.max_tokens` or colder than 0."""
         if request.temperature < 0:
             raise ValueError(f"request {request.id}: negative temperature {request.temperature}")
-        row = self._begin(request)
-        rid = self._rids[request.id] = f"{self._num_added:012d}"  # of one length: an abort goes by how a name begins
+        row = self.begin(request)
+        rid = self._rids[request.id] = f"{self.num_added:012d}"  # of one length: an abort goes by how a name begins
         self._sampler.rows[rid] = row
         sampling = SamplingParams(max_new_tokens=request.max_new_tokens, ignore_eos=True)
         sampling.normalize(None)
@@ -131,11 +131,11 @@ class SglangEngine(HostedEngine):
     def _extend(self, row: SequenceState, req: Req) -> FinishReason | None:
         """Append the new token; the reason to stop, if there is one."""
         if not row.token_ids:
-            self._count_prompt(row.request, req.cached_tokens)
+            self.count_prompt(row.request, req.cached_tokens)
         drawn = self._sampler.drawn[req.rid]
         assert req.output_ids[len(row.token_ids) :].tolist() == [drawn.token], f"{row.request.id} got other tokens"
         row.append(drawn.token, drawn.logprob, self.version, drawn.candidate_ids)
-        if drawn.token in row.request.stop_ids or has_stop(row, self._text_of):
+        if drawn.token in row.request.stop_ids or has_stop(row, self.text_of):
             return "stop"
         return "length" if len(row.token_ids) == row.request.max_new_tokens else None
 
@@ -155,7 +155,7 @@ class SglangEngine(HostedEngine):
             self._turn_away(version)
         else:
             self._flush(version)
-        self._loaded(version, faults)
+        self.end_load(version, faults)
 
     def _flush(self, version: int) -> None:
         """Give up all keys and values. RunFailed if SGLang will not, as it does while a request is under way."""

@@ -18,6 +18,9 @@ from spmd_rl.engine.guest import undisturbed
 
 FORCED = {"cpu": {"SGLANG_USE_CPU_ENGINE": "1"}}
 """By type of device. Without it SGLang looks for kernels of vLLM's on the CPU."""
+DEFAULTS = {"cpu": {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * 64)}}
+"""By type of device; a user's own value wins. Unsaid, SGLang wants a NUMA node for each rank of a replica. `sgl_kernel`
+alone reads it, which is not there: nothing is bound."""
 
 NOT_NEEDED = ("torchvision", "sgl_kernel")
 """Packages that SGLang imports whatever it is asked for, and that have no build for the CPU or are not used there."""
@@ -27,6 +30,8 @@ NOT_NEEDED = ("torchvision", "sgl_kernel")
 def hosted(device_type: str) -> Iterator[None]:
     """Import and start SGLang inside; afterwards the process is as it was, SGLang's own variables and modules aside."""
     os.environ.update(FORCED.get(device_type, {}))
+    for name, value in DEFAULTS.get(device_type, {}).items():
+        os.environ.setdefault(name, value)
     logging.getLogger("sglang").setLevel(os.environ.get("SGLANG_LOGGING_LEVEL", "ERROR"))
     with undisturbed("SGLANG_"), _without(NOT_NEEDED if device_type == "cpu" else ()):
         yield

@@ -69,13 +69,13 @@ class VllmEngine(HostedEngine):
         low, high = TEMPERATURES
         if request.temperature != 0 and not low <= request.temperature <= high:
             raise ValueError(f"request {request.id}: temperature {request.temperature} is not 0 or {low} to {high}")
-        self._begin(request)
+        self.begin(request)
         prompt = {
             "type": "token",
             "prompt_token_ids": request.prompt_ids.tolist(),
             "cache_salt": f"version {self.version}",
         }
-        adapter, arrival = self._slot.request if self._slot else None, float(self._num_added)
+        adapter, arrival = self._slot.request if self._slot else None, float(self.num_added)
         sampling = self._sampling(request)
         self.llm.add_request(request.id, prompt, sampling, arrival_time=arrival, lora_request=adapter)
 
@@ -113,7 +113,7 @@ class VllmEngine(HostedEngine):
         for output in self.llm.step():
             row = self.under_way[output.request_id]
             if not row.token_ids:
-                self._count_prompt(row.request, output.num_cached_tokens or 0)
+                self.count_prompt(row.request, output.num_cached_tokens or 0)
             if reason := self._extend(row, output.outputs[0]):
                 del self.under_way[row.request.id]
                 ended.append(row.completion(reason))
@@ -133,7 +133,7 @@ class VllmEngine(HostedEngine):
                         "as the logits of many are equal; which ones it does not report"
                     )
             row.append(token, found.logprobs[begin], self.version, candidates)  # the sampled one stands first
-            if has_stop(row, self._text_of):
+            if has_stop(row, self.text_of):
                 if new.finish_reason is None:
                     self.llm.abort_request([request.id])
                 return "stop"
@@ -152,7 +152,7 @@ class VllmEngine(HostedEngine):
         `weights` is read to its end in any case: other ranks may be gathering it with us.
         """
         assert self.num_unfinished == 0, "load() with requests under way"
-        holds_base, self.version = self._checksums, None
+        holds_base, self.version = self.checksums, None
         if self._slot is None:
             faults = self._reload(weights)
         else:
@@ -162,7 +162,7 @@ class VllmEngine(HostedEngine):
             faults = self._reload(chain([first] if first else [], base)) if self._slot.brings_base else []
             faults += self._slot.put(self.llm)
         assert self.llm.reset_prefix_cache(), "a cached key would outlive its weights"
-        self._loaded(version, faults)
+        self.end_load(version, faults)
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Take over weights by their Hugging Face names; what is wrong with them."""

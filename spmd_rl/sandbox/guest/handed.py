@@ -46,7 +46,7 @@ class Handed:
             raise LookupError(number)
         if verb == "copy":
             return importlib.import_module("copy").copy(thing)
-        if verb != "call":
+        if verb in ("next", "send", "throw", "close"):
             if verb == "throw" and not isinstance(args[0], Exception):  # nothing else crosses
                 raise SystemExit(f"the code throws {args[0]!r} into a generator of the tests")
             return getattr(thing, verb)(*args) if type(thing) is types.GeneratorType else next(thing)

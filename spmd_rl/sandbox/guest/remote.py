@@ -75,13 +75,14 @@ class Remote:
         _client(self).ask("set", self, [value], [name])
 
     def __eq__(self, other):
-        mine, kinds = record_of(self), {_traits(self)[1], _traits(other)[1] if type(other) is Remote else ""}
-        if other is None or (type(other) is Remote and "own" not in kinds):
-            return other is self or (kinds == {"fields"} and _are_equal(mine, record_of(other)))
+        mine, theirs = record_of(self), record_of(other) if type(other) is Remote else None
+        kinds = {_traits(self)[1], _traits(other)[1] if type(other) is Remote else ""}
+        if kinds == {"fields"} and mine and theirs:
+            return other is self or _are_equal(mine, theirs)
         if mine and mine[3] and type(other) is tuple and kinds == {"fields", ""}:
             return mine[2] == other
-        if other is self and not _made(self):
-            return True
+        if other is None or kinds in ({"identity"}, {"identity", "fields"}) or (other is self and not _made(self)):
+            return other is self
         if type(value := _value(self)) is not Remote:
             return value == other
         own = type(other) is Remote and (_made(self) or _made(other))
@@ -96,8 +97,8 @@ class Remote:
         (_, equal, hashed), record = _traits(self), record_of(self)
         if hashed == "none":
             raise TypeError("unhashable type")
-        if hashed == equal != "own":
-            return hash(tuple(_compared(record, record[4]))) if hashed == "fields" and record else id(self)
+        if hashed == equal and (record or equal == "identity") and equal != "own":
+            return id(self) if equal == "identity" else tuple(_compared(record, record[4])).__hash__()
         return _client(self).want("the tests hash an object of the code's", always=bool(_made(self)))
 
     def __instancecheck__(self, thing):

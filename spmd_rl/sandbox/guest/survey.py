@@ -111,8 +111,8 @@ class Survey:
         names = [alias.name for alias in node.names]
         if node.module in PLAIN_ATTRIBUTES and not set(names) <= PLAIN_ATTRIBUTES[node.module]:
             return f"the tests import {', '.join(names)} of {node.module}"
-        found = set(names) & set(ATTRIBUTES)
-        return f"the tests import {found.pop()}" if found else _import_reason(node.module or "", tried)
+        found = (self.words if names == ["*"] else set(names)) & ATTRIBUTES
+        return f"the tests import {min(found)}" if found else _import_reason(node.module or "", tried)
 
     def _name(self, node, tried):
         if node.id in NAMES and node.id not in self.bound | self.imported:
