@@ -97,7 +97,7 @@ def test_what_drives_an_engine_is_closed_before_it(monkeypatch: pytest.MonkeyPat
     for part, name in (("engine", "build"), ("train", "build_roles"), ("weights", "build")):
         monkeypatch.setattr(getattr(module, part), name, lambda *parts, part=part: closes(part))
     settings = GenerationSettings(RolloutConfig(), RewardsConfig(), seed=0, kv_tokens=64)
-    cfg = MagicMock(generation=settings)
+    cfg = MagicMock(**{"generation": settings, "engine.adapters": False})
     with ExitStack() as stack:
         job = MagicMock(cfg=cfg, stack=stack, starting=nullcontext, connect=lambda debug: (None, None))
         stack.enter_context(colocated(job))
