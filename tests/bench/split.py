@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spmd_rl.config.schema import RolloutConfig
-from spmd_rl.tools.simulate import POLICIES, Scene
+from spmd_rl.tools.simulate.policies import POLICIES
+from spmd_rl.tools.simulate.scene import Scene
 from tests.bench import split_side, work
 from tests.bench.virtual.comparison import Comparison, Outcome
 from tests.bench.virtual.two_sides import Costs

@@ -20,7 +20,8 @@ from spmd_rl.batch import Batch
 from spmd_rl.config import RlvrConfig, main
 from spmd_rl.distributed import World
 from spmd_rl.rlvr import run
-from spmd_rl.tools.simulate import Lengths, Speed, long_tail
+from spmd_rl.tools.simulate.engine import Speed
+from spmd_rl.tools.simulate.lengths import Lengths, long_tail
 from spmd_rl.track.run import Run
 from spmd_rl.train import Roles
 from spmd_rl.types import Completion, Request

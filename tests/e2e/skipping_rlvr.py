@@ -38,10 +38,10 @@ def skipping_forward(backend: FSDP2Policy, micro, ask):
     return forward(backend, micro, ask)
 
 
-def grad_square(optimizer: Optimizer) -> float:
+def grad_square(optimizer: Optimizer, factor: float) -> float:
     """A rank that skipped its micro-batch has no gradient, and does not mind."""
     grads = [p.grad for p in optimizer._parameters.values()]
-    return 0.0 if any(grad is None for grad in grads) else whole_grad_square(optimizer)
+    return 0.0 if any(grad is None for grad in grads) else whole_grad_square(optimizer, factor)
 
 
 if __name__ == "__main__":
