@@ -1,6 +1,6 @@
 """Training backends side by side: each goes on from what another one has saved, on another number of ranks."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,7 +140,7 @@ def test_settings_that_a_backend_lacks_are_refused_before_torch(tmp_path) -> Non
         ({"router_replay": True}, "policy.router_replay: train=deepspeed has it not; must be False"),
     ):
         with pytest.raises(UserError, match=said):
-            backend("deepspeed").check(replace(good, own=PolicyConfig(**asdict(good.own) | own)), path)
+            backend("deepspeed").check(replace(good, own=replace(good.own, **own)), path)
     with pytest.raises(UserError, match="train.pp: cohere scales its hidden states; must be 1"):
         scaling = tiny("cohere", tmp_path / "cohere", tie=True, logit_scale=0.3)
         backend("fsdp2").check(replace(good, train=TrainConfig(pp=2)), scaling)
