@@ -167,9 +167,12 @@ def _records(name: str, path: Path, key: str, cfg: SourcesConfig) -> Iterator[tu
     """Yield where each record of a source stands, the record, and where its line begins in the file, if it has one."""
     if name.startswith(GENERATORS):
         rows = list(reasoning_gym.generate(name.removeprefix(GENERATORS), cfg.size, cfg.seed, cfg.args, key))
-        for row, other in zip(rows, [*rows[1:], *rows[:1]], strict=True):
+        answers = [row.ground_truth for row in rows]
+        for number, row in enumerate(rows):
             right = {"prompt": row.problem, "completion": row.ground_truth, "chosen": row.ground_truth}
-            yield row.where, right | {"rejected": other.ground_truth}, None  # the answer to another question
+            later = (answers[(number + step) % len(rows)] for step in range(1, len(rows)))
+            wrong = next((answer for answer in later if answer != row.ground_truth), row.ground_truth)
+            yield row.where, right | {"rejected": wrong}, None  # the answer to another question
     elif dataset := hub_dataset(name):
         yield from ((*pair, None) for pair in dataset_records(dataset, key))
     else:

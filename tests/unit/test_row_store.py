@@ -127,6 +127,15 @@ def test_forms_of_pairs(tmp_path: Path) -> None:
     assert pair_of(texts, tmp_path) == [([shared, " That is it"], 1, True), ([shared, " This is it"], 1, True)]
 
 
+def test_pairs_that_are_made_of_problems_differ() -> None:
+    """Of one-digit sums one in ten has the answer of the next."""
+    terms = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "operators": ["+"]}
+    asked = PairsConfig(train="reasoning_gym:basic_arithmetic", size=200, args=terms, holdout=0.0)
+    for row in Examples.load(asked, "preference").train:
+        chosen, rejected = (one.messages[-1].text for one in row.conversations)
+        assert chosen != rejected
+
+
 @pytest.mark.parametrize(
     ("kind", "row", "line"),
     [
