@@ -19,6 +19,7 @@ from hashlib import blake2b
 from typing import Any
 
 import msgspec
+import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.distributed import World
@@ -42,6 +43,13 @@ class Tick(msgspec.Struct, array_like=True, frozen=True):
     """The other ranks `join` with it, and all make the same calls until they are through."""
     digest: bytes = b""
     """The hash of all that the first rank's engine has given back so far: the others' must be equal."""
+
+
+def replica_group(world: World, name: str, num_ranks: int) -> dist.ProcessGroup:
+    """[all] of the replica: its `num_ranks` neighbouring ranks as a process group, for an engine's own collectives."""
+    first = world.rank // num_ranks * num_ranks
+    backend = "gloo" if world.device.type == "cpu" else None
+    return world.process_group(name, backend, range(first, first + num_ranks))  # [all] of the replica
 
 
 class ReplicatedEngine:

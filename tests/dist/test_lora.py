@@ -28,6 +28,7 @@ from spmd_rl.train.adapter_off import AdapterOff
 from spmd_rl.train.state import MODEL, OPTIMIZER, SavedState
 from spmd_rl.train.stored_model import checkpoint_model
 from tests.dist.harness import run_ranks
+from tests.dist.test_train_parity import AS_GRADIENT, HUGE
 from tests.models import EXPERTS, tiny
 from tests.training import (
     TEMPERATURE,
@@ -41,8 +42,6 @@ from tests.training import (
 )
 from tests.unit.test_sharing import exact
 
-HUGE = 1e12
-AS_GRADIENT = {"eps": HUGE, "max_grad_norm": HUGE, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
 SIZES = {"head_dim": 8, "intermediate_size": 90, "vocab_size": 263}  # of these nothing divides by 4
 MODELS = {
     "llama": ("llama", {"tie": True, **SIZES}),

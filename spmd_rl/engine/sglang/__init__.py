@@ -11,7 +11,7 @@ from spmd_rl.config.sections.models import EngineConfig, ServedModelConfig
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.engine.fused_weights import expected_shapes
-from spmd_rl.engine.replicated import ReplicatedEngine
+from spmd_rl.engine.replicated import ReplicatedEngine, replica_group
 from spmd_rl.engine.sequence import text_of_model
 from spmd_rl.engine.sglang.guest import hosted
 from spmd_rl.errors import UserError
@@ -26,18 +26,14 @@ def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world
     """[all] The policy's architecture in the policy's dtype on this rank's device, without weights."""
     if found := unsupported("sglang"):
         raise UserError(f"engine=sglang: SGLang {found[0]} is not {found[1]}, whose insides it is made for")
-    tp, cpu = settings.tp, world.device.type == "cpu"
-    first = world.rank // tp * tp
-    sleeps = sleeps and not cpu
+    tp, sleeps = settings.tp, sleeps and world.device.type != "cpu"
     patience = world.journal.extend_timeout(START_SECONDS)
     with world.collective("engine: start sglang"), patience, hosted(world.device.type):  # [all]
         from spmd_rl.engine.sglang.engine import SglangEngine
         from spmd_rl.engine.sglang.start import start
 
         shapes = expected_shapes(policy.model, policy.trust_remote_code)
-        replica = world.process_group(
-            "sglang", "gloo" if cpu else None, range(first, first + tp)
-        )  # [all] of the replica
+        replica = replica_group(world, "sglang", tp)  # [all] of the replica
         scheduler = start(
             policy.model,
             getattr(torch, policy.dtype),

@@ -10,7 +10,7 @@ from spmd_rl.config.sections.models import EngineConfig, ServedModelConfig
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.engine.fused_weights import expected_shapes
-from spmd_rl.engine.replicated import ReplicatedEngine
+from spmd_rl.engine.replicated import ReplicatedEngine, replica_group
 from spmd_rl.engine.sequence import text_of_model
 from spmd_rl.engine.vllm.guest import hosted
 
@@ -20,15 +20,13 @@ __all__ = ["build"]
 def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World) -> Engine:
     """[all] The policy's architecture in the policy's dtype on this rank's device, without weights."""
     tp = settings.tp
-    first = world.rank // tp * tp
     with world.collective("engine: start vllm"), hosted(world.device.type):  # [all]
         from spmd_rl.engine.vllm.adapter_slot import AdapterSlot, engine_args
         from spmd_rl.engine.vllm.engine import VllmEngine
         from spmd_rl.engine.vllm.start import start
 
         shapes = expected_shapes(policy.model, policy.trust_remote_code)
-        cpu = world.device.type == "cpu"
-        sleeps = sleeps and not cpu
+        sleeps = sleeps and world.device.type != "cpu"
         llm = start(
             policy.model,
             getattr(torch, policy.dtype),
@@ -37,9 +35,7 @@ def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world
             max_running=settings.max_running,
             kv_tokens=settings.kv_tokens,
             local_rank=world.local_rank,
-            replica=world.process_group(
-                "vllm", "gloo" if cpu else None, range(first, first + tp)
-            ),  # [all] of the replica
+            replica=replica_group(world, "vllm", tp),  # [all] of the replica
             sleeps=sleeps,
             trust=policy.trust_remote_code,
             args=settings.args | (engine_args(policy.lora.rank) if settings.adapters else {}),
