@@ -24,7 +24,7 @@ from spmd_rl.sidecar.verdicts import checked_reply
 from spmd_rl.types import AnswerInfo, Verdict
 from tests import sockets
 from tests.patience import patient
-from tests.unit.sidecar_helpers import ask, host_of, numbers, private_node, prompt, rewards
+from tests.unit.sidecar_helpers import ask, gone_within, host_of, numbers, private_node, prompt, rewards
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_client_that_never_reads_is_not_written_to_for_ever(node, monkeypatch)
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_host_that_is_asked_to_end_answers_what_is_under_way(node):
+def test_a_host_that_is_asked_to_end_answers_what_is_under_way(node, capfd):
     with sidecar.connect(rewards("Moody", workers=2), node) as scorer:
         host = host_of(scorer)
 
@@ -114,11 +114,12 @@ def test_a_host_that_is_asked_to_end_answers_what_is_under_way(node):
             return await task
 
         assert [verdict.status for verdict in asyncio.run(run())] == ["ok"] * 3
-        assert host.wait(5) == 0
+        assert gone_within([host], 5.0)
         assert asyncio.run(ask(scorer, ["b"]))[0].status == "ok"
         report = fetch_status(node.address, None)
         assert report.pid == host_of(scorer).pid != host.pid
         assert report.pools["toy"].verdicts == 1  # of the others, none was asked twice
+    assert capfd.readouterr().err.count("the host died with code 0; starting a new one") == 1
 
 
 def test_what_is_asked_of_a_host_that_ends_is_answered_by_the_next(node):
