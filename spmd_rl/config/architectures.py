@@ -52,6 +52,8 @@ REASONS = {
 }
 """Why other types cannot be trained, where it is known"""
 NO_CAUSAL_LM = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+REWARD_MODEL = "ForSequenceClassification"
+"""What a critic may begin with beside a language model"""
 LOGIT_FACTORS = {"cohere": ("logit_scale", 1), "cohere2": ("logit_scale", 1), "granite": ("logits_scaling", -1)}
 """Types that multiply their logits by a number: the key of `config.json` that has it, and its exponent"""
 SCALES_HIDDEN_STATES = (*LOGIT_FACTORS, "afmoe", "minicpm3", "olmo")
@@ -75,7 +77,7 @@ def experts_in(folder: Path) -> int | None:
     return next((count for name in EXPERT_COUNTS if (count := text.get(name))), 0)
 
 
-def check_architecture(key: str, folder: Path, engine: str, longest: int) -> None:
+def check_architecture(key: str, folder: Path, engine: str, longest: int, is_critic: bool = False) -> None:
     """Raise a `UserError` if the model in `folder` cannot be trained, or cannot be run by `engine` (may be empty).
 
     `longest` is the most tokens of a sample. `key` is the setting that the error names.
@@ -88,7 +90,8 @@ def check_architecture(key: str, folder: Path, engine: str, longest: int) -> Non
     pad, size = config.get("pad_token_id"), config.get("vocab_size")
     if isinstance(pad, int) and isinstance(size, int) and pad >= size:
         raise UserError(f"{key}: {folder / 'config.json'}: pad_token_id {pad} is outside of the vocabulary of {size}")
-    if config.get("is_encoder_decoder") or any(name.endswith(NO_CAUSAL_LM) for name in names):
+    others = tuple(name for name in NO_CAUSAL_LM if name != REWARD_MODEL or not is_critic)
+    if config.get("is_encoder_decoder") or any(name.endswith(others) for name in names):
         raise UserError(f"{key}: {folder} is no causal language model but {', '.join(names) or kind}")
     if reason := next(_reasons(kind, config), None):
         raise UserError(f"{key}: {kind} {reason} and cannot be trained here; these can: {', '.join(ACCEPTED)}")

@@ -285,7 +285,7 @@ def check_models(roles: list, engine: EngineConfig | None = None, rollout: Sampl
     for role in loaded_roles(roles):
         key, generates = role.model_key, engine.name if engine and role.name == "policy" else ""
         role.own.model = check_model(key, role.own.model)
-        check_architecture(key, model_folder(role.own.model), generates, longest)
+        check_architecture(key, model_folder(role.own.model), generates, longest, role.name == "critic")
 
 
 def loaded_roles(roles: list[RoleConfig]) -> list[RoleConfig]:

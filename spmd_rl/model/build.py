@@ -3,7 +3,7 @@
 Whole (`build_model`), or without weights (`build_on_meta`), to be sharded first and then filled by `load.py`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,12 +24,14 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str,
     trust_remote_code: bool = False,
+    may_lack: Collection[str] = (),
     attention: str = packed.NAME,
 ) -> nn.Module:
     """The model in `path` in eval mode, its weights in `dtype` on `device`; tied weights stay tied.
 
     `attention` is a name that transformers knows, or `spmd_packed`, whose forward wants `packing=` (see
-    `attention.py`). UserError if `path` is no such directory, holds weights only as pickles, or does not load whole.
+    `attention.py`). `may_lack`: names of weights that need not be stored. UserError if `path` is no such directory,
+    holds weights only as pickles, or does not load whole.
     """
     folder = model_directory(path)
     with _users_mistakes(folder):
@@ -42,7 +44,7 @@ def build_model(
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
-    if missing := sorted(report["missing_keys"]):
+    if missing := sorted({*report["missing_keys"]} - {*may_lack}):
         raise UserError(f"policy.model: {folder} lacks {len(missing)} weights, among them {missing[0]}")
     model.config.use_cache = False
     return model.to(device).eval()

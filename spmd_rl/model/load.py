@@ -88,16 +88,13 @@ class WeightFiles(MappedFiles):
 
 
 @torch.no_grad()
-def load_weights(
-    model: nn.Module, files: WeightFiles, fresh: Collection[str] = (), on_progress: Callable[[], object] = lambda: None
-) -> None:
+def load_weights(model: nn.Module, files: WeightFiles, on_progress: Callable[[], object] = lambda: None) -> None:
     """Fill this rank's part of every parameter and saved buffer from `files`, converted to the dtype that it has.
 
-    Tied weights are read once, under whichever name is stored. `fresh`: names of parameters that start at zero and
-    are not looked for. `on_progress` is called after each tensor. UserError, before anything is read, if a weight is
-    missing, unknown to the model or of another shape.
+    Tied weights are read once, under whichever name is stored. `on_progress` is called after each tensor. UserError,
+    before anything is read, if a weight is missing, unknown to the model or of another shape.
     """
-    read = RegionReader(model, files, fresh)
+    read = RegionReader(model, files)
     for name, tensor in read.tensors.items():
         read(name, owned_region(tensor), local(tensor))
         on_progress()
@@ -106,21 +103,19 @@ def load_weights(
 class RegionReader:
     """Any part of a model's parameters and saved buffers, read from its directory."""
 
-    def __init__(self, model: nn.Module, files: WeightFiles, fresh: Collection[str] = ()) -> None:
-        """`model` may be on the meta device; `fresh` and UserError: see `load_weights`."""
+    def __init__(self, model: nn.Module, files: WeightFiles) -> None:
+        """`model` may be on the meta device; UserError: see `load_weights`."""
         every = dict([*model.named_parameters(), *model.named_buffers()])
         names, self._files = {id(tensor): name for name, tensor in every.items()}, files
-        self._stored: dict[str, list[tuple[str, Part]]] = {name: [] for name in every if name in fresh}
-        for stored, (tensor, part) in checked_weights(model, files, fresh).items():
-            self._stored.setdefault(names[id(tensor)], []).append((stored, part))
+        self._stored: dict[str, list[tuple[str, Part]]] = defaultdict(list)
+        for stored, (tensor, part) in checked_weights(model, files).items():
+            self._stored[names[id(tensor)]].append((stored, part))
         self.tensors: dict[str, Tensor] = {name: every[name] for name in self._stored}
         """The model's, by name: tied ones once"""
 
     @torch.no_grad()
     def __call__(self, name: str, region: Region, target: Tensor) -> None:
-        """Fill `target` with a region of the tensor `name`; with zeros if that is fresh."""
-        if not self._stored[name]:
-            target.zero_()
+        """Fill `target` with a region of the tensor `name`."""
         for stored, part in self._stored[name]:
             _fill(target, region, stored, part, self._files)
 
@@ -129,11 +124,11 @@ Wanted = dict[str, tuple[Tensor, Part]]
 """By each name that is stored, the model's tensor that it belongs to; those that tie weights share an entry."""
 
 
-def checked_weights(model: nn.Module, files: WeightFiles, fresh: Collection[str] = ()) -> Wanted:
+def checked_weights(model: nn.Module, files: WeightFiles) -> Wanted:
     """Return which stored tensors make up the model's. UserError as of `load_weights`; nothing is read but heads."""
-    if problem := mismatch(model, files, fresh):
+    if problem := mismatch(model, files):
         raise UserError(problem)
-    wanted = _stored_tensors(model, files, fresh)
+    wanted = _stored_tensors(model, files)
     for name, (_, part) in wanted.items():
         shape = [piece.stop - piece.start for piece in part.region][part.is_expert :]
         if files.shape(name) != shape:
@@ -162,12 +157,12 @@ def _fill(target: Tensor, own: Region, name: str, part: Part, files: WeightFiles
         target[place].copy_(found[None] if part.is_expert else found)
 
 
-def mismatch(model: nn.Module, files: WeightFiles, fresh: Collection[str] = ()) -> str:
+def mismatch(model: nn.Module, files: WeightFiles) -> str:
     """Say which weight of the model is not stored under its name, or which stored name it lacks; empty if all fit."""
-    wanted = _stored_tensors(model, files, fresh)
+    wanted = _stored_tensors(model, files)
     if missing := sorted(wanted.keys() - files.names):
         return f"policy.model: {files.folder} lacks {len(missing)} weights, among them {missing[0]}"
-    known = {*wanted, *model.state_dict(keep_vars=True), *fresh, *(name for name, _ in model.named_buffers())}
+    known = {*wanted, *model.state_dict(keep_vars=True), *(name for name, _ in model.named_buffers())}
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]  # as transformers does
     for name in files.names:
         if name not in known and not any(re.search(pattern, name) for pattern in ignored):
@@ -186,9 +181,9 @@ def within(region: Iterable[slice], outer: Region) -> Region:
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(region, outer, strict=True))
 
 
-def _stored_tensors(model: nn.Module, files: WeightFiles, fresh: Collection[str]) -> Wanted:
+def _stored_tensors(model: nn.Module, files: WeightFiles) -> Wanted:
     tied: dict[int, list[str]] = defaultdict(list)
-    tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in fresh}
+    tensors = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
         tied[id(tensor)].append(name)
     parts, found = stored_parts(model), {}

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 import torch
 
+from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.model.build import build_model, build_on_meta, model_directory
 from spmd_rl.model.load import Region, RegionReader, WeightFiles, load_weights, mismatch
 from spmd_rl.model.lora import SCALING
 from spmd_rl.model.stored import stored_parts
+from spmd_rl.model.value_head import ValueHeadFiles, head_weights, with_value_head
 from spmd_rl.train.adapted import AdaptedFiles
 from spmd_rl.train.state import MODEL, SavedState
 
@@ -33,13 +35,16 @@ Source = Callable[..., Stored]
 """Called like `stored_model`."""
 
 
-def stored_model(path: str, dtype: torch.dtype, remote_code: bool, on_progress: Callable[[], object]) -> Stored:
-    """The model of a directory or a name of the hub; on the meta device, where its shards can be read one by one."""
-    folder = model_directory(path)
-    model, files = build_on_meta(folder, dtype, remote_code), WeightFiles(folder)
+def stored_model(role: RoleConfig, dtype: torch.dtype, on_progress: Callable[[], object]) -> Stored:
+    """The model of a role, a critic's with a value head; on the meta device, where shards can be read one by one."""
+    folder, is_critic = model_directory(role.model), role.name == "critic"
+    model, files = build_on_meta(folder, dtype, role.trust_remote_code), WeightFiles(folder)
+    if is_critic:
+        files = ValueHeadFiles(files, head_weights(with_value_head(model, role.value_bias)))
     load, reader = partial(load_weights, files=files, on_progress=on_progress), partial(RegionReader, files=files)
     if mismatch(model, files):  # transformers renames and merges some weights as it loads them: experts, for one
-        model, load, reader = build_model(folder, dtype, "cpu", remote_code), None, None
+        whole = build_model(folder, dtype, "cpu", role.trust_remote_code, files.head if is_critic else ())
+        model, load, reader = (files.fill(whole, role.value_bias) if is_critic else whole), None, None
     return Stored(model, load, lambda: files.bytes_read, reader, files)
 
 
@@ -72,14 +77,14 @@ class CheckpointFiles(WeightFiles):
 
 
 def checkpoint_model(
-    checkpoint: str, path: str, dtype: torch.dtype, remote_code: bool, on_progress: Callable[[], object]
+    checkpoint: str, role: RoleConfig, dtype: torch.dtype, on_progress: Callable[[], object]
 ) -> Stored:
     """As `stored_model`, with the weights of the policy in a verified checkpoint, saved by whatever backend and layout.
 
     UserError, before anything is read, if they are not those of a model like this one.
     """
-    folder = model_directory(path)
-    model, saved = build_on_meta(folder, dtype, remote_code), SavedState.open(Path(checkpoint) / "policy")
+    folder = model_directory(role.model)
+    model, saved = build_on_meta(folder, dtype, role.trust_remote_code), SavedState.open(Path(checkpoint) / "policy")
     parts = stored_parts(model)
     buffers = {part.name for name, _ in model.named_buffers() for part in parts.get(name, ())}
     has_adapters = SCALING in saved.tensors

@@ -7,10 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from spmd_rl.config.architectures import check_architecture
+from spmd_rl.config.sections.models import ModelConfig, RoleConfig, TrainConfig
 from spmd_rl.errors import UserError
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model, build_on_meta, model_directory
 from spmd_rl.model.load import WeightFiles, load_weights
+from spmd_rl.train.stored_model import stored_model
 from tests.models import KINDS, tiny
 from tests.unit.test_model_build import BREAKS
 
@@ -72,12 +75,45 @@ def test_several_files_and_another_dtype_on_disk(tmp_path):
         filled(path)
 
 
-def test_fresh_weights_are_zero_and_not_looked_for(tmp_path):
+def critic(path, bias=True):
+    """What `stored_model` makes of the directory for a critic, whole."""
+    role = RoleConfig("critic", ModelConfig(), str(path), "float32", False, TrainConfig(), 1, value_bias=bias)
+    stored = stored_model(role, torch.float32, lambda: None)
+    if stored.load:
+        stored.model.to_empty(device="cpu")
+        stored.load(stored.model)
+    return stored.model, stored.files
+
+
+def test_a_value_head_is_zero_and_not_looked_for(tmp_path):
     path = tiny("llama", tmp_path)
-    model, files = filled(path, fresh={"lm_head.weight"})
-    assert not model.lm_head.weight.any() and model.model.embed_tokens.weight.any()
+    model, files = critic(path)
+    assert not model.lm_head.weight.any() and not model.lm_head.bias.any() and model.model.embed_tokens.weight.any()
     stored = load_file(path / "model.safetensors")
     assert files.bytes_read == sum(t.nbytes for name, t in stored.items() if name != "lm_head.weight")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_a_critic_begins_with_the_head_of_a_reward_model(kind, tmp_path):
+    path = tiny(kind, tmp_path)
+    score = torch.arange(64.0)[None]
+
+    def become_scorer(stored):
+        stored.pop("lm_head.weight")
+        stored["score.weight"] = score
+
+    spoil(path, become_scorer)
+    config = json.loads((path / "config.json").read_text())
+    scorer = config["architectures"][0].replace("CausalLM", "SequenceClassification")
+    (path / "config.json").write_text(json.dumps(config | {"architectures": [scorer]}))
+    model, _ = critic(path, bias=False)
+    assert torch.equal(model.lm_head.weight, score) and model.lm_head.bias is None
+    check_architecture("critic.model", path, "", 8, is_critic=True)
+    with pytest.raises(UserError, match="policy.model: .* is no causal language model but .*SequenceClassification"):
+        check_architecture("policy.model", path, "", 8)
+    spoil(path, lambda stored: stored.update({"score.weight": score.repeat(2, 1)}))
+    with pytest.raises(UserError, match="has 2 outputs; a reward model has one"):
+        critic(path)
 
 
 def spoil(path, change):

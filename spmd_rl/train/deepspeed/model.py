@@ -20,7 +20,6 @@ from spmd_rl.model.load import Region, RegionReader
 from spmd_rl.model.logprobs import TokenHead, logit_factor
 from spmd_rl.model.size import ModelSize
 from spmd_rl.model.stored import stored_parts
-from spmd_rl.model.value_head import head_weights, with_value_head
 from spmd_rl.train.accumulate import Critic, Policy, alone, walk
 from spmd_rl.train.base import ForwardArgs, Metrics, MicrobatchLoop
 from spmd_rl.train.deepspeed.optimizer import MOMENTS, GatedAdamW
@@ -203,10 +202,8 @@ def role_of(module: nn.Module, layout: Layout, role: RoleConfig, read: RegionRea
 def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     """[all] See `Backend.build`."""
     held = getattr(torch, role.dtype if role.optimizer is None else "float32")
-    stored, fresh = source(role.model, held, role.trust_remote_code, layout.world.progress), ()
-    if role.name == "critic":
-        fresh = head_weights(with_value_head(stored.model, role.value_bias)).keys()
-    read = stored.reader and stored.reader(stored.model, fresh=fresh)
+    stored = source(role, held, layout.world.progress)
+    read = stored.reader and stored.reader(stored.model)
     built = role_of(stored.model, layout, role, read)
     layout.world.journal.note("loaded", role=role.name, bytes=stored.num_bytes())
     return built

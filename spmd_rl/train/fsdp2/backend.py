@@ -1,7 +1,6 @@
 """The policy, its frozen reference and the critic on `FSDP2Model`: what their outputs are, and `build`."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from spmd_rl.batch import Batch
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.model.logprobs import TokenHead, logit_factor
-from spmd_rl.model.value_head import head_weights, with_value_head
 from spmd_rl.train.accumulate import Critic, Policy
 from spmd_rl.train.base import ForwardArgs
 from spmd_rl.train.fsdp2.model import FSDP2Model
@@ -60,10 +58,7 @@ def critic_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable
 def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     """[all] See `Backend.build`. The journal's line `loaded` counts the bytes that this rank has read."""
     held = getattr(torch, role.held_dtype)
-    model, load, num_bytes, *_ = source(role.model, held, role.trust_remote_code, layout.world.progress)
-    if role.name == "critic":
-        fresh = head_weights(with_value_head(model, role.value_bias)).keys()
-        load = load and partial(load, fresh=fresh)
+    model, load, num_bytes, *_ = source(role, held, layout.world.progress)
     built = (critic_of if role.name == "critic" else policy_of)(model, layout, role, load)
     layout.world.journal.note("loaded", role=role.name, bytes=num_bytes())
     return built

@@ -7,11 +7,10 @@ import torch
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import UserError
-from spmd_rl.model.value_head import head_weights, with_value_head
 from spmd_rl.train.accumulate import Critic, Policy
 from spmd_rl.train.megatron import architectures
 from spmd_rl.train.megatron.model import MegatronModel
-from spmd_rl.train.megatron.value_head import WithValueHead, rules_with
+from spmd_rl.train.megatron.value_head import rules_with
 from spmd_rl.train.stored_model import Source
 
 
@@ -20,13 +19,12 @@ def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     if role.train.vpp > 1 and role.train.pp == 2 and layout.world.device.type == "cpu":
         # the stage before and the stage after are one rank, and gloo pairs messages by their order alone
         raise UserError(f"{layout.key}.vpp: with two stages on CPU Megatron's gradients are wrong; must be 1")
-    stored = source(role.model, torch.float32, role.trust_remote_code, layout.world.progress)
+    stored = source(role, torch.float32, layout.world.progress)
     module, files = stored.model, stored.files
     architecture = import_module(f"{architectures.__name__}.{module.config.model_type}")
     rules, is_critic = architecture.NAMES, role.name == "critic"
     if is_critic:
-        head = head_weights(with_value_head(module, role.value_bias))
-        files, rules = WithValueHead(files, head), rules_with(rules, head)
+        rules = rules_with(rules, files.head)
     model = MegatronModel(module, layout, role, files, rules, architecture.options(module.config))  # [all]
     layout.world.journal.note("loaded", role=role.name, bytes=files.bytes_read)
     return (Critic if is_critic else Policy)(model, layout, role)

@@ -1,7 +1,6 @@
 """A critic on Megatron: the value of what stands before each token, in place of the output embedding."""
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from spmd_rl.model.differentiable import collect
-from spmd_rl.model.load import Region, WeightFiles
 from spmd_rl.train.megatron.mapping import Rule, Whole
 from spmd_rl.train.megatron.parameters import OUTPUT
 
@@ -47,34 +45,6 @@ class ValueHead(nn.Module):
             here = torch.arange(len(values), device=values.device) + self._group.rank() * len(values)
             values = collect(values, here, size * len(values), self._group)  # [all]
         return values[self.keep][:, None], None
-
-
-class WithValueHead:
-    """The files of a language model, with a value head of zeros in the place of its output embedding."""
-
-    def __init__(self, files: WeightFiles, head: Mapping[str, Tensor]) -> None:
-        """head: by the names under which it is stored."""
-        self.folder, self._files, self._head = files.folder, files, head
-        self.names: Collection[str] = {*files.names, *head}
-
-    @property
-    def bytes_read(self) -> int:
-        """See `WeightFiles`."""
-        return self._files.bytes_read
-
-    def file_of(self, name: str) -> Path:
-        """See `WeightFiles`."""
-        return self._files.file_of(name)
-
-    def shape(self, name: str) -> list[int]:
-        """See `WeightFiles`."""
-        return list(self._head[name].shape) if name in self._head else self._files.shape(name)
-
-    def read(self, name: str, region: Region) -> Tensor:
-        """See `WeightFiles`."""
-        if name in self._head:
-            return torch.zeros([piece.stop - piece.start for piece in region])
-        return self._files.read(name, region)
 
 
 def rules_with(names: Mapping[str, Rule], head: Collection[str]) -> dict[str, Rule]:
