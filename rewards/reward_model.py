@@ -2,7 +2,8 @@
 
 Prompt and answer are rendered with the model's own chat template. Its output is the score, as it is or through a
 sigmoid. What is longer than the model reads is `rejected`, never cut. Answers that wait are scored together; since a
-batch changes the last digits of a score, `max_batch: 1` where runs must repeat exactly.
+batch changes the last digits of a score, `max_batch: 1` where runs must repeat exactly. A model of steps, whose
+`config.json` has a `step_separator`, scores each step of an answer; what becomes of these says `of_steps`.
 
 Each worker holds the model: `reward.<domain>.workers` copies. Models with remote code are not supported; models that
 generate their verdict are judges (`judge.py`).
@@ -14,13 +15,22 @@ generate their verdict are judges (`judge.py`).
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
+from spmd_rl.types import AnswerInfo, Conversation, Message, Prompt, Verdict
 
 TRANSFORMS = {"none": lambda x: x, "sigmoid": lambda x: 1 / (1 + math.exp(-x)) if x >= 0 else 1 - 1 / (1 + math.exp(x))}
+
+OF_STEPS: dict[str, Callable[[Sequence[float]], float]] = {
+    "min": min,
+    "mean": statistics.fmean,
+    "last": lambda scores: scores[-1],
+    "product": math.prod,
+}
 
 
 def model_folder(model: str) -> Path:
@@ -51,12 +61,15 @@ class ModelReward:
         transform: str = "none",
         max_tokens: int | None = None,
         max_batch: int = 16,
+        of_steps: str = "min",
     ) -> None:
         """`model` is a directory, or a model of the hub (ORG/NAME); `device` and `dtype` are torch's names (`auto`: as
         stored). `max_tokens` limits prompt and answer (default: what the model reads), `max_batch` the answers scored
-        at once."""
+        at once. `of_steps` (`min`, `mean`, `last`, `product`) makes one score of those of an answer's steps."""
         if transform not in TRANSFORMS:
             raise ValueError(f"transform={transform}: known are {', '.join(TRANSFORMS)}")
+        if of_steps not in OF_STEPS:
+            raise ValueError(f"of_steps={of_steps}: known are {', '.join(OF_STEPS)}")
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch}: must be at least 1")
         folder = model_folder(model)
@@ -66,7 +79,8 @@ class ModelReward:
             raise ValueError(f"{model} is no sequence classification model, but {architecture}")
         self.max_batch = max_batch
         self._path, self._device, self._dtype = str(folder), device, dtype
-        self._transform = TRANSFORMS[transform]
+        self._transform, self._of_steps = TRANSFORMS[transform], OF_STEPS[of_steps]
+        self._separator = config.get("step_separator")
         self._max_tokens = max_tokens or config.get("max_position_embeddings") or 1 << 20
         self._model: Any = None
 
@@ -74,8 +88,11 @@ class ModelReward:
         """Load the model, in the process that works with it."""
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        self._tokenizer = AutoTokenizer.from_pretrained(self._path)
-        if not self._tokenizer.chat_template:
+        from spmd_rl.model.tokenizer import Tokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self._path)
+        self._tokenizer = Tokenizer(tokenizer)
+        if not tokenizer.chat_template:
             raise ValueError(f"{self._path} has no chat template")
         load = AutoModelForSequenceClassification.from_pretrained
         model = load(self._path, dtype=self._dtype, use_safetensors=True)
@@ -98,30 +115,41 @@ class ModelReward:
         texts = [self._render(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         verdicts = {
             place: Verdict("rejected", detail=f"{len(ids)} tokens; the reward model reads {self._max_tokens}")
-            for place, ids in enumerate(texts)
+            for place, (ids, _) in enumerate(texts)
             if len(ids) > self._max_tokens
         }
-        places = sorted(set(range(len(texts))) - set(verdicts), key=lambda place: len(texts[place]))
+        places = sorted(set(range(len(texts))) - set(verdicts), key=lambda place: len(texts[place][0]))
         for begin in range(0, len(places), self.max_batch):
             batch = places[begin : begin + self.max_batch]
-            for place, output in zip(batch, self._outputs([texts[place] for place in batch]), strict=True):
-                verdicts[place] = Verdict("ok", self._transform(output), {"output": output})
+            for place, steps in zip(batch, self._outputs([texts[place] for place in batch]), strict=True):
+                score = self._of_steps(list(map(self._transform, steps)))
+                verdicts[place] = Verdict("ok", score, {"output": self._of_steps(steps)})
         return [verdicts[place] for place in range(len(texts))]
 
-    def _render(self, prompt: Prompt, answer: str) -> list[int]:
-        """Return the token ids of the conversation that ends with the answer."""
-        messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
-        messages.append({"role": "assistant", "content": answer})
-        return self._tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    def _render(self, prompt: Prompt, answer: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of the conversation that ends with the answer, and at which of them scores stand."""
+        conversation = Conversation((*prompt.messages, Message("assistant", answer)))
+        if self._separator:
+            stripped = Conversation((*prompt.messages, Message("assistant", answer.strip())))
+            conversation = stripped.in_steps(self._separator)
+        pieces = self._tokenizer.scored_pieces(conversation)
+        ids = [token for pair in pieces for part in pair for token in part]
+        ends = accumulate(len(given) + len(learnt) for given, learnt in pieces)
+        return ids[:-1], [end - 2 for end in ends]  # a score stands before the token after its step
 
-    def _outputs(self, texts: Sequence[Sequence[int]]) -> list[float]:
+    def _outputs(self, texts: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
+        """Return the scores of each text."""
         import torch
 
-        pad, longest = self._model.config.pad_token_id or 0, max(map(len, texts))
-        ids = torch.tensor([[*text, *[pad] * (longest - len(text))] for text in texts], device=self._device)
-        mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts], device=self._device)
+        pad, longest = self._model.config.pad_token_id or 0, max(len(ids) for ids, _ in texts)
+        ids = torch.tensor([[*text, *[pad] * (longest - len(text))] for text, _ in texts], device=self._device)
+        mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text, _ in texts], device=self._device)
         with torch.inference_mode():
-            return self._model(input_ids=ids, attention_mask=mask).logits[:, 0].float().tolist()
+            if not self._separator:
+                return self._model(input_ids=ids, attention_mask=mask).logits.float().tolist()
+            hidden = self._model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
+            scores = self._model.score(hidden)[..., 0].float()
+        return [scores[number, places].tolist() for number, (_, places) in enumerate(texts)]
 
     @classmethod
     def examples(cls) -> Iterator[tuple[Prompt, str, float]]:

@@ -1,7 +1,8 @@
-"""A reward model from pairs of answers (Bradley-Terry): one program that every rank runs from top to bottom.
+"""A reward model from pairs of answers, or from labels of answers or of their steps: one program for every rank.
 
     torchrun --nproc-per-node 2 -m spmd_rl.reward_model +experiment=demo_reward_model
     python -m spmd_rl.reward_model data.train=pairs.jsonl epochs=1 policy.lr=1e-5
+    python -m spmd_rl.reward_model head=process data.train=steps.jsonl epochs=1 policy.lr=1e-5
 
 What it writes, `rewards.reward_model:ModelReward` loads. Lines marked [all] meet all other ranks; no other line may
 decide whether one is reached.
@@ -19,7 +20,7 @@ def run(cfg: RewardModelConfig) -> None:
 
     from spmd_rl.checkpoint import RewardExport
     from spmd_rl.job import Job
-    from spmd_rl.learn import Ranking
+    from spmd_rl.learn import Judging
     from spmd_rl.rollout import RowSource
 
     with Job.open(cfg, examples.digests, examples, cfg.data.chat_template_kwargs) as job:  # [all]
@@ -28,8 +29,8 @@ def run(cfg: RewardModelConfig) -> None:
         place, track, tokenizer = job.train(), job.track, job.tokenizer  # [all]
         rows = RowSource(examples, cfg.data, cfg.eval, tokenizer.scored_pieces, job.world, cfg.seed, end)
         critic = place.roles.critic
-        student = Ranking(critic, cfg.train.updates_per_step, cfg.center_coef)
-        export = RewardExport(critic, cfg.policy.model, job.world, tokenizer.pad_id)
+        student = Judging.of(cfg, critic)
+        export = RewardExport(critic, cfg.policy.model, job.world, tokenizer.pad_id, cfg.separator)
         saver, start = job.restore(place, export, rows=rows)  # [all]
         if start == 0:
             with track.step(0):

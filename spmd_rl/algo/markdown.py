@@ -29,7 +29,7 @@ from spmd_rl.algo import (
 from spmd_rl.algo.advantages import ANSWER_ADVANTAGES, STEP_ADVANTAGES
 from spmd_rl.algo.advantages.tokens import token_rewards
 from spmd_rl.algo.correction import correction
-from spmd_rl.algo.preference import JUDGED_LOSSES, PAIR_LOSSES, bradley_terry
+from spmd_rl.algo.preference import JUDGED_LOSSES, PAIR_LOSSES, binary, bradley_terry
 
 Function = Callable[..., Any]
 FIELDS = ("Source", "Keys", "Use")
@@ -146,7 +146,7 @@ SECTIONS = (
         "`preference.loss` of `python -m spmd_rl.dpo`, with keys of `preference`. r is the reward of an answer, log pi "
         "- log pi_ref summed over its tokens (of the mean token where `length_normalised`), d the reward of the chosen "
         "answer less that of the rejected one. A step minimises the mean over its pairs, or answers.",
-        {**PAIR_LOSSES, **JUDGED_LOSSES, **_named(bradley_terry)},
+        {**PAIR_LOSSES, **JUDGED_LOSSES, **_named(bradley_terry, binary)},
     ),
     Section(
         "The critic",

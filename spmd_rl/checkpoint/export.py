@@ -43,9 +43,18 @@ class RewardExport:
     Example: `RewardExport(critic, cfg.policy.model, world, pad_token_id=0)`.
     """
 
-    def __init__(self, critic: CriticRole, model_dir: str | Path, world: World, pad_token_id: int | None) -> None:
-        """pad_token_id: of a token that ends no conversation; None: the model scores one at a time."""
-        self._critic, self._model_dir, self._world, self._pad = critic, model_folder(model_dir), world, pad_token_id
+    def __init__(
+        self,
+        critic: CriticRole,
+        model_dir: str | Path,
+        world: World,
+        pad_token_id: int | None,
+        separator: str | None = None,
+    ) -> None:
+        """pad_token_id: of a token that ends no conversation; None: the model scores one at a time. separator: of the
+        steps that it scores; None: it scores answers."""
+        self._critic, self._model_dir, self._world = critic, model_folder(model_dir), world
+        self._config = {"pad_token_id": pad_token_id} | ({"step_separator": separator} if separator else {})
 
     def __call__(self, path: Path) -> list[Path]:
         """[all] As `HfExport`."""
@@ -56,7 +65,7 @@ class RewardExport:
             config = json.loads((path / "config.json").read_text(encoding="utf-8"))
             names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
             own = {"architectures": names, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
-            config |= own | {"pad_token_id": self._pad}
+            config |= own | self._config
             (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         return files
 

@@ -5,10 +5,10 @@ from typing import ClassVar
 
 from spmd_rl.config.schema import PipelineConfig
 from spmd_rl.config.sections.models import ReferenceConfig, RoleConfig
-from spmd_rl.config.sections.preference import PairsConfig, PreferenceConfig
+from spmd_rl.config.sections.preference import LabelledConfig, PairsConfig, PreferenceConfig
 from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
 from spmd_rl.config.sections.teachers import TeachersConfig
-from spmd_rl.config.values import above, at_least
+from spmd_rl.config.values import above, at_least, one_of, require
 
 
 @dataclass
@@ -78,14 +78,29 @@ class DpoConfig(RowsPipelineConfig):
 class RewardModelConfig(RowsPipelineConfig):
     """The settings of `python -m spmd_rl.reward_model`; `policy` is the model that it is made of."""
 
-    pipeline, row_kind = "reward_model", "ranked"
-    data: PairsConfig = field(default_factory=PairsConfig)
+    pipeline = "reward_model"
+    data: LabelledConfig = field(default_factory=LabelledConfig)
+    head: str = "pairwise"
+    """What rewards are learnt from: `pairwise`, which of two answers is better; `outcome`, whether an answer is right;
+    `process`, whether each of its steps is."""
     center_coef: float = 0.0
-    """Weight of the square of the sum of a pair's rewards, which keeps rewards around 0."""
+    """Weight of the square of the sum of a pair's rewards, which keeps rewards around 0 (`pairwise`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        one_of(self, head=("pairwise", "outcome", "process"))
         at_least(self, center_coef=0)
+        require(not self.center_coef or self.head == "pairwise", f"center_coef: head={self.head} has no pairs")
+
+    @property
+    def row_kind(self) -> str:
+        """See `RowsPipelineConfig.row_kind`."""
+        return "ranked" if self.head == "pairwise" else self.head
+
+    @property
+    def separator(self) -> str | None:
+        """At which answers are cut into steps that have a reward each; None: they are not."""
+        return self.data.separator if self.head == "process" else None
 
     @property
     def roles(self) -> list[RoleConfig]:

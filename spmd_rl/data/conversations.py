@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd_rl.config.sections.data import SourcesConfig
+from spmd_rl.config.sections.preference import LabelledConfig
 from spmd_rl.data.fields import BrokenRow, column_names, kind, opened, parse_messages, take_text
 from spmd_rl.data.prompts import with_line_breaks
 from spmd_rl.types import Conversation, Example, Message
@@ -87,7 +88,7 @@ def ranked(record: Any, cfg: SourcesConfig) -> Example:
     margin = opened(record, cfg.keys)[0].get("margin", 0.0)
     if isinstance(margin, bool) or not isinstance(margin, int | float):
         raise BrokenRow(f"`margin` is {kind(margin)}, not a number")
-    return Example(preference(record, cfg).conversations, float(margin))
+    return Example(preference(record, cfg).conversations, (float(margin),))
 
 
 def _pair(data: dict[str, Any], cfg: SourcesConfig) -> tuple[Conversation, Conversation]:
@@ -135,5 +136,39 @@ def judged(record: Any, cfg: SourcesConfig) -> Example:
     return Example((continued(prompt_of(data, cfg), data, completion, cfg),), first=int(not data["label"]))
 
 
-KINDS = {"demonstration": demonstration, "preference": preference, "judged": judged, "ranked": ranked}
+def outcome(record: Any, cfg: SourcesConfig) -> Example:
+    """An answer with a `label`, true for a right one. BrokenRow says what is wrong with the row."""
+    example = judged(record, cfg)
+    if len(example.conversations) > 1:
+        raise BrokenRow("is a pair: head=pairwise takes these, head=outcome a `completion` with a `label`")
+    return Example(example.conversations, (1.0 - example.first,))
+
+
+def process(record: Any, cfg: LabelledConfig) -> Example:
+    """An answer in steps, `completions`, each with one of the `labels`. BrokenRow says what is wrong with the row."""
+    data, _ = opened(record, cfg.keys)
+    steps, labels, separator = data.get("completions"), data.get("labels"), cfg.separator
+    if not (isinstance(steps, list) and isinstance(labels, list) and steps and len(steps) == len(labels)):
+        raise BrokenRow(
+            f"needs a list of `completions`, the steps, and as many `labels`; it has {column_names(data)}: "
+            "say which is which with data.keys.completions=COLUMN data.keys.labels=COLUMN"
+        )
+    for number, (step, label) in enumerate(zip(steps, labels, strict=True), 1):
+        if not isinstance(step, str) or not step.strip() or not isinstance(label, bool):
+            raise BrokenRow(f"step {number} is no text with a label of true or false")
+        if separator in step:
+            raise BrokenRow(f"step {number} has data.separator in it, at which answers are cut that are scored")
+    prompt, text = prompt_of(data, cfg), separator.join(map(str.strip, steps))
+    whole = _with_system(Conversation((*prompt, Message("assistant", text)), len(prompt)), cfg)
+    return Example((whole.in_steps(separator),), tuple(map(float, labels)))
+
+
+KINDS = {
+    "demonstration": demonstration,
+    "preference": preference,
+    "judged": judged,
+    "ranked": ranked,
+    "outcome": outcome,
+    "process": process,
+}
 """What rows are, by the name that the settings of a pipeline have for it (`row_kind`)"""

@@ -5,7 +5,7 @@ from spmd_rl.learn.imitation import Imitation
 from spmd_rl.learn.learner import Learner
 from spmd_rl.learn.losses import nll, update
 from spmd_rl.learn.preference import Preference
-from spmd_rl.learn.ranking import Ranking
+from spmd_rl.learn.ranking import Judging, Ranking
 from spmd_rl.learn.reference import keep_reference
 from spmd_rl.learn.teachers import Teachers
 
@@ -14,6 +14,7 @@ __all__ = [
     "Imitation",
     "Learner",
     "Preference",
+    "Judging",
     "Ranking",
     "Teachers",
     "keep_reference",

@@ -1,4 +1,4 @@
-"""`Ranking`: a step of a reward model that learns which of two answers was chosen."""
+"""`Ranking`, `Judging`: a step of a reward model that learns which of two answers was chosen, or what is right."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -6,8 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from spmd_rl.algo.preference import bradley_terry
+from spmd_rl.algo.preference import binary, bradley_terry
 from spmd_rl.batch import Batch
+from spmd_rl.config.supervised import RewardModelConfig
 from spmd_rl.learn.imitation import Imitation, Term
 from spmd_rl.rollout.row_source import CHOSEN, REJECTED
 from spmd_rl.train.base import CriticRole, Metrics
@@ -16,19 +17,25 @@ TOKENS = 2
 """Of a pair: what stands before the one token after each conversation is its reward."""
 
 
-class Ranking(Imitation):
-    """One step on pairs of whole conversations; the margin of a pair comes with its samples, see `RowSource`."""
+class Judging(Imitation):
+    """One step on answers whose steps are right or wrong, or that are of one step; labels come with the samples, see
+    `RowSource`. Every label of a mini-batch weighs the same."""
 
-    def __init__(self, critic: CriticRole, num_updates: int, center_coef: float) -> None:
+    def __init__(self, critic: CriticRole, num_updates: int) -> None:
         """num_updates: optimizer steps of a step."""
         super().__init__(critic, num_updates, name="reward_model/loss")
-        self._loss = partial(_loss, center_coef)
+
+    @staticmethod
+    def of(cfg: RewardModelConfig, critic: CriticRole) -> "Judging":
+        """What `head` asks for."""
+        own = (Ranking, cfg.center_coef) if cfg.head == "pairwise" else (Judging,)
+        return own[0](critic, cfg.train.updates_per_step, *own[1:])
 
     def bind(self, batch: Batch, number: int) -> Term:
-        """Every pair of a mini-batch weighs the same; see `Imitation.bind`."""
-        count = int((self.plan.minibatches == number).sum()) // TOKENS
+        """See `Imitation.bind`."""
+        count = int(self.plan.num_sampled[self.plan.minibatches == number].sum())
         batch.weights = batch.loss_mask / max(count, 1)
-        return Term(batch, self._loss, count)
+        return Term(batch, _label_loss, count)
 
     def step(self, term: Term) -> Metrics:
         """[all] See `Imitation.step`."""
@@ -39,7 +46,28 @@ class Ranking(Imitation):
         return (self.policy.values(batch),)  # [all]
 
 
-def _loss(center_coef: float, values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+class Ranking(Judging):
+    """One step on pairs of whole conversations; the margin of a pair comes with its samples."""
+
+    def __init__(self, critic: CriticRole, num_updates: int, center_coef: float) -> None:
+        super().__init__(critic, num_updates)
+        self._pair_loss = partial(_pair_loss, center_coef)
+
+    def bind(self, batch: Batch, number: int) -> Term:
+        """Every pair of a mini-batch weighs the same; see `Imitation.bind`."""
+        count = int((self.plan.minibatches == number).sum()) // TOKENS
+        batch.weights = batch.loss_mask / max(count, 1)
+        return Term(batch, self._pair_loss, count)
+
+
+def _label_loss(values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """A `BoundValueLoss`."""
+    labels = batch.rollout_logprobs[batch.sampled.index]
+    right = (values.detach() > 0) == (labels > 0)
+    return binary(values, labels), {"rewards/mean": values.detach(), "rewards/accuracies": right.to(values.dtype)}
+
+
+def _pair_loss(center_coef: float, values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
     """A `BoundValueLoss` once it has its coefficient. The loss of a pair stands at its chosen answer."""
     chosen, rejected = ((batch.keys[:, 1] == side).nonzero()[:, 0] for side in (CHOSEN, REJECTED))
     margins = batch.rollout_logprobs[batch.sampled.index][chosen]

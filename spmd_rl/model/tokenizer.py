@@ -14,6 +14,7 @@ import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,13 +89,28 @@ class Tokenizer:
         return pieces
 
     def scored_pieces(self, conversation: Conversation) -> list[tuple[array, array]]:
-        """A whole conversation, as a reward model reads it, and one token after it: before that stands its reward."""
-        messages = conversation.messages
+        """A whole conversation, as a reward model reads it, and one token after it: before that stands its reward.
+
+        Of an answer in steps the reward of each stands before the first token of the next. Each is encoded by itself.
+        """
+        messages, borders = conversation.messages, conversation.borders
+        answer, ends = _text(messages[-1]), array("i", self.stop_ids[:1] or [0])
         if conversation.is_plain or not self._hf.chat_template:
-            ids = sum((ids for pair in self._plain_pieces(messages, len(messages) - 1) for ids in pair), array("i"))
+            (given, *_), begin = self._plain_pieces(messages, len(messages) - 1)[0], 0
+            steps = [given, *self._steps(answer, borders)]
+            steps[:2] = [steps[0] + steps[1]]
+            steps[-1] += array("i", [] if self._hf.eos_token_id is None else [self._hf.eos_token_id])
         else:
-            ids = self.encode(self._chat_text(messages, False))
-        return [(ids, array("i", self.stop_ids[:1] or [0]))]
+            text = self._chat_text(messages, False)
+            begin = text.rfind(answer) if borders else 0
+            if begin < 0:
+                raise UserError(f"the model's chat template ({self.name}) changes an answer in steps")
+            steps = self._steps(text, [begin + border for border in borders])
+        learnt = [*(step[:1] for step in steps[1:]), ends]
+        return [(step[bool(number) :], one) for number, (step, one) in enumerate(zip(steps, learnt, strict=True))]
+
+    def _steps(self, text: str, borders: Sequence[int]) -> list[array]:
+        return [self.encode(text[a:b]) for a, b in pairwise([0, *borders, len(text)])]
 
     @property
     def pad_id(self) -> int | None:

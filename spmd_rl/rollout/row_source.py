@@ -49,7 +49,7 @@ class RowSource:
         self.reference: dict[str, np.ndarray] = {}
         """By `train` and `eval` what a frozen model gives the answers of each row, if there is one: float32 [rows, 3],
         logprobs in nats, summed over the learnt tokens. Samples have them as the logprobs of their first token. Without
-        any, the first answer has its row's `Example.value` there."""
+        any, the turns of the first answer have its row's `Example.values` there."""
 
     def collect(self, step: int) -> Collected:
         """[all] The rows of a training step; of each group the ticket is its place in the run."""
@@ -116,11 +116,11 @@ class RowSource:
             answers[MISMATCHED] = _exchanged(example, store[(number + 1) % len(store)])
         texts = {answer: self._pieces(conversation, store, number) for answer, conversation in answers.items()}
         known = self.reference.get("train" if store is self._examples.train else "eval")
-        of_first = known[number] if known is not None else [example.value, 0.0, 0.0]
+        values = [example.values, (), ()] if known is None else [(value,) for value in known[number]]
         if not all(texts.values()):  # a pair without one of its sides is none
             texts = {}
-        turns = {answer: _turns(texts[answer], of_first[answer]) for answer in texts}
-        verdict = Verdict("ok", example.value)
+        turns = {answer: _turns(texts[answer], values[answer]) for answer in texts}
+        verdict = Verdict("ok", sum(example.values) / len(example.values))
         samples = [Sample(ticket, answer, turns[answer], verdict, unit=0) for answer in turns]
         return Group(Prompt(str(number), (), "rows", ""), ticket, tuple(samples))
 
@@ -139,13 +139,13 @@ class RowSource:
         return pieces if all(learnt for _, learnt in pieces) else []  # an answer without a token is none
 
 
-def _turns(pieces: Pieces, logprob: float) -> tuple[Turn, ...]:
-    """The turns of an answer, whose first learnt token has the logprob of all."""
+def _turns(pieces: Pieces, values: Sequence[float]) -> tuple[Turn, ...]:
+    """The turns of an answer; the first learnt token of each has its value as a logprob, where there is one."""
     turns = []
     for number, (given, learnt) in enumerate(pieces):
         logprobs = array("f", bytes(4 * len(learnt)))
-        if not number:
-            logprobs[0] = logprob
+        if number < len(values):
+            logprobs[0] = values[number]
         turns.append(Turn(given, learnt, logprobs, array("i", bytes(4 * len(learnt))), "stop"))
     return tuple(turns)
 

@@ -8,12 +8,14 @@ rewards, environments and sidecars can import them. Ids and floats are `array`s.
                                         `-> AnswerInfo -> Verdict
 """
 
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 FinishReason = Literal["stop", "length", "abort"]
 """`stop`: an end-of-sequence token or a stop string came; `length`: the token limit was reached; `abort`: given up."""
@@ -85,14 +87,22 @@ class Conversation(Struct, frozen=True, gc=False):
     """The first so many messages are a prompt: nothing is learnt from them, whoever speaks."""
     is_plain: bool = False
     """Texts as they are, one after the other, without any chat template."""
+    borders: tuple[int, ...] = ()
+    """Where the steps of its last message begin but the first one, in characters."""
+
+    def in_steps(self, separator: str) -> "Conversation":
+        """The conversation whose last message has a step after each separator in it."""
+        found = re.finditer(f"(?:{re.escape(separator)})+(?=.)", self.messages[-1].text, re.DOTALL)
+        return replace(self, borders=tuple(one.end() for one in found))
 
 
 class Example(Struct, frozen=True, gc=False):
     """One row of a supervised dataset: the conversations that belong together."""
 
     conversations: tuple[Conversation, ...]
-    value: float = 0.0
-    """The margin by which the first one of a pair shall be better."""
+    values: tuple[float, ...] = (0.0,)
+    """The margin by which the first one of a pair shall be better; of an answer that stands alone, 1 for each step that
+    is right and 0 for others."""
     first: int = 0
     """Number of the first conversation, as an answer. Of pairs 0 is the chosen and 1 the rejected one."""
 

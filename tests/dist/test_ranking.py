@@ -1,25 +1,28 @@
-"""A reward model against transformers' own sequence classification model: losses, and what it scores when it is loaded.
+"""Reward models against transformers' own sequence classification model: losses, and what is scored when it is loaded.
 
 The reference takes each conversation alone, and its head starts at 0, as ours does.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rewards.reward_model import ModelReward
 from spmd_rl import train
 from spmd_rl.checkpoint import RewardExport
 from spmd_rl.config.sections.models import PolicyConfig, RoleConfig, TrainConfig
-from spmd_rl.config.sections.preference import PairsConfig
+from spmd_rl.config.sections.preference import LabelledConfig
 from spmd_rl.config.sections.rows import ValidationConfig
+from spmd_rl.config.supervised import RewardModelConfig
 from spmd_rl.data import Examples
-from spmd_rl.learn import Ranking
+from spmd_rl.learn import Judging
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.rollout import RowSource
 from spmd_rl.types import AnswerInfo, Message, Prompt
@@ -35,23 +38,34 @@ ROWS = [
 ]
 
 
-def train_here(world, path: str, rows: str, axes: dict, folder: str) -> list:
+STEPS_OF = [
+    {
+        "prompt": f"say {n}",
+        "completions": [f"{n} is" + " so" * step for step in range(1 + n % 3)],
+        "labels": [n % 2 == 0 or step < 1 for step in range(1 + n % 3)],
+    }
+    for n in range(7)
+]
+
+
+def train_here(world, path: str, rows: str, axes: dict, folder: str, head: str = "pairwise") -> list:
     """Of the steps the losses, and the validation metrics after them."""
     settings = TrainConfig(tokens_per_microbatch=100, **axes)
     own = PolicyConfig(model=path, dtype="float32", lr=LR, eps=1e-3, max_grad_norm=1e9)
     role = RoleConfig("policy", own, path, "float32", False, settings, STEPS)
     critic = train.build_role(replace(role, name="critic", section="policy", value_bias=False), world)
     tokenizer = load_tokenizer(path)
-    data, validation = PairsConfig(train=rows, eval=rows, rows_per_step=SIZE), ValidationConfig()
-    source = RowSource(Examples.load(data, "ranked"), data, validation, tokenizer.scored_pieces, world, SEED)
-    student = Ranking(critic, 1, CENTER)
+    data, validation = LabelledConfig(train=rows, eval=rows, rows_per_step=SIZE), ValidationConfig()
+    cfg = RewardModelConfig(data=data, head=head, center_coef=CENTER * (head == "pairwise"))
+    source = RowSource(Examples.load(data, cfg.row_kind), data, validation, tokenizer.scored_pieces, world, SEED)
+    student = Judging.of(cfg, critic)
     found = [student.update(student.prepare(source.collect(step))) for step in range(1, STEPS + 1)]
     target = Path(folder)
     if world.rank == 0:
         target.mkdir()
     world.barrier("folder")
     with critic.awake():
-        RewardExport(critic, path, world, tokenizer.pad_id)(target)
+        RewardExport(critic, path, world, tokenizer.pad_id, cfg.separator)(target)
     return [[f["reward_model/loss"] for f in found], student.measure(source.held_out(STEPS, STEPS))]
 
 
@@ -64,24 +78,31 @@ def trained(tmp_path_factory) -> tuple[str, str, list[float]]:
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
     torch.nn.init.zeros_(model.score.weight)
-    order = Examples.load(PairsConfig(train=str(rows), holdout=0.0), "ranked").train
+    order = Examples.load(LabelledConfig(train=str(rows), holdout=0.0), "ranked").train
 
     def reward(row: dict, side: str) -> torch.Tensor:
         chat = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[side]}]
         ids = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
         return model(torch.tensor([ids])).logits[0, 0]
 
+    def loss(chosen: list[int]) -> torch.Tensor:
+        pairs = [(reward(ROWS[n], "chosen"), reward(ROWS[n], "rejected"), ROWS[n]["margin"]) for n in chosen]
+        return torch.stack([-logsigmoid(a - b - margin) + CENTER * (a + b) ** 2 for a, b, margin in pairs]).mean()
+
+    return path, str(rows), losses_of(model, order, loss)
+
+
+def losses_of(model: torch.nn.Module, order, loss: Callable[[list[int]], torch.Tensor]) -> list[float]:
+    """Of steps that minimise `loss` of the numbers of rows."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3, weight_decay=0)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        chosen = [ROWS[order.at(place, SEED)[1]] for place in range(step * SIZE, (step + 1) * SIZE)]
-        pairs = [(reward(row, "chosen"), reward(row, "rejected"), row["margin"]) for row in chosen]
-        loss = torch.stack([-logsigmoid(a - b - margin) + CENTER * (a + b) ** 2 for a, b, margin in pairs]).mean()
-        loss.backward()
+        found = loss([order.at(place, SEED)[1] for place in range(step * SIZE, (step + 1) * SIZE)])
+        found.backward()
         optimizer.step()
-        losses.append(loss.item())
-    return path, str(rows), losses
+        losses.append(found.item())
+    return losses
 
 
 @pytest.mark.parametrize(
@@ -108,3 +129,63 @@ def test_it_is_the_sequence_classification_model_of_transformers(size: int, axes
     assert len(set(margins)) > 1
     assert values["val/rewards/chosen"] == pytest.approx(sum(scores["chosen"]) / len(ROWS), abs=1e-5)
     assert values["val/rewards/accuracies"] == sum(margin > 0 for margin in margins) / len(ROWS)
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory) -> tuple[str, dict[str, str], dict[str, list[float]], list[list[float]]]:
+    """The model; by head the rows, and the losses of plain transformers; logits of the trained steps of all rows."""
+    folder = tmp_path_factory.mktemp("labelled")
+    path, files, losses = str(tiny("llama", folder / "model")), {}, {}
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    for head in ("outcome", "process"):
+        rows = STEPS_OF
+        if head == "outcome":
+            rows = [{"prompt": r["prompt"], "completion": r["completions"][-1], "label": r["labels"][-1]} for r in rows]
+        (folder / head).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files[head] = str(folder / head)
+        model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+        torch.nn.init.zeros_(model.score.weight)
+
+        def logits(row: dict, model=model) -> torch.Tensor:
+            """At the last token of each step, where that ends with its separator, and of the conversation."""
+            steps = row.get("completions") or [row["completion"]]
+            chat = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": "\n\n".join(steps)}]
+            text = tokenizer.apply_chat_template(chat, tokenize=False)
+            ids = []
+            for step in steps[:-1]:
+                begin, found, text = text.partition(f"{step}\n\n")
+                ids.append(tokenizer(begin + found, add_special_tokens=False).input_ids)
+            ids.append(tokenizer(text, add_special_tokens=False).input_ids)
+            hidden = model.model(torch.tensor([sum(ids, [])])).last_hidden_state[0]
+            return model.score(hidden)[[end - 1 for end in accumulate(map(len, ids))], 0]
+
+        def loss(chosen: list[int], rows=rows, logits=logits) -> torch.Tensor:
+            labels = [float(label) for n in chosen for label in rows[n].get("labels") or [rows[n]["label"]]]
+            found = torch.cat([logits(rows[n]) for n in chosen])
+            return binary_cross_entropy_with_logits(found, torch.tensor(labels))
+
+        order = Examples.load(LabelledConfig(train=files[head], holdout=0.0), head).train
+        losses[head] = losses_of(model, order, loss)
+    with torch.no_grad():
+        return path, files, losses, [logits(row).tolist() for row in STEPS_OF]
+
+
+@pytest.mark.parametrize("head", ["outcome", "process"])
+@pytest.mark.parametrize(
+    ("size", "axes"), [*LAYOUTS, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)], ids=str
+)
+def test_labels_of_answers_and_of_steps(size: int, axes: dict, head: str, labelled, tmp_path) -> None:
+    path, files, losses, logits = labelled
+    assert losses[head][3] != pytest.approx(losses[head][0], rel=0.02)
+    for mine, values in run_ranks(size, train_here, path, files[head], axes, str(tmp_path / "hf"), head):
+        assert mine == pytest.approx(losses[head], abs=1e-5)
+        assert 0 <= values["val/rewards/accuracies"] <= 1
+    if head == "outcome":
+        return
+    for of_steps, made in (("min", min), ("last", lambda scores: scores[-1])):
+        rewarder = ModelReward(str(tmp_path / "hf"), of_steps=of_steps, max_batch=3)
+        prompts = [Prompt("0", (Message("user", row["prompt"]),), "x", "") for row in STEPS_OF]
+        answers = ["\n\n".join(row["completions"]) + "\n" for row in STEPS_OF]
+        found = rewarder.score_batch(prompts, answers, [AnswerInfo(1, "stop")] * len(prompts))
+        assert [one.score for one in found] == pytest.approx([made(one) for one in logits], abs=1e-5)
+    assert values["val/rewards/mean"] == pytest.approx(sum(sum(logits, [])) / sum(map(len, logits)), abs=1e-5)

@@ -67,11 +67,21 @@ class Ranked(Pairs):
         return super().row(number) | {"margin": 0.5}
 
 
+class Steps(Pairs):
+    metric = "reward_model/loss"
+    own, fall = ("policy.lr=1e-3", "head=process"), 0.97
+
+    def row(self, number: int) -> dict:
+        steps = [f"{number}"] * (1 + number % 2) + ["never"] * (number % 3)
+        return {"prompt": f"say {number}", "completions": steps, "labels": [step != "never" for step in steps]}
+
+
 KINDS = {
     "sft": (Written, "sft"),
     "dpo": (Pairs, "dpo"),
     "kto": (Votes, "dpo"),
     "reward_model": (Ranked, "reward_model"),
+    "process": (Steps, "reward_model"),
 }
 
 

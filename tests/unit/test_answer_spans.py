@@ -106,3 +106,14 @@ def test_a_reward_model_reads_the_whole_conversation_as_it_is(name: str) -> None
     ((ids, added),) = t.scored_pieces(Conversation(messages))
     assert t.visible(ids) == whole_text(name, messages) and len(added) == 1
     assert t.pad_id != ids[-1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reward_model_of_steps_reads_each_step_by_itself(name: str) -> None:
+    t, messages = tokenizer(name), (USER, Message("assistant", "Two.\n\nTwo more.\n\n\n\nFour."))
+    pieces = t.scored_pieces(Conversation(messages).in_steps("\n\n"))
+    ids = [token for pair in pieces for part in pair for token in part]
+    assert t.visible(ids[:-1]) == whole_text(name, messages) and [len(learnt) for _, learnt in pieces] == [1, 1, 1]
+    ends = [t.visible(ids[: sum(len(part) for pair in pieces[: n + 1] for part in pair) - 1]) for n in range(2)]
+    assert [end.rpartition("Two")[1:] for end in ends] == [("Two", ".\n\n"), ("Two", " more.\n\n\n\n")]
+    assert t.scored_pieces(Conversation(messages)) == t.scored_pieces(Conversation(messages).in_steps("###"))

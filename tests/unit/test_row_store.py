@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.config.sections.preference import PairsConfig
+from spmd_rl.config.sections.preference import LabelledConfig, PairsConfig
 from spmd_rl.config.sections.rows import RowsConfig
 from spmd_rl.data import Examples
 from spmd_rl.errors import UserError
@@ -144,12 +144,25 @@ def test_pairs_that_are_made_of_problems_differ() -> None:
         ("ranked", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "d"}, "`margin` is text, not a number"),
         ("judged", {"prompt": "a", "completion": "b"}, "needs a `completion` and a `label` (true, false), or `chosen`"),
         ("judged", {"prompt": "a", "completion": "b", "label": 1}, "needs a `completion` and a `label`"),
+        ("outcome", {"prompt": "a", "chosen": "b", "rejected": "c"}, "is a pair: head=pairwise takes these"),
+        (
+            "process",
+            {"prompt": "a", "completions": ["b"], "labels": []},
+            "needs a list of `completions`, the steps, and",
+        ),
+        (
+            "process",
+            {"prompt": "a", "completions": ["b", " "], "labels": [True, True]},
+            "step 2 is no text with a label",
+        ),
+        ("process", {"prompt": "a", "completions": ["b", "c"], "labels": [True, 1]}, "step 2 is no text with a label"),
+        ("process", {"prompt": "a", "completions": ["b\n\nc"], "labels": [True]}, "step 1 has data.separator in it"),
     ],
 )
 def test_a_wrong_pair_is_named(kind: str, row: dict, line: str, tmp_path: Path) -> None:
     source = write(tmp_path / "rows", [row])
     with pytest.raises(UserError) as caught:
-        Examples.load(PairsConfig(train=source, holdout=0.0), kind)
+        Examples.load(LabelledConfig(train=source, holdout=0.0), kind)
     assert str(caught.value).startswith(f"data.train: {source}:1: {line}")
 
 

@@ -4,6 +4,7 @@
 `preference`. `rewards` is what a loss takes for the reward of an answer.
 """
 
+from spmd_rl.algo.preference.judged import binary as binary
 from spmd_rl.algo.preference.judged import kto
 from spmd_rl.algo.preference.pairs import bradley_terry as bradley_terry
 from spmd_rl.algo.preference.pairs import dpo, hinge, ipo, simpo

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from spmd_rl.algo.inputs import Judged
 
@@ -21,3 +22,17 @@ def kto(judged: Judged, *, beta: float, desirable_weight: float, undesirable_wei
     gain = beta * (judged.rewards - judged.baseline)
     good = desirable_weight * (1 - gain.sigmoid())
     return torch.where(judged.desirable, good, undesirable_weight * (1 - (-gain).sigmoid()))
+
+
+def binary(values: Tensor, labels: Tensor) -> Tensor:
+    """The loss of a reward model that says whether an answer, or a step of one, is right.
+
+        L = -log sigmoid(v) where it is right, -log sigmoid(-v) where it is wrong
+
+    Source: outcome: Cobbe et al. 2021, arXiv 2110.14168; process: Lightman et al. 2023, arXiv 2305.20050.
+    Keys: none
+    Use: `python -m spmd_rl.reward_model head=outcome` and `head=process`.
+
+    values: float [N], logits; labels: [N], 1 or 0; returns float [N].
+    """
+    return binary_cross_entropy_with_logits(values, labels.to(values.dtype), reduction="none")

@@ -59,7 +59,20 @@ class PreferenceConfig:
 class PairsConfig(RowsConfig):
     """The rows of a run on preferences: `data`. docs/SUPERVISED.md has their forms."""
 
-    known_keys = ("prompt", "chosen", "rejected", "completion", "label", "margin")
+    known_keys = ("prompt", "chosen", "rejected", "completion", "label", "margin", "completions", "labels")
     no_data = NO_DATA.format(
         what="sums", demo="demo_dpo", rows="pairs", line="data.train=pairs.jsonl", page="SUPERVISED.md"
     )
+
+
+@dataclass
+class LabelledConfig(PairsConfig):
+    """The rows of a reward model: `data`. docs/SUPERVISED.md has their forms."""
+
+    separator: str = "\\n\\n"
+    """What stands between the steps of an answer (`head=process`)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.separator = self.separator.replace("\\n", "\n")  # as a command line has it
+        require(bool(self.separator), "separator: must not be empty")
