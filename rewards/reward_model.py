@@ -17,7 +17,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +88,8 @@ class ModelReward:
         """Load the model, in the process that works with it."""
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        from spmd_rl.model.tokenizer import Tokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(self._path)
-        self._tokenizer = Tokenizer(tokenizer)
-        if not tokenizer.chat_template:
+        self._tokenizer = AutoTokenizer.from_pretrained(self._path)
+        if not self._tokenizer.chat_template:
             raise ValueError(f"{self._path} has no chat template")
         load = AutoModelForSequenceClassification.from_pretrained
         model = load(self._path, dtype=self._dtype, use_safetensors=True)
@@ -128,14 +125,17 @@ class ModelReward:
 
     def _render(self, prompt: Prompt, answer: str) -> tuple[list[int], list[int]]:
         """Return the token ids of the conversation that ends with the answer, and at which of them scores stand."""
-        conversation = Conversation((*prompt.messages, Message("assistant", answer)))
+        answer = answer.strip() if self._separator else answer
+        messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+        messages.append({"role": "assistant", "content": answer})
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        borders: list[int] = []
         if self._separator:
-            stripped = Conversation((*prompt.messages, Message("assistant", answer.strip())))
-            conversation = stripped.in_steps(self._separator)
-        pieces = self._tokenizer.scored_pieces(conversation)
-        ids = [token for pair in pieces for part in pair for token in part]
-        ends = accumulate(len(given) + len(learnt) for given, learnt in pieces)
-        return ids[:-1], [end - 2 for end in ends]  # a score stands before the token after its step
+            steps = Conversation((Message("assistant", answer),)).in_steps(self._separator)
+            borders = [text.rindex(answer) + border for border in steps.borders]
+        cuts = pairwise([0, *borders, len(text)])
+        pieces = [self._tokenizer(text[a:b], add_special_tokens=False)["input_ids"] for a, b in cuts]
+        return [token for piece in pieces for token in piece], [end - 1 for end in accumulate(map(len, pieces))]
 
     def _outputs(self, texts: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
         """Return the scores of each text."""

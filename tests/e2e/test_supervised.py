@@ -69,10 +69,10 @@ class Ranked(Pairs):
 
 class Steps(Pairs):
     metric = "reward_model/loss"
-    own, fall = ("policy.lr=1e-3", "head=process"), 0.97
+    own, fall = ("policy.lr=3e-3", "head=process"), 0.9
 
     def row(self, number: int) -> dict:
-        steps = [f"{number}"] * (1 + number % 2) + ["never"] * (number % 3)
+        steps = [str(number)] * (1 + number % 3) + ["never"] * (number % 4 == 0)
         return {"prompt": f"say {number}", "completions": steps, "labels": [step != "never" for step in steps]}
 
 
