@@ -141,6 +141,9 @@ class Batch(_Remembered):
     """T lists of int32: the teacher's k most likely tokens in the place of each sampled token. None: not compared"""
     teacher_top: Ragged | None = field(default=None, metadata=per_token(torch.float32, "nats", ragged=True))
     """T lists of float32: their logprobs under the teacher, -inf where no teacher is asked"""
+    hints: Ragged | None = field(default=None, metadata=per_sample(torch.int32, "token ids", ragged=True))
+    """S lists of int32: the prompt of a teacher that sees a hint; an empty list where it sees the policy's. None: no
+    teacher sees any"""
     values: Tensor | None = field(default=None, metadata=per_token(torch.float32, "score"))
     """float32 [T]: what the critic expects of the rest of the answer before each sampled token; None without one"""
     returns: Tensor | None = field(default=None, metadata=per_token(torch.float32, "score"))

@@ -12,7 +12,7 @@ from spmd_rl.rlvr import run as rlvr
 
 def run(cfg: RlvrConfig) -> None:
     """Train for `cfg.steps` steps, or what is left of them."""
-    require(bool(cfg.teacher.sections), "teacher.model: names the model that is learnt from, or teacher.<domain>.model")
+    require(bool(cfg.teacher.by_domain), "teacher.model: names the model that is learnt from; or give a teacher.hint")
     rlvr(cfg)
 
 

@@ -152,7 +152,7 @@ class RlConfig(PipelineConfig):
             f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}",
         )
         limit, k, n = self.rollout.max_answer_tokens, self.algorithm.pass_k, self.rollout.answers_per_prompt
-        cut = self.teacher.sections and self.rollout.truncates
+        cut = self.teacher.by_domain and self.rollout.truncates
         require(not cut, "rollout.top_p: with a teacher, no token may be cut off (top_k, top_p, min_p)")
         require(
             self.algorithm.advantage != "pass_at_k" or k < n,
@@ -264,6 +264,7 @@ class AgenticConfig(RlConfig):
         super().__post_init__()
         r = self.rollout
         self.eval.prompts = self.eval.prompts or HELD_OUT
+        require(not self.teacher.hints, "teacher.hint: an environment's prompts take none; rlvr's do")
         whole = not r.redundancy or r.slice_size >= r.answers_per_prompt
         require(whole, "rollout.redundancy: needs whole groups; leave rollout.answers_per_claim out")
         greedy = r.redundancy and self.algorithm.uses_greedy

@@ -43,6 +43,10 @@ class SftConfig(RowsPipelineConfig):
     pipeline = "sft"
     teacher: TeachersConfig = field(default_factory=TeachersConfig)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(not self.teacher.hints, "teacher.hint: is for answers that the policy samples (spmd_rl.rlvr)")
+
     @property
     def roles(self) -> list[RoleConfig]:
         """The policy, and its teachers."""

@@ -80,7 +80,7 @@ def _of_generation(rollout: RolloutConfig, eval: EvalConfig, placement: Placemen
 
 
 def _of_teacher(teacher: TeachersConfig) -> Idle:
-    used = bool(teacher.sections)
+    used = bool(teacher.by_domain)
     keys = "teacher.train teacher.alone teacher.coef teacher.loss teacher.top_k teacher.mix teacher.reward_coef"
     return [
         (used, "teacher.model is null", keys),

@@ -13,6 +13,7 @@ from spmd_rl.errors import RunFailed, tell
 from spmd_rl.learn import prepare, token_advantages
 from spmd_rl.learn.advantages import Samples, credit, repetition_penalties
 from spmd_rl.learn.custom import bind
+from spmd_rl.learn.hints import Render
 from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, mean_over, measure_mismatch, update
 from spmd_rl.learn.roofline import Roofline
 from spmd_rl.learn.teachers import Teachers
@@ -39,10 +40,12 @@ class Learner:
         replayed: bool = False,
         roofline: Roofline | None = None,
         teacher: TeachersConfig | None = None,
+        render: Render | None = None,
     ) -> None:
-        """Use `of`. num_updates: optimizer steps of a step. seed: the run's. replayed: see `pack`."""
+        """Use `of`. num_updates: optimizer steps of a step. seed: the run's. replayed: see `pack`.
+        render: a tokenizer's, for the hints of teachers."""
         self._policy, self._reference, self._critic, _ = roles
-        self._teachers = Teachers.of(roles, teacher, rollout.temperature) if teacher else None
+        self._teachers = Teachers.of(roles, teacher, rollout.temperature, render) if teacher else None
         self._world = world = roles.policy.layout.world
         self._seed, self._rollout, self._num_updates, self._replayed = seed, rollout, num_updates, replayed
         limit = rollout.max_answer_tokens
@@ -65,7 +68,7 @@ class Learner:
         self._roofline = roofline
 
     @classmethod
-    def of(cls, cfg: RlConfig, roles: Roles) -> "Learner":
+    def of(cls, cfg: RlConfig, roles: Roles, render: Render | None = None) -> "Learner":
         """The learner of a run, by its settings, which also reports the least time of a step (`roofline/*`)."""
         return cls(
             roles,
@@ -76,6 +79,7 @@ class Learner:
             replayed=cfg.policy.router_replay,
             roofline=Roofline(roles, cfg.track.device, cfg.policy.dtype, cfg.engine.tp),
             teacher=cfg.teacher,
+            render=render,
         )
 
     def state(self) -> dict[str, Any]:
@@ -114,6 +118,8 @@ class Learner:
                 self._check_signal()
             own = self.plan.samples_of(collected.groups, self._world.rank)
             packed = pack(own, collected.step - 1, rollout.truncates, self._replayed)
+            if self._teachers and self._teachers.hints:
+                packed.hints = self._teachers.hints(packed, collected.groups)
             batches = redistribute(packed, self.plan, self._num_updates, data, self._world)  # [all]
             # With one update on samples of the current version, the update itself computes these very numbers.
             proximal = settings.old_logprobs == "trainer"  # else the engine's logprobs take their place

@@ -16,6 +16,7 @@ from torch import Tensor
 from spmd_rl.algo.distillation import distillation
 from spmd_rl.batch import Batch, Ragged, bounds_of, run_indices
 from spmd_rl.config.schema import TeachersConfig
+from spmd_rl.learn.hints import Hints, Render, at_answers, in_sight
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.learn.transfer import RoleShards
 from spmd_rl.rollout.table import SampleTable
@@ -29,17 +30,28 @@ class Teachers:
     """The teachers of a run, by domain."""
 
     def __init__(
-        self, teachers: Mapping[str, PolicyRole], policy: PolicyRole, settings: TeachersConfig, temperature: float
+        self,
+        teachers: Mapping[str, PolicyRole],
+        policy: PolicyRole,
+        settings: TeachersConfig,
+        temperature: float,
+        render: Render | None = None,
     ) -> None:
-        """teachers: '' is that of every domain without one of its own. temperature: logits of all are divided by it."""
+        """teachers: '' is that of every domain without one of its own. temperature: logits of all are divided by it.
+        render: a tokenizer's, for prompts with hints."""
         self._teachers, self._policy, self._settings = dict(teachers), policy, settings
         self._temperature, self._num_ids = temperature, policy.size.head // policy.hidden_size
         self._k = min(settings.top_k, self._num_ids)
+        self.hints = Hints(settings.hints, render) if settings.hints and render else None
+        """Makes the column `hints` of a batch; None if no teacher has one"""
 
     @classmethod
-    def of(cls, roles: Roles, settings: TeachersConfig, temperature: float = 1.0) -> "Teachers | None":
-        """The teachers of a run; None without any."""
-        return cls(roles.teachers, roles.policy, settings, temperature) if roles.teachers else None
+    def of(
+        cls, roles: Roles, settings: TeachersConfig, temperature: float = 1.0, render: Render | None = None
+    ) -> "Teachers | None":
+        """The teachers of a run; None without any. One that has a hint and no model is the policy."""
+        teachers = {domain: roles.teachers.get(domain, roles.policy) for domain in settings.by_domain}
+        return cls(teachers, roles.policy, settings, temperature, render) if teachers else None
 
     @property
     def alone(self) -> bool:
@@ -55,7 +67,9 @@ class Teachers:
                 shards = RoleShards(self._policy, teacher, plan, world, rows)
                 shares = shards.share("prepare: for the teacher", batches)  # [all]
                 for share in shares:
-                    found = teacher.top_logprobs(share, self._temperature, self._k, self._num_ids)  # [all]
+                    shown = in_sight(share) if self.hints else share
+                    found = teacher.top_logprobs(shown, self._temperature, self._k, self._num_ids)  # [all]
+                    found = at_answers(share, shown, *found) if self.hints else found
                     for column, values in zip(COLUMNS, found, strict=True):
                         setattr(share, column, values)
                 back = shards.back("prepare: of the teacher", shares, COLUMNS)  # [all]

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
 from spmd_rl.learn import Learner
+from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.train import build_roles
-from spmd_rl.types import Group
+from spmd_rl.types import Group, Message, Prompt
 from tests.dist.harness import run_ranks
 from tests.dist.test_recipes import group
 from tests.fakes import table_of
@@ -51,7 +52,7 @@ def groups() -> list[Group]:
     found = [group(ticket, generator) for ticket in range(6)]
     domains = ["math" if ticket % 3 == 1 else "toy" for ticket in range(6)]
     return [
-        Group(g.prompt.__class__(g.prompt.id, g.prompt.messages, domain, ""), g.ticket, g.samples[:4])
+        Group(Prompt(g.prompt.id, (Message("user", "2 + 5?"),), domain, "7"), g.ticket, g.samples[:4])
         for g, domain in zip(found, domains, strict=True)
     ]
 
@@ -60,7 +61,8 @@ def step(world: World, path: str, overrides: list[str]) -> dict[str, float]:
     """The metrics of an update; rank 0 saves the gradient, which is ten times the first moment."""
     cfg = settings(path, *overrides)
     roles = build_roles(cfg.roles, world)
-    learner = Learner(roles, cfg.algorithm, cfg.rollout, 1, cfg.seed, teacher=cfg.teacher)
+    render = load_tokenizer(f"{path}/policy").render
+    learner = Learner(roles, cfg.algorithm, cfg.rollout, 1, cfg.seed, teacher=cfg.teacher, render=render)
     table = table_of(groups(), lambda s: s.ticket % world.size, 1)
     mine = tuple(g for g in groups() if g.ticket % world.size == world.rank)
     metrics = learner.update(learner.prepare(Collected(1, mine, (), table, 0.0, 0, 0)))
@@ -72,12 +74,18 @@ def step(world: World, path: str, overrides: list[str]) -> dict[str, float]:
     return metrics
 
 
-def reference(path: Path, name: str, k: int) -> tuple[float, float, dict[str, torch.Tensor]]:
-    """The loss, the mean of log student - log teacher, and the gradient."""
+def reference(
+    path: Path, name: str, k: int, hints: dict[str, str] | None = None
+) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """The loss, the mean of log student - log teacher, and the gradient. hints: by domain the end of the teacher's
+    prompt; that of `toy` is then the policy."""
     policy, *teachers = (
         AutoModelForCausalLM.from_pretrained(path / which, dtype=torch.float32)
         for which in ("policy", "teacher", "math")
     )
+    words = AutoTokenizer.from_pretrained(path / "policy")
+    if hints:
+        teachers[0] = policy
     total, gap, count = torch.zeros(()), 0.0, 0
     for one in groups():
         teacher = teachers[one.prompt.domain == "math"]
@@ -87,9 +95,15 @@ def reference(path: Path, name: str, k: int) -> tuple[float, float, dict[str, to
             ]
             ids = torch.tensor([[i for part, _ in parts for i in part]])
             mask = torch.tensor([bool(learnt) for part, learnt in parts for _ in part])
-            at = mask.nonzero()[:, 0]
-            student, fixed = (F.softmax(m(input_ids=ids).logits[0, at - 1] / 0.8, -1) for m in (policy, teacher))
-            fixed = fixed.detach()
+            at, shown = mask.nonzero()[:, 0], ids
+            if hints:
+                chat = [{"role": m.role, "content": m.text} for m in one.prompt.messages]
+                chat[-1]["content"] += f"\n\n{hints[one.prompt.domain]}"
+                prompt = words.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+                shown = torch.cat([torch.tensor([prompt]), ids[:, at[0] :]], 1)
+            later = at + shown.shape[1] - ids.shape[1]
+            student = F.softmax(policy(input_ids=ids).logits[0, at - 1] / 0.8, -1)
+            fixed = F.softmax(teacher(input_ids=shown).logits[0, later - 1] / 0.8, -1).detach()
             top = fixed.topk(k).indices
             some = (fixed, student) if k == fixed.shape[1] else (merged(fixed, top), merged(student, top))
             total = total + plain(name, *some, MIX).sum()
@@ -129,6 +143,20 @@ def test_the_gradient_is_that_of_plain_torch_in_every_layout(models: Path, layou
         assert moved.keys() == gradient.keys()
         worst = max(float((moved[key] - gradient[key]).abs().max()) for key in gradient)
         assert worst < 1e-7 and max(float(g.abs().max()) for g in gradient.values()) > 1e-4
+
+
+@pytest.mark.parametrize("layout", ["1", "2", "2 zero"])
+def test_a_teacher_may_see_a_hint_and_be_the_policy(models: Path, layout: str) -> None:
+    hints = {"toy": "It is 7.\nSo there.", "math": "Think."}
+    given = ["teacher.model=null", "teacher.hint='It is {answer}.\\nSo there.'", "teacher.math.hint=Think."]
+    own = ["teacher.math.train.tp=2"] if layout == "2" else LAYOUTS[layout]
+    found = run_ranks(int(layout[0]), step, str(models), [*given, *own, f"teacher.top_k={K}"])
+    loss, gap, gradient = reference(models, "reverse_kl", K, hints)
+    norm = sum(float(g.double().square().sum()) for g in gradient.values()) ** 0.5
+    for metrics in found:
+        assert metrics["distill/loss"] == pytest.approx(loss, abs=2e-6) and loss > 1e-4
+        assert metrics["distill/reverse_kl"] == pytest.approx(gap, abs=1e-5)
+        assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 def test_the_reward_is_the_teachers_logprob_over_the_engines(models: Path) -> None:

@@ -50,6 +50,16 @@ def test_other_ranks_generate_and_the_samples_are_the_same(
     assert found["distill/loss"] == pytest.approx(wanted["distill/loss"], abs=1e-5)
 
 
+def test_the_policy_teaches_itself_with_a_hint(toy: Toy, settings: tuple[str, ...]) -> None:
+    alone = tuple(one for one in settings if not one.startswith(("teacher.model", "teacher.train")))
+    hint = ("teacher.model=null", "teacher.hint='{answer}, says a friend'", "algorithm=reinforce", "policy.lr=1e-2")
+    run = toy.run(*alone, *hint, "steps=6", "checkpoint.every=0", ranks=2, name="hinted")
+    losses = [line["distill/loss"] for line in run.metrics()[1:]]
+    assert 0 < losses[-1] < losses[0]
+    refused = Rows(toy.path).start("teacher.hint=no", ranks=0, name="hinted-rows")
+    assert refused.wait() == 2 and "error: teacher.hint: is for answers that the policy samples" in refused.text()
+
+
 class Rows(Toy):
     """Written rows, of which a teacher says what else could stand there."""
 

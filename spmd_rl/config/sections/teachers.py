@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from spmd_rl.config.sections.models import ModelConfig, TrainOverrides
 from spmd_rl.config.values import at_least, one_of, require
+from spmd_rl.types import unknown_fields
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "skewed_kl", "skewed_reverse_kl", "jensen_shannon")
 """See `algo/distillation.py`"""
@@ -14,12 +15,15 @@ class TeacherConfig(ModelConfig):
     """A frozen model that the policy learns from: of one domain in `teacher.<domain>`."""
 
     train: TrainOverrides = field(default_factory=TrainOverrides)
+    hint: str | None = None
+    """What it finds in its prompt, after an empty line, and the policy does not: `"The answer is {answer}."`, where
+    `{answer}` is the row's. Without a `model`, the teacher is the policy itself with this hint (`rlvr` alone)."""
 
 
 @dataclass
 class TeachersConfig(TeacherConfig):
     """Distillation: the teachers, held in their compute dtype, and how the policy learns from them; only with
-    `teacher.model`, or that of a domain. Its vocabulary must be the policy's."""
+    `teacher.model`, that of a domain, or a hint. Its vocabulary must be the policy's."""
 
     alone: bool = True
     """Learn from the teacher alone; scores are measured and have no part in the gradient. `false`: the teacher's part
@@ -40,13 +44,27 @@ class TeachersConfig(TeacherConfig):
     """`teacher.<domain>.*`: a teacher for the answers of one domain, in the place of `teacher.model`."""
 
     @property
+    def by_domain(self) -> dict[str, TeacherConfig]:
+        """The section of each teacher that there is; '' is that of every domain without one of its own."""
+        return {domain: one for domain, one in ({"": self} | self.domains).items() if one.model or one.hint}
+
+    @property
     def sections(self) -> dict[str, TeacherConfig]:
-        """Each teacher's section, by the name of its role: `teacher`, `teacher.<domain>`."""
-        own = {f"teacher.{domain}": one for domain, one in self.domains.items()}
-        return {name: one for name, one in ({"teacher": self} | own).items() if one.model}
+        """Each section with a model of its own, by the name of its role: `teacher`, `teacher.<domain>`."""
+        found = {f"teacher.{domain}".rstrip("."): one for domain, one in self.by_domain.items()}
+        return {name: one for name, one in found.items() if one.model}
+
+    @property
+    def hints(self) -> dict[str, str | None]:
+        """The hint of each teacher; empty if there is none at all."""
+        found = {domain: one.hint for domain, one in self.by_domain.items()}
+        return found if any(found.values()) else {}
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for domain, hint in self.hints.items():
+            odd = unknown_fields(hint or "", ["answer"])
+            require(not odd, f"{domain}.hint: unknown field {', '.join(odd)}; known: {{answer}}".lstrip("."))
         one_of(self, loss=DIVERGENCES)
         at_least(self, coef=0, top_k=1, reward_coef=0)
         require(0 < self.mix < 1, f"mix: must be between 0 and 1, not {self.mix:g}")

@@ -1,0 +1,74 @@
+"""Hints: what a teacher finds in its prompt beyond the policy's, and how what it says comes back to the answers.
+
+packed.hints = hints(packed, groups)   # before the samples are dealt out: only here are the prompts known
+shown = in_sight(share)                # the teacher's batch: other prompts, the same answers
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spmd_rl.batch import Batch, Ragged, as_tensor, bounds_of, positions
+from spmd_rl.types import Group, Message, Prompt, TextPart
+
+Render = Callable[[Sequence[Message]], array]
+"""`Tokenizer.render`"""
+
+
+class Hints:
+    """The prompts with hints of a run, by domain."""
+
+    def __init__(self, templates: Mapping[str, str | None], render: Render) -> None:
+        """templates: '' is that of every domain without a teacher of its own; None: no hint."""
+        self._templates, self._render = dict(templates), render
+
+    def __call__(self, batch: Batch, groups: Iterable[Group]) -> Ragged:
+        """The token ids of the teacher's prompt, for each sample of a batch; none where it is the policy's own."""
+        prompts = {group.ticket: group.prompt for group in groups}
+        found = {ticket: self._ids(prompts[ticket]) for ticket in set(batch.keys[:, 0].tolist())}
+        lists = [found[ticket] for ticket in batch.keys[:, 0].tolist()]
+        values = np.concatenate([np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids in lists)])
+        return Ragged(torch.from_numpy(values), bounds_of(as_tensor([len(ids) for ids in lists])))
+
+    def _ids(self, prompt: Prompt) -> array:
+        template = self._templates.get(prompt.domain, self._templates.get(""))
+        if template is None:
+            return array("i")
+        hint = template.replace("{answer}", prompt.ground_truth).replace("\\n", "\n")
+        *before, last = prompt.messages
+        parts = last.content if isinstance(last.content, tuple) else (TextPart(last.content),)
+        return self._render([*before, Message(last.role, (*parts, TextPart(f"\n\n{hint}")))])
+
+
+def in_sight(batch: Batch) -> Batch:
+    """The same answers after the prompts with hints; without the columns of the tokens but the mask."""
+    bounds, own = batch.starts.tolist(), batch.hints.offsets.tolist()
+    begins = torch.zeros_like(batch.starts[1:])  # of each sample, its tokens before the first sampled one
+    runs, masks = [], []
+    for number, (begin, end) in enumerate(pairwise(bounds)):
+        mask, ids = batch.loss_mask[begin:end], batch.hints.values[own[number] : own[number + 1]]
+        if len(ids) and mask.any():
+            begins[number] = int(mask.int().argmax())
+            mask = torch.cat([mask.new_zeros(len(ids)), mask[begins[number] :]])
+            runs.append(torch.cat([ids.long(), batch.token_ids[begin + begins[number] : end]]))
+        else:
+            runs.append(batch.token_ids[begin:end])
+        masks.append(mask)
+    starts = bounds_of(as_tensor([len(run) for run in runs]))
+    tokens, mask = torch.cat([batch.token_ids[:0], *runs]), torch.cat([batch.loss_mask[:0], *masks])
+    zeros = torch.zeros(len(tokens))
+    return Batch(starts, batch.keys, batch.units, tokens, positions(starts), mask, zeros, zeros.int())
+
+
+def at_answers(batch: Batch, shown: Batch, logprobs: Tensor, *lists: Ragged) -> tuple[Tensor | Ragged, ...]:
+    """Columns of the batch `shown`, which have something at sampled tokens alone, as those of the batch it is of."""
+    own = torch.full((batch.num_tokens,), torch.nan)
+    own[batch.sampled.index] = logprobs[shown.sampled.index]
+    counts = [torch.zeros_like(batch.loss_mask, dtype=torch.int64) for _ in lists]
+    for count, some in zip(counts, lists, strict=True):
+        count[batch.sampled.index] = some.offsets.diff()[shown.sampled.index]
+    return own, *(Ragged(some.values, bounds_of(count)) for some, count in zip(lists, counts, strict=True))
