@@ -116,7 +116,7 @@ TOLD_AT_ONCE = [
         "rollout.max_turns=3",
         "rollout.max_turns: unknown key; rlvr's answers have one turn, python -m spmd_rl.agentic",
     ),
-    ("teacher.hint={ansr}", "teacher.hint: unknown field {ansr}; known: {answer}"),
+    ("teacher.hint={{ansr}}", "teacher.hint: unknown field {{ansr}}; known: {{answer}}"),
     ("placement.patience=2", "placement.patience: unknown key; rlvr's answers have one turn, "),
     ("algorithm.step_reward_gamma=0.5", "algorithm.step_reward_gamma: unknown key; rlvr's answers have one turn, "),
     ("algorithm.name=gigpo", "algorithm.name: is a name alone and sets nothing; the recipe is algorithm=gigpo"),
