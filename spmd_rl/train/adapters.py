@@ -103,8 +103,9 @@ class Adapters:
             self._model.set_submodule(name, layer)
 
     def reading(self, read: Fill) -> Fill:
-        """How any part of the parameters is filled: by `read`, which has those of the model without adapters, or with
-        what an adapter begins with."""
+        """How any part of the parameters, whose shapes are still those of the whole, is filled: by `read`, which has
+        those of the model without adapters, or with what an adapter begins with.
+        """
 
         def fill(name: str, region: Region, target: Tensor) -> None:
             layer, _, kind = name.rpartition(f"{BASE}.")

@@ -43,7 +43,7 @@ class DeepSpeedModel:
         self._layout, self._world, self._role = layout, layout.world, role
         self._dtype, self._device = getattr(torch, role.dtype), layout.world.device
         config, own, train = module.config.get_text_config(), role.optimizer, role.train
-        parts, fill = stored_parts(module), read or whole(module)
+        stored, fill = stored_parts(module), read or whole(module)
         self.hidden_size, self.size = config.hidden_size, ModelSize.of(module)
         if role.name != "critic":
             module.set_output_embeddings(TokenHead(module.get_output_embeddings(), logit_factor(config)))
@@ -53,7 +53,7 @@ class DeepSpeedModel:
             recompute(module, train.activation_checkpointing)
         head = module.get_output_embeddings() if role.name == "critic" else None
         self._adapters = Adapters(module, role.lora, layout.key, head)
-        self._parts = self._adapters.stored(parts)
+        self._parts, fill = self._adapters.stored(stored), self._adapters.reading(fill)
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
         self.module, self._engine, self._optimizer, self._partition = module, module, None, None
         self._deepspeed, self._steps, group = start(layout.world), torch.zeros(()), layout.mesh.get_group("fsdp")
@@ -71,7 +71,7 @@ class DeepSpeedModel:
                     dist_init_required=False,
                 )
             module.to(self._device)
-        self._fill(self._adapters.reading(fill), group)  # [all]
+        self._fill(fill, group)  # [all]
 
     def _sharing(self, config: dict[str, Any], group: dist.ProcessGroup) -> Callable[[nn.Parameter], None]:
         """What stage 3 does with each parameter as soon as it has memory."""
