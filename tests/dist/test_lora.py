@@ -72,7 +72,13 @@ ZEROS = [
     (ZERO3 | ON_HOST, "qwen2", {}),
 ]
 """The same of two ranks under DeepSpeed, which has no float64"""
-PAIRS = [({}, ZERO1), (ZERO1, ZERO3), (ZERO3, {}), ({}, ZERO3 | ON_HOST), (ZERO2, ZERO2)]
+PAIRS = [
+    ({}, ZERO1, "bfloat16"),
+    (ZERO1, ZERO3, "float32"),
+    (ZERO3, {}, "float32"),
+    ({}, ZERO3 | ON_HOST, "bfloat16"),
+    (ZERO2, ZERO2, "float32"),
+]
 """Whose checkpoint is read by whom"""
 LORA = {"rank": 4, "alpha": 6.0}
 LIMITS = {"float32": 1e-5, "float64": 1e-9}
@@ -214,18 +220,18 @@ def published(role, adapters: str) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in role.weights(adapters)}
 
 
-def crossed(world: World, path: str, folder: str, dtype: str, pairs: list) -> dict[str, dict[str, float]]:
+def crossed(world: World, path: str, folder: str) -> dict[str, dict[str, float]]:
     """Differences between a role and one that reads its checkpoint; counts, of what is not bitwise so."""
     found, whole, kinds = {}, global_batch(), ("merged", "apart", "alone")
-    for number, trains in enumerate(pairs):
-        mine, other = (build_role(role_of(path, train, dtype, LORA, eps=1e-3), world) for train in trains)
+    for number, (writer, reader, dtype) in enumerate(PAIRS):
+        mine, other = (build_role(role_of(path, train, dtype, LORA, eps=1e-3), world) for train in (writer, reader))
         share, base = share_of(mine, "uneven", whole), AdapterOff(other).logprobs(share_of(other, "uneven", whole), 1.0)
         for _ in range(2):
             mine.update(share, loss, TEMPERATURE)
-        state = saved(world, mine, Path(folder, f"{number}-{dtype}"))
+        state = saved(world, mine, Path(folder, f"{number}"))
         other.load(state.folder)
         other.load_counters(mine.counters())
-        again = saved(world, other, Path(folder, f"{number}-{dtype}-again"))
+        again = saved(world, other, Path(folder, f"{number} again"))
         pairs_of = [(published(mine, kind), published(other, kind)) for kind in kinds]
         assert all(a.keys() == b.keys() for a, b in pairs_of) and state.tensors == again.tensors
         errors = {"published": float(sum(not a[name].equal(b[name]) for a, b in pairs_of for name in a))}
@@ -238,7 +244,7 @@ def crossed(world: World, path: str, folder: str, dtype: str, pairs: list) -> di
         errors["norm"] = abs(norms[0] / norms[1] - 1)
         after = [published(role, "merged") for role in (mine, other)]
         errors["after"] = max(relative(after[0][name].float(), after[1][name].float()) for name in after[0])
-        found[f"{trains[0]} to {trains[1]}"] = errors
+        found[f"{dtype} {writer} to {reader}"] = errors
     return found
 
 
@@ -248,10 +254,12 @@ def largest(pair) -> float:
 
 
 def test_fsdp_and_zero_go_on_from_each_others_adapters(models, tmp_path, three) -> None:
-    for found in three.run(crossed, models["llama"], str(tmp_path), "float32", PAIRS, ranks=[1, 2], timeout=300):
+    for found in three.run(crossed, models["llama"], str(tmp_path), ranks=[1, 2], timeout=300):
         assert len(found) == len(PAIRS)
         for pair, errors in found.items():
             near = {"logprobs": 2e-6, "norm": 1e-5, "after": 1e-5}
+            if "bfloat16" in pair:
+                near = {"logprobs": 1e-2, "norm": 1e-3, "after": 1e-2}
             wrong = {fact: error for fact, error in errors.items() if error > near.get(fact, 0.0)}
             assert not wrong, (pair, wrong)
 
@@ -328,13 +336,22 @@ def kept(world: World, path: str, run: str, axes: dict[str, int], dtype: str, lo
     return facts
 
 
-@pytest.mark.parametrize(("axes", "dtype"), [({}, "float32"), ({"pp": 2}, "bfloat16")], ids=str)
-def test_a_checkpoint_of_adapters_resumes_converts_and_is_evaluated(axes, dtype, models, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("axes", "dtype", "own"),
+    [
+        ({}, "float32", {"dora": True}),
+        ({"pp": 2}, "bfloat16", {"dropout": 0.2}),
+        (ZERO1, "float32", {}),
+        (ZERO3, "bfloat16", {"dropout": 0.2}),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_adapters_resumes_converts_and_is_evaluated(axes, dtype, own, models, tmp_path, three) -> None:
     for name in ("run", "run-half", "run-full"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(json.dumps({"policy": {"model": models["llama"], "dtype": dtype}}))
-    lora = LORA | ({"dora": True} if dtype == "float32" else {"dropout": 0.2})
-    for facts in run_ranks(2, kept, models["llama"], str(tmp_path / "run"), axes, dtype, lora, timeout=300):
+    args = (models["llama"], str(tmp_path / "run"), axes, dtype, LORA | own)
+    for facts in three.run(kept, *args, ranks=[1, 2], timeout=300):
         near = {"peft's logprobs", "evaluated"}
         assert not any(value for fact, value in facts.items() if fact not in near), facts
         assert max(facts.get(fact, 0.0) for fact in near) < (1e-5 if dtype == "float32" else 0.1), facts

@@ -472,9 +472,9 @@ def test_files_and_generators_may_be_mixed(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ("train=deepspeed policy.lora.rank=4", "policy.lora.rank: train=deepspeed trains no adapters; must be 0"),
         ("train=megatron policy.lora.rank=4", "policy.lora.rank: train=megatron trains no adapters; must be 0"),
-        ("algorithm=ppo train=deepspeed critic.lora.rank=4", "critic.lora.rank: train=deepspeed trains no adapters"),
+        ("algorithm=ppo train=megatron critic.lora.rank=4", "critic.lora.rank: train=megatron trains no adapters"),
+        ("train=deepspeed policy.lora.rank=4 policy.lora.dora=true", "policy.lora.dora: train=deepspeed has it not; mu"),
         ("policy.lora.rank=4 policy.optimizer=muon", "policy.optimizer: muon is not for policy.lora; must be adamw"),
         ("policy.lora.rank=4 train.compile=true", "train.compile: not together with policy.lora"),
         ("train=deepspeed policy.dtype=float16", "policy.dtype: train=deepspeed has no float16"),
