@@ -92,7 +92,7 @@ def models(tmp_path_factory) -> dict[str, str]:
 
 
 def value(name: str, shape: torch.Size) -> torch.Tensor:
-    """What an adapter's tensor, by its stored name, is set to: `B` too, which begins at 0: `A` had no gradient."""
+    """What an adapter's tensor is set to: `B` too, which begins at 0, where `A` would have no gradient."""
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())), dtype=torch.float64)
     return 0.2 * drawn if len(shape) == 2 else 1 + 0.2 * drawn
 
@@ -112,7 +112,7 @@ def with_peft(model: torch.nn.Module, own: dict) -> torch.nn.Module:
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.requires_grad:
-                p.copy_(value(stored_name(name), p.shape))
+                p.copy_(value(name.removeprefix(PREFIX), p.shape))
     return model
 
 
@@ -124,10 +124,11 @@ def stored_name(name: str) -> str:
 @torch.no_grad()
 def set_adapters(role) -> None:
     """As `with_peft` has them."""
+    names = {stored_name(PREFIX + name): name for name, _ in role.model.module.named_parameters()}
     for one in role.model.state():
         if one.name.startswith(MODEL + PREFIX) and one.tensor is not None:
             region = tuple(slice(at, at + n) for at, n in zip(one.begin, one.tensor.shape, strict=True))
-            one.tensor.copy_(value(one.name, one.shape)[region])
+            one.tensor.copy_(value(names[one.name], one.shape)[region])
     role.model.on_state_loaded()
 
 
