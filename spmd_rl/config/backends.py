@@ -5,7 +5,7 @@
 To add one: a folder in `train/` whose package has a `BACKEND`, and a line in `BACKENDS`.
 """
 
-import importlib
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -69,6 +69,10 @@ class Backend:
             raise UserError(f"{role.section or role.name}.dtype: train={train.name} has no {role.dtype}")
         if role.lora.rank and not self.adapters:
             raise UserError(f"{role.section or role.name}.lora.rank: train={train.name} trains no adapters; must be 0")
+        if role.lora.rank and importlib.util.find_spec("peft") is None:
+            raise UserError(
+                f"{role.section or role.name}.lora.rank: peft is not installed here; pip install 'spmd-rl[lora]'"
+            )
         try:
             model = json.loads((folder / "config.json").read_text())
         except (OSError, ValueError):

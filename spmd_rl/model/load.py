@@ -22,6 +22,8 @@ from spmd_rl.model.stored import Part, stored_parts
 
 Region = tuple[slice, ...]
 """One slice a dimension."""
+Fill = Callable[[str, Region, Tensor], None]
+"""Called like a `RegionReader`, with the name of a model's tensor, a region of it, and what is to be filled with it."""
 MAPPED_BYTES = 2**24
 """Files are mapped into memory; after so many bytes the maps are given back, or they would count as this process's."""
 

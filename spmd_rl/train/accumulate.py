@@ -153,7 +153,7 @@ class BaseRole:
         self.model.sleep()  # not in a `finally`: an error ends the job, and a broken device would hang or hide it
 
     def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
-        """See `PolicyRole`. adapters: see `FSDP2Model`, which has them."""
+        """See `PolicyRole`. adapters: see `Adapters.published`, of backends that have them."""
         return self.model.weights() if adapters == "merged" else self.model.weights(adapters)
 
     def save(self, folder: Path) -> list[Path]:

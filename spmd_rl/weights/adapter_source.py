@@ -17,7 +17,7 @@ class AdapterSource:
         self._policy, self._is_first, self.layout = policy, True, policy.layout
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """[all] At first the frozen weights and the adapters, then the adapters; see `FSDP2Model.weights`."""
+        """[all] At first the frozen weights and the adapters, then the adapters; see `Adapters.published`."""
         yield from self._policy.weights("apart" if self._is_first else "alone")  # [all]
         self._is_first = False
 

@@ -20,11 +20,12 @@ from spmd_rl.config.sections.models import ReferenceConfig, RoleConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model, weights_of
-from spmd_rl.model.load import local, owned_region
 from spmd_rl.model.lora import PREFIX
 from spmd_rl.tools.convert import main
 from spmd_rl.train import build_role
 from spmd_rl.train.adapter_off import AdapterOff
+from spmd_rl.train.deepspeed.model import role_of as zero_of
+from spmd_rl.train.fsdp2.backend import policy_of
 from spmd_rl.train.state import MODEL, OPTIMIZER, SavedState
 from spmd_rl.train.stored_model import checkpoint_model
 from tests.dist.harness import run_ranks
@@ -32,7 +33,6 @@ from tests.dist.test_train_parity import AS_GRADIENT, HUGE
 from tests.models import EXPERTS, tiny
 from tests.training import (
     TEMPERATURE,
-    fsdp2_policy,
     global_batch,
     loss,
     plain_backward,
@@ -49,7 +49,6 @@ MODELS = {
     "qwen2": ("qwen2", {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 4}),
     "qwen3_moe": ("qwen3_moe", {**SIZES, **EXPERTS["qwen3_moe"]}),
 }
-LORA = {"rank": 4, "alpha": 6.0}
 CASES = {
     1: [({}, "llama", {"dora": True})],
     2: [
@@ -63,6 +62,24 @@ CASES = {
     4: [({"tp": 4}, "wide", {}), ({"tp": 2, "pp": 2}, "llama", {}), ({"tp": 2, "dp_replicate": 2}, "qwen2", {})],
 }
 """By the number of ranks: layout, model, and what differs from `LORA`"""
+ZERO1, ZERO2, ZERO3 = ({"name": "deepspeed", "stage": stage} for stage in (1, 2, 3))
+ON_HOST = {"offload_optimizer": True, "offload_param": True}
+ZEROS = [
+    (ZERO1, "llama", {"rslora": True, "targets": ["q_proj", "down_proj"]}),
+    (ZERO2, "qwen2", {}),
+    (ZERO3, "llama", {}),
+    (ZERO3, "qwen3_moe", {}),
+    (ZERO3 | ON_HOST, "qwen2", {}),
+]
+"""The same of two ranks under DeepSpeed, which has no float64"""
+PAIRS = [
+    ({}, ZERO1, "bfloat16"),
+    (ZERO1, ZERO3, "float32"),
+    (ZERO3, {}, "float32"),
+    ({}, ZERO3 | ON_HOST, "bfloat16"),
+    (ZERO2, ZERO2, "float32"),
+]
+"""Whose checkpoint is read by whom"""
 LORA = {"rank": 4, "alpha": 6.0}
 LIMITS = {"float32": 1e-5, "float64": 1e-9}
 """Of relative L2 errors, and of absolute ones of logprobs"""
@@ -104,6 +121,17 @@ def stored_name(name: str) -> str:
     return MODEL + name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector")
 
 
+@torch.no_grad()
+def set_adapters(role) -> None:
+    """As `with_peft` has them."""
+    names = {stored_name(PREFIX + name): name for name, _ in role.model.module.named_parameters()}
+    for one in role.model.state():
+        if one.name.startswith(MODEL + PREFIX) and one.tensor is not None:
+            region = tuple(slice(at, at + n) for at, n in zip(one.begin, one.tensor.shape, strict=True))
+            one.tensor.copy_(value(names[one.name], one.shape)[region])
+    role.model.on_state_loaded()
+
+
 def saved(world: World, role, folder: Path) -> SavedState:
     """[all]"""
     if world.rank == 0:
@@ -131,11 +159,10 @@ def compared(world: World, path: str, axes: dict[str, int], own: dict, dtype: st
         model = build_model(path, getattr(torch, dtype), "cpu", attention=attention)
         return exact(model) if dtype == "float64" else model
 
-    mine = fsdp2_policy(build("spmd_packed"), Layout(world, **train.axes), train, getattr(torch, dtype), settings, 5)
-    with torch.no_grad():
-        for name, p in mine.model.module.named_parameters():
-            if p.requires_grad:
-                local(p).copy_(value(name, p.shape)[owned_region(p)])
+    make = zero_of if train.name == "deepspeed" else policy_of
+    role = RoleConfig("policy", settings, path, dtype, False, train, 5)
+    mine = make(build("spmd_packed"), Layout(world, **train.axes), role)
+    set_adapters(mine)
     share = share_of(mine, "uneven", whole)
     plain, errors = build("sdpa"), {}
     if dtype == "float32":
@@ -165,7 +192,7 @@ def compared(world: World, path: str, axes: dict[str, int], own: dict, dtype: st
 def all_compared(world: World, models: dict[str, str], cases: list, folder: str) -> dict[str, dict[str, float]]:
     found = {}
     for number, (axes, kind, own) in enumerate(cases):
-        for dtype in LIMITS:
+        for dtype in LIMITS if "name" not in axes else ["float32"]:
             place = Path(folder, f"{number}-{dtype}")
             if world.rank == 0:
                 place.mkdir()
@@ -180,6 +207,62 @@ def test_gradients_and_published_weights_are_pefts(size: int, models, tmp_path) 
         for case, errors in found.items():
             worst = max(errors, key=errors.get)
             assert errors[worst] < LIMITS[case.split()[0]], (case, worst, errors[worst])
+
+
+def test_gradients_and_published_weights_are_pefts_under_zero(models, tmp_path, three) -> None:
+    for found in three.run(all_compared, models, ZEROS, str(tmp_path), ranks=[1, 2], timeout=300):
+        assert len(found) == len(ZEROS)
+        for case, errors in found.items():
+            worst = max(errors, key=errors.get)
+            assert errors[worst] < LIMITS["float32"], (case, worst, errors[worst])
+
+
+def published(role, adapters: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in role.weights(adapters)}
+
+
+def crossed(world: World, path: str, folder: str) -> dict[str, dict[str, float]]:
+    """Differences between a role and one that reads its checkpoint; counts, of what is not bitwise so."""
+    found, whole, kinds = {}, global_batch(), ("merged", "apart", "alone")
+    for number, (writer, reader, dtype) in enumerate(PAIRS):
+        mine, other = (build_role(role_of(path, train, dtype, LORA, eps=1e-3), world) for train in (writer, reader))
+        share, base = share_of(mine, "uneven", whole), AdapterOff(other).logprobs(share_of(other, "uneven", whole), 1.0)
+        for _ in range(2):
+            mine.update(share, loss, TEMPERATURE)
+        state = saved(world, mine, Path(folder, f"{number}"))
+        other.load(state.folder)
+        other.load_counters(mine.counters())
+        again = saved(world, other, Path(folder, f"{number} again"))
+        pairs_of = [(published(mine, kind), published(other, kind)) for kind in kinds]
+        assert all(a.keys() == b.keys() for a, b in pairs_of) and state.tensors == again.tensors
+        errors = {"published": float(sum(not a[name].equal(b[name]) for a, b in pairs_of for name in a))}
+        errors["state"] = float(sum(not state.read(name).equal(again.read(name)) for name in state.tensors))
+        errors["logprobs"] = largest(role.logprobs(share, 1.0)[0] for role in (mine, other))
+        off = AdapterOff(other).logprobs(share, 1.0)
+        errors["base"] = float(not all(map(torch.equal, base, off)))
+        errors["it has learnt"] = float(share.num_tokens > 0 and largest((off[0], mine.logprobs(share, 1.0)[0])) < 0.01)
+        norms = [role.update(share, loss, TEMPERATURE)["grad_norm"] for role in (mine, other)]
+        errors["norm"] = abs(norms[0] / norms[1] - 1)
+        after = [published(role, "merged") for role in (mine, other)]
+        errors["after"] = max(relative(after[0][name].float(), after[1][name].float()) for name in after[0])
+        found[f"{dtype} {writer} to {reader}"] = errors
+    return found
+
+
+def largest(pair) -> float:
+    one, other = pair
+    return float((one - other).abs().max()) if one.numel() else 0.0
+
+
+def test_fsdp_and_zero_go_on_from_each_others_adapters(models, tmp_path, three) -> None:
+    for found in three.run(crossed, models["llama"], str(tmp_path), ranks=[1, 2], timeout=300):
+        assert len(found) == len(PAIRS)
+        for pair, errors in found.items():
+            near = {"logprobs": 2e-6, "norm": 1e-5, "after": 1e-5}
+            if "bfloat16" in pair:
+                near = {"logprobs": 1e-2, "norm": 1e-3, "after": 1e-2}
+            wrong = {fact: error for fact, error in errors.items() if error > near.get(fact, 0.0)}
+            assert not wrong, (pair, wrong)
 
 
 def role_of(path: str, axes: dict[str, int], dtype: str, lora: dict, **settings) -> RoleConfig:
@@ -254,13 +337,22 @@ def kept(world: World, path: str, run: str, axes: dict[str, int], dtype: str, lo
     return facts
 
 
-@pytest.mark.parametrize(("axes", "dtype"), [({}, "float32"), ({"pp": 2}, "bfloat16")], ids=str)
-def test_a_checkpoint_of_adapters_resumes_converts_and_is_evaluated(axes, dtype, models, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("axes", "dtype", "own"),
+    [
+        ({}, "float32", {"dora": True}),
+        ({"pp": 2}, "bfloat16", {"dropout": 0.2}),
+        (ZERO1, "float32", {}),
+        (ZERO3, "bfloat16", {"dropout": 0.2}),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_adapters_resumes_converts_and_is_evaluated(axes, dtype, own, models, tmp_path, three) -> None:
     for name in ("run", "run-half", "run-full"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(json.dumps({"policy": {"model": models["llama"], "dtype": dtype}}))
-    lora = LORA | ({"dora": True} if dtype == "float32" else {"dropout": 0.2})
-    for facts in run_ranks(2, kept, models["llama"], str(tmp_path / "run"), axes, dtype, lora, timeout=300):
+    args = (models["llama"], str(tmp_path / "run"), axes, dtype, LORA | own)
+    for facts in three.run(kept, *args, ranks=[1, 2], timeout=300):
         near = {"peft's logprobs", "evaluated"}
         assert not any(value for fact, value in facts.items() if fact not in near), facts
         assert max(facts.get(fact, 0.0) for fact in near) < (1e-5 if dtype == "float32" else 0.1), facts

@@ -18,6 +18,7 @@ LAYOUTS = {
     "pp-tp": ("qwen2", 4, "train.pp=2 train.tp=2"),
     "lora": ("smollm2", 2, "policy.lora.rank=4 policy.lora.dropout=0.1 algorithm.kl_coef=0.1"),
     "zero1": ("smollm2", 2, "train=deepspeed train.stage=1"),
+    "zero3-lora": ("smollm2", 2, "train=deepspeed policy.lora.rank=4 policy.lora.dropout=0.1 algorithm.kl_coef=0.1"),
     "zero3": ("smollm2", 2, "train=deepspeed train.offload_optimizer=true"),
     "megatron-tp": ("qwen2", 2, "train=megatron train.tp=2"),
     "megatron-pp": ("qwen2", 2, "train=megatron train.pp=2"),

@@ -1,5 +1,6 @@
 """What is known before the process group forms: the mesh, files, targets, the run's directory; idle settings."""
 
+import importlib.util
 import json
 from functools import cache
 
@@ -472,9 +473,9 @@ def test_files_and_generators_may_be_mixed(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ("train=deepspeed policy.lora.rank=4", "policy.lora.rank: train=deepspeed trains no adapters; must be 0"),
         ("train=megatron policy.lora.rank=4", "policy.lora.rank: train=megatron trains no adapters; must be 0"),
-        ("algorithm=ppo train=deepspeed critic.lora.rank=4", "critic.lora.rank: train=deepspeed trains no adapters"),
+        ("algorithm=ppo train=megatron critic.lora.rank=4", "critic.lora.rank: train=megatron trains no adapters"),
+        ("train=deepspeed policy.lora.rank=4 policy.lora.dora=true", "policy.lora.dora: train=deepspeed has it not;"),
         ("policy.lora.rank=4 policy.optimizer=muon", "policy.optimizer: muon is not for policy.lora; must be adamw"),
         ("policy.lora.rank=4 train.compile=true", "train.compile: not together with policy.lora"),
         ("train=deepspeed policy.dtype=float16", "policy.dtype: train=deepspeed has no float16"),
@@ -485,3 +486,11 @@ def test_files_and_generators_may_be_mixed(tmp_path) -> None:
 )
 def test_adapters_and_float16_where_they_are_not(place, lines, words):
     assert refusal(place, *lines.split()).startswith(words)
+
+
+@pytest.mark.parametrize("train", ["fsdp2", "deepspeed"])
+def test_adapters_need_peft(place, train, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "peft" else find(name, *args))
+    said = refusal(place, f"train={train}", "policy.lora.rank=4")
+    assert said.startswith("policy.lora.rank: peft is not installed here; pip install")

@@ -8,7 +8,7 @@ from spmd_rl.config.values import above, at_least, require
 @dataclass
 class LoraConfig:
     """Train adapters in place of the model's own weights, which stay frozen in the compute dtype (Hu et al., arXiv
-    2106.09685). Needs the package peft, and `train=fsdp2`."""
+    2106.09685). Needs the package peft, and `train=fsdp2` or `train=deepspeed`."""
 
     rank: int = 0
     """Rank of the adapters; 0: none, all weights are trained. An adapter wants about ten times the learning rate."""
@@ -22,7 +22,8 @@ class LoraConfig:
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (Kalajdzievski, arXiv 2312.03732)."""
     dora: bool = False
-    """Train the length of each row of a weight beside its adapter (DoRA: Liu et al., arXiv 2402.09353)."""
+    """Train the length of each row of a weight beside its adapter (DoRA: Liu et al., arXiv 2402.09353). With
+    `train=fsdp2`."""
 
     def __post_init__(self) -> None:
         at_least(self, rank=0)

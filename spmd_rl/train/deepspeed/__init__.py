@@ -20,6 +20,8 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
     for key in ROUTING:
         if getattr(role.own, key, None):
             raise UserError(f"{role.name}.{key}: train=deepspeed has it not; must be {type(getattr(role.own, key))()}")
+    if role.lora.rank and role.lora.dora:
+        raise UserError(f"{role.section or role.name}.lora.dora: train=deepspeed has it not; must be False")
     out = unsupported("deepspeed")
     if out or installed("deepspeed") is None:
         found = f"DeepSpeed {out[0]} is not {out[1]}" if out else "DeepSpeed is not installed here"
@@ -36,5 +38,6 @@ def build(role: RoleConfig, layout: Any, source: Any) -> Any:
 BACKEND = Backend(
     build=build,
     settings=("activation_checkpointing", "stage", "offload_optimizer", "offload_param"),
+    adapters=True,
     refuse=refuse,
 )

@@ -16,11 +16,12 @@ from spmd_rl.batch import Batch
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.devices import to_device
 from spmd_rl.distributed import Layout
-from spmd_rl.model.load import Region, RegionReader
+from spmd_rl.model.load import Fill
 from spmd_rl.model.logprobs import TokenHead, logit_factor
 from spmd_rl.model.size import ModelSize
 from spmd_rl.model.stored import stored_parts
 from spmd_rl.train.accumulate import Critic, Policy, alone, walk
+from spmd_rl.train.adapters import Adapters
 from spmd_rl.train.base import ForwardArgs, Metrics, MicrobatchLoop
 from spmd_rl.train.deepspeed.optimizer import MOMENTS, GatedAdamW
 from spmd_rl.train.deepspeed.partition import Partition, pieces, spread, weights_here, whole
@@ -36,20 +37,23 @@ from spmd_rl.train.stored_model import Source
 class DeepSpeedModel:
     """See `train.base.ShardedModel`."""
 
-    def __init__(self, module: nn.Module, layout: Layout, role: RoleConfig, read: RegionReader | None = None) -> None:
+    def __init__(self, module: nn.Module, layout: Layout, role: RoleConfig, read: Fill | None = None) -> None:
         """[all] Take over `module`: whole, float32 where trained; or on the meta device, with weights to `read`."""
         self._layout, self._world, self._role = layout, layout.world, role
         self._dtype, self._device = getattr(torch, role.dtype), layout.world.device
         config, own, train = module.config.get_text_config(), role.optimizer, role.train
-        self._parts, self.hidden_size, self.size = stored_parts(module), config.hidden_size, ModelSize.of(module)
+        stored, fill = stored_parts(module), read or whole(module)
+        self.hidden_size, self.size = config.hidden_size, ModelSize.of(module)
         if role.name != "critic":
             module.set_output_embeddings(TokenHead(module.get_output_embeddings(), logit_factor(config)))
         if own is None:
             module.requires_grad_(False)
         else:
             recompute(module, train.activation_checkpointing)
+        head = module.get_output_embeddings() if role.name == "critic" else None
+        self._adapters = Adapters(module, role.lora, layout.key, head)
+        self._parts, fill = self._adapters.stored(stored), self._adapters.reading(fill)
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
-        fill = read or whole(module)
         self.module, self._engine, self._optimizer, self._partition = module, module, None, None
         self._deepspeed, self._steps, group = start(layout.world), torch.zeros(()), layout.mesh.get_group("fsdp")
         config = settings(train, self._dtype, on_device=self._device.type != "cpu")
@@ -75,7 +79,7 @@ class DeepSpeedModel:
         init = partial(self._deepspeed.zero.Init, config_dict_or_path=config, data_parallel_group=group)
         return lambda p: init(module=nn.ParameterList([p]), dtype=self._dtype)
 
-    def _fill(self, read: Callable[[str, Region, Tensor], None], group: dist.ProcessGroup) -> None:
+    def _fill(self, read: Fill, group: dist.ProcessGroup) -> None:
         """[all] Set masters and weights from what this rank has to read of them."""
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if self._optimizer is not None:
@@ -102,17 +106,21 @@ class DeepSpeedModel:
     def run(self, loop: MicrobatchLoop) -> None:
         """See `ShardedModel`."""
         losses: list[Tensor] = []
+        num_steps = int(self._steps)
 
         def forward(step: Step) -> None:
             if loop.is_trained:
                 self._engine.set_gradient_accumulation_boundary(step.microbatch == loop.count - 1)
             micro = loop.select(step.microbatch)
-            losses[:] = [loop.finish(step.microbatch, micro, self._outputs(micro, loop.args))]
+            with self._adapters.drawn(num_steps, step.microbatch, self._layout):
+                losses[:] = [loop.finish(step.microbatch, micro, self._outputs(micro, loop.args))]
 
         def backward(step: Step) -> None:
             self._engine.backward(losses.pop() * self._world.size)  # which divides by it
 
-        walk(loop, self._layout, alone(loop), forward, backward)
+        self._adapters.begin(loop.is_trained)
+        with self._adapters.hidden(loop.args.is_base):
+            walk(loop, self._layout, alone(loop), forward, backward)
 
     def _outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
         """[all] See `MicrobatchLoop.finish`."""
@@ -146,23 +154,33 @@ class DeepSpeedModel:
         """See `ShardedModel`."""
         return {}
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `ShardedModel`."""
+    def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
+        """See `ShardedModel`. adapters: see `Adapters.published`."""
+        for name, tensor in self._adapters.published(self._wholes(adapters == "alone"), adapters):  # [all]
+            yield from ((part.name, part.of(tensor)) for part in self._parts[name])
+        if adapters == "alone":
+            return
+        for name, buffer in self.module.named_buffers():
+            yield from ((part.name, part.of(buffer)) for part in self._parts.get(name, ()))
+
+    def _wholes(self, trained_alone: bool) -> Iterator[tuple[str, Tensor]]:
+        """[all] Parameters, whole, in the compute dtype; each until the next one is asked for."""
         for name, p in self.module.named_parameters():
+            if trained_alone and not p.requires_grad:
+                continue
             with ExitStack() as stack:
                 if hasattr(p, "ds_id"):
                     with self._world.collective("weights: gather", written=False):  # [all]
                         stack.enter_context(self._deepspeed.zero.GatheredParameters([p]))  # [all]
                 self._world.progress()
-                yield from ((part.name, part.of(p.detach())) for part in self._parts[name])
-        for name, buffer in self.module.named_buffers():
-            yield from ((part.name, part.of(buffer)) for part in self._parts.get(name, ()))
+                yield name, p.detach()
 
     def state(self) -> list[Shard]:
         """See `ShardedModel`."""
         if self._partition is None:
             return []
         found = [Shard(f"{OPTIMIZER}step", (), (), self._steps, self._world.rank == 0)]
+        found += self._adapters.state(self._world.rank == 0)
         prefixes = {MODEL: ""} | {f"{OPTIMIZER}{moment}/": moment for moment in MOMENTS}
         for name, own in self._partition.held.items():
             for prefix, moment in prefixes.items():
@@ -173,6 +191,7 @@ class DeepSpeedModel:
 
     def on_state_loaded(self) -> None:
         """See `ShardedModel`."""
+        self._adapters.check_scaling()
         if self._partition is not None:
             for kept in self._optimizer.state.values():
                 kept["step"].copy_(self._steps)
@@ -191,18 +210,17 @@ class DeepSpeedModel:
         if self._engine is not self.module:
             self._engine.destroy()
         self._engine = self.module = nn.Module()
-        self._partition = self._optimizer = None
+        self._partition = self._optimizer = self._adapters = None
 
 
-def role_of(module: nn.Module, layout: Layout, role: RoleConfig, read: RegionReader | None = None) -> Policy | Critic:
+def role_of(module: nn.Module, layout: Layout, role: RoleConfig, read: Fill | None = None) -> Policy | Critic:
     """[all] The role of a model, see `DeepSpeedModel`; a critic's is one `with_value_head`."""
     return (Critic if role.name == "critic" else Policy)(DeepSpeedModel(module, layout, role, read), layout, role)
 
 
 def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     """[all] See `Backend.build`."""
-    held = getattr(torch, role.dtype if role.optimizer is None else "float32")
-    stored = source(role, held, layout.world.progress)
+    stored = source(role, getattr(torch, role.held_dtype), layout.world.progress)
     read = stored.reader and stored.reader(stored.model)
     built = role_of(stored.model, layout, role, read)
     layout.world.journal.note("loaded", role=role.name, bytes=stored.num_bytes())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from spmd_rl.model.load import Region
+from spmd_rl.model.load import Fill, Region
 
 
 class Partition:
@@ -103,7 +103,7 @@ def weights_here(p: Parameter, group: dist.ProcessGroup) -> tuple[slice, Tensor]
     return own, p.ds_tensor.data[: own.stop - own.start]
 
 
-def whole(module: nn.Module) -> Callable[[str, Region, Tensor], None]:
+def whole(module: nn.Module) -> Fill:
     """How parts of a module's weights are read that it has now, whatever becomes of it."""
     held = {name: tensor.detach() for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
     return lambda name, region, target: target.copy_(held[name][region])

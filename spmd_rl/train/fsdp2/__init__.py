@@ -1,6 +1,5 @@
 """The backend `fsdp2`: `fully_shard` over all ranks, and every axis of a layout. Torch-free until it builds."""
 
-import importlib.util
 from typing import Any
 
 from spmd_rl.config.architectures import SCALES_HIDDEN_STATES
@@ -28,8 +27,6 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
 
 
 def _refuse_with_adapters(role: RoleConfig, section: str) -> None:
-    if importlib.util.find_spec("peft") is None:
-        raise UserError(f"{section}.lora.rank: peft is not installed here; pip install 'spmd-rl[lora]'")
     if role.train.compile:
         raise UserError(f"{role.key}.compile: not together with {section}.lora")
     if role.own.optimizer != "adamw":

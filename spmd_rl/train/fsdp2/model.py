@@ -8,7 +8,6 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +20,13 @@ from spmd_rl.distributed import Layout
 from spmd_rl.model.context import context_of
 from spmd_rl.model.differentiable import collect
 from spmd_rl.model.load import Region, local, owned_region
-from spmd_rl.model.lora import SCALING
 from spmd_rl.model.size import ModelSize
 from spmd_rl.model.stored import stored_parts
 from spmd_rl.train.accumulate import walk
+from spmd_rl.train.adapters import Adapters
 from spmd_rl.train.base import ForwardArgs, Metrics, MicrobatchLoop
 from spmd_rl.train.dither import dither
 from spmd_rl.train.fsdp2 import shard
-from spmd_rl.train.fsdp2.adapters import Adapters
 from spmd_rl.train.fsdp2.experts import spread_experts
 from spmd_rl.train.fsdp2.gather import Gather
 from spmd_rl.train.fsdp2.muon import matrices
@@ -119,13 +117,14 @@ class FSDP2Model(ABC):
     def run(self, loop: MicrobatchLoop) -> None:
         """See `ShardedModel`."""
         stage, scales = self._pipeline, loop.is_trained and self._loss_scale.is_used
+        num_steps = self._optimizer.num_steps if loop.is_trained else 0
         if loop.is_trained:
             self._routing.begin(loop.count)
 
         def forward(step: Step) -> None:
             stage.begin(step)
             micro = loop.select(step.microbatch)
-            with self._adapters.drawn(partial(self._seed, step.microbatch)):
+            with self._adapters.drawn(num_steps, step.microbatch, self._layout):
                 compute(step, micro)
 
         def compute(step: Step, micro: Batch) -> None:
@@ -149,15 +148,6 @@ class FSDP2Model(ABC):
             shard.reshard(self.module)  # trained weights are about to change
         with self._world.collective(f"{loop.name}: sends"):  # [all]
             stage.finish()
-
-    def _seed(self, microbatch: int) -> tuple[int, ...]:
-        """By which dropout is drawn: the update, and what of the batch is here."""
-        return (
-            self._optimizer.num_steps if self._optimizer else 0,
-            microbatch,
-            self._layout.data.rank,
-            self._layout.rank("cp"),
-        )
 
     @abstractmethod
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
@@ -227,13 +217,9 @@ class FSDP2Model(ABC):
         return self._world.journal.extend_timeout(COMPILE_SECONDS) if self._train.compile else nullcontext()
 
     def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
-        """See `ShardedModel`: bitwise what the forward pass computes with.
-
-        adapters: `merged` into the weights; `apart`, under peft's names beside the frozen ones; or `alone`, which
-        leaves out all that is frozen. Where they are not merged, `B` is multiplied by their factor.
-        """
+        """See `ShardedModel`: bitwise what the forward pass computes with. adapters: see `Adapters.published`."""
         wholes = self.whole_parameters(trained_alone=adapters == "alone")
-        for name, tensor in (self._adapters.merged if adapters == "merged" else self._adapters.scaled)(wholes):  # [all]
+        for name, tensor in self._adapters.published(wholes, adapters):  # [all]
             yield from ((part.name, part.of(tensor)) for part in self._parts[name])
         if adapters == "alone":
             return
@@ -272,8 +258,7 @@ class FSDP2Model(ABC):
             found = [Shard(f"{OPTIMIZER}step", (), (), moments["step"], self._world.rank == 0)]
             if self._loss_scale.is_used:
                 found += [Shard(f"{OPTIMIZER}loss_scale", (2,), (0,), self._loss_scale.state, self._world.rank == 0)]
-            if self._adapters.layers:
-                found += [Shard(SCALING, (), (), self._adapters.scaling, self._world.rank == 0)]
+            found += self._adapters.state(self._world.rank == 0)
             for name, bias in self._routing.biases().items():  # alike on all ranks
                 found += shards_of(MODEL, bias, _whole(bias.shape), self._parts[name], self._world.rank == 0)
         for name, held in self._pipeline.held.items():

@@ -27,7 +27,7 @@ from spmd_rl.model.differentiable import gather_rows, sum_rows
 from spmd_rl.model.load import local, owned_region, share
 from spmd_rl.model.logprobs import TokenHead
 from spmd_rl.model.moe import stacked_experts
-from spmd_rl.train.fsdp2.adapters import wrapped
+from spmd_rl.train.adapters import wrapped
 from spmd_rl.train.fsdp2.stages import PassThrough
 
 COLUMNS, ROWS = "colwise", "rowwise"

@@ -1,17 +1,19 @@
-"""`Adapters`: peft's LoRA layers inside of a model that FSDP shards.
+"""`Adapters`: peft's LoRA layers inside of a model that a backend shards.
 
     adapters = Adapters(model, settings, layout.key)   # before the model is cut and sharded; rank 0: nothing
     with adapters.hidden():                                 # the model under the names that it had
         load(model)
     adapters.initialize()
-    for name, tensor in adapters.merged(whole_parameters): ...
+    for name, tensor in adapters.published(whole_parameters, "merged"): ...
+
+A backend that reads regions one by one has `reading` in place of `hidden` and `initialize`.
 
 peft wraps a linear layer, whose weight is then `X.base_layer.weight`, and is frozen. Adapters are float32 shards like
-all that is trained, and the same in every layout: where they begin follows from their names.
+all that is trained, and the same in every layout and backend: where they begin follows from their names.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,16 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.config.sections.lora import LoraConfig
+from spmd_rl.distributed import Layout
 from spmd_rl.errors import UserError
-from spmd_rl.model.load import local, owned_region
-from spmd_rl.model.lora import MAGNITUDE, PREFIX, A, Adapter, B
+from spmd_rl.model.load import Fill, Region, local, owned_region
+from spmd_rl.model.lora import MAGNITUDE, PREFIX, SCALING, A, Adapter, B
 from spmd_rl.model.stored import Part
 from spmd_rl.train.dither import merged
 from spmd_rl.train.recompute import decoder_layers
+from spmd_rl.train.state import Shard
 
 BASE, NAME = ".base_layer", "default"
 """What peft puts into the names of parameters: of a frozen layer, and of adapters"""
-ENDINGS = {f".lora_A.{NAME}.weight": A, f".lora_B.{NAME}.weight": B, f".lora_magnitude_vector.{NAME}.weight": MAGNITUDE}
+OWN_A, OWN_B, OWN_MAGNITUDE = (f".lora_{kind}.{NAME}.weight" for kind in ("A", "B", "magnitude_vector"))
+ENDINGS = {OWN_A: A, OWN_B: B, OWN_MAGNITUDE: MAGNITUDE}
 """Of a parameter's name, and what peft's files have in its place"""
 
 
@@ -42,8 +47,7 @@ class Adapters:
         key: of the layout, `train` or `<section>.train`, from which an error names the setting.
         """
         self._model, self._settings = model, settings
-        self.scaling = torch.tensor(settings.scaling if settings.rank else 0.0, dtype=torch.float64)
-        """As it is saved: a checkpoint of adapters that count half is another model."""
+        self._saved_scaling = torch.tensor(settings.scaling if settings.rank else 0.0, dtype=torch.float64)
         self.layers: dict[str, nn.Module] = {}
         """peft's, by name"""
         if not settings.rank:
@@ -98,30 +102,53 @@ class Adapters:
         for name, layer in here.items():
             self._model.set_submodule(name, layer)
 
+    def reading(self, read: Fill) -> Fill:
+        """How any part of the parameters, whose shapes are still those of the whole, is filled: by `read`, which has
+        those of the model without adapters, or with what an adapter begins with.
+        """
+
+        def fill(name: str, region: Region, target: Tensor) -> None:
+            layer, _, kind = name.rpartition(f"{BASE}.")
+            if name.endswith((OWN_A, OWN_B)):
+                target.copy_(first_value(name, shapes[name])[region])
+            else:
+                read(f"{layer}.{kind}" if layer in self.layers else name, region, target)
+
+        shapes = {name: p.shape for name, p in self._model.named_parameters()}
+        return fill
+
     @torch.no_grad()
     def initialize(self) -> None:
-        """Begin with the model as it is, whose weights are loaded: `A` uniform as peft draws it, `B` zero."""
+        """Begin with the model as it is, whose weights are loaded."""
         for name, p in self._model.named_parameters():
-            if name.endswith(f".lora_A.{NAME}.weight"):
-                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                whole = (2 * torch.rand(p.shape, generator=generator) - 1) / p.shape[1] ** 0.5
-                local(p).copy_(whole[owned_region(p)])
-            elif name.endswith(f".lora_B.{NAME}.weight"):
-                local(p).zero_()
-            elif name.endswith(f".lora_magnitude_vector.{NAME}.weight"):
-                layer = self._model.get_submodule(name.partition(".lora_magnitude_vector")[0])
+            if name.endswith((OWN_A, OWN_B)):
+                local(p).copy_(first_value(name, p.shape)[owned_region(p)])
+            elif name.endswith(OWN_MAGNITUDE):
+                layer = self._model.get_submodule(name.removesuffix(OWN_MAGNITUDE))
                 local(p).copy_(local(layer.base_layer.weight).to(p.dtype).norm(dim=1))  # whose rows ranks share alike
 
+    def state(self, is_mine: bool) -> list[Shard]:
+        """What is saved beside the adapters: their factor. A checkpoint of some that count half is another model."""
+        return [Shard(SCALING, (), (), self._saved_scaling, is_mine)] if self.layers else []
+
     def check_scaling(self) -> None:
-        """ValueError if `scaling` was overwritten with another factor; it is put back."""
-        saved, own = float(self.scaling), self._settings.scaling if self._settings.rank else 0.0
-        self.scaling.fill_(own)
+        """ValueError if what `state` gave was overwritten with another factor; it is put back."""
+        saved, own = float(self._saved_scaling), self._settings.scaling if self._settings.rank else 0.0
+        self._saved_scaling.fill_(own)
         if saved != own:
             raise ValueError(
                 f"its adapters count {saved:g} times, those here {own:g} times: lora.alpha and lora.rslora"
             )
 
-    def merged(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def published(self, wholes: Iterable[tuple[str, Tensor]], adapters: str) -> Iterator[tuple[str, Tensor]]:
+        """All parameters, whole, as an engine gets them.
+
+        adapters: `merged` into the weights; `apart`, under peft's names beside the frozen ones; or `alone`, of which
+        all that is frozen has been left out. Where they are not merged, `B` is multiplied by their factor.
+        """
+        return (self._merged if adapters == "merged" else self._scaled)(wholes)
+
+    def _merged(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Weights of the model without adapters, each with what its adapter adds; from all parameters, whole."""
         known: dict[str, Tensor] = {}
         for name, tensor in wholes:
@@ -138,10 +165,10 @@ class Adapters:
                 known = {}
         assert not known, f"an adapter is not whole: {sorted(known)}"
 
-    def scaled(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _scaled(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """All parameters as they are, but `B` multiplied by the factor of adapters, in float32."""
         for name, tensor in wholes:
-            is_b = name.endswith(f".lora_B.{NAME}.weight")
+            is_b = name.endswith(OWN_B)
             wide = torch.promote_types(tensor.dtype, torch.float32)
             yield name, (tensor.to(wide) * self._settings.scaling).to(tensor.dtype) if is_b else tensor
 
@@ -151,14 +178,23 @@ class Adapters:
             layer.lora_dropout[NAME].train(is_trained)  # until the next call: a layer may be computed a second time
 
     @contextmanager
-    def drawn(self, seed: Callable[[], tuple[int, ...]]) -> Iterator[None]:
-        """Within, what is dropped is a function of these numbers."""
+    def drawn(self, num_steps: int, microbatch: int, layout: Layout) -> Iterator[None]:
+        """Within, what is dropped is a function of the updates done, and of what of the batch is here."""
         if not self.layers or not self._settings.dropout:
             yield
             return
+        seed = (num_steps, microbatch, layout.data.rank, layout.rank("cp"))
         with torch.random.fork_rng():
-            torch.manual_seed(zlib.crc32(repr(seed()).encode()))
+            torch.manual_seed(zlib.crc32(repr(seed).encode()))
             yield
+
+
+def first_value(name: str, shape: torch.Size) -> Tensor:
+    """What the adapter's parameter of this name begins with, whole: `A` uniform as peft draws it, `B` zero."""
+    if name.endswith(OWN_B):
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return (2 * torch.rand(shape, generator=generator) - 1) / shape[1] ** 0.5
 
 
 def _targets(model: nn.Module, wanted: list[str] | None, key: str) -> list[str]:
