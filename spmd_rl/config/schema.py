@@ -162,6 +162,20 @@ class RlConfig(PipelineConfig):
             (self.algorithm.overlong_tokens or 0) <= limit,
             f"algorithm.overlong_tokens: {self.algorithm.overlong_tokens} is more than an answer can have, {limit}",
         )
+        self._check_critics()
+
+    def _check_critics(self) -> None:
+        algorithm, critics, answers = self.algorithm, self.critic.ensemble, self.rollout.answers_per_prompt
+        several = algorithm.uses_critic and critics > 1
+        for key in ("advantage_mask_ratio", "entropy_mask_ratio"):
+            none = several or not getattr(algorithm, key)
+            require(none, f"algorithm.{key}: is for several critics; set critic.ensemble, as algorithm=asyppo does")
+        require(
+            not several or critics <= answers,
+            f"critic.ensemble: {critics} critics need as many answers, rollout.answers_per_prompt is {answers}",
+        )
+        clip = f"algorithm.value_clip: {algorithm.value_clip} has no meaning around the mean of several critics; null"
+        require(not several or algorithm.value_clip is None, clip)
 
     @property
     def kind(self) -> str:
