@@ -71,7 +71,7 @@ def _of_algorithm(algorithm: AlgorithmConfig) -> Idle:
 
 
 def _of_generation(rollout: RolloutConfig, eval: EvalConfig, placement: PlacementConfig) -> Idle:
-    evaluation = "eval.prompts eval.answers eval.temperature eval.top_p eval.top_k eval.min_p"
+    evaluation = "eval.prompts eval.answers eval.temperature eval.top_p eval.top_k eval.min_p eval.overlap"
     return [
         (rollout.tail != "defer", "rollout.tail is defer", "rollout.accept"),
         (rollout.over_sample, "rollout.over_sample is 0", "rollout.tail"),

@@ -28,6 +28,7 @@ class CriticEnsemble:
 
     @lr_factor.setter
     def lr_factor(self, factor: float) -> None:
+        """Set that of every critic."""
         for critic in self.critics:
             critic.lr_factor = factor
 
