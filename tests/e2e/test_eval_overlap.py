@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.e2e.runs import EXACT, Running, Toy
+from tests.e2e.test_agents import AgentToy
 
 SETTINGS = (*EXACT, "steps=5", "rollout.max_new_tokens=12", "engine.max_running=8")
 """Evaluations after steps 0, 2, 4 and 5; an engine in which not all that a step asks for has room."""
@@ -68,3 +69,19 @@ def test_a_killed_run_asks_again(toy: Toy, apart: Running, point: str) -> None:
     assert not run.outlived(2.0), "a process outlived its run"
     assert "val/score/mean" not in run.metrics()[2]
     assert_same(toy.run(*SETTINGS, "eval.overlap=true", name=name), apart)
+
+
+@pytest.mark.slow
+def test_agents_play_the_same_episodes(tmp_path) -> None:
+    """After a warm-up that generates nothing, beside which no evaluation could be."""
+    toy = AgentToy(tmp_path, max_position_embeddings=2048)
+    settings = ("steps=4", "eval.every=2", "env.echo.workers=2")
+    apart, beside = toy.run(*settings, name="apart"), toy.run(*settings, "eval.overlap=true", name="beside")
+    for step in range(1, 5):
+        tokens = [[[t["token_ids"] for t in one["turns"]] for one in run.samples(step)] for run in (beside, apart)]
+        assert tokens[0] == tokens[1]
+    ours, theirs = beside.weights(4), apart.weights(4)
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    for step, later in ((0, 0), (2, 3), (4, 4)):
+        assert held_out(apart, step) == held_out(beside, later) != []
+        assert apart.metrics()[step]["val/score/mean"] == beside.metrics()[later]["val/score/mean"]

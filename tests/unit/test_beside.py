@@ -163,3 +163,16 @@ def test_the_numbers_stand_with_the_next_step(world: World) -> None:
 def test_where_it_makes_no_sense_it_is_refused(overrides: list[str], line: str) -> None:
     with pytest.raises(UserError, match=line):
         load("rlvr", RlvrConfig, ["eval.overlap=true", *overrides])
+
+
+def test_what_is_carried_goes_on_in_the_next_step(world: World) -> None:
+    """Answers that the end of the step cuts short are carried; the questions go on to their end without them."""
+    engine, prompts, number = Engine(surplus=40), FakePrompts(9), next(NUMBERS)
+    cfg = settings(over_sample=3, partial_rollout=True, max_new_tokens=99)
+    cfg.rollout.filter.zero_variance = False
+    plain = make_rollouts(cfg, engine, prompts, FakeScorer(even), world)
+    rollouts = BesideRollouts(plain, lambda step: (prompts.train[:6], SAMPLING) if step == number - 1 else ((), []))
+    first = rollouts.collect(number)
+    assert first.num_carried > 0 and [t.ticket for t in tickets_of(first.table)] == [0, 1, 2]
+    assert len(texts(rollouts.answer((), []))) == 12 and engine.num_unfinished == 0
+    assert [t.ticket for t in tickets_of(rollouts.collect(next(NUMBERS)).table)] == [3, 4, 5]
