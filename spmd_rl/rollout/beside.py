@@ -22,7 +22,7 @@ Questions = tuple[Sequence[Prompt], Sequence[Sampling]]
 """Held-out prompts, and how each answer to them is drawn."""
 
 
-class Share:
+class QuestionShare:
     """What one replica answers of some questions: no tickets and no filter."""
 
     def __init__(self, questions: Questions, replica: int, num_replicas: int, kept: KeptAnswers | None = None) -> None:

@@ -16,7 +16,7 @@ from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.errors import tell
-from spmd_rl.rollout.beside import Questions, Share
+from spmd_rl.rollout.beside import Questions, QuestionShare
 from spmd_rl.rollout.claims import claims
 from spmd_rl.rollout.collected import Collected, RankReport, check_errors
 from spmd_rl.rollout.coordinator import Coordinator, coordinate
@@ -87,7 +87,7 @@ class Rollouts:
         if settings.evaluates and not self.prompts.eval and self._world.rank == 0:
             tell("warning: eval.every: no prompt is held out, nothing is evaluated")
 
-    def collect(self, step: int, beside: Share | None = None) -> Collected:
+    def collect(self, step: int, beside: QuestionShare | None = None) -> Collected:
         """[all] Generate and score, with the policy after `step - 1` updates, until the step has its groups.
 
         beside: what is answered by the same policy meanwhile; all of it.
@@ -98,13 +98,13 @@ class Rollouts:
             self.start_ahead(step + 1)  # [all] by the policy that is about to be updated: one version behind
         return collected
 
-    def _generate(self, step: int, beside: Share | None) -> Collected:
+    def _generate(self, step: int, beside: QuestionShare | None) -> Collected:
         """[all] What comes of a step, before its errors are checked; the next call is for the next step's tickets."""
         world, engine, player = self._world, self._engine, self._player
         run, self._ahead = self._ahead or self._start_step(step), None
         assert run.number == step, "another step has started"
         run.resume()
-        run.beside = self._player.asked(beside.claim, beside.finish) if beside else None
+        run.beside = self._player.question_run(beside.claim, beside.finish) if beside else None
         shared = run.source
         with world.phase("generate"), engine.awake():
             if engine.leads:
@@ -170,9 +170,9 @@ class Rollouts:
         self.answer_from(mine.claim, mine.finish)
         return mine.groups()
 
-    def share(self, questions: Questions, kept: KeptAnswers | None = None) -> Share:
+    def share(self, questions: Questions, kept: KeptAnswers | None = None) -> QuestionShare:
         """Return what this replica answers of some questions."""
-        return Share(questions, self._replica, self._num_replicas, kept)
+        return QuestionShare(questions, self._replica, self._num_replicas, kept)
 
     def answer_from(self, claim: Claim, finish: Callable[[Group], object], size: int = 1) -> None:
         """[all] ranks of a replica: answer the questions that `claim(room)` gives, as long as there are some.

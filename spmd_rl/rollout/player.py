@@ -59,7 +59,7 @@ class Question:
 Claim = Callable[[int], Sequence[Question]]
 
 
-class Asked:
+class QuestionRun:
     """Held-out questions on a replica, some of which are under way."""
 
     def __init__(
@@ -250,13 +250,13 @@ class Player:
         number of answers to a question.
         """
         # not the loop in which carried requests wait
-        await self.rest(Asked(self, EngineLoop(self.engine, self.world), claim, finish, size))
+        await self.rest(QuestionRun(self, EngineLoop(self.engine, self.world), claim, finish, size))
 
-    def asked(self, claim: Claim, finish: Callable[[Group], object]) -> "Asked":
+    def question_run(self, claim: Claim, finish: Callable[[Group], object]) -> "QuestionRun":
         """Return questions to be answered beside a step; see `answer`."""
-        return Asked(self, self.engine_loop.beside(), claim, finish, 1)
+        return QuestionRun(self, self.engine_loop.beside(), claim, finish, 1)
 
-    async def rest(self, asked: "Asked") -> None:
+    async def rest(self, asked: "QuestionRun") -> None:
         """Answer what is left of the questions."""
         while asked.open:
             await asked.fill()

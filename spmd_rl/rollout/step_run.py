@@ -16,7 +16,7 @@ import numpy as np
 from spmd_rl.distributed import World
 from spmd_rl.rollout.claims import Claim
 from spmd_rl.rollout.engine_loop import InFlightUpdate
-from spmd_rl.rollout.player import Asked, Player
+from spmd_rl.rollout.player import QuestionRun, Player
 from spmd_rl.rollout.step_plan import GroupSlice
 from spmd_rl.types import Group
 
@@ -62,7 +62,7 @@ class StepRun:
         self.number, self.source = number, source
         self.num_stopped = 0
         """Requests that the step's end stopped."""
-        self.beside: Asked | None = None
+        self.beside: QuestionRun | None = None
         """What is answered by the same policy meanwhile."""
         self._player, self._update = player, update
         self._spent = Counters()
