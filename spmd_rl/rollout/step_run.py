@@ -16,7 +16,7 @@ import numpy as np
 from spmd_rl.distributed import World
 from spmd_rl.rollout.claims import Claim
 from spmd_rl.rollout.engine_loop import InFlightUpdate
-from spmd_rl.rollout.player import QuestionRun, Player
+from spmd_rl.rollout.player import Player, QuestionRun
 from spmd_rl.rollout.step_plan import GroupSlice
 from spmd_rl.types import Group
 
