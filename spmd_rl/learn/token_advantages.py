@@ -3,8 +3,8 @@
     finish(batches, plan, settings, kl_reward_coef, policy.layout.data, seed)  # [all]
 
 A token-level estimator, or a KL penalty in the reward, needs logprobs or values, which only the trainer has; whitening,
-and the choice of the tokens that clip-cov and kl-cov treat apart, need sums and counts over all data shards. These
-travel; never tokens.
+and the choice of the tokens that clip-cov, kl-cov and several critics treat apart, need sums and counts over all data
+shards. These travel; never tokens.
 """
 
 from collections.abc import Sequence
@@ -42,10 +42,7 @@ def finish(
     if token_advantage(settings) or settings.kl_reward_coef:
         for batch in batches:
             estimate(batch, settings, kl_reward_coef)
-    critic = None
-    if settings.uses_critic:
-        errors = [batch.returns - batch.values for batch in batches]
-        critic = [moments_of(batches, column, data) for column in (errors, [b.returns for b in batches])]  # [all]
+    metrics = _of_critic(batches, data) if settings.uses_critic else {}  # [all]
     if settings.whiten_advantages:
         moments = moments_of(batches, [batch.advantages for batch in batches], data)  # [all]
         for batch in batches:
@@ -53,11 +50,24 @@ def finish(
     if settings.advantage_clip is not None:
         for batch in batches:
             batch.advantages = clip(batch.advantages, settings.advantage_clip)
-    if settings.loss in SHARES:
-        for number, batch in enumerate(batches):
-            total = int(plan.num_sampled[plan.minibatches == number].sum())
+    for number, batch in enumerate(batches):
+        total = int(plan.num_sampled[plan.minibatches == number].sum())
+        if settings.loss in SHARES:
             mark(batch, settings, total, data, (seed, plan.step))  # [all]
-    return {} if critic is None else {"critic/explained_variance": explained_variance(*critic)}
+        if settings.masks_by_critics:
+            mask_by_critics(batch, settings, total, data)  # [all]
+    return metrics
+
+
+def _of_critic(batches: Sequence[Batch], data: DataShard) -> dict[str, float]:
+    """[all] Metrics of the values of all data shards and mini-batches."""
+    errors = [batch.returns - batch.values for batch in batches]
+    critic = [moments_of(batches, column, data) for column in (errors, [b.returns for b in batches])]  # [all]
+    metrics = {"critic/explained_variance": explained_variance(*critic)}
+    if batches[0].value_spread is not None:  # alike on all ranks
+        spread = moments_of(batches, [batch.value_spread for batch in batches], data)  # [all]
+        metrics["critic/value_spread/mean"] = spread.mean
+    return metrics
 
 
 def estimate(batch: Batch, settings: AlgorithmConfig, kl_reward_coef: float) -> None:
@@ -130,17 +140,36 @@ def mark(batch: Batch, settings: AlgorithmConfig, total: int, data: DataShard, s
     sums = data.reduce("prepare: means for the covariance", sums)  # [all]
     mean_logprob, mean_advantage = (sums[name] / max(1, total) for name in ("logprobs", "advantages"))
 
+    keys = selection.covariance(logprobs, advantages, mean_logprob, mean_advantage)
+    if settings.loss == "clip_cov":
+        keys = bind(selection.clip_cov_keys, settings)(keys, ids)
+    batch.marked = highest(batch, keys, total, getattr(settings, SHARES[settings.loss]), data)  # [all]
+
+
+def mask_by_critics(batch: Batch, settings: AlgorithmConfig, total: int, data: DataShard) -> None:
+    """[all] Take the advantage of the tokens over which several critics agree most, and mark those over which they
+    differ most: `Batch.disputed`. See `algo.values.ensemble`; parameters as in `mark`."""
+    spread = batch.value_spread[batch.loss_mask]
+    if share := settings.advantage_mask_ratio:
+        agreed = highest(batch, -spread, total, share, data)  # [all]
+        batch.advantages = batch.advantages.masked_fill(agreed, 0)
+    if settings.entropy_coef and (share := settings.entropy_mask_ratio):
+        batch.disputed = highest(batch, spread, total, share, data)  # [all]
+
+
+def highest(batch: Batch, keys: Tensor, total: int, share: float, data: DataShard) -> Tensor:
+    """[all] The sampled tokens of the highest keys (float32 [N]) of the global mini-batch, a share of them: bool [T].
+
+    Of equal keys at the border none are taken. total, data: as in `mark`.
+    """
+
     def count_above(thresholds: Tensor) -> Tensor:
         """[all] How many keys of all shards lie above each threshold."""
         mine = selection.counts_above(keys, thresholds).tolist()
         return torch.tensor(data.gather("prepare: tokens above", mine)).sum(0)
 
-    keys = selection.covariance(logprobs, advantages, mean_logprob, mean_advantage)
-    if settings.loss == "clip_cov":
-        keys = bind(selection.clip_cov_keys, settings)(keys, ids)
-    share = getattr(settings, SHARES[settings.loss])
     limit = selection.threshold(count_above, selection.num_marked(total, share))  # [all]
-    batch.marked = torch.zeros_like(mask).masked_scatter(mask, keys > limit)
+    return torch.zeros_like(batch.loss_mask).masked_scatter(batch.loss_mask, keys > limit)
 
 
 def token_numbers(batch: Batch, seed: tuple[int, ...]) -> Tensor:

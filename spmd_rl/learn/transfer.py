@@ -235,19 +235,19 @@ def fill_in(
     batches: this rank's mini-batches. temperature: logits are divided by it.
     """
 
-    def logprobs_of(role: PolicyRole) -> Callable[[Batch], Tensor]:
-        return lambda batch: role.logprobs(batch, temperature)[0]
+    def logprobs_of(role: PolicyRole, column: str) -> Callable[[Batch], dict[str, Tensor]]:
+        return lambda batch: {column: role.logprobs(batch, temperature)[0]}
 
-    columns: list[tuple[str, Role, Callable[[Batch], Tensor]]] = []
+    columns: list[tuple[str, Role, Callable[[Batch], dict[str, Tensor]]]] = []
     if needs_old:
-        columns.append(("old_logprobs", policy, logprobs_of(policy)))
+        columns.append(("old_logprobs", policy, logprobs_of(policy, "old_logprobs")))
     if reference:
-        columns.append(("ref_logprobs", reference, logprobs_of(reference)))
+        columns.append(("ref_logprobs", reference, logprobs_of(reference, "ref_logprobs")))
     if critic:
-        columns.append(("values", critic, critic.values))
-    for column, role, compute in columns:
+        columns.append(("values", critic, critic.estimates))
+    for what, role, compute in columns:
         with role.awake():
-            RoleShards(policy, role, plan, world).fill_in(column, batches, compute)  # [all]
+            RoleShards(policy, role, plan, world).fill_in(what, batches, compute)  # [all]
 
 
 class RoleShards:
@@ -289,14 +289,17 @@ class RoleShards:
         routes = [self._back.select(self._of(number)) for number in range(len(shares))]
         return [send(name, share, columns, r, self._world) for share, r in zip(shares, routes, strict=True)]  # [all]
 
-    def fill_in(self, column: str, batches: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> None:
-        """[all] Set a per-token column, float32 [T], that the role computes for its share of each mini-batch."""
-        name = f"prepare: {column}"
+    def fill_in(self, what: str, batches: Sequence[Batch], compute: Callable[[Batch], dict[str, Tensor]]) -> None:
+        """[all] Set the per-token columns, float32 [T], that the role computes for its share of each mini-batch."""
+        name, columns = f"prepare: {what}", dict[str, Tensor]()
         shares = self.share(name, batches)  # [all]
         for share in shares:
-            setattr(share, column, compute(share))  # [all]
-        for batch, found in zip(batches, self.back(name, shares, [column]), strict=True):  # [all]
-            setattr(batch, column, found[column])
+            columns = compute(share)  # [all]
+            for column, values in columns.items():
+                setattr(share, column, values)
+        for batch, found in zip(batches, self.back(name, shares, list(columns)), strict=True):  # [all]
+            for column in columns:
+                setattr(batch, column, found[column])
 
 
 def _ranks(data: DataShard) -> list[tuple[int, ...]]:

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 
 from spmd_rl import engine, train, weights
 from spmd_rl.job import Job, Place
-from spmd_rl.rollout import Rollouts, Services
+from spmd_rl.learn import Evaluation
+from spmd_rl.rollout import BesideRollouts, Rollouts, Services
 from spmd_rl.weights.adapter_source import AdapterSource
 
 
@@ -27,10 +29,12 @@ def colocated(job: Job, last_ahead: int = 0) -> Iterator[Place]:
     services = Services(scorer, job.tokenizer, job.episode, environments)
     settings = replace(cfg.generation, last_ahead=last_ahead)
     with closing(Rollouts(settings, generator, job.source, services, world)) as rollouts:  # [all]
+        evaluation = Evaluation.of(cfg)
+        beside = partial(evaluation.beside, rollouts.prompts.eval)
         yield Place(
             world=world,
             roles=roles,
-            rollouts=rollouts,
+            rollouts=rollouts if evaluation.first_beside is None else BesideRollouts(rollouts, beside),
             publish=publish,
             environments=environments,
             on_start=lambda start: rollouts.check(),

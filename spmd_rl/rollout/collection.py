@@ -7,7 +7,6 @@ Left out: the rules of a step (`step_plan.py`, `coordinator.py`, `claims.py`) an
 """
 
 import asyncio
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,13 +16,14 @@ from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.errors import tell
+from spmd_rl.rollout.beside import Questions, QuestionShare
 from spmd_rl.rollout.claims import claims
 from spmd_rl.rollout.collected import Collected, RankReport, check_errors
 from spmd_rl.rollout.coordinator import Coordinator, coordinate
 from spmd_rl.rollout.engine_loop import InFlightUpdate
-from spmd_rl.rollout.episode import Sampling, in_order
+from spmd_rl.rollout.episode import Sampling
 from spmd_rl.rollout.kept import KeptAnswers
-from spmd_rl.rollout.player import Claim, Player, Question, Services
+from spmd_rl.rollout.player import Claim, Player, Services
 from spmd_rl.rollout.prompt_lengths import check_room, fit_prompts
 from spmd_rl.rollout.replay_log import Migration
 from spmd_rl.rollout.shared_step import SharedStep
@@ -87,20 +87,24 @@ class Rollouts:
         if settings.evaluates and not self.prompts.eval and self._world.rank == 0:
             tell("warning: eval.every: no prompt is held out, nothing is evaluated")
 
-    def collect(self, step: int) -> Collected:
-        """[all] Generate and score, with the policy after `step - 1` updates, until the step has its groups."""
-        collected = self._generate(step)  # [all]
+    def collect(self, step: int, beside: QuestionShare | None = None) -> Collected:
+        """[all] Generate and score, with the policy after `step - 1` updates, until the step has its groups.
+
+        beside: what is answered by the same policy meanwhile; all of it.
+        """
+        collected = self._generate(step, beside)  # [all]
         collected = check_errors(collected, self._settings.reward, self._settings.rollout, self._world)  # [all]
         if step < self._settings.last_ahead and not collected.failure:
             self.start_ahead(step + 1)  # [all] by the policy that is about to be updated: one version behind
         return collected
 
-    def _generate(self, step: int) -> Collected:
+    def _generate(self, step: int, beside: QuestionShare | None) -> Collected:
         """[all] What comes of a step, before its errors are checked; the next call is for the next step's tickets."""
         world, engine, player = self._world, self._engine, self._player
         run, self._ahead = self._ahead or self._start_step(step), None
         assert run.number == step, "another step has started"
         run.resume()
+        run.beside = self._player.question_run(beside.claim, beside.finish) if beside else None
         shared = run.source
         with world.phase("generate"), engine.awake():
             if engine.leads:
@@ -162,19 +166,13 @@ class Rollouts:
 
         kept: answers that are there already, and where each one is written as soon as it has ended.
         """
-        there = kept.numbers if kept else frozenset()
-        missing = [[a for a in range(len(sampling)) if (n, a) not in there] for n in range(len(prompts))]
-        dealt = [n for n, answers in enumerate(missing) if answers][self._replica :: self._num_replicas]
-        mine = deque(Question(n, prompts[n], {a: sampling[a]}) for n in dealt for a in missing[n])
-        samples = defaultdict(list, kept.samples() if kept else {})
+        mine = self.share((prompts, sampling), kept)
+        self.answer_from(mine.claim, mine.finish)
+        return mine.groups()
 
-        def finish(group: Group) -> None:
-            samples[group.ticket] += group.samples
-            if kept:
-                kept.write(group.samples)
-
-        self.answer_from(lambda room: [mine.popleft() for _ in range(min(room, len(mine)))], finish)
-        return [Group(prompts[n], n, in_order([samples[n]])) for n in sorted(samples)]
+    def share(self, questions: Questions, kept: KeptAnswers | None = None) -> QuestionShare:
+        """Return what this replica answers of some questions."""
+        return QuestionShare(questions, self._replica, self._num_replicas, kept)
 
     def answer_from(self, claim: Claim, finish: Callable[[Group], object], size: int = 1) -> None:
         """[all] ranks of a replica: answer the questions that `claim(room)` gives, as long as there are some.

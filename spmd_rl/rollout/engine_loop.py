@@ -13,12 +13,17 @@ from collections.abc import Awaitable, Iterable
 from operator import attrgetter
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.types import Completion, Request
 
 IDLE_SECONDS = 0.005
 """How long an idle loop sleeps at most, before it returns to its caller."""
+
+BEHIND = 1 << 62
+"""More than any ticket."""
 
 
 class InFlightUpdate(Protocol):
@@ -53,12 +58,24 @@ class EngineLoop:
         self._engine, self._world = engine, world
         self._new: list[Request] = []
         self._futures: dict[str, asyncio.Future[Completion]] = {}
+        self._beside: EngineLoop | None = None
+        self._place: tuple[int, ...] = ()
         self._woken = asyncio.Event()
 
     @property
     def num_requests(self) -> int:
         """The number of requests that have not ended."""
         return len(self._futures)
+
+    def beside(self) -> "EngineLoop":
+        """Return a loop over the same engine: a step of either completes the requests of both.
+
+        Where requests wait, its own are admitted after all of this one's.
+        """
+        other = EngineLoop(self._engine, self._world)
+        other._place = (BEHIND,)
+        self._beside, other._beside = other, self
+        return other
 
     def generate(self, request: Request) -> Awaitable[Completion]:
         """Await the completion of a request; an aborted one has `finish_reason='abort'`."""
@@ -78,11 +95,15 @@ class EngineLoop:
             await self._sleep()
             return
         await asyncio.sleep(0)
-        for request in sorted(self._new, key=attrgetter("order")):
-            self._engine.add(request)
-        self._new.clear()
+        self.admit()
         self._step()
         await asyncio.sleep(0)
+
+    def admit(self) -> None:
+        """Give the engine the new requests."""
+        for request in sorted(self._new, key=attrgetter("order")):
+            self._engine.add(replace(request, order=self._place + request.order) if self._place else request)
+        self._new.clear()
 
     async def change_policy(self, update: InFlightUpdate) -> None:
         """Load a newer policy, with which all requests go on from the tokens that they have."""
@@ -91,14 +112,13 @@ class EngineLoop:
         update.load()
 
     async def drain(self) -> int:
-        """Empty the engine; every waiting coroutine gets what it has. Returns the number of requests stopped.
+        """Empty the engine of this loop's requests; every waiting coroutine gets what it has. Returns their number.
 
         What a coroutine then asks for is kept until the next poll.
         """
         num_stopped = len(self._futures)
-        new = {request.id for request in self._new}
-        self._engine.abort([id for id in self._futures if id not in new])
-        while self._engine.num_unfinished:
+        self._engine.abort([id for id in self._futures if id not in {request.id for request in self._new}])
+        while len(self._futures) > len(self._new):
             self._step()
         self._world.journal.idle(False)
         await asyncio.sleep(0)
@@ -117,7 +137,8 @@ class EngineLoop:
 
     def _complete(self, completions: Iterable[Completion]) -> None:
         for completion in completions:
-            future = self._futures.pop(completion.id)
+            owner = self if completion.id in self._futures or self._beside is None else self._beside
+            future = owner._futures.pop(completion.id)
             if not future.done():  # its coroutine was cancelled
                 future.set_result(completion)
 

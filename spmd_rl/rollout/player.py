@@ -59,6 +59,45 @@ class Question:
 Claim = Callable[[int], Sequence[Question]]
 
 
+class QuestionRun:
+    """Held-out questions on a replica, some of which are under way."""
+
+    def __init__(
+        self, player: "Player", engine_loop: EngineLoop, claim: Claim, finish: Callable[[Group], object], size: int
+    ) -> None:
+        """See `Player.answer`."""
+        self.engine_loop = engine_loop
+        self._player, self._claim, self._finish, self._size = player, claim, finish, size
+        self._running: list[tuple[Question, Samples]] = []
+        self._asks = True
+
+    @property
+    def open(self) -> bool:
+        """Whether an answer is missing."""
+        return self._asks or bool(self._running)
+
+    async def fill(self, taken: int = 0, least: int = 1) -> None:
+        """Start as many questions as there is room for, beside so many requests; if none runs, at least so many."""
+        while self._asks:
+            busy = len(self._running) * self._size if self._player.asks_again else self.engine_loop.num_requests
+            room = (self._player.engine.capacity.max_running - taken - busy) // self._size
+            room = room if self._running else max(room, least)
+            if room <= 0:
+                break
+            questions = self._claim(room)
+            self._asks = bool(questions)
+            self._running += [(one, self._player.ask(one, self.engine_loop)) for one in questions]
+            await asyncio.sleep(0)  # their requests now stand in the engine loop, and count
+        self.engine_loop.admit()
+
+    def report(self) -> None:
+        """Hand over the answers that have ended."""
+        for one, samples in self._running:
+            if samples.done():
+                self._finish(Group(one.prompt, one.number, in_order(samples.result())))
+        self._running = [pair for pair in self._running if not pair[1].done()]
+
+
 class Player:
     """The episodes of one replica; only its first rank plays."""
 
@@ -82,8 +121,6 @@ class Player:
         self._scorer = ExpectedVerdicts(services.scorer, settings.reward, world.journal)
         s = settings.rollout
         self._episode = services.episode or _episode_of(s, self._tokenizer)
-        self._asks_again = self._episode is not single_turn and not s.thinking_budget
-        """Whether an episode may ask the engine once more, after a verdict or an environment's reply."""
         self._budget = Budget(s.max_context_tokens or engine.capacity.max_tokens, s.max_turns)
         self._num_slots = num_slots(s, num_replicas, engine.capacity.max_running)
         self._wait_message = WaitMessage(world.rank)
@@ -171,7 +208,7 @@ class Player:
 
     async def engine_is_idle(self) -> bool:
         """Whether the engine has nothing to compute, nor soon will have: see `placement.patience`."""
-        until = time.perf_counter() + (self.settings.patience if self._asks_again else 0.0)
+        until = time.perf_counter() + (self.settings.patience if self.asks_again else 0.0)
         while not self.engine_loop.num_requests:
             if time.perf_counter() >= until or not self._outstanding:
                 return True
@@ -212,28 +249,33 @@ class Player:
         claim: gets how many there is room for. finish: gets the answers to each as soon as they have ended. size: the
         number of answers to a question.
         """
-        engine_loop = EngineLoop(self.engine, self.world)  # not the one in which carried requests wait
-        running: list[tuple[Question, Samples]] = []
-        asks = True
-        while asks or running:
-            busy = len(running) * size if self._asks_again else engine_loop.num_requests
-            room = max((self.engine.capacity.max_running - busy) // size, not running)
-            if asks and room > 0:
-                asks = bool(questions := claim(room))
-                for one in questions:
-                    of = next(iter(one.answers.values()))
-                    seed = partial(counter_seed, of.seed, of.split, 0, one.prompt.id)
-                    running.append((one, self._start(one.prompt, one.number, seed, one.answers, engine_loop)))
-                await asyncio.sleep(0)  # their requests now stand in the engine loop, and count
-                continue
-            await engine_loop.poll()
-            self._report_wait(engine_loop)
-            for one, samples in running:
-                if samples.done():
-                    finish(Group(one.prompt, one.number, in_order(samples.result())))
-            running = [pair for pair in running if not pair[1].done()]
+        # not the loop in which carried requests wait
+        await self.rest(QuestionRun(self, EngineLoop(self.engine, self.world), claim, finish, size))
+
+    def question_run(self, claim: Claim, finish: Callable[[Group], object]) -> "QuestionRun":
+        """Return questions to be answered beside a step; see `answer`."""
+        return QuestionRun(self, self.engine_loop.beside(), claim, finish, 1)
+
+    async def rest(self, asked: "QuestionRun") -> None:
+        """Answer what is left of the questions."""
+        while asked.open:
+            await asked.fill()
+            await asked.engine_loop.poll()
+            self._report_wait(asked.engine_loop)
+            asked.report()
         self._wait_message.over()
         self.world.journal.idle(False)
+
+    def ask(self, one: Question, engine_loop: EngineLoop) -> Samples:
+        """Start the episodes of a question."""
+        of = next(iter(one.answers.values()))
+        seed = partial(counter_seed, of.seed, of.split, 0, one.prompt.id)
+        return self._start(one.prompt, one.number, seed, one.answers, engine_loop)
+
+    @property
+    def asks_again(self) -> bool:
+        """Whether an episode may ask the engine once more, after a verdict or an environment's reply."""
+        return self._episode is not single_turn and not self.settings.rollout.thinking_budget
 
     def waiting(self, name: str) -> AbstractContextManager[object]:
         """While nothing runs here, a hang report finds this rank waiting for `name`."""

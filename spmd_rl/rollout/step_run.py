@@ -16,7 +16,7 @@ import numpy as np
 from spmd_rl.distributed import World
 from spmd_rl.rollout.claims import Claim
 from spmd_rl.rollout.engine_loop import InFlightUpdate
-from spmd_rl.rollout.player import Player
+from spmd_rl.rollout.player import Player, QuestionRun
 from spmd_rl.rollout.step_plan import GroupSlice
 from spmd_rl.types import Group
 
@@ -62,6 +62,8 @@ class StepRun:
         self.number, self.source = number, source
         self.num_stopped = 0
         """Requests that the step's end stopped."""
+        self.beside: QuestionRun | None = None
+        """What is answered by the same policy meanwhile."""
         self._player, self._update = player, update
         self._spent = Counters()
         """What the step had cost when its engine was driven last."""
@@ -113,19 +115,28 @@ class StepRun:
         self._spent, self._driven_from = self._spent.plus(self._counters(), since=self._driven_from), None
 
     async def until_end(self) -> None:
-        """Play slices until the step has ended."""
-        player, source = self._player, self.source
+        """Play slices until the step has ended, and what is asked beside it to its own end."""
+        player, source, beside = self._player, self.source, self.beside
+        starts = True
         while True:
             with player.waiting(END):
                 if source.ended():
                     break
                 if self._update and self._update.due():
                     await player.engine_loop.change_policy(self._update)
-                await player.start_slices(source.next)
+                if starts or not beside or not beside.open:
+                    await player.start_slices(source.next)
+                if beside:
+                    await beside.fill(player.engine_loop.num_requests, least=0)
+                    # with `static`, what is computed together does not depend on time: later waves come after these
+                    starts = player.settings.rollout.claim == "store"
             with player.waiting(END):
                 await player.poll(source.ended)
             self._report_finished()
         self.num_stopped = await player.end_step()
+        if beside:
+            await player.rest(beside)
+            player.engine_loop.idle_seconds += beside.engine_loop.idle_seconds
 
     async def until_idle(self) -> None:
         """Play slices until the engine has nothing to compute, or the step has ended."""
@@ -139,5 +150,7 @@ class StepRun:
         await asyncio.sleep(FLUSH_SECONDS)
 
     def _report_finished(self) -> None:
+        if self.beside:
+            self.beside.report()
         for group_slice, group in self._player.finished():
             self.source.finish(group_slice, group, self)

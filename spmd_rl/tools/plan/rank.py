@@ -127,6 +127,8 @@ class _Trace:
         for role in (role for role in cfg.roles if not role.is_base_of(cfg.roles[0])):
             if not backend(role.train.name).has_plan:
                 raise UserError(f"{role.key}.name: --plan cannot trace train={role.train.name}")
+            if role.copies > 1:
+                raise UserError(f"critic.ensemble: --plan traces one critic, not {role.copies}; give critic.ensemble=1")
             with progress(f"rank {self._world.rank}: building the {role.name}"):
                 self._roles[role.name] = build_role(role, self._world, source=partial(self._model, role.name))
             self._tag(role.name)
