@@ -73,22 +73,24 @@ def test_a_replay_resumes(toy: Toy, dumped: Running) -> None:
         (("steps=5",), "rollout.replay: {run} ends with step 3, and steps=5; say steps=3"),
         (("rollout.answers_per_prompt=6",), "rollout.replay: rollout.answers_per_prompt is 4 in {run} and 6 here"),
         (("rollout.top_k=0",), "rollout.replay: rollout.top_k is 20 in {run} and 0 here"),
-        (("placement.mode=split",), "placement.mode: split is impossible with rollout.replay, where nobody generates"),
+        (
+            ("placement.mode=split", "placement.generate=attached"),
+            "placement.mode: split is impossible with rollout.replay, where nobody generates",
+        ),
         (("rollout.replay=/nowhere",), "rollout.replay: /nowhere is no run whose rollouts were kept; "),
     ],
 )
 def test_another_dump_is_one_line(toy: Toy, dumped: Running, settings: tuple[str, ...], line: str) -> None:
-    run = toy.start(*RLVR, f"rollout.replay={dumped.run_dir}", *settings, name="refused", ranks=2)
+    run = toy.start(*RLVR, f"rollout.replay={dumped.run_dir}", *settings, name="refused", ranks=0)
     assert run.wait() == 2
     assert f"error: {line.format(run=dumped.run_dir)}" in run.text()
     run.output.unlink()
 
 
 def test_another_vocabulary_is_one_line(toy: Toy, dumped: Running, tmp_path: Path) -> None:
-    tiny("qwen2", tmp_path / "other")
-    run = toy.start(
-        *RLVR, f"rollout.replay={dumped.run_dir}", f"policy.model={tmp_path / 'other'}", name="other", ranks=0
-    )
+    tiny("llama", other := tmp_path / "other")
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text().replace("<|im_end|>", "<|other|>"))
+    run = toy.start(*RLVR, f"rollout.replay={dumped.run_dir}", f"policy.model={other}", name="other", ranks=0)
     assert run.wait() == 2
     assert "error: rollout.replay: the vocabulary of policy.model is" in run.text()
 
