@@ -27,7 +27,7 @@ from spmd_rl.types import Group, Prompt
 from spmd_rl.types.encoded import pack, unpack
 
 
-class Step(msgspec.Struct):
+class DumpedStep(msgspec.Struct):
     """What is equal on all ranks."""
 
     num_ranks: int
@@ -56,7 +56,7 @@ class Dumped:
             used, slices = table.tickets.tolist(), sorted(collected.slices.items())
             _write(_part(path, world.rank), pack([pair for pair in slices if pair[0].ticket in used]))
             if world.rank == 0:
-                _write(path, msgspec.json.encode(Step(world.size, used, table.reasons)))
+                _write(path, msgspec.json.encode(DumpedStep(world.size, used, table.reasons)))
         return collected
 
 
@@ -72,7 +72,7 @@ class Replayed:
         path, world = step_file(self._folder, step), self._world
         with world.phase("generate"):
             try:
-                common = msgspec.json.decode(path.read_bytes(), type=Step)
+                common = msgspec.json.decode(path.read_bytes(), type=DumpedStep)
                 parts = [_part(path, rank).read_bytes() for rank in range(world.rank, common.num_ranks, world.size)]
                 slices = dict(pair for part in parts for pair in unpack(part, list[tuple[GroupSlice, Group]]))
             except (OSError, msgspec.MsgspecError, ValueError, TypeError, LookupError) as error:
