@@ -22,6 +22,7 @@ from spmd_rl.config.phases import phase
 from spmd_rl.config.placement import Placement
 from spmd_rl.config.plugin_checks import check_envs, check_reward_weights, check_rewards
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers, local_rank, world_size
+from spmd_rl.config.replay import check_replay
 from spmd_rl.config.run_checks import check_resume, check_run, check_wandb
 from spmd_rl.config.schema import EVALUATE, JobConfig
 from spmd_rl.config.sections.data import DataConfig, RewardsConfig, SourcesConfig, files, sources
@@ -349,7 +350,7 @@ def check_sidecar(sidecar: SidecarConfig, debug: bool) -> None:
 
 CHECKS = (
     *(check_given_data, check_given_envs, check_given_any, check_run, check_resume, check_models, check_vocabularies),
-    *(check_placement, check_mesh, check_following, check_engine, check_adapters),
+    *(check_placement, check_replay, check_mesh, check_following, check_engine, check_adapters),
     *(check_episode, check_data, check_sidecar, check_wandb, check_reward_weights, check_rewards, check_envs),
     stay_offline,
     check_algorithm,  # last: a module of tensors imports torch

@@ -11,7 +11,8 @@ from spmd_rl.config.resume import holds_run
 from spmd_rl.config.sections.run import CheckpointConfig, RunConfig, TrackConfig
 from spmd_rl.errors import UserError
 
-FOLDERS, FILES = ("checkpoints", "journal", "samples", "traces"), ("config.yaml", "metrics.jsonl", "report.html")
+FOLDERS = ("checkpoints", "journal", "rollouts", "samples", "traces")
+FILES = ("config.yaml", "metrics.jsonl", "report.html")
 """What a run writes in its directory"""
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 

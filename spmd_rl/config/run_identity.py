@@ -30,6 +30,7 @@ WITHOUT_EFFECT_ON_RESULTS = (
 )
 """Sections and settings that change neither samples nor gradients"""
 OF_ATTACHED_JOBS = tuple(f"placement.{key}" for key in ("attach", "min_generate", "lease_seconds", "absent_seconds"))
+KEYS_WITHOUT_EFFECT = ("steps", "epochs", "rollout.dump", *OF_ATTACHED_JOBS)
 """Nor do these"""
 
 PACKAGES = (
@@ -55,7 +56,7 @@ def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
         endings += (".memory_mb", ".recycle_after")
         of_sidecar = key.startswith(("reward.", "env.")) and not {"args", "eval_args"} & set(key.split("."))
         runs_where = of_sidecar and key.endswith(endings)
-        of_run = key in ("steps", "epochs") or key in OF_ATTACHED_JOBS or key.split(".")[0] in WITHOUT_EFFECT_ON_RESULTS
+        of_run = key in KEYS_WITHOUT_EFFECT or key.split(".")[0] in WITHOUT_EFFECT_ON_RESULTS
         of_answers = key.startswith("eval.") and key not in ("eval.metrics", "eval.pass_score")
         return not (of_run or runs_where) or (evaluates and of_answers)
 

@@ -141,6 +141,8 @@ class RlConfig(PipelineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.rollout.replay:
+            self.eval.every = 0
         if self.publish.probe_every is None:
             self.publish.probe_every = self.eval.every if self.placement.is_split else 1
         if self.placement.swap is None:

@@ -72,7 +72,10 @@ def _of_algorithm(algorithm: AlgorithmConfig) -> Idle:
 
 def _of_generation(rollout: RolloutConfig, eval: EvalConfig, placement: PlacementConfig) -> Idle:
     evaluation = "eval.prompts eval.answers eval.temperature eval.top_p eval.top_k eval.min_p eval.overlap"
+    generation = "engine publish sidecar placement rollout.over_sample rollout.claim rollout.accept rollout.tail"
+    generation += " rollout.prompts_per_step rollout.partial_rollout rollout.filter rollout.answers_per_claim"
     return [
+        (not rollout.replay, "rollout.replay is given", generation),
         (rollout.tail != "defer", "rollout.tail is defer", "rollout.accept"),
         (rollout.over_sample, "rollout.over_sample is 0", "rollout.tail"),
         (eval.every, "eval.every is 0", evaluation),

@@ -1,5 +1,6 @@
 """What token ids mean: vocabularies of model directories, compared without torch or the library that reads them."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,14 @@ def difference(one: Path, other: Path) -> str:
     return f"id {odd[0]} is {shown[0]} there and {shown[1]} here ({len(odd)} ids differ)"
 
 
+def digest(folder: Path) -> str:
+    """Return 16 hexadecimal digits over what each token id of a model directory means; over their number where that is
+    all that can be read."""
+    file = folder / "tokenizer.json"
+    known = sorted(_tokens(file.read_bytes()).items()) if file.is_file() else _size(folder)
+    return hashlib.blake2b(json.dumps(known).encode(), digest_size=8).hexdigest()
+
+
 def _tokens(text: bytes) -> dict[int, str]:
     """The token of each id, of a `tokenizer.json`."""
     tree: dict[str, Any] = json.loads(text)
@@ -30,8 +39,12 @@ def _tokens(text: bytes) -> dict[int, str]:
 def _sizes(one: Path, other: Path) -> str:
     """Compare the sizes of the vocabularies alone."""
     try:
-        mine, theirs = (json.loads((folder / "config.json").read_text()) for folder in (one, other))
+        sizes = [_size(folder) for folder in (other, one)]
     except (OSError, ValueError):
         return ""  # `check_model` reports this
-    sizes = [(config.get("text_config") or config).get("vocab_size") for config in (theirs, mine)]
     return "" if sizes[0] == sizes[1] else f"it has {sizes[0]} ids there and {sizes[1]} here"
+
+
+def _size(folder: Path) -> int | None:
+    config = json.loads((folder / "config.json").read_text())
+    return (config.get("text_config") or config).get("vocab_size")

@@ -8,14 +8,19 @@
 | `mode=lent` | some ranks | all ranks | at the same time; training ranks also generate between updates |
 | `mode=split generate=attached` | all ranks | none: jobs of their own do | at the same time |
 | the same with `attach=ADDRESS` | none | all ranks | while they are attached; they come and go |
+| any with `rollout.replay=RUN` | all ranks | nobody: another run did | before |
 """
 
-from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 
+from spmd_rl.config.replay import FOLDER, about_samples
 from spmd_rl.job import Job, Place
 from spmd_rl.placement.attached import attached_generator, attached_trainer
 from spmd_rl.placement.colocated import colocated, overlapped
+from spmd_rl.placement.replayed import replayed
 from spmd_rl.placement.split import lent, split
+from spmd_rl.rollout import Dumped
 
 __all__ = ["place_ranks"]
 
@@ -27,5 +32,12 @@ PLACEMENTS = {
 
 def place_ranks(job: Job) -> Place:
     """[all] What this rank does: it trains, with what generates for it, or it generates. Nothing if the run is over."""
-    over = nullcontext(Place(generate=lambda: None))
-    return job.stack.enter_context(over if job.is_over else PLACEMENTS[job.cfg.placement.part](job))  # [all]
+    cfg, settings = job.cfg, job.cfg.generation.rollout
+    if job.is_over:
+        return Place(generate=lambda: None)
+    chosen = replayed if settings.replay else PLACEMENTS[cfg.placement.part]
+    place = job.stack.enter_context(chosen(job))  # [all]
+    if not (settings.dump and place.rollouts):  # a rank that only generates has none
+        return place
+    about = about_samples(settings, cfg.algorithm, cfg.policy, job.envs)
+    return replace(place, rollouts=Dumped(place.rollouts, Path(cfg.run.dir) / FOLDER, about, place.world))  # [train]

@@ -19,6 +19,7 @@ from spmd_rl.rollout.beside import BesideRollouts
 from spmd_rl.rollout.collected import Collected, RankReport, check_errors
 from spmd_rl.rollout.collection import Rollouts
 from spmd_rl.rollout.demonstrations import Demonstrations, Demonstrator
+from spmd_rl.rollout.dump import Dumped, Replayed
 from spmd_rl.rollout.engine_loop import InFlightUpdate
 from spmd_rl.rollout.episode import BudgetSpent, Context, Sampling, single_turn
 from spmd_rl.rollout.kept import KeptAnswers, KeptRollouts
@@ -37,11 +38,13 @@ __all__ = [
     "Context",
     "Demonstrations",
     "Demonstrator",
+    "Dumped",
     "InFlightUpdate",
     "KeptAnswers",
     "KeptRollouts",
     "Migration",
     "RankReport",
+    "Replayed",
     "RolloutSource",
     "RowSource",
     "Rollouts",

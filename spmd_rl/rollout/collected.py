@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import fmean
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -111,12 +112,26 @@ class Collected:
         return collected.with_slices(finished)
 
     @classmethod
-    def given(cls, step: int, groups: Sequence[Group], tickets: Iterable[int], world: World) -> "Collected":
-        """[all] Return the step whose tickets are these groups of each rank, which nobody had to generate."""
-        reports = [SliceReport.of(group, 0, world.rank, version=step - 1) for group in groups]
-        everyone = world.gather("collect: given samples", reports, list[SliceReport])  # [all]
-        table = build_table([report for theirs in everyone for report in theirs], tickets, 1)
-        return cls(step, groups=tuple(groups), dropped=(), table=table, bubble=0.0, num_aborted=0, num_carried=0)
+    def given(
+        cls,
+        step: int,
+        slices: Mapping[GroupSlice, Group],
+        tickets: Iterable[int],
+        world: World,
+        reasons: Mapping[int, str] = MappingProxyType({}),
+    ) -> "Collected":
+        """[all] Return the step whose tickets are these slices of each rank, which nobody had to generate.
+
+        reasons: of all tickets that do not train, on every rank.
+        """
+        mine = [SliceReport.of(group, one.number, world.rank, version=step - 1) for one, group in slices.items()]
+        everyone = world.gather("collect: given samples", mine, list[SliceReport])  # [all]
+        reports = [report for theirs in everyone for report in theirs]
+        for report in reports:
+            report.reject_reason = reasons.get(report.ticket)
+        table = build_table(reports, tickets, max((report.number + 1 for report in reports), default=1))
+        collected = cls(step, groups=(), dropped=(), table=table, bubble=0.0, num_aborted=0, num_carried=0)
+        return collected.with_slices(slices)
 
     def with_slices(self, finished: Mapping[GroupSlice, Group]) -> "Collected":
         """Return the same step on a rank that holds these finished slices too; those that are carried are no part."""
@@ -180,6 +195,11 @@ class Collected:
 def _scores(answers: np.ndarray) -> list[float]:
     """The scores of the answers that have one and are no baselines."""
     return answers["score"][answers["scored"] & ~answers["greedy"]].tolist()
+
+
+def whole(groups: Iterable[Group]) -> dict[GroupSlice, Group]:
+    """Groups of which each is its ticket's only slice."""
+    return {GroupSlice(group.ticket, 0): group for group in groups}
 
 
 def _joined(slices: list[Group]) -> Group:

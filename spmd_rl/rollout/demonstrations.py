@@ -19,7 +19,7 @@ from spmd_rl.distributed import World
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.agent import Agent
-from spmd_rl.rollout.collected import Collected
+from spmd_rl.rollout.collected import Collected, whole
 from spmd_rl.rollout.episode import Budget, BudgetSpent, Context, Sampling, play
 from spmd_rl.types import Environments, Group, Message, Prompt, Session, Turn
 
@@ -76,7 +76,7 @@ class Demonstrations:
         with world.phase("generate"):
             mine = range(world.rank, count, world.size)
             groups = asyncio.run(self._play([(step * count + number, number) for number in mine]))
-        collected = Collected.given(step, groups, range(count), world)  # [all]
+        collected = Collected.given(step, whole(groups), range(count), world)  # [all]
         if failed := next(iter(collected.table.details.values()), ""):
             raise RunFailed(f"warmup.steps: a demonstration failed: {failed}")
         return collected

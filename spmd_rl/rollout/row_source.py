@@ -16,7 +16,7 @@ from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
 from spmd_rl.data.row_store import Examples, RowStore
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
-from spmd_rl.rollout.collected import Collected
+from spmd_rl.rollout.collected import Collected, whole
 from spmd_rl.types import Conversation, Example, Group, Prompt, Sample, Turn, Verdict
 
 CHOSEN, REJECTED, MISMATCHED = 0, 1, 2
@@ -106,7 +106,7 @@ class RowSource:
         with self._world.phase("data"):
             mine = tickets[self._world.rank :: self._world.size]
             groups = [self._group(store, ticket, number) for ticket, number in mine]
-            return Collected.given(step, groups, [ticket for ticket, _ in tickets], self._world)  # [all]
+            return Collected.given(step, whole(groups), [ticket for ticket, _ in tickets], self._world)  # [all]
 
     def _group(self, store: RowStore, ticket: int, number: int) -> Group:
         """The samples of a row; none of one that is too long."""

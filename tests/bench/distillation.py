@@ -5,7 +5,8 @@
 A small teacher learns a random walk over letters (SFT). A smaller student, warmed up on the same walk for a few steps,
 then learns from the teacher in three ways, each of as many steps of as many samples: its own samples with the
 teacher's distribution (rlvr with `teacher`), the teacher's samples (sft), and these with its distribution (sft with
-`teacher`). Measured on the student's own samples: KL(student || teacher), exact, in nats a token.
+`teacher`). Measured on the student's own samples: KL(student || teacher), exact, in nats a token; beside it their
+score, the share of them that are walks, and how many tokens the training has read.
 """
 
 import argparse
@@ -27,7 +28,12 @@ from tests.models import tiny
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH, SAMPLES = 6, 64
 """Letters of a walk, and samples of a step."""
-ARMS = ("student", "on policy", "sft", "off policy")
+ARMS = ("student", "on policy", "sft", "off policy", "teacher")
+MEASURED = {
+    "kl": "KL(student || teacher) on the student's samples, nats a token",
+    "score": "Share of the student's samples that are walks",
+    "tokens": "Tokens trained on, prompts included",
+}
 
 
 def walk(number: int, draw: random.Random) -> str:
@@ -37,6 +43,12 @@ def walk(number: int, draw: random.Random) -> str:
         letters.append("abcdefghij"[place])
         place = (place + draw.choices((0, 1, 2), (0.15, 0.6, 0.25))[0]) % 10
     return "".join(letters)
+
+
+def is_walk(prompt: str, answer: str) -> bool:
+    places = ["abcdefghij".find(letter) for letter in answer]
+    steps = [(after - before) % 10 for before, after in zip(places, places[1:], strict=False)]
+    return len(places) == LENGTH and min(places) >= 0 and places[0] == int(prompt) % 10 and max(steps) <= 2
 
 
 def rows(path: Path, pairs: list[tuple[str, str]]) -> Path:
@@ -92,7 +104,15 @@ def reverse_kl(student: Path, teacher: Path, pairs: list[tuple[str, str]]) -> fl
     return total / count
 
 
-def one_seed(place: Path, seed: int, steps: int) -> dict[str, float]:
+def measure(model: Path, teacher: Path, seed: int) -> dict[str, float]:
+    """What `MEASURED` names; `model` is a run's."""
+    pairs, lines = answers(model, 4, seed), (model.parents[2] / "metrics.jsonl").read_text().splitlines()
+    score = sum(is_walk(*pair) for pair in pairs) / len(pairs)
+    tokens = sum(json.loads(line).get("tokens", 0) for line in lines)
+    return {"kl": reverse_kl(model, teacher, pairs), "score": score, "tokens": tokens}
+
+
+def one_seed(place: Path, seed: int, steps: int) -> dict[str, dict[str, float]]:
     draw = random.Random(seed)
     truth = rows(place / "truth.jsonl", [(str(n % 100), walk(n % 100, draw)) for n in range(12800)])
     prompts = place / "prompts.jsonl"
@@ -122,8 +142,9 @@ def one_seed(place: Path, seed: int, steps: int) -> dict[str, float]:
             "sft", place / "off", *learns, f"data.train={shown}", f"data.rows_per_step={SAMPLES}",
             f"teacher.model={teacher}", "teacher.loss=forward_kl",
         ),
+        "teacher": teacher,
     }  # fmt: skip
-    return {arm: reverse_kl(folder, teacher, answers(folder, 4, seed + 100)) for arm, folder in made.items()}
+    return {arm: measure(folder, teacher, seed + 100) for arm, folder in made.items()}
 
 
 def main() -> None:
@@ -137,11 +158,13 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             found.append(one_seed(Path(place), seed, asked.steps))
             print(seed, found[-1], flush=True)
-    table(
-        f"KL(student || teacher) on the student's samples, nats a token; {asked.steps} steps of {SAMPLES} samples",
-        ["", "mean (range)", *(f"seed {seed}" for seed in range(asked.seeds))],
-        [[arm, mean_and_range([f[arm] for f in found], ".4f"), *(f"{f[arm]:.4f}" for f in found)] for arm in ARMS],
-    )
+    for name, title in MEASURED.items():
+        values = {arm: [one[arm][name] for one in found] for arm in ARMS}
+        table(
+            f"{title}; {asked.steps} steps of {SAMPLES} samples",
+            ["", "mean (range)", *(f"seed {seed}" for seed in range(asked.seeds))],
+            [[arm, mean_and_range(values[arm], ".4f"), *(f"{value:.4f}" for value in values[arm])] for arm in ARMS],
+        )
     record(asked.out, {"seeds": found})
 
 

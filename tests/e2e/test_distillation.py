@@ -9,6 +9,7 @@ from tests.e2e.test_guarantees import bitwise_equal
 from tests.models import tiny
 
 STEPS = 3
+UPDATE = "collective update: gradient norm and averages"
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +30,21 @@ def straight(toy: Toy, settings: tuple[str, ...]) -> Running:
     return toy.run(*settings, name="straight")
 
 
+def killed_and_continued(toy: Toy, *settings: str, name: str) -> Running:
+    """A run whose processes were all killed (-9) in the update of step 2, and that was started again."""
+    killed = toy.linger(UPDATE, *settings, name=name)
+    killed.wait_for(UPDATE)
+    killed.kill()
+    again = toy.run(*settings, name=name)
+    assert "resumed from step 1: " in again.text()
+    return again
+
+
 def test_a_run_that_is_killed_goes_on_to_the_bit(toy: Toy, settings: tuple[str, ...], straight: Running) -> None:
     """Its teacher has another width and another layout than the policy."""
     assert all(line["distill/loss"] > 0 for line in straight.metrics()[1:])
     assert straight.metrics()[-1]["distill/reverse_kl"] != 0 and straight.metrics()[-1]["actor/grad_norm"] > 0
-    point = "collective update: gradient norm and averages"
-    killed = toy.linger(point, *settings, name="killed")
-    killed.wait_for(point)
-    killed.kill()
-    again = toy.run(*settings, name="killed")
+    again = killed_and_continued(toy, *settings, name="killed")
     assert bitwise_equal(again.weights(STEPS), straight.weights(STEPS))
 
 
@@ -81,12 +88,11 @@ class Rows(Toy):
         ]
 
 
-def test_written_answers_with_a_teacher_resume_to_the_bit(toy: Toy) -> None:
+def test_written_answers_with_a_teacher_go_on_to_the_bit_after_a_kill(toy: Toy) -> None:
     rows, teacher = Rows(toy.path), (f"teacher.model={toy.path}/teacher", "teacher.loss=forward_kl")
     straight = rows.run(*teacher, name="rows")
-    rows.run(*teacher, "steps=1", name="resumed-rows")
-    resumed = rows.run(*teacher, name="resumed-rows")
-    assert bitwise_equal(resumed.weights(2), straight.weights(2))
+    again = killed_and_continued(rows, *teacher, name="killed-rows")
+    assert bitwise_equal(again.weights(2), straight.weights(2))
     lines = straight.metrics()[1:]
     assert all(line["sft/loss"] == pytest.approx(line["distill/loss"], rel=1e-5) for line in lines)  # alone
     mixed = rows.run(*teacher, "teacher.alone=false", "steps=1", name="mixed-rows").metrics()[1]

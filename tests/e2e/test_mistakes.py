@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import ROOT, Toy
+from tests.e2e.test_supervised import NO_TORCH
 
 TOLD = Path(__file__).with_name("told_at_once.py")
 LEAKING = Path(__file__).with_name("leaking_rlvr.py")
@@ -168,6 +169,18 @@ def test_one_clear_line_before_torch_is_loaded(toy: Toy, outcomes: list[dict], n
     if "--plan" not in TOLD_AT_ONCE[number][0]:  # which writes nothing
         (written,) = (toy.path / f"told-{number}").rglob("error.txt")  # an attached job's lies in a folder of its own
         assert printed == "error: " + written.read_text().strip()
+
+
+@pytest.mark.parametrize("door", ["distill", "evaluate"])
+def test_other_doors_name_a_wrong_row_before_torch(toy: Toy, door: str) -> None:
+    """Those over written rows: `test_supervised.py`."""
+    wrong, about = f"{toy.path}/wrong.jsonl", "data.eval" if door == "evaluate" else "data.train"
+    kept = ("policy.", "reward.") if door == "evaluate" else ("",)
+    given = [one for one in toy.settings() if one.startswith(kept) and one != "policy.lr=1e-3"]
+    more = [f"teacher.model={toy.model}"] if door == "distill" else []
+    command = [sys.executable, "-c", NO_TORCH, f"spmd_rl.{door}", *given, f"{about}={wrong}", *more]
+    _, lines, _ = finish([*command, f"run.dir={toy.path}/{door}"], {"PYTHONPATH": str(ROOT)})
+    assert lines[-1] == "False" and lines[-2].startswith(f"error: {about}: {wrong}:3: "), lines
 
 
 def test_a_mistake_ends_the_process_with_its_line(toy: Toy) -> None:

@@ -165,6 +165,12 @@ class RolloutConfig(SamplingConfig):
     min_answers: int = 2
     """Number of scored answers that a group needs to qualify."""
     filter: FilterConfig = field(default_factory=FilterConfig)
+    dump: bool = False
+    """Write the samples of each step into `run.dir/rollouts`, as training sees them, so that another run can replay
+    them."""
+    replay: str | None = None
+    """Directory of a run with `dump=true`: train on its samples, step by step. There is no engine, no reward is asked,
+    and nothing is evaluated. With the other settings of that run the weights are the same to the bit (float32)."""
 
     @property
     def slice_size(self) -> int:

@@ -1,0 +1,17 @@
+"""`rollout.replay=RUN`: all ranks train, on what a run has dumped; there is no engine and no sidecar."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from spmd_rl.config.replay import FOLDER
+from spmd_rl.job import Job, Place
+from spmd_rl.rollout import Replayed
+
+
+@contextmanager
+def replayed(job: Job) -> Iterator[Place]:
+    """[all] Nobody generates, and nothing is published."""
+    place, folder = job.train(), Path(job.cfg.rollout.replay).expanduser() / FOLDER  # [all]
+    yield replace(place, rollouts=Replayed(folder, job.source, job.world), publish=lambda version: {})
