@@ -127,6 +127,7 @@ def test_settings_that_a_backend_lacks_are_refused_before_torch(tmp_path) -> Non
         ({"compile": True}, "train.compile: train=deepspeed has it not; must be False"),
         ({"name": "fsdp2", "stage": 2}, "train.stage: train=fsdp2 has it not; must be 3"),
         ({"stage": 2, "offload_param": True}, "train.offload_param: only with train.stage=3"),
+        ({"activation_checkpointing": "selective"}, "train.activation_checkpointing: selective only with train.stage="),
     ):
         train = replace(good.train, **changed)
         with pytest.raises(UserError, match=said):
