@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
-from functools import partial
 
 from spmd_rl import engine, train, weights
 from spmd_rl.job import Job, Place
@@ -30,11 +29,10 @@ def colocated(job: Job, last_ahead: int = 0) -> Iterator[Place]:
     settings = replace(cfg.generation, last_ahead=last_ahead)
     with closing(Rollouts(settings, generator, job.source, services, world)) as rollouts:  # [all]
         evaluation = Evaluation.of(cfg)
-        beside = partial(evaluation.beside, rollouts.prompts.eval)
         yield Place(
             world=world,
             roles=roles,
-            rollouts=rollouts if evaluation.first_beside is None else BesideRollouts(rollouts, beside),
+            rollouts=rollouts if evaluation.first_beside is None else BesideRollouts(rollouts, evaluation.beside),
             publish=publish,
             environments=environments,
             on_start=lambda start: rollouts.check(),

@@ -1,8 +1,8 @@
 """Held-out questions that are answered beside a step, by the same weights: they fill what its long answers leave idle.
 
-    rollouts = BesideRollouts(rollouts, questions)  # `questions(step)`: what is asked of the weights after `step`
-    rollouts.collect(step)                          # [all] also answers questions(step - 1)
-    rollouts.answer(*questions(step - 1))           # [all] what came of them
+    rollouts = BesideRollouts(rollouts, questions)    # `questions(held_out, step)`: of the weights after `step`
+    rollouts.collect(step)                            # [all] also answers questions(held_out, step - 1)
+    rollouts.answer(*questions(held_out, step - 1))   # [all] what came of them
 
 A slice of the step goes first wherever there is room for one, and the step ends when it would without the questions;
 the rest of these then have the engine to themselves.
@@ -53,15 +53,16 @@ class QuestionShare:
 class BesideRollouts:
     """Rollouts that answer the questions of an evaluation beside the step that follows it."""
 
-    def __init__(self, rollouts: Any, questions: Callable[[int], Questions]) -> None:
-        """rollouts: a `Rollouts`. questions: of the weights after a step; none where it is not due."""
+    def __init__(self, rollouts: Any, questions: Callable[[Sequence[Prompt], int], Questions]) -> None:
+        """rollouts: a `Rollouts`. questions: from the held-out prompts, those of the weights after a step; none where
+        it is not due."""
         self._rollouts, self._questions, self.prompts = rollouts, questions, rollouts.prompts
         self._answers: list[Group] | None = None
         self.state, self.load_state = rollouts.state, rollouts.load_state
 
     def collect(self, step: int) -> Collected:
         """[all] See `Rollouts.collect`."""
-        questions = self._questions(step - 1)
+        questions = self._questions(self.prompts.eval, step - 1)
         share = self._rollouts.share(questions) if questions[1] else None
         collected = self._rollouts.collect(step, share)  # [all]
         self._answers = share.groups() if share else None

@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "FROM_SFT_TO_EVALUATION.md").read_text()
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_score_rises_from_step_to_step(tmp_path: Path) -> None:
+def test_the_loss_falls_and_then_the_score_rises(tmp_path: Path) -> None:
     script = "set -e\n" + "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
@@ -27,7 +27,10 @@ def test_the_score_rises_from_step_to_step(tmp_path: Path) -> None:
         for name in ("before", "after_sft", "after_rl")
     ]
     assert [one["num_prompts"] for one in found] == [64] * 3
-    before, tuned, learned = (one["score/mean"] for one in found)
-    assert before + 0.1 < tuned and tuned + 0.05 < learned, found
-    assert found[2]["score_greedy/mean"] > found[0]["score_greedy/mean"] + 0.1, found
+    before, tuned, learned = found
+    assert learned["score/mean"] > max(before["score/mean"], tuned["score/mean"]) + 0.15, found
+    assert learned["score_greedy/mean"] > before["score_greedy/mean"] + 0.1, found
+    lines = (tmp_path / "runs" / "sums" / "sft" / "metrics.jsonl").read_text().splitlines()
+    losses = [line["val/loss"] for line in map(json.loads, lines) if "val/loss" in line]
+    assert losses[-1] < 0.5 * losses[0], losses
     assert (tmp_path / "runs" / "sums" / "compare.html").exists()

@@ -62,7 +62,7 @@ def collected(world: World, is_beside: bool, num_prompts: int = 9, surplus: int 
     if not is_beside:
         answers = plain.answer(prompts.eval, SAMPLING)
         return plain.collect(number), answers, engine
-    rollouts = BesideRollouts(plain, lambda step: (prompts.eval, SAMPLING) if step == number - 1 else ((), []))
+    rollouts = BesideRollouts(plain, lambda held, step: (held, SAMPLING) if step == number - 1 else ((), []))
     found = rollouts.collect(number)
     tokens = engine.num_tokens
     answers = rollouts.answer(prompts.eval, SAMPLING)
@@ -80,7 +80,7 @@ def test_the_same_answers_in_fewer_steps(world: World, claim: str) -> None:
     assert engine.num_tokens == alone.num_tokens, "nothing was computed twice"
     assert engine.num_steps <= alone.num_steps - 6, (engine.num_steps, alone.num_steps)
     other = make_rollouts(settings(), alone, FakePrompts(2), FakeScorer(even), world)
-    asked = BesideRollouts(other, lambda _: ((), [])).answer(FakePrompts(2).eval, SAMPLING)
+    asked = BesideRollouts(other, lambda *_: ((), [])).answer(FakePrompts(2).eval, SAMPLING)
     assert len(asked) == 2, "what was not asked beside a step is asked now"
 
 
@@ -171,7 +171,7 @@ def test_what_is_carried_goes_on_in_the_next_step(world: World) -> None:
     cfg = settings(over_sample=3, partial_rollout=True, max_new_tokens=99)
     cfg.rollout.filter.zero_variance = False
     plain = make_rollouts(cfg, engine, prompts, FakeScorer(even), world)
-    rollouts = BesideRollouts(plain, lambda step: (prompts.train[:6], SAMPLING) if step == number - 1 else ((), []))
+    rollouts = BesideRollouts(plain, lambda _, step: (prompts.train[:6], SAMPLING) if step == number - 1 else ((), []))
     first = rollouts.collect(number)
     assert first.num_carried > 0 and [t.ticket for t in tickets_of(first.table)] == [0, 1, 2]
     assert len(texts(rollouts.answer((), []))) == 12 and engine.num_unfinished == 0

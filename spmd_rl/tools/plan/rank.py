@@ -22,6 +22,7 @@ from spmd_rl.config.backends import backend
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.phases import phase as progress
 from spmd_rl.config.schema import RlConfig
+from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.devices import cpu_as
 from spmd_rl.distributed.dtype import choose_dtype
 from spmd_rl.errors import UserError
@@ -29,6 +30,7 @@ from spmd_rl.hub import model_folder
 from spmd_rl.learn.losses import bind_loss, bind_value_loss
 from spmd_rl.learn.token_advantages import needs_old_logprobs
 from spmd_rl.model.build import shape_on_meta
+from spmd_rl.model.value_head import with_value_head
 from spmd_rl.tools.plan.batch import full_batch, num_microbatches
 from spmd_rl.tools.plan.fake_device import FakeDeviceMode
 from spmd_rl.tools.plan.memory_tracker import MemoryTracker, Peak
@@ -157,8 +159,9 @@ class _Trace:
         config = self._models["policy"].config.get_text_config()
         return Trace(self._world.rank, places, +held, self._phases, policy.size, config, most, longest)
 
-    def _model(self, name: str, path: str, dtype: torch.dtype, remote_code: bool, _: Callable[[], object]) -> Stored:
-        self._models[name] = model = _plain(shape_on_meta(model_folder(path), dtype, remote_code))
+    def _model(self, name: str, role: RoleConfig, dtype: torch.dtype, _: Callable[[], object]) -> Stored:
+        model = _plain(shape_on_meta(model_folder(role.model), dtype, role.trust_remote_code))
+        self._models[name] = with_value_head(model, role.value_bias) if role.name == "critic" else model
         return Stored(model, lambda *_, **__: None, lambda: 0)
 
     def _tag(self, name: str) -> None:
