@@ -176,3 +176,4 @@ def test_what_is_carried_goes_on_in_the_next_step(world: World) -> None:
     assert first.num_carried > 0 and [t.ticket for t in tickets_of(first.table)] == [0, 1, 2]
     assert len(texts(rollouts.answer((), []))) == 12 and engine.num_unfinished == 0
     assert [t.ticket for t in tickets_of(rollouts.collect(next(NUMBERS)).table)] == [3, 4, 5]
+    plain.close()
