@@ -29,6 +29,7 @@ that are nothing but their fields.
 """
 
 import builtins
+import collections
 import dataclasses
 import enum
 import functools
@@ -44,6 +45,7 @@ from spmd_rl.sandbox.guest import values
 from spmd_rl.sandbox.guest.common import execute
 from spmd_rl.sandbox.guest.handed import FRAMES, Stubs
 from spmd_rl.sandbox.guest.link import Gone, Link
+from spmd_rl.sandbox.guest.remote import ASKED, REFUSED
 from spmd_rl.sandbox.guest.shared import Shared
 
 _Missing = type("_Missing", (Exception,), {})
@@ -101,7 +103,7 @@ class CodeServer:
         except _Missing as error:
             reply = "refused", [], [str(error)]
         except StopIteration as error:
-            reply = ("end", [], []) if verb in STREAM else ("!", *_described(error))
+            reply = ("end", [error.value], []) if verb in STREAM else ("!", *_described(error))
         except BaseException as error:  # noqa: BLE001 - untrusted code
             reply = ("!", *_described(error))
         with self._lock:
@@ -171,11 +173,12 @@ class CodeServer:
             return node
         if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
             return ["stream", self.number(value), kind is types.GeneratorType]
-        if isinstance(kind, enum.EnumMeta) and plain_of(value) is not None:
+        said = traits(kind)
+        if isinstance(kind, enum.EnumMeta) and said[1] != "own" and plain_of(value) is not None:
             return ["member", self.number(value), plain_of(value)]
         if isinstance(value, type) and self._namespace.get(value.__name__) is value:
-            return ["name", value.__name__]
-        return ["handle", self.number(value), traits(kind)]
+            return ["name", value.__name__, said]
+        return ["handle", self.number(value), said]
 
     def _record(self, value):
         fields = fields_of(value)
@@ -184,8 +187,9 @@ class CodeServer:
         items, number = _items(value), self.number(value)
         if not isinstance(value, tuple):
             self._records[number] = items
-        said = [self.number(type(value)), fields, isinstance(value, tuple), compared(type(value))]
-        return items, [number, traits(type(value)), *said]
+        known = traits(type(value))
+        is_tuple = isinstance(value, tuple) and known[1] == "fields"
+        return items, [number, known, self.number(type(value)), fields, is_tuple, compared(type(value))]
 
     def _named(self, name):
         if name not in self._namespace and "__getattr__" in self._namespace and not name.startswith("__"):
@@ -196,16 +200,79 @@ class CodeServer:
 
 
 def traits(kind):
-    """Return of a class whether its objects say themselves whether they are true (others all are), and how they are
-    compared and hashed: as `identity`, by their `fields`, in a way of their `own`, or `none`."""
+    """Return of a class whether its objects say themselves whether they are true (others all are); how they are
+    compared and hashed: as `identity` (a `member` of an enum too), by their `fields`, in a way of their `own`, or
+    `none`; and whether their order is that of their fields.
+
+    A copy stands for an object only if its class, the bases and the metaclass define nothing that the copy has not, as
+    `specials` says; else the object is compared and hashed in a way of its own, which is never asked for. What
+    `dataclass` makes is known by its code. An answer can fool this: it can change this process, or what `NotImplemented`
+    means there. It gains nothing over plain classes, since fields, members and numbers that cross must still be right.
+    """
+    is_enum, is_value = isinstance(kind, enum.EnumMeta), issubclass(kind, (int, float, str, tuple))
+    is_own = bool(specials(kind) - (set() if is_value else OPERATORS) or specials(type(kind)) - OPERATORS)
     found = [any(name in vars(base) for base in kind.__mro__ for name in ("__bool__", "__len__"))]
     for name in ("__eq__", "__hash__"):
         method = getattr(kind, name)
-        is_made = getattr(getattr(method, "__code__", None), "co_filename", "") == "<string>"
-        is_made = (is_made and hasattr(kind, "__dataclass_fields__")) or method is getattr(tuple, name)
-        plain = "identity" if method is getattr(object, name) or isinstance(kind, enum.EnumMeta) else "own"
-        found.append("none" if method is None else "fields" if is_made else plain)
-    return found
+        mode = next((mode for known, mode in _MODES[name] if known is method), "none" if method is None else "own")
+        mode = "fields" if is_generated(kind, name) else mode
+        if is_enum or mode == "member":
+            mode = "member" if is_enum and mode in ("identity", "member") else "own"
+        found.append("own" if is_own else mode)
+    return [*found, all(is_generated(kind, f"__{name}__") for name in ("lt", "le", "gt", "ge"))]
+
+
+def _names(text):
+    return frozenset(f"__{name}__" for name in text.split())
+
+
+PLAIN = _names(
+    """
+annotate annotate_func annotations annotations_cache call class_getitem copy dataclass_fields dataclass_params deepcopy
+del delattr dict dir doc eq firstlineno format getattr getnewargs getstate hash init init_subclass match_args module new
+orig_bases parameters post_init prepare qualname reduce reduce_ex replace repr set_name setattr setstate sizeof slots
+static_attributes str subclasshook type_params weakref
+"""
+)
+"""What makes an object, names it, or is called and read over there; `eq` and `hash` are looked at by themselves."""
+OPERATORS = _names(" ".join([REFUSED, *ASKED]))
+"""What is called over there or refused, if an object is not a number, text or tuple too, as its copy then is."""
+_MODES = (object, "identity"), (tuple, "fields"), (enum.Enum, "member"), *((kind, "member") for kind in (int, float, str))
+_MODES = {name: [(getattr(kind, name), mode) for kind, mode in _MODES] for name in ("__eq__", "__hash__")}
+
+
+def specials(kind):
+    """Return the special methods beyond the plain ones that a class and its bases define themselves; of an enum of
+    numbers or texts, any method of these. What Python brings along unchanged is left out."""
+    found, plain = set(), next((each for each in (int, str, float) if issubclass(kind, each)), object)
+    own = frozenset(dir(plain)) - frozenset(dir(object)) if isinstance(kind, enum.EnumMeta) else frozenset()
+    own -= frozenset(kind.__members__ if own else ())
+    for base in kind.__mro__:
+        if base.__flags__ & values.HEAP and not (base in values.WRITTEN and values.is_unchanged(base)):
+            names = [name for name in vars(base) if name in own or (name[:2] == name[-2:] == "__")]
+            found.update(name for name in names if vars(base)[name] is not getattr(enum.Flag, name, None))
+    return found - PLAIN
+
+
+def is_generated(kind, name):
+    """Return whether a method of a class is what `dataclass` makes of the fields that it has."""
+    if not hasattr(kind, "__dataclass_params__"):
+        return False
+    said = []
+    for field in dataclasses.fields(kind):
+        known = {"compare": field.compare, "hash": field.hash}
+        given = [each for each in _DEFAULTS if name == "__init__" and getattr(field, each) is not dataclasses.MISSING]
+        said.append((field.name, *known.items(), *((each, list) for each in given)))
+    return values.same_code(getattr(kind, name), getattr(_twin(kind.__dataclass_params__.frozen, *said), name))
+
+
+_DEFAULTS = "default", "default_factory"
+
+
+@functools.lru_cache(None)
+def _twin(frozen, *said):
+    fields = [(name, object, dataclasses.field(**dict(given))) for name, *given in said]
+    return dataclasses.make_dataclass("Twin", fields, order=True, unsafe_hash=True, frozen=frozen)
 
 
 def compared(kind):
@@ -237,9 +304,9 @@ def fields_of(value):
 
 
 def classes_of(namespace, server):
-    """Return what is said of the classes of the code: (name, `error`, names of its bases), or of one with named fields
-    (name, `record` or `named`, fields, defaults of the last of them, its number, whether it is a tuple, the fields that
-    are compared, its traits)."""
+    """Return what is said of the classes of the code: (name, `error`, names of its bases, `operators_of` it), or of one
+    with named fields (name, `record` or `named`, fields, defaults of the last of them, its number, whether it is a tuple
+    with a tuple's operators, the fields that are compared, its traits)."""
     found = []
     for name, kind in namespace.items():
         if not isinstance(kind, type) or getattr(kind, "__module__", "") != "solution":
@@ -247,26 +314,30 @@ def classes_of(namespace, server):
         if issubclass(kind, BaseException):
             known = {getattr(builtins, base.__name__, namespace.get(base.__name__)) for base in kind.__mro__[1:]}
             bases = [next((each for each in base.__mro__ if each in known), Exception) for base in kind.__bases__]
-            found.append((name, "error", [base.__name__ for base in bases if issubclass(base, BaseException)]))
+            bases = [base.__name__ for base in bases if issubclass(base, BaseException)]
+            found.append((name, "error", bases, operators_of(kind)))
         elif said := _fields_and_defaults(kind):
-            sort = "named" if values.is_named(kind) else "record"
-            said = *said, server.number(kind), issubclass(kind, tuple), compared(kind), traits(kind)
-            found.append((name, sort, *said))
+            known, sort = traits(kind), "named" if values.is_named(kind) else "record"
+            is_tuple = issubclass(kind, tuple) and known[1] == "fields"
+            found.append((name, sort, *said, server.number(kind), is_tuple, compared(kind), known))
     return found
 
 
 def _fields_and_defaults(kind):
     """Return fields and defaults of a class whose objects are made of them and nothing else, else None."""
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        made_so = kind.__new__.__code__.co_filename.startswith("<string>") or values.is_named(kind)
+        made_so = values.same_code(kind.__new__, collections.namedtuple("Any", kind._fields).__new__)
         plain = made_so and kind.__init__ is object.__init__
         return (list(kind._fields), list(kind._field_defaults.values())) if plain else None
-    code = getattr(kind.__init__, "__code__", None)
     own = hasattr(kind, "__post_init__") or kind.__new__ is not object.__new__ or type(kind) is not type
-    if "__dataclass_params__" not in vars(kind) or own or code is None or code.co_filename != "<string>":
+    if "__dataclass_params__" not in vars(kind) or own:
         return None
     fields = dataclasses.fields(kind)
     if not all(field.init and not getattr(field, "kw_only", False) for field in fields):
+        return None
+    held = [vars(base)[field.name] for field in fields for base in kind.__mro__ if field.name in vars(base)]
+    sets = kind.__setattr__ is object.__setattr__ or kind.__dataclass_params__.frozen
+    if not sets or not is_generated(kind, "__init__") or not _HELD.issuperset(map(type, held)):
         return None
     found = [(field.default, field.default_factory) for field in fields]
     defaults = [default for pair in found for default in pair if default is not dataclasses.MISSING]
@@ -275,9 +346,19 @@ def _fields_and_defaults(kind):
     return [field.name for field in fields], defaults
 
 
+_HELD = {types.MemberDescriptorType, *values.SCALARS}
+"""Types of what a class may have under the name of a field: a slot, or the default."""
+
+
+def operators_of(kind):
+    """Return the names of the operators that a class of exceptions has beyond those of a builtin one."""
+    said = [name for name, mode in zip(("__eq__", "__hash__"), traits(kind)[1:]) if mode != "identity"]  # noqa: B905
+    return sorted(name[2:-2] for name in specials(kind).union(said))
+
+
 def _described(error):
     """Return an exception with its arguments, and its texts: its module, its own name, empty for a builtin, what it
-    says, and its bases."""
+    says, the operators that it has, in one text, and its bases."""
     kind = type(error)
     bases = [base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base]
     try:
@@ -285,4 +366,5 @@ def _described(error):
     except Exception:  # noqa: BLE001 - untrusted code again
         text = "?"
     own = "" if bases[0] == kind.__name__ and kind.__module__ == "builtins" else kind.__name__
-    return [error, *BaseException.args.__get__(error)], [str(kind.__module__), own, text, *bases[:-1]]
+    operators = " ".join(operators_of(kind)) if own else ""
+    return [error, *BaseException.args.__get__(error)], [str(kind.__module__), own, text, operators, *bases[:-1]]

@@ -19,7 +19,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from spmd_rl.sandbox.guest import values
 from spmd_rl.sandbox.guest.handed import DEPTH, FRAMES, Handed
 from spmd_rl.sandbox.guest.link import Gone
-from spmd_rl.sandbox.guest.remote import Maker, Pending, Remote, member, node_of, set_record, set_traits, settle
+from spmd_rl.sandbox.guest.remote import ASKED, REFUSED, Maker, Pending, Remote, member, node_of, set_record, set_traits
+from spmd_rl.sandbox.guest.remote import maker_of, settle
 from spmd_rl.sandbox.guest.shared import Shared
 
 ENDS = {"StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt", "BaseException"}
@@ -55,7 +56,7 @@ class Client:
             "record": self._record,
             "stream": self._stream,
             "member": self._member,
-            "name": lambda name: self.name(str(name)),
+            "name": self._named,
             "handed": self._handed.thing,
         }
 
@@ -75,7 +76,7 @@ class Client:
         if sort == "error":
             known = (self._names[base] if base in self._names else getattr(builtins, base) for base in said[0])
             bases = tuple(base for base in known if issubclass(base, Exception))
-            return type(name, bases or (Exception,), dict(_ERROR))
+            return error_class(self, name, bases or (Exception,), said[1])
         fields, defaults, number, is_tuple, compared, traits = said
         kind, fields = number if type(number) is int else -1, tuple(map(str, fields))
         maker = Maker(kind, fields, tuple(defaults), is_tuple, tuple(map(str, compared)), _traits(*traits))
@@ -85,6 +86,12 @@ class Client:
     def name(self, name):
         """Return what stands for a name of the code's."""
         return self._names[name] if name in self._names else self._remote("name", name)
+
+    def _named(self, name, traits):
+        found = self.name(str(name))
+        if type(found) is Remote and not maker_of(found):
+            set_traits(found, _traits(*traits))
+        return found
 
     def named(self, names):
         """Return what stands for these names of the code's, by name."""
@@ -126,6 +133,11 @@ class Client:
                 output.write(text)
         return answer()
 
+    def slept(self):
+        """Learn what threads of the code have changed while the tests slept."""
+        if self.asked and _thread.get_ident() == self._thread:
+            self.ask("value", None)
+
     def _called(self, refs, texts, nodes):
         """Call a function of the tests for the code, which waits for the reply."""
         number, verb, *names = texts
@@ -141,7 +153,7 @@ class Client:
                 with redirect_stdout(printed[0]), redirect_stderr(printed[1]):
                     reply = "returns", self._handed.use(number, verb, args, names)
         except Exception as error:  # noqa: BLE001 - the code sees what it is, as in one process
-            reply = "raises", error.__dict__["_said"][0] if "_said" in error.__dict__ else error
+            reply = "raises", (_said(error) or [error])[0]
         except BaseException as error:  # noqa: BLE001 - an end of the test
             self.refused = self.refused or f"{type(error).__name__}: {error}"
         self._depth -= 1
@@ -171,10 +183,10 @@ class Client:
         sort, printed, texts = str(sort), list(map(str, printed)), list(map(str, texts))
         if sort == "refused":
             return lambda: self.refuse(texts[0][:1000]), printed
-        if sort == "end" and verb in ("next", "send", "throw"):
-            return lambda: next(iter(())), printed
         value = found[0] if sort.endswith("=") else None
         error = self._error(found[0], found[1:], *texts) if sort.endswith("!") else None
+        if sort == "end" and verb in ("next", "send", "throw"):
+            error = StopIteration(*found)
 
         def answer():
             if isinstance(error, str):
@@ -188,24 +200,22 @@ class Client:
 
         return (awaited if sort.startswith("~") else answer), printed
 
-    def _error(self, remote, args, module, own, text, *bases):
+    def _error(self, remote, args, module, own, text, operators, *bases):
         """Return the exception that stands for one of the code's; if there can be none, the reason as a text."""
-        if issubclass(type(remote), Exception) and type(remote).__module__ != "builtins":
-            return remote  # that of a function of the tests
+        if issubclass(type(remote), Exception) and type(remote).__name__ not in ENDS:
+            return remote  # a plain one, or that of a function of the tests
         kinds = [getattr(builtins, base) for base in bases]
         if not issubclass(kinds[0], Exception) or kinds[0].__name__ in ENDS:
             return f"the code raised {own or bases[0]}: {text}"[:1000]
-        if not own:
-            return kinds[0](*args)
         made = getattr(importlib.import_module(module), own) if module in STANDARD.split() else self._names.get(own)
         if not (isinstance(made, type) and issubclass(made, kinds[0])):
             least = [one for one in kinds if not any(two is not one and issubclass(two, one) for two in kinds)]
-            made = type(own, tuple(least), dict(_ERROR))
+            made = error_class(self, own, tuple(least), operators.split())
         error = made.__new__(made, *args)
         error.args, error.__dict__["_said"] = args, (remote, text)
         return error
 
-    def _handle(self, number, traits=(True, "own", "own")):
+    def _handle(self, number, traits=(True, "own", "own", False)):
         if type(number) is not int or number < 0:
             raise ValueError(number)
         remote = self._remote("handle", number)
@@ -255,8 +265,8 @@ class Client:
         return node_of(value)
 
 
-def _traits(truth, equal, hashed):
-    return truth is not False, str(equal), str(hashed)
+def _traits(truth, equal, hashed, ordered):
+    return truth is not False, str(equal), str(hashed), ordered is True
 
 
 def stream(client, remote):
@@ -265,8 +275,8 @@ def stream(client, remote):
     while True:
         try:
             item = client.ask(verb, remote, given)
-        except StopIteration:
-            return
+        except StopIteration as end:
+            return end.value
         try:
             sent = yield item
             verb, given = ("next", []) if sent is None else ("send", [sent])
@@ -277,14 +287,41 @@ def stream(client, remote):
             verb, given = "throw", [error]
 
 
+def error_class(client, name, bases, operators):
+    """Return the class that stands for one of the code's exceptions, which has these operators of its own."""
+
+    def special(verb):
+        def asked(error, *given):
+            if (said := _said(error)) and verb in (*ASKED, "format"):
+                return client.ask(verb, said[0], given)
+            if verb in ("repr", "format"):
+                return getattr(_builtin(error), f"__{verb}__")(error, *given)
+            return client.want(f"the tests use __{verb}__ of an exception of the code's")
+
+        return asked
+
+    known = {*ASKED, *REFUSED.split(), "eq", "ne", "hash", "getattribute"}.intersection(map(str, operators))
+    return type(name, bases, {**_ERROR, **{f"__{each}__": special(each) for each in ("repr", "format", *known)}})
+
+
+def _said(error):
+    """Return what stands for an exception that the code has raised, and what it says; None of one of the tests."""
+    return object.__getattribute__(error, "__dict__").get("_said")
+
+
+def _builtin(error):
+    return next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+
+
 def _text_of(error):
-    return error.__dict__["_said"][1] if "_said" in error.__dict__ else super(type(error), error).__str__()
+    return _said(error)[1] if _said(error) else _builtin(error).__str__(error)
 
 
 def _attribute_of(error, name):
-    if name.startswith("__") or "_said" not in error.__dict__:
-        raise AttributeError(name)
-    return getattr(error.__dict__["_said"][0], name)
+    is_here = name.startswith("__") or name in ("with_traceback", "add_note") or not (said := _said(error))
+    if is_here or name in object.__getattribute__(error, "__dict__"):
+        return object.__getattribute__(error, name)
+    return getattr(said[0], name)
 
 
-_ERROR = {"__module__": "solution", "__str__": _text_of, "__getattr__": _attribute_of}
+_ERROR = {"__module__": "solution", "__str__": _text_of, "__getattribute__": _attribute_of}

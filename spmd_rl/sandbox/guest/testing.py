@@ -4,12 +4,14 @@ A source is a script, a pytest file or one of `unittest`. A name that it does no
 it imports `from solution`; `stubs.Client` asks for it.
 """
 
+import asyncio
 import builtins
 import dataclasses
 import json
 import os
 import signal
 import sys
+import time
 import types
 
 from spmd_rl.sandbox.guest import suite
@@ -80,6 +82,7 @@ class Tester:
             sys.modules["solution"] = solution = types.ModuleType("solution")
             solution.__getattr__ = self._name  # it has every name
             _teach_dataclasses()
+            _teach_sleep(client.slept)
             signal.signal(signal.SIGXCPU, self._out_of_time)
         source = "\n".join([job["prelude"], *job["tests"]])
         self._base, self._words = {**common(source), TYPE_OF: self._type_of}, set(WORD.findall(job["prelude"]))
@@ -177,6 +180,22 @@ def _teach_dataclasses():
         setattr(dataclasses, name, lambda thing, real=real, **given: real(_local(thing), **given))
 
 
+def _teach_sleep(slept):
+    """Have what threads of the code change while the tests sleep arrive here, as in one process."""
+    now, later = time.sleep, asyncio.sleep
+
+    def sleep(seconds):
+        now(seconds)
+        slept()
+
+    async def sleep_later(delay, result=None):
+        await later(delay)
+        slept()
+        return result
+
+    time.sleep, asyncio.sleep = sleep, sleep_later
+
+
 def _local(thing):
     """Return an object of a dataclass made here in the place of each record in a thing, or that class for a class."""
     if type(thing) is Remote and (maker := maker_of(thing)):
@@ -190,6 +209,6 @@ def _local(thing):
 
 def _text_of(error):
     try:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error!s}"  # `format` would be asked of the code
     except (Refused, ValueError, MemoryError, RecursionError) as other:
         return f"{type(error).__name__}: {type(other).__name__}"

@@ -11,17 +11,23 @@ beside its number.
 
 import builtins
 import datetime
+import enum
 import gc
 import importlib
 import json
 import operator
 import re
+import types
+import typing
+import uuid
 from array import array
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque, namedtuple
+from fractions import Fraction
 
 SCALARS = frozenset((type(None), bool, int, float, str))
 _MADE_OF_BYTES = bytearray, array
-MUTABLE = {kind.__name__: kind for kind in (list, set, deque, dict, OrderedDict, Counter, defaultdict, *_MADE_OF_BYTES)}
+MUTABLE = list, set, deque, dict, OrderedDict, Counter, defaultdict, types.SimpleNamespace, *_MADE_OF_BYTES
+MUTABLE = {kind.__name__: kind for kind in MUTABLE}
 VIEWS = {type(getattr(made, name)()): name for made in ({}, OrderedDict()) for name in ("keys", "values", "items")}
 FROZEN = {
     "tuple": tuple,
@@ -32,17 +38,25 @@ FROZEN = {
     "method": lambda items: _method(*items),
     "part": lambda items: _array(items[0].ravel("K"), *items[1:]),
     "error": lambda items: {kind.__name__: kind for kind in _ERRORS}[items[0]](*items[1:]),
+    "leaf": lambda items: _made_leaf(*items),
+    "slice": lambda items: slice(*items),
+    "proxy": lambda items: types.MappingProxyType(*items),
+    "chain": lambda items: _chain(*items),
+    "zone": lambda items: datetime.timezone(*items),
 }
-KEPT = {"tuple", "frozenset", "named", "nan"}
+KEPT = {"tuple", "frozenset", "named", "nan", "leaf", "slice", "proxy", "chain", "zone"}
 NUMBERED = {*MUTABLE, *KEPT, "ndarray", "part"}
 """Nodes of what has a number, by which the other side knows it again: containers, arrays, and parts of arrays; and what
 cannot change, `KEPT`, so that it is the same object when it comes back."""
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, range, object, type(None), *MUTABLE.values())
 _OWNERS = {str, *MUTABLE.values()}
 _ERRORS = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-_ITEMS = {tuple: "tuple", frozenset: "frozenset", float: "nan"}
+_ITEMS = {tuple: "tuple", frozenset: "frozenset", float: "nan", slice: "slice", types.MappingProxyType: "proxy"}
+_ITEMS.update({ChainMap: "chain", datetime.timezone: "zone"})
 _ITEMS.update({**dict.fromkeys(VIEWS, "view"), **dict.fromkeys(_ERRORS, "error")})
 TYPES = {kind.__name__: kind for kind in (*_PLAIN, *_ERRORS)}
+TYPES.update(Ellipsis=Ellipsis, NotImplemented=NotImplemented)
+_WITHIN = {ChainMap: lambda chain: [chain.maps], datetime.timezone: datetime.timezone.__getinitargs__}
 _MOMENT = (
     lambda d: [d.isoformat(), d.fold, *(d.tzinfo.__getinitargs__()[1:] if d.tzinfo else ())],
     lambda kind, text, *rest: _moment(kind.fromisoformat(text), *rest),
@@ -56,6 +70,7 @@ LEAVES = {
     "datetime.date": (lambda d: [d.isoformat()], lambda kind, text: kind.fromisoformat(text)),
     **dict.fromkeys(("datetime.time", "datetime.datetime"), _MOMENT),
     "datetime.timedelta": (lambda t: [t.days, t.seconds, t.microseconds], lambda kind, *parts: kind(*parts)),
+    "uuid.UUID": (lambda u: [str(u)], lambda kind, text: kind(text)),
 }
 """By the name of an exact type: the function to JSON scalars, and the function back."""
 _DTYPE = re.compile(r"[<>|]([biufcSU]\d+|[mM]8(\[\w+\])?)")
@@ -101,8 +116,9 @@ def encode(roots, other, known=None, number=None, record=None):
         if key in refs:
             continue
         memory = memory_of(value)
-        is_container = memory is value or (MUTABLE.get(kind.__name__) is kind and plain_factory(value))
+        is_container = memory is value or (MUTABLE.get(kind.__name__) is kind and _is_plain_container(value))
         is_frozen = memory is not None or kind in _ITEMS or _is_method(value) or is_named(kind)
+        is_frozen = is_frozen and is_unchanged(kind)
         place = known(value) if known else None
         held = (parts(value), None) if is_container else record(value) if record and not is_frozen else None
         if place:
@@ -126,10 +142,10 @@ def encode(roots, other, known=None, number=None, record=None):
             if hasattr(kind, "_fields"):
                 _named[kind.__name__, kind._fields] = kind
                 node = ["named", node[1], [kind.__name__, list(kind._fields)]]
-            if number and (memory is not None or (node[0] in KEPT and (items or kind is float))):
-                node = [node[0], node[1], node[2] if len(node) > 2 else None, number(value)]
         else:
             node = _leaf(value) or other(value)
+        if number and (node[0] == "part" or (node[0] in KEPT and (node[1] or kind is float))):
+            node = [node[0], node[1], node[2] if len(node) > 2 else None, number(value)]
         refs[key] = [len(nodes)]
         nodes.append(node)
     for i, value, items, rest in unfilled:
@@ -149,9 +165,13 @@ def _items(value, kind):
         return [value.__self__, value.__name__]
     if _ITEMS.get(kind) == "error":
         return [kind.__name__, *BaseException.args.__get__(value)]
-    if kind not in VIEWS:
+    if kind in (slice, ChainMap, datetime.timezone):
+        return [value.start, value.stop, value.step] if kind is slice else list(_WITHIN[kind](value))
+    if kind not in VIEWS and kind is not types.MappingProxyType:
         return [] if kind is float else list(value)
     (mapping,) = gc.get_referents(value)
+    if kind not in VIEWS:
+        return [mapping]
     if MUTABLE.get(type(mapping).__name__) is not type(mapping) or not SCALARS.issuperset(map(type, mapping)):
         copies = {"keys": dict.fromkeys, "values": lambda items: dict(enumerate(items)), "items": dict}
         mapping = copies[VIEWS[kind]](value)
@@ -172,16 +192,17 @@ def parts(value):
     """Return the objects in a container; those of a dictionary as its keys, then its values."""
     if isinstance(value, _MADE_OF_BYTES) or is_array(value):
         return []
+    value = vars(value) if type(value) is types.SimpleNamespace else value
     return [*value, *value.values()] if isinstance(value, dict) else list(value)
 
 
 def contents(container):
     """Return what is in a container, to find later whether that has changed; None of what cannot change."""
-    if isinstance(container, (tuple, frozenset, float)):
-        return None
     if is_array(container):
         own = container.tobytes() if memory_of(container) is container else b""
         return repr(_layout(container)).encode() + own
+    if type(container).__name__ not in MUTABLE:
+        return None
     return bytes(container) if isinstance(container, _MADE_OF_BYTES) else tuple(parts(container))
 
 
@@ -217,33 +238,73 @@ def _extra(value):
     return value.maxlen if isinstance(value, deque) else None
 
 
-def plain_factory(value):
+def _is_plain_container(value):
     """Return whether a container has no function of anybody's own in it."""
     factory = value.default_factory if type(value) is defaultdict else None
-    return factory is None or TYPES.get(getattr(factory, "__name__", "")) is factory
+    return is_unchanged(type(value)) and (factory is None or TYPES.get(getattr(factory, "__name__", "")) is factory)
+
+
+def is_unchanged(kind):
+    """Return whether a class, if it is one of those that are written in Python, has what it had before the code ran."""
+    if kind not in WRITTEN:
+        return True
+    return all(_own(base) == WRITTEN[base] for base in kind.__mro__ if base in WRITTEN)
+
+
+def _own(kind):
+    return {name: it for name, it in vars(kind).items() if name != "__slotnames__"}  # which `copy` keeps there
+
+
+_KINDS = [ChainMap, Counter, Fraction, uuid.UUID, typing.Protocol, *vars(enum).values()]
+_KINDS = [kind for kind in _KINDS if isinstance(kind, type) and kind.__module__ != "builtins"]
+_KINDS = {base for kind in _KINDS for each in (kind, type(kind)) for base in each.__mro__}
+HEAP = 1 << 9  # the flag of classes that can be changed
+WRITTEN = {kind: _own(kind) for kind in _KINDS if kind.__flags__ & HEAP}
+"""Classes of Python's own that are written in Python, so that the code can change them, as they are before it runs."""
 
 
 def is_named(kind):
-    """Return whether a type is what `namedtuple` makes, with nothing added by hand."""
+    """Return whether a type is what `namedtuple` makes, with nothing added or replaced by hand."""
     if kind.__bases__ != (tuple,) or not hasattr(kind, "_fields"):
         return False
-    return set(vars(kind)) - set(kind._fields) <= _NAMED
+    own = [*vars(kind).values()]
+    if _seen.get(kind) != own:
+        twin, rest = vars(namedtuple("Any", kind._fields)), vars(kind).keys() - _NAMED
+        if rest != twin.keys() - _NAMED or not all(same_code(vars(kind)[name], twin[name]) for name in rest):
+            return False
+        _seen[kind] = own
+    return True
 
 
-_NAMED = set(vars(namedtuple("Any", ()))) | {"__annotations__", "__orig_bases__", "__annotate_func__", "__doc__"}
-_NAMED |= {"__static_attributes__", "__firstlineno__", "__annotations_cache__", "__annotate__"}
+_seen = {}
+
+
+def same_code(one, two):
+    """Return whether two functions do the same, as far as their code says: the globals may differ; of other things,
+    whether they are of one type."""
+    one, two = (getattr(it, "__func__", it) for it in (one, two))
+    if type(one) is not types.FunctionType or type(two) is not types.FunctionType:
+        return type(one) is type(two)
+    return _CODE(one.__code__) == _CODE(two.__code__)
+
+
+_CODE = operator.attrgetter("co_code", "co_names", "co_varnames", "co_argcount", "co_flags")
+_NAMED = {"__annotations__", "__orig_bases__", "__annotate_func__", "__doc__", "__module__", "_field_defaults"}
+_NAMED |= {"__static_attributes__", "__firstlineno__", "__annotations_cache__", "__annotate__", "_fields_defaults"}
 
 
 def _leaf(value):
     kind = type(value)
     path = f"{kind.__module__}.{kind.__name__}"
     if path in LEAVES and type(getattr(value, "tzinfo", None)) in (type(None), datetime.timezone):
-        node = [path, *LEAVES[path][0](value)]
-        if kind.__module__ == "builtins" or repr(_frozen(node, ())) == repr(value):  # a fraction may not be reduced
-            return node
-    elif kind is type and TYPES.get(value.__name__) is value:
+        node = ["leaf", [path, *LEAVES[path][0](value)]]
+        is_same = kind.__module__ == "builtins" or repr(_made_leaf(*node[1])) == repr(value)
+        return node if is_same and is_unchanged(kind) else None  # a fraction may not be reduced
+    if value is ... or value is NotImplemented:
+        return ["type", repr(value)]
+    if kind is type and TYPES.get(value.__name__) is value:
         return ["type", value.__name__]
-    elif kind.__module__ == "numpy" and "generic" in {base.__name__ for base in kind.__mro__}:
+    if kind.__module__ == "numpy" and "generic" in {base.__name__ for base in kind.__mro__}:
         return ["scalar", value.tobytes().hex(), value.dtype.str] if _DTYPE.fullmatch(value.dtype.str) else None
     return None
 
@@ -367,6 +428,7 @@ def _fill(container, items, extra):
     if isinstance(container, (list, *_MADE_OF_BYTES)):
         container[:] = items
         return
+    container = vars(container) if type(container) is types.SimpleNamespace else container
     container.clear()
     if isinstance(container, dict):
         half = len(items) // 2
@@ -382,10 +444,18 @@ def _frozen(node, made):
         return FROZEN[tag](_resolve(body[0], made), *body[1:2] if tag == "named" else [])
     if tag == "type":
         return TYPES[body[0]]
-    if tag == "scalar":
-        return _array(bytes.fromhex(body[0]), 0, body[1], False)[()]
-    module, _, name = tag.partition(".")
-    return LEAVES[tag][1](getattr(importlib.import_module(module), name), *body)
+    return _array(bytes.fromhex(body[0]), 0, body[1], False)[()]
+
+
+def _made_leaf(path, *said):
+    module, _, name = path.partition(".")
+    return LEAVES[path][1](getattr(importlib.import_module(module), name), *said)
+
+
+def _chain(maps):
+    made = ChainMap()
+    made.maps = maps
+    return made
 
 
 _named = {}
