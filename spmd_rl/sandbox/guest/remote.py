@@ -189,6 +189,8 @@ def _apply(name, value, *args):
     return found[0](value, *args)
 
 
+Remote.__copy__ = lambda self: _client(self).ask("copy", self)
+Remote.__deepcopy__ = lambda self, memo: _client(self).ask("deepcopy", self)
 for _name in (*ASKED, *REFUSED.split()):
     setattr(Remote, f"__{_name}__", _special(_name))
 

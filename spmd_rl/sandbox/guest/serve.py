@@ -12,10 +12,11 @@ the numbers of containers that the tests no longer have:
 | type | the class of the target |
 | next, send, throw, close | the next item of an iterator; what generators have beside |
 | isinstance, issubclass | whether the target is among the classes of the other |
-| len, iter, getitem, setitem, delitem, str, repr | that of the target |
+| len, iter, getitem, setitem, delitem, str, repr, format | that of the target |
+| copy, deepcopy, replace | a copy of the target, with other fields by `names` |
 
-An answer is [sort, references, texts, nodes, printed]. `sort`: `=` a value; `!` an exception and its
-arguments, its module, name (empty for a builtin), text and builtin bases as texts; `~=` and `~!` the same of a
+An answer is [sort, references, texts, nodes, printed]. `sort`: `=` a value; `!` an exception and its arguments, as
+`CodeServer.described` says; `~=` and `~!` the same of a
 coroutine; `end` the end of an iterator; `refused` why there is no answer. `printed`: to standard output, and to
 standard error. The nodes of both have the `shared` containers that have changed too.
 
@@ -30,6 +31,7 @@ that are nothing but their fields.
 
 import builtins
 import collections
+import copy
 import dataclasses
 import enum
 import functools
@@ -55,7 +57,12 @@ VERBS = {name: getattr(operator, name) for name in ("getitem", "setitem", "delit
 VERBS.update({kind.__name__: kind for kind in (len, iter, next, str, repr, format, type)})
 VERBS.update(get=getattr, set=setattr, value=lambda it: it)
 VERBS.update({name: getattr(types.GeneratorType, name) for name in STREAM[1:]})
+VERBS.update(copy=copy.copy, deepcopy=copy.deepcopy, replace=lambda it, *said: dataclasses.replace(it, **_pairs(said)))
 VERBS.update(isinstance=lambda kind, it: kind in type(it).__mro__, issubclass=lambda kind, it: kind in it.__mro__)
+
+
+def _pairs(said):
+    return dict(zip(said[: len(said) // 2], said[len(said) // 2 :]))  # noqa: B905 - Python 3.8
 
 
 def serve(job, rpc):
@@ -81,7 +88,7 @@ class CodeServer:
 
     def __init__(self, link, namespace):
         self._link, self._namespace = link, namespace
-        self._objects, self._numbers = [], {}
+        self._objects, self._numbers, self.errors = [], {}, {}  # of classes of exceptions the names, by id
         self._shared, self._records = Shared(-1), {}  # fields of objects by number, as the tests know them
         self._lock, self._open = threading.RLock(), False  # whether the code may call the tests' functions
         self._stubs = Stubs(self._call_back, namespace)
@@ -103,9 +110,9 @@ class CodeServer:
         except _Missing as error:
             reply = "refused", [], [str(error)]
         except StopIteration as error:
-            reply = ("end", [error.value], []) if verb in STREAM else ("!", *_described(error))
+            reply = ("end", [error.value], []) if verb in STREAM else ("!", *self.described(error))
         except BaseException as error:  # noqa: BLE001 - untrusted code
-            reply = ("!", *_described(error))
+            reply = ("!", *self.described(error))
         with self._lock:
             self._open = False
             try:
@@ -138,6 +145,24 @@ class CodeServer:
             return value
         raise value if sort == "raises" else Gone("the test has ended")
 
+    def described(self, error):
+        """Return an exception with its arguments, and its texts: the name of its class, what it says, the operators of
+        that in one text, and the `path` of each class of its MRO."""
+        kind = type(error)
+        try:
+            text = str(error)[:MAX_TEXT]
+        except Exception:  # noqa: BLE001 - untrusted code again
+            text = "?"
+        said = [kind.__name__, text, " ".join(operators_of(kind)), *map(self.path, kind.__mro__[:-1])]
+        return [error, *BaseException.args.__get__(error)], said
+
+    def path(self, kind):
+        """Return where the tests find a class of exceptions, an empty text if nowhere: module and name."""
+        if id(kind) in self.errors:
+            return f"solution.{self.errors[id(kind)]}"
+        is_there = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+        return f"{kind.__module__}.{kind.__name__}" * (is_there and kind.__module__ != "solution")
+
     def _do(self, verb, target, given, names):
         """Return the sort of the answer, its objects and its texts."""
         if verb != "call":
@@ -149,7 +174,7 @@ class CodeServer:
         try:
             return "~=", [importlib.import_module("asyncio").run(value)], []
         except Exception as error:  # noqa: BLE001 - untrusted code
-            return ("~!", *_described(error))
+            return ("~!", *self.described(error))
 
     def _tell(self, sort, objects, texts, printed):
         changed = [n for n, items in self._records.items() if not values.same_items(_items(self._objects[n]), items)]
@@ -181,7 +206,7 @@ class CodeServer:
         return ["handle", self.number(value), said]
 
     def _record(self, value):
-        fields = fields_of(value)
+        fields = fields_of(type(value))
         if fields is None:
             return None
         items, number = _items(value), self.number(value)
@@ -211,6 +236,7 @@ def traits(kind):
     """
     is_enum, is_value = isinstance(kind, enum.EnumMeta), issubclass(kind, (int, float, str, tuple))
     is_own = bool(specials(kind) - (set() if is_value else OPERATORS) or specials(type(kind)) - OPERATORS)
+    is_own = is_own or not _keeps_fields(kind)
     found = [any(name in vars(base) for base in kind.__mro__ for name in ("__bool__", "__len__"))]
     for name in ("__eq__", "__hash__"):
         method = getattr(kind, name)
@@ -266,6 +292,15 @@ def is_generated(kind, name):
     return values.same_code(getattr(kind, name), getattr(_twin(kind.__dataclass_params__.frozen, *said), name))
 
 
+def _keeps_fields(kind):
+    """Return whether the objects of a class, if it is a dataclass, have in its fields what they are given."""
+    if not hasattr(kind, "__dataclass_params__"):
+        return True
+    held = [vars(base)[name] for name in fields_of(kind) for base in kind.__mro__ if name in vars(base)]
+    return is_generated(kind, "__setattr__") and not any(hasattr(type(it), "__set__") and type(it) is not _SLOT for it in held)
+
+
+_SLOT = types.MemberDescriptorType
 _DEFAULTS = "default", "default_factory"
 
 
@@ -292,31 +327,29 @@ def _items(value):
     """Return the values of an object's fields."""
     if isinstance(value, tuple):
         return list(tuple.__iter__(value))
-    return [getattr(value, name) for name in fields_of(value)]
+    return [getattr(value, name) for name in fields_of(type(value))]
 
 
-def fields_of(value):
-    """Return the names of the fields of an object of a dataclass or a named tuple, else None."""
-    kind = type(value)
+def fields_of(kind):
+    """Return the names of the fields of a dataclass or a named tuple, else None."""
     if hasattr(kind, "__dataclass_fields__"):
         return [field.name for field in dataclasses.fields(kind)]
     return list(kind._fields) if issubclass(kind, tuple) and hasattr(kind, "_fields") else None
 
 
 def classes_of(namespace, server):
-    """Return what is said of the classes of the code: (name, `error`, names of its bases, `operators_of` it), or of one
-    with named fields (name, `record` or `named`, fields, defaults of the last of them, its number, whether it is a tuple
+    """Return what is said of the classes of the code: (name, `error`, the paths of its bases, its operators) of one
+    of exceptions, or (name, `alias`, its path) if the tests know it, and of one with named fields (name, `record` or `named`, fields, defaults of the last of them, its number, whether it is a tuple
     with a tuple's operators, the fields that are compared, its traits)."""
     found = []
     for name, kind in namespace.items():
-        if not isinstance(kind, type) or getattr(kind, "__module__", "") != "solution":
-            continue
-        if issubclass(kind, BaseException):
-            known = {getattr(builtins, base.__name__, namespace.get(base.__name__)) for base in kind.__mro__[1:]}
-            bases = [next((each for each in base.__mro__ if each in known), Exception) for base in kind.__bases__]
-            bases = [base.__name__ for base in bases if issubclass(base, BaseException)]
-            found.append((name, "error", bases, operators_of(kind)))
-        elif said := _fields_and_defaults(kind):
+        if isinstance(kind, type) and issubclass(kind, BaseException):
+            if path := server.path(kind):
+                found.append((name, "alias", path))
+            else:
+                server.errors[id(kind)] = name
+                found.append((name, "error", *map(list, (map(server.path, kind.__mro__[1:-1]), operators_of(kind)))))
+        elif isinstance(kind, type) and kind.__module__ == "solution" and (said := _fields_and_defaults(kind)):
             known, sort = traits(kind), "named" if values.is_named(kind) else "record"
             is_tuple = issubclass(kind, tuple) and known[1] == "fields"
             found.append((name, sort, *said, server.number(kind), is_tuple, compared(kind), known))
@@ -335,9 +368,7 @@ def _fields_and_defaults(kind):
     fields = dataclasses.fields(kind)
     if not all(field.init and not getattr(field, "kw_only", False) for field in fields):
         return None
-    held = [vars(base)[field.name] for field in fields for base in kind.__mro__ if field.name in vars(base)]
-    sets = kind.__setattr__ is object.__setattr__ or kind.__dataclass_params__.frozen
-    if not sets or not is_generated(kind, "__init__") or not _HELD.issuperset(map(type, held)):
+    if not is_generated(kind, "__init__"):
         return None
     found = [(field.default, field.default_factory) for field in fields]
     defaults = [default for pair in found for default in pair if default is not dataclasses.MISSING]
@@ -346,25 +377,7 @@ def _fields_and_defaults(kind):
     return [field.name for field in fields], defaults
 
 
-_HELD = {types.MemberDescriptorType, *values.SCALARS}
-"""Types of what a class may have under the name of a field: a slot, or the default."""
-
-
 def operators_of(kind):
     """Return the names of the operators that a class of exceptions has beyond those of a builtin one."""
     said = [name for name, mode in zip(("__eq__", "__hash__"), traits(kind)[1:]) if mode != "identity"]  # noqa: B905
     return sorted(name[2:-2] for name in specials(kind).union(said))
-
-
-def _described(error):
-    """Return an exception with its arguments, and its texts: its module, its own name, empty for a builtin, what it
-    says, the operators that it has, in one text, and its bases."""
-    kind = type(error)
-    bases = [base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base]
-    try:
-        text = str(error)[:MAX_TEXT]
-    except Exception:  # noqa: BLE001 - untrusted code again
-        text = "?"
-    own = "" if bases[0] == kind.__name__ and kind.__module__ == "builtins" else kind.__name__
-    operators = " ".join(operators_of(kind)) if own else ""
-    return [error, *BaseException.args.__get__(error)], [str(kind.__module__), own, text, operators, *bases[:-1]]

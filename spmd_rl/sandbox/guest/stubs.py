@@ -25,7 +25,7 @@ from spmd_rl.sandbox.guest.shared import Shared
 
 ENDS = {"StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt", "BaseException"}
 """Exceptions that end something on the tests' side without a failure, if the code raises them."""
-STANDARD = "asyncio.exceptions binascii csv dataclasses decimal json.decoder re statistics struct zlib"
+STANDARD = "builtins asyncio.exceptions binascii csv dataclasses decimal json.decoder re statistics struct zlib"
 """Modules whose exceptions are the same on both sides."""
 
 FAULTS = (ArithmeticError, AttributeError, ImportError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
@@ -69,13 +69,15 @@ class Client:
                 return
             for name, sort, *said in values.decode(*rest, self._special):
                 self._names[str(name)] = self._learnt(str(name), sort, *said)
+            self._names = {name: thing for name, thing in self._names.items() if thing is not None}
         except (Gone, *FAULTS):
             self.gone = "the code ended before its tests began"
 
     def _learnt(self, name, sort, *said):
+        if sort == "alias":
+            return self._known(said[0])
         if sort == "error":
-            known = (self._names[base] if base in self._names else getattr(builtins, base) for base in said[0])
-            bases = tuple(base for base in known if issubclass(base, Exception))
+            bases = tuple(base for base in self._least(said[0]) if issubclass(base, Exception))
             return error_class(self, name, bases or (Exception,), said[1])
         fields, defaults, number, is_tuple, compared, traits = said
         kind, fields = number if type(number) is int else -1, tuple(map(str, fields))
@@ -200,20 +202,29 @@ class Client:
 
         return (awaited if sort.startswith("~") else answer), printed
 
-    def _error(self, remote, args, module, own, text, operators, *bases):
+    def _error(self, remote, args, name, text, operators, *paths):
         """Return the exception that stands for one of the code's; if there can be none, the reason as a text."""
         if issubclass(type(remote), Exception) and type(remote).__name__ not in ENDS:
             return remote  # a plain one, or that of a function of the tests
-        kinds = [getattr(builtins, base) for base in bases]
-        if not issubclass(kinds[0], Exception) or kinds[0].__name__ in ENDS:
-            return f"the code raised {own or bases[0]}: {text}"[:1000]
-        made = getattr(importlib.import_module(module), own) if module in STANDARD.split() else self._names.get(own)
-        if not (isinstance(made, type) and issubclass(made, kinds[0])):
-            least = [one for one in kinds if not any(two is not one and issubclass(two, one) for two in kinds)]
-            made = error_class(self, own, tuple(least), operators.split())
+        least = self._least(paths)
+        if any(not issubclass(kind, Exception) or kind.__name__ in ENDS for kind in (*least, least[0])):
+            return f"the code raised {name}: {text}"[:1000]
+        made = self._known(paths[0]) or error_class(self, name, tuple(least), operators.split())
         error = made.__new__(made, *args)
         error.args, error.__dict__["_said"] = args, (remote, text)
         return error
+
+    def _known(self, path):
+        """Return the class of exceptions that a path names; None if it is not among those that the tests know."""
+        module, _, name = path.rpartition(".")
+        if module == "solution":
+            return self._names[name]
+        return getattr(importlib.import_module(module), name) if module in STANDARD.split() else None
+
+    def _least(self, paths):
+        """Return those of the classes that are the base of no other."""
+        kinds = list(filter(None, map(self._known, map(str, paths))))
+        return [one for one in kinds if not any(two is not one and issubclass(two, one) for two in kinds)]
 
     def _handle(self, number, traits=(True, "own", "own", False)):
         if type(number) is not int or number < 0:

@@ -178,6 +178,10 @@ def _teach_dataclasses():
     for name in ("asdict", "astuple", "fields", "is_dataclass"):
         real = getattr(dataclasses, name)
         setattr(dataclasses, name, lambda thing, real=real, **given: real(_local(thing), **given))
+    real_replace = dataclasses.replace
+    dataclasses.replace = lambda thing, **given: (
+        _client(thing).ask("replace", thing, [*given.values()], given) if type(thing) is Remote else real_replace(thing, **given)
+    )
 
 
 def _teach_sleep(slept):

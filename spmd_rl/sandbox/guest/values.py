@@ -272,6 +272,9 @@ def is_named(kind):
         twin, rest = vars(namedtuple("Any", kind._fields)), vars(kind).keys() - _NAMED
         if rest != twin.keys() - _NAMED or not all(same_code(vars(kind)[name], twin[name]) for name in rest):
             return False
+        probe = tuple.__new__(kind, range(len(kind._fields)))
+        if any(getattr(probe, name) != i for i, name in enumerate(kind._fields)):
+            return False
         _seen[kind] = own
     return True
 
