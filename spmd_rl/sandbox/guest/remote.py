@@ -59,13 +59,15 @@ class Remote:
         if maker:
             return Remote(client, None, None, maker.record(args, kwargs), (self, args, kwargs))
         found = client.ask("call", self, [*args, *kwargs.values()], kwargs)
-        if type(found) is Remote and node and node[0] == "name" and node[1][:1].isupper():
+        if type(found) is Remote and _is_name(node) and node[1][:1].isupper():
             _set_made(found, (self, args, kwargs))
         return found
 
     def __getattribute__(self, name):
-        if name == "__name__" and (node_of(self) or "")[:1] == ["name"]:  # `assertRaises` shows it
+        if name == "__name__" and _is_name(node_of(self)):  # `assertRaises` shows it
             return node_of(self)[1]
+        if name in ("__copy__", "__deepcopy__"):
+            return object.__getattribute__(self, name)
         if name == "__wrapped__":  # pytest looks for it
             raise AttributeError(name)
         if name == "__class__" and _client(self).collects:  # pytest looks whether a parameter is of a kind of its own
@@ -142,8 +144,11 @@ def settle(remote):
 
 def _value(remote):
     """Return what the code has under a name, if that is plain, else what stands for it."""
-    is_name = node_of(remote) is not None and node_of(remote)[0] == "name" and not maker_of(remote)
-    return _client(remote).ask("value", remote) if is_name else remote
+    return _client(remote).ask("value", remote) if _is_name(node_of(remote)) and not maker_of(remote) else remote
+
+
+def _is_name(node):
+    return bool(node) and node[0] in ("name", "first")
 
 
 def _special(name):
@@ -153,7 +158,7 @@ def _special(name):
             return _apply(name, record[2], *(_tuple_of(arg) for arg in args))
         if type(value := _value(self)) is not Remote:
             return _apply(name, value, *args)
-        is_name = node and node[0] == "name"
+        is_name = _is_name(node)
         if name in ("str", "repr") and is_name:
             return f"<{node[1]}>"
         if name == "bool" and (not _traits(self)[0] or is_name):

@@ -93,6 +93,8 @@ class CodeServer:
         self._lock, self._open = threading.RLock(), False  # whether the code may call the tests' functions
         self._stubs = Stubs(self._call_back, namespace)
         self._special = {"handle": self._objects.__getitem__, "name": self._named, "handed": self._stubs.thing}
+        first = dict(namespace)
+        self._special["first"] = lambda name: first[name] if name in first else self._named(name)
         self._special["builtin"] = lambda module, *names: functools.reduce(
             getattr, names, importlib.import_module(module)
         )

@@ -85,12 +85,12 @@ class Client:
         is_named = sort == "named"
         return values.named(name, maker.fields, maker.defaults) if is_named else Remote(self, ["name", name], maker)
 
-    def name(self, name):
-        """Return what stands for a name of the code's."""
-        return self._names[name] if name in self._names else self._remote("name", name)
+    def name(self, name, first=False):
+        """Return what stands for a name of the code's: for what it has there now, or for the first that it had."""
+        return self._names[name] if name in self._names else self._remote("first" if first else "name", name)
 
     def _named(self, name, traits):
-        found = self.name(str(name))
+        found = self.remotes.get(("first", name)) or self.name(str(name))
         if type(found) is Remote and not maker_of(found):
             set_traits(found, _traits(*traits))
         return found

@@ -73,9 +73,12 @@ class Survey:
         made = [node for node in nodes if type(node) is ast.Assign and _is_construction(node.value)]
         made = [ast.unparse(node.targets[0]) for node in made if self.is_code(node.value.func.id)]
         self._made = set(made) if hasattr(ast, "unparse") else set()
-        given = [node for node in nodes if type(node) is ast.Assign and type(node.value) is ast.Constant]
-        texts = [node.targets[0] for node in given if isinstance(node.value.value, (str, bytes))]
-        self._texts = {target.id for target in texts if type(target) is ast.Name}
+        given = [node.targets[0] for node in nodes if type(node) is ast.Assign and _is_number_or_text(node.value)]
+        self._texts = {target.id for target in given if type(target) is ast.Name}
+        self._from_code = set()
+        for node in nodes:  # in the order of the text, more or less
+            if type(node) is ast.Assign and self._is_from_code(node.value):
+                self._from_code.update(target.id for target in node.targets if type(target) is ast.Name)
         self._modules = {name for node in nodes if type(node) is ast.Import for name in _bound(node)}
         classes = {node.name for node in nodes if type(node) is ast.ClassDef}
         defined = classes | {node.name for node in functions}
@@ -141,18 +144,38 @@ class Survey:
         return f"the tests use {node.value}" if named and node.value != "__main__" else ""
 
     def _operator(self, node, tried):
-        """BinOp, UnaryOp, Compare: of objects that the tests make, only equality may be that of plain values."""
+        """BinOp, UnaryOp, Compare: of objects that the tests make, only equality may be that of plain values, and only
+        with what the code returns."""
         if type(node) is ast.Compare:
             odd = (ast.In, ast.NotIn, ast.Lt, ast.Gt, ast.LtE, ast.GtE)
             pairs = list(zip([node.left, *node.comparators], node.ops, node.comparators))  # noqa: B905 - Python 3.8
-            same = [getattr(side, "id", "") for a, op, b in pairs if type(op) in (ast.Is, ast.IsNot) for side in (a, b)]
-            if any(name in self._texts or type(getattr(builtins, name, None)) is type(len) for name in same):
-                return "the tests ask whether a text or a builtin function is another"
+            same = [side for a, op, b in pairs if type(op) in (ast.Is, ast.IsNot) for side in (a, b)]
+            names = [getattr(side, "id", "") for side in same]
+            if any(name in self._texts or type(getattr(builtins, name, None)) is type(len) for name in names):
+                return "the tests ask whether a text, a number or a builtin function is another"
+            if any(map(_is_number_or_text, same)):
+                return "the tests ask whether a text or a number is another"
+            if any(type(op) in (ast.Eq, ast.NotEq) and self._is_made(a) and self._is_made(b) for a, op, b in pairs):
+                return "the tests compare two objects that they make themselves"
+            members = [(self._class_of(a), self._class_of(b)) for a, op, b in pairs if type(op) in odd[2:]]
+            if any(one and one == two for one, two in members):
+                return f"the tests use an order of {max(members)[0]}"
             sides = [side for a, op, b in pairs if type(op) in odd for side in (a, b)[type(op) in odd[:2] :]]
         else:
             sides = [node.operand] if type(node) is ast.UnaryOp else [node.left, node.right]
             sides = [] if type(getattr(node, "op", None)) is ast.Not else sides
         return "the tests use an operator of what they make" if any(map(self._is_made, sides)) else ""
+
+    def _class_of(self, node):
+        """Return the name of the code's class of which an expression seems to be a member."""
+        name = getattr(getattr(node, "value", None), "id", "") if type(node) is ast.Attribute else ""
+        return name if name[:1].isupper() and self.is_code(name) else ""
+
+    def _is_from_code(self, node):
+        """Return whether an expression is what the code returns, as far as the text tells."""
+        while isinstance(node, (ast.Call, ast.Attribute)):
+            node = node.func if isinstance(node, ast.Call) else node.value
+        return isinstance(node, ast.Name) and (node.id in self._from_code or self.is_code(node.id))
 
     def _is_made(self, node):
         if _is_construction(node):
@@ -160,9 +183,8 @@ class Survey:
         return isinstance(node, (ast.Name, ast.Attribute)) and bool(self._made) and ast.unparse(node) in self._made
 
     def _with(self, node, tried):
-        made = [item.context_expr for item in node.items]
-        found = [part.func.id for part in made if _is_construction(part) and self.is_code(part.func.id)]
-        return f"the tests enter a {found[0]}" if found else ""
+        made = [item.context_expr for item in node.items if self._is_from_code(item.context_expr)]
+        return f"the tests enter what the code returns: {ast.dump(made[0])[:80]}" if made else ""
 
     def _classdef(self, node, tried):
         bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
@@ -193,7 +215,8 @@ _CHECKS = {
     ast.ClassDef: Survey._classdef,
     ast.arg: Survey._arg,
 }
-_CHECKS.update((getattr(ast, name), Survey._special) for name in ("Match", "TryStar") if hasattr(ast, name))
+_SPECIAL = "Match", "TryStar", "AsyncFor", "AsyncWith"
+_CHECKS.update((getattr(ast, name), Survey._special) for name in _SPECIAL if hasattr(ast, name))
 _LOOKED_AT = {*_CHECKS, ast.Assign, ast.Call, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler, ast.Try}
 
 
@@ -207,6 +230,15 @@ def _read(read):
 def _is_construction(node):
     """Return whether an expression makes an object of a class, as names are written."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id[:1].isupper()
+
+
+def _is_number_or_text(node):
+    """Return whether an expression is a number or a text, which may be one object or several, as it is written."""
+    if isinstance(node, ast.Constant):
+        return not (node.value is None or node.value is ... or isinstance(node.value, bool))
+    if isinstance(node, ast.BinOp):
+        return _is_number_or_text(node.left) and _is_number_or_text(node.right)
+    return isinstance(node, (ast.JoinedStr, ast.UnaryOp)) and _is_number_or_text(getattr(node, "operand", ast.Constant("")))
 
 
 def _is_import_of_code(node):

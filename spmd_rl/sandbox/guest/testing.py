@@ -81,7 +81,7 @@ class Tester:
         if not self._beside:
             sys.modules["solution"] = solution = types.ModuleType("solution")
             solution.__getattr__ = self._name  # it has every name
-            _teach_dataclasses()
+            _teach_dataclasses(client)
             _teach_sleep(client.slept)
             signal.signal(signal.SIGXCPU, self._out_of_time)
         source = "\n".join([job["prelude"], *job["tests"]])
@@ -120,7 +120,8 @@ class Tester:
     def _name(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._client.name(name)
+        is_class = name[:1].isupper() and not name.isupper()  # which is one object, and is not replaced
+        return self._client.name(name, first=is_class or not self._client.asked)  # as an import gets it
 
     def _has(self, name, survey):
         """Return whether the tests have a name without defining it. A module's name that is called is the code's."""
@@ -173,15 +174,19 @@ class Tester:
         self._client.refuse(self._client.gone)
 
 
-def _teach_dataclasses():
+def _teach_dataclasses(client):
     """Let functions of `dataclasses` read the records that stand for the code's objects."""
-    for name in ("asdict", "astuple", "fields", "is_dataclass"):
-        real = getattr(dataclasses, name)
-        setattr(dataclasses, name, lambda thing, real=real, **given: real(_local(thing), **given))
-    real_replace = dataclasses.replace
-    dataclasses.replace = lambda thing, **given: (
-        _client(thing).ask("replace", thing, [*given.values()], given) if type(thing) is Remote else real_replace(thing, **given)
-    )
+
+    def taught(real):
+        def function(thing, **given):
+            if real.__name__ == "replace" and type(thing) is Remote:
+                return client.ask("replace", thing, [*given.values()], given)
+            return real(_local(thing), **given)
+
+        return function
+
+    for name in ("asdict", "astuple", "fields", "is_dataclass", "replace"):
+        setattr(dataclasses, name, taught(getattr(dataclasses, name)))
 
 
 def _teach_sleep(slept):
