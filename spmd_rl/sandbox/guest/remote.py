@@ -94,7 +94,7 @@ class Remote:
             return other is self
         if "own" not in modes and (mine or "member" in modes or other is None):  # its fields are no other value's
             return False
-        return _client(self).want("the tests compare an object of the code's")
+        return _client(self).want("the tests compare an object of the code's", always=_is_shown(self, other))
 
     def __ne__(self, other):
         return not self == other
@@ -168,9 +168,15 @@ def _special(name):
         known = name in ASKED and (_made(self) or record or (is_name and name in ("getitem", "iter", "len")))
         if name in TEXTS or known:
             return client.ask(name, self, args)
-        return client.want(f"the tests use __{name}__ of an object of the code's")
+        return client.want(f"the tests use __{name}__ of an object of the code's", always=_is_shown(self, *args))
 
     return special
+
+
+def _is_shown(*things):
+    """Return whether the text of the tests shows that they use operators of these objects' class."""
+    alike = all(type(it) is Remote and (_made(it) or _traits(it)[1] == "member") for it in things)
+    return alike and len(things) == 2 and _client(things[0]).of_own
 
 
 def _tuple_of(thing):

@@ -258,7 +258,7 @@ PLAIN = _names(
     """
 annotate annotate_func annotations annotations_cache call class_getitem copy dataclass_fields dataclass_params deepcopy
 del delattr dict dir doc eq firstlineno format getattr getnewargs getstate hash init init_subclass match_args module new
-orig_bases parameters post_init prepare qualname reduce reduce_ex replace repr set_name setattr setstate sizeof slots
+orig_bases parameters post_init prepare qualname reduce reduce_ex replace repr set_name setattr setstate sizeof slotnames slots
 static_attributes str subclasshook type_params weakref
 """
 )

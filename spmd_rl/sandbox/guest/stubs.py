@@ -41,11 +41,12 @@ class Refused(BaseException):
 class Client:
     """Asks questions. `refused` says why a test failed, even if it caught the exception; `beyond`, where it wanted more
     of an object than plain values; `unsupported`, why the tests need more whatever the code is; `collects`,
-    whether pytest collects tests, of which none runs meanwhile."""
+    whether pytest collects tests, of which none runs meanwhile; `of_own`, what `Survey` says."""
 
     def __init__(self, link, first):
         """`first` is called before the first question."""
         self.asked, self.refused, self.beyond, self.gone, self.unsupported, self.collects = 0, "", "", "", "", False
+        self.of_own = False
         self._link, self._first = link, first
         self._thread = _thread.get_ident()
         self.remotes, self._names, self._members, self._shared = {}, {}, {}, Shared(1)
@@ -90,7 +91,7 @@ class Client:
         return self._names[name] if name in self._names else self._remote("first" if first else "name", name)
 
     def _named(self, name, traits):
-        found = self.remotes.get(("first", name)) or self.name(str(name))
+        found = self.name(str(name), first=("first", name) in self.remotes)
         if type(found) is Remote and not maker_of(found):
             set_traits(found, _traits(*traits))
         return found

@@ -56,12 +56,13 @@ class BadTests(Exception):
 
 
 class Survey:
-    """What a source needs. `reason` says why it cannot be judged by plain values; it is empty if it may be."""
+    """What a source needs. `reason` says why it cannot be judged by plain values; it is empty if it may be. `of_own`: it
+    compares objects that it makes with each other, or members of a class, in ways that the code's class may define."""
 
     def __init__(self, source):
         """BadTests if the source does not compile, or imports what is not here."""
         tree = _read(lambda: ast.parse(source))
-        self.reason = ""
+        self.reason, self.of_own = "", False
         self.words = frozenset(WORD.findall(source))
         nodes = [node for node in ast.walk(tree) if type(node) in _LOOKED_AT]
         calls = [node for node in nodes if type(node) is ast.Call and type(node.func) is ast.Name]
@@ -155,11 +156,10 @@ class Survey:
                 return "the tests ask whether a text, a number or a builtin function is another"
             if any(map(_is_number_or_text, same)):
                 return "the tests ask whether a text or a number is another"
-            if any(type(op) in (ast.Eq, ast.NotEq) and self._is_made(a) and self._is_made(b) for a, op, b in pairs):
-                return "the tests compare two objects that they make themselves"
-            members = [(self._class_of(a), self._class_of(b)) for a, op, b in pairs if type(op) in odd[2:]]
-            if any(one and one == two for one, two in members):
-                return f"the tests use an order of {max(members)[0]}"
+            for a, op, b in pairs:
+                equal = type(op) in (ast.Eq, ast.NotEq) and self._is_made(a) and self._is_made(b)
+                order = type(op) in odd[2:] and self._class_of(a) and self._class_of(a) == self._class_of(b)
+                self.of_own = self.of_own or bool(equal or order)
             sides = [side for a, op, b in pairs if type(op) in odd for side in (a, b)[type(op) in odd[:2] :]]
         else:
             sides = [node.operand] if type(node) is ast.UnaryOp else [node.left, node.right]

@@ -98,7 +98,7 @@ class Tester:
             return False, [], survey.reason, ""
         if client.gone:
             return True, [False], client.gone, ""
-        client.beyond = ""
+        client.beyond, client.of_own = "", survey.of_own
         names = {name for name in survey.loaded if not hasattr(builtins, name) and not self._has(name, survey)}
         outcomes = self._outcomes(survey, names | {self._entry})
         if not (client.asked or self._beside):  # a function of the code's may have the name of a builtin
