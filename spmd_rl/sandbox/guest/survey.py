@@ -46,6 +46,9 @@ FIXTURES = _words(
 PLAIN_ATTRIBUTES = {"sys": _words("maxsize float_info version version_info platform path stdout stderr byteorder exit")}
 TYPE_OF = "type_of_"
 """What `type` of one thing is called instead: of what stands for an object of the code it says nothing."""
+OWN = "of_own_"
+"""Called of the right side where objects that the tests make are compared, or members of a class: what the code's class
+defines may be tested there."""
 FOR_PYTEST = _words("async fixture skip xfail yield pytestmark setup_module setup_function")
 """Words without which test functions that have no arguments and no decorators need nothing but to be called."""
 DUNDERS = _words("__init__ __name__ __doc__ __class__")
@@ -56,13 +59,12 @@ class BadTests(Exception):
 
 
 class Survey:
-    """What a source needs. `reason` says why it cannot be judged by plain values; it is empty if it may be. `of_own`: it
-    compares objects that it makes with each other, or members of a class, in ways that the code's class may define."""
+    """What a source needs. `reason` says why it cannot be judged by plain values; it is empty if it may be."""
 
     def __init__(self, source):
         """BadTests if the source does not compile, or imports what is not here."""
         tree = _read(lambda: ast.parse(source))
-        self.reason, self.of_own = "", False
+        self.reason = ""
         self.words = frozenset(WORD.findall(source))
         nodes = [node for node in ast.walk(tree) if type(node) in _LOOKED_AT]
         calls = [node for node in nodes if type(node) is ast.Call and type(node.func) is ast.Name]
@@ -100,6 +102,7 @@ class Survey:
         for node in nodes:
             check = _CHECKS.get(type(node))
             self.reason = self.reason or (check(self, node, id(node) in tried) if check else "")
+        ast.fix_missing_locations(tree)
         self.code = _read(lambda: compile(tree, "<tests>", "exec"))
 
     def is_code(self, name):
@@ -158,8 +161,9 @@ class Survey:
                 return "the tests ask whether a text or a number is another"
             for a, op, b in pairs:
                 equal = type(op) in (ast.Eq, ast.NotEq) and self._is_made(a) and self._is_made(b)
-                order = type(op) in odd[2:] and self._class_of(a) and self._class_of(a) == self._class_of(b)
-                self.of_own = self.of_own or bool(equal or order)
+                if equal or (type(op) in odd[2:] and self._class_of(a) and self._class_of(a) == self._class_of(b)):
+                    i = node.comparators.index(b)
+                    node.comparators[i] = ast.copy_location(_call(OWN, b), b)
             sides = [side for a, op, b in pairs if type(op) in odd for side in (a, b)[type(op) in odd[:2] :]]
         else:
             sides = [node.operand] if type(node) is ast.UnaryOp else [node.left, node.right]
@@ -239,6 +243,10 @@ def _is_number_or_text(node):
     if isinstance(node, ast.BinOp):
         return _is_number_or_text(node.left) and _is_number_or_text(node.right)
     return isinstance(node, (ast.JoinedStr, ast.UnaryOp)) and _is_number_or_text(getattr(node, "operand", ast.Constant("")))
+
+
+def _call(name, *args):
+    return ast.Call(ast.Name(name, ast.Load()), list(args), [])
 
 
 def _is_import_of_code(node):

@@ -19,7 +19,7 @@ from spmd_rl.sandbox.guest.common import MODULES, WORD, common, execute
 from spmd_rl.sandbox.guest.link import Link
 from spmd_rl.sandbox.guest.remote import Remote, maker_of, record_of
 from spmd_rl.sandbox.guest.stubs import Client, Refused
-from spmd_rl.sandbox.guest.survey import TYPE_OF, BadTests, Survey
+from spmd_rl.sandbox.guest.survey import OWN, TYPE_OF, BadTests, Survey
 
 ASKED = b"?"
 """Comes before the report once the code has been asked: whatever kills this process then is the code's doing."""
@@ -61,7 +61,7 @@ class Beside:
 
     def __init__(self, job):
         self.asked, self.refused, self.beyond, self.gone, self.unsupported, self.collects = 0, "", "", "", "", False
-        self._names = {}
+        self._names, self.own = {}, ""
         try:
             self._names = execute(job, "solution", shared=True)
         except BaseException as error:  # noqa: BLE001 - untrusted code
@@ -85,7 +85,7 @@ class Tester:
             _teach_sleep(client.slept)
             signal.signal(signal.SIGXCPU, self._out_of_time)
         source = "\n".join([job["prelude"], *job["tests"]])
-        self._base, self._words = {**common(source), TYPE_OF: self._type_of}, set(WORD.findall(job["prelude"]))
+        self._base, self._words = {**common(source), TYPE_OF: self._type_of, OWN: self._of_own}, set(WORD.findall(job["prelude"]))
         try:
             exec(compile(job["prelude"], "<prelude>", "exec"), self._base)
         except Exception as error:  # noqa: BLE001 - the tests' own text
@@ -98,7 +98,7 @@ class Tester:
             return False, [], survey.reason, ""
         if client.gone:
             return True, [False], client.gone, ""
-        client.beyond, client.of_own = "", survey.of_own
+        client.beyond = client.own = ""
         names = {name for name in survey.loaded if not hasattr(builtins, name) and not self._has(name, survey)}
         outcomes = self._outcomes(survey, names | {self._entry})
         if not (client.asked or self._beside):  # a function of the code's may have the name of a builtin
@@ -112,8 +112,8 @@ class Tester:
             raise BadTests("the tests ask the code nothing" + "".join(f" ({why})" for _, why in outcomes[:1] if why))
         if not outcomes:
             raise BadTests("the tests skip themselves")
-        if client.unsupported:
-            return False, [], client.unsupported, ""
+        if client.unsupported or (client.own and all(why in ("", client.own) for _, why in outcomes)):
+            return False, [], client.unsupported or client.own, ""
         details = [f"{name}: {why}" for name, why in outcomes if why]
         return True, [not why for _, why in outcomes], (details or [""])[0][:1000], client.beyond
 
@@ -168,6 +168,11 @@ class Tester:
         if type(remote) is not Remote:
             return type(thing)
         return self._client.ask("type", remote)
+
+    def _of_own(self, thing):
+        if type(thing) is Remote:
+            self._client.of_own = True
+        return thing
 
     def _out_of_time(self, *_):
         self._client.gone = "the processor time is used up"
