@@ -155,7 +155,7 @@ def _is_name(node):
 def _special(name):
     def special(self, *args):
         client, node, record = _client(self), node_of(self), record_of(self)
-        own = name in ("lt", "le", "gt", "ge") and _is_of_own(self)
+        own = len(args) == 1 and name not in ("getitem", "format") and _is_of_own(self)
         if record and record[3] and name not in TEXTS:
             return _apply(name, record[2], *(_tuple_of(arg) for arg in args))
         if type(value := _value(self)) is not Remote:

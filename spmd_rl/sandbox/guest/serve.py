@@ -93,8 +93,8 @@ class CodeServer:
         self._lock, self._open = threading.RLock(), False  # whether the code may call the tests' functions
         self._stubs = Stubs(self._call_back, namespace)
         self._special = {"handle": self._objects.__getitem__, "name": self._named, "handed": self._stubs.thing}
-        first = dict(namespace)
-        self._special["first"] = lambda name: first[name] if name in first else self._named(name)
+        self._first = dict(namespace)
+        self._special["first"] = lambda name: self._first[name] if name in self._first else self._named(name)
         self._special["builtin"] = lambda module, *names: functools.reduce(
             getattr, names, importlib.import_module(module)
         )
@@ -148,7 +148,7 @@ class CodeServer:
         raise value if sort == "raises" else Gone("the test has ended")
 
     def described(self, error):
-        """Return an exception with its arguments, and its texts: the name of its class, what it says, the operators of
+        """Return an exception with its attributes and arguments, and its texts: the name of its class, what it says, the operators of
         that in one text, and the `path` of each class of its MRO."""
         kind = type(error)
         try:
@@ -156,7 +156,7 @@ class CodeServer:
         except Exception:  # noqa: BLE001 - untrusted code again
             text = "?"
         said = [kind.__name__, text, " ".join(operators_of(kind)), *map(self.path, kind.__mro__[:-1])]
-        return [error, *BaseException.args.__get__(error)], said
+        return [error, dict(vars(error)), *BaseException.args.__get__(error)], said
 
     def path(self, kind):
         """Return where the tests find a class of exceptions, an empty text if nowhere: module and name."""
@@ -219,6 +219,8 @@ class CodeServer:
         return items, [number, known, self.number(type(value)), fields, is_tuple, compared(type(value))]
 
     def _named(self, name):
+        if callable(self._first.get(name)):  # what imports it, or calls it all the time, has the first
+            return self._first[name]
         if name not in self._namespace and "__getattr__" in self._namespace and not name.startswith("__"):
             return self._namespace["__getattr__"](name)
         if name not in self._namespace or name.startswith("__"):
@@ -382,4 +384,5 @@ def _fields_and_defaults(kind):
 def operators_of(kind):
     """Return the names of the operators that a class of exceptions has beyond those of a builtin one."""
     said = [name for name, mode in zip(("__eq__", "__hash__"), traits(kind)[1:]) if mode != "identity"]  # noqa: B905
+    said += ["__str__"] * (type(kind.__str__) is types.FunctionType)
     return sorted(name[2:-2] for name in specials(kind).union(said))

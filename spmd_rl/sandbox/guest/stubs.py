@@ -14,13 +14,14 @@ import importlib
 import io
 import sys
 import types
+import weakref
 from contextlib import redirect_stderr, redirect_stdout
 
 from spmd_rl.sandbox.guest import values
 from spmd_rl.sandbox.guest.handed import DEPTH, FRAMES, Handed
 from spmd_rl.sandbox.guest.link import Gone
-from spmd_rl.sandbox.guest.remote import ASKED, REFUSED, Maker, Pending, Remote, member, node_of, set_record, set_traits
-from spmd_rl.sandbox.guest.remote import maker_of, settle
+from spmd_rl.sandbox.guest.remote import ASKED, REFUSED, TEXTS, Maker, Pending, Remote, member, node_of
+from spmd_rl.sandbox.guest.remote import maker_of, set_record, set_traits, settle
 from spmd_rl.sandbox.guest.shared import Shared
 
 ENDS = {"StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt", "BaseException"}
@@ -51,7 +52,7 @@ class Client:
         self._link, self._first = link, first
         self._thread = _thread.get_ident()
         self.remotes, self._names, self._members, self._shared = {}, {}, {}, Shared(1)
-        self._streams = {}  # by id: an iterator that stands for one of the code's, and that as an object
+        self._streams, self._raised = {}, {}  # by id: what iterators stand for; of an object, the exception for it
         self._handed, self._depth = Handed(), 0
         self._special = {
             "handle": self._handle,
@@ -191,7 +192,7 @@ class Client:
         if sort == "refused":
             return lambda: self.refuse(texts[0][:1000]), printed
         value = found[0] if sort.endswith("=") else None
-        error = self._error(found[0], found[1:], *texts) if sort.endswith("!") else None
+        error = self._error(*found[:2], found[2:], *texts) if sort.endswith("!") else None
         if sort == "end" and verb in ("next", "send", "throw"):
             error = StopIteration(*found)
 
@@ -207,15 +208,20 @@ class Client:
 
         return (awaited if sort.startswith("~") else answer), printed
 
-    def _error(self, remote, args, name, text, operators, *paths):
+    def _error(self, remote, own, args, name, text, operators, *paths):
         """Return the exception that stands for one of the code's; if there can be none, the reason as a text."""
         if issubclass(type(remote), Exception) and type(remote).__name__ not in ENDS:
+            remote.__dict__.update(own)
             return remote  # a plain one, or that of a function of the tests
         least = self._least(paths)
         if any(not issubclass(kind, Exception) or kind.__name__ in ENDS for kind in (*least, least[0])):
             return f"the code raised {name}: {text}"[:1000]
-        made = self._known(paths[0]) or error_class(self, name, tuple(least), operators.split())
-        error = made.__new__(made, *args)
+        if id(remote) not in self._raised:
+            made = self._known(paths[0]) or error_class(self, name, tuple(least), operators.split())
+            self._raised[id(remote)] = made.__new__(made, *args)
+        error = self._raised[id(remote)]
+        if type(error).__module__ != "solution":
+            error.__dict__.update(own)
         error.args, error.__dict__["_said"] = args, (remote, text)
         return error
 
@@ -241,8 +247,10 @@ class Client:
     def _stream(self, number, is_generator):
         remote = self._handle(number)
         made = stream(self, remote)
-        made = made if is_generator is True else map(lambda item: item, made)  # noqa: C417 - it shall be no generator
-        self._streams[id(made)] = made, remote
+        if is_generator is not True:
+            made = map(lambda item: item, made)  # noqa: C417 - it shall be no generator
+        key, held = id(made), made if is_generator is not True else weakref.ref(made, lambda _: self._streams.pop(key))
+        self._streams[key] = held, remote  # a generator is closed when the tests have it no more
         return made
 
     def _member(self, number, plain):
@@ -310,7 +318,7 @@ def error_class(client, name, bases, operators):
         def asked(error, *given):
             if (said := _said(error)) and verb in (*ASKED, "format"):
                 return client.ask(verb, said[0], given)
-            if verb in ("repr", "format"):
+            if verb in TEXTS:
                 return getattr(_builtin(error), f"__{verb}__")(error, *given)
             return client.want(f"the tests use __{verb}__ of an exception of the code's")
 

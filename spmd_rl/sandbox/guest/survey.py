@@ -81,7 +81,7 @@ class Survey:
         self._from_code = set()
         for node in nodes:  # in the order of the text, more or less
             if type(node) is ast.Assign and self._is_from_code(node.value):
-                self._from_code.update(target.id for target in node.targets if type(target) is ast.Name)
+                self._from_code.update(each.id for each in ast.walk(node.targets[0]) if type(each) is ast.Name)
         self._modules = {name for node in nodes if type(node) is ast.Import for name in _bound(node)}
         classes = {node.name for node in nodes if type(node) is ast.ClassDef}
         defined = classes | {node.name for node in functions}
@@ -166,6 +166,8 @@ class Survey:
                     node.comparators[i] = ast.copy_location(_call(OWN, b), b)
             sides = [side for a, op, b in pairs if type(op) in odd for side in (a, b)[type(op) in odd[:2] :]]
         else:
+            if type(node) is ast.BinOp and self._class_of(node.left) and self._class_of(node.right):
+                node.right = ast.copy_location(_call(OWN, node.right), node.right)
             sides = [node.operand] if type(node) is ast.UnaryOp else [node.left, node.right]
             sides = [] if type(getattr(node, "op", None)) is ast.Not else sides
         return "the tests use an operator of what they make" if any(map(self._is_made, sides)) else ""
@@ -189,6 +191,10 @@ class Survey:
     def _with(self, node, tried):
         made = [item.context_expr for item in node.items if self._is_from_code(item.context_expr)]
         return f"the tests enter what the code returns: {ast.dump(made[0])[:80]}" if made else ""
+
+    def _delete(self, node, tried):
+        names = [target.id for target in node.targets if type(target) is ast.Name and target.id in self._from_code]
+        return f"the tests delete {names[0]}, which the code may notice" if names else ""
 
     def _classdef(self, node, tried):
         bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
@@ -214,6 +220,7 @@ _CHECKS = {
     ast.BinOp: Survey._operator,
     ast.Compare: Survey._operator,
     ast.Constant: Survey._constant,
+    ast.Delete: Survey._delete,
     ast.UnaryOp: Survey._operator,
     ast.With: Survey._with,
     ast.ClassDef: Survey._classdef,

@@ -108,7 +108,7 @@ class Tester:
                 outcomes = self._outcomes(survey, shared)
         if not (survey.words & CHECKS or any(w.startswith(("assert", "fail")) for w in survey.words | self._words)):
             raise BadTests("the tests check nothing")
-        if not (client.asked or self._beside):
+        if not (client.asked or client.beyond or self._beside):
             raise BadTests("the tests ask the code nothing" + "".join(f" ({why})" for _, why in outcomes[:1] if why))
         if not outcomes:
             raise BadTests("the tests skip themselves")

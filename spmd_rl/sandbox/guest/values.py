@@ -44,7 +44,7 @@ FROZEN = {
     "chain": lambda items: _chain(*items),
     "zone": lambda items: datetime.timezone(*items),
 }
-KEPT = {"tuple", "frozenset", "named", "nan", "leaf", "slice", "proxy", "chain", "zone"}
+KEPT = {"tuple", "frozenset", "named", "nan", "error", "leaf", "slice", "proxy", "chain", "zone"}
 NUMBERED = {*MUTABLE, *KEPT, "ndarray", "part"}
 """Nodes of what has a number, by which the other side knows it again: containers, arrays, and parts of arrays; and what
 cannot change, `KEPT`, so that it is the same object when it comes back."""
@@ -164,7 +164,8 @@ def _items(value, kind):
     if _is_method(value):
         return [value.__self__, value.__name__]
     if _ITEMS.get(kind) == "error":
-        return [kind.__name__, *BaseException.args.__get__(value)]
+        path = [value.filename] if isinstance(value, OSError) and value.filename is not None else []
+        return [kind.__name__, *BaseException.args.__get__(value), *path]
     if kind in (slice, ChainMap, datetime.timezone):
         return [value.start, value.stop, value.step] if kind is slice else list(_WITHIN[kind](value))
     if kind not in VIEWS and kind is not types.MappingProxyType:
