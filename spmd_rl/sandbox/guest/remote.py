@@ -81,9 +81,9 @@ class Remote:
 
     def __eq__(self, other):
         own = _is_of_own(self)
-        if type(value := _value(self)) is not Remote:
+        if type(value := value_of(self)) is not Remote:
             return value == other
-        if type(other) is Remote and type(value := _value(other)) is not Remote:
+        if type(other) is Remote and type(value := value_of(other)) is not Remote:
             return self == value
         mine, theirs = record_of(self), record_of(other) if type(other) is Remote else None
         modes = {_traits(self)[1], _traits(other)[1] if type(other) is Remote else ""}
@@ -101,7 +101,7 @@ class Remote:
         return not self == other
 
     def __hash__(self):
-        if type(value := _value(self)) is not Remote:
+        if type(value := value_of(self)) is not Remote:
             return value.__hash__()
         (_, equal, hashed, _), record = _traits(self), record_of(self)
         if hashed == "none":
@@ -143,7 +143,7 @@ def settle(remote):
     _client(remote).remotes[tuple(node_of(found))] = remote
 
 
-def _value(remote):
+def value_of(remote):
     """Return what the code has under a name, if that is plain, else what stands for it."""
     return _client(remote).ask("value", remote) if _is_name(node_of(remote)) and not maker_of(remote) else remote
 
@@ -158,7 +158,7 @@ def _special(name):
         own = len(args) == 1 and name not in ("getitem", "format") and _is_of_own(self)
         if record and record[3] and name not in TEXTS:
             return _apply(name, record[2], *(_tuple_of(arg) for arg in args))
-        if type(value := _value(self)) is not Remote:
+        if type(value := value_of(self)) is not Remote:
             return _apply(name, value, *args)
         is_name = _is_name(node)
         if name in ("str", "repr") and is_name:

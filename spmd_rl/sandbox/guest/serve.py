@@ -372,7 +372,7 @@ def _fields_and_defaults(kind):
     fields = dataclasses.fields(kind)
     if not all(field.init and not getattr(field, "kw_only", False) for field in fields):
         return None
-    if not is_generated(kind, "__init__"):
+    if not is_generated(kind, "__init__") or not _keeps_fields(kind):
         return None
     found = [(field.default, field.default_factory) for field in fields]
     defaults = [default for pair in found for default in pair if default is not dataclasses.MISSING]

@@ -49,6 +49,8 @@ TYPE_OF = "type_of_"
 OWN = "of_own_"
 """Called of the right side where objects that the tests make are compared, or members of a class: what the code's class
 defines may be tested there."""
+SAME = "is_same_"
+"""Called in the place of `is`: equal texts and numbers may be one object over there, or several."""
 FOR_PYTEST = _words("async fixture skip xfail yield pytestmark setup_module setup_function")
 """Words without which test functions that have no arguments and no decorators need nothing but to be called."""
 DUNDERS = _words("__init__ __name__ __doc__ __class__")
@@ -76,8 +78,9 @@ class Survey:
         made = [node for node in nodes if type(node) is ast.Assign and _is_construction(node.value)]
         made = [ast.unparse(node.targets[0]) for node in made if self.is_code(node.value.func.id)]
         self._made = set(made) if hasattr(ast, "unparse") else set()
-        given = [node.targets[0] for node in nodes if type(node) is ast.Assign and _is_number_or_text(node.value)]
-        self._texts = {target.id for target in given if type(target) is ast.Name}
+        given = [node for node in nodes if type(node) is ast.Assign and type(node.value) is ast.Constant]
+        texts = [node.targets[0] for node in given if isinstance(node.value.value, (str, bytes))]
+        self._texts = {target.id for target in texts if type(target) is ast.Name}
         self._from_code = set()
         for node in nodes:  # in the order of the text, more or less
             if type(node) is ast.Assign and self._is_from_code(node.value):
@@ -98,6 +101,10 @@ class Survey:
         for node in calls:
             if node.func.id == "type" and len(node.args) == 1:
                 node.func.id = TYPE_OF
+        for node in nodes:
+            if type(node) is ast.Call and getattr(node.func, "attr", "") in ("assertIs", "assertIsNot") and len(node.args) > 1:
+                node.func.attr = {"assertIs": "assertTrue", "assertIsNot": "assertFalse"}[node.func.attr]
+                node.args[:2] = [_call(SAME, *node.args[:2])]
         tried = {id(child) for node in nodes if type(node) is ast.Try for child in ast.walk(node)}
         for node in nodes:
             check = _CHECKS.get(type(node))
@@ -153,12 +160,12 @@ class Survey:
         if type(node) is ast.Compare:
             odd = (ast.In, ast.NotIn, ast.Lt, ast.Gt, ast.LtE, ast.GtE)
             pairs = list(zip([node.left, *node.comparators], node.ops, node.comparators))  # noqa: B905 - Python 3.8
-            same = [side for a, op, b in pairs if type(op) in (ast.Is, ast.IsNot) for side in (a, b)]
-            names = [getattr(side, "id", "") for side in same]
-            if any(name in self._texts or type(getattr(builtins, name, None)) is type(len) for name in names):
-                return "the tests ask whether a text, a number or a builtin function is another"
-            if any(map(_is_number_or_text, same)):
-                return "the tests ask whether a text or a number is another"
+            same = [getattr(side, "id", "") for a, op, b in pairs if type(op) in (ast.Is, ast.IsNot) for side in (a, b)]
+            if any(name in self._texts or type(getattr(builtins, name, None)) is type(len) for name in same):
+                return "the tests ask whether a text or a builtin function is another"
+            if same and len(pairs) == 1 and not any(getattr(side, "value", 0) in (None, ...) or type(getattr(side, "value", 0)) is bool for side in pairs[0][::2]):
+                node.left = ast.copy_location(_call(SAME, node.left, node.comparators[0]), node)
+                node.comparators[0] = ast.Constant(True)
             for a, op, b in pairs:
                 equal = type(op) in (ast.Eq, ast.NotEq) and self._is_made(a) and self._is_made(b)
                 if equal or (type(op) in odd[2:] and self._class_of(a) and self._class_of(a) == self._class_of(b)):
@@ -241,15 +248,6 @@ def _read(read):
 def _is_construction(node):
     """Return whether an expression makes an object of a class, as names are written."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id[:1].isupper()
-
-
-def _is_number_or_text(node):
-    """Return whether an expression is a number or a text, which may be one object or several, as it is written."""
-    if isinstance(node, ast.Constant):
-        return not (node.value is None or node.value is ... or isinstance(node.value, bool))
-    if isinstance(node, ast.BinOp):
-        return _is_number_or_text(node.left) and _is_number_or_text(node.right)
-    return isinstance(node, (ast.JoinedStr, ast.UnaryOp)) and _is_number_or_text(getattr(node, "operand", ast.Constant("")))
 
 
 def _call(name, *args):

@@ -17,9 +17,9 @@ import types
 from spmd_rl.sandbox.guest import suite
 from spmd_rl.sandbox.guest.common import MODULES, WORD, common, execute
 from spmd_rl.sandbox.guest.link import Link
-from spmd_rl.sandbox.guest.remote import Remote, maker_of, record_of
+from spmd_rl.sandbox.guest.remote import Remote, maker_of, record_of, value_of
 from spmd_rl.sandbox.guest.stubs import Client, Refused
-from spmd_rl.sandbox.guest.survey import OWN, TYPE_OF, BadTests, Survey
+from spmd_rl.sandbox.guest.survey import OWN, SAME, TYPE_OF, BadTests, Survey
 
 ASKED = b"?"
 """Comes before the report once the code has been asked: whatever kills this process then is the code's doing."""
@@ -85,7 +85,7 @@ class Tester:
             _teach_sleep(client.slept)
             signal.signal(signal.SIGXCPU, self._out_of_time)
         source = "\n".join([job["prelude"], *job["tests"]])
-        self._base, self._words = {**common(source), TYPE_OF: self._type_of, OWN: self._of_own}, set(WORD.findall(job["prelude"]))
+        self._base, self._words = {**common(source), TYPE_OF: self._type_of, OWN: self._of_own, SAME: self._is_same}, set(WORD.findall(job["prelude"]))
         try:
             exec(compile(job["prelude"], "<prelude>", "exec"), self._base)
         except Exception as error:  # noqa: BLE001 - the tests' own text
@@ -168,6 +168,13 @@ class Tester:
         if type(remote) is not Remote:
             return type(thing)
         return self._client.ask("type", remote)
+
+    def _is_same(self, *things):
+        if not self._beside:
+            one, two = things = [value_of(it) if type(it) is Remote else it for it in things]
+            if one is not two and type(one) is type(two) and type(one) in (int, float, str) and one == two:
+                self._client.want(f"the tests ask whether equal {type(one).__name__}s are one", always=True)
+        return things[0] is things[1]
 
     def _of_own(self, thing):
         if type(thing) is Remote:
