@@ -267,8 +267,16 @@ static_attributes str subclasshook type_params weakref
 """What makes an object, names it, or is called and read over there; `eq` and `hash` are looked at by themselves."""
 OPERATORS = _names(" ".join([REFUSED, *ASKED]))
 """What is called over there or refused, if an object is not a number, text or tuple too, as its copy then is."""
-_MODES = (object, "identity"), (tuple, "fields"), (enum.Enum, "member"), *((kind, "member") for kind in (int, float, str))
+_MODES = (
+    (object, "identity"),
+    (tuple, "fields"),
+    (enum.Enum, "member"),
+    *((kind, "member") for kind in (int, float, str)),
+)
 _MODES = {name: [(getattr(kind, name), mode) for kind, mode in _MODES] for name in ("__eq__", "__hash__")}
+
+
+_FLAG = {name: getattr(enum.Flag, name) for name in dir(enum.Flag)}  # which the classes of flags have as their own
 
 
 def specials(kind):
@@ -280,7 +288,7 @@ def specials(kind):
     for base in kind.__mro__:
         if base.__flags__ & values.HEAP and not (base in values.WRITTEN and values.is_unchanged(base)):
             names = [name for name in vars(base) if name in own or (name[:2] == name[-2:] == "__")]
-            found.update(name for name in names if vars(base)[name] is not getattr(enum.Flag, name, None))
+            found.update(name for name in names if vars(base)[name] is not _FLAG.get(name))
     return found - PLAIN
 
 
@@ -301,7 +309,9 @@ def _keeps_fields(kind):
     if not hasattr(kind, "__dataclass_params__"):
         return True
     held = [vars(base)[name] for name in fields_of(kind) for base in kind.__mro__ if name in vars(base)]
-    return is_generated(kind, "__setattr__") and not any(hasattr(type(it), "__set__") and type(it) is not _SLOT for it in held)
+    return is_generated(kind, "__setattr__") and not any(
+        hasattr(type(it), "__set__") and type(it) is not _SLOT for it in held
+    )
 
 
 _SLOT = types.MemberDescriptorType

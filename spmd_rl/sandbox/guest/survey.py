@@ -84,7 +84,11 @@ class Survey:
         self._from_code = set()
         for node in nodes:  # in the order of the text, more or less
             if type(node) is ast.Assign and self._is_from_code(node.value):
-                self._from_code.update(each.id for each in ast.walk(node.targets[0]) if type(each) is ast.Name)
+                self._from_code.update(
+                    each.id
+                    for each in ast.walk(node.targets[0])
+                    if type(getattr(each, "ctx", 0)) is ast.Store and type(each) is ast.Name
+                )
         self._modules = {name for node in nodes if type(node) is ast.Import for name in _bound(node)}
         classes = {node.name for node in nodes if type(node) is ast.ClassDef}
         defined = classes | {node.name for node in functions}
@@ -102,7 +106,11 @@ class Survey:
             if node.func.id == "type" and len(node.args) == 1:
                 node.func.id = TYPE_OF
         for node in nodes:
-            if type(node) is ast.Call and getattr(node.func, "attr", "") in ("assertIs", "assertIsNot") and len(node.args) > 1:
+            if (
+                type(node) is ast.Call
+                and getattr(node.func, "attr", "") in ("assertIs", "assertIsNot")
+                and len(node.args) > 1
+            ):
                 node.func.attr = {"assertIs": "assertTrue", "assertIsNot": "assertFalse"}[node.func.attr]
                 node.args[:2] = [_call(SAME, *node.args[:2])]
         tried = {id(child) for node in nodes if type(node) is ast.Try for child in ast.walk(node)}
@@ -163,7 +171,14 @@ class Survey:
             same = [getattr(side, "id", "") for a, op, b in pairs if type(op) in (ast.Is, ast.IsNot) for side in (a, b)]
             if any(name in self._texts or type(getattr(builtins, name, None)) is type(len) for name in same):
                 return "the tests ask whether a text or a builtin function is another"
-            if same and len(pairs) == 1 and not any(getattr(side, "value", 0) in (None, ...) or type(getattr(side, "value", 0)) is bool for side in pairs[0][::2]):
+            if (
+                same
+                and len(pairs) == 1
+                and not any(
+                    getattr(side, "value", 0) in (None, ...) or type(getattr(side, "value", 0)) is bool
+                    for side in pairs[0][::2]
+                )
+            ):
                 node.left = ast.copy_location(_call(SAME, node.left, node.comparators[0]), node)
                 node.comparators[0] = ast.Constant(True)
             for a, op, b in pairs:
