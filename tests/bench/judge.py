@@ -19,7 +19,7 @@ from rewards.code import CodeReward
 from spmd_rl.sandbox import open_sandbox
 from tests.unit.sandbox.cases import FOLDER, Case, cheats, right_answers, rows, table
 
-ROWS = {"never": "error|0", "outside": "0|error", "second": "0|error", "second_arrays": "0|error"}
+ROWS = {"never": "error|0", **dict.fromkeys(("outside", "second", "second_arrays", "third", "fourth"), "0|error")}
 ROWS |= dict.fromkeys(("objects", "stdin_cheats", "aliases", "arrays", "callbacks", "faults", "iterators"), "0")
 BUSY = "import os\nos.nice(10)\nwhile True: pass"
 
@@ -44,7 +44,17 @@ def show_right(reward: CodeReward, times: int) -> None:
     sets |= {"table": right_answers()}
     sets |= {
         name: [case for case in rows(name, "0") if case.kind[1] == "right"]
-        for name in ("outside", "second", "second_arrays", "aliases", "arrays", "callbacks", "iterators")
+        for name in (
+            "outside",
+            "second",
+            "second_arrays",
+            "third",
+            "fourth",
+            "aliases",
+            "arrays",
+            "callbacks",
+            "iterators",
+        )
     }
     print("| set | answers | 1 | unsupported | 0, error, timeout |\n|---|---|---|---|---|")
     for name, cases in sets.items():

@@ -29,7 +29,6 @@ Before the first question it says `ready`, and of the classes of the code which 
 that are nothing but their fields.
 """
 
-import builtins
 import collections
 import copy
 import dataclasses
@@ -44,10 +43,19 @@ import types
 from contextlib import redirect_stderr, redirect_stdout, suppress
 
 from spmd_rl.sandbox.guest import values
+from spmd_rl.sandbox.guest.classes import (
+    compared,
+    fields_of,
+    is_generated,
+    keeps_fields,
+    operators_of,
+    plain_of,
+    same_code,
+    traits,
+)
 from spmd_rl.sandbox.guest.common import execute
 from spmd_rl.sandbox.guest.handed import FRAMES, Stubs
 from spmd_rl.sandbox.guest.link import Gone, Link
-from spmd_rl.sandbox.guest.remote import ASKED, REFUSED
 from spmd_rl.sandbox.guest.shared import Shared
 
 _Missing = type("_Missing", (Exception,), {})
@@ -148,8 +156,8 @@ class CodeServer:
         raise value if sort == "raises" else Gone("the test has ended")
 
     def described(self, error):
-        """Return an exception with its attributes and arguments, and its texts: the name of its class, what it says, the operators of
-        that in one text, and the `path` of each class of its MRO."""
+        """Return an exception with its attributes and arguments, and its texts: the name of its class, what it says,
+        the operators of that in one text, and the `path` of each class of its MRO."""
         kind = type(error)
         try:
             text = str(error)[:MAX_TEXT]
@@ -228,115 +236,6 @@ class CodeServer:
         return self._namespace[name]
 
 
-def traits(kind):
-    """Return of a class whether its objects say themselves whether they are true (others all are); how they are
-    compared and hashed: as `identity` (a `member` of an enum too), by their `fields`, in a way of their `own`, or
-    `none`; and whether their order is that of their fields.
-
-    A copy stands for an object only if its class, the bases and the metaclass define nothing that the copy has not, as
-    `specials` says; else the object is compared and hashed in a way of its own, which is never asked for. What
-    `dataclass` makes is known by its code. An answer can fool this: it can change this process, or what `NotImplemented`
-    means there. It gains nothing over plain classes, since fields, members and numbers that cross must still be right.
-    """
-    is_enum, is_value = isinstance(kind, enum.EnumMeta), issubclass(kind, (int, float, str, tuple))
-    is_own = bool(specials(kind) - (set() if is_value else OPERATORS) or specials(type(kind)) - OPERATORS)
-    is_own = is_own or not _keeps_fields(kind)
-    found = [any(name in vars(base) for base in kind.__mro__ for name in ("__bool__", "__len__"))]
-    for name in ("__eq__", "__hash__"):
-        method = getattr(kind, name)
-        mode = next((mode for known, mode in _MODES[name] if known is method), "none" if method is None else "own")
-        mode = "fields" if is_generated(kind, name) else mode
-        if is_enum or mode == "member":
-            mode = "member" if is_enum and mode in ("identity", "member") else "own"
-        found.append("own" if is_own else mode)
-    return [*found, all(is_generated(kind, f"__{name}__") for name in ("lt", "le", "gt", "ge"))]
-
-
-def _names(text):
-    return frozenset(f"__{name}__" for name in text.split())
-
-
-PLAIN = _names(
-    """
-annotate annotate_func annotations annotations_cache call class_getitem copy dataclass_fields dataclass_params deepcopy
-del delattr dict dir doc eq firstlineno format getattr getnewargs getstate hash init init_subclass match_args module new
-orig_bases parameters post_init prepare qualname reduce reduce_ex replace repr set_name setattr setstate sizeof slotnames slots
-static_attributes str subclasshook type_params weakref
-"""
-)
-"""What makes an object, names it, or is called and read over there; `eq` and `hash` are looked at by themselves."""
-OPERATORS = _names(" ".join([REFUSED, *ASKED]))
-"""What is called over there or refused, if an object is not a number, text or tuple too, as its copy then is."""
-_MODES = (
-    (object, "identity"),
-    (tuple, "fields"),
-    (enum.Enum, "member"),
-    *((kind, "member") for kind in (int, float, str)),
-)
-_MODES = {name: [(getattr(kind, name), mode) for kind, mode in _MODES] for name in ("__eq__", "__hash__")}
-
-
-_FLAG = {name: getattr(enum.Flag, name) for name in dir(enum.Flag)}  # which the classes of flags have as their own
-
-
-def specials(kind):
-    """Return the special methods beyond the plain ones that a class and its bases define themselves; of an enum of
-    numbers or texts, any method of these. What Python brings along unchanged is left out."""
-    found, plain = set(), next((each for each in (int, str, float) if issubclass(kind, each)), object)
-    own = frozenset(dir(plain)) - frozenset(dir(object)) if isinstance(kind, enum.EnumMeta) else frozenset()
-    own -= frozenset(kind.__members__ if own else ())
-    for base in kind.__mro__:
-        if base.__flags__ & values.HEAP and not (base in values.WRITTEN and values.is_unchanged(base)):
-            names = [name for name in vars(base) if name in own or (name[:2] == name[-2:] == "__")]
-            found.update(name for name in names if vars(base)[name] is not _FLAG.get(name))
-    return found - PLAIN
-
-
-def is_generated(kind, name):
-    """Return whether a method of a class is what `dataclass` makes of the fields that it has."""
-    if not hasattr(kind, "__dataclass_params__"):
-        return False
-    said = []
-    for field in dataclasses.fields(kind):
-        known = {"compare": field.compare, "hash": field.hash}
-        given = [each for each in _DEFAULTS if name == "__init__" and getattr(field, each) is not dataclasses.MISSING]
-        said.append((field.name, *known.items(), *((each, list) for each in given)))
-    return values.same_code(getattr(kind, name), getattr(_twin(kind.__dataclass_params__.frozen, *said), name))
-
-
-def _keeps_fields(kind):
-    """Return whether the objects of a class, if it is a dataclass, have in its fields what they are given."""
-    if not hasattr(kind, "__dataclass_params__"):
-        return True
-    held = [vars(base)[name] for name in fields_of(kind) for base in kind.__mro__ if name in vars(base)]
-    return is_generated(kind, "__setattr__") and not any(
-        hasattr(type(it), "__set__") and type(it) is not _SLOT for it in held
-    )
-
-
-_SLOT = types.MemberDescriptorType
-_DEFAULTS = "default", "default_factory"
-
-
-@functools.lru_cache(None)
-def _twin(frozen, *said):
-    fields = [(name, object, dataclasses.field(**dict(given))) for name, *given in said]
-    return dataclasses.make_dataclass("Twin", fields, order=True, unsafe_hash=True, frozen=frozen)
-
-
-def compared(kind):
-    """Return the names of the fields by which objects of a class are compared."""
-    if hasattr(kind, "__dataclass_fields__"):
-        return [field.name for field in dataclasses.fields(kind) if field.compare]
-    return list(getattr(kind, "_fields", ()))
-
-
-def plain_of(value):
-    """Return the number or text that a member of an enum is, None if it is neither."""
-    kind = next((kind for kind in (int, str, float) if isinstance(value, kind)), None)
-    return kind and (str.__getitem__(value, slice(None)) if kind is str else kind.__pos__(value))
-
-
 def _items(value):
     """Return the values of an object's fields."""
     if isinstance(value, tuple):
@@ -344,17 +243,11 @@ def _items(value):
     return [getattr(value, name) for name in fields_of(type(value))]
 
 
-def fields_of(kind):
-    """Return the names of the fields of a dataclass or a named tuple, else None."""
-    if hasattr(kind, "__dataclass_fields__"):
-        return [field.name for field in dataclasses.fields(kind)]
-    return list(kind._fields) if issubclass(kind, tuple) and hasattr(kind, "_fields") else None
-
-
 def classes_of(namespace, server):
-    """Return what is said of the classes of the code: (name, `error`, the paths of its bases, its operators) of one
-    of exceptions, or (name, `alias`, its path) if the tests know it, and of one with named fields (name, `record` or `named`, fields, defaults of the last of them, its number, whether it is a tuple
-    with a tuple's operators, the fields that are compared, its traits)."""
+    """Return what is said of the classes of the code: of one of exceptions (name, `error`, the paths of its bases, its
+    operators), or (name, `alias`, its path) if the tests know it; of one with named fields (name, `record` or `named`,
+    fields, defaults of the last of them, its number, whether it is a tuple with a tuple's operators, the fields that
+    are compared, its traits)."""
     found = []
     for name, kind in namespace.items():
         if isinstance(kind, type) and issubclass(kind, BaseException):
@@ -373,7 +266,7 @@ def classes_of(namespace, server):
 def _fields_and_defaults(kind):
     """Return fields and defaults of a class whose objects are made of them and nothing else, else None."""
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        made_so = values.same_code(kind.__new__, collections.namedtuple("Any", kind._fields).__new__)
+        made_so = same_code(kind.__new__, collections.namedtuple("Any", kind._fields).__new__)
         plain = made_so and kind.__init__ is object.__init__
         return (list(kind._fields), list(kind._field_defaults.values())) if plain else None
     own = hasattr(kind, "__post_init__") or kind.__new__ is not object.__new__ or type(kind) is not type
@@ -382,17 +275,10 @@ def _fields_and_defaults(kind):
     fields = dataclasses.fields(kind)
     if not all(field.init and not getattr(field, "kw_only", False) for field in fields):
         return None
-    if not is_generated(kind, "__init__") or not _keeps_fields(kind):
+    if not is_generated(kind, "__init__") or not keeps_fields(kind):
         return None
     found = [(field.default, field.default_factory) for field in fields]
     defaults = [default for pair in found for default in pair if default is not dataclasses.MISSING]
     if not all(type(each) in values.SCALARS or each in (list, dict, set) for each in defaults):
         return None
     return [field.name for field in fields], defaults
-
-
-def operators_of(kind):
-    """Return the names of the operators that a class of exceptions has beyond those of a builtin one."""
-    said = [name for name, mode in zip(("__eq__", "__hash__"), traits(kind)[1:]) if mode != "identity"]  # noqa: B905
-    said += ["__str__"] * (type(kind.__str__) is types.FunctionType)
-    return sorted(name[2:-2] for name in specials(kind).union(said))

@@ -9,7 +9,6 @@ what they have made themselves, or hand over what has no plain form, they are no
 """
 
 import _thread
-import builtins
 import importlib
 import io
 import sys
@@ -20,8 +19,20 @@ from contextlib import redirect_stderr, redirect_stdout
 from spmd_rl.sandbox.guest import values
 from spmd_rl.sandbox.guest.handed import DEPTH, FRAMES, Handed
 from spmd_rl.sandbox.guest.link import Gone
-from spmd_rl.sandbox.guest.remote import ASKED, REFUSED, TEXTS, Maker, Pending, Remote, member, node_of
-from spmd_rl.sandbox.guest.remote import maker_of, set_record, set_traits, settle
+from spmd_rl.sandbox.guest.remote import (
+    ASKED,
+    REFUSED,
+    TEXTS,
+    Maker,
+    Pending,
+    Remote,
+    maker_of,
+    member,
+    node_of,
+    set_record,
+    set_traits,
+    settle,
+)
 from spmd_rl.sandbox.guest.shared import Shared
 
 ENDS = {"StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt", "BaseException"}
@@ -103,8 +114,7 @@ class Client:
         return {name: self.name(name) for name in names}
 
     def want(self, why, always=False, own=False):
-        """End the test: it wants more than plain values, `always`: whatever the code is, `own`: where it compares what it
-        has made."""
+        """End the test: it wants more than plain values; `always`: whatever the code is; `own`: of what it has made."""
         why = f"{why}, made by themselves" if own else why
         self.own = why if own else self.own
         self.beyond = self.beyond or why

@@ -11,22 +11,19 @@ beside its number.
 
 import builtins
 import datetime
-import enum
 import gc
 import importlib
 import json
 import operator
-import re
 import types
-import typing
-import uuid
 from array import array
 from collections import ChainMap, Counter, OrderedDict, defaultdict, deque, namedtuple
-from fractions import Fraction
+
+from spmd_rl.sandbox.guest.arrays import DTYPE, MADE_OF_BYTES, is_array, known_array, layout, made_array, memory_of
+from spmd_rl.sandbox.guest.classes import is_unchanged, same_code
 
 SCALARS = frozenset((type(None), bool, int, float, str))
-_MADE_OF_BYTES = bytearray, array
-MUTABLE = list, set, deque, dict, OrderedDict, Counter, defaultdict, types.SimpleNamespace, *_MADE_OF_BYTES
+MUTABLE = list, set, deque, dict, OrderedDict, Counter, defaultdict, types.SimpleNamespace, *MADE_OF_BYTES
 MUTABLE = {kind.__name__: kind for kind in MUTABLE}
 VIEWS = {type(getattr(made, name)()): name for made in ({}, OrderedDict()) for name in ("keys", "values", "items")}
 FROZEN = {
@@ -36,7 +33,7 @@ FROZEN = {
     "nan": lambda items: float("nan"),
     "view": lambda items: _method(items[0], {name: name for name in VIEWS.values()}[items[1]])(),
     "method": lambda items: _method(*items),
-    "part": lambda items: _array(items[0].ravel("K"), *items[1:]),
+    "part": lambda items: made_array(items[0].ravel("K"), *items[1:]),
     "error": lambda items: {kind.__name__: kind for kind in _ERRORS}[items[0]](*items[1:]),
     "leaf": lambda items: _made_leaf(*items),
     "slice": lambda items: slice(*items),
@@ -73,7 +70,6 @@ LEAVES = {
     "uuid.UUID": (lambda u: [str(u)], lambda kind, text: kind(text)),
 }
 """By the name of an exact type: the function to JSON scalars, and the function back."""
-_DTYPE = re.compile(r"[<>|]([biufcSU]\d+|[mM]8(\[\w+\])?)")
 
 
 # -- messages -------------------------------------------------------------------------------------------------------
@@ -160,7 +156,7 @@ def encode(roots, other, known=None, number=None, record=None):
 def _items(value, kind):
     if (memory := memory_of(value)) is not None:
         offset = value.__array_interface__["data"][0] - memory.__array_interface__["data"][0]
-        return [memory, offset, *_layout(value)]
+        return [memory, offset, *layout(value)]
     if _is_method(value):
         return [value.__self__, value.__name__]
     if _ITEMS.get(kind) == "error":
@@ -191,7 +187,7 @@ def _method(owner, name):
 
 def parts(value):
     """Return the objects in a container; those of a dictionary as its keys, then its values."""
-    if isinstance(value, _MADE_OF_BYTES) or is_array(value):
+    if isinstance(value, MADE_OF_BYTES) or is_array(value):
         return []
     value = vars(value) if type(value) is types.SimpleNamespace else value
     return [*value, *value.values()] if isinstance(value, dict) else list(value)
@@ -201,10 +197,10 @@ def contents(container):
     """Return what is in a container, to find later whether that has changed; None of what cannot change."""
     if is_array(container):
         own = container.tobytes() if memory_of(container) is container else b""
-        return repr(_layout(container)).encode() + own
+        return repr(layout(container)).encode() + own
     if type(container).__name__ not in MUTABLE:
         return None
-    return bytes(container) if isinstance(container, _MADE_OF_BYTES) else tuple(parts(container))
+    return bytes(container) if isinstance(container, MADE_OF_BYTES) else tuple(parts(container))
 
 
 def same_items(left, right):
@@ -231,11 +227,11 @@ def _extra(value):
     """Return what a container has beside its items: the end of a deque, the factory of a default dictionary, bytes."""
     if isinstance(value, defaultdict):
         return value.default_factory and value.default_factory.__name__
-    if isinstance(value, _MADE_OF_BYTES):
+    if isinstance(value, MADE_OF_BYTES):
         return [bytes(value).hex(), *([value.typecode] if type(value) is array else [])]
     if is_array(value):
         kept = value.copy("K")  # without gaps; what shares memory in an unknown way can only be read over there
-        return [kept.ravel("K").tobytes().hex(), 0, *_layout(kept, value.flags.writeable and value.flags.owndata)]
+        return [kept.ravel("K").tobytes().hex(), 0, *layout(kept, value.flags.writeable and value.flags.owndata)]
     return value.maxlen if isinstance(value, deque) else None
 
 
@@ -243,25 +239,6 @@ def _is_plain_container(value):
     """Return whether a container has no function of anybody's own in it."""
     factory = value.default_factory if type(value) is defaultdict else None
     return is_unchanged(type(value)) and (factory is None or TYPES.get(getattr(factory, "__name__", "")) is factory)
-
-
-def is_unchanged(kind):
-    """Return whether a class, if it is one of those that are written in Python, has what it had before the code ran."""
-    if kind not in WRITTEN:
-        return True
-    return all(_own(base) == WRITTEN[base] for base in kind.__mro__ if base in WRITTEN)
-
-
-def _own(kind):
-    return {name: it for name, it in vars(kind).items() if name != "__slotnames__"}  # which `copy` keeps there
-
-
-_KINDS = [ChainMap, Counter, Fraction, uuid.UUID, typing.Protocol, *vars(enum).values()]
-_KINDS = [kind for kind in _KINDS if isinstance(kind, type) and kind.__module__ != "builtins"]
-_KINDS = {base for kind in _KINDS for each in (kind, type(kind)) for base in each.__mro__}
-HEAP = 1 << 9  # the flag of classes that can be changed
-WRITTEN = {kind: _own(kind) for kind in _KINDS if kind.__flags__ & HEAP}
-"""Classes of Python's own that are written in Python, so that the code can change them, as they are before it runs."""
 
 
 def is_named(kind):
@@ -283,16 +260,6 @@ def is_named(kind):
 _seen = {}
 
 
-def same_code(one, two):
-    """Return whether two functions do the same, as far as their code says: the globals may differ; of other things,
-    whether they are of one type."""
-    one, two = (getattr(it, "__func__", it) for it in (one, two))
-    if type(one) is not types.FunctionType or type(two) is not types.FunctionType:
-        return type(one) is type(two)
-    return _CODE(one.__code__) == _CODE(two.__code__)
-
-
-_CODE = operator.attrgetter("co_code", "co_names", "co_varnames", "co_argcount", "co_flags")
 _NAMED = {"__annotations__", "__orig_bases__", "__annotate_func__", "__doc__", "__module__", "_field_defaults"}
 _NAMED |= {"__static_attributes__", "__firstlineno__", "__annotations_cache__", "__annotate__", "_fields_defaults"}
 
@@ -309,70 +276,13 @@ def _leaf(value):
     if kind is type and TYPES.get(value.__name__) is value:
         return ["type", value.__name__]
     if kind.__module__ == "numpy" and "generic" in {base.__name__ for base in kind.__mro__}:
-        return ["scalar", value.tobytes().hex(), value.dtype.str] if _DTYPE.fullmatch(value.dtype.str) else None
+        return ["scalar", value.tobytes().hex(), value.dtype.str] if DTYPE.fullmatch(value.dtype.str) else None
     return None
 
 
 def _moment(made, fold, *name):
     """Return a time with that fold, whose time zone has that name."""
     return made.replace(fold=fold, tzinfo=datetime.timezone(made.utcoffset(), *name) if name else made.tzinfo)
-
-
-# -- arrays of numpy ------------------------------------------------------------------------------------------------
-
-
-def is_array(value):
-    """Return whether a value is an array of numpy's, of numbers, dates or texts."""
-    kind = type(value)
-    return kind.__name__ == "ndarray" and kind.__module__ == "numpy" and bool(_DTYPE.fullmatch(value.dtype.str))
-
-
-def memory_of(value):
-    """Return the array that owns the memory of an array, or itself if that is no such array's; None of what is none."""
-    if not is_array(value):
-        return None
-    owner = value
-    while getattr(owner, "base", None) is not None:
-        owner = owner.base
-    return owner if is_array(owner) and owner.flags.owndata else value
-
-
-def refuse_mixed(new, known):
-    """Raise ValueError if an array lies in the memory of another container, without being known as a part of that."""
-    new, known = ([it for it in each if isinstance(it, _MADE_OF_BYTES) or is_array(it)] for each in (new, known))
-    foreign = [it for it in (*new, *known) if new and is_array(it) and memory_of(it).base is not None]
-    owners = [it for it in (*new, *known) if foreign and not (is_array(it) and memory_of(it).base is not None)]
-    if any(importlib.import_module("numpy").may_share_memory(a, b) for a in foreign for b in owners):
-        raise ValueError("an array in the memory of something else that crosses")
-
-
-def _layout(array, writeable=None):
-    writeable = array.flags.writeable if writeable is None else writeable
-    return [array.dtype.str, bool(writeable), *array.shape, *array.strides]
-
-
-def _array(memory, offset, dtype, writeable, *layout):
-    """Return the array of that layout, shape and strides, in some memory."""
-    if not _DTYPE.fullmatch(dtype):
-        raise ValueError(dtype)
-    shape, strides = layout[: len(layout) // 2], layout[len(layout) // 2 :]
-    made = importlib.import_module("numpy").ndarray(shape, dtype, memory, offset, strides)
-    made.flags.writeable = writeable and made.flags.writeable
-    return made
-
-
-def _known_array(array, node, known):
-    """Return an array that a node describes: the one that is here under its number, changed to be the same, or this."""
-    found = array if known is None or len(node) < 4 else known.setdefault(node[3], array)
-    if found is not array:
-        found.shape = array.shape
-        if array.flags.owndata:
-            found.flags.writeable = True
-            found[...] = array
-        found.flags.writeable = array.flags.writeable
-        if _layout(found) != _layout(array):
-            raise ValueError("another layout")
-    return found
 
 
 # -- from JSON ------------------------------------------------------------------------------------------------------
@@ -390,14 +300,14 @@ def decode(refs, nodes, special, known=None):
             made[i] = _shell(node, known)
             unfilled.append((i, node))
         elif node[0] == "ndarray":
-            array = _array(bytes.fromhex(node[2][0]), *node[2][1:]).copy("K")
+            array = made_array(bytes.fromhex(node[2][0]), *node[2][1:]).copy("K")
             array.flags.writeable = node[2][3]
-            made[i] = _known_array(array, node, known)
+            made[i] = known_array(array, node, known)
         elif node[0] == "record":
             made[i] = special["handle"](*node[2:4])
     for i, node in enumerate(nodes):
         if node[0] == "part":
-            made[i] = _known_array(_frozen(node, made), node, known)
+            made[i] = known_array(_frozen(node, made), node, known)
         elif node[0] not in MUTABLE and node[0] not in ("record", "ndarray"):
             made[i] = special[node[0]](*node[1:]) if node[0] in special else _frozen(node, made)
             if node[0] in KEPT and len(node) > 3 and known is not None:
@@ -427,9 +337,9 @@ def _shell(node, known):
 
 def _fill(container, items, extra):
     """Give a container other contents, as `parts` and `_extra` return them."""
-    if isinstance(container, _MADE_OF_BYTES):
+    if isinstance(container, MADE_OF_BYTES):
         items = type(container)(*extra[1:], bytes.fromhex(extra[0]))
-    if isinstance(container, (list, *_MADE_OF_BYTES)):
+    if isinstance(container, (list, *MADE_OF_BYTES)):
         container[:] = items
         return
     container = vars(container) if type(container) is types.SimpleNamespace else container
@@ -448,7 +358,7 @@ def _frozen(node, made):
         return FROZEN[tag](_resolve(body[0], made), *body[1:2] if tag == "named" else [])
     if tag == "type":
         return TYPES[body[0]]
-    return _array(bytes.fromhex(body[0]), 0, body[1], False)[()]
+    return made_array(bytes.fromhex(body[0]), 0, body[1], False)[()]
 
 
 def _made_leaf(path, *said):
