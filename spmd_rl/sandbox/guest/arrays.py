@@ -34,6 +34,7 @@ def refuse_mixed(new, known):
 
 
 def layout(array, writeable=None):
+    """Return what `made_array` needs beside the memory and the offset, as JSON scalars."""
     writeable = array.flags.writeable if writeable is None else writeable
     return [array.dtype.str, bool(writeable), *array.shape, *array.strides]
 
