@@ -45,8 +45,8 @@ def show_right(reward: CodeReward, times: int) -> None:
     """Print the verdicts on right answers, by set."""
     sets = {path.stem: rows(f"right/{path.stem}", "1") for path in sorted((FOLDER / "right").glob("*.txt"))}
     sets |= {"table": right_answers()}
-    own = (*(name for name in ROWS if name not in ("never", "objects", "stdin_cheats", "faults")),)
-    sets |= {name: [case for case in rows(name, "0") if case.kind[1] == "right"] for name in own}
+    own = [name for name in ROWS if name not in ("never", "objects", "stdin_cheats", "faults")]
+    sets |= {f"{name}, rows": [case for case in rows(name, "0") if case.kind[1] == "right"] for name in own}
     print("| set | answers | 1 | unsupported | 0, error, timeout |\n|---|---|---|---|---|")
     for name, cases in sets.items():
         found = Counter(case.judge(reward)[0] for _ in range(times) for case in cases)
