@@ -19,7 +19,10 @@ from rewards.code import CodeReward
 from spmd_rl.sandbox import open_sandbox
 from tests.unit.sandbox.cases import FOLDER, Case, cheats, right_answers, rows, table
 
-ROWS = {"never": "error|0", "outside": "0|error", "second": "0|error", "second_arrays": "0|error"}
+ROWS = {
+    "never": "error|0",
+    **dict.fromkeys(("outside", "second", "second_arrays", "third", "fourth", "fourth_arrays"), "0|error"),
+}
 ROWS |= dict.fromkeys(("objects", "stdin_cheats", "aliases", "arrays", "callbacks", "faults", "iterators"), "0")
 BUSY = "import os\nos.nice(10)\nwhile True: pass"
 
@@ -42,10 +45,8 @@ def show_right(reward: CodeReward, times: int) -> None:
     """Print the verdicts on right answers, by set."""
     sets = {path.stem: rows(f"right/{path.stem}", "1") for path in sorted((FOLDER / "right").glob("*.txt"))}
     sets |= {"table": right_answers()}
-    sets |= {
-        name: [case for case in rows(name, "0") if case.kind[1] == "right"]
-        for name in ("outside", "second", "second_arrays", "aliases", "arrays", "callbacks", "iterators")
-    }
+    own = [name for name in ROWS if name not in ("never", "objects", "stdin_cheats", "faults")]
+    sets |= {f"{name}, rows": [case for case in rows(name, "0") if case.kind[1] == "right"] for name in own}
     print("| set | answers | 1 | unsupported | 0, error, timeout |\n|---|---|---|---|---|")
     for name, cases in sets.items():
         found = Counter(case.judge(reward)[0] for _ in range(times) for case in cases)

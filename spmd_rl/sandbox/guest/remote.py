@@ -14,6 +14,9 @@ le lshift lt matmul mod mro_entries mul neg or pos pow radd rand rdivmod reduce_
 rlshift rmatmul rmod rmul ror round rpow rrshift rshift rsub rtruediv rxor sizeof sub truediv trunc xor
 """
 
+TEXTS = "str", "repr", "format"
+"""Those of any object."""
+
 
 class Pending(Exception):
     """Raised for an object that the tests have made here and that the code has not made yet."""
@@ -47,7 +50,7 @@ class Remote:
 
     def __init__(self, client, node, maker=None, record=None, made=None):
         """`node`: how the code's side finds it; None before the code has made it as `made` says: (class, arguments)."""
-        traits = maker_of(made[0]).traits if record else (True, "own", "own")
+        traits = maker_of(made[0]).traits if record else (True, *["identity" if maker else "own"] * 2, False)
         for name, value in zip(Remote.__slots__, (client, made, maker, node, record, traits)):  # noqa: B905 - Python 3.8
             object.__setattr__(self, name, value)
 
@@ -56,13 +59,15 @@ class Remote:
         if maker:
             return Remote(client, None, None, maker.record(args, kwargs), (self, args, kwargs))
         found = client.ask("call", self, [*args, *kwargs.values()], kwargs)
-        if type(found) is Remote and node and node[0] == "name" and node[1][:1].isupper():
+        if type(found) is Remote and _is_name(node) and node[1][:1].isupper():
             _set_made(found, (self, args, kwargs))
         return found
 
     def __getattribute__(self, name):
-        if name == "__name__" and (node_of(self) or "")[:1] == ["name"]:  # `assertRaises` shows it
+        if name == "__name__" and _is_name(node_of(self)):  # `assertRaises` shows it
             return node_of(self)[1]
+        if name in ("__copy__", "__deepcopy__"):
+            return object.__getattribute__(self, name)
         if name == "__wrapped__":  # pytest looks for it
             raise AttributeError(name)
         if name == "__class__" and _client(self).collects:  # pytest looks whether a parameter is of a kind of its own
@@ -75,31 +80,35 @@ class Remote:
         _client(self).ask("set", self, [value], [name])
 
     def __eq__(self, other):
-        mine, theirs = record_of(self), record_of(other) if type(other) is Remote else None
-        kinds = {_traits(self)[1], _traits(other)[1] if type(other) is Remote else ""}
-        if kinds == {"fields"} and mine and theirs:
-            return other is self or _are_equal(mine, theirs)
-        if mine and mine[3] and type(other) is tuple and kinds == {"fields", ""}:
-            return mine[2] == other
-        if other is None or kinds in ({"identity"}, {"identity", "fields"}) or (other is self and not _made(self)):
-            return other is self
-        if type(value := _value(self)) is not Remote:
+        own = _is_of_own(self)
+        if type(value := value_of(self)) is not Remote:
             return value == other
-        own = type(other) is Remote and (_made(self) or _made(other))
-        return _client(self).want("the tests compare an object of the code's", always=bool(own))
+        if type(other) is Remote and type(value := value_of(other)) is not Remote:
+            return self == value
+        mine, theirs = record_of(self), record_of(other) if type(other) is Remote else None
+        modes = {_traits(self)[1], _traits(other)[1] if type(other) is Remote else ""}
+        if modes == {"fields"} and mine and theirs:
+            return other is self or _are_equal(mine, theirs)
+        if mine and mine[3] and type(other) is not Remote:
+            return mine[2] == other
+        if modes <= {"identity", "member", "fields"}:
+            return other is self
+        if "own" not in modes and (mine or "member" in modes or other is None):  # its fields are no other value's
+            return False
+        return _client(self).want("the tests compare an object of the code's", own=own)
 
     def __ne__(self, other):
         return not self == other
 
     def __hash__(self):
-        if type(value := _value(self)) is not Remote:
+        if type(value := value_of(self)) is not Remote:
             return value.__hash__()
-        (_, equal, hashed), record = _traits(self), record_of(self)
+        (_, equal, hashed, _), record = _traits(self), record_of(self)
         if hashed == "none":
             raise TypeError("unhashable type")
-        if hashed == equal and (record or equal == "identity") and equal != "own":
-            return id(self) if equal == "identity" else tuple(_compared(record, record[4])).__hash__()
-        return _client(self).want("the tests hash an object of the code's", always=bool(_made(self)))
+        if hashed == equal and equal != "own" and (record or equal != "fields"):
+            return tuple(_compared(record, record[4])).__hash__() if equal == "fields" else id(self)
+        return _client(self).want("the tests hash an object of the code's")
 
     def __instancecheck__(self, thing):
         return _client(self).ask("isinstance", self, [thing]) is True
@@ -117,7 +126,9 @@ def _compared(record, names):
 
 
 def _are_equal(mine, theirs):
-    """Return whether two records are of one class and equal in all fields that either is compared by."""
+    """Return whether two records are of one class and equal in all fields that either is compared by, or tuples."""
+    if mine[3] and theirs[3]:
+        return mine[2] == theirs[2]
     names = {*mine[4], *mine[5], *theirs[5]}
     return mine[:2] == theirs[:2] and _compared(mine, names) == _compared(theirs, names)
 
@@ -132,41 +143,68 @@ def settle(remote):
     _client(remote).remotes[tuple(node_of(found))] = remote
 
 
-def _value(remote):
+def value_of(remote):
     """Return what the code has under a name, if that is plain, else what stands for it."""
-    is_name = node_of(remote) is not None and node_of(remote)[0] == "name" and not maker_of(remote)
-    return _client(remote).ask("value", remote) if is_name else remote
+    return _client(remote).ask("value", remote) if _is_name(node_of(remote)) and not maker_of(remote) else remote
+
+
+def _is_name(node):
+    return bool(node) and node[0] in ("name", "first")
 
 
 def _special(name):
     def special(self, *args):
         client, node, record = _client(self), node_of(self), record_of(self)
-        if record and record[3] and name in ("iter", "len", "getitem"):
-            return getattr(record[2], f"__{name}__")(*args)
-        if type(value := _value(self)) is not Remote:
+        own = len(args) == 1 and name not in ("getitem", "format") and _is_of_own(self)
+        if record and record[3] and name not in TEXTS:
+            return _apply(name, record[2], *(_tuple_of(arg) for arg in args))
+        if type(value := value_of(self)) is not Remote:
             return _apply(name, value, *args)
-        if name in ("str", "repr") and node and node[0] == "name":
+        is_name = _is_name(node)
+        if name in ("str", "repr") and is_name:
             return f"<{node[1]}>"
-        if name == "format" and args == ("",):
-            return str(self)
-        if name == "bool" and (not _traits(self)[0] or (node and node[0] == "name")):
+        if name == "bool" and (not _traits(self)[0] or is_name):
             return True
-        known = node and node[0] == "name" and name in ("getitem", "iter", "len")
-        if name in ("str", "repr", "format") or (name in ASKED and (_made(self) or record or known)):
+        if name in ("lt", "le", "gt", "ge") and _are_ordered(self, *args):
+            return _apply(name, *(tuple(_compared(record_of(it), record[4])) for it in (self, *args)))
+        known = name in ASKED and (_made(self) or record or (is_name and name in ("getitem", "iter", "len")))
+        if name in TEXTS or known:
             return client.ask(name, self, args)
-        return client.want(f"the tests use __{name}__ of an object of the code's")
+        return client.want(f"the tests use __{name}__ of an object of the code's", own=own)
 
     return special
+
+
+def _is_of_own(remote):
+    """Return whether the text of the tests shows that they may use an operator of the code's here."""
+    client = _client(remote)
+    found, client.of_own = client.of_own, False
+    return found
+
+
+def _tuple_of(thing):
+    record = record_of(thing) if type(thing) is Remote else None
+    return record[2] if record and record[3] else thing
+
+
+def _are_ordered(one, two):
+    """Return whether two objects are of one class whose order is that of its fields."""
+    records = [record_of(it) if type(it) is Remote and _traits(it)[3] else None for it in (one, two)]
+    return all(records) and records[0][0] == records[1][0] and "own" not in (_traits(one)[1], _traits(two)[1])
 
 
 def _apply(name, value, *args):
     """Do what a special method of a plain value does."""
     if name[0] == "r" and hasattr(operator, name[1:]) and args:  # of the right operand
         return getattr(operator, name[1:])(args[0], value)
-    function = next(getattr(module, name) for module in (operator, builtins, math) if hasattr(module, name))
-    return function(value, *args)
+    found = [getattr(module, name) for module in (operator, builtins, math) if hasattr(module, name)]
+    if not found:
+        raise TypeError(f"{type(value).__name__} has no __{name}__")
+    return found[0](value, *args)
 
 
+Remote.__copy__ = lambda self: _client(self).ask("copy", self)
+Remote.__deepcopy__ = lambda self, memo: _client(self).ask("deepcopy", self)
 for _name in (*ASKED, *REFUSED.split()):
     setattr(Remote, f"__{_name}__", _special(_name))
 

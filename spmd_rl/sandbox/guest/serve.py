@@ -12,10 +12,11 @@ the numbers of containers that the tests no longer have:
 | type | the class of the target |
 | next, send, throw, close | the next item of an iterator; what generators have beside |
 | isinstance, issubclass | whether the target is among the classes of the other |
-| len, iter, getitem, setitem, delitem, str, repr | that of the target |
+| len, iter, getitem, setitem, delitem, str, repr, format | that of the target |
+| copy, deepcopy, replace | a copy of the target, with other fields by `names` |
 
-An answer is [sort, references, texts, nodes, printed]. `sort`: `=` a value; `!` an exception and its
-arguments, its module, name (empty for a builtin), text and builtin bases as texts; `~=` and `~!` the same of a
+An answer is [sort, references, texts, nodes, printed]. `sort`: `=` a value; `!` an exception and its arguments, as
+`CodeServer.described` says; `~=` and `~!` the same of a
 coroutine; `end` the end of an iterator; `refused` why there is no answer. `printed`: to standard output, and to
 standard error. The nodes of both have the `shared` containers that have changed too.
 
@@ -28,7 +29,8 @@ Before the first question it says `ready`, and of the classes of the code which 
 that are nothing but their fields.
 """
 
-import builtins
+import collections
+import copy
 import dataclasses
 import enum
 import functools
@@ -41,6 +43,16 @@ import types
 from contextlib import redirect_stderr, redirect_stdout, suppress
 
 from spmd_rl.sandbox.guest import values
+from spmd_rl.sandbox.guest.classes import (
+    compared,
+    fields_of,
+    is_generated,
+    keeps_fields,
+    operators_of,
+    plain_of,
+    same_code,
+    traits,
+)
 from spmd_rl.sandbox.guest.common import execute
 from spmd_rl.sandbox.guest.handed import FRAMES, Stubs
 from spmd_rl.sandbox.guest.link import Gone, Link
@@ -53,7 +65,12 @@ VERBS = {name: getattr(operator, name) for name in ("getitem", "setitem", "delit
 VERBS.update({kind.__name__: kind for kind in (len, iter, next, str, repr, format, type)})
 VERBS.update(get=getattr, set=setattr, value=lambda it: it)
 VERBS.update({name: getattr(types.GeneratorType, name) for name in STREAM[1:]})
+VERBS.update(copy=copy.copy, deepcopy=copy.deepcopy, replace=lambda it, *said: dataclasses.replace(it, **_pairs(said)))
 VERBS.update(isinstance=lambda kind, it: kind in type(it).__mro__, issubclass=lambda kind, it: kind in it.__mro__)
+
+
+def _pairs(said):
+    return dict(zip(said[: len(said) // 2], said[len(said) // 2 :]))  # noqa: B905 - Python 3.8
 
 
 def serve(job, rpc):
@@ -79,11 +96,13 @@ class CodeServer:
 
     def __init__(self, link, namespace):
         self._link, self._namespace = link, namespace
-        self._objects, self._numbers = [], {}
+        self._objects, self._numbers, self.errors = [], {}, {}  # of classes of exceptions the names, by id
         self._shared, self._records = Shared(-1), {}  # fields of objects by number, as the tests know them
         self._lock, self._open = threading.RLock(), False  # whether the code may call the tests' functions
         self._stubs = Stubs(self._call_back, namespace)
         self._special = {"handle": self._objects.__getitem__, "name": self._named, "handed": self._stubs.thing}
+        self._first = dict(namespace)
+        self._special["first"] = lambda name: self._first[name] if name in self._first else self._named(name)
         self._special["builtin"] = lambda module, *names: functools.reduce(
             getattr, names, importlib.import_module(module)
         )
@@ -101,9 +120,9 @@ class CodeServer:
         except _Missing as error:
             reply = "refused", [], [str(error)]
         except StopIteration as error:
-            reply = ("end", [], []) if verb in STREAM else ("!", *_described(error))
+            reply = ("end", [error.value], []) if verb in STREAM else ("!", *self.described(error))
         except BaseException as error:  # noqa: BLE001 - untrusted code
-            reply = ("!", *_described(error))
+            reply = ("!", *self.described(error))
         with self._lock:
             self._open = False
             try:
@@ -136,6 +155,24 @@ class CodeServer:
             return value
         raise value if sort == "raises" else Gone("the test has ended")
 
+    def described(self, error):
+        """Return an exception with its attributes and arguments, and its texts: the name of its class, what it says,
+        the operators of that in one text, and the `path` of each class of its MRO."""
+        kind = type(error)
+        try:
+            text = str(error)[:MAX_TEXT]
+        except Exception:  # noqa: BLE001 - untrusted code again
+            text = "?"
+        said = [kind.__name__, text, " ".join(operators_of(kind)), *map(self.path, kind.__mro__[:-1])]
+        return [error, dict(vars(error)), *BaseException.args.__get__(error)], said
+
+    def path(self, kind):
+        """Return where the tests find a class of exceptions, an empty text if nowhere: module and name."""
+        if id(kind) in self.errors:
+            return f"solution.{self.errors[id(kind)]}"
+        is_there = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+        return f"{kind.__module__}.{kind.__name__}" * (is_there and kind.__module__ != "solution")
+
     def _do(self, verb, target, given, names):
         """Return the sort of the answer, its objects and its texts."""
         if verb != "call":
@@ -147,7 +184,7 @@ class CodeServer:
         try:
             return "~=", [importlib.import_module("asyncio").run(value)], []
         except Exception as error:  # noqa: BLE001 - untrusted code
-            return ("~!", *_described(error))
+            return ("~!", *self.described(error))
 
     def _tell(self, sort, objects, texts, printed):
         changed = [n for n, items in self._records.items() if not values.same_items(_items(self._objects[n]), items)]
@@ -171,23 +208,27 @@ class CodeServer:
             return node
         if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
             return ["stream", self.number(value), kind is types.GeneratorType]
-        if isinstance(kind, enum.EnumMeta) and plain_of(value) is not None:
+        said = traits(kind)
+        if isinstance(kind, enum.EnumMeta) and said[1] != "own" and plain_of(value) is not None:
             return ["member", self.number(value), plain_of(value)]
         if isinstance(value, type) and self._namespace.get(value.__name__) is value:
-            return ["name", value.__name__]
-        return ["handle", self.number(value), traits(kind)]
+            return ["name", value.__name__, said]
+        return ["handle", self.number(value), said]
 
     def _record(self, value):
-        fields = fields_of(value)
+        fields = fields_of(type(value))
         if fields is None:
             return None
         items, number = _items(value), self.number(value)
         if not isinstance(value, tuple):
             self._records[number] = items
-        said = [self.number(type(value)), fields, isinstance(value, tuple), compared(type(value))]
-        return items, [number, traits(type(value)), *said]
+        known = traits(type(value))
+        is_tuple = isinstance(value, tuple) and known[1] == "fields"
+        return items, [number, known, self.number(type(value)), fields, is_tuple, compared(type(value))]
 
     def _named(self, name):
+        if callable(self._first.get(name)):  # what imports it, or calls it all the time, has the first
+            return self._first[name]
         if name not in self._namespace and "__getattr__" in self._namespace and not name.startswith("__"):
             return self._namespace["__getattr__"](name)
         if name not in self._namespace or name.startswith("__"):
@@ -195,94 +236,49 @@ class CodeServer:
         return self._namespace[name]
 
 
-def traits(kind):
-    """Return of a class whether its objects say themselves whether they are true (others all are), and how they are
-    compared and hashed: as `identity`, by their `fields`, in a way of their `own`, or `none`."""
-    found = [any(name in vars(base) for base in kind.__mro__ for name in ("__bool__", "__len__"))]
-    for name in ("__eq__", "__hash__"):
-        method = getattr(kind, name)
-        is_made = getattr(getattr(method, "__code__", None), "co_filename", "") == "<string>"
-        is_made = (is_made and hasattr(kind, "__dataclass_fields__")) or method is getattr(tuple, name)
-        plain = "identity" if method is getattr(object, name) or isinstance(kind, enum.EnumMeta) else "own"
-        found.append("none" if method is None else "fields" if is_made else plain)
-    return found
-
-
-def compared(kind):
-    """Return the names of the fields by which objects of a class are compared."""
-    if hasattr(kind, "__dataclass_fields__"):
-        return [field.name for field in dataclasses.fields(kind) if field.compare]
-    return list(getattr(kind, "_fields", ()))
-
-
-def plain_of(value):
-    """Return the number or text that a member of an enum is, None if it is neither."""
-    kind = next((kind for kind in (int, str, float) if isinstance(value, kind)), None)
-    return kind and (str.__getitem__(value, slice(None)) if kind is str else kind.__pos__(value))
-
-
 def _items(value):
     """Return the values of an object's fields."""
     if isinstance(value, tuple):
         return list(tuple.__iter__(value))
-    return [getattr(value, name) for name in fields_of(value)]
-
-
-def fields_of(value):
-    """Return the names of the fields of an object of a dataclass or a named tuple, else None."""
-    kind = type(value)
-    if hasattr(kind, "__dataclass_fields__"):
-        return [field.name for field in dataclasses.fields(kind)]
-    return list(kind._fields) if issubclass(kind, tuple) and hasattr(kind, "_fields") else None
+    return [getattr(value, name) for name in fields_of(type(value))]
 
 
 def classes_of(namespace, server):
-    """Return what is said of the classes of the code: (name, `error`, names of its bases), or of one with named fields
-    (name, `record` or `named`, fields, defaults of the last of them, its number, whether it is a tuple, the fields that
+    """Return what is said of the classes of the code: of one of exceptions (name, `error`, the paths of its bases, its
+    operators), or (name, `alias`, its path) if the tests know it; of one with named fields (name, `record` or `named`,
+    fields, defaults of the last of them, its number, whether it is a tuple with a tuple's operators, the fields that
     are compared, its traits)."""
     found = []
     for name, kind in namespace.items():
-        if not isinstance(kind, type) or getattr(kind, "__module__", "") != "solution":
-            continue
-        if issubclass(kind, BaseException):
-            known = {getattr(builtins, base.__name__, namespace.get(base.__name__)) for base in kind.__mro__[1:]}
-            bases = [next((each for each in base.__mro__ if each in known), Exception) for base in kind.__bases__]
-            found.append((name, "error", [base.__name__ for base in bases if issubclass(base, BaseException)]))
-        elif said := _fields_and_defaults(kind):
-            sort = "named" if values.is_named(kind) else "record"
-            said = *said, server.number(kind), issubclass(kind, tuple), compared(kind), traits(kind)
-            found.append((name, sort, *said))
+        if isinstance(kind, type) and issubclass(kind, BaseException):
+            if path := server.path(kind):
+                found.append((name, "alias", path))
+            else:
+                server.errors[id(kind)] = name
+                found.append((name, "error", *map(list, (map(server.path, kind.__mro__[1:-1]), operators_of(kind)))))
+        elif isinstance(kind, type) and kind.__module__ == "solution" and (said := _fields_and_defaults(kind)):
+            known, sort = traits(kind), "named" if values.is_named(kind) else "record"
+            is_tuple = issubclass(kind, tuple) and known[1] == "fields"
+            found.append((name, sort, *said, server.number(kind), is_tuple, compared(kind), known))
     return found
 
 
 def _fields_and_defaults(kind):
     """Return fields and defaults of a class whose objects are made of them and nothing else, else None."""
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        made_so = kind.__new__.__code__.co_filename.startswith("<string>") or values.is_named(kind)
+        made_so = same_code(kind.__new__, collections.namedtuple("Any", kind._fields).__new__)
         plain = made_so and kind.__init__ is object.__init__
         return (list(kind._fields), list(kind._field_defaults.values())) if plain else None
-    code = getattr(kind.__init__, "__code__", None)
     own = hasattr(kind, "__post_init__") or kind.__new__ is not object.__new__ or type(kind) is not type
-    if "__dataclass_params__" not in vars(kind) or own or code is None or code.co_filename != "<string>":
+    if "__dataclass_params__" not in vars(kind) or own:
         return None
     fields = dataclasses.fields(kind)
     if not all(field.init and not getattr(field, "kw_only", False) for field in fields):
+        return None
+    if not is_generated(kind, "__init__") or not keeps_fields(kind):
         return None
     found = [(field.default, field.default_factory) for field in fields]
     defaults = [default for pair in found for default in pair if default is not dataclasses.MISSING]
     if not all(type(each) in values.SCALARS or each in (list, dict, set) for each in defaults):
         return None
     return [field.name for field in fields], defaults
-
-
-def _described(error):
-    """Return an exception with its arguments, and its texts: its module, its own name, empty for a builtin, what it
-    says, and its bases."""
-    kind = type(error)
-    bases = [base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base]
-    try:
-        text = str(error)[:MAX_TEXT]
-    except Exception:  # noqa: BLE001 - untrusted code again
-        text = "?"
-    own = "" if bases[0] == kind.__name__ and kind.__module__ == "builtins" else kind.__name__
-    return [error, *BaseException.args.__get__(error)], [str(kind.__module__), own, text, *bases[:-1]]

@@ -4,6 +4,7 @@ crosses with the next message, so that a list is one list on both sides, as in o
 import sys
 
 from spmd_rl.sandbox.guest import values
+from spmd_rl.sandbox.guest.arrays import refuse_mixed
 
 _ONE = {0: []}
 _ALONE = sys.getrefcount(_ONE[0])  # of a container that a dictionary has and nobody else
@@ -28,7 +29,7 @@ class Shared:
         self._fresh = {}
         roots = [*roots, *map(self._things.__getitem__, self._changed)]
         refs, nodes = values.encode(roots, other, self._known, self._number, record)
-        values.refuse_mixed(self._fresh.values(), map(self._things.__getitem__, self._before))
+        refuse_mixed(self._fresh.values(), map(self._things.__getitem__, self._before))
         return refs[: len(refs) - len(self._changed)], nodes
 
     def sent(self):

@@ -9,22 +9,35 @@ what they have made themselves, or hand over what has no plain form, they are no
 """
 
 import _thread
-import builtins
 import importlib
 import io
 import sys
 import types
+import weakref
 from contextlib import redirect_stderr, redirect_stdout
 
 from spmd_rl.sandbox.guest import values
 from spmd_rl.sandbox.guest.handed import DEPTH, FRAMES, Handed
 from spmd_rl.sandbox.guest.link import Gone
-from spmd_rl.sandbox.guest.remote import Maker, Pending, Remote, member, node_of, set_record, set_traits, settle
+from spmd_rl.sandbox.guest.remote import (
+    ASKED,
+    REFUSED,
+    TEXTS,
+    Maker,
+    Pending,
+    Remote,
+    maker_of,
+    member,
+    node_of,
+    set_record,
+    set_traits,
+    settle,
+)
 from spmd_rl.sandbox.guest.shared import Shared
 
 ENDS = {"StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt", "BaseException"}
 """Exceptions that end something on the tests' side without a failure, if the code raises them."""
-STANDARD = "asyncio.exceptions binascii csv dataclasses decimal json.decoder re statistics struct zlib"
+STANDARD = "builtins asyncio.exceptions binascii csv dataclasses decimal json.decoder re statistics struct zlib"
 """Modules whose exceptions are the same on both sides."""
 
 FAULTS = (ArithmeticError, AttributeError, ImportError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
@@ -40,22 +53,24 @@ class Refused(BaseException):
 class Client:
     """Asks questions. `refused` says why a test failed, even if it caught the exception; `beyond`, where it wanted more
     of an object than plain values; `unsupported`, why the tests need more whatever the code is; `collects`,
-    whether pytest collects tests, of which none runs meanwhile."""
+    whether pytest collects tests, of which none runs meanwhile; `of_own`, whether the next comparison may be of the
+    code's own; `own`, why such a one was needed."""
 
     def __init__(self, link, first):
         """`first` is called before the first question."""
         self.asked, self.refused, self.beyond, self.gone, self.unsupported, self.collects = 0, "", "", "", "", False
+        self.of_own, self.own = False, ""
         self._link, self._first = link, first
         self._thread = _thread.get_ident()
         self.remotes, self._names, self._members, self._shared = {}, {}, {}, Shared(1)
-        self._streams = {}  # by id: an iterator that stands for one of the code's, and that as an object
+        self._streams, self._raised = {}, {}  # by id: what iterators stand for; of an object, the exception for it
         self._handed, self._depth = Handed(), 0
         self._special = {
             "handle": self._handle,
             "record": self._record,
             "stream": self._stream,
             "member": self._member,
-            "name": lambda name: self.name(str(name)),
+            "name": self._named,
             "handed": self._handed.thing,
         }
 
@@ -68,30 +83,40 @@ class Client:
                 return
             for name, sort, *said in values.decode(*rest, self._special):
                 self._names[str(name)] = self._learnt(str(name), sort, *said)
+            self._names = {name: thing for name, thing in self._names.items() if thing is not None}
         except (Gone, *FAULTS):
             self.gone = "the code ended before its tests began"
 
     def _learnt(self, name, sort, *said):
+        if sort == "alias":
+            return self._known(said[0])
         if sort == "error":
-            known = (self._names[base] if base in self._names else getattr(builtins, base) for base in said[0])
-            bases = tuple(base for base in known if issubclass(base, Exception))
-            return type(name, bases or (Exception,), dict(_ERROR))
+            bases = tuple(base for base in self._least(said[0]) if issubclass(base, Exception))
+            return error_class(self, name, bases or (Exception,), said[1])
         fields, defaults, number, is_tuple, compared, traits = said
         kind, fields = number if type(number) is int else -1, tuple(map(str, fields))
         maker = Maker(kind, fields, tuple(defaults), is_tuple, tuple(map(str, compared)), _traits(*traits))
         is_named = sort == "named"
         return values.named(name, maker.fields, maker.defaults) if is_named else Remote(self, ["name", name], maker)
 
-    def name(self, name):
-        """Return what stands for a name of the code's."""
-        return self._names[name] if name in self._names else self._remote("name", name)
+    def name(self, name, first=False):
+        """Return what stands for a name of the code's: for what it has there now, or for the first that it had."""
+        return self._names[name] if name in self._names else self._remote("first" if first else "name", name)
+
+    def _named(self, name, traits):
+        found = self.name(str(name), first=("first", name) in self.remotes)
+        if type(found) is Remote and not maker_of(found):
+            set_traits(found, _traits(*traits))
+        return found
 
     def named(self, names):
         """Return what stands for these names of the code's, by name."""
         return {name: self.name(name) for name in names}
 
-    def want(self, why, always=False):
-        """End the test: it wants more than plain values, `always`: whatever the code is."""
+    def want(self, why, always=False, own=False):
+        """End the test: it wants more than plain values; `always`: whatever the code is; `own`: of what it has made."""
+        why = f"{why}, made by themselves" if own else why
+        self.own = why if own else self.own
         self.beyond = self.beyond or why
         self.unsupported = self.unsupported or (why if always else "")
         self.refuse(why)
@@ -126,6 +151,11 @@ class Client:
                 output.write(text)
         return answer()
 
+    def slept(self):
+        """Learn what threads of the code have changed while the tests slept."""
+        if self.asked and _thread.get_ident() == self._thread:
+            self.ask("value", None)
+
     def _called(self, refs, texts, nodes):
         """Call a function of the tests for the code, which waits for the reply."""
         number, verb, *names = texts
@@ -141,7 +171,7 @@ class Client:
                 with redirect_stdout(printed[0]), redirect_stderr(printed[1]):
                     reply = "returns", self._handed.use(number, verb, args, names)
         except Exception as error:  # noqa: BLE001 - the code sees what it is, as in one process
-            reply = "raises", error.__dict__["_said"][0] if "_said" in error.__dict__ else error
+            reply = "raises", (_said(error) or [error])[0]
         except BaseException as error:  # noqa: BLE001 - an end of the test
             self.refused = self.refused or f"{type(error).__name__}: {error}"
         self._depth -= 1
@@ -171,10 +201,10 @@ class Client:
         sort, printed, texts = str(sort), list(map(str, printed)), list(map(str, texts))
         if sort == "refused":
             return lambda: self.refuse(texts[0][:1000]), printed
-        if sort == "end" and verb in ("next", "send", "throw"):
-            return lambda: next(iter(())), printed
         value = found[0] if sort.endswith("=") else None
-        error = self._error(found[0], found[1:], *texts) if sort.endswith("!") else None
+        error = self._error(*found[:2], found[2:], *texts) if sort.endswith("!") else None
+        if sort == "end" and verb in ("next", "send", "throw"):
+            error = StopIteration(*found)
 
         def answer():
             if isinstance(error, str):
@@ -188,24 +218,36 @@ class Client:
 
         return (awaited if sort.startswith("~") else answer), printed
 
-    def _error(self, remote, args, module, own, text, *bases):
+    def _error(self, remote, own, args, name, text, operators, *paths):
         """Return the exception that stands for one of the code's; if there can be none, the reason as a text."""
-        if issubclass(type(remote), Exception) and type(remote).__module__ != "builtins":
-            return remote  # that of a function of the tests
-        kinds = [getattr(builtins, base) for base in bases]
-        if not issubclass(kinds[0], Exception) or kinds[0].__name__ in ENDS:
-            return f"the code raised {own or bases[0]}: {text}"[:1000]
-        if not own:
-            return kinds[0](*args)
-        made = getattr(importlib.import_module(module), own) if module in STANDARD.split() else self._names.get(own)
-        if not (isinstance(made, type) and issubclass(made, kinds[0])):
-            least = [one for one in kinds if not any(two is not one and issubclass(two, one) for two in kinds)]
-            made = type(own, tuple(least), dict(_ERROR))
-        error = made.__new__(made, *args)
+        if issubclass(type(remote), Exception) and type(remote).__name__ not in ENDS:
+            remote.__dict__.update(own)
+            return remote  # a plain one, or that of a function of the tests
+        least = self._least(paths)
+        if any(not issubclass(kind, Exception) or kind.__name__ in ENDS for kind in (*least, least[0])):
+            return f"the code raised {name}: {text}"[:1000]
+        if id(remote) not in self._raised:
+            made = self._known(paths[0]) or error_class(self, name, tuple(least), operators.split())
+            self._raised[id(remote)] = made.__new__(made, *args)
+        error = self._raised[id(remote)]
+        if type(error).__module__ != "solution":
+            error.__dict__.update(own)
         error.args, error.__dict__["_said"] = args, (remote, text)
         return error
 
-    def _handle(self, number, traits=(True, "own", "own")):
+    def _known(self, path):
+        """Return the class of exceptions that a path names; None if it is not among those that the tests know."""
+        module, _, name = path.rpartition(".")
+        if module == "solution":
+            return self._names[name]
+        return getattr(importlib.import_module(module), name) if module in STANDARD.split() else None
+
+    def _least(self, paths):
+        """Return those of the classes that are the base of no other."""
+        kinds = list(filter(None, map(self._known, map(str, paths))))
+        return [one for one in kinds if not any(two is not one and issubclass(two, one) for two in kinds)]
+
+    def _handle(self, number, traits=(True, "own", "own", False)):
         if type(number) is not int or number < 0:
             raise ValueError(number)
         remote = self._remote("handle", number)
@@ -215,8 +257,10 @@ class Client:
     def _stream(self, number, is_generator):
         remote = self._handle(number)
         made = stream(self, remote)
-        made = made if is_generator is True else map(lambda item: item, made)  # noqa: C417 - it shall be no generator
-        self._streams[id(made)] = made, remote
+        if is_generator is not True:
+            made = map(lambda item: item, made)  # noqa: C417 - it shall be no generator
+        key, held = id(made), made if is_generator is not True else weakref.ref(made, lambda _: self._streams.pop(key))
+        self._streams[key] = held, remote  # a generator is closed when the tests have it no more
         return made
 
     def _member(self, number, plain):
@@ -255,8 +299,8 @@ class Client:
         return node_of(value)
 
 
-def _traits(truth, equal, hashed):
-    return truth is not False, str(equal), str(hashed)
+def _traits(truth, equal, hashed, ordered):
+    return truth is not False, str(equal), str(hashed), ordered is True
 
 
 def stream(client, remote):
@@ -265,8 +309,8 @@ def stream(client, remote):
     while True:
         try:
             item = client.ask(verb, remote, given)
-        except StopIteration:
-            return
+        except StopIteration as end:
+            return end.value
         try:
             sent = yield item
             verb, given = ("next", []) if sent is None else ("send", [sent])
@@ -277,14 +321,41 @@ def stream(client, remote):
             verb, given = "throw", [error]
 
 
+def error_class(client, name, bases, operators):
+    """Return the class that stands for one of the code's exceptions, which has these operators of its own."""
+
+    def special(verb):
+        def asked(error, *given):
+            if (said := _said(error)) and verb in (*ASKED, "format"):
+                return client.ask(verb, said[0], given)
+            if verb in TEXTS:
+                return getattr(_builtin(error), f"__{verb}__")(error, *given)
+            return client.want(f"the tests use __{verb}__ of an exception of the code's")
+
+        return asked
+
+    known = {*ASKED, *REFUSED.split(), "eq", "ne", "hash", "getattribute"}.intersection(map(str, operators))
+    return type(name, bases, {**_ERROR, **{f"__{each}__": special(each) for each in ("repr", "format", *known)}})
+
+
+def _said(error):
+    """Return what stands for an exception that the code has raised, and what it says; None of one of the tests."""
+    return object.__getattribute__(error, "__dict__").get("_said")
+
+
+def _builtin(error):
+    return next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+
+
 def _text_of(error):
-    return error.__dict__["_said"][1] if "_said" in error.__dict__ else super(type(error), error).__str__()
+    return _said(error)[1] if _said(error) else _builtin(error).__str__(error)
 
 
 def _attribute_of(error, name):
-    if name.startswith("__") or "_said" not in error.__dict__:
-        raise AttributeError(name)
-    return getattr(error.__dict__["_said"][0], name)
+    is_here = name.startswith("__") or name in ("with_traceback", "add_note") or not (said := _said(error))
+    if is_here or name in object.__getattribute__(error, "__dict__"):
+        return object.__getattribute__(error, name)
+    return getattr(said[0], name)
 
 
-_ERROR = {"__module__": "solution", "__str__": _text_of, "__getattr__": _attribute_of}
+_ERROR = {"__module__": "solution", "__str__": _text_of, "__getattribute__": _attribute_of}

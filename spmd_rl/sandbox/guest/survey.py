@@ -46,6 +46,11 @@ FIXTURES = _words(
 PLAIN_ATTRIBUTES = {"sys": _words("maxsize float_info version version_info platform path stdout stderr byteorder exit")}
 TYPE_OF = "type_of_"
 """What `type` of one thing is called instead: of what stands for an object of the code it says nothing."""
+OWN = "of_own_"
+"""Called of the right side where objects that the tests make are compared, or members of a class: what the code's class
+defines may be tested there."""
+SAME = "is_same_"
+"""Called in the place of `is`: equal texts and numbers may be one object over there, or several."""
 FOR_PYTEST = _words("async fixture skip xfail yield pytestmark setup_module setup_function")
 """Words without which test functions that have no arguments and no decorators need nothing but to be called."""
 DUNDERS = _words("__init__ __name__ __doc__ __class__")
@@ -76,6 +81,14 @@ class Survey:
         given = [node for node in nodes if type(node) is ast.Assign and type(node.value) is ast.Constant]
         texts = [node.targets[0] for node in given if isinstance(node.value.value, (str, bytes))]
         self._texts = {target.id for target in texts if type(target) is ast.Name}
+        self._from_code = set()
+        for node in nodes:  # in the order of the text, more or less
+            if type(node) is ast.Assign and self._is_from_code(node.value):
+                self._from_code.update(
+                    each.id
+                    for each in ast.walk(node.targets[0])
+                    if type(getattr(each, "ctx", 0)) is ast.Store and type(each) is ast.Name
+                )
         self._modules = {name for node in nodes if type(node) is ast.Import for name in _bound(node)}
         classes = {node.name for node in nodes if type(node) is ast.ClassDef}
         defined = classes | {node.name for node in functions}
@@ -92,10 +105,19 @@ class Survey:
         for node in calls:
             if node.func.id == "type" and len(node.args) == 1:
                 node.func.id = TYPE_OF
+        for node in nodes:
+            if (
+                type(node) is ast.Call
+                and getattr(node.func, "attr", "") in ("assertIs", "assertIsNot")
+                and len(node.args) > 1
+            ):
+                node.func.attr = {"assertIs": "assertTrue", "assertIsNot": "assertFalse"}[node.func.attr]
+                node.args[:2] = [_call(SAME, *node.args[:2])]
         tried = {id(child) for node in nodes if type(node) is ast.Try for child in ast.walk(node)}
         for node in nodes:
             check = _CHECKS.get(type(node))
             self.reason = self.reason or (check(self, node, id(node) in tried) if check else "")
+        ast.fix_missing_locations(tree)
         self.code = _read(lambda: compile(tree, "<tests>", "exec"))
 
     def is_code(self, name):
@@ -141,18 +163,47 @@ class Survey:
         return f"the tests use {node.value}" if named and node.value != "__main__" else ""
 
     def _operator(self, node, tried):
-        """BinOp, UnaryOp, Compare: of objects that the tests make, only equality may be that of plain values."""
+        """BinOp, UnaryOp, Compare: of objects that the tests make, only equality may be that of plain values, and only
+        with what the code returns."""
         if type(node) is ast.Compare:
             odd = (ast.In, ast.NotIn, ast.Lt, ast.Gt, ast.LtE, ast.GtE)
             pairs = list(zip([node.left, *node.comparators], node.ops, node.comparators))  # noqa: B905 - Python 3.8
             same = [getattr(side, "id", "") for a, op, b in pairs if type(op) in (ast.Is, ast.IsNot) for side in (a, b)]
             if any(name in self._texts or type(getattr(builtins, name, None)) is type(len) for name in same):
                 return "the tests ask whether a text or a builtin function is another"
+            if (
+                same
+                and len(pairs) == 1
+                and not any(
+                    getattr(side, "value", 0) in (None, ...) or type(getattr(side, "value", 0)) is bool
+                    for side in pairs[0][::2]
+                )
+            ):
+                node.left = ast.copy_location(_call(SAME, node.left, node.comparators[0]), node)
+                node.comparators[0] = ast.Constant(True)
+            for a, op, b in pairs:
+                equal = type(op) in (ast.Eq, ast.NotEq) and self._is_made(a) and self._is_made(b)
+                if equal or (type(op) in odd[2:] and self._class_of(a) and self._class_of(a) == self._class_of(b)):
+                    i = node.comparators.index(b)
+                    node.comparators[i] = ast.copy_location(_call(OWN, b), b)
             sides = [side for a, op, b in pairs if type(op) in odd for side in (a, b)[type(op) in odd[:2] :]]
         else:
+            if type(node) is ast.BinOp and self._class_of(node.left) and self._class_of(node.right):
+                node.right = ast.copy_location(_call(OWN, node.right), node.right)
             sides = [node.operand] if type(node) is ast.UnaryOp else [node.left, node.right]
             sides = [] if type(getattr(node, "op", None)) is ast.Not else sides
         return "the tests use an operator of what they make" if any(map(self._is_made, sides)) else ""
+
+    def _class_of(self, node):
+        """Return the name of the code's class of which an expression seems to be a member."""
+        name = getattr(getattr(node, "value", None), "id", "") if type(node) is ast.Attribute else ""
+        return name if name[:1].isupper() and self.is_code(name) else ""
+
+    def _is_from_code(self, node):
+        """Return whether an expression is what the code returns, as far as the text tells."""
+        while isinstance(node, (ast.Call, ast.Attribute)):
+            node = node.func if isinstance(node, ast.Call) else node.value
+        return isinstance(node, ast.Name) and (node.id in self._from_code or self.is_code(node.id))
 
     def _is_made(self, node):
         if _is_construction(node):
@@ -160,9 +211,12 @@ class Survey:
         return isinstance(node, (ast.Name, ast.Attribute)) and bool(self._made) and ast.unparse(node) in self._made
 
     def _with(self, node, tried):
-        made = [item.context_expr for item in node.items]
-        found = [part.func.id for part in made if _is_construction(part) and self.is_code(part.func.id)]
-        return f"the tests enter a {found[0]}" if found else ""
+        made = [item.context_expr for item in node.items if self._is_from_code(item.context_expr)]
+        return f"the tests enter what the code returns: {ast.dump(made[0])[:80]}" if made else ""
+
+    def _delete(self, node, tried):
+        names = [target.id for target in node.targets if type(target) is ast.Name and target.id in self._from_code]
+        return f"the tests delete {names[0]}, which the code may notice" if names else ""
 
     def _classdef(self, node, tried):
         bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
@@ -188,12 +242,14 @@ _CHECKS = {
     ast.BinOp: Survey._operator,
     ast.Compare: Survey._operator,
     ast.Constant: Survey._constant,
+    ast.Delete: Survey._delete,
     ast.UnaryOp: Survey._operator,
     ast.With: Survey._with,
     ast.ClassDef: Survey._classdef,
     ast.arg: Survey._arg,
 }
-_CHECKS.update((getattr(ast, name), Survey._special) for name in ("Match", "TryStar") if hasattr(ast, name))
+_SPECIAL = "Match", "TryStar", "AsyncFor", "AsyncWith"
+_CHECKS.update((getattr(ast, name), Survey._special) for name in _SPECIAL if hasattr(ast, name))
 _LOOKED_AT = {*_CHECKS, ast.Assign, ast.Call, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler, ast.Try}
 
 
@@ -207,6 +263,10 @@ def _read(read):
 def _is_construction(node):
     """Return whether an expression makes an object of a class, as names are written."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id[:1].isupper()
+
+
+def _call(name, *args):
+    return ast.Call(ast.Name(name, ast.Load()), list(args), [])
 
 
 def _is_import_of_code(node):

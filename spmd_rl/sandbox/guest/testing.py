@@ -4,20 +4,22 @@ A source is a script, a pytest file or one of `unittest`. A name that it does no
 it imports `from solution`; `stubs.Client` asks for it.
 """
 
+import asyncio
 import builtins
 import dataclasses
 import json
 import os
 import signal
 import sys
+import time
 import types
 
 from spmd_rl.sandbox.guest import suite
 from spmd_rl.sandbox.guest.common import MODULES, WORD, common, execute
 from spmd_rl.sandbox.guest.link import Link
-from spmd_rl.sandbox.guest.remote import Remote, maker_of, record_of
+from spmd_rl.sandbox.guest.remote import Remote, maker_of, record_of, value_of
 from spmd_rl.sandbox.guest.stubs import Client, Refused
-from spmd_rl.sandbox.guest.survey import TYPE_OF, BadTests, Survey
+from spmd_rl.sandbox.guest.survey import OWN, SAME, TYPE_OF, BadTests, Survey
 
 ASKED = b"?"
 """Comes before the report once the code has been asked: whatever kills this process then is the code's doing."""
@@ -59,7 +61,7 @@ class Beside:
 
     def __init__(self, job):
         self.asked, self.refused, self.beyond, self.gone, self.unsupported, self.collects = 0, "", "", "", "", False
-        self._names = {}
+        self._names, self.own = {}, ""
         try:
             self._names = execute(job, "solution", shared=True)
         except BaseException as error:  # noqa: BLE001 - untrusted code
@@ -79,10 +81,14 @@ class Tester:
         if not self._beside:
             sys.modules["solution"] = solution = types.ModuleType("solution")
             solution.__getattr__ = self._name  # it has every name
-            _teach_dataclasses()
+            _teach_dataclasses(client)
+            _teach_sleep(client.slept)
             signal.signal(signal.SIGXCPU, self._out_of_time)
         source = "\n".join([job["prelude"], *job["tests"]])
-        self._base, self._words = {**common(source), TYPE_OF: self._type_of}, set(WORD.findall(job["prelude"]))
+        self._base, self._words = (
+            {**common(source), TYPE_OF: self._type_of, OWN: self._of_own, SAME: self._is_same},
+            set(WORD.findall(job["prelude"])),
+        )
         try:
             exec(compile(job["prelude"], "<prelude>", "exec"), self._base)
         except Exception as error:  # noqa: BLE001 - the tests' own text
@@ -95,7 +101,7 @@ class Tester:
             return False, [], survey.reason, ""
         if client.gone:
             return True, [False], client.gone, ""
-        client.beyond = ""
+        client.beyond = client.own = ""
         names = {name for name in survey.loaded if not hasattr(builtins, name) and not self._has(name, survey)}
         outcomes = self._outcomes(survey, names | {self._entry})
         if not (client.asked or self._beside):  # a function of the code's may have the name of a builtin
@@ -105,19 +111,20 @@ class Tester:
                 outcomes = self._outcomes(survey, shared)
         if not (survey.words & CHECKS or any(w.startswith(("assert", "fail")) for w in survey.words | self._words)):
             raise BadTests("the tests check nothing")
-        if not (client.asked or self._beside):
+        if not (client.asked or client.beyond or self._beside):
             raise BadTests("the tests ask the code nothing" + "".join(f" ({why})" for _, why in outcomes[:1] if why))
         if not outcomes:
             raise BadTests("the tests skip themselves")
-        if client.unsupported:
-            return False, [], client.unsupported, ""
+        if client.unsupported or (client.own and all(why in ("", client.own) for _, why in outcomes)):
+            return False, [], client.unsupported or client.own, ""
         details = [f"{name}: {why}" for name, why in outcomes if why]
         return True, [not why for _, why in outcomes], (details or [""])[0][:1000], client.beyond
 
     def _name(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._client.name(name)
+        is_class = name[:1].isupper() and not name.isupper()  # which is one object, and is not replaced
+        return self._client.name(name, first=is_class or not self._client.asked)  # as an import gets it
 
     def _has(self, name, survey):
         """Return whether the tests have a name without defining it. A module's name that is called is the code's."""
@@ -165,16 +172,52 @@ class Tester:
             return type(thing)
         return self._client.ask("type", remote)
 
+    def _is_same(self, *things):
+        if not self._beside:
+            one, two = things = [value_of(it) if type(it) is Remote else it for it in things]
+            if one is not two and type(one) is type(two) and type(one) in (int, float, str) and one == two:
+                self._client.want(f"the tests ask whether equal {type(one).__name__}s are one", always=True)
+        return things[0] is things[1]
+
+    def _of_own(self, thing):
+        if type(thing) is Remote:
+            self._client.of_own = True
+        return thing
+
     def _out_of_time(self, *_):
         self._client.gone = "the processor time is used up"
         self._client.refuse(self._client.gone)
 
 
-def _teach_dataclasses():
+def _teach_dataclasses(client):
     """Let functions of `dataclasses` read the records that stand for the code's objects."""
-    for name in ("asdict", "astuple", "fields", "is_dataclass"):
-        real = getattr(dataclasses, name)
-        setattr(dataclasses, name, lambda thing, real=real, **given: real(_local(thing), **given))
+
+    def taught(real):
+        def function(thing, **given):
+            if real.__name__ == "replace" and type(thing) is Remote:
+                return client.ask("replace", thing, [*given.values()], given)
+            return real(_local(thing), **given)
+
+        return function
+
+    for name in ("asdict", "astuple", "fields", "is_dataclass", "replace"):
+        setattr(dataclasses, name, taught(getattr(dataclasses, name)))
+
+
+def _teach_sleep(slept):
+    """Have what threads of the code change while the tests sleep arrive here, as in one process."""
+    now, later = time.sleep, asyncio.sleep
+
+    def sleep(seconds):
+        now(seconds)
+        slept()
+
+    async def sleep_later(delay, result=None):
+        await later(delay)
+        slept()
+        return result
+
+    time.sleep, asyncio.sleep = sleep, sleep_later
 
 
 def _local(thing):
@@ -190,6 +233,6 @@ def _local(thing):
 
 def _text_of(error):
     try:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error!s}"  # `format` would be asked of the code
     except (Refused, ValueError, MemoryError, RecursionError) as other:
         return f"{type(error).__name__}: {type(other).__name__}"

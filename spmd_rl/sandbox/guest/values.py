@@ -15,13 +15,16 @@ import gc
 import importlib
 import json
 import operator
-import re
+import types
 from array import array
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque, namedtuple
+
+from spmd_rl.sandbox.guest.arrays import DTYPE, MADE_OF_BYTES, is_array, known_array, layout, made_array, memory_of
+from spmd_rl.sandbox.guest.classes import is_unchanged, same_code
 
 SCALARS = frozenset((type(None), bool, int, float, str))
-_MADE_OF_BYTES = bytearray, array
-MUTABLE = {kind.__name__: kind for kind in (list, set, deque, dict, OrderedDict, Counter, defaultdict, *_MADE_OF_BYTES)}
+MUTABLE = list, set, deque, dict, OrderedDict, Counter, defaultdict, types.SimpleNamespace, *MADE_OF_BYTES
+MUTABLE = {kind.__name__: kind for kind in MUTABLE}
 VIEWS = {type(getattr(made, name)()): name for made in ({}, OrderedDict()) for name in ("keys", "values", "items")}
 FROZEN = {
     "tuple": tuple,
@@ -30,19 +33,27 @@ FROZEN = {
     "nan": lambda items: float("nan"),
     "view": lambda items: _method(items[0], {name: name for name in VIEWS.values()}[items[1]])(),
     "method": lambda items: _method(*items),
-    "part": lambda items: _array(items[0].ravel("K"), *items[1:]),
+    "part": lambda items: made_array(items[0].ravel("K"), *items[1:]),
     "error": lambda items: {kind.__name__: kind for kind in _ERRORS}[items[0]](*items[1:]),
+    "leaf": lambda items: _made_leaf(*items),
+    "slice": lambda items: slice(*items),
+    "proxy": lambda items: types.MappingProxyType(*items),
+    "chain": lambda items: _chain(*items),
+    "zone": lambda items: datetime.timezone(*items),
 }
-KEPT = {"tuple", "frozenset", "named", "nan"}
+KEPT = {"tuple", "frozenset", "named", "nan", "error", "leaf", "slice", "proxy", "chain", "zone"}
 NUMBERED = {*MUTABLE, *KEPT, "ndarray", "part"}
 """Nodes of what has a number, by which the other side knows it again: containers, arrays, and parts of arrays; and what
 cannot change, `KEPT`, so that it is the same object when it comes back."""
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, range, object, type(None), *MUTABLE.values())
 _OWNERS = {str, *MUTABLE.values()}
 _ERRORS = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-_ITEMS = {tuple: "tuple", frozenset: "frozenset", float: "nan"}
+_ITEMS = {tuple: "tuple", frozenset: "frozenset", float: "nan", slice: "slice", types.MappingProxyType: "proxy"}
+_ITEMS.update({ChainMap: "chain", datetime.timezone: "zone"})
 _ITEMS.update({**dict.fromkeys(VIEWS, "view"), **dict.fromkeys(_ERRORS, "error")})
 TYPES = {kind.__name__: kind for kind in (*_PLAIN, *_ERRORS)}
+TYPES.update(Ellipsis=Ellipsis, NotImplemented=NotImplemented)
+_WITHIN = {ChainMap: lambda chain: [chain.maps], datetime.timezone: datetime.timezone.__getinitargs__}
 _MOMENT = (
     lambda d: [d.isoformat(), d.fold, *(d.tzinfo.__getinitargs__()[1:] if d.tzinfo else ())],
     lambda kind, text, *rest: _moment(kind.fromisoformat(text), *rest),
@@ -56,9 +67,9 @@ LEAVES = {
     "datetime.date": (lambda d: [d.isoformat()], lambda kind, text: kind.fromisoformat(text)),
     **dict.fromkeys(("datetime.time", "datetime.datetime"), _MOMENT),
     "datetime.timedelta": (lambda t: [t.days, t.seconds, t.microseconds], lambda kind, *parts: kind(*parts)),
+    "uuid.UUID": (lambda u: [str(u)], lambda kind, text: kind(text)),
 }
 """By the name of an exact type: the function to JSON scalars, and the function back."""
-_DTYPE = re.compile(r"[<>|]([biufcSU]\d+|[mM]8(\[\w+\])?)")
 
 
 # -- messages -------------------------------------------------------------------------------------------------------
@@ -101,8 +112,9 @@ def encode(roots, other, known=None, number=None, record=None):
         if key in refs:
             continue
         memory = memory_of(value)
-        is_container = memory is value or (MUTABLE.get(kind.__name__) is kind and plain_factory(value))
+        is_container = memory is value or (MUTABLE.get(kind.__name__) is kind and _is_plain_container(value))
         is_frozen = memory is not None or kind in _ITEMS or _is_method(value) or is_named(kind)
+        is_frozen = is_frozen and is_unchanged(kind)
         place = known(value) if known else None
         held = (parts(value), None) if is_container else record(value) if record and not is_frozen else None
         if place:
@@ -126,10 +138,10 @@ def encode(roots, other, known=None, number=None, record=None):
             if hasattr(kind, "_fields"):
                 _named[kind.__name__, kind._fields] = kind
                 node = ["named", node[1], [kind.__name__, list(kind._fields)]]
-            if number and (memory is not None or (node[0] in KEPT and (items or kind is float))):
-                node = [node[0], node[1], node[2] if len(node) > 2 else None, number(value)]
         else:
             node = _leaf(value) or other(value)
+        if number and (node[0] == "part" or (node[0] in KEPT and (node[1] or kind is float))):
+            node = [node[0], node[1], node[2] if len(node) > 2 else None, number(value)]
         refs[key] = [len(nodes)]
         nodes.append(node)
     for i, value, items, rest in unfilled:
@@ -144,14 +156,19 @@ def encode(roots, other, known=None, number=None, record=None):
 def _items(value, kind):
     if (memory := memory_of(value)) is not None:
         offset = value.__array_interface__["data"][0] - memory.__array_interface__["data"][0]
-        return [memory, offset, *_layout(value)]
+        return [memory, offset, *layout(value)]
     if _is_method(value):
         return [value.__self__, value.__name__]
     if _ITEMS.get(kind) == "error":
-        return [kind.__name__, *BaseException.args.__get__(value)]
-    if kind not in VIEWS:
+        path = [value.filename] if isinstance(value, OSError) and value.filename is not None else []
+        return [kind.__name__, *BaseException.args.__get__(value), *path]
+    if kind in (slice, ChainMap, datetime.timezone):
+        return [value.start, value.stop, value.step] if kind is slice else list(_WITHIN[kind](value))
+    if kind not in VIEWS and kind is not types.MappingProxyType:
         return [] if kind is float else list(value)
     (mapping,) = gc.get_referents(value)
+    if kind not in VIEWS:
+        return [mapping]
     if MUTABLE.get(type(mapping).__name__) is not type(mapping) or not SCALARS.issuperset(map(type, mapping)):
         copies = {"keys": dict.fromkeys, "values": lambda items: dict(enumerate(items)), "items": dict}
         mapping = copies[VIEWS[kind]](value)
@@ -170,19 +187,20 @@ def _method(owner, name):
 
 def parts(value):
     """Return the objects in a container; those of a dictionary as its keys, then its values."""
-    if isinstance(value, _MADE_OF_BYTES) or is_array(value):
+    if isinstance(value, MADE_OF_BYTES) or is_array(value):
         return []
+    value = vars(value) if type(value) is types.SimpleNamespace else value
     return [*value, *value.values()] if isinstance(value, dict) else list(value)
 
 
 def contents(container):
     """Return what is in a container, to find later whether that has changed; None of what cannot change."""
-    if isinstance(container, (tuple, frozenset, float)):
-        return None
     if is_array(container):
         own = container.tobytes() if memory_of(container) is container else b""
-        return repr(_layout(container)).encode() + own
-    return bytes(container) if isinstance(container, _MADE_OF_BYTES) else tuple(parts(container))
+        return repr(layout(container)).encode() + own
+    if type(container).__name__ not in MUTABLE:
+        return None
+    return bytes(container) if isinstance(container, MADE_OF_BYTES) else tuple(parts(container))
 
 
 def same_items(left, right):
@@ -209,105 +227,62 @@ def _extra(value):
     """Return what a container has beside its items: the end of a deque, the factory of a default dictionary, bytes."""
     if isinstance(value, defaultdict):
         return value.default_factory and value.default_factory.__name__
-    if isinstance(value, _MADE_OF_BYTES):
+    if isinstance(value, MADE_OF_BYTES):
         return [bytes(value).hex(), *([value.typecode] if type(value) is array else [])]
     if is_array(value):
         kept = value.copy("K")  # without gaps; what shares memory in an unknown way can only be read over there
-        return [kept.ravel("K").tobytes().hex(), 0, *_layout(kept, value.flags.writeable and value.flags.owndata)]
+        return [kept.ravel("K").tobytes().hex(), 0, *layout(kept, value.flags.writeable and value.flags.owndata)]
     return value.maxlen if isinstance(value, deque) else None
 
 
-def plain_factory(value):
+def _is_plain_container(value):
     """Return whether a container has no function of anybody's own in it."""
     factory = value.default_factory if type(value) is defaultdict else None
-    return factory is None or TYPES.get(getattr(factory, "__name__", "")) is factory
+    return is_unchanged(type(value)) and (factory is None or TYPES.get(getattr(factory, "__name__", "")) is factory)
 
 
 def is_named(kind):
-    """Return whether a type is what `namedtuple` makes, with nothing added by hand."""
+    """Return whether a type is what `namedtuple` makes, with nothing added or replaced by hand."""
     if kind.__bases__ != (tuple,) or not hasattr(kind, "_fields"):
         return False
-    return set(vars(kind)) - set(kind._fields) <= _NAMED
+    own = [*vars(kind).values()]
+    if _seen.get(kind) != own:
+        twin, rest = vars(namedtuple("Any", kind._fields)), vars(kind).keys() - _NAMED
+        if rest != twin.keys() - _NAMED or not all(same_code(vars(kind)[name], twin[name]) for name in rest):
+            return False
+        probe = tuple.__new__(kind, range(len(kind._fields)))
+        if any(getattr(probe, name) != i for i, name in enumerate(kind._fields)):
+            return False
+        _seen[kind] = own
+    return True
 
 
-_NAMED = set(vars(namedtuple("Any", ()))) | {"__annotations__", "__orig_bases__", "__annotate_func__", "__doc__"}
-_NAMED |= {"__static_attributes__", "__firstlineno__", "__annotations_cache__", "__annotate__"}
+_seen = {}
+
+
+_NAMED = {"__annotations__", "__orig_bases__", "__annotate_func__", "__doc__", "__module__", "_field_defaults"}
+_NAMED |= {"__static_attributes__", "__firstlineno__", "__annotations_cache__", "__annotate__", "_fields_defaults"}
 
 
 def _leaf(value):
     kind = type(value)
     path = f"{kind.__module__}.{kind.__name__}"
     if path in LEAVES and type(getattr(value, "tzinfo", None)) in (type(None), datetime.timezone):
-        node = [path, *LEAVES[path][0](value)]
-        if kind.__module__ == "builtins" or repr(_frozen(node, ())) == repr(value):  # a fraction may not be reduced
-            return node
-    elif kind is type and TYPES.get(value.__name__) is value:
+        node = ["leaf", [path, *LEAVES[path][0](value)]]
+        is_same = kind.__module__ == "builtins" or repr(_made_leaf(*node[1])) == repr(value)
+        return node if is_same and is_unchanged(kind) else None  # a fraction may not be reduced
+    if value is ... or value is NotImplemented:
+        return ["type", repr(value)]
+    if kind is type and TYPES.get(value.__name__) is value:
         return ["type", value.__name__]
-    elif kind.__module__ == "numpy" and "generic" in {base.__name__ for base in kind.__mro__}:
-        return ["scalar", value.tobytes().hex(), value.dtype.str] if _DTYPE.fullmatch(value.dtype.str) else None
+    if kind.__module__ == "numpy" and "generic" in {base.__name__ for base in kind.__mro__}:
+        return ["scalar", value.tobytes().hex(), value.dtype.str] if DTYPE.fullmatch(value.dtype.str) else None
     return None
 
 
 def _moment(made, fold, *name):
     """Return a time with that fold, whose time zone has that name."""
     return made.replace(fold=fold, tzinfo=datetime.timezone(made.utcoffset(), *name) if name else made.tzinfo)
-
-
-# -- arrays of numpy ------------------------------------------------------------------------------------------------
-
-
-def is_array(value):
-    """Return whether a value is an array of numpy's, of numbers, dates or texts."""
-    kind = type(value)
-    return kind.__name__ == "ndarray" and kind.__module__ == "numpy" and bool(_DTYPE.fullmatch(value.dtype.str))
-
-
-def memory_of(value):
-    """Return the array that owns the memory of an array, or itself if that is no such array's; None of what is none."""
-    if not is_array(value):
-        return None
-    owner = value
-    while getattr(owner, "base", None) is not None:
-        owner = owner.base
-    return owner if is_array(owner) and owner.flags.owndata else value
-
-
-def refuse_mixed(new, known):
-    """Raise ValueError if an array lies in the memory of another container, without being known as a part of that."""
-    new, known = ([it for it in each if isinstance(it, _MADE_OF_BYTES) or is_array(it)] for each in (new, known))
-    foreign = [it for it in (*new, *known) if new and is_array(it) and memory_of(it).base is not None]
-    owners = [it for it in (*new, *known) if foreign and not (is_array(it) and memory_of(it).base is not None)]
-    if any(importlib.import_module("numpy").may_share_memory(a, b) for a in foreign for b in owners):
-        raise ValueError("an array in the memory of something else that crosses")
-
-
-def _layout(array, writeable=None):
-    writeable = array.flags.writeable if writeable is None else writeable
-    return [array.dtype.str, bool(writeable), *array.shape, *array.strides]
-
-
-def _array(memory, offset, dtype, writeable, *layout):
-    """Return the array of that layout, shape and strides, in some memory."""
-    if not _DTYPE.fullmatch(dtype):
-        raise ValueError(dtype)
-    shape, strides = layout[: len(layout) // 2], layout[len(layout) // 2 :]
-    made = importlib.import_module("numpy").ndarray(shape, dtype, memory, offset, strides)
-    made.flags.writeable = writeable and made.flags.writeable
-    return made
-
-
-def _known_array(array, node, known):
-    """Return an array that a node describes: the one that is here under its number, changed to be the same, or this."""
-    found = array if known is None or len(node) < 4 else known.setdefault(node[3], array)
-    if found is not array:
-        found.shape = array.shape
-        if array.flags.owndata:
-            found.flags.writeable = True
-            found[...] = array
-        found.flags.writeable = array.flags.writeable
-        if _layout(found) != _layout(array):
-            raise ValueError("another layout")
-    return found
 
 
 # -- from JSON ------------------------------------------------------------------------------------------------------
@@ -325,14 +300,14 @@ def decode(refs, nodes, special, known=None):
             made[i] = _shell(node, known)
             unfilled.append((i, node))
         elif node[0] == "ndarray":
-            array = _array(bytes.fromhex(node[2][0]), *node[2][1:]).copy("K")
+            array = made_array(bytes.fromhex(node[2][0]), *node[2][1:]).copy("K")
             array.flags.writeable = node[2][3]
-            made[i] = _known_array(array, node, known)
+            made[i] = known_array(array, node, known)
         elif node[0] == "record":
             made[i] = special["handle"](*node[2:4])
     for i, node in enumerate(nodes):
         if node[0] == "part":
-            made[i] = _known_array(_frozen(node, made), node, known)
+            made[i] = known_array(_frozen(node, made), node, known)
         elif node[0] not in MUTABLE and node[0] not in ("record", "ndarray"):
             made[i] = special[node[0]](*node[1:]) if node[0] in special else _frozen(node, made)
             if node[0] in KEPT and len(node) > 3 and known is not None:
@@ -362,11 +337,12 @@ def _shell(node, known):
 
 def _fill(container, items, extra):
     """Give a container other contents, as `parts` and `_extra` return them."""
-    if isinstance(container, _MADE_OF_BYTES):
+    if isinstance(container, MADE_OF_BYTES):
         items = type(container)(*extra[1:], bytes.fromhex(extra[0]))
-    if isinstance(container, (list, *_MADE_OF_BYTES)):
+    if isinstance(container, (list, *MADE_OF_BYTES)):
         container[:] = items
         return
+    container = vars(container) if type(container) is types.SimpleNamespace else container
     container.clear()
     if isinstance(container, dict):
         half = len(items) // 2
@@ -382,10 +358,18 @@ def _frozen(node, made):
         return FROZEN[tag](_resolve(body[0], made), *body[1:2] if tag == "named" else [])
     if tag == "type":
         return TYPES[body[0]]
-    if tag == "scalar":
-        return _array(bytes.fromhex(body[0]), 0, body[1], False)[()]
-    module, _, name = tag.partition(".")
-    return LEAVES[tag][1](getattr(importlib.import_module(module), name), *body)
+    return made_array(bytes.fromhex(body[0]), 0, body[1], False)[()]
+
+
+def _made_leaf(path, *said):
+    module, _, name = path.partition(".")
+    return LEAVES[path][1](getattr(importlib.import_module(module), name), *said)
+
+
+def _chain(maps):
+    made = ChainMap()
+    made.maps = maps
+    return made
 
 
 _named = {}

@@ -5,7 +5,7 @@ import pytest
 from rewards.code import CodeReward
 from tests.unit.sandbox.cases import Case, cheats, read, rows, table
 
-ROWS = {"never": "error|0", "outside": "0|error", "second": "0|error"}
+ROWS = {"never": "error|0", **dict.fromkeys(("outside", "second", "third", "fourth"), "0|error")}
 ROWS |= dict.fromkeys(("objects", "stdin_cheats", "aliases", "callbacks", "faults", "iterators"), "0")
 PARTS = 8
 SHAPES_EACH = 3
