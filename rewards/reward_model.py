@@ -125,15 +125,15 @@ class ModelReward:
 
     def _render(self, prompt: Prompt, answer: str) -> tuple[list[int], list[int]]:
         """Return the token ids of the conversation that ends with the answer, and at which of them scores stand."""
-        answer = answer.strip() if self._separator else answer
+        borders: Sequence[int] = ()
+        if self._separator:
+            answer = answer.strip()
+            borders = Conversation((Message("assistant", answer),)).in_steps(self._separator).borders
         messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
         messages.append({"role": "assistant", "content": answer})
         text = self._tokenizer.apply_chat_template(messages, tokenize=False)
-        borders: list[int] = []
-        if self._separator:
-            steps = Conversation((Message("assistant", answer),)).in_steps(self._separator)
-            borders = [text.rindex(answer) + border for border in steps.borders]
-        cuts = pairwise([0, *borders, len(text)])
+        begin = text.rindex(answer) if borders else 0
+        cuts = pairwise([0, *(begin + border for border in borders), len(text)])
         pieces = [self._tokenizer(text[a:b], add_special_tokens=False)["input_ids"] for a, b in cuts]
         return [token for piece in pieces for token in piece], [end - 1 for end in accumulate(map(len, pieces))]
 

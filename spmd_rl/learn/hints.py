@@ -47,28 +47,26 @@ class Hints:
 def in_sight(batch: Batch) -> Batch:
     """The same answers after the prompts with hints; without the columns of the tokens but the mask."""
     bounds, own = batch.starts.tolist(), batch.hints.offsets.tolist()
-    begins = torch.zeros_like(batch.starts[1:])  # of each sample, its tokens before the first sampled one
-    runs, masks = [], []
+    runs, masks = [batch.token_ids[:0]], [batch.loss_mask[:0]]
     for number, (begin, end) in enumerate(pairwise(bounds)):
-        mask, ids = batch.loss_mask[begin:end], batch.hints.values[own[number] : own[number + 1]]
+        run, mask = batch.token_ids[begin:end], batch.loss_mask[begin:end]
+        ids = batch.hints.values[own[number] : own[number + 1]]
         if len(ids) and mask.any():
-            begins[number] = int(mask.int().argmax())
-            mask = torch.cat([mask.new_zeros(len(ids)), mask[begins[number] :]])
-            runs.append(torch.cat([ids.long(), batch.token_ids[begin + begins[number] : end]]))
-        else:
-            runs.append(batch.token_ids[begin:end])
+            first = int(mask.int().argmax())
+            run, mask = torch.cat([ids.long(), run[first:]]), torch.cat([mask.new_zeros(len(ids)), mask[first:]])
+        runs.append(run)
         masks.append(mask)
-    starts = bounds_of(as_tensor([len(run) for run in runs]))
-    tokens, mask = torch.cat([batch.token_ids[:0], *runs]), torch.cat([batch.loss_mask[:0], *masks])
+    starts = bounds_of(as_tensor([len(run) for run in runs[1:]]))
+    tokens, mask = torch.cat(runs), torch.cat(masks)
     zeros = torch.zeros(len(tokens))
     return Batch(starts, batch.keys, batch.units, tokens, positions(starts), mask, zeros, zeros.int())
 
 
 def at_answers(batch: Batch, shown: Batch, logprobs: Tensor, *lists: Ragged) -> tuple[Tensor | Ragged, ...]:
-    """Columns of the batch `shown`, which have something at sampled tokens alone, as those of the batch it is of."""
+    """Columns of the batch `shown`, which have something at sampled tokens alone, as those of the batch it is of; the
+    lists of a token are of one length."""
     own = torch.full((batch.num_tokens,), torch.nan)
     own[batch.sampled.index] = logprobs[shown.sampled.index]
-    counts = [torch.zeros_like(batch.loss_mask, dtype=torch.int64) for _ in lists]
-    for count, some in zip(counts, lists, strict=True):
-        count[batch.sampled.index] = some.offsets.diff()[shown.sampled.index]
-    return own, *(Ragged(some.values, bounds_of(count)) for some, count in zip(lists, counts, strict=True))
+    counts = torch.zeros_like(batch.loss_mask, dtype=torch.int64)
+    counts[batch.sampled.index] = lists[0].offsets.diff()[shown.sampled.index]
+    return own, *(Ragged(some.values, bounds_of(counts)) for some in lists)

@@ -28,8 +28,9 @@ class Judging(Imitation):
     @staticmethod
     def of(cfg: RewardModelConfig, critic: CriticRole) -> "Judging":
         """What `head` asks for."""
-        own = (Ranking, cfg.center_coef) if cfg.head == "pairwise" else (Judging,)
-        return own[0](critic, cfg.train.updates_per_step, *own[1:])
+        if cfg.head == "pairwise":
+            return Ranking(critic, cfg.train.updates_per_step, cfg.center_coef)
+        return Judging(critic, cfg.train.updates_per_step)
 
     def bind(self, batch: Batch, number: int) -> Term:
         """See `Imitation.bind`."""

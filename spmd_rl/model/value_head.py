@@ -40,6 +40,7 @@ class ValueHeadFiles:
         """head: see `head_weights`; by the names under which it is stored. UserError if several outputs are stored."""
         self.folder, self.head, self._files = files.folder, head, files
         self._scores = {name: SCORE for name in head if name.endswith("weight") and SCORE in files.names}
+        self._zeros = head.keys() - self._scores.keys()
         if self._scores and (outputs := files.shape(SCORE)[0]) != 1:
             raise UserError(f"critic.model: {files.folder} has {outputs} outputs; a reward model has one")
         self.names: Collection[str] = {*files.names, *head} - {*self._scores.values()}
@@ -55,8 +56,7 @@ class ValueHeadFiles:
 
     def shape(self, name: str) -> list[int]:
         """See `WeightFiles`."""
-        is_zero = name in self.head and name not in self._scores
-        return list(self.head[name].shape) if is_zero else self._files.shape(self._scores.get(name, name))
+        return list(self.head[name].shape) if name in self._zeros else self._files.shape(self._scores.get(name, name))
 
     @torch.no_grad()
     def fill(self, model: nn.Module, bias: bool) -> nn.Module:
@@ -67,7 +67,7 @@ class ValueHeadFiles:
 
     def read(self, name: str, region: Region) -> Tensor:
         """See `WeightFiles`."""
-        if name in self.head and name not in self._scores:
+        if name in self._zeros:
             return torch.zeros([piece.stop - piece.start for piece in region])
         return self._files.read(self._scores.get(name, name), region)
 
