@@ -75,6 +75,16 @@ def test_one_rank_plays_the_same_episodes(toy: AgentToy, straight: Running) -> N
     assert difference(alone.weights(2), straight.weights(2)) < 1e-4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("train", ["train=deepspeed", "train=megatron train.tp=2", "train=megatron train.pp=2"])
+def test_another_backend_learns_the_same_from_the_same_episodes(toy: AgentToy, straight: Running, train: str) -> None:
+    other = toy.run("steps=3", *train.split(), name=train.replace(" ", "-"))
+    assert [tokens(other, step) for step in (1, 2, 3)] == [tokens(straight, step) for step in (1, 2, 3)]
+    norms = [[line["actor/grad_norm"] for line in run.metrics()[2:]] for run in (other, straight)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert difference(other.weights(3), straight.weights(3)) < 1e-4
+
+
 def test_on_ranks_of_their_own_they_play_the_same_episodes(toy: AgentToy, straight: Running) -> None:
     split = toy.run("steps=3", "placement.mode=split", "placement.max_staleness=0", name="split")
     assert [tokens(split, step) for step in (1, 2, 3)] == [tokens(straight, step) for step in (1, 2, 3)]

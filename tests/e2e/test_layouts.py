@@ -66,6 +66,8 @@ WITH_VLLM = [
     ("qwen2", 2, "train.pp=2 engine.tp=2"),
     ("qwen3_moe", 2, "train.ep=2"),
     ("qwen2", 2, "train=deepspeed train.stage=1"),
+    ("qwen2", 2, "train=megatron train.tp=2"),
+    ("qwen2", 2, "train=megatron train.pp=2 engine.tp=2"),
 ]
 slow = pytest.mark.slow
 GRADIENTS = [*QUICK, *(pytest.param(*case, marks=slow) for case in SLOW)]
