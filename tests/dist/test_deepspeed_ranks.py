@@ -132,7 +132,7 @@ def others(world: World, path: str, zero: dict) -> dict[str, bool]:
 def checked(world: World, path: str, other: str, folder: str, cases) -> dict[str, dict[str, bool]]:
     """What is to be looked at under each of the settings."""
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    found = {}
+    found, linear = {}, torch.nn.functional.linear
     for zero, what in cases:
         looks = {
             "guard float32": lambda zero=zero: guarded(world, path, zero, "float32"),
@@ -143,7 +143,8 @@ def checked(world: World, path: str, other: str, folder: str, cases) -> dict[str
         found |= {f"{name} {zero}": looks[name]() for name in what}
     after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     compiled = Path(os.environ["TORCH_EXTENSIONS_DIR"])
-    return found | {"host": {"signals": handlers == after, "nothing is compiled": not compiled.exists()}}
+    facts = {"signals": handlers == after, "nothing is compiled": not compiled.exists()}
+    return found | {"host": facts | {"linear": linear is torch.nn.functional.linear}}
 
 
 @pytest.mark.parametrize("cases", CASES, ids=["few", "all"])

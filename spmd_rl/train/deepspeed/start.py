@@ -92,6 +92,9 @@ def settings(train: TrainConfig, dtype: torch.dtype, on_device: bool) -> dict[st
         "stage": train.stage,
         "reduce_bucket_size": BUCKET,
         "overlap_comm": on_device and not train.offload_optimizer,
+        # or, from then on, every linear layer of this process is another one, which adds its bias in place: with
+        # selective checkpointing that changes what was kept, and gradients of any backend are wrong in silence
+        "memory_efficient_linear": False,
         "stage3_param_persistence_threshold": 0,  # what is kept gathered would have to be refreshed after a load
     }
     if train.offload_optimizer:
