@@ -205,14 +205,6 @@ def published(world: World, path: str, architecture: str, spoil=None) -> str:
         module.NAMES.update(sound)
 
 
-def interleaved_over_two(world: World, path: str) -> str:
-    try:
-        built("megatron", world, path, axes={"pp": 2, "vpp": 2})
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 def everything(world: World, paths: dict[str, str], folder: str) -> dict:
     return {
         "goes on": {case: goes_on(world, paths, folder, case) for case in PAIRS},
@@ -235,7 +227,6 @@ def everything(world: World, paths: dict[str, str], folder: str) -> dict:
             values(world, paths[f"{model} 0"], f"{folder}/values {model} {axes}", axes)
             for model, axes in (("llama", {}), ("llama", {"tp": 2}), ("qwen3_moe", {"pp": 2}), ("llama", {"cp": 2}))
         ],
-        "interleaved": interleaved_over_two(world, paths["llama 0"]),
         "lost": published(world, paths["qwen3_moe 0"], "qwen3_moe", loses_an_expert),
     }
 
@@ -299,8 +290,3 @@ def test_what_transformers_takes_for_padding_gets_no_gradient(found) -> None:
 def test_a_critic_follows_plain_torch(found) -> None:
     for errors in (errors for of_rank in found for errors in of_rank["values"]):
         assert len(errors) == 9 and max(errors) < 1e-4, errors
-
-
-def test_what_gloo_would_mix_up_is_refused(found) -> None:
-    says = "train.vpp: with two stages on CPU Megatron's gradients are wrong; must be 1"
-    assert [of_rank["interleaved"] for of_rank in found] == [says] * 2

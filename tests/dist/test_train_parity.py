@@ -87,7 +87,9 @@ ON_HOST = {"offload_optimizer": True}
 ZEROS = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, **ON_HOST, "offload_param": True}]
 OTHER_ZEROS = [*ZEROS, {"stage": 1, **ON_HOST}, {"stage": 2, **ON_HOST}, {"stage": 3, **ON_HOST}]
 """Settings of DeepSpeed"""
-MEGATRON = [("llama", TP2), ("qwen2", PP2), ("smollm2", CP2), ("qwen3_moe", EP2), ("qwen3", {})]
+VPP2 = {"pp": 2, "vpp": 2}
+"""Both neighbours of a stage are one rank"""
+MEGATRON = [("llama", TP2), ("qwen2", PP2), ("smollm2", CP2), ("qwen3_moe", EP2), ("qwen3", {}), ("deep", VPP2)]
 MORE = [("qwen3", TP2), ("mixtral", EP2), ("qwen3_moe", TP2), ("mixtral", TP2 | EP2), ("qwen3_moe", PP2)]
 OF_FOUR = [("llama", TP2 | PP2), ("qwen3", TP2), ("qwen2", PP2), ("llama", TP2 | CP2), ("qwen3", PP2 | CP2)]
 OF_FOUR += [("qwen3_moe", EP2), ("mixtral", TP2 | EP2), ("qwen3_moe", PP2 | EP2), ("mixtral", EP2 | CP2)]
@@ -103,7 +105,10 @@ SLOW += [
     (size, "deepspeed", [(model, zero) for model in ("llama", "qwen2", "qwen3_moe", "mixtral") for zero in OTHER_ZEROS])
     for size in (1, 2, 3)
 ]
-SLOW += [(1, "megatron", [(model, {}) for model in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")])]
+SLOW += [
+    (2, "megatron", [("deep", {"pp": 2, "vpp": 4})]),
+    (1, "megatron", [(model, {}) for model in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")]),
+]
 SLOW += [(2, "megatron", MORE), (3, "megatron", [("smollm2", TP3), ("qwen2", TP3)])]
 SLOW += [(4, "megatron", OF_FOUR[at::2]) for at in (0, 1)]
 HUGE = 1e12

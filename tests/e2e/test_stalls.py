@@ -25,7 +25,7 @@ SKIPPING = Path(__file__).with_name("skipping_rlvr.py")
 CASES = [(victim, phase) for victim in ("rank-0", "rank-1") for phase in POINTS]
 """In `make test` a stopped rank under torchrun is that of `tests/dist/test_fate`."""
 AWAITED = {
-    "publish": "weights: gather",
+    "publish": "publish: weights",
     "generate": "generate: end of step",
     "score": "generate: end of step",
     "prepare": "prepare: samples",

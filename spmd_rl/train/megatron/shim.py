@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 
@@ -36,6 +37,63 @@ _REPLACED = {
 """Of `torch.cuda`"""
 
 
+class _Messages:
+    """Between pipeline stages: no stage waits until another has received, as on devices, where short ones are buffered.
+
+    Gloo's messages wait, and an interleaved schedule, whose stages do not all pair what they send and receive alike,
+    then stops for good. Each direction has a tag of its own: with two stages both are between the same ranks.
+    """
+
+    def __init__(self) -> None:
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def exchange(
+        self,
+        *,
+        tensor_send_prev: torch.Tensor | None,
+        tensor_recv_prev: torch.Tensor | None,
+        tensor_send_next: torch.Tensor | None,
+        tensor_recv_next: torch.Tensor | None,
+        group: dist.ProcessGroup,
+        prev_pipeline_rank: int,
+        next_pipeline_rank: int,
+    ) -> list[dist.Work]:
+        """In the place of Megatron's: what is to be waited for."""
+        sent = (tensor_send_prev, prev_pipeline_rank, 0), (tensor_send_next, next_pipeline_rank, 1)
+        for tensor, rank, tag in sent:
+            if tensor is not None:
+                copy = tensor.detach().clone()  # the schedule frees what it has sent
+                self._sent.append((dist.isend(copy, rank, group, tag), copy))
+        received = (tensor_recv_prev, prev_pipeline_rank, 1), (tensor_recv_next, next_pipeline_rank, 0)
+        return [dist.irecv(tensor, rank, group, tag) for tensor, rank, tag in received if tensor is not None]
+
+    @property
+    def shapes(self) -> Any:
+        """In the place of Megatron's method: the shapes of what comes from the stage before and from the one after."""
+
+        def shapes(communicator: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> tuple:
+            own = [None if tensor is None else torch.tensor(tensor.shape) for tensor in (send_prev, send_next)]
+            found = [torch.zeros(3, dtype=torch.int64) if wanted else None for wanted in (recv_prev, recv_next)]
+            for request in self.exchange(
+                tensor_send_prev=own[0],
+                tensor_recv_prev=found[0],
+                tensor_send_next=own[1],
+                tensor_recv_next=found[1],
+                group=communicator.pp_group,
+                prev_pipeline_rank=communicator.prev_rank,
+                next_pipeline_rank=communicator.next_rank,
+            ):
+                request.wait()
+            return tuple([0, 0, 0] if shape is None else shape.tolist() for shape in found)
+
+        return shapes
+
+    def end(self) -> None:
+        """Wait until all has been received."""
+        for request, _ in self._sent:
+            request.wait()
+
+
 class _OnCPU(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
@@ -55,17 +113,22 @@ def on_cpu(device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         yield
         return
+    from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    messages = _Messages()
     states = {"_get_cuda_rng_state": _REPLACED["get_rng_state"], "_set_cuda_rng_state": _REPLACED["set_rng_state"]}
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **_REPLACED))
         stack.enter_context(patch.multiple(random, **states))
         stack.enter_context(patch.multiple(moe_utils, te_general_gemm=None, create=True))
         stack.enter_context(patch.multiple(token_dispatcher, maybe_move_tensor_to_cpu=_as_numpy))
+        stack.enter_context(patch.multiple(p2p_communication, _batched_p2p_ops=messages.exchange))
+        stack.enter_context(patch.object(p2p_communication.P2PCommunicator, "_communicate_shapes", messages.shapes))
         stack.enter_context(_OnCPU())
         yield
+        messages.end()
 
 
 def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
