@@ -6,7 +6,7 @@ A small teacher learns a random walk over letters (SFT). A smaller student, warm
 then learns from the teacher in three ways, each of as many steps of as many samples: its own samples with the
 teacher's distribution (rlvr with `teacher`), the teacher's samples (sft), and these with its distribution (sft with
 `teacher`). Measured on the student's own samples: KL(student || teacher), exact, in nats a token; beside it their
-score, the share of them that are walks, and how many tokens the training has read.
+score, the share of them that are walks, and how many tokens were learnt.
 """
 
 import argparse
@@ -32,7 +32,7 @@ ARMS = ("student", "on policy", "sft", "off policy", "teacher")
 MEASURED = {
     "kl": "KL(student || teacher) on the student's samples, nats a token",
     "score": "Share of the student's samples that are walks",
-    "tokens": "Tokens trained on, prompts included",
+    "tokens": "Tokens learnt",
 }
 
 
@@ -107,8 +107,9 @@ def reverse_kl(student: Path, teacher: Path, pairs: list[tuple[str, str]]) -> fl
 def measure(model: Path, teacher: Path, seed: int) -> dict[str, float]:
     """What `MEASURED` names; `model` is a run's."""
     pairs, lines = answers(model, 4, seed), (model.parents[2] / "metrics.jsonl").read_text().splitlines()
+    steps = [step for step in map(json.loads, lines) if "system/tokens_per_s" in step]
     score = sum(is_walk(*pair) for pair in pairs) / len(pairs)
-    tokens = sum(json.loads(line).get("tokens", 0) for line in lines)
+    tokens = sum(round(step["system/tokens_per_s"] * step["time/total"]) for step in steps)
     return {"kl": reverse_kl(model, teacher, pairs), "score": score, "tokens": tokens}
 
 
