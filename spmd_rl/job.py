@@ -35,7 +35,7 @@ class Place:
     """What a rank does in its job: either `generate`, and nothing else, or all the rest."""
 
     generate: Callable[[], None] | None = None
-    """[generate] Generates until the run is over."""
+    """[generate] Generates until the run is over. Of a run that is over already, on all ranks: does nothing."""
     world: World | None = None
     """The ranks that train."""
     roles: Roles | None = None

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m spmd_rl.rlvr +experiment=demo rollout.temperature=0.9
     python -m spmd_rl.rlvr +experiment=demo debug=true
 
-Lines marked [all] meet all other ranks, [train] those that train; no other line may decide whether one is reached.
+Marked lines are collectives, [all] of all ranks, [train] of those that train; after `place.generate` these are all.
+None may stand behind a condition that could differ between its ranks.
 """
 
 from spmd_rl.config import RlvrConfig, main

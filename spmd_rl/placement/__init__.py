@@ -3,7 +3,7 @@
 | `placement.` | who trains | who generates | when |
 |---|---|---|---|
 | `mode=colocated` | all ranks | all ranks | in turns |
-| `mode=overlapped` | all ranks | all ranks | in turns, one step ahead of the verdicts |
+| `mode=overlapped` | all ranks | all ranks | in turns; step n + 1 begins before update n, while verdicts are awaited |
 | `mode=split` | some ranks | the others | at the same time |
 | `mode=lent` | some ranks | all ranks | at the same time; training ranks also generate between updates |
 | `mode=split generate=attached` | all ranks | none: jobs of their own do | at the same time |

@@ -15,7 +15,7 @@ from spmd_rl.weights.adapter_source import AdapterSource
 def colocated(job: Job, last_ahead: int = 0) -> Iterator[Place]:
     """[all] The roles and the engine of each rank take turns on its device.
 
-    last_ahead: the last step that starts before the update of the step before it.
+    last_ahead: steps up to this one start before the update of the step before them, one version behind; 0: none does.
     """
     cfg, world = job.cfg, job.world
     job.open_run(world)  # [all]

@@ -10,6 +10,10 @@
 | answer | what one episode came to, one of `rollout.answers_per_prompt`; with an agent also called a trajectory |
 | segment | a part of an answer whose turns continue each other token by token; mostly there is one |
 | sample | one segment as training sees it: a row of tokens; `Sample.last` marks the one that counts as the answer |
+| resolved | of a ticket: the verdicts on all its answers are in |
+| qualifies | of a resolved ticket: it passes the filter (`rollout.filter`), and its answers are trained on |
+| used | of a ticket: consumed by this step, whether it qualifies or not |
+| surplus, carried | started and not used by the step; carried is what goes on in the next one |
 | unit | the answer to which a sample belongs: what shares one score and one advantage (`Sample.unit`) |
 | staleness | policy versions between the one that sampled a token and the step's; metrics and columns call it `lag` |
 """

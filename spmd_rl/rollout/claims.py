@@ -11,7 +11,7 @@ from spmd_rl.rollout.coordinator import Coordinator, FirstKInOrder
 from spmd_rl.rollout.step_plan import GroupSlice
 
 
-class Claim(Protocol):
+class SliceClaim(Protocol):
     """How a replica gets its next slices."""
 
     def next(self, room: int) -> list[GroupSlice]:
@@ -42,7 +42,7 @@ class StoreClaim:
         return self._coordinator.plan.slice(self._reserved[0])[0] if self._reserved else None
 
     def next(self, room: int) -> list[GroupSlice]:
-        """See `Claim`. A slice that may not start yet stays claimed here."""
+        """See `SliceClaim`. A slice that may not start yet stays claimed here."""
         coordinator, slices = self._coordinator, []
         plan = coordinator.plan
         while len(slices) < room:
@@ -57,7 +57,7 @@ class StoreClaim:
         return slices
 
     def ahead(self, room: int) -> list[GroupSlice]:
-        """See `Claim`."""
+        """See `SliceClaim`."""
         return self.next(room)
 
 
@@ -73,11 +73,11 @@ class StaticClaim:
         self._next, self._wave_end = replica, coordinator.plan.initial_limit
 
     def ahead(self, room: int) -> list[GroupSlice]:
-        """See `Claim`. The first wave: who answers a later one must not depend on how soon verdicts came."""
+        """See `SliceClaim`. The first wave: who answers a later one must not depend on how soon verdicts came."""
         return self._dealt()
 
     def next(self, room: int) -> list[GroupSlice]:
-        """See `Claim`. A whole wave starts at once, whatever `room` says: the engine queues it in order."""
+        """See `SliceClaim`. A whole wave starts at once, whatever `room` says: the engine queues it in order."""
         plan = self._coordinator.plan
         while True:
             slices = self._dealt()
@@ -97,7 +97,7 @@ class StaticClaim:
         return [dealt for dealt in slices if dealt not in plan.carried]
 
 
-def claims(name: str, coordinator: Coordinator, replica: int, replicas: int) -> Claim:
+def claims(name: str, coordinator: Coordinator, replica: int, replicas: int) -> SliceClaim:
     """Return the claim called `name` in `rollout.claim`, for replica number `replica` of `replicas`."""
     if name == "store":
         return StoreClaim(coordinator)

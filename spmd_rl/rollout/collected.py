@@ -149,7 +149,7 @@ class Collected:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return means over all scored answers of the resolved tickets, filtered ones included; equal on all ranks.
+        """Return the step's metrics, equal on all ranks; means are over scored answers of all resolved tickets.
 
         Greedy baselines are left out.
         """

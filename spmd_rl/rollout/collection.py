@@ -3,7 +3,7 @@
 A run's state is in `Rollouts`, a step's in `StepRun`, which plays slices of groups until the step has ended. What is
 under way then is surplus: aborted and started again in a later step, or carried on.
 
-Left out: the rules of a step (`step_plan.py`, `coordinator.py`, `claims.py`) and what its end means (`collected.py`).
+Elsewhere: the rules of a step (`step_plan.py`, `coordinator.py`, `claims.py`) and what its end means (`collected.py`).
 """
 
 import asyncio

@@ -11,7 +11,7 @@ Every replica has a `Coordinator` over the store that all share; the rules are f
 `rollout.accept` names the rule that ends a step, each a subclass. The number of store operations per ticket does not
 grow with the number of replicas, and all replicas together look `POLLS_PER_SECOND` times a second for news.
 
-Left out: engines, prompts, scores and turns. `tools.simulate` drives this code with a store and a clock of its own.
+It knows no engines, prompts, scores or turns. `tools.simulate` drives this code with a store and a clock of its own.
 """
 
 import math
@@ -24,8 +24,9 @@ from spmd_rl.rollout.step_plan import StepPlan
 POLLS_PER_SECOND = 5_000
 """Polls of all replicas together, of two operations each. A TCPStore answers some 35,000 operations a second."""
 REJECTED, QUALIFIES, PASSED = 1, 2, 4
-"""What a ticket's counter is the sum of, see `FirstKInOrder`: its outcome, and PASSED once for itself and once for each
-qualifying ticket before it. In one counter, because one atomic addition must both say the one and learn the other."""
+"""What a ticket's counter is the sum of, see `FirstKInOrder`. The lowest two bits: its outcome, 0 while it is open. The
+bits above: 0 while an earlier ticket is open, then 1 + the number of qualifying tickets before it. In one counter,
+because one atomic addition must both say the one and learn the other."""
 
 
 class Store(Protocol):
@@ -148,7 +149,8 @@ class FirstKInOrder(Coordinator):
     """`rollout.accept=in_order`: the step ends at the K-th qualifying ticket of the contiguous resolved prefix.
 
     So what a step uses is a function of outcomes alone, and has no length bias. A count of qualifying tickets is passed
-    from position to position: whoever comes second to a ticket, the count or its resolver, passes the count on.
+    from position to position. Each ticket has two writers: its resolver, and whoever completes the prefix before it.
+    The second of them sees both parts of the counter, and passes the count on by one ticket.
 
         ticket/<position>   counter: REJECTED or QUALIFIES once the ticket is resolved, and PASSED times 1 + the number
                             of qualifying tickets before it once all of these are resolved

@@ -5,7 +5,7 @@
 
 The sample log is for people: its logprobs are rounded, and it has neither candidates nor experts. Here is what training
 sees, to the bit. On as many ranks as then, each holds again what it held; others share its files out.
-Left out: answers to held-out prompts, and demonstrations.
+Not dumped: answers to held-out prompts, and demonstrations.
 """
 
 import os

@@ -36,8 +36,8 @@ class InFlightUpdate(Protocol):
     """Whether answers under way go on with the keys and values that the older policy computed. If not, the engine is
     emptied before `load`, and what they have is computed again."""
 
-    def due(self) -> bool:
-        """Return whether a newer policy is here and may be loaded; cheap, for it is asked very often."""
+    def poll(self) -> bool:
+        """Start to fetch a newer policy, if one is announced; return whether one is here and `load` may be called."""
         ...
 
     def load(self) -> None:
@@ -108,11 +108,11 @@ class EngineLoop:
     async def change_policy(self, update: InFlightUpdate) -> None:
         """Load a newer policy, with which all requests go on from the tokens that they have."""
         if not update.keeps_cache:
-            await self.drain()
+            await self.abort_all()
         update.load()
 
-    async def drain(self) -> int:
-        """Empty the engine of this loop's requests; every waiting coroutine gets what it has. Returns their number.
+    async def abort_all(self) -> int:
+        """Abort all requests in the engine; each waiting coroutine gets its partial completion. Returns their number.
 
         What a coroutine then asks for is kept until the next poll.
         """
@@ -125,7 +125,7 @@ class EngineLoop:
         return num_stopped
 
     def clear(self) -> None:
-        """Forget the requests of coroutines that have been cancelled after `drain`."""
+        """Forget the requests of coroutines that have been cancelled after `abort_all`."""
         assert len(self._new) == len(self._futures), "clear() with requests in the engine"
         self._new.clear()
         self._futures.clear()

@@ -16,7 +16,7 @@
 An episode that asks for more than its budget (`rollout.max_context_tokens`, `rollout.max_turns`) ends there, as
 truncated, and its last answer is scored. An exception in it is an `error` verdict of that one sample.
 
-Left out: which episodes run and when (`player.py`), the engine (`engine_loop.py`).
+Elsewhere: which episodes run and when (`player.py`), the engine (`engine_loop.py`).
 """
 
 import asyncio
@@ -85,12 +85,12 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
-    """Where an answer is cut off, unless it has come so far that it need not be."""
+class SoftLimit:
+    """An answer stops at `num_tokens`, unless it `may_exceed` them: then it goes on to its turn's own limit."""
 
     num_tokens: int
-    is_over: Callable[[array], bool]
-    """Of its tokens ('i') so far: whether it goes on to its own limit."""
+    may_exceed: Callable[[array], bool]
+    """Of its tokens ('i') so far"""
 
 
 @dataclass(slots=True)
@@ -161,12 +161,14 @@ class Context:
         thought = any("</think>" in turn.text for turn in self.turns)
         return bridge.append_only and (bridge.keeps_thoughts or not thought)
 
-    async def generate(self, prompt_ids: array, pause: Pause | None = None, max_new_tokens: int | None = None) -> Turn:
+    async def generate(
+        self, prompt_ids: array, soft_limit: SoftLimit | None = None, max_new_tokens: int | None = None
+    ) -> Turn:
         """Append `prompt_ids` ('i') to all tokens so far and let the policy answer. No token is ever rendered twice.
 
         The answer is cut off, with finish reason `length`, at `max_new_tokens`, by default `sampling.max_new_tokens`,
         or where the budget ends; BudgetSpent: nothing is left for it. One that the end of a step cuts short goes on in
-        the next step, with that step's policy. pause: where else it may be cut off.
+        the next step, with that step's policy. soft_limit: where else it may stop.
         """
         limit = min(
             max_new_tokens or self.sampling.max_new_tokens,
@@ -180,12 +182,13 @@ class Context:
         if self.turns:
             history = [part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
             before = concat([*history, prompt_ids], "i")
-        first = limit if pause is None else min(limit, pause.num_tokens)
+        first = limit if soft_limit is None else min(limit, soft_limit.num_tokens)
         c = self.log.replay(before) or await self.engine_loop.generate(self._request(before, 0, first))
+        # Two reasons to ask again: the engine has aborted the request, or the answer may go on beyond its soft limit.
         while c.finish_reason == "abort" or (len(c.token_ids) == first < limit and c.finish_reason == "length"):
             partial, upto = c, first
             self.log.record(before, c)
-            if pause is None or pause.is_over(c.token_ids):
+            if soft_limit is None or soft_limit.may_exceed(c.token_ids):
                 upto = limit
             elif len(c.token_ids) == first:
                 break  # an answer may have been aborted as it got there

@@ -2,7 +2,7 @@
 
 Slices may run on from one step into the next; the step that starts one need not be the step that it counts for.
 
-Left out: which slices to start, and where they go when they have finished (`step_run.py`).
+Elsewhere: which slices to start, and where they go when they have finished (`step_run.py`).
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class QuestionRun:
         return self._asks or bool(self._running)
 
     async def fill(self, taken: int = 0, least: int = 1) -> None:
-        """Start as many questions as there is room for, beside so many requests; if none runs, at least so many."""
+        """Start questions in the free slots but `taken` of them; at least `least` questions, if none runs."""
         while self._asks:
             busy = len(self._running) * self._size if self._player.asks_again else self.engine_loop.num_requests
             room = (self._player.engine.capacity.max_running - taken - busy) // self._size
@@ -136,8 +136,8 @@ class Player:
         s, seed = self.settings.rollout, self.settings.seed
         epoch, prompt = self._prompts.ticket(group_slice.ticket, seed)
         sampling = Sampling(seed, "train", s.temperature, s.max_new_tokens, stop=s.stop_strings, **s.truncation)
-        # Slices share no index: with several, there is no redundancy (`AgenticConfig` requires it). Nor does the greedy
-        # answer, which no spare one stands beside (required there too).
+        # Slices must not share the index of an answer. So redundancy wants one slice a group and no greedy answer:
+        # `AgenticConfig` requires it.
         first = group_slice.number * s.slice_size
         stop = min(first + s.slice_size, s.answers_per_prompt) + s.redundancy
         answers = dict.fromkeys(range(first, stop), sampling)
@@ -221,7 +221,7 @@ class Player:
         Returns the number of requests stopped.
         """
         self._wait_message.over()
-        num_stopped = await self.engine_loop.drain()
+        num_stopped = await self.engine_loop.abort_all()
         keeps = self.settings.rollout.partial_rollout
         self._logs = {one: self._logs[one] for one in self.running} if keeps else {}
         if self.migration and self.migration.leaves:

@@ -47,9 +47,9 @@ class RowSource:
         self._render, self._world, self._seed, self._end = render, world, seed, num_rows
         self._done, self._mismatched = 0, mismatched
         self.reference: dict[str, np.ndarray] = {}
-        """By `train` and `eval` what a frozen model gives the answers of each row, if there is one: float32 [rows, 3],
-        logprobs in nats, summed over the learnt tokens. Samples have them as the logprobs of their first token. Without
-        any, the turns of the first answer have its row's `Example.values` there."""
+        """By `train` and `eval`, numbers of each row that its loss needs: float32 [rows, 3]. A `Sample` has no other
+        place for one, so they stand as the logprob of its first token, and are no engine's. With a reference: its sum
+        of logprobs of each answer, in nats; else the first answer has `Example.values`."""
 
     def collect(self, step: int) -> Collected:
         """[all] The rows of a training step; of each group the ticket is its place in the run."""

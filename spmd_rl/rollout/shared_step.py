@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 from spmd_rl.config.schema import RolloutConfig
-from spmd_rl.rollout.claims import Claim
+from spmd_rl.rollout.claims import SliceClaim
 from spmd_rl.rollout.collected import RankReport
 from spmd_rl.rollout.coordinator import Coordinator
 from spmd_rl.rollout.filters import reject_reason
@@ -20,7 +20,7 @@ _pack, _unpack = msgspec.msgpack.encode, msgspec.msgpack.Decoder(list[AnswerRow]
 class SharedStep:
     """A `StepSource`; keeps what has finished here."""
 
-    def __init__(self, coordinator: Coordinator, claim: Claim, settings: RolloutConfig, rank: int) -> None:
+    def __init__(self, coordinator: Coordinator, claim: SliceClaim, settings: RolloutConfig, rank: int) -> None:
         self.coordinator = coordinator
         self._claim, self._settings, self._rank = claim, settings, rank
         self.finished: dict[GroupSlice, Group] = {}
@@ -28,11 +28,11 @@ class SharedStep:
         self._reports: dict[GroupSlice, SliceReport] = {}
 
     def next(self, room: int) -> list[GroupSlice]:
-        """See `Claim`."""
+        """See `SliceClaim`."""
         return self._claim.next(room)
 
     def ahead(self, room: int) -> list[GroupSlice]:
-        """See `Claim`."""
+        """See `SliceClaim`."""
         return self._claim.ahead(room)
 
     def ended(self) -> bool:

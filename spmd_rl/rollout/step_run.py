@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from spmd_rl.distributed import World
-from spmd_rl.rollout.claims import Claim
+from spmd_rl.rollout.claims import SliceClaim
 from spmd_rl.rollout.engine_loop import InFlightUpdate
 from spmd_rl.rollout.player import Player, QuestionRun
 from spmd_rl.rollout.step_plan import GroupSlice
@@ -27,7 +27,7 @@ FLUSH_SECONDS = 0.01
 """Lets ZMQ send the last requests before this rank blocks."""
 
 
-class StepSource(Claim, Protocol):
+class StepSource(SliceClaim, Protocol):
     """Where the slices of a step come from, when it has ended, and where finished slices go."""
 
     def ended(self) -> bool:
@@ -122,7 +122,7 @@ class StepRun:
             with player.waiting(END):
                 if source.ended():
                     break
-                if self._update and self._update.due():
+                if self._update and self._update.poll():
                     await player.engine_loop.change_policy(self._update)
                 if starts or not beside or not beside.open:
                     await player.start_slices(source.next)
@@ -146,7 +146,7 @@ class StepRun:
             await player.engine_loop.poll()
             self._report_finished()
             await player.start_slices(source.ahead)
-        await player.engine_loop.drain()  # surplus, where the step has ended
+        await player.engine_loop.abort_all()  # surplus, where the step has ended
         await asyncio.sleep(FLUSH_SECONDS)
 
     def _report_finished(self) -> None:

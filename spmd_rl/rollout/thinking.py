@@ -11,7 +11,7 @@ from array import array
 from spmd_rl.config.sections.rollout import SamplingConfig
 from spmd_rl.errors import UserError
 from spmd_rl.model.tokenizer import Tokenizer
-from spmd_rl.rollout.episode import Context, Episode, Pause
+from spmd_rl.rollout.episode import Context, Episode, SoftLimit
 from spmd_rl.types import Sample
 
 
@@ -31,7 +31,7 @@ def thinking(settings: SamplingConfig, tokenizer: Tokenizer) -> Episode:
         return alone or tag in tokenizer.decode(token_ids)
 
     async def think_and_answer(ctx: Context) -> Sample | list[Sample]:
-        turn = await ctx.generate(ctx.render(ctx.prompt.messages), Pause(budget, has_ended))
+        turn = await ctx.generate(ctx.render(ctx.prompt.messages), SoftLimit(budget, has_ended))
         text = turn.text
         if turn.finish_reason == "length" and len(turn.token_ids) == budget and not has_ended(turn.token_ids):
             text += end_text + (await ctx.generate(end, max_new_tokens=left)).text

@@ -10,7 +10,10 @@ from spmd_rl.train.accumulate import Policy
 
 
 class AdapterSource:
-    """As far as a `Publisher` asks for one, a `PolicyRole`. For engines that stay: each has had the first publish."""
+    """What a `Publisher` needs of a `PolicyRole`: first frozen weights and adapters, in later publishes adapters alone.
+
+    Only for engines that live as long as the run: one that came later would lack the frozen weights.
+    """
 
     def __init__(self, policy: Policy) -> None:
         """policy: has adapters."""

@@ -69,7 +69,7 @@ class WeightClient:
     def fetch(self, version: int, num_tensors: int, base: DeltaBase | None) -> Iterator[tuple[str, Tensor, bytes]]:
         """Yield name, tensor (on the CPU, valid for good) and digest of each weight of a version, in order.
 
-        base: takes up what comes; where it has the very version of which all training ranks keep deltas, these come.
+        base: what is kept of the last version. If all training ranks have deltas to that very version, these come.
         RunFailed if a tensor arrives damaged, or if a training rank does not have this version.
         """
         self.num_bytes = 0
@@ -107,8 +107,10 @@ class WeightClient:
         return len(self._sockets)
 
     def send(self, trainer: int, message: wire.WireMessage, *payload: bytes) -> None:
-        """Send to a training rank, by its index, modulo their number. One that has refused this rank's key takes
-        nothing, ever."""
+        """Send to a training rank; `trainer` counts on beyond their number, so that tensors are dealt in turn.
+
+        To one that has refused this rank's key nothing can be sent: this polls until `give_up`.
+        """
         socket, frames = self._sockets[trainer % self.num_trainers], [wire.encode(message), *payload]
         while True:
             if socket.poll(POLL_MS, zmq.POLLOUT):

@@ -43,7 +43,7 @@ class InFlight:
         """See `rollout.InFlightUpdate`. An engine answers a probe only when it has nothing else to do."""
         return self._keeps_cache and self._coming is not None and not self._coming[0].probed
 
-    def due(self) -> bool:
+    def poll(self) -> bool:
         """See `rollout.InFlightUpdate`."""
         client = self._client
         if client and self._coming is None and time.monotonic() - self._looked_at >= LOOK_SECONDS:

@@ -27,9 +27,10 @@ LIMITS = {torch.float32: 3e-4, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Largest mean absolute difference of logprobs, in nats, by dtype. Measured on a 135M Llama over 40 sets of weights: at
 most 1e-5 in float32 and 0.08 in bfloat16. Each pair of neighbouring layers exchanged gives 0.1 to 10, half of them
 above 0.45; one update missed (lr 2e-5) gives 1e-3, which only float32 can see."""
-QUANTIZED, DRIFT = 2.0, 3.0
-"""The limit of the first publish where weights are rounded further on their way; and that of later ones, in units of
-what the first one shows, which has the weights of the model's directory or of a checkpoint."""
+FIRST_QUANTIZED, LATER_FACTOR = 2.0, 3.0
+"""The limits where weights are rounded further on their way. The first publish may differ by so many nats: its weights
+are those of the model's directory or of a checkpoint, so that its difference is that of rounding alone. Later ones may
+differ by so many times the first one's."""
 
 
 class Answer(NamedTuple):

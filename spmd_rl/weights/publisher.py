@@ -39,11 +39,13 @@ class Publisher:
         probe_every: the first publish is probed, and every one whose version is divisible by this; 0: the first alone.
         quantization: one of `quantized.FORMATS`, as which weights are rounded on their way.
         """
-        assert not any(one.engine for one in transports[:-1]), "an engine leaves none to the next"
+        assert not any(one.engine for one in transports[:-1]), (
+            "only the last transport may have an engine, which leaves no weights to another"
+        )
         self._policy, self._world, self._transports = policy, world, transports
         self._engines = [transport.engine for transport in transports if transport.engine]
         self._probe_every, self._probed_once = probe_every, False
-        self._quantization, self._limit = quantization, probe.QUANTIZED if quantization else 0.0
+        self._quantization, self._limit = quantization, probe.FIRST_QUANTIZED if quantization else 0.0
 
     def __call__(self, version: int) -> Metrics:
         """[all] Publish; later tokens are of `version`. RunFailed, on all ranks alike, if anything differs.
@@ -76,8 +78,8 @@ class Publisher:
                 of_ranks = self._decide("publish: probe", version, fault, answers, Answers)  # [all]
                 limit = max(self._limit, probe.LIMITS[stream.dtype])
                 found["publish/probe_abs_diff"], fault = self._judge(of_ranks, limit)  # [all]
-                if self._quantization and not self._probed_once:  # by how far rounding alone is off, and some
-                    self._limit = probe.DRIFT * found["publish/probe_abs_diff"]
+                if self._quantization and not self._probed_once:
+                    self._limit = probe.LATER_FACTOR * found["publish/probe_abs_diff"]
                 self._probed_once = True
             clock.append(time.perf_counter())
             send_seconds, compare_seconds, announce_seconds, probe_seconds = (b - a for a, b in pairwise(clock))

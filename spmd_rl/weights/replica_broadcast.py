@@ -42,7 +42,9 @@ class ReplicaBroadcast:
         return self._world.broadcast(name, record)
 
     def carry(self, pieces: Iterable[NamedTensor] | None) -> Iterable[NamedTensor]:
-        """[all] of the replica, while they iterate: what its first rank has, on the device of more ranks than one.
+        """[all] of the replica, while they iterate: the first rank's tensors, on every rank.
+
+        On the device if the replica has several ranks, else as they are given.
 
         pieces: None on the others, where the digests are of the bytes that arrived.
         """
@@ -55,7 +57,7 @@ class ReplicaBroadcast:
             tensors = [tensor.to(self._world.device) for _, tensor, _ in bucket]
             heads = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor, _ in bucket]
             self._world.broadcast(BUCKET, heads)  # [all]
-            self._meet(torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors]))  # [all]
+            self._broadcast_bytes(torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors]))  # [all]
             for (name, _, digest), tensor in zip(bucket, tensors, strict=True):
                 yield name, tensor, digest
         self._world.broadcast(BUCKET, [])  # [all]
@@ -64,12 +66,12 @@ class ReplicaBroadcast:
         while heads := self._world.broadcast(BUCKET, None):  # [all]
             sizes = [math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in heads]
             flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._world.device)
-            self._meet(flat)  # [all]
+            self._broadcast_bytes(flat)  # [all]
             for (name, dtype, shape), part in zip(heads, flat.split(sizes), strict=True):
                 tensor = part.clone().view(getattr(torch, dtype)).view(shape)  # a copy: `part` may lie askew
                 yield name, tensor, messages.digest(memoryview(part.cpu().numpy()))
 
-    def _meet(self, flat: Tensor) -> None:
+    def _broadcast_bytes(self, flat: Tensor) -> None:
         """[all] The first rank's bytes, everywhere."""
         with self._world.collective("publish: bytes of a bucket", kind="copy"):  # [all]
             dist.broadcast(flat, self._first, group=self._group)

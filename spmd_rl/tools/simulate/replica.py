@@ -3,7 +3,7 @@
 from collections import deque
 from math import ceil, inf
 
-from spmd_rl.rollout.claims import Claim, StaticClaim, StoreClaim
+from spmd_rl.rollout.claims import SliceClaim, StaticClaim, StoreClaim
 from spmd_rl.rollout.coordinator import Coordinator
 from spmd_rl.rollout.engine_loop import IDLE_SECONDS
 from spmd_rl.rollout.step_plan import GroupSlice
@@ -37,7 +37,7 @@ class Replica:
         """the step, or version, that begins slices now"""
         self._looked = 0.0
 
-    def begin(self, now: float, step: int, coordinator: Coordinator, claim: Claim, slots: int) -> None:
+    def begin(self, now: float, step: int, coordinator: Coordinator, claim: SliceClaim, slots: int) -> None:
         """A step begins. What was carried goes on."""
         self.begun_in, self._coordinator, self._claim, self._slots = step, coordinator, claim, slots
         self._looked = self.look = now
