@@ -175,13 +175,13 @@ class Tester:
     def _is_same(self, *things):
         if not self._beside:
             one, two = things = [value_of(it) if type(it) is Remote else it for it in things]
-            if one is not two and type(one) is type(two) and type(one) in (int, float, str) and one == two:
-                self._client.want(f"the tests ask whether equal {type(one).__name__}s are one", always=True)
+            kind, are_two = type(one), type(one) is type(two) and one is not two
+            if (are_two and kind in (int, float, str) and one == two) or type(len) in (kind, type(two)):
+                self._client.want("the tests ask whether equal texts, numbers or functions are one", always=True)
         return things[0] is things[1]
 
     def _of_own(self, thing):
-        if type(thing) is Remote:
-            self._client.of_own = True
+        self._client.of_own = thing if type(thing) is Remote else self._client
         return thing
 
     def _out_of_time(self, *_):
