@@ -18,7 +18,7 @@ from spmd_rl.sandbox.guest import suite
 from spmd_rl.sandbox.guest.common import MODULES, WORD, common, execute
 from spmd_rl.sandbox.guest.link import Link
 from spmd_rl.sandbox.guest.remote import Remote, maker_of, record_of, value_of
-from spmd_rl.sandbox.guest.stubs import Client, Refused
+from spmd_rl.sandbox.guest.stubs import Client, Refused, State
 from spmd_rl.sandbox.guest.survey import OWN, SAME, TYPE_OF, BadTests, Survey
 
 ASKED = b"?"
@@ -56,12 +56,11 @@ def same(left, right):
     return type(left).__name__ != "ndarray" and bool(left == right or (left != left and right != right))
 
 
-class Beside:
+class Beside(State):
     """Stands for a client where the code runs in this process: nothing that it makes of its tests is proven."""
 
     def __init__(self, job):
-        self.asked, self.refused, self.beyond, self.gone, self.unsupported, self.collects = 0, "", "", "", "", False
-        self._names, self.own = {}, ""
+        self._names = {}
         try:
             self._names = execute(job, "solution", shared=True)
         except BaseException as error:  # noqa: BLE001 - untrusted code
