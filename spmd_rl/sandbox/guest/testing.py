@@ -84,10 +84,8 @@ class Tester:
             _teach_sleep(client.slept)
             signal.signal(signal.SIGXCPU, self._out_of_time)
         source = "\n".join([job["prelude"], *job["tests"]])
-        self._base, self._words = (
-            {**common(source), TYPE_OF: self._type_of, OWN: self._of_own, SAME: self._is_same},
-            set(WORD.findall(job["prelude"])),
-        )
+        self._base = {**common(source), TYPE_OF: self._type_of, OWN: self._of_own, SAME: self._is_same}
+        self._words = set(WORD.findall(job["prelude"]))
         try:
             exec(compile(job["prelude"], "<prelude>", "exec"), self._base)
         except Exception as error:  # noqa: BLE001 - the tests' own text
