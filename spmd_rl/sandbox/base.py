@@ -14,13 +14,13 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from signal import SIGKILL, SIGXCPU
 from typing import Any
 
-from spmd_rl.sandbox.packages import module_names
+from spmd_rl.sandbox.packages import ENVIRONMENT, ROOM, find_pytest, module_names
 from spmd_rl.sandbox.served import Forked, ServedSandbox, memory_file
 from spmd_rl.types import CheckResult, RunEnd, RunLimits, RunResult
 
@@ -106,9 +106,14 @@ def ended(status: int, all_used: bool) -> tuple[RunEnd, int]:
 class BaseSandbox(ServedSandbox):
     """A `Sandbox` without `launch`, which the subclasses have. One call runs at a time; calls of other threads wait."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, packages: Mapping[str, Path] | None) -> None:
+        """`packages`: the files that code may import, as `find_packages` returns them; they are loaded before the first
+        fork."""
+        self.packages = find_pytest() | dict(packages or {})
+        self.own_bytes = ROOM if packages else 0
+        self.environment = {"PYTHONHASHSEED": "0"} | (ENVIRONMENT if packages else {})  # sets print alike every time
         self._lock = threading.Lock()
+        super().__init__()
 
     def use(self, python: str) -> None:
         """Run code with another interpreter, as `Sandbox.use` says."""
@@ -152,7 +157,8 @@ class BaseSandbox(ServedSandbox):
         unproven: bool = False,
     ) -> CheckResult:
         """Test code, as `Sandbox.check` says."""
-        shared = {"prelude": prelude, "entry": entry, "message_bytes": limits.message_bytes}
+        lends = all("from spmd_rl.sandbox.guest.testing import same" in test for test in tests)  # function calls
+        shared = {"prelude": prelude, "entry": entry, "message_bytes": limits.message_bytes, "lends": lends}
         jobs: list[dict[str, Any]] = [{"mode": "test", "tests": list(tests), **shared}]
         if unproven:
             jobs[0] |= {"mode": "beside", "code": code}

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from spmd_rl.sandbox.base import BaseSandbox
 from spmd_rl.sandbox.forkserver import reserve_uids
-from spmd_rl.sandbox.packages import ENVIRONMENT, ROOM, find_pytest
 from spmd_rl.sandbox.served import spawn
 
 PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
@@ -32,55 +31,54 @@ class Bubblewrap(BaseSandbox):
     own_processes = 2
 
     def __init__(self, packages: Mapping[str, Path] | None = None) -> None:
-        """`packages`: the files that code may import, as `find_packages` returns them; they are loaded before the
-        first fork."""
         if (bwrap := shutil.which("bwrap")) is None:
             raise RuntimeError("bwrap is not installed")
-        self._bwrap, self._packages = bwrap, packages
-        known = next((path for path in PYTHONS if os.access(path, os.X_OK) and _suits(path, packages)), None)
+        self._bwrap, self._is_any = bwrap, not packages
+        known = next((path for path in PYTHONS if os.access(path, os.X_OK) and self._suits(path)), None)
         if known is None:
             which = f" of version {_VERSION}, for which the packages are installed," if packages else ""
             raise RuntimeError(f"there is no {' or '.join(PYTHONS)}{which} to run in it")
         self.python = known
         self.first_uid = reserve_uids() if os.geteuid() == 0 else None
-        self._layout = ["--ro-bind", "/usr", "/usr"]
-        for path in ("/dev/null", "/dev/urandom"):
-            self._layout += ["--dev-bind", path, path]
-        for name in ("lib", "lib32", "lib64", "bin"):  # sockets on a merged /usr
-            path = f"/{name}"
-            if os.path.islink(path):
-                self._layout += ["--symlink", os.readlink(path), path]
-            elif os.path.isdir(path):
-                self._layout += ["--ro-bind", path, path]
-        for name, source in (find_pytest() | dict(packages or {})).items():
-            self._layout += ["--ro-bind", str(source.resolve()), f"{PACKAGES}/{name}"]
-        environment = {"PYTHONPATH": "/guest.zip", "PYTHONHASHSEED": "0", **(ENVIRONMENT if packages else {})}
-        for name, value in environment.items():
-            self._layout += ["--setenv", name, value]
-        self.own_bytes = ROOM if packages else 0
-        super().__init__()
+        super().__init__(packages)
 
     def launch(self, orders: int, guest: int, stack: ExitStack) -> subprocess.Popen:
         """Start the server, as `ServedSandbox.launch` says."""
-        if not _suits(self.python, self._packages):
+        if not self._suits(self.python):
             raise RuntimeError(f"the packages are for Python {_VERSION}")
         prefix = str(Path(self.python).parents[1])
         own = [] if prefix.startswith("/usr") else ["--ro-bind", prefix, prefix]
         command = [self._bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--clearenv"]
-        command += [*self._layout, *own, "--ro-bind-data", str(guest), "/guest.zip"]
+        command += [*self._layout(), *own, "--ro-bind-data", str(guest), "/guest.zip"]
         command += ["--uid", "65534", "--gid", "65534", "--hostname", "box"]
         command += ["--dir", "/proc", "--remount-ro", "/", "--cap-add", "ALL", "--", self.python, "-s", "-S", "-B"]
         user = {} if self.first_uid is None else {"user": self.first_uid, "group": self.first_uid, "extra_groups": []}
         start = f"{orders}, {PACKAGES!r}, main.NamespaceServer"
         return spawn([*command, "-X", "utf8"], start, [orders, guest], {}, **user)
 
+    def _layout(self) -> list[str]:
+        """Return the options for the files and the environment that the server has."""
+        found = ["--ro-bind", "/usr", "/usr"]
+        for path in ("/dev/null", "/dev/urandom"):
+            found += ["--dev-bind", path, path]
+        for path in ("/lib", "/lib32", "/lib64", "/bin"):  # links on a merged /usr
+            if os.path.islink(path):
+                found += ["--symlink", os.readlink(path), path]
+            elif os.path.isdir(path):
+                found += ["--ro-bind", path, path]
+        for name, source in self.packages.items():
+            found += ["--ro-bind", str(source.resolve()), f"{PACKAGES}/{name}"]
+        for name, value in (self.environment | {"PYTHONPATH": "/guest.zip"}).items():
+            found += ["--setenv", name, value]
+        return found
+
+    def _suits(self, python: str) -> bool:
+        """Return whether an interpreter can import what is installed for ours."""
+        if self._is_any:
+            return True
+        command = [python, "-I", "-S", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+        done = subprocess.run(command, capture_output=True, text=True, env={}, timeout=60)
+        return done.stdout.strip() == _VERSION
+
 
 _VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
-def _suits(python: str, packages: Mapping[str, Path] | None) -> bool:
-    """Return whether an interpreter can import what is installed for ours."""
-    if not packages:
-        return True
-    command = [python, "-I", "-S", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
-    return subprocess.run(command, capture_output=True, text=True, env={}, timeout=60).stdout.strip() == _VERSION

@@ -14,12 +14,10 @@ from pathlib import Path
 
 from spmd_rl.sandbox import confine
 from spmd_rl.sandbox.base import BaseSandbox
-from spmd_rl.sandbox.packages import ENVIRONMENT as packages_environment
-from spmd_rl.sandbox.packages import ROOM, find_pytest, link
+from spmd_rl.sandbox.packages import link
 from spmd_rl.sandbox.served import spawn
 
 PYTHON = ["-s", "-S", "-P", "-B", "-X", "utf8"]
-ENVIRONMENT = {"PYTHONHASHSEED": "0"}  # the same program prints its sets in the same order every time
 FIRST_UID, LAST_UID = 0x70000000, 0x7FFEFFFF  # no distribution assigns user ids from this range
 
 
@@ -27,17 +25,14 @@ class HostServer(BaseSandbox):
     """A server that the interpreter of the run, or another of this machine, starts where it is."""
 
     def __init__(self, server: str, packages: Mapping[str, Path] | None) -> None:
-        """`server`: a class of `forkserver_main` and its arguments. `packages`: the files that code may import, as
-        `find_packages` returns them; they are loaded before the first fork."""
-        self._server, self._packages = server, find_pytest() | dict(packages or {})
-        self.own_bytes = ROOM if packages else 0
-        self._environment = ENVIRONMENT | (packages_environment if packages else {})
-        super().__init__()
+        """`server`: a class of `forkserver_main` and its arguments."""
+        self._server = server
+        super().__init__(packages)
 
     def launch(self, orders: int, guest: int, stack: ExitStack) -> subprocess.Popen:
         """Start the server, as `ServedSandbox.launch` says."""
-        folder = stack.enter_context(link(self._packages))
-        environment = self._environment | {"PYTHONPATH": f"/proc/self/fd/{guest}"}
+        folder = stack.enter_context(link(self.packages))
+        environment = self.environment | {"PYTHONPATH": f"/proc/self/fd/{guest}"}
         start = f"{orders}, {folder!r}, main.{self._server}"
         return spawn([self.python, *PYTHON], start, [orders, guest], environment)
 

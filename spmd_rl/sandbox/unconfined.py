@@ -15,7 +15,6 @@ class Unconfined(HostServer):
     """A server whose children are as it is, in a temporary directory."""
 
     def __init__(self, packages: Mapping[str, Path] | None = None) -> None:
-        """`packages`: the files that code may import, as `find_packages` returns them."""
         tell("warning: sandbox: none runs code from answers with all that you may do yourself")
         self._directory = tempfile.TemporaryDirectory(prefix="spmd-box-", ignore_cleanup_errors=True)
         super().__init__(f"PlainServer, {self._directory.name!r}", packages)

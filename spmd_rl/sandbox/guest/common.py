@@ -1,4 +1,4 @@
-"""Names that answers and tests use without importing them, as most collections of problems allow.
+"""Names that programs, answers to function calls and tests use without importing them, as LiveCodeBench allows.
 
 Tests get only modules and the names of types: a function that an answer was to write must not exist already.
 """
@@ -47,7 +47,7 @@ def execute(job, name, shared=False):
     module = sys.modules[name] = types.ModuleType(name)
     namespace = vars(module)
     # beside the builtins, so that what the code imports itself is its own
-    known = common(job["prelude"] + job["code"], functions=True)
+    known = common(job["code"], functions=True) if job["lends"] else {}
     namespace.update(known if shared else {"__builtins__": {**known, **vars(builtins)}})
     exec(compile(job["prelude"], "<prelude>", "exec"), namespace)
     exec(compile(job["code"], "<code>", "exec"), namespace)

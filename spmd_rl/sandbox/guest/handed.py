@@ -44,12 +44,12 @@ class Handed:
         thing = self.thing(number)
         if self._nodes[number][2] == "error":
             raise LookupError(number)
-        if verb == "copy":
-            return importlib.import_module("copy").copy(thing)
-        if verb in ("next", "send", "throw", "close"):
-            if verb == "throw" and not isinstance(args[0], Exception):  # nothing else crosses
-                raise SystemExit(f"the code throws {args[0]!r} into a generator of the tests")
-            return getattr(thing, verb)(*args) if type(thing) is types.GeneratorType else next(thing)
+        if verb in ("next", "copy"):
+            return next(thing) if verb == "next" else importlib.import_module("copy").copy(thing)
+        if verb == "throw" and not isinstance(args[0], Exception):  # nothing else crosses
+            raise SystemExit(f"the code throws {args[0]!r} into a generator of the tests")
+        if verb in ("send", "throw", "close"):
+            return getattr(thing, verb)(*args)
         split = len(args) - len(names)
         return thing(*args[:split], **dict(zip(map(str, names), args[split:])))  # noqa: B905 - Python 3.8
 
@@ -96,9 +96,17 @@ def _is_own(value):
     return value.__globals__.get("__name__", "tests") in ("tests", "__main__")
 
 
-_ask = {"__next__": lambda self: self.ask("next"), "__copy__": lambda self: self.ask("copy")}
-_Iterator = type("iterator", (), {"__iter__": lambda self: self, **_ask})
-"""An iterator of the tests that is no generator."""
+def _asking(verb):
+    def asking(self, *given):
+        return self.ask(verb, [it() if verb == "throw" and isinstance(it, type) else it for it in given[:1]])
+
+    return asking
+
+
+_METHODS = {"__iter__": lambda self: self, "__next__": _asking("next"), "__copy__": _asking("copy")}
+_Iterator = type("iterator", (), _METHODS)
+"""An iterator of the tests, whose `ask` asks for what is done with it."""
+_Generator = type("generator", (_Iterator,), {verb: _asking(verb) for verb in ("send", "throw", "close")})
 
 
 class Stubs:
@@ -130,26 +138,9 @@ class Stubs:
         return stub
 
     def _iterator(self, number, is_generator):
-        made = self._generator(number) if is_generator else _Iterator()
-        if is_generator:
-            next(made)  # so that it has begun: `send`, `throw` and `close` are for the tests' generator, begun or not
-        else:
-            made.ask = lambda verb: self._ask(number, verb, [], {})
+        made = _Generator() if is_generator else _Iterator()
+        made.ask = lambda verb, given: self._ask(number, verb, given, {})
         return made
-
-    def _generator(self, number):
-        item = None
-        while True:
-            try:
-                verb, given = "send", [(yield item)]
-            except BaseException as error:  # noqa: BLE001 - for the tests' generator to handle
-                verb, given = ("close", []) if type(error) is GeneratorExit else ("throw", [error])
-            try:
-                item = self._ask(number, verb, given, {})
-            except StopIteration as end:
-                return end.value
-            if verb == "close":
-                return None
 
     def _error(self, number, name, base, args):
         known = self._namespace.get(name)

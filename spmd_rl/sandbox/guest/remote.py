@@ -80,7 +80,6 @@ class Remote:
         _client(self).ask("set", self, [value], [name])
 
     def __eq__(self, other):
-        own = _is_of_own(self)
         if type(value := value_of(self)) is not Remote:
             return value == other
         if type(other) is Remote and type(value := value_of(other)) is not Remote:
@@ -95,7 +94,7 @@ class Remote:
             return other is self
         if "own" not in modes and (mine or "member" in modes or other is None):  # its fields are no other value's
             return False
-        return _client(self).want("the tests compare an object of the code's", own=own)
+        return _client(self).want("the tests compare an object of the code's", other)
 
     def __ne__(self, other):
         return not self == other
@@ -155,7 +154,6 @@ def _is_name(node):
 def _special(name):
     def special(self, *args):
         client, node, record = _client(self), node_of(self), record_of(self)
-        own = len(args) == 1 and name not in ("getitem", "format") and _is_of_own(self)
         if record and record[3] and name not in TEXTS:
             return _apply(name, record[2], *(_tuple_of(arg) for arg in args))
         if type(value := value_of(self)) is not Remote:
@@ -170,16 +168,9 @@ def _special(name):
         known = name in ASKED and (_made(self) or record or (is_name and name in ("getitem", "iter", "len")))
         if name in TEXTS or known:
             return client.ask(name, self, args)
-        return client.want(f"the tests use __{name}__ of an object of the code's", own=own)
+        return client.want(f"the tests use __{name}__ of an object of the code's", *args)
 
     return special
-
-
-def _is_of_own(remote):
-    """Return whether the text of the tests shows that they may use an operator of the code's here."""
-    client = _client(remote)
-    found, client.of_own = client.of_own, False
-    return found
 
 
 def _tuple_of(thing):

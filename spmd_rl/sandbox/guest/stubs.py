@@ -50,16 +50,20 @@ class Refused(BaseException):
     """Raised where the code gives no answer, so that the test fails. It is no `Exception`: a test may expect one."""
 
 
-class Client:
-    """Asks questions. `refused` says why a test failed, even if it caught the exception; `beyond`, where it wanted more
-    of an object than plain values; `unsupported`, why the tests need more whatever the code is; `collects`,
-    whether pytest collects tests, of which none runs meanwhile; `of_own`, whether the next comparison may be of the
-    code's own; `own`, why such a one was needed."""
+class State:
+    """How tests stand. `refused` says why one failed, even if it caught what was raised; `beyond`, where it wanted more
+    of an object than plain values; `unsupported`, why the tests need more whatever the code is; `own`, why an operator
+    of the code's own was needed; `collects`, whether pytest collects tests, of which none runs meanwhile."""
+
+    asked, refused, beyond, gone, unsupported, own, collects = 0, "", "", "", "", "", False
+
+
+class Client(State):
+    """Asks questions. `of_own`: with what an operator may be the code's own."""
 
     def __init__(self, link, first):
         """`first` is called before the first question."""
-        self.asked, self.refused, self.beyond, self.gone, self.unsupported, self.collects = 0, "", "", "", "", False
-        self.of_own, self.own = False, ""
+        self.of_own = self  # nothing that tests can have
         self._link, self._first = link, first
         self._thread = _thread.get_ident()
         self.remotes, self._names, self._members, self._shared = {}, {}, {}, Shared(1)
@@ -113,10 +117,10 @@ class Client:
         """Return what stands for these names of the code's, by name."""
         return {name: self.name(name) for name in names}
 
-    def want(self, why, always=False, own=False):
-        """End the test: it wants more than plain values; `always`: whatever the code is; `own`: of what it has made."""
-        why = f"{why}, made by themselves" if own else why
-        self.own = why if own else self.own
+    def want(self, why, *others, always=False):
+        """End the test: it wants more than plain values; `always`: whatever the code is. `others`: the operands."""
+        if any(other is self.of_own for other in others):
+            why = self.own = f"{why}, made by themselves"
         self.beyond = self.beyond or why
         self.unsupported = self.unsupported or (why if always else "")
         self.refuse(why)

@@ -60,197 +60,179 @@ class BadTests(Exception):
     """Raised for a mistake of the tests, which the code has no part in."""
 
 
-class Survey:
-    """What a source needs. `reason` says why it cannot be judged by plain values; it is empty if it may be."""
+class Survey(ast.NodeTransformer):
+    """What a source needs. `reason` says why it cannot be judged by plain values; it is empty if it may be. `code` is
+    what runs: in it `TYPE_OF`, `OWN` and `SAME` are called where what they stand for is asked."""
 
     def __init__(self, source):
         """BadTests if the source does not compile, or imports what is not here."""
         tree = _read(lambda: ast.parse(source))
-        self.reason = ""
+        nodes = list(ast.walk(tree))
         self.words = frozenset(WORD.findall(source))
-        nodes = [node for node in ast.walk(tree) if type(node) in _LOOKED_AT]
-        calls = [node for node in nodes if type(node) is ast.Call and type(node.func) is ast.Name]
-        functions = [node for node in nodes if type(node) in (ast.FunctionDef, ast.AsyncFunctionDef)]
+        functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+        assigned = [(node.targets[0], node.value) for node in nodes if isinstance(node, ast.Assign)]
         self.imported = {name for node in nodes if _is_import_of_code(node) for name in _bound(node)}
         self.bound = {name for node in nodes for name in _bound(node)} - self.imported
-        self.loaded = {node.id for node in nodes if type(node) is ast.Name and type(node.ctx) is ast.Load}
-        self.called = {node.func.id for node in calls}
-        made = [node for node in nodes if type(node) is ast.Assign and _is_construction(node.value)]
-        made = [ast.unparse(node.targets[0]) for node in made if self.is_code(node.value.func.id)]
-        self._made = set(made) if hasattr(ast, "unparse") else set()
-        given = [node for node in nodes if type(node) is ast.Assign and type(node.value) is ast.Constant]
-        texts = [node.targets[0] for node in given if isinstance(node.value.value, (str, bytes))]
-        self._texts = {target.id for target in texts if type(target) is ast.Name}
-        self._from_code = set()
-        for node in nodes:  # in the order of the text, more or less
-            if type(node) is ast.Assign and self._is_from_code(node.value):
-                self._from_code.update(
-                    each.id
-                    for each in ast.walk(node.targets[0])
-                    if type(getattr(each, "ctx", 0)) is ast.Store and type(each) is ast.Name
-                )
-        self._modules = {name for node in nodes if type(node) is ast.Import for name in _bound(node)}
-        classes = {node.name for node in nodes if type(node) is ast.ClassDef}
+        self.loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        self.called = {node.func.id for node in nodes if _is_call_of_name(node)}
+        self._made, self._from_code = frozenset(), set()
+        self._made = {_text(target) for target, value in assigned if self._is_made(value)}
+        for target, value in assigned:  # in the order of the text, more or less
+            if self._is_from_code(value):
+                self._from_code.update(name for node in ast.walk(target) for name in _bound(node))
+        self._modules = {name for node in nodes if isinstance(node, ast.Import) for name in _bound(node)}
+        self._tried = {id(child) for node in nodes if isinstance(node, ast.Try) for child in ast.walk(node)}
         defined = classes | {node.name for node in functions}
         self.is_file_of_tests = "TestCase" in self.words or any(name.lower().startswith("test") for name in defined)
         named = [node for node in functions if node.name.startswith("test")]
-        calm = [
-            node
-            for node in named
-            if not (node.decorator_list or node.args.args or node.args.posonlyargs or node.args.kwonlyargs)
-        ]
-        plain = [node.name for node in tree.body if node in calm]
+        plain = [node.name for node in named if node in tree.body and not _needs_pytest(node)]
         is_plain = len({*plain}) == len(named) and not (classes or self.words & FOR_PYTEST)
         self.plain_tests = plain if is_plain else []
-        for node in calls:
-            if node.func.id == "type" and len(node.args) == 1:
-                node.func.id = TYPE_OF
+        self.reason = ""
         for node in nodes:
-            if (
-                type(node) is ast.Call
-                and getattr(node.func, "attr", "") in ("assertIs", "assertIsNot")
-                and len(node.args) > 1
-            ):
-                node.func.attr = {"assertIs": "assertTrue", "assertIsNot": "assertFalse"}[node.func.attr]
-                node.args[:2] = [_call(SAME, *node.args[:2])]
-        tried = {id(child) for node in nodes if type(node) is ast.Try for child in ast.walk(node)}
-        for node in nodes:
-            check = _CHECKS.get(type(node))
-            self.reason = self.reason or (check(self, node, id(node) in tried) if check else "")
-        ast.fix_missing_locations(tree)
+            check = getattr(self, f"_{type(node).__name__.lower()}", None)
+            self.reason = self.reason or (check(node) if check else "")
+        tree = ast.fix_missing_locations(self.visit(tree))
         self.code = _read(lambda: compile(tree, "<tests>", "exec"))
 
     def is_code(self, name):
         """Return whether a name that the tests use is the code's, as far as the text tells."""
         return name in self.imported or not (name in self.bound or hasattr(builtins, name))
 
-    def _import(self, node, tried):
-        return next(filter(None, (_import_reason(alias.name, tried) for alias in node.names)), "")
+    # -- why a node needs more, or an empty text, by the name of its class ------------------------------------------
 
-    def _importfrom(self, node, tried):
+    def _import(self, node):
+        return next(filter(None, (self._import_reason(node, alias.name) for alias in node.names)), "")
+
+    def _importfrom(self, node):
         if _is_import_of_code(node):
-            return "the import of the code may fail" if tried else ""
+            return "the import of the code may fail" if id(node) in self._tried else ""
         names = [alias.name for alias in node.names]
         if node.module in PLAIN_ATTRIBUTES and not set(names) <= PLAIN_ATTRIBUTES[node.module]:
             return f"the tests import {', '.join(names)} of {node.module}"
         found = (self.words if names == ["*"] else set(names)) & ATTRIBUTES
-        return f"the tests import {min(found)}" if found else _import_reason(node.module or "", tried)
+        return f"the tests import {min(found)}" if found else self._import_reason(node, node.module or "")
 
-    def _name(self, node, tried):
-        if node.id in NAMES and node.id not in self.bound | self.imported:
-            return f"the tests use {node.id}"
-        return ""
+    def _import_reason(self, node, name):
+        """Return why an import needs more than values. BadTests if the module is not here."""
+        top = name.split(".")[0]
+        if top in MODULES and name != "unittest.mock" and top not in ("numpy", "pytest"):
+            return ""
+        if id(node) not in self._tried:
+            try:
+                importlib.import_module(name)
+            except ImportError:
+                raise BadTests(f"the tests need {name}, which is not here") from None
+        return "" if top in ("numpy", "pytest") else f"the tests import {name}"
 
-    def _attribute(self, node, tried):
-        owner = node.value.id if isinstance(node.value, ast.Name) else ""
-        name = node.attr
+    def _name(self, node):
+        return f"the tests use {node.id}" if node.id in NAMES and node.id not in self.bound | self.imported else ""
+
+    def _attribute(self, node):
+        owner, root, name = getattr(node.value, "id", ""), _root(node, ast.Attribute), node.attr
         if name.startswith("__") and name not in DUNDERS:
             return f"the tests use {name}"
         if owner in PLAIN_ATTRIBUTES and name not in PLAIN_ATTRIBUTES[owner]:
             return f"the tests use {owner}.{name}"
         if not isinstance(node.ctx, ast.Load) and owner in self._modules and (owner, name) != ("sys", "stdout"):
             return f"the tests replace {owner}.{name}"
-        root = node.value
-        while isinstance(root, ast.Attribute):
-            root = root.value
-        root = root.id if isinstance(root, ast.Name) else ""
         own = name in ATTRIBUTES and (root in self._modules or (root in MODULES and root not in self.bound))
         return f"the tests use {name}" if own or name in ASSERTIONS else ""
 
-    def _constant(self, node, tried):
+    def _constant(self, node):
         is_special = isinstance(node.value, str) and node.value[:2] == node.value[-2:] == "__" and node.value[2:-2]
         named = is_special and node.value not in DUNDERS and node.value.isidentifier()
         return f"the tests use {node.value}" if named and node.value != "__main__" else ""
 
-    def _operator(self, node, tried):
-        """BinOp, UnaryOp, Compare: of objects that the tests make, only equality may be that of plain values, and only
-        with what the code returns."""
-        if type(node) is ast.Compare:
-            odd = (ast.In, ast.NotIn, ast.Lt, ast.Gt, ast.LtE, ast.GtE)
-            pairs = list(zip([node.left, *node.comparators], node.ops, node.comparators))  # noqa: B905 - Python 3.8
-            same = [getattr(side, "id", "") for a, op, b in pairs if type(op) in (ast.Is, ast.IsNot) for side in (a, b)]
-            if any(name in self._texts or type(getattr(builtins, name, None)) is type(len) for name in same):
-                return "the tests ask whether a text or a builtin function is another"
-            if (
-                same
-                and len(pairs) == 1
-                and not any(
-                    getattr(side, "value", 0) in (None, ...) or type(getattr(side, "value", 0)) is bool
-                    for side in pairs[0][::2]
-                )
-            ):
-                node.left = ast.copy_location(_call(SAME, node.left, node.comparators[0]), node)
-                node.comparators[0] = ast.Constant(True)
-            for a, op, b in pairs:
-                equal = type(op) in (ast.Eq, ast.NotEq) and self._is_made(a) and self._is_made(b)
-                if equal or (type(op) in odd[2:] and self._class_of(a) and self._class_of(a) == self._class_of(b)):
-                    i = node.comparators.index(b)
-                    node.comparators[i] = ast.copy_location(_call(OWN, b), b)
-            sides = [side for a, op, b in pairs if type(op) in odd for side in (a, b)[type(op) in odd[:2] :]]
-        else:
-            if type(node) is ast.BinOp and self._class_of(node.left) and self._class_of(node.right):
-                node.right = ast.copy_location(_call(OWN, node.right), node.right)
-            sides = [node.operand] if type(node) is ast.UnaryOp else [node.left, node.right]
-            sides = [] if type(getattr(node, "op", None)) is ast.Not else sides
+    def _compare(self, node):
+        """Of objects that the tests make, only equality may be that of plain values."""
+        asked = [side for a, op, b in _pairs(node) for side in (a, b)[isinstance(op, _IN) :] if isinstance(op, _ODD)]
+        return self._operator(*asked)
+
+    def _binop(self, node):
+        return self._operator(node.left, node.right)
+
+    def _unaryop(self, node):
+        return "" if isinstance(node.op, ast.Not) else self._operator(node.operand)
+
+    def _operator(self, *sides):
         return "the tests use an operator of what they make" if any(map(self._is_made, sides)) else ""
+
+    def _with(self, node):
+        made = [item.context_expr for item in node.items if self._is_from_code(item.context_expr)]
+        return f"the tests enter what the code returns: {ast.dump(made[0])[:80]}" if made else ""
+
+    def _delete(self, node):
+        names = [target.id for target in node.targets if getattr(target, "id", "") in self._from_code]
+        return f"the tests delete {names[0]}, which the code may notice" if names else ""
+
+    def _classdef(self, node):
+        code = [base.id for base in node.bases if getattr(base, "id", "") in self.imported]
+        decorators = [each for part in node.body for each in getattr(part, "decorator_list", ())]
+        names = [getattr(each, "func", each) for each in decorators]
+        if any(isinstance(name, ast.Name) and self.is_code(name.id) for name in names):
+            return "the tests have the code decorate a method"
+        return f"the tests inherit from {code[0]}" if code else ""
+
+    def _arg(self, node):
+        return f"the tests need the fixture {node.arg}" if node.arg in FIXTURES else ""
+
+    def _match(self, node):
+        return f"{type(node).__name__} needs the code's own objects"
+
+    _trystar = _asyncfor = _asyncwith = _match
+
+    # -- what runs in the place of a node ---------------------------------------------------------------------------
+
+    def visit_Call(self, node):
+        """Put `TYPE_OF` for `type`, and `SAME` into assertions of identity."""
+        self.generic_visit(node)
+        if _is_call_of_name(node) and node.func.id == "type" and len(node.args) == 1:
+            node.func.id = TYPE_OF
+        truth = {"assertIs": "assertTrue", "assertIsNot": "assertFalse"}.get(getattr(node.func, "attr", ""))
+        if truth and len(node.args) > 1:
+            node.func.attr, node.args[:2] = truth, [_call(SAME, *node.args[:2])]
+        return node
+
+    def visit_Compare(self, node):
+        """Put `SAME` for `is`, and `OWN` where two objects that the tests make are compared, or members of a class."""
+        self.generic_visit(node)
+        for i, (a, op, b) in enumerate(_pairs(node)):
+            made = isinstance(op, (ast.Eq, ast.NotEq)) and self._is_made(a) and self._is_made(b)
+            if made or (isinstance(op, _ODD) and self._class_of(a) == self._class_of(b) != ""):
+                node.comparators[i] = _call(OWN, b)
+            fixed = [type(getattr(side, "value", 0)) in (type(None), bool, type(...)) for side in (a, b)]
+            if isinstance(op, (ast.Is, ast.IsNot)) and len(node.ops) == 1 and not any(fixed):
+                node.left, node.comparators = _call(SAME, a, b), [ast.Constant(True)]
+        return node
+
+    def visit_BinOp(self, node):
+        """Put `OWN` where members of a class are combined."""
+        self.generic_visit(node)
+        if self._class_of(node.left) and self._class_of(node.right):
+            node.right = _call(OWN, node.right)
+        return node
 
     def _class_of(self, node):
         """Return the name of the code's class of which an expression seems to be a member."""
-        name = getattr(getattr(node, "value", None), "id", "") if type(node) is ast.Attribute else ""
+        name = getattr(node.value, "id", "") if isinstance(node, ast.Attribute) else ""
         return name if name[:1].isupper() and self.is_code(name) else ""
 
     def _is_from_code(self, node):
         """Return whether an expression is what the code returns, as far as the text tells."""
-        while isinstance(node, (ast.Call, ast.Attribute)):
-            node = node.func if isinstance(node, ast.Call) else node.value
-        return isinstance(node, ast.Name) and (node.id in self._from_code or self.is_code(node.id))
+        root = _root(node, (ast.Call, ast.Attribute))
+        return root in self._from_code or (bool(root) and self.is_code(root))
 
     def _is_made(self, node):
-        if _is_construction(node):
-            return self.is_code(node.func.id)
-        return isinstance(node, (ast.Name, ast.Attribute)) and bool(self._made) and ast.unparse(node) in self._made
-
-    def _with(self, node, tried):
-        made = [item.context_expr for item in node.items if self._is_from_code(item.context_expr)]
-        return f"the tests enter what the code returns: {ast.dump(made[0])[:80]}" if made else ""
-
-    def _delete(self, node, tried):
-        names = [target.id for target in node.targets if type(target) is ast.Name and target.id in self._from_code]
-        return f"the tests delete {names[0]}, which the code may notice" if names else ""
-
-    def _classdef(self, node, tried):
-        bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-        code = [base for base in bases if self.is_code(base) and base in self.imported]
-        decorators = [each for part in node.body for each in getattr(part, "decorator_list", ())]
-        names = [getattr(each, "func", each) for each in decorators]
-        if any(type(name) is ast.Name and self.is_code(name.id) for name in names):
-            return "the tests have the code decorate a method"
-        return f"the tests inherit from {code[0]}" if code else ""
-
-    def _arg(self, node, tried):
-        return f"the tests need the fixture {node.arg}" if node.arg in FIXTURES else ""
-
-    def _special(self, node, tried):
-        return f"{type(node).__name__} needs the code's own objects"
+        """Return whether an expression makes an object of the code's, as names are written, or is a name of one."""
+        if _is_call_of_name(node):
+            return node.func.id[:1].isupper() and self.is_code(node.func.id)
+        return isinstance(node, (ast.Name, ast.Attribute)) and _text(node) in self._made
 
 
-_CHECKS = {
-    ast.Import: Survey._import,
-    ast.ImportFrom: Survey._importfrom,
-    ast.Name: Survey._name,
-    ast.Attribute: Survey._attribute,
-    ast.BinOp: Survey._operator,
-    ast.Compare: Survey._operator,
-    ast.Constant: Survey._constant,
-    ast.Delete: Survey._delete,
-    ast.UnaryOp: Survey._operator,
-    ast.With: Survey._with,
-    ast.ClassDef: Survey._classdef,
-    ast.arg: Survey._arg,
-}
-_SPECIAL = "Match", "TryStar", "AsyncFor", "AsyncWith"
-_CHECKS.update((getattr(ast, name), Survey._special) for name in _SPECIAL if hasattr(ast, name))
-_LOOKED_AT = {*_CHECKS, ast.Assign, ast.Call, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler, ast.Try}
+_IN = ast.In, ast.NotIn
+_ODD = *_IN, ast.Lt, ast.Gt, ast.LtE, ast.GtE
 
 
 def _read(read):
@@ -260,17 +242,36 @@ def _read(read):
         raise BadTests(f"the tests do not compile: {error}") from None
 
 
-def _is_construction(node):
-    """Return whether an expression makes an object of a class, as names are written."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id[:1].isupper()
+def _is_call_of_name(node):
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+
+
+def _needs_pytest(function):
+    """Return whether a test function has decorators or arguments."""
+    return bool(function.decorator_list) or any(isinstance(node, ast.arg) for node in ast.walk(function.args))
+
+
+def _pairs(compare):
+    return list(zip([compare.left, *compare.comparators], compare.ops, compare.comparators))  # noqa: B905 - Python 3.8
+
+
+def _text(node):
+    return ast.dump(node).replace("Store()", "Load()")
+
+
+def _root(node, through):
+    """Return the name with which an expression begins, if there is nothing else before its end."""
+    while isinstance(node, through):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return getattr(node, "id", "")
 
 
 def _call(name, *args):
-    return ast.Call(ast.Name(name, ast.Load()), list(args), [])
+    return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), list(args), []), args[-1])
 
 
 def _is_import_of_code(node):
-    return type(node) is ast.ImportFrom and node.module == "solution"
+    return isinstance(node, ast.ImportFrom) and node.module == "solution"
 
 
 def _bound(node):
@@ -281,18 +282,5 @@ def _bound(node):
         return [(alias.asname or alias.name).split(".")[0] for alias in node.names]
     if isinstance(node, ast.arg):
         return [node.arg]
-    name = getattr(node, "name", None)
+    name = "" if isinstance(node, ast.alias) else getattr(node, "name", "")
     return [name] if name else []
-
-
-def _import_reason(name, tried):
-    """Return why an import needs more than values, or an empty string. BadTests if the module is not here."""
-    top = name.split(".")[0]
-    if top in MODULES and name != "unittest.mock" and top not in ("numpy", "pytest"):
-        return ""
-    if not tried:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            raise BadTests(f"the tests need {name}, which is not here") from None
-    return "" if top in ("numpy", "pytest") else f"the tests import {name}"

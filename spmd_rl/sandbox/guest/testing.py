@@ -18,7 +18,7 @@ from spmd_rl.sandbox.guest import suite
 from spmd_rl.sandbox.guest.common import MODULES, WORD, common, execute
 from spmd_rl.sandbox.guest.link import Link
 from spmd_rl.sandbox.guest.remote import Remote, maker_of, record_of, value_of
-from spmd_rl.sandbox.guest.stubs import Client, Refused
+from spmd_rl.sandbox.guest.stubs import Client, Refused, State
 from spmd_rl.sandbox.guest.survey import OWN, SAME, TYPE_OF, BadTests, Survey
 
 ASKED = b"?"
@@ -56,12 +56,11 @@ def same(left, right):
     return type(left).__name__ != "ndarray" and bool(left == right or (left != left and right != right))
 
 
-class Beside:
+class Beside(State):
     """Stands for a client where the code runs in this process: nothing that it makes of its tests is proven."""
 
     def __init__(self, job):
-        self.asked, self.refused, self.beyond, self.gone, self.unsupported, self.collects = 0, "", "", "", "", False
-        self._names, self.own = {}, ""
+        self._names = {}
         try:
             self._names = execute(job, "solution", shared=True)
         except BaseException as error:  # noqa: BLE001 - untrusted code
@@ -85,10 +84,8 @@ class Tester:
             _teach_sleep(client.slept)
             signal.signal(signal.SIGXCPU, self._out_of_time)
         source = "\n".join([job["prelude"], *job["tests"]])
-        self._base, self._words = (
-            {**common(source), TYPE_OF: self._type_of, OWN: self._of_own, SAME: self._is_same},
-            set(WORD.findall(job["prelude"])),
-        )
+        self._base = {**common(source), TYPE_OF: self._type_of, OWN: self._of_own, SAME: self._is_same}
+        self._words = set(WORD.findall(job["prelude"]))
         try:
             exec(compile(job["prelude"], "<prelude>", "exec"), self._base)
         except Exception as error:  # noqa: BLE001 - the tests' own text
@@ -175,13 +172,13 @@ class Tester:
     def _is_same(self, *things):
         if not self._beside:
             one, two = things = [value_of(it) if type(it) is Remote else it for it in things]
-            if one is not two and type(one) is type(two) and type(one) in (int, float, str) and one == two:
-                self._client.want(f"the tests ask whether equal {type(one).__name__}s are one", always=True)
+            kind, are_two = type(one), type(one) is type(two) and one is not two
+            if (are_two and kind in (int, float, str) and one == two) or type(len) in (kind, type(two)):
+                self._client.want("the tests ask whether equal texts, numbers or functions are one", always=True)
         return things[0] is things[1]
 
     def _of_own(self, thing):
-        if type(thing) is Remote:
-            self._client.of_own = True
+        self._client.of_own = thing if type(thing) is Remote else self._client
         return thing
 
     def _out_of_time(self, *_):
