@@ -221,7 +221,8 @@ class RlConfig(PipelineConfig):
     def roles(self) -> list[RoleConfig]:
         """The policy, and whom the algorithm wants beside it."""
         used = {"policy": True, "reference": self.algorithm.uses_reference, "critic": self.algorithm.uses_critic}
-        asked = [self.role(name) for name, wanted in used.items() if wanted]
+        constraint = self.rollout.constraint
+        asked = [replace(self.role(name), constraint=constraint) for name, wanted in used.items() if wanted]
         return asked + [self.role(*teacher) for teacher in self.teacher.sections.items()]
 
     def passes(self, name: str) -> int:

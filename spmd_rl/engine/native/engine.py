@@ -22,7 +22,7 @@ from spmd_rl.engine.checked_weights import CheckedWeights
 from spmd_rl.engine.native.attention import Bucket, Paged
 from spmd_rl.engine.native.kv import BLOCK, KVPool
 from spmd_rl.engine.native.routing import ChosenExperts
-from spmd_rl.engine.native.sampling import draw
+from spmd_rl.engine.native.sampling import Limit, draw, no_limit
 from spmd_rl.engine.native.scheduler import RunningSequence, Scheduler
 from spmd_rl.engine.sequence import TextOf, check, has_stop, no_text
 from spmd_rl.errors import RunFailed, UserError
@@ -50,12 +50,14 @@ class NativeEngine(Engine):
         offload: bool = False,
         text_of: TextOf = no_text,
         records_experts: bool = False,
+        limit: Limit = no_limit,
     ) -> None:
         """`offload`: weights go to host memory and the KV cache is freed outside `awake()`. No effect on CPU.
 
         `text_of`: needed for requests with stop strings. records_experts: completions record which experts of a mixture
-        their tokens went to; UserError if the module is none.
+        their tokens went to; UserError if the module is none. limit: what tokens are drawn among.
         """
+        self._limit = limit
         self._text_of = text_of
         self.model = module
         """The module that it computes with."""
@@ -197,7 +199,7 @@ class NativeEngine(Engine):
                     row.experts.extend(chosen)
         for row in rows:
             row.num_stored = row.num_tokens
-        drawn = draw(output.logits[0, : len(rows)], rows)
+        drawn = draw(self._limit(output.logits[0, : len(rows)], rows), rows)
         for row, token, logprob, candidates in zip(rows, *drawn, strict=True):
             row.append(token, logprob, self._version, candidates)
         ended = []

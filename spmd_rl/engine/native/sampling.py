@@ -8,12 +8,18 @@ logits differ by rounding, and change as it learns.
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from spmd_rl.devices import to_device
 from spmd_rl.engine.sequence import SequenceState
+from spmd_rl.model.constraint import Constraint, cut_off
+
+Limit = Callable[[Tensor, Sequence[SequenceState]], Tensor]
+"""Gives the logits [R, V] of the next token of each row without those of tokens that may not follow."""
 
 CHUNK = 256
 """Tokens of the vocabulary that are summed first: the CDF is built over chunks, then within one chunk."""
@@ -23,6 +29,23 @@ def uniform(seed: int, index: int) -> float:
     """A number in [0, 1) of 53 random bits, drawn from (seed, index): blake2b of both as 64-bit words."""
     word = hashlib.blake2b(struct.pack("<QQ", seed, index), digest_size=8).digest()
     return (int.from_bytes(word, "little") >> 11) * 2.0**-53
+
+
+def no_limit(logits: Tensor, rows: Sequence[SequenceState]) -> Tensor:
+    """Any token may follow."""
+    return logits
+
+
+def limit_of(constraint: Constraint | None) -> Limit:
+    """What may follow where answers have to parse."""
+    return no_limit if constraint is None else partial(_limited, constraint)
+
+
+def _limited(constraint: Constraint, logits: Tensor, rows: Sequence[SequenceState]) -> Tensor:
+    words = constraint.blank(len(rows))
+    for number, row in enumerate(rows):
+        row.answer_to(constraint).allowed(words, number)
+    return cut_off(logits, to_device(words, logits.device), 0, -math.inf)
 
 
 def draw(logits: Tensor, rows: Sequence[SequenceState]) -> tuple[list[int], list[float], list[list[int]]]:
