@@ -128,8 +128,8 @@ def _compiled(key: str, text: str, model: str, trust_remote_code: bool) -> Const
     from xgrammar import GrammarCompiler
 
     config = AutoConfig.from_pretrained(model_folder(model), trust_remote_code=trust_remote_code)
-    tokenizer = load_tokenizer(model, trust_remote_code)
-    compiler = GrammarCompiler(_vocabulary(tokenizer, config.get_text_config().vocab_size))
+    tokenizer, size = load_tokenizer(model, trust_remote_code), config.get_text_config().vocab_size
+    compiler = GrammarCompiler(_vocabulary(tokenizer, size, is_json=key == "json_schema"))
     compilers = {
         "json_schema": lambda: compiler.compile_json_schema(text, any_whitespace=False),
         "regex": lambda: compiler.compile_regex(text),
@@ -141,8 +141,11 @@ def _compiled(key: str, text: str, model: str, trust_remote_code: bool) -> Const
         raise UserError(f"rollout.constraint.{key}: {one_line(error)}") from None
 
 
-def _vocabulary(tokenizer: Tokenizer, size: int) -> "TokenizerInfo":
-    """The text of each of `size` tokens as bytes: none of special ones, which are not in an answer's text."""
+def _vocabulary(tokenizer: Tokenizer, size: int, is_json: bool) -> "TokenizerInfo":
+    """The text of each of `size` tokens as bytes: none of special ones, which are not in an answer's text.
+
+    Nor of those with a control character: JSON on one line lacks them, xgrammar's strings of limited length do not.
+    """
     from xgrammar import TokenizerInfo, VocabType
 
     stop_ids = [id for id in tokenizer.stop_ids if id < size]
@@ -153,6 +156,8 @@ def _vocabulary(tokenizer: Tokenizer, size: int) -> "TokenizerInfo":
     for id, token in tokenizer.hf.added_tokens_decoder.items():
         if id < size:
             texts[id] = b"" if token.special else token.content.encode()
+    if is_json:
+        texts = [b"" if min(text, default=32) < 32 else text for text in texts]
     prefix = found.add_prefix_space
     return TokenizerInfo(texts, VocabType.RAW, vocab_size=size, stop_token_ids=stop_ids, add_prefix_space=prefix)
 
