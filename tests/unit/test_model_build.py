@@ -151,8 +151,7 @@ def test_logprobs_stay_finite_at_the_edges():
 
 PEAK = """
 import resource, sys, torch
-from spmd_rl.model.constraint import Allowed
-from spmd_rl.model.logprobs import Candidates, token_logprobs
+from spmd_rl.model.logprobs import token_logprobs
 tokens, vocabulary = map(int, sys.argv[1:])
 hidden = torch.randn(tokens, 16, requires_grad=True)
 weight = torch.randn(vocabulary, 16, requires_grad=True)
