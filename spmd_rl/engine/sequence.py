@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from spmd_rl.errors import RunFailed
-from spmd_rl.model.constraint import Answer, Constraint
+from spmd_rl.model.constraint import Constraint, Parse
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.types import CandidateIds, Completion, FinishReason, Request
 
@@ -32,8 +32,8 @@ class SequenceState:
     """of the tokens that have been fed, `num_experts` each; see `Completion.experts`"""
     num_experts: int = 0
     """numbers that are recorded for each token; 0: none are"""
-    answer: Answer | None = None
-    """where its answer stands in what it has to parse as, once that has been asked for"""
+    parse: Parse | None = None
+    """how far its answer has been parsed, where it has to parse"""
 
     def append(self, token: int, logprob: float, version: int, candidate_ids: Sequence[int] = ()) -> None:
         """Add a sampled token. RunFailed for a logprob that is not finite."""
@@ -46,13 +46,13 @@ class SequenceState:
             self.candidate_ids.counts.append(len(candidate_ids))
             self.candidate_ids.ids.extend(candidate_ids)
 
-    def answer_to(self, constraint: Constraint) -> Answer:
-        """Where its answer stands, what is begun of it included."""
-        if self.answer is None:
-            self.answer = constraint.begin()
+    def parsed_by(self, constraint: Constraint) -> Parse:
+        """The parse of its answer so far, what is begun of it included."""
+        if self.parse is None:
+            self.parse = constraint.begin()
         begun = self.request.prompt_ids[len(self.request.prompt_ids) - self.request.num_begun :]
-        self.answer.accept((begun + self.token_ids)[self.answer.num_tokens :])
-        return self.answer
+        self.parse.accept((begun + self.token_ids)[self.parse.num_tokens :])
+        return self.parse
 
     def completion(self, reason: FinishReason) -> Completion:
         """Return what it has, as it ends."""

@@ -1,11 +1,10 @@
 """`Constraint`: which tokens may follow in an answer that has to parse (`rollout.constraint`).
 
     constraint = constraint_of(cfg.rollout.constraint, cfg.policy.model, False)
-    answer = constraint.begin()
-    words = constraint.blank(1)
-    answer.allowed(words, 0)                        # may follow: a bit for each token of the vocabulary
+    parse, words = constraint.begin(), constraint.blank(1)
+    parse.allowed(words, 0)                         # a bit for each token of the vocabulary: whether it may follow
     cut_off(logits, words, 0, -math.inf)
-    answer.accept([token])
+    parse.accept([token])
 
 Engines draw from what is left, and the trainer takes its logprobs over the same tokens: it finds them again by
 following the answer's tokens, so that nothing but these passes between the two. The grammar is xgrammar's (Dong et al.,
@@ -57,8 +56,8 @@ def _forbidden(words: Tensor, first: int, count: int) -> Tensor:
     return (words[:, ids // BITS] >> (ids % BITS).int()) & 1 == 0
 
 
-class Answer:
-    """How far an answer has come."""
+class Parse:
+    """How far an answer has been parsed."""
 
     def __init__(self, grammar: "CompiledGrammar") -> None:
         from xgrammar import GrammarMatcher
@@ -92,9 +91,9 @@ class Constraint:
         self._grammar = grammar
         self._num_words = -(-grammar.tokenizer_info.vocab_size // BITS)
 
-    def begin(self) -> Answer:
-        """An answer without tokens."""
-        return Answer(self._grammar)
+    def begin(self) -> Parse:
+        """The parse of an answer without tokens."""
+        return Parse(self._grammar)
 
     def blank(self, count: int) -> Tensor:
         """int32 [count, W]: masks to be written."""
@@ -105,11 +104,11 @@ class Constraint:
         masks: dict[bytes, int] = {}
         index, words = [], self.blank(1)
         for token_ids in answers:
-            answer = self.begin()
+            parse = self.begin()
             for token in token_ids:
-                answer.allowed(words, 0)
+                parse.allowed(words, 0)
                 index.append(masks.setdefault(words.numpy().tobytes(), len(masks)))
-                answer.accept([token])
+                parse.accept([token])
         found = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.int32) if masks else words
         return Allowed(found.view(-1, self._num_words), torch.tensor(index, dtype=torch.int64))
 

@@ -18,7 +18,7 @@ from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.engine.native.sampling import limit_of
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import build_model
-from spmd_rl.model.constraint import Answer, constraint_of
+from spmd_rl.model.constraint import Parse, constraint_of
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.train.base import ForwardArgs
 from spmd_rl.train.fsdp2.backend import policy_of
@@ -69,9 +69,9 @@ def may_follow(begun: str, tokenizer) -> list[int]:
     return sorted({*tokenizer.encode(longer), *(tokenizer.stop_ids if begun in LANGUAGE else ())})
 
 
-def listed(answer: Answer, constraint, size: int) -> list[int]:
+def listed(parse: Parse, constraint, size: int) -> list[int]:
     words = constraint.blank(1)
-    answer.allowed(words, 0)
+    parse.allowed(words, 0)
     return [id for id in range(size) if words[0, id // 32].item() >> id % 32 & 1]
 
 

@@ -44,7 +44,7 @@ def limit_of(constraint: Constraint | None) -> Limit:
 def _limited(constraint: Constraint, logits: Tensor, rows: Sequence[SequenceState]) -> Tensor:
     words = constraint.blank(len(rows))
     for number, row in enumerate(rows):
-        row.answer_to(constraint).allowed(words, number)
+        row.parsed_by(constraint).allowed(words, number)
     return cut_off(logits, to_device(words, logits.device), 0, -math.inf)
 
 

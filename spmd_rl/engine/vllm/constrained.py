@@ -11,7 +11,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
 
-from spmd_rl.model.constraint import Answer, Constraint
+from spmd_rl.model.constraint import Constraint, Parse
 from spmd_rl.types import Request
 
 
@@ -36,10 +36,10 @@ class _Backend(StructuredOutputBackend):
     def compile_grammar(
         self, request_type: object, grammar_spec: str, stop_token_ids: set[int] | None = None
     ) -> StructuredOutputGrammar:
-        """An answer, as `grammar_of` says."""
-        answer = self._constraint.begin()
-        answer.accept(json.loads(grammar_spec))
-        return _Grammar(answer)
+        """The parse of an answer, of which `grammar_of` says what is begun."""
+        parse = self._constraint.begin()
+        parse.accept(json.loads(grammar_spec))
+        return _Grammar(parse)
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> Tensor:
         """Masks to be filled."""
@@ -50,23 +50,23 @@ class _Backend(StructuredOutputBackend):
 
 
 class _Grammar(StructuredOutputGrammar):
-    """An answer, as vLLM calls it. Drafts, for which it would look ahead and go back, are refused at start."""
+    """A parse, as vLLM calls it. Drafts, for which it would look ahead and go back, are refused at start."""
 
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
+    def __init__(self, parse: Parse) -> None:
+        self._parse = parse
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         """Take sampled tokens, which its mask allowed."""
-        self._answer.accept(tokens)
+        self._parse.accept(tokens)
         return True
 
     def fill_bitmask(self, bitmask: Tensor, batch_index: int) -> None:
         """Write which tokens may follow."""
-        self._answer.allowed(bitmask, batch_index)
+        self._parse.allowed(bitmask, batch_index)
 
     def is_terminated(self) -> bool:
         """Whether a token has ended it."""
-        return self._answer.is_over
+        return self._parse.is_over
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         """No draft is known to be good."""
