@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from spmd_rl.errors import RunFailed
-from spmd_rl.model.constraint import Constraint, Parse
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.types import CandidateIds, Completion, FinishReason, Request
 
@@ -32,8 +32,8 @@ class SequenceState:
     """of the tokens that have been fed, `num_experts` each; see `Completion.experts`"""
     num_experts: int = 0
     """numbers that are recorded for each token; 0: none are"""
-    parse: Parse | None = None
-    """how far its answer has been parsed, where it has to parse"""
+    matcher: Any = None
+    """xgrammar's, where its answer has to parse, once a token of it has been asked for"""
 
     def append(self, token: int, logprob: float, version: int, candidate_ids: Sequence[int] = ()) -> None:
         """Add a sampled token. RunFailed for a logprob that is not finite."""
@@ -45,14 +45,6 @@ class SequenceState:
         if self.request.truncated:
             self.candidate_ids.counts.append(len(candidate_ids))
             self.candidate_ids.ids.extend(candidate_ids)
-
-    def parsed_by(self, constraint: Constraint) -> Parse:
-        """The parse of its answer so far, what is begun of it included."""
-        if self.parse is None:
-            self.parse = constraint.begin()
-        begun = self.request.prompt_ids[len(self.request.prompt_ids) - self.request.num_begun :]
-        self.parse.accept((begun + self.token_ids)[self.parse.num_tokens :])
-        return self.parse
 
     def completion(self, reason: FinishReason) -> Completion:
         """Return what it has, as it ends."""
@@ -85,9 +77,8 @@ def has_stop(answer: SequenceState, text_of: TextOf) -> bool:
         return False
     size = max(len(text.encode()) for text in request.stop) + SPARE_TOKENS
     tail = answer.token_ids[-size:]
-    if request.num_begun and len(tail) < size:
-        begun = request.prompt_ids[-request.num_begun :]
-        tail = begun[len(tail) - size :] + tail
+    if len(tail) < size:
+        tail = request.begun[len(tail) - size :] + tail
     text = text_of(tail)
     return any(stop in text for stop in request.stop)
 

@@ -15,10 +15,9 @@ from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.engine.native import NativeEngine, empty_module
-from spmd_rl.engine.native.sampling import limit_of
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import build_model
-from spmd_rl.model.constraint import Parse, constraint_of
+from spmd_rl.model.constraint import accept, constraint_of
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.train.base import ForwardArgs
 from spmd_rl.train.fsdp2.backend import policy_of
@@ -69,28 +68,28 @@ def may_follow(begun: str, tokenizer) -> list[int]:
     return sorted({*tokenizer.encode(longer), *(tokenizer.stop_ids if begun in LANGUAGE else ())})
 
 
-def listed(parse: Parse, constraint, size: int) -> list[int]:
+def listed(matcher, constraint, size: int) -> list[int]:
     words = constraint.blank(1)
-    parse.allowed(words, 0)
+    matcher.fill_next_token_bitmask(words, 0)
     return [id for id in range(size) if words[0, id // 32].item() >> id % 32 & 1]
 
 
 def test_what_may_follow_is_what_some_text_of_the_language_goes_on_with(path):
     constraint, tokenizer = constraint_of(OF_LANGUAGE, str(path), False), load_tokenizer(path)
     for begun in sorted({text[:end] for text in LANGUAGE for end in range(len(text) + 1)}):
-        answer = constraint.begin()
-        answer.accept(tokenizer.encode(begun))
-        assert listed(answer, constraint, 260) == may_follow(begun, tokenizer), begun
-    with pytest.raises(RunFailed, match=f"token {tokenizer.encode('x')[0]}, number 1 of an answer"):
-        constraint.begin().accept(tokenizer.encode("ax"))
-    answer.accept(tokenizer.stop_ids[:1])
+        matcher = constraint.begin(tokenizer.encode(begun))
+        assert listed(matcher, constraint, 260) == may_follow(begun, tokenizer), begun
+    with pytest.raises(RunFailed, match=f"token {tokenizer.encode('x')[0]} of an answer breaks it"):
+        constraint.begin(tokenizer.encode("ax"))
+    assert constraint.replay([[]]).index.numel() == 0
+    accept(matcher, tokenizer.stop_ids[:1])
     with pytest.raises(RunFailed, match="breaks it"):
-        answer.accept(tokenizer.encode("c"))
+        accept(matcher, tokenizer.encode("c"))
 
 
 def native(path, constraint):
-    limit = limit_of(constraint_of(constraint, str(path), False))
-    return NativeEngine(empty_module(path, torch.float32), max_running=50, kv_tokens=9000, limit=limit)
+    made = constraint_of(constraint, str(path), False)
+    return NativeEngine(empty_module(path, torch.float32), max_running=50, kv_tokens=9000, constraint=made)
 
 
 def asked(path, engine, count: int, prefix="", **settings) -> list[tuple[Request, object]]:
@@ -223,15 +222,15 @@ def test_logprobs_and_entropy_are_those_of_the_constrained_distribution(path):
         assert (mine.logprobs(asked_once, 1.0)[0] - asked_once.rollout_logprobs).abs().max() < 1e-5
         assert (free.logprobs(batch, temperature)[0] - found[0])[batch.loss_mask].abs().mean() > 1
         broken = replace(batch, token_ids=torch.where(batch.loss_mask, 120, batch.token_ids))
-        with pytest.raises(RunFailed, match="token 120, number 0 of an answer"):
+        with pytest.raises(RunFailed, match="token 120 of an answer breaks it"):
             mine.logprobs(broken, temperature)
 
 
 def test_special_tokens_and_control_characters_are_in_no_json(path):
     constraint = constraint_of(ConstraintConfig(json_schema='{"type": "string", "maxLength": 9}'), str(path), False)
-    answer, tokenizer = constraint.begin(), load_tokenizer(path)
-    answer.accept(tokenizer.encode('"'))
-    inside = set(map(tokenizer.visible, ([id] for id in listed(answer, constraint, 260))))
+    tokenizer = load_tokenizer(path)
+    matcher = constraint.begin(tokenizer.encode('"'))
+    inside = set(map(tokenizer.visible, ([id] for id in listed(matcher, constraint, 260))))
     assert {"a", '"', "<"} < inside and not {"\t", "\x1b", "<|pad|>", "<|im_end|>"} & inside
 
 
@@ -244,7 +243,7 @@ BAD = {
         '{"type": "array", "uniqueItems": true}': "uniqueItems cannot be kept to",
         '{"items": [{"format": "odd"}]}': "format 'odd' cannot be kept to",
         '{"properties": {"not": {"pattern": "a(?!b)"}}}': "pattern 'a.*' cannot be kept to",
-        '{"pattern": "a+", "maxLength": 3}': "pattern beside maxLength cannot be kept to",
+        '{"pattern": "a+", "maxLength": 3}': "pattern beside a length cannot be kept to",
     },
 }
 
@@ -257,7 +256,7 @@ def test_a_bad_constraint_is_one_line_that_names_its_key(path, key, text):
 
 
 def test_a_constraint_is_one_of_three(tmp_path):
-    with pytest.raises(UserError, match="only one of json_schema, choice"):
+    with pytest.raises(UserError, match="json_schema and choice: only one"):
         ConstraintConfig(json_schema="{}", choice=["a"])
     with pytest.raises(UserError, match="an empty text"):
         ConstraintConfig(choice=["a", ""])

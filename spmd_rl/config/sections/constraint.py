@@ -19,17 +19,16 @@ FORMATS = (
     *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference"),
     *("uri-template", "json-pointer", "relative-json-pointer"),
 )
-NAMES = ("properties", "$defs", "definitions")
-"""Keywords under which keys are names"""
-VALUES = ("const", "default", "enum", "examples", "required")
+LOOKS = re.compile(r"\(\?[^:]|\\[1-9bB]")
+"""What it passes over in a `pattern`"""
+DATA = ("const", "default", "enum", "examples", "required")
 """Keywords under which no schema stands"""
 
 
 @dataclass
 class ConstraintConfig:
-    """What every answer must parse as; one of the three at most. An answer ends where it is whole, and one that is cut
-    off at its token limit is the exception. All logprobs, entropies and losses are those of the tokens that may follow.
-    """
+    """What every answer must parse as: one of the three at most. Logprobs, entropies and losses are over the tokens
+    that may follow; an answer ends only where it is whole, or cut off at its token limit."""
 
     json_schema: str | None = None
     """A JSON schema, or the file that holds it. Objects have their keys in the schema's order and no others, and are
@@ -41,19 +40,18 @@ class ConstraintConfig:
 
     @property
     def given(self) -> tuple[str, str] | None:
-        """Which key is given, and its value as one text; None where there is no constraint."""
-        texts = {**vars(self), "choice": json.dumps(self.choice) if self.choice else None}
-        return next(((key, text) for key, text in texts.items() if text is not None), None)
+        """Which key is given, and its value as one text."""
+        texts = {"json_schema": self.json_schema, "regex": self.regex, "choice": json.dumps(self.choice)}
+        return next(((key, text) for key, text in texts.items() if text not in (None, "[]")), None)
 
     def __post_init__(self) -> None:
         several = [key for key, value in vars(self).items() if value not in (None, [])]
-        require(len(several) < 2, f"{several[-1:] and several[-1]}: only one of {', '.join(several)} can be given")
+        require(len(several) < 2, f"{' and '.join(several)}: only one of them can be given")
         require("" not in self.choice, "choice: an empty text is no answer")
-        if self.regex is not None:
-            try:
-                re.compile(self.regex)
-            except re.error as error:
-                raise UserError(f"regex: {error}") from None
+        try:
+            re.compile(self.regex or "")
+        except re.error as error:
+            raise UserError(f"regex: {error}") from None
         if self.json_schema is not None:
             self.json_schema = json.dumps(_schema(self.json_schema))
 
@@ -61,8 +59,8 @@ class ConstraintConfig:
 def _schema(text: str) -> Any:
     """The schema that is given, or that stands in the file of that name."""
     try:
-        read = text if text.lstrip().startswith("{") else Path(text).expanduser().read_text(encoding="utf-8")
-        schema = json.loads(read)
+        is_given = text.lstrip().startswith("{")
+        schema = json.loads(text if is_given else Path(text).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"json_schema: {text}: {error.strerror}") from None
     except ValueError as error:
@@ -74,20 +72,14 @@ def _schema(text: str) -> Any:
 
 
 def _unkept(schema: Any) -> Iterator[str]:
-    """Yield what the compiler of grammars would not keep to, in a schema and in those within it."""
-    if isinstance(schema, list):
-        for part in schema:
-            yield from _unkept(part)
-    if not isinstance(schema, dict):
-        return
-    bounds, looks = {"minLength", "maxLength"} & schema.keys(), re.compile(r"\(\?[^:]|\\[1-9bB]")
-    for key, value in schema.items():
-        unknown = key == "format" and value not in FORMATS
-        if key in UNREAD or unknown or (key == "pattern" and looks.search(str(value))):
-            yield f"{key} {value!r}" if key in ("format", "pattern") else key
-        elif key in ("format", "pattern") and bounds:
-            yield f"{key} beside {min(bounds)}"
-        elif key in NAMES and isinstance(value, dict):
-            yield from _unkept(list(value.values()))
-        elif key not in VALUES:
+    """Yield what of a schema, and of those within it, the compiler of grammars would not keep to."""
+    parts = enumerate(schema) if isinstance(schema, list) else schema.items() if isinstance(schema, dict) else ()
+    for key, value in parts:
+        of_text = key in ("format", "pattern")
+        unknown = of_text and (value not in FORMATS if key == "format" else LOOKS.search(str(value)))
+        if key in UNREAD or unknown or (of_text and {"minLength", "maxLength"} & schema.keys()):
+            yield f"{key} {value!r}" if unknown else f"{key} beside a length" if of_text else key
+        elif key in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            yield from _unkept(list(value.values()))  # their keys are names
+        elif key not in DATA:
             yield from _unkept(value)

@@ -12,7 +12,6 @@ from spmd_rl.config.sections.models import EngineConfig, ServedModelConfig
 from spmd_rl.distributed import World
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
-from spmd_rl.engine.native.sampling import limit_of
 from spmd_rl.engine.sequence import text_of_model
 from spmd_rl.errors import UserError
 from spmd_rl.model.constraint import constraint_of
@@ -26,8 +25,8 @@ def build(
     """The policy's architecture in the policy's dtype, on this rank's device, without weights."""
     if settings.tp != 1:
         raise UserError(f"engine.tp: the native engine holds a whole copy per rank (tp=1), not tp={settings.tp}")
-    module = empty_module(policy.model, getattr(torch, policy.dtype), world.device, trust=policy.trust_remote_code)
-    text_of = text_of_model(policy.model, policy.trust_remote_code)
-    limit = limit_of(constraint_of(constraint, policy.model, policy.trust_remote_code))
-    sizes = settings.max_running, settings.kv_tokens
-    return NativeEngine(module, *sizes, sleeps, text_of, policy.router_replay, limit)
+    trust = policy.trust_remote_code
+    module = empty_module(policy.model, getattr(torch, policy.dtype), world.device, trust=trust)
+    text_of = text_of_model(policy.model, trust)
+    sizes, found = (settings.max_running, settings.kv_tokens), constraint_of(constraint, policy.model, trust)
+    return NativeEngine(module, *sizes, sleeps, text_of, policy.router_replay, found)

@@ -8,18 +8,14 @@ logits differ by rounding, and change as it learns.
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from spmd_rl.devices import to_device
 from spmd_rl.engine.sequence import SequenceState
-from spmd_rl.model.constraint import Constraint, cut_off
-
-Limit = Callable[[Tensor, Sequence[SequenceState]], Tensor]
-"""Gives the logits [R, V] of the next token of each row without those of tokens that may not follow."""
+from spmd_rl.model.constraint import Allowed, Constraint, accept
 
 CHUNK = 256
 """Tokens of the vocabulary that are summed first: the CDF is built over chunks, then within one chunk."""
@@ -31,21 +27,16 @@ def uniform(seed: int, index: int) -> float:
     return (int.from_bytes(word, "little") >> 11) * 2.0**-53
 
 
-def no_limit(logits: Tensor, rows: Sequence[SequenceState]) -> Tensor:
-    """Any token may follow."""
-    return logits
-
-
-def limit_of(constraint: Constraint | None) -> Limit:
-    """What may follow where answers have to parse."""
-    return no_limit if constraint is None else partial(_limited, constraint)
-
-
-def _limited(constraint: Constraint, logits: Tensor, rows: Sequence[SequenceState]) -> Tensor:
+def cut_off(logits: Tensor, rows: Sequence[SequenceState], constraint: Constraint) -> None:
+    """Take away, in place, what may not follow in the answer of each row: logits [R, V], one token after the last."""
     words = constraint.blank(len(rows))
     for number, row in enumerate(rows):
-        row.parsed_by(constraint).allowed(words, number)
-    return cut_off(logits, to_device(words, logits.device), 0, -math.inf)
+        if row.matcher is None:
+            row.matcher = constraint.begin(row.request.begun)
+        accept(row.matcher, row.token_ids[-1:])
+        row.matcher.fill_next_token_bitmask(words, number)
+    device = logits.device
+    Allowed(to_device(words, device), torch.arange(len(rows), device=device)).cut(logits, 0, -math.inf)
 
 
 def draw(logits: Tensor, rows: Sequence[SequenceState]) -> tuple[list[int], list[float], list[list[int]]]:

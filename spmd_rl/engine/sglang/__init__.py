@@ -27,7 +27,6 @@ def build(
     settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World, constraint: ConstraintConfig
 ) -> Engine:
     """[all] The policy's architecture in the policy's dtype on this rank's device, without weights."""
-    assert constraint.given is None, "rollout.constraint: not with engine=sglang"
     if found := unsupported("sglang"):
         raise UserError(f"engine=sglang: SGLang {found[0]} is not {found[1]}, whose insides it is made for")
     tp, sleeps = settings.tp, sleeps and world.device.type != "cpu"
