@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.e2e.runs import Toy
+from tests.e2e.test_agents import AgentToy
 from tests.engines import VLLM_SIZES, needs_vllm
 
 SCHEMA = {
@@ -54,3 +55,13 @@ def test_a_grammar_that_the_compiler_refuses_is_one_line(tmp_path) -> None:
     assert run.wait() == 2
     (line,) = [line for line in run.text().splitlines() if line.startswith("error: ")]
     assert line.startswith("error: rollout.constraint.regex: ") and "Lookahead is not supported" in line
+
+
+def test_every_turn_of_an_agent_parses(tmp_path) -> None:
+    toy = AgentToy(tmp_path, max_position_embeddings=2048)
+    settings = ("rollout.constraint.choice=[walk,run,'stand still']", "warmup.steps=0", "steps=2")
+    started = toy.run(*settings, "rollout.max_new_tokens=14", "algorithm.kl_coef=0.01")
+    turns = [turn for step in (1, 2) for row in started.samples(step) for turn in row["turns"]]
+    assert len(turns) > 10 and all(turn["text"] in ("walk", "run", "stand still") for turn in turns)
+    for line in started.metrics()[1:]:
+        assert line["train_infer/abs_diff/mean"] < 1e-4
