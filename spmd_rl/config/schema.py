@@ -332,6 +332,11 @@ class EvaluateConfig(JobConfig):
             self.eval.metrics = ["ci95", *(f"pass@{k}" for k in ks), *(f"maj@{k}" for k in ks if k > 2)]
 
     @property
+    def roles(self) -> list[RoleConfig]:
+        """See `JobConfig.roles`."""
+        return [replace(self.role("policy"), constraint=self.rollout.constraint)]
+
+    @property
     def envs(self) -> EnvsConfig | None:
         """Environments that are played; None where rows are evaluated."""
         return self.env if self.env.tags else None

@@ -35,7 +35,8 @@ def check(toy: Toy, *settings: str, ranks: int = 2) -> None:
     turns = [turn for step in (1, 2) for row in started.samples(step) for turn in row["turns"]]
     whole = [json.loads(turn["text"]) for turn in turns if turn["finish_reason"] == "stop"]
     assert len(whole) > 10 and all(0 <= found["digit"] <= 99 for found in whole)
-    print(f"{len(turns)} answers, {len(whole)} whole", file=sys.stderr)
+    apart = [line["train_infer/abs_diff/mean"] for line in started.metrics()[1:]]
+    print(f"{len(turns)} answers, {len(whole)} whole; trainer and engine apart by {apart}", file=sys.stderr)
 
 
 def test_the_native_engine(tmp_path) -> None:
@@ -55,6 +56,16 @@ def test_a_grammar_that_the_compiler_refuses_is_one_line(tmp_path) -> None:
     assert run.wait() == 2
     (line,) = [line for line in run.text().splitlines() if line.startswith("error: ")]
     assert line.startswith("error: rollout.constraint.regex: ") and "Lookahead is not supported" in line
+
+
+def test_an_evaluation(tmp_path) -> None:
+    toy = Toy(tmp_path)
+    toy.door, kept = "spmd_rl.evaluate", ("policy.model", "reward.", "eval.answers", "rollout.max_new")
+    settings = [one for one in toy.settings() if one.startswith(kept)]
+    toy.settings = lambda: settings
+    run = toy.run(f"data.eval={toy.data}", "rollout.constraint.choice=[yes,no]", ranks=0)
+    rows = map(json.loads, (run.run_dir / "samples" / "eval-000000.jsonl").read_text().splitlines())
+    assert {turn["text"] for row in rows for turn in row["turns"]} == {"yes", "no"}
 
 
 def test_every_turn_of_an_agent_parses(tmp_path) -> None:
