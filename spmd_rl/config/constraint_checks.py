@@ -27,7 +27,7 @@ def check_constraint(
         raise UserError(f"{key}: xgrammar {found[0]} is not {found[1]}; pip install 'spmd-rl[constraint]'")
     refused: dict[str, Any] = {
         "engine=sglang, not yet": engine.name == "sglang",
-        "engine.args.speculative_config": engine.args.get("speculative_config"),
+        "engine.args.speculative_config": "speculative_config" in engine.args,
         "rollout.stop, which would cut answers short": rollout.stop,
         "rollout.thinking_budget, whose text is no part of it": rollout.thinking_budget,
         "rollout.target, whose turns may go on within an answer": rollout.target,

@@ -10,9 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spmd_rl.batch import pack
-from spmd_rl.config.schema import PolicyConfig, TrainConfig
+from spmd_rl.config.constraint_checks import check_constraint
+from spmd_rl.config.schema import EngineConfig, PolicyConfig, TrainConfig
 from spmd_rl.config.sections.constraint import ConstraintConfig
+from spmd_rl.config.sections.env import WarmupConfig
 from spmd_rl.config.sections.models import RoleConfig
+from spmd_rl.config.sections.rollout import SamplingConfig
+from spmd_rl.config.sections.teachers import TeachersConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.errors import RunFailed, UserError
@@ -263,3 +267,33 @@ def test_a_constraint_is_one_of_three(tmp_path):
     assert ConstraintConfig().given is None
     (tmp_path / "schema.json").write_text('{"const":\n "not"}')
     assert ConstraintConfig(json_schema=str(tmp_path / "schema.json")).given == ("json_schema", '{"const": "not"}')
+
+
+REFUSED = {
+    "engine=sglang": {"engine": EngineConfig(name="sglang")},
+    "engine.args.speculative_config": {"engine": EngineConfig(name="vllm", args={"speculative_config": {}})},
+    "rollout.stop, which": {"rollout": {"stop": ["x"]}},
+    "rollout.thinking_budget": {"rollout": {"thinking_budget": 5}},
+    "rollout.target": {"rollout": {"target": "a:b"}},
+    "teacher.model": {"teacher": TeachersConfig(model="m")},
+    "warmup.steps": {"warmup": WarmupConfig(steps=1)},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_constraint_cannot_hold_beside_is_refused_by_name(what):
+    given = {"engine": EngineConfig()} | REFUSED[what]
+    rollout = given.pop("rollout", {})
+    check_constraint(SamplingConfig(**rollout), **given)
+    with pytest.raises(UserError, match=f"^rollout.constraint.regex: not with {what}"):
+        check_constraint(SamplingConfig(**rollout, constraint=ConstraintConfig(regex="a")), **given)
+
+
+def test_a_missing_or_other_xgrammar_is_named(monkeypatch):
+    rollout = SamplingConfig(constraint=ConstraintConfig(regex="a"))
+    monkeypatch.setattr("spmd_rl.config.packages.installed", lambda name: "0.9")
+    with pytest.raises(UserError, match=r"^rollout.constraint.regex: xgrammar 0.9 is not .*0.3"):
+        check_constraint(rollout, EngineConfig())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"xgrammar is not installed here; pip install 'spmd-rl\[constraint\]'"):
+        check_constraint(rollout, EngineConfig())
