@@ -16,10 +16,12 @@ import pytest
 import torch.distributed as dist
 
 from spmd_rl.config.schema import EngineConfig, PolicyConfig
+from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.distributed import World, solo
 from spmd_rl.engine import build
 
+NO_CONSTRAINT = ConstraintConfig()
 VLLM_SIZES = {"hidden_size": 128, "head_dim": 32}
 """For `tiny`: vLLM's attention on the CPU knows no smaller heads."""
 
@@ -52,12 +54,13 @@ def started_engine(
     max_running: int = 8,
     kv_tokens: int = 2048,
     lora: LoraConfig | None = None,
+    constraint: ConstraintConfig = NO_CONSTRAINT,
 ) -> Iterator[object]:
     """A started engine without weights, at world 1, over the default group that is there or one of its own."""
     settings = EngineConfig(name=name, max_running=max_running, kv_tokens=kv_tokens, adapters=lora is not None)
     policy = PolicyConfig(model=str(path), dtype=dtype, lora=lora or LoraConfig())
     with one_rank() as world:
-        engine = build(settings, policy, False, world)
+        engine = build(settings, policy, False, world, constraint)
         yield engine
         engine.close()
 

@@ -151,9 +151,10 @@ class Unpacked:
         return spelt | ({f"**{args.kwarg.arg}": REQUIRED} if args.kwarg else {})
 
     def _fields(self, module: str, cls: ast.ClassDef) -> Parameters:
-        """Of a dataclass or struct."""
+        """Of a dataclass or struct, but those that no caller may give."""
         fields = [node for node in cls.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
         fields = [node for node in fields if not ast.unparse(node.annotation).startswith("ClassVar")]
+        fields = [node for node in fields if node.value is None or "init=False" not in ast.unparse(node.value)]
         return {node.target.id: self._spell(module, node.value) for node in fields}
 
     def _spell(self, module: str, node: ast.expr | None) -> str:

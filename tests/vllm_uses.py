@@ -13,6 +13,7 @@ ENGINE = "vllm.v1.engine.llm_engine:LLMEngine"
 EXECUTOR = "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher"
 CONFIG = "vllm.config:VllmConfig"
 FLAT = "vllm.logprobs:FlatLogprobs"
+GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 WORKERS = ("vllm.v1.worker.gpu_worker:Worker", "vllm.v1.worker.cpu_worker:CPUWorker")
 RUNNERS = (
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner",  # the second one, on CUDA
@@ -27,11 +28,15 @@ TYPES = {
     ENGINE: {
         "vllm_config": CONFIG, "model_executor": EXECUTOR, "engine_core": "vllm.v1.engine.core_client:InprocClient",
         "output_processor": "vllm.v1.engine.output_processor:OutputProcessor",
+        "input_processor": "vllm.v1.engine.input_processor:InputProcessor",
         "step": MANY + "vllm.outputs:RequestOutput",
         "add_request": NOTHING, "abort_request": NOTHING, "collective_rpc": NOTHING, "reset_prefix_cache": NOTHING,
         "sleep": NOTHING, "wake_up": NOTHING, "add_lora": NOTHING,
     },
-    "vllm.v1.engine.core_client:InprocClient": {"_finalizer": NOTHING},
+    "vllm.v1.engine.core_client:InprocClient": {"_finalizer": NOTHING, "engine_core": "vllm.v1.engine.core:EngineCore"},
+    "vllm.v1.engine.core:EngineCore": {"structured_output_manager": GRAMMARS},
+    GRAMMARS: {"backend": NOTHING},
+    "vllm.v1.engine.input_processor:InputProcessor": {"structured_outputs_config": NOTHING},
     "vllm.v1.engine.output_processor:OutputProcessor": {
         "request_states": MANY + "vllm.v1.engine.output_processor:RequestState"
     },

@@ -16,6 +16,7 @@ from spmd_rl.config.apply import apply
 from spmd_rl.config.architectures import check_architecture, experts_in
 from spmd_rl.config.backends import backend, check_following
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
+from spmd_rl.config.constraint_checks import check_constraint
 from spmd_rl.config.model_files import check_weights
 from spmd_rl.config.packages import unsupported
 from spmd_rl.config.phases import phase
@@ -350,7 +351,7 @@ def check_sidecar(sidecar: SidecarConfig, debug: bool) -> None:
 
 CHECKS = (
     *(check_given_data, check_given_envs, check_given_any, check_run, check_resume, check_models, check_vocabularies),
-    *(check_placement, check_replay, check_mesh, check_following, check_engine, check_adapters),
+    *(check_placement, check_replay, check_mesh, check_following, check_engine, check_adapters, check_constraint),
     *(check_episode, check_data, check_sidecar, check_wandb, check_reward_weights, check_rewards, check_envs),
     stay_offline,
     check_algorithm,  # last: a module of tensors imports torch

@@ -70,6 +70,7 @@ _THEIRS = {
     "rollout.temperature": "temperature",
     "rollout.top_p": "top_p",
     "rollout.top_k": "top_k",
+    "rollout.constraint.regex": "vllm_structured_outputs_regex vllm_guided_decoding_regex",
     "rollout.min_p": "min_p",
     "rollout.stop, a list": "stop_strings",
     "rollout.answers_per_prompt, answers that are sampled; there is no beam search": "num_beams",

@@ -25,6 +25,7 @@ def about_samples(
         "the vocabulary of policy.model": digest(model_folder(policy.model)),
         "rollout.answers_per_prompt": rollout.answers_per_prompt,
         "rollout.temperature": rollout.temperature,
+        "rollout.constraint": rollout.constraint.given and list(rollout.constraint.given),
         **{f"rollout.{key}": value for key, value in rollout.truncation.items()},
         "policy.router_replay": policy.router_replay,
         "the greedy answer of algorithm.advantage": algorithm.uses_greedy,

@@ -35,7 +35,7 @@ KEYS_WITHOUT_EFFECT = ("steps", "epochs", "rollout.dump", *OF_ATTACHED_JOBS)
 
 PACKAGES = (
     *("spmd-rl", "torch", "transformers", "safetensors", "numpy", "hydra-core", "omegaconf", "pyzmq", "msgspec"),
-    *("math-verify", "reasoning-gym", "vllm", "sglang", "megatron-core", "deepspeed", "peft"),
+    *("math-verify", "reasoning-gym", "vllm", "sglang", "megatron-core", "deepspeed", "peft", "xgrammar"),
 )
 
 T = TypeVar("T")

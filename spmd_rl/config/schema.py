@@ -221,7 +221,8 @@ class RlConfig(PipelineConfig):
     def roles(self) -> list[RoleConfig]:
         """The policy, and whom the algorithm wants beside it."""
         used = {"policy": True, "reference": self.algorithm.uses_reference, "critic": self.algorithm.uses_critic}
-        asked = [self.role(name) for name, wanted in used.items() if wanted]
+        constraint = self.rollout.constraint
+        asked = [replace(self.role(name), constraint=constraint) for name, wanted in used.items() if wanted]
         return asked + [self.role(*teacher) for teacher in self.teacher.sections.items()]
 
     def passes(self, name: str) -> int:
@@ -329,6 +330,11 @@ class EvaluateConfig(JobConfig):
             n = self.eval.answers
             ks = sorted({n, *(1 << bit for bit in range(n.bit_length()) if 1 << bit <= n)} - {0})
             self.eval.metrics = ["ci95", *(f"pass@{k}" for k in ks), *(f"maj@{k}" for k in ks if k > 2)]
+
+    @property
+    def roles(self) -> list[RoleConfig]:
+        """See `JobConfig.roles`."""
+        return [replace(self.role("policy"), constraint=self.rollout.constraint)]
 
     @property
     def envs(self) -> EnvsConfig | None:

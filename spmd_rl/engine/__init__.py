@@ -2,6 +2,7 @@
 
 import importlib
 
+from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.models import ENGINES, EngineConfig, ServedModelConfig
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Capacity, Engine
@@ -9,9 +10,15 @@ from spmd_rl.engine.base import Capacity, Engine
 __all__ = ["Capacity", "Engine", "build"]
 
 
-def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World) -> Engine:
+def build(
+    settings: EngineConfig,
+    policy: ServedModelConfig,
+    sleeps: bool,
+    world: World,
+    constraint: ConstraintConfig = ConstraintConfig(),  # noqa: B008  none
+) -> Engine:
     """[all] The engine of this rank, without weights yet: it refuses requests until the first publish.
 
-    sleeps: its weights leave the device while it does not generate.
+    sleeps: its weights leave the device while it does not generate. constraint: what all its answers have to parse as.
     """
-    return importlib.import_module(ENGINES[settings.name]).build(settings, policy, sleeps, world)
+    return importlib.import_module(ENGINES[settings.name]).build(settings, policy, sleeps, world, constraint)

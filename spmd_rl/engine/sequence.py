@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.tokenizer import load_tokenizer
@@ -31,6 +32,8 @@ class SequenceState:
     """of the tokens that have been fed, `num_experts` each; see `Completion.experts`"""
     num_experts: int = 0
     """numbers that are recorded for each token; 0: none are"""
+    matcher: Any = None
+    """xgrammar's, where its answer has to parse, once a token of it has been asked for"""
 
     def append(self, token: int, logprob: float, version: int, candidate_ids: Sequence[int] = ()) -> None:
         """Add a sampled token. RunFailed for a logprob that is not finite."""
@@ -74,9 +77,8 @@ def has_stop(answer: SequenceState, text_of: TextOf) -> bool:
         return False
     size = max(len(text.encode()) for text in request.stop) + SPARE_TOKENS
     tail = answer.token_ids[-size:]
-    if request.num_begun and len(tail) < size:
-        begun = request.prompt_ids[-request.num_begun :]
-        tail = begun[len(tail) - size :] + tail
+    if len(tail) < size:
+        tail = request.begun[len(tail) - size :] + tail
     text = text_of(tail)
     return any(stop in text for stop in request.stop)
 

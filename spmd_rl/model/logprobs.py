@@ -6,13 +6,13 @@ rounded to that dtype first, as the model itself and an engine round them. Peak 
 vocabulary (Wijmans et al., arXiv 2411.09009, do the same on a GPU in one kernel). Ranks that share the vocabulary out
 (Megatron-LM's vocabulary-parallel cross entropy, arXiv 1909.08053) combine four numbers a token, and never a logit.
 
-Where sampling cut tokens off (top-k, top-p, min-p), an answer's distribution is the softmax over the candidates that
-the engine recorded, for old, current and reference logprobs alike: an importance ratio compares them on the same
-tokens.
+Where sampling cut tokens off, an answer's distribution is the softmax over its `Support`: the candidates that the
+engine recorded (top-k, top-p, min-p), or what a constraint allows; for old, current and reference logprobs alike, so
+that an importance ratio compares them on the same tokens.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,30 @@ CHUNK, DEVICE_CHUNK = 2**21, 2**27
 CUT = -1e20
 """The logit of a token that was cut off: finite, so that no difference of two of them is NaN."""
 
-Pairs = tuple[Tensor, Tensor]
-"""(row, token id) of every survivor, int64 [M] each; a row without any is drawn from all tokens."""
+
+class Support(Protocol):
+    """Among which tokens each row is drawn."""
+
+    def cut(self, x: Tensor, first: int, value: float) -> None:
+        """Set to `value`, in place, what is cut off: x [N, C], of token ids from `first` on."""
+        ...
+
+
+class Candidates(NamedTuple):
+    """The `Support` of tokens that are listed."""
+
+    rows: Tensor
+    """int64 [M]: the row of each; one without any is drawn from all tokens"""
+    ids: Tensor
+    """int64 [M]: the token"""
+
+    def cut(self, x: Tensor, first: int, value: float) -> None:
+        """See `Support`."""
+        (num_rows, width), places = x.shape, self.ids - first
+        gone = torch.zeros(num_rows, width + 1, dtype=torch.bool, device=x.device)  # the last place is nobody's
+        gone[self.rows] = True
+        gone[self.rows, torch.where((places >= 0) & (places < width), places, width)] = False
+        x.masked_fill_(gone[:, :width], value)
 
 
 class VocabularyShare(NamedTuple):
@@ -48,25 +70,21 @@ def token_logprobs(
     weight: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
-    candidate_ids: Pairs | None = None,
+    support: Support | None = None,
     share: VocabularyShare | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each target and entropy of each row, of softmax(hidden @ weight.T / temperature).
 
-    hidden: [N, h]; weight: [V, h] of the same dtype; targets: int64 [N], or [N, m] for several a row. candidate_ids:
-    the softmax is over them alone, and the targets are among them. Returns float32 of the targets' shape and [N]
-    (float64 for float64), both with gradients to `hidden` and `weight`; that of the entropy costs nothing where no loss
-    uses it.
+    hidden: [N, h]; weight: [V, h] of the same dtype; targets: int64 [N], or [N, m] for several a row. support: the
+    softmax is over it alone, and the targets are in it. Returns float32 of the targets' shape and [N] (float64 for
+    float64), both with gradients to `hidden` and `weight`; that of the entropy costs nothing where no loss uses it.
 
     share: `weight` has this rank's part of the vocabulary alone, token ids are those of the whole. [all] The ranks give
     the same rows and get the same results; the gradient to `hidden` on each is a term of a sum over them.
     """
     assert temperature > 0
-    rows, ids = candidate_ids or (None, None)
-    if share is not None:  # token ids count from this rank's first row on, and those of others lie outside
-        targets, ids = targets - share.first, None if ids is None else ids - share.first
     several = targets if targets.dim() > 1 else targets[:, None]
-    found = _TokenLogprobs.apply(hidden, weight, several, temperature, rows, ids, share and share.group)  # [all]
+    found = _TokenLogprobs.apply(hidden, weight, several, temperature, support, share)  # [all]
     return found[0].view(targets.shape), found[1]
 
 
@@ -123,7 +141,7 @@ def head_outputs(
     weight: Tensor,
     targets: Tensor,
     temperature: float,
-    candidate_ids: Pairs | None,
+    support: Support | None,
     top: tuple[int, int] | None,
     share: VocabularyShare | None,
     id_factor: float = 1.0,
@@ -133,7 +151,7 @@ def head_outputs(
     top: (k, num_ids), see `top_logprobs`; None: no ids. id_factor: they are multiplied by it. Parameters otherwise as
     `token_logprobs`. Returns float32 [N, 2 + m + 2 k], in which ids are exact.
     """
-    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, candidate_ids, share)  # [all]
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, support, share)  # [all]
     logprobs = logprobs if logprobs.dim() > 1 else logprobs[:, None]
     columns = [logprobs[:, :1], entropy[:, None], logprobs[:, 1:]]
     if top is not None:
@@ -168,7 +186,7 @@ class TokenHead(nn.Module):
         self.targets: Tensor | None = None
         """int64 [N], or [N, 1 + m] with m other tokens after each, to be set before each forward"""
         self.temperature = 1.0
-        self.candidate_ids: Pairs | None = None
+        self.support: Support | None = None
         self.top: tuple[int, int] | None = None
         """(k, num_ids): see `top_logprobs`"""
 
@@ -181,7 +199,7 @@ class TokenHead(nn.Module):
             share = VocabularyShare(owned_region(weight)[0].start, weight.device_mesh.get_group())
             weight = weight.to_local()
         temperature = self.temperature / self._factor
-        about = (self.targets, temperature, self.candidate_ids, self.top, share, self._factor)
+        about = (self.targets, temperature, self.support, self.top, share, self._factor)
         found = torch.stack([head_outputs(hidden[0], weight, *about)])  # [all] a view of it would make FSDP warn
         return found if self._factor == 1 else found / self._factor
 
@@ -194,19 +212,20 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         temperature: float,
-        rows: Tensor | None,
-        ids: Tensor | None,
-        group: dist.ProcessGroup | None,
+        support: Support | None,
+        share: VocabularyShare | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
+        first = share.first if share else 0
+        targets = targets - first  # token ids count from this rank's first row on, and those of others lie outside
         top = hidden.new_full((len(hidden),), -torch.inf, dtype=dtype)
         total, spread = (hidden.new_zeros(len(hidden), dtype=dtype) for _ in range(2))
         chosen = hidden.new_zeros(targets.shape, dtype=dtype)
         # total = sum of exp(x - top), spread = sum of exp(x - top) (x - top), over the logits x seen so far
         for begin, end in _chunks(hidden, weight):
             x = (hidden @ weight[begin:end].T).to(dtype).div_(temperature)
-            if ids is not None:
-                _cut_off(x, rows, ids - begin)
+            if support is not None:
+                support.cut(x, first + begin, CUT)
             inside, places = _inside(targets, begin, end)
             chosen = torch.where(inside, x.gather(1, places), chosen)
             higher = torch.maximum(top, x.amax(-1))
@@ -216,26 +235,27 @@ class _TokenLogprobs(torch.autograd.Function):
             p = x.exp()
             total += p.sum(-1)
             spread += p.mul_(x).sum(-1)
-        if group is not None:
-            top, total, spread, chosen = _combined(top, total, spread, chosen, group)  # [all]
+        if share is not None:
+            top, total, spread, chosen = _combined(top, total, spread, chosen, share.group)  # [all]
         log_z, entropy = total.log() + top, total.log() - spread / total
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy, rows, ids)
-        ctx.temperature = temperature
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
+        ctx.temperature, ctx.support, ctx.first = temperature, support, first
         ctx.set_materialize_grads(False)  # None, not zeros, for an output that no loss uses
         return chosen - log_z[:, None], entropy
 
     @staticmethod
     def backward(ctx, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None and entropy_grad is None:
-            return None, None, None, None, None, None, None
-        hidden, weight, targets, log_z, entropy, rows, ids = ctx.saved_tensors
+            return None, None, None, None, None, None
+        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        support = ctx.support
         scaled = (hidden.new_zeros(targets.shape, dtype=log_z.dtype) if grad is None else grad) / ctx.temperature
         of_rows = scaled.sum(1, keepdim=True)
         hidden_grad, weight_grad = torch.zeros_like(hidden, dtype=log_z.dtype), torch.empty_like(weight)
         for begin, end in _chunks(hidden, weight):
             log_p = (hidden @ weight[begin:end].T).to(log_z.dtype).div_(ctx.temperature).sub_(log_z[:, None])
-            if ids is not None:
-                _cut_off(log_p, rows, ids - begin)
+            if support is not None:
+                support.cut(log_p, ctx.first + begin, CUT)
             if entropy_grad is None:
                 x = log_p.exp_().mul_(-of_rows)
             else:
@@ -248,7 +268,7 @@ class _TokenLogprobs(torch.autograd.Function):
             x = x.to(hidden.dtype)
             hidden_grad += x @ weight[begin:end]
             torch.mm(x.T, hidden, out=weight_grad[begin:end])
-        return hidden_grad.to(hidden.dtype), weight_grad, None, None, None, None, None
+        return hidden_grad.to(hidden.dtype), weight_grad, None, None, None, None
 
 
 def _moved(top: Tensor, higher: Tensor, total: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,12 +302,3 @@ def _inside(targets: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
     No list of the rows: a device would have to be waited for to know how long it is.
     """
     return (targets >= begin) & (targets < end), (targets - begin).clamp(0, end - begin - 1)
-
-
-def _cut_off(x: Tensor, rows: Tensor, places: Tensor) -> None:
-    """Set to `CUT`, in place, what does not survive in x [N, C]; candidates that lie elsewhere have other places."""
-    num_rows, width = x.shape
-    gone = torch.zeros(num_rows, width + 1, dtype=torch.bool, device=x.device)  # the last place is nobody's
-    gone[rows] = True
-    gone[rows, torch.where((places >= 0) & (places < width), places, width)] = False
-    x.masked_fill_(gone[:, :width], CUT)

@@ -59,6 +59,11 @@ class Tokenizer:
         backend = getattr(hf, "backend_tokenizer", None)
         self._decode = partial(hf.decode, clean_up_tokenization_spaces=False) if backend is None else backend.decode
 
+    @property
+    def hf(self) -> "PreTrainedTokenizerBase":
+        """The Hugging Face tokenizer itself, for packages that want one."""
+        return self._hf
+
     def render(self, messages: Sequence[Message]) -> array:
         """Token ids ('i') of a conversation, up to where the model's answer begins. UserError: the template refuses.
 

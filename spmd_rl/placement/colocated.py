@@ -22,7 +22,8 @@ def colocated(job: Job, last_ahead: int = 0) -> Iterator[Place]:
     with job.starting():
         scorer, environments = job.connect(cfg.debug)
         roles = train.build_roles(cfg.roles, world)  # [all]
-        generator = engine.build(cfg.engine, cfg.policy, cfg.train.offload, world)  # [all]
+        sleeps, constraint = cfg.train.offload, cfg.rollout.constraint
+        generator = engine.build(cfg.engine, cfg.policy, sleeps, world, constraint)  # [all]
     source = AdapterSource(roles.policy) if cfg.engine.adapters else roles.policy
     publish = weights.build(source, generator, world, cfg.publish.probe_every, cfg.engine.quantization)
     services = Services(scorer, job.tokenizer, job.episode, environments)

@@ -80,7 +80,8 @@ class Generator:
             with world.phase("start"), world.journal.extend_timeout(cfg.journal.start_seconds):
                 host = sidecar.connect_both(cfg.reward, envs, world.node, cfg.sidecar.bind, False, cfg.sidecar.keys)
                 scorer, environments = stack.enter_context(host)
-                engine = build_engine(cfg.engine, cfg.policy, cfg.train.offload, side.together)  # [all]
+                sleeps, constraint = cfg.train.offload, cfg.rollout.constraint
+                engine = build_engine(cfg.engine, cfg.policy, sleeps, side.together, constraint)  # [all]
             episode = Agent(envs) if envs and not cfg.rollout.target else None
             services = Services(scorer, tokenizer, episode, environments if envs else None)
             generator = stack.enter_context(closing(cls(cfg, engine, side)))

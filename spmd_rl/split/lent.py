@@ -37,7 +37,8 @@ class Lent:
     ) -> Iterator["Lent"]:
         """[all] `world`: all ranks of the job, which also leave this together."""
         with world.phase("start"), world.journal.extend_timeout(cfg.journal.start_seconds):
-            engine = build_engine(cfg.engine, cfg.policy, cfg.train.offload, world)  # [all]
+            sleeps, constraint = cfg.train.offload, cfg.rollout.constraint
+            engine = build_engine(cfg.engine, cfg.policy, sleeps, world, constraint)  # [all]
         work = RemoteWork(side.lent.client, leaves=True)
         parts = cfg.generation, engine, remote.source, services
         together = Rollouts(*parts, world, work)  # [all]

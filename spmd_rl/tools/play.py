@@ -128,7 +128,7 @@ def build_policy(cfg: AgenticConfig, tag: str, environments: Environments) -> Ca
         tokenizer = load_tokenizer(policy.model, policy.trust_remote_code, cfg.env.chat_template_kwargs)
         with solo() as world:
             agree_on_dtype(world, policy)
-            generator = engine.build(cfg.engine, policy, cfg.train.offload, world)
+            generator = engine.build(cfg.engine, policy, cfg.train.offload, world, rollout.constraint)
             model = build_model(policy.model, getattr(torch, policy.dtype), world.device, policy.trust_remote_code)
             generator.load(weights_of(model).items(), 0)
             task = Prompt("0" * 32, (), tag, "", {"seed": cfg.seed, "held_out": False})

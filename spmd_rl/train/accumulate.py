@@ -9,7 +9,7 @@ same numbers on all ranks.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from spmd_rl.batch import Batch, Ragged, bounds_of
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import RunFailed
+from spmd_rl.model.constraint import Constraint, constraint_of
 from spmd_rl.train import averages
 from spmd_rl.train.base import BoundLoss, BoundValueLoss, ForwardArgs, Metrics, MicrobatchLoop, PolicyRole, ShardedModel
 from spmd_rl.train.follow import move
@@ -189,9 +190,15 @@ class BaseRole:
 class Policy(BaseRole):
     """The policy, or its frozen reference: see `train.base.PolicyRole`."""
 
+    @cached_property
+    def constraint(self) -> Constraint | None:
+        """What its answers have to parse as."""
+        return constraint_of(self._role.constraint, self._role.model, self._role.trust_remote_code)
+
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """See `PolicyRole`."""
-        logprobs, entropy = self.evaluate("logprobs", batch, ForwardArgs(temperature), 2)  # [all]
+        args = ForwardArgs(temperature, constraint=self.constraint)
+        logprobs, entropy = self.evaluate("logprobs", batch, args, 2)  # [all]
         return logprobs, entropy
 
     def top_logprobs(self, batch: Batch, temperature: float, k: int, num_ids: int) -> tuple[Tensor, Ragged, Ragged]:
@@ -213,11 +220,12 @@ class Policy(BaseRole):
 
     def packing_fingerprint(self, batch: Batch) -> Tensor:
         """See `Role`."""
-        return self.logprobs(batch, 1.0)[0]
+        return self.evaluate("logprobs", batch, ForwardArgs(), 2)[0]  # [all]
 
     def update(self, batch: Batch, loss: BoundLoss, temperature: float) -> Metrics:
         """See `PolicyRole`."""
-        return self.optimize(batch, ForwardArgs(temperature, compares=batch.teacher_ids is not None), loss)
+        args = ForwardArgs(temperature, compares=batch.teacher_ids is not None, constraint=self.constraint)
+        return self.optimize(batch, args, loss)
 
 
 class Critic(BaseRole):

@@ -27,13 +27,13 @@ class AdapterOff:
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """[all] See `PolicyRole`."""
-        args = ForwardArgs(temperature, is_base=True)
+        args = ForwardArgs(temperature, is_base=True, constraint=self._policy.constraint)
         logprobs, entropy = self._policy.evaluate("logprobs", batch, args, 2)  # [all]
         return logprobs, entropy
 
     def packing_fingerprint(self, batch: Batch) -> Tensor:
         """[all] See `Role`."""
-        return self.logprobs(batch, 1.0)[0]
+        return self._policy.evaluate("logprobs", batch, ForwardArgs(is_base=True), 2)[0]  # [all]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """What is published is the policy."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spmd_rl.batch import Batch, Ragged
 from spmd_rl.distributed import Layout
+from spmd_rl.model.constraint import Constraint
 from spmd_rl.model.size import ModelSize
 from spmd_rl.train.state import Shard
 
@@ -193,6 +194,8 @@ class ForwardArgs(NamedTuple):
     """a policy gives its logprobs of the teacher's tokens (`Batch.teacher_ids`) too"""
     is_base: bool = False
     """adapters are off"""
+    constraint: Constraint | None = None
+    """a policy's distribution is that of the tokens which it allows"""
 
 
 @dataclass(frozen=True)

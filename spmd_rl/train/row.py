@@ -11,7 +11,8 @@ from torch import Tensor
 from spmd_rl.batch import Batch
 from spmd_rl.devices import to_device
 from spmd_rl.model.attention import Packing
-from spmd_rl.model.logprobs import TokenHead
+from spmd_rl.model.constraint import Allowed, Constraint
+from spmd_rl.model.logprobs import Candidates, Support, TokenHead
 from spmd_rl.train.base import ForwardArgs
 from spmd_rl.train.microbatch import rounded
 from spmd_rl.train.sharing import PrefixTree, share_prefixes
@@ -111,7 +112,18 @@ def aim(head: TokenHead, micro: Batch, row: Row, args: ForwardArgs, device: torc
         others = micro.teacher_ids.index_select(0, row.targets).values.long()
         targets = torch.cat([targets[:, None], others.view(len(targets), -1)], 1)
     head.targets, head.top = to_device(filled_up(targets), device), args.top
-    head.temperature, head.candidate_ids = args.temperature, None
+    head.temperature, head.support = args.temperature, _support(micro, row, args.constraint, device)
+
+
+def _support(micro: Batch, row: Row, constraint: Constraint | None, device: torch.device) -> Support | None:
+    """Among which tokens the row's targets were drawn. What was recorded holds none that a constraint forbids."""
     if micro.candidate_ids is not None:
         lists = micro.candidate_ids.index_select(0, row.targets)
-        head.candidate_ids = tuple(to_device(part, device) for part in (lists.owners, lists.values.long()))
+        return Candidates(to_device(lists.owners, device), to_device(lists.values.long(), device))
+    if constraint is None or int(micro.keys[0, 0]) < 0:  # a dummy answers nothing
+        return None
+    sampled = micro.sampled
+    answers = micro.token_ids[sampled.index].split(sampled.runs.bincount().tolist())
+    allowed = constraint.replay([answer.tolist() for answer in answers])
+    index = allowed.index if row.own is None else allowed.index[row.own]
+    return Allowed(to_device(allowed.words, device), to_device(filled_up(index), device))

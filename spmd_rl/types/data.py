@@ -136,6 +136,11 @@ class Request(Struct, frozen=True, gc=False):
     """Draw among the tokens that have this share of the most likely one's probability. Above 0 only with a `top_k`."""
 
     @property
+    def begun(self) -> array:
+        """The tokens ('i') that begin the answer."""
+        return self.prompt_ids[len(self.prompt_ids) - self.num_begun :]
+
+    @property
     def truncated(self) -> bool:
         """Whether tokens are cut off from the distribution: then logprobs are those of the renormalised rest."""
         return self.top_k > 0 and self.temperature > 0

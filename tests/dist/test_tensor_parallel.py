@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from spmd_rl.config.schema import PolicyConfig, RlvrConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.errors import UserError
+from spmd_rl.model.constraint import Allowed
 from spmd_rl.model.load import local, share
-from spmd_rl.model.logprobs import VocabularyShare, token_logprobs
+from spmd_rl.model.logprobs import Candidates, VocabularyShare, token_logprobs
 from spmd_rl.train import build_role
 from spmd_rl.train.fsdp2.tensor_parallel import parallelize
 from tests.dist.harness import run_ranks
@@ -21,7 +22,7 @@ from tests.models import tiny
 from tests.training import TEMPERATURE, backend, global_batch, loss, share_of
 
 
-def vocabulary(world: World, cut: bool, chunk: int) -> dict[str, float]:
+def vocabulary(world: World, cut: str, chunk: int) -> dict[str, float]:
     """Largest differences of results and gradients from those of one rank with the whole vocabulary, in float64."""
     from spmd_rl.model import logprobs
 
@@ -30,13 +31,18 @@ def vocabulary(world: World, cut: bool, chunk: int) -> dict[str, float]:
     hidden, whole = (torch.randn(n, 16, generator=generator, dtype=torch.float64) for n in (11, 7 * world.size - 2))
     targets = torch.randint(0, len(whole), (11,), generator=generator)
     rows = torch.arange(10).repeat_interleave(2)  # the last row keeps all tokens
-    pairs = (rows, torch.stack([targets, (targets + 9) % len(whole)], 1)[:10].flatten()) if cut else None
+    support = Candidates(rows, torch.stack([targets, (targets + 9) % len(whole)], 1)[:10].flatten()) if cut else None
+    if cut == "masked":
+        words = torch.zeros(11, 1, dtype=torch.int32)
+        words[rows, 0] = (1 << support.ids.view(10, 2)).sum(1).int().repeat_interleave(2)
+        words[10] = -1
+        support = Allowed(words, torch.arange(11))
     seeds = torch.randn(2, 11, generator=generator, dtype=torch.float64)
     own = share(slice(0, len(whole)), world.size, world.rank)
 
     def run(weight, vocabulary):
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        found = token_logprobs(*leaves, targets, 0.7, pairs, vocabulary)
+        found = token_logprobs(*leaves, targets, 0.7, support, vocabulary)
         (found[0] @ seeds[0] + found[1] @ seeds[1]).backward()
         return *(x.detach() for x in found), *(leaf.grad for leaf in leaves)
 
@@ -49,8 +55,8 @@ def vocabulary(world: World, cut: bool, chunk: int) -> dict[str, float]:
     return {name: float((a - b).abs().max()) for name, (a, b) in parts.items()}
 
 
-@pytest.mark.parametrize(("size", "cut", "chunk"), [(2, False, 2**21), (3, True, 30)])
-def test_a_shared_out_vocabulary_gives_the_logprobs_of_the_whole(size: int, cut: bool, chunk: int) -> None:
+@pytest.mark.parametrize(("size", "cut", "chunk"), [(2, "", 2**21), (3, "listed", 30), (3, "masked", 30)])
+def test_a_shared_out_vocabulary_gives_the_logprobs_of_the_whole(size: int, cut: str, chunk: int) -> None:
     for errors in run_ranks(size, vocabulary, cut, chunk):
         assert max(errors.values()) < 1e-12, errors
 

@@ -10,7 +10,8 @@ import torch
 
 from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model
-from spmd_rl.model.logprobs import token_logprobs
+from spmd_rl.model.constraint import Allowed
+from spmd_rl.model.logprobs import Candidates, token_logprobs
 from tests.models import KINDS, tiny
 
 
@@ -92,7 +93,7 @@ def test_a_missing_directory_is_one_line(tmp_path):
         build_model(tmp_path, torch.float32, "cpu")
 
 
-@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize("truncated", ["", "listed", "masked"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("rows", [1, 0, 23])
 def test_logprobs_and_entropy(rows, temperature, truncated, monkeypatch):
@@ -102,16 +103,20 @@ def test_logprobs_and_entropy(rows, temperature, truncated, monkeypatch):
     weight = torch.randn(40, 8, generator=draw, dtype=torch.float64).requires_grad_()
     targets = torch.randint(0, 40, (rows,), generator=draw)
     weights = torch.randn(rows, generator=draw, dtype=torch.float64)
-    logits, candidate_ids, cut = hidden @ weight.T / temperature, None, torch.zeros(rows, 40, dtype=torch.bool)
+    logits, support, cut = hidden @ weight.T / temperature, None, torch.zeros(rows, 40, dtype=torch.bool)
     if truncated:
         cut = torch.rand(rows, 40, generator=draw) < torch.arange(1, rows + 1)[:, None] / (rows + 1)
         cut[torch.arange(rows), targets] = False
         cut[7:8] = False  # a row that was drawn from all tokens
-        candidate_ids = tuple((~cut & cut.any(-1, keepdim=True)).nonzero().T)
+        support = Candidates(*(~cut & cut.any(-1, keepdim=True)).nonzero().T)
+        if truncated == "masked":
+            bits = torch.nn.functional.pad(~cut, (0, 24)).view(rows, 2, 32).long()
+            words = (bits << torch.arange(32)).sum(-1).int()
+            support = Allowed(words, torch.arange(rows))
     full = torch.log_softmax(logits.masked_fill(cut, -torch.inf), -1)
     entropy = -(full.exp() * full.masked_fill(cut, 0.0)).sum(-1)
     wanted = full.gather(-1, targets[:, None])[:, 0], entropy
-    got = token_logprobs(hidden, weight, targets, temperature, candidate_ids)
+    got = token_logprobs(hidden, weight, targets, temperature, support)
     for ours, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     for a, b in ((1.0, None), (None, 1.0), (1.0, -0.3)):

@@ -113,6 +113,11 @@ def test_roles_beside_the_policy_are_counted(models):
         assert asleep.phases[phase][0].peak.total < found.phases[phase][0].peak.total
 
 
+def test_a_plan_makes_up_answers_that_parse_as_nothing(models):
+    more = ["rollout.constraint.regex=a+", "algorithm.kl_coef=0.1"]
+    assert planned(models["llama"], 1, more=more).phases["update"][0].peak.total > 0
+
+
 def said(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> str:
     monkeypatch.setenv("WORLD_SIZE", "4")
     cfg = load("rlvr", RlvrConfig, [*SHORT, *overrides])

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from os.path import expanduser
 from typing import Any, ClassVar
 
+from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.config.values import above, at_least, one_of, require
 
@@ -313,6 +314,8 @@ class RoleConfig:
     """Of the settings, where it is not `name`."""
     value_bias: bool = True
     """Whether a critic's value head has a bias, which a reward model's has not."""
+    constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
+    """What the answers that it judges have to parse as."""
 
     @property
     def optimizer(self) -> TrainedModelConfig | None:

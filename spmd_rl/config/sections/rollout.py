@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.values import above, at_least, one_of, require, within
 
 CLAIMS = ("store", "static")
@@ -73,6 +74,8 @@ class SamplingConfig:
     """Texts that end an answer, such as `["</answer>"]`; a backslash and an n are a line break. The text stays in the
     answer that is scored and trained on; nothing is sampled after the token that completes it, and the finish reason is
     `stop`."""
+
+    constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
 
     thinking_budget: int | None = None
     """Tokens of an answer after which thoughts that have not ended are ended by `thinking_end` (null: never). Its

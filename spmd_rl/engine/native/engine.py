@@ -22,11 +22,12 @@ from spmd_rl.engine.checked_weights import CheckedWeights
 from spmd_rl.engine.native.attention import Bucket, Paged
 from spmd_rl.engine.native.kv import BLOCK, KVPool
 from spmd_rl.engine.native.routing import ChosenExperts
-from spmd_rl.engine.native.sampling import draw
+from spmd_rl.engine.native.sampling import cut_off, draw
 from spmd_rl.engine.native.scheduler import RunningSequence, Scheduler
 from spmd_rl.engine.sequence import TextOf, check, has_stop, no_text
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import weights_of
+from spmd_rl.model.constraint import Constraint
 from spmd_rl.model.size import head_dim, num_kv_heads
 from spmd_rl.model.stored import stored_parts
 from spmd_rl.types import Completion, FinishReason, Request
@@ -50,12 +51,14 @@ class NativeEngine(Engine):
         offload: bool = False,
         text_of: TextOf = no_text,
         records_experts: bool = False,
+        constraint: Constraint | None = None,
     ) -> None:
         """`offload`: weights go to host memory and the KV cache is freed outside `awake()`. No effect on CPU.
 
         `text_of`: needed for requests with stop strings. records_experts: completions record which experts of a mixture
-        their tokens went to; UserError if the module is none.
+        their tokens went to; UserError if the module is none. constraint: what all answers have to parse as.
         """
+        self._constraint = constraint
         self._text_of = text_of
         self.model = module
         """The module that it computes with."""
@@ -197,7 +200,10 @@ class NativeEngine(Engine):
                     row.experts.extend(chosen)
         for row in rows:
             row.num_stored = row.num_tokens
-        drawn = draw(output.logits[0, : len(rows)], rows)
+        logits = output.logits[0, : len(rows)]
+        if self._constraint:
+            cut_off(logits, rows, self._constraint)
+        drawn = draw(logits, rows)
         for row, token, logprob, candidates in zip(rows, *drawn, strict=True):
             row.append(token, logprob, self._version, candidates)
         ended = []

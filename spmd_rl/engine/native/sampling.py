@@ -13,7 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from spmd_rl.devices import to_device
 from spmd_rl.engine.sequence import SequenceState
+from spmd_rl.model.constraint import Allowed, Constraint, accept
 
 CHUNK = 256
 """Tokens of the vocabulary that are summed first: the CDF is built over chunks, then within one chunk."""
@@ -23,6 +25,18 @@ def uniform(seed: int, index: int) -> float:
     """A number in [0, 1) of 53 random bits, drawn from (seed, index): blake2b of both as 64-bit words."""
     word = hashlib.blake2b(struct.pack("<QQ", seed, index), digest_size=8).digest()
     return (int.from_bytes(word, "little") >> 11) * 2.0**-53
+
+
+def cut_off(logits: Tensor, rows: Sequence[SequenceState], constraint: Constraint) -> None:
+    """Take away, in place, what may not follow in the answer of each row: logits [R, V], one token after the last."""
+    words = constraint.blank(len(rows))
+    for number, row in enumerate(rows):
+        if row.matcher is None:
+            row.matcher = constraint.begin(row.request.begun)
+        accept(row.matcher, row.token_ids[-1:])
+        row.matcher.fill_next_token_bitmask(words, number)
+    device = logits.device
+    Allowed(to_device(words, device), torch.arange(len(rows), device=device)).cut(logits, 0, -math.inf)
 
 
 def draw(logits: Tensor, rows: Sequence[SequenceState]) -> tuple[list[int], list[float], list[list[int]]]:

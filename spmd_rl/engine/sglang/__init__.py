@@ -7,6 +7,7 @@ engine's rule, so that a token depends on its logits, its request's seed and its
 import torch
 
 from spmd_rl.config.packages import unsupported
+from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.models import EngineConfig, ServedModelConfig
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
@@ -22,7 +23,9 @@ START_SECONDS = 600
 """SGLang is imported and started in less, on a busy machine too, without any progress to show."""
 
 
-def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World) -> Engine:
+def build(
+    settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World, constraint: ConstraintConfig
+) -> Engine:
     """[all] The policy's architecture in the policy's dtype on this rank's device, without weights."""
     if found := unsupported("sglang"):
         raise UserError(f"engine=sglang: SGLang {found[0]} is not {found[1]}, whose insides it is made for")

@@ -6,6 +6,7 @@ Pinned by `tests/unit/test_vllm_contract.py`, which states each behaviour of vLL
 
 import torch
 
+from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.models import EngineConfig, ServedModelConfig
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
@@ -13,15 +14,19 @@ from spmd_rl.engine.fused_weights import expected_shapes
 from spmd_rl.engine.replicated import ReplicatedEngine, replica_group
 from spmd_rl.engine.sequence import text_of_model
 from spmd_rl.engine.vllm.guest import hosted
+from spmd_rl.model.constraint import constraint_of
 
 __all__ = ["build"]
 
 
-def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World) -> Engine:
+def build(
+    settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World, constraint: ConstraintConfig
+) -> Engine:
     """[all] The policy's architecture in the policy's dtype on this rank's device, without weights."""
     tp = settings.tp
     with world.collective("engine: start vllm"), hosted(world.device.type):  # [all]
         from spmd_rl.engine.vllm.adapter_slot import AdapterSlot, engine_args
+        from spmd_rl.engine.vllm.constrained import constrain
         from spmd_rl.engine.vllm.engine import VllmEngine
         from spmd_rl.engine.vllm.start import start
 
@@ -40,6 +45,9 @@ def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world
             trust=policy.trust_remote_code,
             args=settings.args | (engine_args(policy.lora.rank) if settings.adapters else {}),
         )
+        if found := constraint_of(constraint, policy.model, policy.trust_remote_code):
+            constrain(llm, found)
         text_of = text_of_model(policy.model, policy.trust_remote_code)
-        one = VllmEngine(llm, shapes, sleeps=sleeps, text_of=text_of, slot=AdapterSlot() if settings.adapters else None)
+        slot = AdapterSlot() if settings.adapters else None
+        one = VllmEngine(llm, shapes, sleeps=sleeps, text_of=text_of, slot=slot, is_constrained=found is not None)
     return one if tp == 1 else ReplicatedEngine(one, world, tp)  # [all]

@@ -29,6 +29,7 @@ from spmd_rl.engine.fused_weights import plain_weights
 from spmd_rl.engine.hosted import HostedEngine
 from spmd_rl.engine.sequence import SequenceState, TextOf, has_stop, no_text
 from spmd_rl.engine.vllm.adapter_slot import AdapterSlot
+from spmd_rl.engine.vllm.constrained import grammar_of
 from spmd_rl.engine.vllm.start import TIES, stop
 from spmd_rl.engine.vllm.weights import repack_heads, unpack_experts
 from spmd_rl.errors import RunFailed
@@ -49,13 +50,14 @@ class VllmEngine(HostedEngine):
         sleeps: bool = False,
         text_of: TextOf = no_text,
         slot: AdapterSlot | None = None,
+        is_constrained: bool = False,
     ) -> None:
         """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`.
 
         `text_of`: needed for requests with stop strings. `slot`: where an adapter is computed with; then `load` may
-        bring adapters alone, once it has brought all.
+        bring adapters alone, once it has brought all. is_constrained: by `constrained.constrain`.
         """
-        self._slot = slot
+        self._slot, self._is_constrained = slot, is_constrained
         self.llm = llm
         """vLLM itself, for a look inside where something is wrong."""
         config = llm.vllm_config
@@ -93,6 +95,7 @@ class VllmEngine(HostedEngine):
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            structured_outputs=grammar_of(request) if self._is_constrained else None,
         )
 
     def _num_logprobs(self, request: Request) -> int:

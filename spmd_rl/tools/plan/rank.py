@@ -22,6 +22,7 @@ from spmd_rl.config.backends import backend
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.phases import phase as progress
 from spmd_rl.config.schema import RlConfig
+from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.devices import cpu_as
 from spmd_rl.distributed.dtype import choose_dtype
@@ -132,7 +133,8 @@ class _Trace:
             if role.copies > 1:
                 raise UserError(f"critic.ensemble: --plan traces one critic, not {role.copies}; give critic.ensemble=1")
             with progress(f"rank {self._world.rank}: building the {role.name}"):
-                self._roles[role.name] = build_role(role, self._world, source=partial(self._model, role.name))
+                free = replace(role, constraint=ConstraintConfig())  # the answers of a plan are made up
+                self._roles[role.name] = build_role(free, self._world, source=partial(self._model, role.name))
             self._tag(role.name)
         policy = self._roles["policy"]
         rollout, train = cfg.rollout, cfg.train

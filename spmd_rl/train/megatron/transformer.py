@@ -29,7 +29,7 @@ from spmd_rl.config.sections.models import TrainConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.model.attention import Packing, packed_attention
 from spmd_rl.model.differentiable import gather_rows
-from spmd_rl.model.logprobs import Pairs, VocabularyShare, head_outputs
+from spmd_rl.model.logprobs import Support, VocabularyShare, head_outputs
 from spmd_rl.model.size import head_dim, num_kv_heads
 from spmd_rl.train.expert_load import ExpertLoad
 from spmd_rl.train.replay import Replay
@@ -115,7 +115,7 @@ class Head(nn.Module):
         self.targets: Tensor | None = None
         """int64 [n], or [n, 1 + m], likewise; see `TokenHead`"""
         self.temperature = 1.0
-        self.candidate_ids: Pairs | None = None
+        self.support: Support | None = None
         self.top: tuple[int, int] | None = None
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
@@ -126,7 +126,7 @@ class Head(nn.Module):
             hidden, first = gather_rows(hidden, self._group), self._group.rank() * len(weight)  # [all]
             share = VocabularyShare(first, self._group)
         own = weight[: self._vocab_size - first]  # the rest is filling
-        about = (self.targets, self.temperature, self.candidate_ids, self.top, share)
+        about = (self.targets, self.temperature, self.support, self.top, share)
         return head_outputs(hidden[self.keep], own, *about)[:, None], None  # [all]
 
 

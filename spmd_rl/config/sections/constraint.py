@@ -1,0 +1,85 @@
+"""What every answer must parse as: `rollout.constraint`."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.config.values import require
+from spmd_rl.errors import UserError
+
+UNREAD = (
+    *("allOf", "contains", "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains", "not"),
+    *("patternProperties", "propertyNames", "then", "uniqueItems"),
+)
+"""Keywords of JSON Schema that the compiler of grammars passes over, or takes for something weaker"""
+FORMATS = (
+    *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference"),
+    *("uri-template", "json-pointer", "relative-json-pointer"),
+)
+LOOKS = re.compile(r"\(\?[^:]|\\[1-9bB]")
+"""What it passes over in a `pattern`"""
+DATA = ("const", "default", "enum", "examples", "required")
+"""Keywords under which no schema stands"""
+
+
+@dataclass
+class ConstraintConfig:
+    """What every answer must parse as: one of the three at most. Logprobs, entropies and losses are over the tokens
+    that may follow; an answer ends only where it is whole, or cut off at its token limit."""
+
+    json_schema: str | None = None
+    """A JSON schema, or the file that holds it. Objects have their keys in the schema's order and no others, and are
+    written on one line as `json.dumps` does."""
+    regex: str | None = None
+    """A regular expression that the whole answer must match; without lookaround, backreferences or named groups."""
+    choice: list[str] = field(default_factory=list)
+    """Texts of which the answer is one, such as `[yes,no]`."""
+
+    @property
+    def given(self) -> tuple[str, str] | None:
+        """Which key is given, and its value as one text."""
+        texts = {"json_schema": self.json_schema, "regex": self.regex, "choice": json.dumps(self.choice)}
+        return next(((key, text) for key, text in texts.items() if text not in (None, "[]")), None)
+
+    def __post_init__(self) -> None:
+        several = [key for key, value in vars(self).items() if value not in (None, [])]
+        require(len(several) < 2, f"{' and '.join(several)}: only one of them can be given")
+        require("" not in self.choice, "choice: an empty text is no answer")
+        try:
+            re.compile(self.regex or "")
+        except re.error as error:
+            raise UserError(f"regex: {error}") from None
+        if self.json_schema is not None:
+            self.json_schema = json.dumps(_schema(self.json_schema))
+
+
+def _schema(text: str) -> Any:
+    """The schema that is given, or that stands in the file of that name."""
+    try:
+        is_given = text.lstrip().startswith("{")
+        schema = json.loads(text if is_given else Path(text).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"json_schema: {text}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"json_schema: no JSON ({error})") from None
+    require(isinstance(schema, dict), "json_schema: must be an object, such as {type: object, properties: ...}")
+    unkept = next(_unkept(schema), None)
+    require(unkept is None, f"json_schema: {unkept} cannot be kept to; it must be left out")
+    return schema
+
+
+def _unkept(schema: Any) -> Iterator[str]:
+    """Yield what of a schema, and of those within it, the compiler of grammars would not keep to."""
+    parts = enumerate(schema) if isinstance(schema, list) else schema.items() if isinstance(schema, dict) else ()
+    for key, value in parts:
+        of_text = key in ("format", "pattern")
+        unknown = of_text and (value not in FORMATS if key == "format" else LOOKS.search(str(value)))
+        if key in UNREAD or unknown or (of_text and {"minLength", "maxLength"} & schema.keys()):
+            yield f"{key} {value!r}" if unknown else f"{key} beside a length" if of_text else key
+        elif key in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            yield from _unkept(list(value.values()))  # their keys are names
+        elif key not in DATA:
+            yield from _unkept(value)
