@@ -7,14 +7,14 @@
 Who does what is the affair of `placement/`, what a step does that of the pipelines.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from spmd_rl import sidecar
+from spmd_rl import sidecar, train
 from spmd_rl.checkpoint import Checkpointer, HfExport, finished, problem_of
 from spmd_rl.checkpoint.checkpointer import Stateful
 from spmd_rl.config.schema import JobConfig
@@ -22,11 +22,12 @@ from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World, agree_on_dtype, agree_on_start
 from spmd_rl.errors import UserError
+from spmd_rl.learn.frozen import FrozenRoles
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.rollout import Agent, RolloutSource
 from spmd_rl.rollout.episode import Episode
 from spmd_rl.track.run import Run
-from spmd_rl.train import Roles, build_roles
+from spmd_rl.train import Roles
 from spmd_rl.types import Environments, Scorer
 
 
@@ -35,7 +36,7 @@ class Place:
     """What a rank does in its job: either `generate`, and nothing else, or all the rest."""
 
     generate: Callable[[], None] | None = None
-    """[generate] Generates until the run is over."""
+    """[generate] Generates, or answers for a frozen role, until the run is over."""
     world: World | None = None
     """The ranks that train."""
     roles: Roles | None = None
@@ -57,12 +58,17 @@ class Job:
     source: Prompts | EnvTasks | None
     tokenizer: Tokenizer
     world: World
+    """All ranks; without those that only hold a frozen role, once `placement.frozen` has set them apart."""
     stack: ExitStack
     envs: EnvsConfig | None = None
     is_over: bool = False
     """Whether the run directory holds the last step already."""
     track: Run | None = None
     """On ranks that train, once `open_run` has opened it."""
+    frozen: FrozenRoles | None = None
+    """On ranks that train, how roles are asked that lie on ranks of their own."""
+    placed: Collection[str] = ()
+    """Which these are: `reference`, `teacher`."""
 
     @classmethod
     @contextmanager
@@ -104,7 +110,13 @@ class Job:
         """[all] All ranks train, in a pipeline in which nobody generates: the run directory, and the roles."""
         self.open_run(self.world)  # [all]
         with self.starting():
-            return Place(world=self.world, roles=build_roles(self.cfg.roles, self.world))  # [all]
+            return Place(world=self.world, roles=self.build_roles())  # [all]
+
+    def build_roles(self) -> Roles:
+        """[train] The roles of the pipeline, those on ranks of their own included."""
+        beside = [role for role in self.cfg.roles if role.kind not in self.placed]
+        roles = train.build_roles(beside, self.world)  # [train]
+        return self.frozen.beside(roles) if self.frozen else roles  # [all] of them are placed alike
 
     @contextmanager
     def starting(self) -> Iterator[None]:

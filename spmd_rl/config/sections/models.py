@@ -315,6 +315,11 @@ class RoleConfig:
     """Whether a critic's value head has a bias, which a reward model's has not."""
 
     @property
+    def kind(self) -> str:
+        """`policy`, `reference`, `critic` or `teacher`"""
+        return self.name.partition(".")[0]
+
+    @property
     def optimizer(self) -> TrainedModelConfig | None:
         """Its section, with the settings of an optimizer; None of a role that is frozen."""
         return self.own if isinstance(self.own, TrainedModelConfig) else None

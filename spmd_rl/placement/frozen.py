@@ -1,0 +1,36 @@
+"""`placement.reference` and `placement.teacher`: ranks that hold a frozen role, and do nothing but answer for it.
+
+To the other ranks, which train and generate, the job is theirs alone: `job.world` has them, and the role looks as if it
+lay beside the policy. All ranks meet when its logprobs are asked for, and nowhere else.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from spmd_rl import train
+from spmd_rl.config.placement import Placement
+from spmd_rl.job import Job
+from spmd_rl.learn.frozen import FrozenRoles
+
+
+@contextmanager
+def frozen(job: Job) -> Iterator[Callable[[], None] | None]:
+    """[all] What a rank does that only answers; None on those that train, which ask through `job.build_roles`."""
+    world, ranks = job.world, Placement.of(job.cfg.placement, job.world.size)
+    if not ranks.frozen:
+        yield None
+        return
+    roles, meetings = FrozenRoles(world), {key: world.subset(key, own) for key, own in ranks.frozen.items()}  # [frozen]
+    trains = world.subset("train", ranks.train)  # [train]
+    if trains is None:
+        with job.starting():
+            own = {}
+            for key, theirs in meetings.items():
+                if theirs is not None:  # all ranks of that role
+                    own |= train.build_own([one for one in job.cfg.roles if one.kind == key], theirs)  # [frozen]
+        yield partial(roles.serve, own)
+        return
+    job.world, job.frozen, job.placed = trains, roles, set(ranks.frozen)
+    yield None
+    roles.finish()  # [all] not with an exception pending
