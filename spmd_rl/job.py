@@ -7,7 +7,7 @@
 Who does what is the affair of `placement/`, what a step does that of the pipelines.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,9 +66,7 @@ class Job:
     track: Run | None = None
     """On ranks that train, once `open_run` has opened it."""
     frozen: FrozenRoles | None = None
-    """On ranks that train, how roles are asked that lie on ranks of their own."""
-    placed: Collection[str] = ()
-    """Which these are: `reference`, `teacher`."""
+    """On ranks that train, the roles that lie on ranks of their own; None where there are none."""
 
     @classmethod
     @contextmanager
@@ -114,9 +112,10 @@ class Job:
 
     def build_roles(self) -> Roles:
         """[train] The roles of the pipeline, those on ranks of their own included."""
-        beside = [role for role in self.cfg.roles if role.kind not in self.placed]
-        roles = train.build_roles(beside, self.world)  # [train]
-        return self.frozen.beside(roles) if self.frozen else roles  # [all] of them are placed alike
+        if self.frozen is None:
+            return train.build_roles(self.cfg.roles, self.world)  # [train]
+        own = [role for role in self.cfg.roles if role.kind not in self.frozen.kinds]
+        return self.frozen.beside(train.build_roles(own, self.world))  # [all]
 
     @contextmanager
     def starting(self) -> Iterator[None]:

@@ -51,7 +51,6 @@ class Placement:
                 raise UserError(f"placement.{key}: no rank is left for it")
         return cls(train, everyone if settings.is_lent else generate)
 
-
     def of_role(self, kind: str) -> tuple[int, ...]:
         """The ranks of a role's model. kind: see `RoleConfig`."""
         return self.frozen.get(kind, self.train)

@@ -4,11 +4,11 @@
     frozen.serve(own)                # [frozen] answer until the run is over
 
 A question is a meeting of all ranks of the job: the leaders of the policy's data shards say which samples they have,
-tokens travel to the data shards of the role, and the columns that it finds travel back, all to all. Between two of them
-those that answer wait in a collective of the hosts, which may take for ever; a stall is that no rank moves at all.
+tokens travel to the data shards of the role, and the columns that it finds travel back. Between two of them those that
+answer wait in a collective of the hosts, for as long as it takes: any rank's progress tells the watchdog from a stall.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
@@ -33,7 +33,9 @@ FOUND = {
     "logprobs": ("ref_logprobs", "ref_entropy"),
     "top_logprobs": ("teacher_logprobs", "teacher_ids", "teacher_top"),
 }
-"""Methods of a `PolicyRole` that may be asked, and the columns that they give"""
+"""Methods of a `PolicyRole` that are asked for, and the columns that they give"""
+Facts = tuple[list[list[int]], int, dict[str, int]]
+"""Of a role: the ranks of the job that hold each data shard, `hidden_size`, and a `ModelSize`"""
 
 
 @dataclass(slots=True)
@@ -41,81 +43,61 @@ class AskedBatch(Batch):
     """What a frozen role is shown, and what it finds there."""
 
     ref_entropy: Tensor | None = field(default=None, metadata=per_token(torch.float32, "nats"))
-    """float32 [T]: the entropy beside `ref_logprobs`"""
-
-
-class RoleFacts(msgspec.Struct, array_like=True):
-    """What all ranks must know of a role."""
-
-    blocks: list[list[int]]
-    """ranks of the job that hold each data shard"""
-    hidden_size: int
-    size: dict[str, int]
-    """a `ModelSize`"""
-
-    @classmethod
-    def of(cls, role: PolicyRole) -> "RoleFacts":
-        """Of a role that is built here."""
-        data, ranks = role.layout.data, role.layout.world.ranks
-        blocks = [[ranks[rank] for rank in data.ranks_of(shard)] for shard in range(data.size)]
-        return cls(blocks, role.hidden_size, asdict(role.size))
+    """float32 [T]: beside `ref_logprobs`"""
 
 
 class Question(msgspec.Struct, array_like=True):
-    """What the leader of a data shard of the policy asks."""
+    """What the leader of a data shard of the policy asks; without a role, nothing any more."""
 
     role: str = ""
-    """'': nothing any more, the run is over"""
     method: str = ""
     args: list[float | int] = []
     step: int = 0
     columns: list[str] = []
     """that its batch has"""
     samples: list[list[int]] = []
-    """(ticket, answer, unit, tokens of the prompt, all tokens)"""
+    """(ticket, unit, tokens of the prompt, all tokens, answer)"""
 
 
 class FrozenRoles:
-    """How all ranks of a job meet over the roles that only some of them hold."""
+    """How the ranks of a job meet over the roles that only some of them hold."""
 
-    def __init__(self, world: World) -> None:
-        """world: all ranks."""
-        self._world = world
-        self._facts: dict[str, RoleFacts] = {}
+    def __init__(self, world: World, kinds: Collection[str]) -> None:
+        """world: all ranks. kinds: `RoleConfig.kind` of these roles."""
+        self._world, self.kinds = world, kinds
+        self._facts: dict[str, Facts] = {}
+        self._own: Mapping[str, PolicyRole] = {}
 
     def beside(self, built: Roles) -> Roles:
         """[all] With `serve`: `built`, and the roles of the other ranks as if the policy's ranks held them."""
-        self._join({"policy": RoleFacts.of(built.policy)})  # [all]
-        found = {
-            name: RemoteRole(self, name, built.policy.layout, facts)
-            for name, facts in self._facts.items()
-            if name != "policy"
-        }
-        teachers = {name.partition(".")[2]: role for name, role in found.items() if name.startswith("teacher")}
-        return built._replace(
-            reference=found.get("reference", built.reference), teachers={**built.teachers, **teachers}
-        )
+        self._join({"policy": built.policy})  # [all]
+        layout = built.policy.layout
+        found = {name: RemoteRole(self, name, layout, facts) for name, facts in self._facts.items() if name != "policy"}
+        reference = found.pop("reference", built.reference)
+        teachers = {name.partition(".")[2]: role for name, role in found.items()}
+        return built._replace(reference=reference, teachers={**built.teachers, **teachers})
 
     def serve(self, own: Mapping[str, PolicyRole]) -> None:
-        """[all] With `beside`: compute what is asked of the roles of this rank until the run is over."""
-        self._join({name: RoleFacts.of(role) for name, role in own.items()})  # [all]
-        while self.meet(None, None, own) is not None:  # [all]
+        """[all] With `beside`: compute what is asked of the roles of this rank, until the run is over."""
+        self._join(own)  # [all]
+        while self.meet(None, None):  # [all]
             pass
-        for role in own.values():
-            role.close()
 
     def finish(self) -> None:
         """[all] Let those that serve go."""
         self.meet(Question(), None)  # [all]
 
-    def _join(self, facts: dict[str, RoleFacts]) -> None:
-        for theirs in self._world.gather("start: frozen roles", facts, dict[str, RoleFacts]):  # [all]
+    def _join(self, own: Mapping[str, PolicyRole]) -> None:
+        self._own, facts = own, {}
+        for name, role in own.items():
+            data, ranks = role.layout.data, role.layout.world.ranks
+            blocks = [[ranks[rank] for rank in data.ranks_of(shard)] for shard in range(data.size)]
+            facts[name] = blocks, role.hidden_size, asdict(role.size)
+        for theirs in self._world.gather("start: frozen roles", facts, dict[str, Facts]):  # [all]
             self._facts |= theirs
 
-    def meet(
-        self, question: Question | None, batch: Batch | None, own: Mapping[str, PolicyRole] | None = None
-    ) -> dict[str, Any] | None:
-        """[all] The columns that were found of this rank's samples, `batch`; None when the run is over.
+    def meet(self, question: Question | None, batch: Batch | None) -> dict[str, Any]:
+        """[all] The columns that were found of this rank's samples, `batch`; nothing when the run is over.
 
         question: of a leader of the policy's data shards; None on all other ranks.
         """
@@ -123,14 +105,13 @@ class FrozenRoles:
         asked = [one for one in world.gather("frozen: question", question, Question | None) if one]  # [all]
         first = asked[0]
         if not first.role:
-            return None
-        name, role = f"frozen: {first.role}", (own or {}).get(first.role)
+            return {}
+        name, columns, role = f"frozen: {first.role}", FOUND[first.method], self._own.get(first.role)
         there, back = self._routes(first.role, asked)
         shown = _empty(first.columns) if batch is None else batch
         share = transfer(f"{name}: samples", shown, there, world, [first.method, first.args])  # [all]
-        columns = FOUND[first.method]
         if role is None:
-            share = _empty((*first.columns, *columns))
+            share = _empty([*first.columns, *columns])
         else:
             if first.step != world.journal.step:
                 world.journal.set_step(first.step)
@@ -142,19 +123,14 @@ class FrozenRoles:
 
     def _routes(self, name: str, asked: Sequence[Question]) -> tuple[Route, Route]:
         """To the role's data shards, and back. Where there are as many of them, each answers one of the policy's."""
-        facts, here = self._facts[name], DataShard(self._world, self._facts["policy"].blocks)
-        there = DataShard(self._world, facts.blocks)
+        here, there = (DataShard(self._world, self._facts[one][0]) for one in ("policy", name))
         rows = np.array([row for one in asked for row in one.samples], np.int64).reshape(-1, 5)
-        shards = np.arange(here.size).repeat([len(one.samples) for one in asked])
-        to = shards
+        shards = to = np.arange(here.size).repeat([len(one.samples) for one in asked])
         if here.size != there.size:
-            to, order = np.zeros_like(shards), np.lexsort(rows[:, 2::-2].T)  # by ticket, then unit
-            to[order] = assign(rows[order][:, (0, 2, 3, 4)], [0, len(rows)], there.size, facts.hidden_size)[0]
-        keys, units, lengths = rows[:, :2], rows[:, 2], rows[:, 4]
-        return (
-            Route(keys, units, lengths, leaders(here)[shards], to, there),
-            Route(keys, units, lengths, leaders(there)[to], shards, here),
-        )
+            to, order = np.zeros_like(shards), np.lexsort((rows[:, 1], rows[:, 0]))
+            to[order] = assign(rows[order, :4], [0, len(rows)], there.size, self._facts[name][1])[0]
+        sample = rows[:, (0, 4)], rows[:, 1], rows[:, 3]
+        return Route(*sample, leaders(here)[shards], to, there), Route(*sample, leaders(there)[to], shards, here)
 
 
 class RemoteRole:
@@ -163,10 +139,10 @@ class RemoteRole:
     sync_steps: int | None = None
     """It stays as it is."""
 
-    def __init__(self, frozen: FrozenRoles, name: str, layout: Layout, facts: RoleFacts) -> None:
+    def __init__(self, frozen: FrozenRoles, name: str, layout: Layout, facts: Facts) -> None:
         """layout: the policy's."""
-        self._frozen, self._name = frozen, name
-        self.layout, self.hidden_size, self.size = layout, facts.hidden_size, ModelSize(**facts.size)
+        self._frozen, self._name, self.layout = frozen, name, layout
+        self.hidden_size, self.size = facts[1], ModelSize(**facts[2])
 
     def awake(self) -> AbstractContextManager[None]:
         """See `Role`; nothing of it lies here."""
@@ -180,32 +156,26 @@ class RemoteRole:
         """[all] See `PolicyRole`."""
         return self._ask("top_logprobs", batch, temperature, k, num_ids)
 
-    def close(self) -> None:
-        """Nothing: see `FrozenRoles.finish`."""
-
     def _ask(self, method: str, batch: Batch, *args: float) -> tuple[Any, ...]:
-        """[all] All ranks of a block hold the same batch, and its leader speaks for it."""
+        """[all] All ranks of a block hold the same batch, and its leader asks for them."""
         shown = {name: value for name, _, value in batch.columns() if name in SEEN}
-        question = None
+        step, question = self.layout.world.journal.step, None
         if self.layout.data.is_leader:
-            step = self.layout.world.journal.step
             question = Question(self._name, method, list(args), step, list(shown), _samples(batch))
         found = self._frozen.meet(question, AskedBatch(batch.starts, **shown))  # [all]
         return tuple(found[column] for column in FOUND[method])
 
 
 def _samples(batch: Batch) -> list[list[int]]:
-    """`Question.samples`."""
-    mask, bounds = batch.loss_mask.numpy(), batch.starts.tolist()
-    prompts = [[int(mask[begin:end].argmax()), end - begin] for begin, end in pairwise(bounds)]
-    rows = zip(batch.keys.tolist(), batch.units.tolist(), prompts, strict=True)
-    return [[*key, unit, *lengths] for key, unit, lengths in rows]
+    """See `Question`."""
+    mask, bounds = batch.loss_mask.numpy(), pairwise(batch.starts.tolist())
+    rows = zip(batch.keys.tolist(), batch.units.tolist(), bounds, strict=True)
+    return [[ticket, unit, int(mask[a:b].argmax()), b - a, answer] for (ticket, answer), unit, (a, b) in rows]
 
 
-def _empty(columns: Sequence[str]) -> AskedBatch:
-    """No sample, of these columns."""
-    none: Callable[..., Tensor] = torch.zeros
-    known = {one.name: one.metadata["column"] for one in fields(AskedBatch) if "column" in one.metadata}
-    made = {name: none(0, *known[name].shape, dtype=known[name].dtype) for name in columns}
-    lists = {name: Ragged(made[name], none(1, dtype=torch.int64)) for name in columns if known[name].ragged}
-    return AskedBatch(none(1, dtype=torch.int64), **(made | lists))
+def _empty(names: Sequence[str]) -> AskedBatch:
+    """No sample, with these columns."""
+    known = {one.name: one.metadata["column"] for one in fields(AskedBatch)[1:]}
+    made = {name: torch.empty(0, *known[name].shape, dtype=known[name].dtype) for name in names}
+    zero = torch.zeros(1, dtype=torch.int64)
+    return AskedBatch(zero, **{name: Ragged(one, zero) if known[name].ragged else one for name, one in made.items()})

@@ -21,16 +21,14 @@ def frozen(job: Job) -> Iterator[Callable[[], None] | None]:
     if not ranks.frozen:
         yield None
         return
-    roles, meetings = FrozenRoles(world), {key: world.subset(key, own) for key, own in ranks.frozen.items()}  # [frozen]
-    trains = world.subset("train", ranks.train)  # [train]
-    if trains is None:
-        with job.starting():
-            own = {}
-            for key, theirs in meetings.items():
-                if theirs is not None:  # all ranks of that role
-                    own |= train.build_own([one for one in job.cfg.roles if one.kind == key], theirs)  # [frozen]
+    roles, own = FrozenRoles(world, ranks.frozen), {}
+    for key, holders in ranks.frozen.items():
+        if part := world.subset(key, holders):  # [frozen]
+            with job.starting():
+                own |= train.build_own([role for role in job.cfg.roles if role.kind == key], part)  # [frozen]
+    if own:
         yield partial(roles.serve, own)
         return
-    job.world, job.frozen, job.placed = trains, roles, set(ranks.frozen)
+    job.world, job.frozen = world.subset("train", ranks.train), roles  # [train]
     yield None
     roles.finish()  # [all] not with an exception pending

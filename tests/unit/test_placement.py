@@ -94,7 +94,7 @@ def test_what_drives_an_engine_is_closed_before_it(monkeypatch: pytest.MonkeyPat
 
     module = sys.modules["spmd_rl.placement.colocated"]
     monkeypatch.setattr(module, "Rollouts", lambda *parts: closes("rollouts"))
-    for part, name in (("engine", "build"), ("train", "build_roles"), ("weights", "build")):
+    for part, name in (("engine", "build"), ("weights", "build")):
         monkeypatch.setattr(getattr(module, part), name, lambda *parts, part=part: closes(part))
     settings = GenerationSettings(RolloutConfig(), RewardsConfig(), seed=0, kv_tokens=64)
     cfg = MagicMock(**{"generation": settings, "engine.adapters": False})
