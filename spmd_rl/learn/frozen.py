@@ -27,7 +27,7 @@ from spmd_rl.model.size import ModelSize
 from spmd_rl.train import Roles
 from spmd_rl.train.base import PolicyRole
 
-SEEN = (*FROM_ROUTE, "token_ids", "loss_mask", "rollout_logprobs", "lags", "candidate_ids", "experts")
+SEEN = (*FROM_ROUTE, "token_ids", "loss_mask", "rollout_logprobs", "lags", "candidate_ids")
 """Columns of a batch that a forward reads, or without which there is none"""
 FOUND = {
     "logprobs": ("ref_logprobs", "ref_entropy"),
