@@ -36,7 +36,7 @@ class Place:
     """What a rank does in its job: either `generate`, and nothing else, or all the rest."""
 
     generate: Callable[[], None] | None = None
-    """[generate] Generates, or answers for a frozen role, until the run is over."""
+    """[generate] Generates, or computes with a frozen role, until the run is over."""
     world: World | None = None
     """The ranks that train."""
     roles: Roles | None = None

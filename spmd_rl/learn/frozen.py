@@ -1,11 +1,11 @@
-"""Frozen roles on ranks of their own (`placement.reference`, `placement.teacher`): those that train ask, those answer.
+"""Frozen roles on ranks of their own (`placement.reference`, `placement.teacher`), which compute for those that train.
 
-    roles = frozen.beside(built)     # [train] the policy's ranks ask through roles that have the policy's layout
-    frozen.serve(own)                # [frozen] answer until the run is over
+    roles = frozen.beside(built)     # [train] they look as if they lay on the policy's ranks, in its layout
+    frozen.serve(own)                # [frozen] compute until the run is over
 
-A question is a meeting of all ranks of the job: the leaders of the policy's data shards say which samples they have,
-tokens travel to the data shards of the role, and the columns that it finds travel back. Between two of them those that
-answer wait in a collective of the hosts, for as long as it takes: any rank's progress tells the watchdog from a stall.
+A request is a meeting of all ranks of the job: the leaders of the policy's data shards name the samples that they have,
+tokens travel to the data shards of the role, and the columns that it finds travel back. Between two of them those
+ranks wait in a collective of the hosts, for as long as it takes: any rank's progress tells the watchdog from a stall.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -33,21 +33,21 @@ FOUND = {
     "logprobs": ("ref_logprobs", "ref_entropy"),
     "top_logprobs": ("teacher_logprobs", "teacher_ids", "teacher_top"),
 }
-"""Methods of a `PolicyRole` that are asked for, and the columns that they give"""
+"""Methods of a `PolicyRole` that are requested, and the columns that they give"""
 Facts = tuple[list[list[int]], int, dict[str, int]]
 """Of a role: the ranks of the job that hold each data shard, `hidden_size`, and a `ModelSize`"""
 
 
 @dataclass(slots=True)
-class AskedBatch(Batch):
+class FrozenBatch(Batch):
     """What a frozen role is shown, and what it finds there."""
 
     ref_entropy: Tensor | None = field(default=None, metadata=per_token(torch.float32, "nats"))
     """float32 [T]: beside `ref_logprobs`"""
 
 
-class Question(msgspec.Struct, array_like=True):
-    """What the leader of a data shard of the policy asks; without a role, nothing any more."""
+class LogprobRequest(msgspec.Struct, array_like=True):
+    """What the leader of a data shard of the policy requests; without a role, nothing any more."""
 
     role: str = ""
     method: str = ""
@@ -78,14 +78,14 @@ class FrozenRoles:
         return built._replace(reference=reference, teachers={**built.teachers, **teachers})
 
     def serve(self, own: Mapping[str, PolicyRole]) -> None:
-        """[all] With `beside`: compute what is asked of the roles of this rank, until the run is over."""
+        """[all] With `beside`: compute what is requested of the roles of this rank, until the run is over."""
         self._join(own)  # [all]
         while self.meet(None, None):  # [all]
             pass
 
     def finish(self) -> None:
         """[all] Let those that serve go."""
-        self.meet(Question(), None)  # [all]
+        self.meet(LogprobRequest(), None)  # [all]
 
     def _join(self, own: Mapping[str, PolicyRole]) -> None:
         self._own, facts = own, {}
@@ -96,18 +96,18 @@ class FrozenRoles:
         for theirs in self._world.gather("start: frozen roles", facts, dict[str, Facts]):  # [all]
             self._facts |= theirs
 
-    def meet(self, question: Question | None, batch: Batch | None) -> dict[str, Any]:
+    def meet(self, request: LogprobRequest | None, batch: Batch | None) -> dict[str, Any]:
         """[all] The columns that were found of this rank's samples, `batch`; nothing when the run is over.
 
-        question: of a leader of the policy's data shards; None on all other ranks.
+        request: of a leader of the policy's data shards; None on all other ranks.
         """
         world = self._world
-        asked = [one for one in world.gather("frozen: question", question, Question | None) if one]  # [all]
-        first = asked[0]
+        requests = [one for one in world.gather("frozen: request", request, LogprobRequest | None) if one]  # [all]
+        first = requests[0]
         if not first.role:
             return {}
         name, columns, role = f"frozen: {first.role}", FOUND[first.method], self._own.get(first.role)
-        there, back = self._routes(first.role, asked)
+        there, back = self._routes(first.role, requests)
         shown = _empty(first.columns) if batch is None else batch
         share = transfer(f"{name}: samples", shown, there, world, [first.method, first.args])  # [all]
         if role is None:
@@ -121,11 +121,11 @@ class FrozenRoles:
                 setattr(share, column, value)
         return send(f"{name}: found", share, columns, back, world)  # [all]
 
-    def _routes(self, name: str, asked: Sequence[Question]) -> tuple[Route, Route]:
-        """To the role's data shards, and back. Where there are as many of them, each answers one of the policy's."""
+    def _routes(self, name: str, requests: Sequence[LogprobRequest]) -> tuple[Route, Route]:
+        """To the role's data shards, and back. Where there are as many of them, each takes one of the policy's."""
         here, there = (DataShard(self._world, self._facts[one][0]) for one in ("policy", name))
-        rows = np.array([row for one in asked for row in one.samples], np.int64).reshape(-1, 5)
-        shards = to = np.arange(here.size).repeat([len(one.samples) for one in asked])
+        rows = np.array([row for one in requests for row in one.samples], np.int64).reshape(-1, 5)
+        shards = to = np.arange(here.size).repeat([len(one.samples) for one in requests])
         if here.size != there.size:
             to, order = np.zeros_like(shards), np.lexsort((rows[:, 1], rows[:, 0]))
             to[order] = assign(rows[order, :4], [0, len(rows)], there.size, self._facts[name][1])[0]
@@ -150,32 +150,32 @@ class RemoteRole:
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """[all] See `PolicyRole`."""
-        return self._ask("logprobs", batch, temperature)
+        return self._request("logprobs", batch, temperature)
 
     def top_logprobs(self, batch: Batch, temperature: float, k: int, num_ids: int) -> tuple[Tensor, Ragged, Ragged]:
         """[all] See `PolicyRole`."""
-        return self._ask("top_logprobs", batch, temperature, k, num_ids)
+        return self._request("top_logprobs", batch, temperature, k, num_ids)
 
-    def _ask(self, method: str, batch: Batch, *args: float) -> tuple[Any, ...]:
-        """[all] All ranks of a block hold the same batch, and its leader asks for them."""
+    def _request(self, method: str, batch: Batch, *args: float) -> tuple[Any, ...]:
+        """[all] All ranks of a block hold the same batch, and its leader speaks for them."""
         shown = {name: value for name, _, value in batch.columns() if name in SEEN}
-        step, question = self.layout.world.journal.step, None
+        step, request = self.layout.world.journal.step, None
         if self.layout.data.is_leader:
-            question = Question(self._name, method, list(args), step, list(shown), _samples(batch))
-        found = self._frozen.meet(question, AskedBatch(batch.starts, **shown))  # [all]
+            request = LogprobRequest(self._name, method, list(args), step, list(shown), _samples(batch))
+        found = self._frozen.meet(request, FrozenBatch(batch.starts, **shown))  # [all]
         return tuple(found[column] for column in FOUND[method])
 
 
 def _samples(batch: Batch) -> list[list[int]]:
-    """See `Question`."""
+    """See `LogprobRequest`."""
     mask, bounds = batch.loss_mask.numpy(), pairwise(batch.starts.tolist())
     rows = zip(batch.keys.tolist(), batch.units.tolist(), bounds, strict=True)
     return [[ticket, unit, int(mask[a:b].argmax()), b - a, answer] for (ticket, answer), unit, (a, b) in rows]
 
 
-def _empty(names: Sequence[str]) -> AskedBatch:
+def _empty(names: Sequence[str]) -> FrozenBatch:
     """No sample, with these columns."""
-    known = {one.name: one.metadata["column"] for one in fields(AskedBatch)[1:]}
+    known = {one.name: one.metadata["column"] for one in fields(FrozenBatch)[1:]}
     made = {name: torch.empty(0, *known[name].shape, dtype=known[name].dtype) for name in names}
     zero = torch.zeros(1, dtype=torch.int64)
-    return AskedBatch(zero, **{name: Ragged(one, zero) if known[name].ragged else one for name, one in made.items()})
+    return FrozenBatch(zero, **{name: Ragged(one, zero) if known[name].ragged else one for name, one in made.items()})

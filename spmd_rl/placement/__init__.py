@@ -37,8 +37,8 @@ def place_ranks(job: Job) -> Place:
     cfg, settings = job.cfg, job.cfg.generation.rollout
     if job.is_over:
         return Place(generate=lambda: None)
-    if answers := job.stack.enter_context(frozen(job)):  # [all]
-        return Place(generate=answers)
+    if serve := job.stack.enter_context(frozen(job)):  # [all]
+        return Place(generate=serve)
     chosen = replayed if settings.replay else PLACEMENTS[cfg.placement.part]
     place = job.stack.enter_context(chosen(job))  # [all]
     if not (settings.dump and place.rollouts):  # a rank that only generates has none

@@ -1,7 +1,7 @@
-"""`placement.reference` and `placement.teacher`: ranks that hold a frozen role, and do nothing but answer for it.
+"""`placement.reference` and `placement.teacher`: ranks that hold a frozen role, and do nothing but compute with it.
 
 To the other ranks, which train and generate, the job is theirs alone: `job.world` has them, and the role looks as if it
-lay beside the policy. All ranks meet when its logprobs are asked for, and nowhere else.
+lay beside the policy. All ranks meet when its logprobs are needed, and nowhere else.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from spmd_rl.learn.frozen import FrozenRoles
 
 @contextmanager
 def frozen(job: Job) -> Iterator[Callable[[], None] | None]:
-    """[all] What a rank does that only answers; None on those that train, which ask through `job.build_roles`."""
+    """[all] What a rank does that holds a frozen role; None on those that train, for whom `job.build_roles` has it."""
     world, ranks = job.world, Placement.of(job.cfg.placement, job.world.size)
     if not ranks.frozen:
         yield None
