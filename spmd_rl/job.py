@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from spmd_rl import sidecar
+from spmd_rl import sidecar, train
 from spmd_rl.checkpoint import Checkpointer, HfExport, finished, problem_of
 from spmd_rl.checkpoint.checkpointer import Stateful
 from spmd_rl.config.schema import JobConfig
@@ -22,11 +22,12 @@ from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World, agree_on_dtype, agree_on_start
 from spmd_rl.errors import UserError
+from spmd_rl.learn.frozen import FrozenRoles
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.rollout import Agent, RolloutSource
 from spmd_rl.rollout.episode import Episode
 from spmd_rl.track.run import Run
-from spmd_rl.train import Roles, build_roles
+from spmd_rl.train import Roles
 from spmd_rl.types import Environments, Scorer
 
 
@@ -35,7 +36,8 @@ class Place:
     """What a rank does in its job: either `generate`, and nothing else, or all the rest."""
 
     generate: Callable[[], None] | None = None
-    """[generate] Generates until the run is over. Of a run that is over already, on all ranks: does nothing."""
+    """[generate] Generates, or computes with a frozen role, until the run is over. Of a run that is over already, on all
+    ranks: does nothing."""
     world: World | None = None
     """The ranks that train."""
     roles: Roles | None = None
@@ -57,12 +59,15 @@ class Job:
     source: Prompts | EnvTasks | None
     tokenizer: Tokenizer
     world: World
+    """All ranks; without those that only hold a frozen role, once `placement.frozen` has set them apart."""
     stack: ExitStack
     envs: EnvsConfig | None = None
     is_over: bool = False
     """Whether the run directory holds the last step already."""
     track: Run | None = None
     """On ranks that train, once `open_run` has opened it."""
+    frozen: FrozenRoles | None = None
+    """On ranks that train, the roles that lie on ranks of their own; None where there are none."""
 
     @classmethod
     @contextmanager
@@ -104,7 +109,14 @@ class Job:
         """[all] All ranks train, in a pipeline in which nobody generates: the run directory, and the roles."""
         self.open_run(self.world)  # [all]
         with self.starting():
-            return Place(world=self.world, roles=build_roles(self.cfg.roles, self.world))  # [all]
+            return Place(world=self.world, roles=self.build_roles())  # [all]
+
+    def build_roles(self) -> Roles:
+        """[train] The roles of the pipeline, those on ranks of their own included."""
+        if self.frozen is None:
+            return train.build_roles(self.cfg.roles, self.world)  # [train]
+        own = [role for role in self.cfg.roles if role.kind not in self.frozen.kinds]
+        return self.frozen.beside(train.build_roles(own, self.world))  # [all]
 
     @contextmanager
     def starting(self) -> Iterator[None]:

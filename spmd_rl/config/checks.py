@@ -20,7 +20,7 @@ from spmd_rl.config.constraint_checks import check_constraint
 from spmd_rl.config.model_files import check_weights
 from spmd_rl.config.packages import unsupported
 from spmd_rl.config.phases import phase
-from spmd_rl.config.placement import Placement
+from spmd_rl.config.placement import Placement, check_frozen
 from spmd_rl.config.plugin_checks import check_envs, check_reward_weights, check_rewards
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers, local_rank, world_size
 from spmd_rl.config.replay import check_replay
@@ -92,8 +92,10 @@ def take_shape(plan: PlanConfig, policy: ServedModelConfig) -> None:
         policy.model = str(known if known.is_dir() else Path(plan.shape).expanduser())
 
 
-def check_shapes(plan: PlanConfig, roles: list) -> None:
+def check_shapes(plan: PlanConfig, roles: list, placement: PlacementConfig | None = None) -> None:
     """Check that each model has a `config.json`, and that `plan.rank` is one of the ranks."""
+    if placement and placement.frozen:
+        raise UserError(f"placement.{next(iter(placement.frozen))}: --plan does not know ranks of frozen roles yet")
     for role in loaded_roles(roles):
         key, model = role.model_key, role.own
         model.model = fetch_config(key, model.model, wait=local_rank() != 0)
@@ -173,12 +175,12 @@ def _check_carried(rollout: RolloutConfig, placement: PlacementConfig) -> None:
 
 def check_mesh(roles: list, placement: PlacementConfig | None = None) -> None:
     """Check that each role's layout divides the world size, its tensor parallelism the heads, `ep` the experts."""
-    num_train = len(Placement.of(placement, world_size()).train) if placement else world_size()
-    if not num_train:
+    ranks = Placement.of(placement or PlacementConfig(), world_size())
+    if not ranks.train:
         return  # the training job checks its own
     for role in roles:
         section, train, folder = role.key, role.train, model_folder(role.model)
-        LayoutSizes.of(section, num_train, **train.axes)
+        LayoutSizes.of(section, len(ranks.of_role(role.kind)), **train.axes)
         backend(train.name).check(role, folder)
         if (count := experts_in(folder)) is not None:
             check_experts(section, count, str(folder), train.ep)
@@ -351,7 +353,8 @@ def check_sidecar(sidecar: SidecarConfig, debug: bool) -> None:
 
 CHECKS = (
     *(check_given_data, check_given_envs, check_given_any, check_run, check_resume, check_models, check_vocabularies),
-    *(check_placement, check_replay, check_mesh, check_following, check_engine, check_adapters, check_constraint),
+    *(check_placement, check_replay, check_frozen, check_mesh, check_following, check_engine, check_adapters),
+    check_constraint,
     *(check_episode, check_data, check_sidecar, check_wandb, check_reward_weights, check_rewards, check_envs),
     stay_offline,
     check_algorithm,  # last: a module of tensors imports torch

@@ -1,8 +1,9 @@
 """Which ranks train and which generate, as numbers: what `placement` says of a job of so many ranks."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from spmd_rl.config.ranks import world_size
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.values import numbers_in
 from spmd_rl.errors import UserError
@@ -19,13 +20,19 @@ class Placement:
     generate: tuple[int, ...]
     """ascending; the same ranks where placement is colocated, all with `lent`. One of the two is empty where another
     job does that."""
+    frozen: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """the ranks, ascending, that do nothing but hold the reference or the teachers"""
 
     @classmethod
     def of(cls, settings: PlacementConfig, num_ranks: int) -> "Placement":
         """Return the ranks. UserError unless each rank has one task, and each task a rank."""
         everyone = tuple(range(num_ranks))
         if not settings.is_split:
-            return cls(everyone, everyone)
+            frozen = {key: _ranks(key, text, num_ranks) for key, text in settings.frozen.items()}
+            left = tuple(rank for rank in everyone if not any(rank in ranks for ranks in frozen.values()))
+            if not left:
+                raise UserError(f"placement.{' and placement.'.join(frozen)}: no rank of {num_ranks} is left to train")
+            return cls(left, left, frozen)
         if settings.is_attached:
             return cls(everyone, ()) if settings.attach is None else cls((), everyone)
         if num_ranks < 2:
@@ -43,6 +50,28 @@ class Placement:
             if not ranks:
                 raise UserError(f"placement.{key}: no rank is left for it")
         return cls(train, everyone if settings.is_lent else generate)
+
+    def of_role(self, kind: str) -> tuple[int, ...]:
+        """The ranks of a role's model. kind: see `RoleConfig`."""
+        return self.frozen.get(kind, self.train)
+
+    @property
+    def held(self) -> str:
+        """Which ranks hold a frozen role, in words, with a semicolon; nothing where none does."""
+        return "".join(f"{ranks_do(ranks, 'hold')} the {key}; " for key, ranks in self.frozen.items())
+
+
+def check_frozen(roles: list, placement: PlacementConfig) -> None:
+    """Check that each role that is given ranks of its own has a model there is no reason to keep beside the policy."""
+    for key in Placement.of(placement, world_size()).frozen:
+        own = [role for role in roles if role.kind == key]
+        if not own:
+            why = {"reference": "algorithm.kl_coef and algorithm.kl_reward_coef are 0", "teacher": "no teacher.model"}
+            raise UserError(f"placement.{key}: there is no {key} ({why[key]}); must be null")
+        if any(role.sync_steps is not None for role in own):
+            raise UserError(f"placement.{key}: must be null with {key}.sync_steps, which follows the policy beside it")
+        if any(role.is_base_of(roles[0]) for role in own):
+            raise UserError(f"placement.{key}: must be null, it is the policy with its adapters off (policy.lora)")
 
 
 def _ranks(key: str, text: str | None, num_ranks: int) -> tuple[int, ...] | None:

@@ -19,7 +19,7 @@ from spmd_rl.config.run_identity import identity, saved_config
 from spmd_rl.errors import UserError
 
 MAY_CHANGE = (
-    *("steps", "epochs", "eval.*", "engine.*", "train.*", "*.train.*"),
+    *("steps", "epochs", "eval.*", "engine.*", "train.*", "*.train.*", "placement.reference", "placement.teacher"),
     *("*.lr", "*.schedule", "*.warmup_steps", "*.max_grad_norm", "*.weight_decay", "*.betas", "*.eps"),
     *("*.max_skipped_updates", "rollout.max_new_tokens", "rollout.max_context_tokens", "rollout.max_turns"),
     *("rollout.over_sample", "rollout.max_prompts_per_step", "rollout.claim", "reward.*.timeout"),

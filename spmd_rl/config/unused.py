@@ -7,6 +7,7 @@ Settings that contradict each other are errors: see `sections/` and `checks.py`.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -72,8 +73,9 @@ def _of_algorithm(algorithm: AlgorithmConfig) -> Idle:
 
 def _of_generation(rollout: RolloutConfig, eval: EvalConfig, placement: PlacementConfig) -> Idle:
     evaluation = "eval.prompts eval.answers eval.temperature eval.top_p eval.top_k eval.min_p eval.overlap"
-    generation = "engine publish sidecar placement rollout.over_sample rollout.claim rollout.accept rollout.tail"
+    generation = "engine publish sidecar rollout.over_sample rollout.claim rollout.accept rollout.tail"
     generation += " rollout.prompts_per_step rollout.partial_rollout rollout.filter rollout.answers_per_claim"
+    generation += "".join(f" placement.{one.name}" for one in fields(placement) if one.name not in placement.frozen)
     return [
         (not rollout.replay, "rollout.replay is given", generation),
         (rollout.tail != "defer", "rollout.tail is defer", "rollout.accept"),

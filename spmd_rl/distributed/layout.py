@@ -33,15 +33,15 @@ _NEUTRAL = {"sum": 0.0, "mean": 0.0, "max": -math.inf}
 class DataShard:
     """One rank's part of the batch: which it is, and how the data shards meet. Made by `Layout`."""
 
-    def __init__(self, world: World, ranks: Sequence[tuple[int, ...]]) -> None:
-        """`ranks`: those that hold each shard; the first of them leads."""
+    def __init__(self, world: World, ranks: Sequence[Sequence[int]]) -> None:
+        """`ranks`: those that hold each shard; the first of them leads. `rank` is -1 on a rank that holds none."""
         self._world, self._ranks = world, ranks
-        self.rank = next(shard for shard, members in enumerate(ranks) if world.rank in members)
+        self.rank = next((shard for shard, members in enumerate(ranks) if world.rank in members), -1)
         self.size = len(ranks)
         self.is_leader = world.rank == ranks[self.rank][0]
         """Whether this rank counts for its shard: exactly one rank of each does."""
 
-    def ranks_of(self, shard: int) -> tuple[int, ...]:
+    def ranks_of(self, shard: int) -> Sequence[int]:
         """The ranks, of the layout's world, that hold data shard number `shard`; the leader comes first."""
         return self._ranks[shard]
 

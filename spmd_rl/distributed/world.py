@@ -68,7 +68,9 @@ class World(Collectives):
         """Keys of this start. For the main thread; another thread takes a `clone_store()`."""
         self.journal = journal
         sockets = Path(tempfile.gettempdir()) / f"spmd-rl-{rendezvous.nonce}-{me.node}"
-        self.node = Node(me.rank, me.local_rank, f"ipc://{sockets}/host")
+        first = me.rank - me.local_rank  # the ranks of a machine are numbered one after another
+        before = sum(first <= rank < me.rank for rank in self.ranks)
+        self.node = Node(me.rank, before, f"ipc://{sockets}/host")
         self._callbacks: list[Callable[[], None]] = []
         self._failed: ExitCallback = lambda kind, error, traceback: None
 
@@ -155,7 +157,9 @@ class World(Collectives):
         unique = self._unique(f"{name} host", members)
         host = form_group(unique, members, host_backend(self._me)) if len(members) > 1 else None  # [ranks]
         rendezvous = replace(self._rendezvous, host=host)
-        return World(self._me, rendezvous, self.journal, Subset(name, members, written))
+        world = World(self._me, rendezvous, self.journal, Subset(name, members, written))
+        world._callbacks = self._callbacks
+        return world
 
     def _unique(self, what: str, ranks: tuple[int, ...]) -> str:
         """A name for a group of these ranks, the same on all of them."""

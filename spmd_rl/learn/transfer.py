@@ -260,8 +260,8 @@ class RoleShards:
         self._rows, self._mine = rows, plan.data_rank == here.rank
         if not self._same:
             other = plan.elsewhere(there, role.hidden_size)
-            self._there = replace(Route.of(other, there), src_rank=_leaders(here)[plan.data_rank])
-            self._back = replace(Route.of(plan, here), src_rank=_leaders(there)[other.data_rank])
+            self._there = replace(Route.of(other, there), src_rank=leaders(here)[plan.data_rank])
+            self._back = replace(Route.of(plan, here), src_rank=leaders(there)[other.data_rank])
 
     def share(self, name: str, batches: Sequence[Batch]) -> list[Batch]:
         """[all] The role's share of each mini-batch, with all columns; the batches are the policy's."""
@@ -307,6 +307,6 @@ def _ranks(data: DataShard) -> list[tuple[int, ...]]:
     return [data.ranks_of(shard) for shard in range(data.size)]
 
 
-def _leaders(data: DataShard) -> np.ndarray:
+def leaders(data: DataShard) -> np.ndarray:
     """The rank that counts for each shard, int64 [shards]."""
     return np.array([ranks[0] for ranks in _ranks(data)], np.int64)

@@ -8,6 +8,7 @@
 | `mode=lent` | some ranks | all ranks | at the same time; training ranks also generate between updates |
 | `mode=split generate=attached` | all ranks | none: jobs of their own do | at the same time |
 | the same with `attach=ADDRESS` | none | all ranks | while they are attached; they come and go |
+| the first two with `reference=RANKS` or `teacher=RANKS` | all other ranks | all other ranks | as without |
 | any with `rollout.replay=RUN` | all ranks | nobody: another run did | before |
 """
 
@@ -18,6 +19,7 @@ from spmd_rl.config.replay import FOLDER, about_samples
 from spmd_rl.job import Job, Place
 from spmd_rl.placement.attached import attached_generator, attached_trainer
 from spmd_rl.placement.colocated import colocated, overlapped
+from spmd_rl.placement.frozen import frozen
 from spmd_rl.placement.replayed import replayed
 from spmd_rl.placement.split import lent, split
 from spmd_rl.rollout import Dumped
@@ -35,6 +37,8 @@ def place_ranks(job: Job) -> Place:
     cfg, settings = job.cfg, job.cfg.generation.rollout
     if job.is_over:
         return Place(generate=lambda: None)
+    if serve := job.stack.enter_context(frozen(job)):  # [all]
+        return Place(generate=serve)
     chosen = replayed if settings.replay else PLACEMENTS[cfg.placement.part]
     place = job.stack.enter_context(chosen(job))  # [all]
     if not (settings.dump and place.rollouts):  # a rank that only generates has none

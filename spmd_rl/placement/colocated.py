@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 
-from spmd_rl import engine, train, weights
+from spmd_rl import engine, weights
 from spmd_rl.job import Job, Place
 from spmd_rl.learn import Evaluation
 from spmd_rl.rollout import BesideRollouts, Rollouts, Services
@@ -21,7 +21,7 @@ def colocated(job: Job, last_ahead: int = 0) -> Iterator[Place]:
     job.open_run(world)  # [all]
     with job.starting():
         scorer, environments = job.connect(cfg.debug)
-        roles = train.build_roles(cfg.roles, world)  # [all]
+        roles = job.build_roles()  # [all]
         sleeps, constraint = cfg.train.offload, cfg.rollout.constraint
         generator = engine.build(cfg.engine, cfg.policy, sleeps, world, constraint)  # [all]
     source = AdapterSource(roles.policy) if cfg.engine.adapters else roles.policy

@@ -155,7 +155,7 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
 def roles_and_ranks(cfg: RlConfig) -> list[tuple[str, str]]:
     """Return the lines that all pipelines begin with: the models, their dtype and what the ranks do."""
     placement, (shards, replicas) = Placement.of(cfg.placement, world_size()), shards_and_replicas(cfg)
-    ranks = str(world_size())
+    ranks = f"{placement.held}{len(placement.train)}"
     if cfg.placement.is_split:
         ranks = f"{ranks_do(placement.train, 'train')}, {ranks_do(placement.generate, 'generate')}"
     elif cfg.placement.is_overlapped:

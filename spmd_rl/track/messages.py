@@ -43,7 +43,8 @@ def _tasks(layout: str, placement: PlacementConfig, engine: EngineConfig, steps:
     if placement.is_split:
         return f"{ranks_do(ranks.train, 'train')} {layout}, {ranks_do(ranks.generate, 'generate')} {generates}"
     ahead = ", the next step before it trains" if placement.is_overlapped else ""
-    return f"each trains {layout} and generates {generates}{ahead}" if steps else f"each generates {generates}"
+    each = f"{ranks.held}each{' other' * bool(ranks.held)}"
+    return f"{each} trains {layout} and generates {generates}{ahead}" if steps else f"each generates {generates}"
 
 
 def _prompts(num_train: int, num_eval: int, rollout: RolloutConfig, steps: int) -> list[tuple[str, str]]:

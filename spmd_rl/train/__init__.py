@@ -40,16 +40,23 @@ class Roles(NamedTuple):
 def build_roles(roles: Sequence[RoleConfig], world: "World") -> Roles:
     """[all] The policy, and what the pipeline wants beside it. UserError if a model does not load, fit, or pack."""
     from spmd_rl.train.adapter_off import AdapterOff
-    from spmd_rl.train.packed_check import check_packing
 
     own = [role for role in roles if not role.is_base_of(roles[0])]
-    built = {role.name: build_role(role, world) for role in own}  # [all]
+    built = build_own(own, world)  # [all]
     built |= {role.name: AdapterOff(built[roles[0].name]) for role in roles if role not in own}
-    for role in own:
-        check_packing(f"{role.model_key}: {role.model}", built[role.name], role.dtype)  # [all]
     names = [name for name in built if name.partition(".")[0] == "teacher"]
     teachers = {name.partition(".")[2]: built[name] for name in names}
     return Roles(built.get("policy"), built.get("reference"), built.get("critic"), teachers)
+
+
+def build_own(roles: Sequence[RoleConfig], world: "World") -> dict[str, Any]:
+    """[all] Each role by its name, with a model of its own. UserError as of `build_roles`."""
+    from spmd_rl.train.packed_check import check_packing
+
+    built = {role.name: build_role(role, world) for role in roles}  # [all]
+    for role in roles:
+        check_packing(f"{role.model_key}: {role.model}", built[role.name], role.dtype)  # [all]
+    return built
 
 
 def build_role(role: RoleConfig, world: "World", source: "Source | None" = None) -> Any:

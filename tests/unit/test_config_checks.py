@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from spmd_rl.config.batch_arithmetic import describe_batch
-from spmd_rl.config.checks import check
+from spmd_rl.config.checks import check, check_plan
 from spmd_rl.config.load import CONFIGS, chosen, load
 from spmd_rl.config.run_identity import write_config
 from spmd_rl.config.schema import EvaluateConfig, RlvrConfig
@@ -494,3 +494,35 @@ def test_adapters_need_peft(place, train, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "peft" else find(name, *args))
     said = refusal(place, f"train={train}", "policy.lora.rank=4")
     assert said.startswith("policy.lora.rank: peft is not installed here; pip install")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm.kl_coef=0.1", "reference.train.tp=1"], ""),
+        (["algorithm.kl_coef=0.1", "placement.mode=overlapped"], ""),
+        ([], "placement.reference: there is no reference (algorithm.kl_coef and algorithm.kl_reward_coef are 0)"),
+        (["placement.teacher=2"], "placement.reference: there is no reference"),
+        (["algorithm.kl_coef=0.1", "placement.teacher=2"], "placement.teacher: there is no teacher (no teacher.model)"),
+        (["algorithm.kl_coef=0.1", "reference.sync_steps=1"], "placement.reference: must be null with reference.sync"),
+        (["algorithm.kl_coef=0.1", "reference.train.tp=3"], "reference.train.tp: 3 does not divide 1 ranks"),
+        (["algorithm.kl_coef=0.1", "train.tp=3"], "reference.train.tp: 3 does not divide 1 ranks"),
+        (["algorithm.kl_coef=0.1", "train.dp_replicate=4"], "train.dp_replicate: 4 does not divide 3 ranks"),
+        (["algorithm.kl_coef=0.1", "placement.reference=1-4"], "placement.reference: there is no rank 4 among 4 ranks"),
+        (["algorithm.kl_coef=0.1", "placement.reference=0-3"], "placement.reference: no rank of 4 is left to train"),
+        (["algorithm.kl_coef=0.1", "policy.lora.rank=4"], "placement.reference: must be null, it is the policy with"),
+    ],
+)
+def test_ranks_of_a_reference(place, monkeypatch, overrides, words):
+    (place / "model" / "config.json").write_text(json.dumps(SMOL | {"num_hidden_layers": 4}))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    lines = ["placement.reference=3", *overrides]
+    if words:
+        assert refusal(place, *lines).startswith(words)
+    else:
+        check(settings(place, *lines))
+
+
+def test_a_plan_does_not_know_ranks_of_frozen_roles(place):
+    with pytest.raises(UserError, match="placement.reference: --plan does not know ranks of frozen roles yet"):
+        check_plan(settings(place, "algorithm.kl_coef=0.1", "placement.reference=0"))

@@ -43,6 +43,47 @@ def test_colocated_ranks_do_both() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "train", "frozen"),
+    [
+        ({"reference": "6-7"}, (0, 1, 2, 3, 4, 5), {"reference": (6, 7)}),
+        ({"reference": "0", "teacher": "2,4"}, (1, 3, 5, 6, 7), {"reference": (0,), "teacher": (2, 4)}),
+        ({"reference": "25%", "teacher": "6-7"}, (0, 1, 2, 3, 4, 5), {"reference": (6, 7), "teacher": (6, 7)}),
+    ],
+)
+def test_frozen_roles_have_ranks_of_their_own(settings: dict, train: tuple[int, ...], frozen: dict) -> None:
+    placement = Placement.of(PlacementConfig(**settings), 8)
+    assert placement == Placement(train, train, frozen)
+    assert [placement.of_role(kind) for kind in ("policy", "reference")] == [train, frozen["reference"]]
+
+
+def test_a_placement_says_who_holds_what() -> None:
+    held = Placement.of(PlacementConfig(reference="3", teacher="4-5"), 6).held
+    assert held == "rank 3 holds the reference; ranks 4-5 hold the teacher; "
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"reference": "4"}, "placement.reference: there is no rank 4 among 4 ranks"),
+        ({"reference": "0-3"}, "placement.reference: no rank of 4 is left to train"),
+        ({"reference": "0-1", "teacher": "2-3"}, "placement.reference and placement.teacher: no rank of 4 is left to "
+                                                 "train"),
+        ({"teacher": "all"}, f"placement.teacher: must be {RANKS}, not 'all'"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_ranks_of_frozen_roles_is_one_line(settings: dict[str, str], line: str) -> None:
+    with pytest.raises(UserError) as error:
+        Placement.of(PlacementConfig(**settings), 4)
+    assert str(error.value) == line
+
+
+@pytest.mark.parametrize("mode", ["split", "lent"])
+def test_frozen_roles_stay_beside_the_policy_where_other_ranks_generate(mode: str) -> None:
+    with pytest.raises(UserError, match=f"reference: only with placement.mode=colocated or overlapped, not {mode}"):
+        PlacementConfig(mode=mode, reference="1")
+
+
+@pytest.mark.parametrize(
     ("num_ranks", "settings", "line"),
     [
         (1, {}, "placement.mode: split needs two ranks at least: torchrun --nproc-per-node 2 ..."),
@@ -94,7 +135,7 @@ def test_what_drives_an_engine_is_closed_before_it(monkeypatch: pytest.MonkeyPat
 
     module = sys.modules["spmd_rl.placement.colocated"]
     monkeypatch.setattr(module, "Rollouts", lambda *parts: closes("rollouts"))
-    for part, name in (("engine", "build"), ("train", "build_roles"), ("weights", "build")):
+    for part, name in (("engine", "build"), ("weights", "build")):
         monkeypatch.setattr(getattr(module, part), name, lambda *parts, part=part: closes(part))
     settings = GenerationSettings(RolloutConfig(), RewardsConfig(), seed=0, kv_tokens=64)
     cfg = MagicMock(**{"generation": settings, "engine.adapters": False})

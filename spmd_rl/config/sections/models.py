@@ -318,6 +318,11 @@ class RoleConfig:
     """What the answers that it judges have to parse as."""
 
     @property
+    def kind(self) -> str:
+        """`policy`, `reference`, `critic` or `teacher`"""
+        return self.name.partition(".")[0]
+
+    @property
     def optimizer(self) -> TrainedModelConfig | None:
         """Its section, with the settings of an optimizer; None of a role that is frozen."""
         return self.own if isinstance(self.own, TrainedModelConfig) else None

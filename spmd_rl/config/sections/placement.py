@@ -22,6 +22,12 @@ class PlacementConfig:
     """With `split` and `lent`: the ranks that do nothing but generate, written like `train`; a share is counted from
     the last rank. Default: those that do not train. With `split`, `attached`: all ranks of this job train, and
     jobs of their own generate, which attach to it with the same command line and `placement.attach`."""
+    reference: str | None = None
+    """With `colocated` and `overlapped`: the ranks that do nothing but hold the reference, in the layout and by the
+    backend of `reference.train`, and compute its logprobs, written like `train`; a share is counted from the last
+    rank. All other ranks train and generate. Default: those that train hold it too."""
+    teacher: str | None = None
+    """The same of the teachers; they may be the ranks of the reference."""
     attach: str | None = None
     """With `generate=attached`: be a job that generates, for the training job that has its run directory here, or
     listens at this `tcp://HOST:PORT`. `auto`: for the one that has the `run.dir` of this very line."""
@@ -61,6 +67,8 @@ class PlacementConfig:
         at_least(self, max_staleness=0, patience=0, min_generate=1, lease_seconds=0.5, absent_seconds=0)
         if "://" in (self.attach or ""):
             check_connect("attach", self.attach)
+        beside = self.mode in ("colocated", "overlapped") or not self.frozen
+        require(beside, f"{', '.join(self.frozen)}: only with placement.mode=colocated or overlapped, not {self.mode}")
         given = [key for key in ("train", "generate") if getattr(self, key) is not None]
         require(self.is_split or not given, f"{', '.join(given)}: only with placement.mode=split or lent")
         at_once = self.swap != "step" or not self.is_lent
@@ -69,6 +77,11 @@ class PlacementConfig:
         require(ahead, f"max_staleness: {self.max_staleness} is not what overlapped does: it is one step ahead, 1")
         require(self.is_attached or self.attach is None, "attach: only with placement.generate=attached")
         require(not self.is_attached or self.train is None, "train: all ranks train with placement.generate=attached")
+
+    @property
+    def frozen(self) -> dict[str, str]:
+        """What names ranks of their own for frozen roles, by role."""
+        return {key: ranks for key in ("reference", "teacher") if (ranks := getattr(self, key)) is not None}
 
     @property
     def is_split(self) -> bool:
