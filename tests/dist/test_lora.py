@@ -72,6 +72,18 @@ ZEROS = [
     (ZERO3 | ON_HOST, "qwen2", {}),
 ]
 """The same of two ranks under DeepSpeed, which has no float64"""
+MEGA = {"name": "megatron"}
+MEGATRON = {
+    1: [({}, "llama", {"rslora": True, "targets": ["q_proj", "down_proj"]})],
+    2: [
+        ({"tp": 2}, "qwen2", {}),
+        ({"pp": 2, "activation_checkpointing": "full"}, "llama", {}),
+        ({"cp": 2}, "qwen2", {}),
+        ({"ep": 2}, "qwen3_moe", {}),
+    ],
+    4: [({"tp": 2, "pp": 2}, "llama", {}), ({"tp": 2}, "wide", {"targets": ["k_proj", "up_proj", "o_proj"]})],
+}
+"""The same under Megatron, by the number of ranks"""
 PAIRS = [
     ({}, ZERO1, "bfloat16"),
     (ZERO1, ZERO3, "float32"),
@@ -121,14 +133,19 @@ def stored_name(name: str) -> str:
     return MODEL + name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector")
 
 
+def own_name(name: str) -> str:
+    """The parameter of peft's that a state has under this name."""
+    layer, _, kind = name.removeprefix(MODEL + PREFIX).partition(".lora_")
+    return f"{layer}.lora_{kind.removesuffix('.weight')}.default.weight"
+
+
 @torch.no_grad()
 def set_adapters(role) -> None:
     """As `with_peft` has them."""
-    names = {stored_name(PREFIX + name): name for name, _ in role.model.module.named_parameters()}
     for one in role.model.state():
         if one.name.startswith(MODEL + PREFIX) and one.tensor is not None:
             region = tuple(slice(at, at + n) for at, n in zip(one.begin, one.tensor.shape, strict=True))
-            one.tensor.copy_(value(names[one.name], one.shape)[region])
+            one.tensor.copy_(value(own_name(one.name), one.shape)[region])
     role.model.on_state_loaded()
 
 
@@ -159,9 +176,12 @@ def compared(world: World, path: str, axes: dict[str, int], own: dict, dtype: st
         model = build_model(path, getattr(torch, dtype), "cpu", attention=attention)
         return exact(model) if dtype == "float64" else model
 
-    make = zero_of if train.name == "deepspeed" else policy_of
     role = RoleConfig("policy", settings, path, dtype, False, train, 5)
-    mine = make(build("spmd_packed"), Layout(world, **train.axes), role)
+    if train.name == "megatron":
+        mine = build_role(role, world)
+    else:
+        make = zero_of if train.name == "deepspeed" else policy_of
+        mine = make(build("spmd_packed"), Layout(world, **train.axes), role)
     set_adapters(mine)
     share = share_of(mine, "uneven", whole)
     plain, errors = build("sdpa"), {}
@@ -212,6 +232,16 @@ def test_gradients_and_published_weights_are_pefts(size: int, models, tmp_path) 
 def test_gradients_and_published_weights_are_pefts_under_zero(models, tmp_path, three) -> None:
     for found in three.run(all_compared, models, ZEROS, str(tmp_path), ranks=[1, 2], timeout=300):
         assert len(found) == len(ZEROS)
+        for case, errors in found.items():
+            worst = max(errors, key=errors.get)
+            assert errors[worst] < LIMITS["float32"], (case, worst, errors[worst])
+
+
+@pytest.mark.parametrize("size", MEGATRON)
+def test_gradients_and_published_weights_are_pefts_on_megatron(size: int, models, tmp_path) -> None:
+    cases = [(MEGA | axes, kind, own) for axes, kind, own in MEGATRON[size]]
+    for found in run_ranks(size, all_compared, models, cases, str(tmp_path), timeout=300):
+        assert len(found) == len(cases)
         for case, errors in found.items():
             worst = max(errors, key=errors.get)
             assert errors[worst] < LIMITS["float32"], (case, worst, errors[worst])
