@@ -91,6 +91,13 @@ PAIRS = [
     ({}, ZERO3 | ON_HOST, "bfloat16"),
     (ZERO2, ZERO2, "float32"),
 ]
+MEGATRON_PAIRS = [
+    ({"tp": 2}, MEGA | {"pp": 2}, "float32"),
+    (MEGA | {"tp": 2}, {"pp": 2}, "float32"),
+    (ZERO3, MEGA, "float32"),
+    (MEGA, {}, "bfloat16"),
+    ({"pp": 2}, MEGA | {"pp": 2}, "bfloat16"),
+]
 """Whose checkpoint is read by whom"""
 LORA = {"rank": 4, "alpha": 6.0}
 LIMITS = {"float32": 1e-5, "float64": 1e-9}
@@ -251,12 +258,13 @@ def published(role, adapters: str) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in role.weights(adapters)}
 
 
-def crossed(world: World, path: str, folder: str) -> dict[str, dict[str, float]]:
+def crossed(world: World, path: str, folder: str, pairs: list) -> dict[str, dict[str, float]]:
     """Differences between a role and one that reads its checkpoint; counts, of what is not bitwise so."""
     found, whole, kinds = {}, global_batch(), ("merged", "apart", "alone")
-    for number, (writer, reader, dtype) in enumerate(PAIRS):
+    for number, (writer, reader, dtype) in enumerate(pairs):
         mine, other = (build_role(role_of(path, train, dtype, LORA, eps=1e-3), world) for train in (writer, reader))
         share, base = share_of(mine, "uneven", whole), AdapterOff(other).logprobs(share_of(other, "uneven", whole), 1.0)
+        starts = [published(role, "alone") for role in (mine, other)]
         for _ in range(2):
             mine.update(share, loss, TEMPERATURE)
         state = saved(world, mine, Path(folder, f"{number}"))
@@ -266,6 +274,7 @@ def crossed(world: World, path: str, folder: str) -> dict[str, dict[str, float]]
         pairs_of = [(published(mine, kind), published(other, kind)) for kind in kinds]
         assert all(a.keys() == b.keys() for a, b in pairs_of) and state.tensors == again.tensors
         errors = {"published": float(sum(not a[name].equal(b[name]) for a, b in pairs_of for name in a))}
+        errors["start"] = float(any(not starts[1][name].equal(tensor) for name, tensor in starts[0].items()))
         errors["state"] = float(sum(not state.read(name).equal(again.read(name)) for name in state.tensors))
         errors["logprobs"] = largest(role.logprobs(share, 1.0)[0] for role in (mine, other))
         off = AdapterOff(other).logprobs(share, 1.0)
@@ -284,9 +293,10 @@ def largest(pair) -> float:
     return float((one - other).abs().max()) if one.numel() else 0.0
 
 
-def test_fsdp_and_zero_go_on_from_each_others_adapters(models, tmp_path, three) -> None:
-    for found in three.run(crossed, models["llama"], str(tmp_path), ranks=[1, 2], timeout=300):
-        assert len(found) == len(PAIRS)
+@pytest.mark.parametrize("pairs", [PAIRS, MEGATRON_PAIRS], ids=["zero", "megatron"])
+def test_backends_go_on_from_each_others_adapters(pairs, models, tmp_path, three) -> None:
+    for found in three.run(crossed, models["llama"], str(tmp_path), pairs, ranks=[1, 2], timeout=300):
+        assert len(found) == len(pairs)
         for pair, errors in found.items():
             near = {"logprobs": 2e-6, "norm": 1e-5, "after": 1e-5}
             if "bfloat16" in pair:
@@ -374,6 +384,8 @@ def kept(world: World, path: str, run: str, axes: dict[str, int], dtype: str, lo
         ({"pp": 2}, "bfloat16", {"dropout": 0.2}),
         (ZERO1, "float32", {}),
         (ZERO3, "bfloat16", {"dropout": 0.2}),
+        (MEGA | {"tp": 2}, "float32", {"targets": ["k_proj", "down_proj"]}),
+        (MEGA | {"pp": 2}, "bfloat16", {}),
     ],
     ids=str,
 )

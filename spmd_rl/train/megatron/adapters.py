@@ -46,7 +46,7 @@ class Adapters(SavedScaling):
         """The model's, each behind those of its adapters"""
         for name, rule in rules.items():
             for layer, _, kind in (stored.rpartition(".") for stored in rule.names):
-                if name.startswith(LAYERS) and kind == "weight" and layer.format(0) in self._layers:
+                if name.startswith(LAYERS) and kind == "weight" and layer.format(0, 0) in self._layers:
                     fused, own = name.removesuffix(".weight"), layer.rpartition(".")[2]
                     self.rules[f"{fused}{INSIDE}a.{own}"] = Whole(PREFIX + layer + A)
                     self.rules[f"{fused}{INSIDE}b.{own}"] = Whole(PREFIX + layer + B)
