@@ -13,7 +13,7 @@ all that is trained, and the same in every layout and backend: where they begin 
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import UserError
-from spmd_rl.model.load import Fill, Region, local, owned_region
+from spmd_rl.model.load import Fill, Region, WeightFiles, local, owned_region
 from spmd_rl.model.lora import MAGNITUDE, PREFIX, SCALING, A, Adapter, B
 from spmd_rl.model.stored import Part
 from spmd_rl.train.dither import merged
@@ -61,6 +61,42 @@ class SavedScaling:
         """A `B`, multiplied by the factor in float32."""
         wide = torch.promote_types(b.dtype, torch.float32)
         return (b.to(wide) * self._settings.scaling).to(b.dtype)
+
+
+class StoredAdapters(SavedScaling):
+    """Those of a backend that knows tensors by the names of a checkpoint, and no layers of peft's."""
+
+    def __init__(self, settings: LoraConfig, layers: Iterable[str]) -> None:
+        super().__init__(settings)
+        self.layers = frozenset(layers)
+
+    def shapes(self, of_weights: Callable[[str], Sequence[int]]) -> dict[str, tuple[int, ...]]:
+        """Of all `A` and `B`, by name."""
+        found, rank = {}, self._settings.rank
+        for layer in self.layers:
+            rows, columns = of_weights(f"{layer}.weight")
+            found |= {PREFIX + layer + A: (rank, columns), PREFIX + layer + B: (rows, rank)}
+        return found
+
+    def read(self, files: WeightFiles, name: str, region: Region) -> Tensor:
+        """A part of a stored tensor, or of what an adapter begins with."""
+        if not name.startswith(PREFIX):
+            return files.read(name, region)
+        own = name.removeprefix(PREFIX).replace(".weight", f".{NAME}.weight")
+        return first_value(own, torch.Size(self.shapes(files.shape)[name]))[region]
+
+    def published(self, wholes: Iterable[tuple[str, Tensor]], adapters: str) -> Iterator[tuple[str, Tensor]]:
+        """As `Adapters.published`, of tensors of which an adapter's come before its layer's weight."""
+        known: dict[str, Tensor] = {}
+        for name, tensor in wholes:
+            layer = PREFIX + name.removesuffix(".weight")
+            if adapters == "merged" and name.startswith(PREFIX):
+                known[name] = tensor.clone()  # it is gone with the next one
+            elif layer + A in known:
+                adapter = Adapter(known.pop(layer + A), known.pop(layer + B), self._settings.scaling)
+                yield name, merged(adapter, tensor, name, len(tensor))
+            else:
+                yield name, self.scaled(tensor) if name.startswith(PREFIX) and name.endswith(B) else tensor
 
 
 class Adapters(SavedScaling):

@@ -10,7 +10,7 @@ of which ranks give each other the few columns, and then by those rows of the `B
 rank has a term of their gradients, which Megatron sums as it does those of norms.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,10 +24,8 @@ from torch import Tensor, nn
 
 from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.model.differentiable import gather_rows, sum_rows
-from spmd_rl.model.load import Region, WeightFiles
-from spmd_rl.model.lora import PREFIX, A, Adapter, B
-from spmd_rl.train.adapters import NAME, SavedScaling, first_value, targets
-from spmd_rl.train.dither import merged
+from spmd_rl.model.lora import PREFIX, A, B
+from spmd_rl.train.adapters import StoredAdapters, targets
 from spmd_rl.train.megatron.mapping import Piece, Rule, Shapes, TensorShare, Whole
 from spmd_rl.train.megatron.parameters import LAYERS
 
@@ -35,34 +33,26 @@ INSIDE = ".adapters."
 """In names of parameters, between Megatron's of a linear layer and ours of an adapter"""
 
 
-class Adapters(SavedScaling):
+class Adapters(StoredAdapters):
     """Those of one model; none where `settings` say so."""
 
     def __init__(self, settings: LoraConfig, module: nn.Module, rules: Mapping[str, Rule], key: str) -> None:
         """module: of transformers, for the names of its layers. key: of the layout. See `train.adapters.Adapters`."""
-        super().__init__(settings)
-        self._is_on, self._layers = True, set(targets(module, settings.targets, key) if settings.rank else ())
+        super().__init__(settings, targets(module, settings.targets, key) if settings.rank else [])
+        self._is_on = True
         self.rules: dict[str, Rule] = {}
         """The model's, each behind those of its adapters"""
         for name, rule in rules.items():
             for layer, _, kind in (stored.rpartition(".") for stored in rule.names):
-                if name.startswith(LAYERS) and kind == "weight" and layer.format(0, 0) in self._layers:
+                if name.startswith(LAYERS) and kind == "weight" and layer.format(0, 0) in self.layers:
                     fused, own = name.removesuffix(".weight"), layer.rpartition(".")[2]
                     self.rules[f"{fused}{INSIDE}a.{own}"] = Whole(PREFIX + layer + A)
                     self.rules[f"{fused}{INSIDE}b.{own}"] = Whole(PREFIX + layer + B)
             self.rules[name] = rule
 
-    def shapes(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-        """Of all adapters, from those of the weights."""
-        found, rank = {}, self._settings.rank
-        for layer in self._layers:
-            rows, columns = shapes(f"{layer}.weight")
-            found |= {PREFIX + layer + A: (rank, columns), PREFIX + layer + B: (rows, rank)}
-        return found
-
     def trains(self, name: str) -> bool:
         """Whether a parameter is trained."""
-        return not self._layers or INSIDE in name
+        return not self.layers or INSIDE in name
 
     def attach(self, chunks: Mapping[GPTModel, range], shapes: Shapes, group: dist.ProcessGroup, head_dim: int) -> None:
         """Put this rank's into the chunks that are here. group: of the ranks that share a layer out."""
@@ -73,7 +63,7 @@ class Adapters(SavedScaling):
                 for name in fused:
                     linear = chunk.get_submodule(name.format(place))
                     pieces = self.rules[f"{name}.weight"].named(number).pieces(shapes, share)
-                    own = [one for one in pieces if one.name.removesuffix(".weight") in self._layers]
+                    own = [one for one in pieces if one.name.removesuffix(".weight") in self.layers]
                     linear.adapters = FusedAdapters(linear, own, self._settings, group)
                     linear.register_forward_hook(self._add)
             if chunk.pre_process:  # layers that are computed again have gradients only where their input has
@@ -89,26 +79,6 @@ class Adapters(SavedScaling):
         self._is_on = not hides
         yield
         self._is_on = True
-
-    def reading(self, files: WeightFiles, name: str, region: Region) -> Tensor:
-        """A part of a stored tensor, or of what an adapter begins with."""
-        if not name.startswith(PREFIX):
-            return files.read(name, region)
-        own = name.removeprefix(PREFIX).replace(".weight", f".{NAME}.weight")
-        return first_value(own, torch.Size(self.shapes(files.shape)[name]))[region]
-
-    def published(self, wholes: Iterable[tuple[str, Tensor]], adapters: str) -> Iterator[tuple[str, Tensor]]:
-        """Stored tensors, those of an adapter before its layer's weight. adapters: see `train.adapters.Adapters`."""
-        known: dict[str, Tensor] = {}
-        for name, tensor in wholes:
-            layer = PREFIX + name.removesuffix(".weight")
-            if adapters == "merged" and name.startswith(PREFIX):
-                known[name] = tensor.clone()  # it is gone with the next one
-            elif layer + A in known:
-                adapter = Adapter(known.pop(layer + A), known.pop(layer + B), self._settings.scaling)
-                yield name, merged(adapter, tensor, name, len(tensor))
-            else:
-                yield name, self.scaled(tensor) if name.startswith(PREFIX) and name.endswith(B) else tensor
 
 
 class FusedAdapters(nn.Module):

@@ -110,7 +110,7 @@ class MegatronModel:
 
     def _load(self, files: WeightFiles, role: RoleConfig) -> None:
         """[all] Each rank reads what it keeps: of what is trained the masters, from which parameters follow."""
-        read = partial(self._adapters.reading, files)
+        read = partial(self._adapters.read, files)
         fill(list(self._tensors.frozen()), read, self._world.progress)
         if self._optimizer is None:
             return
