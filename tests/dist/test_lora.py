@@ -341,7 +341,7 @@ def kept(world: World, path: str, run: str, axes: dict[str, int], dtype: str, lo
     for _ in range(3):
         mine.update(share, loss, TEMPERATURE)
     saver(world, mine, run_dir).maybe_save(1, last=True)
-    wanted = mine.logprobs(share, TEMPERATURE)[0]
+    wanted, weights = mine.logprobs(share, TEMPERATURE)[0], published(mine, "merged")
     facts: dict[str, float] = {}
     if world.rank == 0:
         codes = [main(["to-hf", str(saved), str(run_dir / "hf")]), main(["to-peft", str(saved), str(run_dir / "peft")])]
@@ -365,6 +365,8 @@ def kept(world: World, path: str, run: str, axes: dict[str, int], dtype: str, lo
     merged = build_role(
         RoleConfig("policy", evaluated, path, dtype, False, role.train, 5), world, partial(checkpoint_model, str(saved))
     )
+    others = published(merged, "merged")
+    facts["evaluated weights"] = float(sum(not others[name].equal(tensor) for name, tensor in weights.items()))
     facts["evaluated"] = float((merged.logprobs(share, TEMPERATURE)[0] - wanted).abs().max())
     half = build_role(role_of(path, axes, dtype, lora | {"alpha": lora["alpha"] / 2}), world)
     told = refusal(saver(world, half, Path(run + "-half"), resume=str(saved)).restore)
