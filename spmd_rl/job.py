@@ -36,7 +36,7 @@ class Place:
     """What a rank does in its job: either `generate`, and nothing else, or all the rest."""
 
     generate: Callable[[], None] | None = None
-    """[generate] Generates, or computes with a frozen role, until the run is over. Of a run that is over already, on all
+    """[generate] Generates, or computes with a frozen role, until the run is over. Of one that is over already, on all
     ranks: does nothing."""
     world: World | None = None
     """The ranks that train."""

@@ -13,7 +13,7 @@ all that is trained, and the same in every layout and backend: where they begin 
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import UserError
-from spmd_rl.model.load import Fill, Region, local, owned_region
+from spmd_rl.model.load import Fill, Region, WeightFiles, local, owned_region
 from spmd_rl.model.lora import MAGNITUDE, PREFIX, SCALING, A, Adapter, B
 from spmd_rl.model.stored import Part
 from spmd_rl.train.dither import merged
@@ -37,17 +37,79 @@ ENDINGS = {OWN_A: A, OWN_B: B, OWN_MAGNITUDE: MAGNITUDE}
 """Of a parameter's name, and what peft's files have in its place"""
 
 
-class Adapters:
+class SavedScaling:
+    """The factor of a model's adapters as a checkpoint has it. One of adapters that count half is another model."""
+
+    def __init__(self, settings: LoraConfig) -> None:
+        self._settings = settings
+        self._saved_scaling = torch.tensor(settings.scaling if settings.rank else 0.0, dtype=torch.float64)
+
+    def state(self, is_mine: bool) -> list[Shard]:
+        """What is saved beside the adapters."""
+        return [Shard(SCALING, (), (), self._saved_scaling, is_mine)] if self._settings.rank else []
+
+    def check_scaling(self) -> None:
+        """ValueError if what `state` gave was overwritten with another factor; it is put back."""
+        saved, own = float(self._saved_scaling), self._settings.scaling if self._settings.rank else 0.0
+        self._saved_scaling.fill_(own)
+        if saved != own:
+            raise ValueError(
+                f"its adapters count {saved:g} times, those here {own:g} times: lora.alpha and lora.rslora"
+            )
+
+    def scaled(self, b: Tensor) -> Tensor:
+        """A `B`, multiplied by the factor in float32."""
+        wide = torch.promote_types(b.dtype, torch.float32)
+        return (b.to(wide) * self._settings.scaling).to(b.dtype)
+
+
+class StoredAdapters(SavedScaling):
+    """Those of a backend that knows tensors by the names of a checkpoint, and no layers of peft's."""
+
+    def __init__(self, settings: LoraConfig, layers: Iterable[str]) -> None:
+        super().__init__(settings)
+        self.layers = frozenset(layers)
+
+    def shapes(self, of_weights: Callable[[str], Sequence[int]]) -> dict[str, tuple[int, ...]]:
+        """Of all `A` and `B`, by name."""
+        found, rank = {}, self._settings.rank
+        for layer in self.layers:
+            rows, columns = of_weights(f"{layer}.weight")
+            found |= {PREFIX + layer + A: (rank, columns), PREFIX + layer + B: (rows, rank)}
+        return found
+
+    def read(self, files: WeightFiles, name: str, region: Region) -> Tensor:
+        """A part of a stored tensor, or of what an adapter begins with."""
+        if not name.startswith(PREFIX):
+            return files.read(name, region)
+        own = name.removeprefix(PREFIX).replace(".weight", f".{NAME}.weight")
+        return first_value(own, torch.Size(self.shapes(files.shape)[name]))[region]
+
+    def published(self, wholes: Iterable[tuple[str, Tensor]], adapters: str) -> Iterator[tuple[str, Tensor]]:
+        """As `Adapters.published`, of tensors of which an adapter's come before its layer's weight."""
+        known: dict[str, Tensor] = {}
+        for name, tensor in wholes:
+            layer = PREFIX + name.removesuffix(".weight")
+            if adapters == "merged" and name.startswith(PREFIX):
+                known[name] = tensor.clone()  # it is gone with the next one
+            elif layer + A in known:
+                adapter = Adapter(known.pop(layer + A), known.pop(layer + B), self._settings.scaling)
+                yield name, merged(adapter, tensor, name, len(tensor))
+            else:
+                yield name, self.scaled(tensor) if name.startswith(PREFIX) and name.endswith(B) else tensor
+
+
+class Adapters(SavedScaling):
     """The adapters of one model, a part of which may be elsewhere."""
 
     def __init__(self, model: nn.Module, settings: LoraConfig, key: str, head: nn.Module | None = None) -> None:
         """Put adapters into `model`, in place, and freeze all else but `head`, if given. UserError if it cannot have
         them.
 
-        key: of the layout, `train` or `<section>.train`, from which an error names the setting.
+        key: see `targets`.
         """
-        self._model, self._settings = model, settings
-        self._saved_scaling = torch.tensor(settings.scaling if settings.rank else 0.0, dtype=torch.float64)
+        super().__init__(settings)
+        self._model = model
         self.layers: dict[str, nn.Module] = {}
         """peft's, by name"""
         if not settings.rank:
@@ -55,8 +117,7 @@ class Adapters:
         from peft import LoraConfig as Peft
         from peft import inject_adapter_in_model
 
-        section = "policy" if key == "train" else key.partition(".")[0]
-        names = _targets(model, settings.targets, f"{section}.lora.targets")
+        names = targets(model, settings.targets, key)
         inject_adapter_in_model(
             Peft(
                 r=settings.rank,
@@ -127,19 +188,6 @@ class Adapters:
                 layer = self._model.get_submodule(name.removesuffix(OWN_MAGNITUDE))
                 local(p).copy_(local(layer.base_layer.weight).to(p.dtype).norm(dim=1))  # whose rows ranks share alike
 
-    def state(self, is_mine: bool) -> list[Shard]:
-        """What is saved beside the adapters: their factor. A checkpoint of some that count half is another model."""
-        return [Shard(SCALING, (), (), self._saved_scaling, is_mine)] if self.layers else []
-
-    def check_scaling(self) -> None:
-        """ValueError if what `state` gave was overwritten with another factor; it is put back."""
-        saved, own = float(self._saved_scaling), self._settings.scaling if self._settings.rank else 0.0
-        self._saved_scaling.fill_(own)
-        if saved != own:
-            raise ValueError(
-                f"its adapters count {saved:g} times, those here {own:g} times: lora.alpha and lora.rslora"
-            )
-
     def published(self, wholes: Iterable[tuple[str, Tensor]], adapters: str) -> Iterator[tuple[str, Tensor]]:
         """All parameters, whole, as an engine gets them.
 
@@ -166,11 +214,9 @@ class Adapters:
         assert not known, f"an adapter is not whole: {sorted(known)}"
 
     def _scaled(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """All parameters as they are, but `B` multiplied by the factor of adapters, in float32."""
+        """All parameters as they are, but `B` multiplied by the factor of adapters."""
         for name, tensor in wholes:
-            is_b = name.endswith(OWN_B)
-            wide = torch.promote_types(tensor.dtype, torch.float32)
-            yield name, (tensor.to(wide) * self._settings.scaling).to(tensor.dtype) if is_b else tensor
+            yield name, self.scaled(tensor) if name.endswith(OWN_B) else tensor
 
     def begin(self, is_trained: bool) -> None:
         """Adapters drop some of their inputs from now on, or not; of no effect without `dropout`."""
@@ -197,8 +243,12 @@ def first_value(name: str, shape: torch.Size) -> Tensor:
     return (2 * torch.rand(shape, generator=generator) - 1) / shape[1] ** 0.5
 
 
-def _targets(model: nn.Module, wanted: list[str] | None, key: str) -> list[str]:
-    """The names of the linear layers that get an adapter. UserError, naming the setting `key`, if there are none."""
+def targets(model: nn.Module, wanted: list[str] | None, key: str) -> list[str]:
+    """The names of the linear layers that get an adapter. UserError, naming the setting, if there are none.
+
+    key: of the layout, `train` or `<section>.train`.
+    """
+    key = f"{'policy' if key == 'train' else key.partition('.')[0]}.lora.targets"
     inside = {module for layer in decoder_layers(model) for module in layer.modules()}
     linear = [name for name, module in model.named_modules() if module in inside and isinstance(module, nn.Linear)]
     kinds = sorted({name.rpartition(".")[2] for name in linear})

@@ -72,12 +72,31 @@ ZEROS = [
     (ZERO3 | ON_HOST, "qwen2", {}),
 ]
 """The same of two ranks under DeepSpeed, which has no float64"""
+MEGA = {"name": "megatron"}
+MEGATRON = {
+    1: [({}, "llama", {"rslora": True, "targets": ["q_proj", "down_proj"]})],
+    2: [
+        ({"tp": 2}, "qwen2", {}),
+        ({"pp": 2, "activation_checkpointing": "full"}, "llama", {}),
+        ({"cp": 2}, "qwen2", {}),
+        ({"ep": 2}, "qwen3_moe", {}),
+    ],
+    4: [({"tp": 2, "pp": 2}, "llama", {}), ({"tp": 2}, "wide", {"targets": ["k_proj", "up_proj", "o_proj"]})],
+}
+"""The same under Megatron, by the number of ranks"""
 PAIRS = [
     ({}, ZERO1, "bfloat16"),
     (ZERO1, ZERO3, "float32"),
     (ZERO3, {}, "float32"),
     ({}, ZERO3 | ON_HOST, "bfloat16"),
     (ZERO2, ZERO2, "float32"),
+]
+MEGATRON_PAIRS = [
+    ({"tp": 2}, MEGA | {"pp": 2}, "float32"),
+    (MEGA | {"tp": 2}, {"pp": 2}, "float32"),
+    (ZERO3, MEGA, "float32"),
+    (MEGA, {}, "bfloat16"),
+    ({"pp": 2}, MEGA | {"pp": 2}, "bfloat16"),
 ]
 """Whose checkpoint is read by whom"""
 LORA = {"rank": 4, "alpha": 6.0}
@@ -121,14 +140,19 @@ def stored_name(name: str) -> str:
     return MODEL + name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector")
 
 
+def own_name(name: str) -> str:
+    """The parameter of peft's that a state has under this name."""
+    layer, _, kind = name.removeprefix(MODEL + PREFIX).partition(".lora_")
+    return f"{layer}.lora_{kind.removesuffix('.weight')}.default.weight"
+
+
 @torch.no_grad()
 def set_adapters(role) -> None:
     """As `with_peft` has them."""
-    names = {stored_name(PREFIX + name): name for name, _ in role.model.module.named_parameters()}
     for one in role.model.state():
         if one.name.startswith(MODEL + PREFIX) and one.tensor is not None:
             region = tuple(slice(at, at + n) for at, n in zip(one.begin, one.tensor.shape, strict=True))
-            one.tensor.copy_(value(names[one.name], one.shape)[region])
+            one.tensor.copy_(value(own_name(one.name), one.shape)[region])
     role.model.on_state_loaded()
 
 
@@ -159,9 +183,12 @@ def compared(world: World, path: str, axes: dict[str, int], own: dict, dtype: st
         model = build_model(path, getattr(torch, dtype), "cpu", attention=attention)
         return exact(model) if dtype == "float64" else model
 
-    make = zero_of if train.name == "deepspeed" else policy_of
     role = RoleConfig("policy", settings, path, dtype, False, train, 5)
-    mine = make(build("spmd_packed"), Layout(world, **train.axes), role)
+    if train.name == "megatron":
+        mine = build_role(role, world)
+    else:
+        make = zero_of if train.name == "deepspeed" else policy_of
+        mine = make(build("spmd_packed"), Layout(world, **train.axes), role)
     set_adapters(mine)
     share = share_of(mine, "uneven", whole)
     plain, errors = build("sdpa"), {}
@@ -217,16 +244,27 @@ def test_gradients_and_published_weights_are_pefts_under_zero(models, tmp_path, 
             assert errors[worst] < LIMITS["float32"], (case, worst, errors[worst])
 
 
+@pytest.mark.parametrize("size", MEGATRON)
+def test_gradients_and_published_weights_are_pefts_on_megatron(size: int, models, tmp_path) -> None:
+    cases = [(MEGA | axes, kind, own) for axes, kind, own in MEGATRON[size]]
+    for found in run_ranks(size, all_compared, models, cases, str(tmp_path), timeout=300):
+        assert len(found) == len(cases)
+        for case, errors in found.items():
+            worst = max(errors, key=errors.get)
+            assert errors[worst] < LIMITS["float32"], (case, worst, errors[worst])
+
+
 def published(role, adapters: str) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in role.weights(adapters)}
 
 
-def crossed(world: World, path: str, folder: str) -> dict[str, dict[str, float]]:
+def crossed(world: World, path: str, folder: str, pairs: list) -> dict[str, dict[str, float]]:
     """Differences between a role and one that reads its checkpoint; counts, of what is not bitwise so."""
     found, whole, kinds = {}, global_batch(), ("merged", "apart", "alone")
-    for number, (writer, reader, dtype) in enumerate(PAIRS):
+    for number, (writer, reader, dtype) in enumerate(pairs):
         mine, other = (build_role(role_of(path, train, dtype, LORA, eps=1e-3), world) for train in (writer, reader))
         share, base = share_of(mine, "uneven", whole), AdapterOff(other).logprobs(share_of(other, "uneven", whole), 1.0)
+        starts = [published(role, "alone") for role in (mine, other)]
         for _ in range(2):
             mine.update(share, loss, TEMPERATURE)
         state = saved(world, mine, Path(folder, f"{number}"))
@@ -236,6 +274,7 @@ def crossed(world: World, path: str, folder: str) -> dict[str, dict[str, float]]
         pairs_of = [(published(mine, kind), published(other, kind)) for kind in kinds]
         assert all(a.keys() == b.keys() for a, b in pairs_of) and state.tensors == again.tensors
         errors = {"published": float(sum(not a[name].equal(b[name]) for a, b in pairs_of for name in a))}
+        errors["start"] = float(any(not starts[1][name].equal(tensor) for name, tensor in starts[0].items()))
         errors["state"] = float(sum(not state.read(name).equal(again.read(name)) for name in state.tensors))
         errors["logprobs"] = largest(role.logprobs(share, 1.0)[0] for role in (mine, other))
         off = AdapterOff(other).logprobs(share, 1.0)
@@ -254,9 +293,10 @@ def largest(pair) -> float:
     return float((one - other).abs().max()) if one.numel() else 0.0
 
 
-def test_fsdp_and_zero_go_on_from_each_others_adapters(models, tmp_path, three) -> None:
-    for found in three.run(crossed, models["llama"], str(tmp_path), ranks=[1, 2], timeout=300):
-        assert len(found) == len(PAIRS)
+@pytest.mark.parametrize("pairs", [PAIRS, MEGATRON_PAIRS], ids=["zero", "megatron"])
+def test_backends_go_on_from_each_others_adapters(pairs, models, tmp_path, three) -> None:
+    for found in three.run(crossed, models["llama"], str(tmp_path), pairs, ranks=[1, 2], timeout=300):
+        assert len(found) == len(pairs)
         for pair, errors in found.items():
             near = {"logprobs": 2e-6, "norm": 1e-5, "after": 1e-5}
             if "bfloat16" in pair:
@@ -301,7 +341,7 @@ def kept(world: World, path: str, run: str, axes: dict[str, int], dtype: str, lo
     for _ in range(3):
         mine.update(share, loss, TEMPERATURE)
     saver(world, mine, run_dir).maybe_save(1, last=True)
-    wanted = mine.logprobs(share, TEMPERATURE)[0]
+    wanted, weights = mine.logprobs(share, TEMPERATURE)[0], published(mine, "merged")
     facts: dict[str, float] = {}
     if world.rank == 0:
         codes = [main(["to-hf", str(saved), str(run_dir / "hf")]), main(["to-peft", str(saved), str(run_dir / "peft")])]
@@ -325,6 +365,8 @@ def kept(world: World, path: str, run: str, axes: dict[str, int], dtype: str, lo
     merged = build_role(
         RoleConfig("policy", evaluated, path, dtype, False, role.train, 5), world, partial(checkpoint_model, str(saved))
     )
+    others = published(merged, "merged")
+    facts["evaluated weights"] = float(sum(not others[name].equal(tensor) for name, tensor in weights.items()))
     facts["evaluated"] = float((merged.logprobs(share, TEMPERATURE)[0] - wanted).abs().max())
     half = build_role(role_of(path, axes, dtype, lora | {"alpha": lora["alpha"] / 2}), world)
     told = refusal(saver(world, half, Path(run + "-half"), resume=str(saved)).restore)
@@ -344,6 +386,8 @@ def kept(world: World, path: str, run: str, axes: dict[str, int], dtype: str, lo
         ({"pp": 2}, "bfloat16", {"dropout": 0.2}),
         (ZERO1, "float32", {}),
         (ZERO3, "bfloat16", {"dropout": 0.2}),
+        (MEGA | {"tp": 2}, "float32", {"targets": ["k_proj", "down_proj"]}),
+        (MEGA | {"pp": 2}, "bfloat16", {}),
     ],
     ids=str,
 )

@@ -23,6 +23,7 @@ LAYOUTS = {
     "megatron-tp": ("qwen2", 2, "train=megatron train.tp=2"),
     "megatron-pp": ("qwen2", 2, "train=megatron train.pp=2"),
     "megatron-ep": ("qwen3_moe", 2, "train=megatron train.ep=2"),
+    "megatron-lora": ("qwen2", 2, "train=megatron train.tp=2 policy.lora.rank=4 algorithm.kl_coef=0.1"),
     "overlap": ("smollm2", 2, "checkpoint.overlap=true"),
     "zero3-overlap": ("smollm2", 2, "train=deepspeed checkpoint.overlap=true"),
     "megatron-pp-overlap": ("qwen2", 2, "train=megatron train.pp=2 checkpoint.overlap=true"),

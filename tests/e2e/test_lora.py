@@ -32,11 +32,14 @@ def test_supervised_pipelines_learn_with_adapters(name: str, tmp_path) -> None:
     assert changed == {key for key in plain if key.endswith("_proj.weight")}
 
 
-@pytest.mark.parametrize("train", ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepspeed", "megatron train.tp=2")]
+
+
+@pytest.mark.parametrize("train", ["fsdp2", *SLOW])
 def test_ppo_has_a_critic_with_adapters_and_a_checkpoint_is_evaluated(train: str, tmp_path) -> None:
     toy = Toy(tmp_path, "qwen2")
     settings = ("policy.dtype=float32", "algorithm=ppo", "algorithm.kl_coef=0.01", "critic.lora.rank=4", "steps=2")
-    run = toy.run(*LORA, *settings, f"train={train}", ranks=2)
+    run = toy.run(*LORA, *settings, *f"train={train}".split(), ranks=2)
     lines = run.metrics()
     assert lines[2]["train_infer/abs_diff/mean"] < 1e-4 and lines[2]["publish/probe_abs_diff"] < 3e-4
     assert lines[2]["actor/kl_loss"] > lines[1]["actor/kl_loss"] >= 0

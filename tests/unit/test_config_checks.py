@@ -473,8 +473,14 @@ def test_files_and_generators_may_be_mixed(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ("train=megatron policy.lora.rank=4", "policy.lora.rank: train=megatron trains no adapters; must be 0"),
-        ("algorithm=ppo train=megatron critic.lora.rank=4", "critic.lora.rank: train=megatron trains no adapters"),
+        (
+            "train=megatron policy.lora.rank=4 policy.lora.dropout=0.1",
+            "policy.lora.dropout: not with train=megatron; must be 0.0",
+        ),
+        (
+            "algorithm=ppo train=megatron critic.lora.rank=4 critic.lora.dora=true",
+            "critic.lora.dora: not with train=megatron; must be False",
+        ),
         ("train=deepspeed policy.lora.rank=4 policy.lora.dora=true", "policy.lora.dora: train=deepspeed has it not;"),
         ("policy.lora.rank=4 policy.optimizer=muon", "policy.optimizer: muon is not for policy.lora; must be adamw"),
         ("policy.lora.rank=4 train.compile=true", "train.compile: not together with policy.lora"),

@@ -8,7 +8,7 @@ from spmd_rl.config.values import above, at_least, require
 @dataclass
 class LoraConfig:
     """Train adapters in place of the model's own weights, which stay frozen in the compute dtype (Hu et al., arXiv
-    2106.09685). Needs the package peft, and `train=fsdp2` or `train=deepspeed`."""
+    2106.09685). Needs the package peft."""
 
     rank: int = 0
     """Rank of the adapters; 0: none, all weights are trained. An adapter wants about ten times the learning rate."""
@@ -18,7 +18,8 @@ class LoraConfig:
     """Last parts of the names of the linear layers that get an adapter, such as `[q_proj,v_proj]`. Default: all linear
     layers of the decoder layers; stacked experts are none."""
     dropout: float = 0.0
-    """Share of an adapter's inputs that is dropped in updates. Their logprobs then differ from those before them."""
+    """Share of an adapter's inputs that is dropped in updates. Their logprobs then differ from those before them. Not with
+    `train=megatron`."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (Kalajdzievski, arXiv 2312.03732)."""
     dora: bool = False

@@ -35,6 +35,9 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
     for key, default in NOT_YET.items():
         if getattr(role.own, key, default) != default:
             raise UserError(f"{role.name}.{key}: train=megatron has it not yet; must be {default}")
+    for key, default in {"dropout": 0.0, "dora": False}.items():
+        if role.lora.rank and getattr(role.lora, key) != default:
+            raise UserError(f"{role.section or role.name}.lora.{key}: not with train=megatron; must be {default}")
     if getattr(role.own, "router_aux_coef", 0.0) and kind is not None and kind not in MIXTURES:
         raise UserError(f"{role.name}.router_aux_coef: {kind} is no mixture of experts; must be 0")
     _check_model(role, model)
@@ -70,6 +73,6 @@ BACKEND = Backend(
     build=build,
     axes=("tp", "cp", "ep", "pp", "vpp"),
     settings=("activation_checkpointing", "offload"),
-    optimizers=("adamw",),
+    adapters=True,
     refuse=refuse,
 )

@@ -19,7 +19,7 @@ def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     if role.train.vpp > 1 and role.train.pp == 2 and layout.world.device.type != "cpu":
         # the stage before and the stage after are one rank, and a device's messages have no tags (see `shim`)
         raise UserError(f"{layout.key}.vpp: two stages would mix up their messages on a device; must be 1")
-    stored = source(role, torch.float32, layout.world.progress)
+    stored = source(role, getattr(torch, role.held_dtype), layout.world.progress)
     module, files = stored.model, stored.files
     architecture = import_module(f"{architectures.__name__}.{module.config.model_type}")
     rules, is_critic = architecture.NAMES, role.name == "critic"

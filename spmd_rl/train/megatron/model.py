@@ -23,12 +23,14 @@ from spmd_rl.train.base import Metrics, MicrobatchLoop
 from spmd_rl.train.dither import dither_region
 from spmd_rl.train.expert_load import ExpertLoad
 from spmd_rl.train.megatron import transformer
+from spmd_rl.train.megatron.adapters import Adapters
 from spmd_rl.train.megatron.groups import groups_of
 from spmd_rl.train.megatron.mapping import Rule
 from spmd_rl.train.megatron.optimizer import MOMENTS, DistributedAdamW
 from spmd_rl.train.megatron.parameters import Experts, StoredPart, check_files, fill, local_parameters, parameters_of
 from spmd_rl.train.megatron.shim import on_cpu
 from spmd_rl.train.megatron.tensors import Tensors
+from spmd_rl.train.megatron.value_head import LAYER as HEAD
 from spmd_rl.train.megatron.value_head import ValueHead
 from spmd_rl.train.offload import Offload
 from spmd_rl.train.replay import Replay
@@ -61,8 +63,11 @@ class MegatronModel:
         dealt = deal_layers(layout.key, config.num_hidden_layers, num_stages, role.train.vpp)
         experts = Experts(num_experts(config), layout.size("ep"))
         check_experts(layout.key, experts.count, config.name_or_path, experts.size)
-        parameters = parameters_of(rules, dealt, num_stages, is_tied, experts)
+        self._adapters = Adapters(role.lora, module, rules, layout.key)
+        parameters = parameters_of(self._adapters.rules, dealt, num_stages, is_tied, experts)
         check_files(parameters, files, is_tied)
+        shapes = {name: tuple(files.shape(name)) for name in files.names}
+        shapes |= self._adapters.shapes(shapes.__getitem__)
         self._context = None
         if (group := layout.group("cp")) is not None:
             tp = layout.size("tp")
@@ -81,29 +86,36 @@ class MegatronModel:
             if experts.count:
                 transformer.watch_routers(chunks, self._replay, self._load_of_experts)
             for chunk in self._chunks:
-                chunk.requires_grad_(role.optimizer is not None)
                 if chunk.pre_process:
                     padding = module.get_input_embeddings().padding_idx
                     transformer.ignore_padding(chunk.embedding, padding, self._groups.tp)
                 chunk.rotary_pos_emb = transformer.Rotary(module.base_model.rotary_emb.inv_freq.to(self.device))
+            self._adapters.attach(chunks, shapes.__getitem__, self._groups.tp, head_dim(config))
             local = local_parameters(chunks, experts, layout.rank("ep"))
-            for tensor in local.values():
+            trained = {name for name, *_ in parameters if role.optimizer and self._trains(name)}
+            for name, tensor in local.items():
+                tensor.requires_grad_(name in trained)
                 tensor.detach().zero_()  # what no stored tensor fills is never read, but must be finite
             self._optimizer = None
             if role.optimizer is not None:
                 self._optimizer = DistributedAdamW(self._chunks, self._config, role.optimizer, self._groups)
-            shapes = {name: tuple(files.shape(name)) for name in files.names}
-            self._tensors = Tensors(parameters, local, shapes.__getitem__, layout, self._groups, head_dim(config))
+            about = (shapes.__getitem__, layout, self._groups, head_dim(config))
+            self._tensors = Tensors(parameters, local, trained, self._dtype, *about)
             self._load(files, role)  # [all]
         self._make_offload(role, local)
 
+    def _trains(self, name: str) -> bool:
+        """Whether a parameter of a trained model is; beside adapters a critic's head, which begins at 0."""
+        return self._adapters.trains(name) or (self._is_critic and name.startswith(HEAD))
+
     def _load(self, files: WeightFiles, role: RoleConfig) -> None:
-        """[all] Each rank reads what it keeps: of a trained model the masters, from which parameters follow."""
+        """[all] Each rank reads what it keeps: of what is trained the masters, from which parameters follow."""
+        read = partial(self._adapters.read, files)
+        fill(list(self._tensors.frozen()), read, self._world.progress)
         if self._optimizer is None:
-            fill(list(self._tensors.parts()), files, self._world.progress)
             return
         parts = [part for master in self._optimizer.masters for part in self._parts_of(master)]
-        fill(parts, files, self._world.progress)
+        fill(parts, read, self._world.progress)
         if role.optimizer.dither:
             for part in parts:
                 dither_region(part.tensor, part.name, part.shape, part.stored, self._dtype)
@@ -133,7 +145,8 @@ class MegatronModel:
             stages["p2p_communicator"] = P2PCommunicator(self._groups.pp, self._config)
         schedule = get_forward_backward_func(num_stages, num_chunks if num_chunks > 1 else None)
         name = f"{loop.name}: {loop.count} micro-batches"
-        with self._world.collective(name), on_cpu(self.device):  # [all]
+        hidden = self._adapters.hidden(loop.args.is_base)
+        with self._world.collective(name), on_cpu(self.device), hidden:  # [all]
             schedule(
                 forward_step_func=partial(self._forward, loop),
                 data_iterator=[iter(range(count)) for _ in chunks],
@@ -202,17 +215,20 @@ class MegatronModel:
         """See `ShardedModel`."""
         return self._load_of_experts.metrics() | self._replay.metrics()  # [all]
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `ShardedModel`: bitwise what the forward pass computes with."""
-        return self._tensors.whole()
+    def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
+        """See `ShardedModel`: bitwise what the forward pass computes with. adapters: see `Adapters.published`."""
+        return self._adapters.published(self._tensors.whole(trained_alone=adapters == "alone"), adapters)  # [all]
 
     def state(self) -> list[Shard]:
         """See `ShardedModel`."""
         self._moments.to_device()
-        return list(self._tensors.shards(self._optimizer)) if self._optimizer else []
+        if self._optimizer is None:
+            return []
+        return [*self._tensors.shards(self._optimizer), *self._adapters.state(self._world.rank == 0)]
 
     def on_state_loaded(self) -> None:
         """[all] See `ShardedModel`."""
+        self._adapters.check_scaling()
         self._weights.changed()
         self._moments.changed()
         if self._optimizer is not None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from spmd_rl.errors import UserError
 from spmd_rl.model.load import Region, WeightFiles, overlap, within
+from spmd_rl.model.lora import PREFIX
 from spmd_rl.train.megatron.mapping import Piece, Rule
 
 LAYERS, EXPERTS = "decoder.layers.", ".local_experts."
@@ -102,7 +103,7 @@ def local_parameters(chunks: Mapping[GPTModel, range], experts: Experts, owner: 
 
 def check_files(parameters: Sequence[Parameter], files: WeightFiles, is_tied: bool) -> None:
     """Raise a UserError unless each stored tensor has a place in the model, and each place a stored tensor."""
-    wanted = {name for parameter in parameters for name in parameter.rule.names}
+    wanted = {name for parameter in parameters for name in parameter.rule.names if not name.startswith(PREFIX)}
     if missing := sorted(wanted - set(files.names)):
         raise UserError(f"policy.model: {files.folder} lacks {len(missing)} weights, among them {missing[0]}")
     tied = {"lm_head.weight"} if is_tied else set()
@@ -123,8 +124,10 @@ def parts_of(tensor: Tensor, own: Region, pieces: Sequence[Piece]) -> Iterator[S
 
 
 @torch.no_grad()
-def fill(parts: Sequence[StoredPart], files: WeightFiles, on_progress: Callable[[], object]) -> None:
+def fill(
+    parts: Sequence[StoredPart], read: Callable[[str, Region], Tensor], on_progress: Callable[[], object]
+) -> None:
     """Read what the parts hold, converted to the dtype that they have."""
     for part in parts:
-        part.tensor.copy_(files.read(part.name, part.stored))
+        part.tensor.copy_(read(part.name, part.stored))
         on_progress()

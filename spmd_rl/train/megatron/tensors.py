@@ -1,6 +1,6 @@
 """`Tensors`: parameters by the names of the checkpoint, whole for a publish and in shards for a state."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,17 @@ class Tensors:
         self,
         parameters: Sequence[Parameter],
         local: Mapping[str, nn.Parameter],
+        trained: Collection[str],
+        dtype: torch.dtype,
         shapes: Shapes,
         layout: Layout,
         groups: ProcessGroupCollection,
         head_dim: int,
     ) -> None:
-        """parameters: of the whole model, of which `local` are here. shapes: of what the checkpoint stores."""
+        """parameters: of the whole model, of which `local` are here. dtype: that a publish has. shapes: of what the
+        checkpoint stores.
+        """
+        self._trained, self._dtype = trained, dtype
         self._all, self._layout, self._groups, self._shapes = parameters, layout, groups, shapes
         self._head_dim = head_dim
         here = [one for one in parameters if one.stage == layout.rank("pp") and one.owner in (None, layout.rank("ep"))]
@@ -45,9 +50,9 @@ class Tensors:
     def _pieces(self, one: Parameter, rank: int | None = None) -> list[Piece]:
         return list(one.rule.pieces(self._shapes, self._share_of(one, rank)))
 
-    def parts(self) -> Iterator[StoredPart]:
-        """All that is here."""
-        for tensor, one in self._here.items():
+    def frozen(self) -> Iterator[StoredPart]:
+        """All that is here and not trained."""
+        for tensor, one in ((t, one) for t, one in self._here.items() if one.name not in self._trained):
             yield from parts_of(tensor.detach(), tuple(slice(0, n) for n in tensor.shape), self._pieces(one))
 
     def parts_of(self, master: Master, tensor: Tensor) -> Iterator[StoredPart]:
@@ -75,18 +80,18 @@ class Tensors:
                     begin = tuple(one.start for one in part.stored)
                     given.add(prefix + part.name)
                     yield Shard(prefix + part.name, part.shape, begin, part.tensor, self.counts(master.parameter))
-        for name in dict.fromkeys(name for one in self._all for name in one.rule.names):
+        for name in dict.fromkeys(name for one in self._all if one.name in self._trained for name in one.rule.names):
             for prefix in (MODEL, *(f"{OPTIMIZER}{moment}/" for moment in MOMENTS)):
                 if prefix + name not in given:
                     yield Shard(prefix + name, self._shapes(name), (), None, False)
 
     @torch.no_grad()
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
+    def whole(self, trained_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
         """[all] Each stored tensor once, from its stage; valid until the next one."""
         local = {one.name: tensor.detach() for tensor, one in self._here.items()}
-        dtype, device = next(iter(local.values())).dtype, self._layout.world.device
+        dtype, device = self._dtype, self._layout.world.device
         experts: list[Tensor] = []
-        neighbours = [one for one in self._all if not one.is_copy]
+        neighbours = [one for one in self._all if not one.is_copy and (one.name in self._trained or not trained_alone)]
         for place, one in enumerate(neighbours):
             self._layout.world.progress()
             found = {name: torch.empty(self._shapes(name), dtype=dtype, device=device) for name in one.rule.names}

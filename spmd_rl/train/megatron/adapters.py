@@ -1,0 +1,114 @@
+"""Adapters on Megatron, whose linear layers are several of the checkpoint's in one, and cut.
+
+    adapters = Adapters(role.lora, module, rules, layout.key)
+    parameters = parameters_of(adapters.rules, ...)
+    adapters.attach(chunks, shapes, groups.tp, head_dim)
+
+Each linear layer of the checkpoint has an `A` and a `B`, whole on all ranks that share a layer out, so that they are
+stored as they are elsewhere. What they add is computed beside the frozen layer: of its input by all `A` in one product,
+of which ranks give each other the few columns, and then by those rows of the `B` that are this rank's outputs. So each
+rank has a term of their gradients, which Megatron sums as it does those of norms.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import RowParallelLinear
+from torch import Tensor, nn
+
+from spmd_rl.config.sections.lora import LoraConfig
+from spmd_rl.model.differentiable import gather_rows, sum_rows
+from spmd_rl.model.lora import PREFIX, A, B
+from spmd_rl.train.adapters import StoredAdapters, targets
+from spmd_rl.train.megatron.mapping import Piece, Rule, Shapes, TensorShare, Whole
+from spmd_rl.train.megatron.parameters import LAYERS
+
+INSIDE = ".adapters."
+"""In names of parameters, between Megatron's of a linear layer and ours of an adapter"""
+
+
+class Adapters(StoredAdapters):
+    """Those of one model; none where `settings` say so."""
+
+    def __init__(self, settings: LoraConfig, module: nn.Module, rules: Mapping[str, Rule], key: str) -> None:
+        """module: of transformers, for the names of its layers. key: of the layout. See `train.adapters.Adapters`."""
+        super().__init__(settings, targets(module, settings.targets, key) if settings.rank else [])
+        self._is_on = True
+        self.rules: dict[str, Rule] = {}
+        """The model's, each behind those of its adapters"""
+        for name, rule in rules.items():
+            for layer, _, kind in (stored.rpartition(".") for stored in rule.names):
+                if name.startswith(LAYERS) and kind == "weight" and layer.format(0, 0) in self.layers:
+                    fused, own = name.removesuffix(".weight"), layer.rpartition(".")[2]
+                    self.rules[f"{fused}{INSIDE}a.{own}"] = Whole(PREFIX + layer + A)
+                    self.rules[f"{fused}{INSIDE}b.{own}"] = Whole(PREFIX + layer + B)
+            self.rules[name] = rule
+
+    def trains(self, name: str) -> bool:
+        """Whether a parameter is trained."""
+        return not self.layers or INSIDE in name
+
+    def attach(self, chunks: Mapping[GPTModel, range], shapes: Shapes, group: dist.ProcessGroup, head_dim: int) -> None:
+        """Put this rank's into the chunks that are here. group: of the ranks that share a layer out."""
+        share = TensorShare(group.rank(), group.size(), head_dim)
+        fused = {name.partition(INSIDE)[0] for name in self.rules if INSIDE in name}
+        for chunk, layers in chunks.items() if fused else ():
+            for place, number in enumerate(layers):
+                for name in fused:
+                    linear = chunk.get_submodule(name.format(place))
+                    pieces = self.rules[f"{name}.weight"].named(number).pieces(shapes, share)
+                    own = [one for one in pieces if one.name.removesuffix(".weight") in self.layers]
+                    linear.adapters = FusedAdapters(linear, own, self._settings, group)
+                    linear.register_forward_hook(self._add)
+            if chunk.pre_process:  # layers that are computed again have gradients only where their input has
+                chunk.embedding.register_forward_hook(lambda _, __, hidden: hidden.requires_grad_())
+
+    def _add(self, linear: nn.Module, args: tuple[Tensor], found: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        out, bias = found
+        return out + linear.adapters(args[0]) if self._is_on else out, bias  # [all] of those that share the layer out
+
+    @contextmanager
+    def hidden(self, hides: bool) -> Iterator[None]:
+        """Within, the model is the one without adapters."""
+        self._is_on = not hides
+        yield
+        self._is_on = True
+
+
+class FusedAdapters(nn.Module):
+    """What is added to one of Megatron's linear layers."""
+
+    def __init__(self, linear: nn.Module, pieces: list[Piece], settings: LoraConfig, group: dist.ProcessGroup) -> None:
+        """pieces: of its weight, those that have adapters."""
+        super().__init__()
+        self._group, self._scaling = group, settings.scaling
+        self._exchange = sum_rows if isinstance(linear, RowParallelLinear) else gather_rows
+        first, count = {}, 0
+        make = partial(torch.empty, device=linear.weight.device)
+        self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
+        for name, (rows, columns) in {one.name: one.shape for one in pieces}.items():
+            own, first[name], count = name.split(".")[-2], count, count + rows
+            self.a[own] = nn.Parameter(make(settings.rank, columns))
+            self.b[own] = nn.Parameter(make(rows, settings.rank))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = True  # its gradient is a term of a sum over ranks
+        rows_of = torch.full((len(linear.weight),), count)  # by default that of zeros
+        for one in pieces:
+            rows, self._columns = one.stored
+            rows_of[one.region[0]] = first[one.name] + torch.arange(rows.start, rows.stop)
+        self.register_buffer("_rows_of", rows_of.to(linear.weight.device), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[all] of the ranks that share the layer out: its input -> a term of its output."""
+        a = torch.cat(list(self.a.values()))[:, self._columns]
+        b = F.pad(torch.block_diag(*self.b.values()), (0, 0, 0, 1))[self._rows_of]
+        low = F.linear(x, a.to(x.dtype))
+        if self._group.size() > 1:
+            low = self._exchange(low, self._group)  # [all]
+        return F.linear(low, b.to(x.dtype)) * self._scaling
