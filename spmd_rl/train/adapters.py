@@ -13,7 +13,7 @@ all that is trained, and the same in every layout and backend: where they begin 
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,11 +70,11 @@ class StoredAdapters(SavedScaling):
         super().__init__(settings)
         self.layers = frozenset(layers)
 
-    def shapes(self, of_weights: Callable[[str], Sequence[int]]) -> dict[str, tuple[int, ...]]:
-        """Of all `A` and `B`, by name."""
+    def shapes(self, files: WeightFiles) -> dict[str, tuple[int, ...]]:
+        """Of all `A` and `B`, by name. files: of the model."""
         found, rank = {}, self._settings.rank
         for layer in self.layers:
-            rows, columns = of_weights(f"{layer}.weight")
+            rows, columns = files.shape(f"{layer}.weight")
             found |= {PREFIX + layer + A: (rank, columns), PREFIX + layer + B: (rows, rank)}
         return found
 
@@ -83,7 +83,7 @@ class StoredAdapters(SavedScaling):
         if not name.startswith(PREFIX):
             return files.read(name, region)
         own = name.removeprefix(PREFIX).replace(".weight", f".{NAME}.weight")
-        return first_value(own, torch.Size(self.shapes(files.shape)[name]))[region]
+        return first_value(own, torch.Size(self.shapes(files)[name]))[region]
 
     def published(self, wholes: Iterable[tuple[str, Tensor]], adapters: str) -> Iterator[tuple[str, Tensor]]:
         """As `Adapters.published`, of tensors of which an adapter's come before its layer's weight."""

@@ -66,8 +66,7 @@ class MegatronModel:
         self._adapters = Adapters(role.lora, module, rules, layout.key)
         parameters = parameters_of(self._adapters.rules, dealt, num_stages, is_tied, experts)
         check_files(parameters, files, is_tied)
-        shapes = {name: tuple(files.shape(name)) for name in files.names}
-        shapes |= self._adapters.shapes(shapes.__getitem__)
+        shapes = {name: tuple(files.shape(name)) for name in files.names} | self._adapters.shapes(files)
         self._context = None
         if (group := layout.group("cp")) is not None:
             tp = layout.size("tp")
@@ -96,9 +95,8 @@ class MegatronModel:
             for name, tensor in local.items():
                 tensor.requires_grad_(name in trained)
                 tensor.detach().zero_()  # what no stored tensor fills is never read, but must be finite
-            self._optimizer = None
-            if role.optimizer is not None:
-                self._optimizer = DistributedAdamW(self._chunks, self._config, role.optimizer, self._groups)
+            about = (self._chunks, self._config, role.optimizer, self._groups)
+            self._optimizer = DistributedAdamW(*about) if role.optimizer else None
             about = (shapes.__getitem__, layout, self._groups, head_dim(config))
             self._tensors = Tensors(parameters, local, trained, self._dtype, *about)
             self._load(files, role)  # [all]
