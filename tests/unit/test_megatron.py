@@ -184,7 +184,7 @@ def test_another_library_cuts_checkpoints_the_same_way(kind: str, tp: int, tmp_p
             wanted = bridge._weight_split_across_tp(theirs, whole, mine[0], size)
             assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True)), theirs
             compared += 1
-    assert compared > 15
+    assert compared >= 15  # six of each layer, and three: a model without biases
 
 
 CONTRACT = {
