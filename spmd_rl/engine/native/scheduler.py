@@ -1,4 +1,4 @@
-"""Who runs: requests wait in (ticket, answer, turn) order and are admitted when a row and all their blocks are free.
+"""Who runs: requests wait by priority, then in (ticket, answer, turn) order, until a row and all their blocks are free.
 
 A request's blocks are taken at once for its prompt and its token limit: nothing is ever preempted, and the pool is the
 bound. Whoever waits first is admitted first, even if a later one would fit: no request starves.
@@ -63,14 +63,14 @@ class Scheduler:
         self.prompt_tokens = PromptTokens()
         """of the requests admitted"""
         self._pool, self._max_running, self._num_experts = pool, max_running, num_experts
-        self._waiting: list[tuple[tuple[int, ...], int, Request]] = []  # a heap
+        self._waiting: list[tuple[tuple[float, tuple[int, ...]], int, Request]] = []  # a heap
         self._num_added = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request; equal orders are admitted in the order of `add`."""
+        """Queue a request; those alike in priority and order are admitted in the order of `add`."""
         assert request.id not in self.unfinished, f"request {request.id} is under way already"
         self.unfinished.add(request.id)
-        heapq.heappush(self._waiting, (request.order, self._num_added, request))
+        heapq.heappush(self._waiting, (request.queue_key, self._num_added, request))
         self._num_added += 1
 
     def admit(self) -> None:
