@@ -217,7 +217,7 @@ class StepQueue(_Pieces):
                     idle_seconds=min(stats.idle_seconds, stats.seconds),
                     seconds=max(stats.seconds, 1e-9),
                     num_aborted=len(self.held) * self._settings.slice_size if first and not carries else 0,
-                    prompt_tokens=stats.prompt_tokens,
+                    token_counts=stats.token_counts,
                 )
             )
         return found

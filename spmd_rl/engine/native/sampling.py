@@ -9,6 +9,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -25,14 +26,18 @@ def uniform(seed: int, index: int) -> float:
     return (int.from_bytes(word, "little") >> 11) * 2.0**-53
 
 
-def draw(logits: Tensor, rows: Sequence[SequenceState]) -> tuple[list[int], list[float], list[list[int]]]:
+def draw(
+    logits: Tensor, rows: Sequence[SequenceState], ahead: Sequence[int] | None = None
+) -> tuple[list[int], list[float], list[list[int]]]:
     """The next token of each row, its logprob, and among which it was drawn (none: among all), from logits [R, V].
 
-    It depends on the row's own logits, request and number of tokens alone.
+    It depends on the row's own logits, request and number of tokens alone. ahead: of each row, how many tokens later
+    than its next one; by default 0.
     """
     requests, device = [row.request for row in rows], logits.device
     temperatures = torch.tensor([request.temperature for request in requests], device=device)
-    draws = [uniform(row.request.seed, row.request.num_begun + len(row.token_ids)) for row in rows]
+    indices = (row.request.num_begun + len(row.token_ids) + n for row, n in zip(rows, ahead or repeat(0)))
+    draws = [uniform(request.seed, index) for request, index in zip(requests, indices, strict=True)]
     uniforms = torch.tensor(draws, dtype=torch.float64, device=device)
     cut = [i for i, request in enumerate(requests) if request.truncated]
     tokens, logprobs, candidates = [0] * len(rows), [0.0] * len(rows), [[] for _ in rows]

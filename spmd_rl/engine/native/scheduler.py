@@ -11,9 +11,9 @@ found when it has ended, by the agent's next turn.
 import heapq
 from array import array
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from spmd_rl.engine.base import PromptTokens
+from spmd_rl.engine.base import TokenCounts
 from spmd_rl.engine.native.kv import BLOCK, KVPool, block_keys, blocks_for
 from spmd_rl.engine.sequence import SequenceState
 from spmd_rl.types import Completion, Request
@@ -29,6 +29,10 @@ class RunningSequence(SequenceState):
     """tokens whose keys and values are in the pool"""
     shared: bool = True
     """whether later requests may find its blocks; not once the weights have changed under it"""
+    drafts: array = field(default_factory=lambda: array("i"))
+    """ids ('i') that may come next, see `drafts.py`; not counted among its tokens before they are accepted"""
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -36,15 +40,16 @@ class RunningSequence(SequenceState):
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     @property
-    def num_pending(self) -> int:
-        """Tokens to feed next: known, not stored yet."""
-        return self.num_tokens - self.num_stored
+    def num_fed(self) -> int:
+        """Tokens to feed next: known and not stored yet, and drafts."""
+        return self.num_tokens - self.num_stored + len(self.drafts)
 
     @property
-    def pending(self) -> array:
+    def fed(self) -> array:
         """The ids ('i') of these tokens."""
         begin = self.num_stored - len(self.request.prompt_ids)
-        return self.token_ids[begin:] if begin >= 0 else self.request.prompt_ids[begin:] + self.token_ids
+        known = self.token_ids[begin:] if begin >= 0 else self.request.prompt_ids[begin:] + self.token_ids
+        return known + self.drafts
 
     def slot(self, position: int) -> int:
         """Where the token at `position` is stored."""
@@ -60,7 +65,7 @@ class Scheduler:
         """running, in the order of their admission"""
         self.unfinished: set[str] = set()
         """ids of those waiting and running"""
-        self.prompt_tokens = PromptTokens()
+        self.token_counts = TokenCounts()
         """of the requests admitted"""
         self._pool, self._max_running, self._num_experts = pool, max_running, num_experts
         self._waiting: list[tuple[tuple[float, tuple[int, ...]], int, Request]] = []  # a heap
@@ -89,7 +94,7 @@ class Scheduler:
             self._pool.keep(keys, table)
             row = RunningSequence(request, num_experts=self._num_experts, table=table, num_stored=len(found) * BLOCK)
             self.rows.append(row)
-            self.prompt_tokens.count(num_tokens, len(found) * BLOCK)
+            self.token_counts.count(num_tokens, len(found) * BLOCK)
 
     def forget(self) -> None:
         """Let no later request find keys and values of the weights so far; running rows go on with those they have."""

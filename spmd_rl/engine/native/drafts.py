@@ -1,0 +1,94 @@
+"""Drafts: tokens that an answer may go on with, looked up in texts that are there, and verified in one forward.
+
+An answer's last tokens are looked for (three of them, then two) in its own prompt and answer and in the other answers
+of its group; what followed them there is its draft. The engine feeds the draft behind the last token and samples at
+every place, with the noise of that token's own number: a drafted token that is the one sampled is accepted, and the
+logits behind it are those of the next one. So no token depends on what was drafted, nor when; in float32 on a CPU no
+bit does (see `attention.py`), elsewhere no more than on the company.
+
+Left out: a second model, trees of drafts.
+"""
+
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from spmd_rl.engine.native.scheduler import RunningSequence
+
+LENGTHS = (3, 2)
+"""How many of the last tokens are looked for."""
+NUM_ENDED = 8
+"""Texts of ended answers that are kept for their group, while any of it runs."""
+FORWARD_COST = 25
+"""What a forward costs beside its tokens, in tokens; measured: docs/lab/2026-11-26-drafts-and-priorities.md."""
+SIZE = array("i").itemsize
+
+
+class Drafter:
+    """Gives rows their drafts, step by step."""
+
+    def __init__(self, num_tokens: int) -> None:
+        """num_tokens: of a draft, at most."""
+        self._num_tokens = num_tokens
+        self._rows: set[RunningSequence] = set()
+        """Of the step before."""
+        self._ended: dict[tuple[int, ...], deque[bytes]] = {}
+
+    def propose(self, rows: Sequence[RunningSequence]) -> None:
+        """Set `drafts` of those that run, where they should pay."""
+        texts: dict[tuple[int, ...], dict[RunningSequence, bytes]] = defaultdict(dict)
+        for row in rows:
+            texts[_group(row)][row] = _text(row)
+        self._ended = {group: self._ended.get(group, deque(maxlen=NUM_ENDED)) for group in texts}
+        for row in self._rows.difference(rows):
+            if _group(row) in texts:
+                self._ended[_group(row)].append(_text(row))
+        self._rows = set(rows)
+        for row in rows:
+            room = min(self._num_tokens, row.request.max_new_tokens - len(row.token_ids) - 1)
+            if room > 0 and row.num_fed == 1 and _pays(row, len(rows)):
+                group = _group(row)
+                others = chain(texts[group].values(), self._ended[group])
+                row.drafts = draft(texts[group][row], others, room)
+
+
+def draft(text: bytes, others: Iterable[bytes], most: int) -> array:
+    """Return up to `most` token ids ('i') that may follow a text, given the bytes of token ids; empty: nothing is alike.
+
+    A text that repeats itself goes on repeating.
+    """
+    others = [text, *others]
+    for length in LENGTHS:
+        last = text[-length * SIZE :]
+        for other in others:
+            if (end := _find(last, other)) is not None:
+                found = array("i", other[end : end + most * SIZE])
+                return (found * most)[:most] if other is text else found
+    return array("i")
+
+
+def _find(tokens: bytes, text: bytes) -> int | None:
+    """Where `tokens` end in a text for the last time, with something behind them."""
+    at = text.rfind(tokens, 0, -SIZE)
+    while at > 0 and at % SIZE:  # not at the border of a token
+        at = text.rfind(tokens, 0, at + len(tokens) - 1)
+    return None if at < 0 else at + len(tokens)
+
+
+def _pays(row: RunningSequence, num_rows: int) -> bool:
+    """Whether the share of its drafted tokens that is accepted (half of two, to begin with) outweighs their cost.
+
+    Of n rows, each accepted token saves an n-th of a forward's own cost and a token's, and each drafted one costs a
+    token's. So rows draft until `FORWARD_COST` of them run, and more of them only where it goes well.
+    """
+    return (1 + row.num_accepted) * (num_rows + FORWARD_COST) > (2 + row.num_drafted) * num_rows
+
+
+def _text(row: RunningSequence) -> bytes:
+    return (row.request.prompt_ids + row.token_ids).tobytes()
+
+
+def _group(row: RunningSequence) -> tuple[int, ...]:
+    """What the answers to one prompt have in common: the order without answer and turn."""
+    return row.request.order[:-2]
