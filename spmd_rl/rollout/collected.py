@@ -45,8 +45,8 @@ class RankReport(msgspec.Struct, array_like=True):
     """From the step's beginning until it knew of its end."""
     num_aborted: int
     token_counts: tuple[int, int, int, int] = NO_COUNTS
-    """How many prompt tokens its requests had, how many of these its engine had in its cache, how often it verified drafts,
-    and how many tokens of these were accepted."""
+    """How many prompt tokens its requests had, how many of these its engine had in its cache, how often it verified
+    drafts, and how many tokens of these were accepted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -375,8 +375,8 @@ class EngineConfig:
     `int4` (groups of 32) would hold them. Simulated: nothing gets faster or smaller, and activations are not rounded.
     Correct for it by `algorithm.correction.level=token`."""
     drafts: int = 0
-    """With `engine=native`: try up to so many tokens at once that followed an answer's last ones before, in its own text or
-    in its group's. It takes fewer steps to the same tokens; rows of a large batch do without. 0: off."""
+    """With `engine=native`: verify up to so many tokens at once that followed an answer's last ones before, in its text
+    or its group's. The tokens are the same, in fewer steps; a large batch does without. 0: off."""
     adapters: bool = False
     """With `policy.lora` and `engine=vllm`: answer with the adapters beside the frozen weights, so that after the first
     publish adapters alone are sent. Default: each publish sends whole weights, with the adapters merged into them."""

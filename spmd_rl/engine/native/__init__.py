@@ -23,4 +23,6 @@ def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world
         raise UserError(f"engine.tp: the native engine holds a whole copy per rank (tp=1), not tp={settings.tp}")
     module = empty_module(policy.model, getattr(torch, policy.dtype), world.device, trust=policy.trust_remote_code)
     text_of = text_of_model(policy.model, policy.trust_remote_code)
-    return NativeEngine(module, settings.max_running, settings.kv_tokens, sleeps, text_of, policy.router_replay, settings.drafts)
+    return NativeEngine(
+        module, settings.max_running, settings.kv_tokens, sleeps, text_of, policy.router_replay, settings.drafts
+    )

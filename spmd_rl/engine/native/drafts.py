@@ -54,7 +54,7 @@ class Drafter:
 
 
 def draft(text: bytes, others: Iterable[bytes], most: int) -> array:
-    """Return up to `most` token ids ('i') that may follow a text, given the bytes of token ids; empty: nothing is alike.
+    """Return up to `most` token ids ('i') that may follow a text, both as bytes of ids; empty: nothing is alike.
 
     A text that repeats itself goes on repeating.
     """

@@ -181,7 +181,7 @@ class NativeEngine(Engine):
         return batches
 
     def _forward(self, rows: list[RunningSequence]) -> list[Completion]:
-        """Feed what is pending and sample behind it for every row; returns the completions of those that end with it."""
+        """Feed what is pending and sample behind it for every row; returns the completions of those that end."""
         rows = sorted(rows, key=_shape)
         ids, positions, slots, asked = [], [], [], []
         for row in rows:
@@ -211,7 +211,7 @@ class NativeEngine(Engine):
         return ended
 
     def _take(self, row: RunningSequence, found: list[Sampled]) -> FinishReason | None:
-        """Append the first token found, and the next as long as the one before was drafted; the reason to end, if any."""
+        """Append the first token found, then the next while the one before was drafted; the reason to end, if any."""
         drafts, row.drafts = row.drafts, row.drafts[:0]
         for place, (token, logprob, candidates, experts) in enumerate(found):
             if row.token_ids:  # else it was the prompt's last token that was fed

@@ -9,7 +9,6 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
-from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -36,8 +35,8 @@ def draw(
     """
     requests, device = [row.request for row in rows], logits.device
     temperatures = torch.tensor([request.temperature for request in requests], device=device)
-    indices = (row.request.num_begun + len(row.token_ids) + n for row, n in zip(rows, ahead or repeat(0)))
-    draws = [uniform(request.seed, index) for request, index in zip(requests, indices, strict=True)]
+    later = zip(rows, ahead or [0] * len(rows), strict=True)
+    draws = [uniform(row.request.seed, row.request.num_begun + len(row.token_ids) + n) for row, n in later]
     uniforms = torch.tensor(draws, dtype=torch.float64, device=device)
     cut = [i for i, request in enumerate(requests) if request.truncated]
     tokens, logprobs, candidates = [0] * len(rows), [0.0] * len(rows), [[] for _ in rows]
