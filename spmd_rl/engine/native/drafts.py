@@ -10,8 +10,8 @@ Left out: a second model, trees of drafts.
 """
 
 from array import array
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from spmd_rl.engine.native.scheduler import RunningSequence
@@ -35,8 +35,8 @@ class Drafter:
         """Of the step before."""
         self._ended: dict[tuple[int, ...], deque[bytes]] = {}
 
-    def propose(self, rows: Sequence[RunningSequence]) -> None:
-        """Set `drafts` of those that run, where they should pay."""
+    def propose(self, rows: Sequence[RunningSequence], filled: Callable[[int], int]) -> None:
+        """Set `drafts` of those that run, where they should pay. filled: how long a forward of so many tokens is."""
         texts: dict[tuple[int, ...], dict[RunningSequence, bytes]] = defaultdict(dict)
         for row in rows:
             texts[_group(row)][row] = _text(row)
@@ -45,12 +45,14 @@ class Drafter:
             if _group(row) in texts:
                 self._ended[_group(row)].append(_text(row))
         self._rows = set(rows)
+        found: list[array] = []
         for row in rows:
-            room = min(self._num_tokens, row.request.max_new_tokens - len(row.token_ids) - 1)
-            if room > 0 and row.num_fed == 1 and _pays(row, len(rows)):
-                group = _group(row)
-                others = chain(texts[group].values(), self._ended[group])
-                row.drafts = draft(texts[group][row], others, room)
+            most = min(self._num_tokens, row.request.max_new_tokens - len(row.token_ids) - 1)
+            others = chain(texts[_group(row)].values(), self._ended[_group(row)])
+            goes_on = most > 0 and row.num_fed == 1  # else its prompt comes first
+            found.append(draft(texts[_group(row)][row], others, most) if goes_on else array("i"))
+        for row, tokens, num in zip(rows, found, _num_that_pay(rows, found, filled), strict=True):
+            row.drafts = tokens[:num]
 
 
 def draft(text: bytes, others: Iterable[bytes], most: int) -> array:
@@ -76,13 +78,28 @@ def _find(tokens: bytes, text: bytes) -> int | None:
     return None if at < 0 else at + len(tokens)
 
 
-def _pays(row: RunningSequence, num_rows: int) -> bool:
-    """Whether the share of its drafted tokens that is accepted (half of two, to begin with) outweighs their cost.
+def _num_that_pay(rows: Sequence[RunningSequence], found: Sequence[array], filled: Callable[[int], int]) -> list[int]:
+    """How many of the tokens found for each row are worth their cost.
 
-    Of n rows, each accepted token saves an n-th of a forward's own cost and a token's, and each drafted one costs a
-    token's. So rows draft until `FORWARD_COST` of them run, and more of them only where it goes well.
+    Of what a row has drafted, a share was accepted (half, to begin with): a k-th token is accepted with its k-th power.
+    The likeliest come first. In the place of filling they are free; beyond, they cost as many tokens as the forward
+    gets longer, and each that is accepted saves a token, and an n-th of what a forward of n rows costs beside its own.
+    So a large batch drafts little, and only where it goes well.
     """
-    return (1 + row.num_accepted) * (num_rows + FORWARD_COST) > (2 + row.num_drafted) * num_rows
+    chances = []
+    for number, (row, tokens) in enumerate(zip(rows, found, strict=True)):
+        share = (1 + row.num_accepted) / (2 + row.num_accepted + row.num_rejected)
+        chances += [(share**k, number) for k in range(1, len(tokens) + 1)]
+    chances.sort(reverse=True)
+    num_fed = sum(row.num_fed for row in rows)
+    taken, worth = filled(num_fed) - num_fed, 1 + FORWARD_COST / max(1, len(rows))
+    while taken < len(chances):
+        cost = filled(num_fed + taken + 1) - num_fed - taken
+        if cost >= worth * sum(chance for chance, _ in chances[taken : taken + cost]):
+            break
+        taken += cost
+    counts = Counter(number for _, number in chances[:taken])
+    return [counts[number] for number in range(len(rows))]
 
 
 def _text(row: RunningSequence) -> bytes:

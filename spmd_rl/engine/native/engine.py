@@ -113,7 +113,7 @@ class NativeEngine(Engine):
         ended, self._aborted = self._aborted, []
         self._scheduler.admit()
         if self._drafter:
-            self._drafter.propose(self._scheduler.rows)
+            self._drafter.propose(self._scheduler.rows, _filled)
         for rows in self._batches():
             ended += self._forward(rows)
         return ended
@@ -191,7 +191,7 @@ class NativeEngine(Engine):
             slots += map(row.slot, new)
             asked += range(len(ids) - len(row.drafts) - 1, len(ids))
         kv = Paged(self.pool, self._tensor(slots), tuple(self._buckets(rows)))
-        blank = [0] * (-len(ids) % (ROUND_FEW if len(ids) <= ROUND_MANY else ROUND_MANY))
+        blank = [0] * (_filled(len(ids)) - len(ids))
         output = self.model(
             input_ids=self._tensor([ids + blank]),
             position_ids=self._tensor([positions + blank]),
@@ -221,8 +221,8 @@ class NativeEngine(Engine):
             reason = self._finish_reason(row)
             if reason or drafts[place : place + 1].tolist() != [token]:
                 break
-        row.num_drafted += len(drafts)
         row.num_accepted += place
+        row.num_rejected += place < len(drafts)
         self.token_counts.verified += bool(drafts)
         self.token_counts.accepted += place
         return reason
@@ -267,6 +267,12 @@ class NativeEngine(Engine):
 def _shape(row: RunningSequence) -> tuple[int, int]:
     """Rows of one shape feed equally many tokens, and differ in length by a factor of two at most (128: at most so)."""
     return row.num_fed, (row.num_tokens - 1 >> 7).bit_length()
+
+
+def _filled(num_tokens: int) -> int:
+    """How long a forward of so many tokens is."""
+    step = ROUND_FEW if num_tokens <= ROUND_MANY else ROUND_MANY
+    return -(-num_tokens // step) * step
 
 
 def _width(num_tokens: int) -> int:

@@ -31,8 +31,8 @@ class RunningSequence(SequenceState):
     """whether later requests may find its blocks; not once the weights have changed under it"""
     drafts: array = field(default_factory=lambda: array("i"))
     """ids ('i') that may come next, see `drafts.py`; not counted among its tokens before they are accepted"""
-    num_drafted: int = 0
     num_accepted: int = 0
+    num_rejected: int = 0
 
     @property
     def num_tokens(self) -> int:
