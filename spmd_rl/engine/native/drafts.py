@@ -22,6 +22,8 @@ NUM_ENDED = 8
 """Texts of ended answers that are kept for their group, while any of it runs."""
 FORWARD_COST = 25
 """What a forward costs beside its tokens, in tokens; measured: docs/lab/2026-11-26-drafts-and-priorities.md."""
+DRAFT_COST = 2
+"""What it costs in tokens that rows differ in how much they feed, and that there is more to sample; measured there."""
 SIZE = array("i").itemsize
 
 
@@ -34,6 +36,8 @@ class Drafter:
         self._rows: set[RunningSequence] = set()
         """Of the step before."""
         self._ended: dict[tuple[int, ...], deque[bytes]] = {}
+        self._num_accepted = self._num_rejected = 1
+        """Drafted tokens of rows that have ended, with one each to begin with."""
 
     def propose(self, rows: Sequence[RunningSequence], filled: Callable[[int], int]) -> None:
         """Set `drafts` of those that run, where they should pay. filled: how long a forward of so many tokens is."""
@@ -42,6 +46,8 @@ class Drafter:
             texts[_group(row)][row] = _text(row)
         self._ended = {group: self._ended.get(group, deque(maxlen=NUM_ENDED)) for group in texts}
         for row in self._rows.difference(rows):
+            self._num_accepted += row.num_accepted
+            self._num_rejected += row.num_rejected
             if _group(row) in texts:
                 self._ended[_group(row)].append(_text(row))
         self._rows = set(rows)
@@ -51,8 +57,35 @@ class Drafter:
             others = chain(texts[_group(row)].values(), self._ended[_group(row)])
             goes_on = most > 0 and row.num_fed == 1  # else its prompt comes first
             found.append(draft(texts[_group(row)][row], others, most) if goes_on else array("i"))
-        for row, tokens, num in zip(rows, found, _num_that_pay(rows, found, filled), strict=True):
+        for row, tokens, num in zip(rows, found, self._num_that_pay(rows, found, filled), strict=True):
             row.drafts = tokens[:num]
+
+    def _num_that_pay(
+        self, rows: Sequence[RunningSequence], found: Sequence[array], filled: Callable[[int], int]
+    ) -> list[int]:
+        """How many of the tokens found for each row are worth their cost, the likeliest first.
+
+        Of what a row has drafted, a share was accepted; it begins with the share of those that have ended. A k-th token
+        is accepted with its k-th power. In the place of filling, drafts cost `DRAFT_COST` together; beyond, as many
+        tokens as the forward gets longer. Each that is accepted saves a token, and an n-th of what a forward of n rows
+        costs beside its own. So a large batch drafts little, and only where it goes well.
+        """
+        before, chances = self._num_accepted / (self._num_accepted + self._num_rejected), []
+        for number, (row, tokens) in enumerate(zip(rows, found, strict=True)):
+            share = (2 * before + row.num_accepted) / (2 + row.num_accepted + row.num_rejected)
+            chances += [(share**k, number) for k in range(1, len(tokens) + 1)]
+        chances.sort(reverse=True)
+        num_fed = sum(row.num_fed for row in rows)
+        worth, taken, cost = 1 + FORWARD_COST / max(1, len(rows)), 0, DRAFT_COST
+        while taken < len(chances):
+            length = filled(num_fed + taken + 1)
+            cost += length - filled(num_fed + taken)
+            upto = length - num_fed
+            if cost >= worth * sum(chance for chance, _ in chances[taken:upto]):
+                break
+            taken, cost = upto, 0
+        counts = Counter(number for _, number in chances[:taken])
+        return [counts[number] for number in range(len(rows))]
 
 
 def draft(text: bytes, others: Iterable[bytes], most: int) -> array:
@@ -76,30 +109,6 @@ def _find(tokens: bytes, text: bytes) -> int | None:
     while at > 0 and at % SIZE:  # not at the border of a token
         at = text.rfind(tokens, 0, at + len(tokens) - 1)
     return None if at < 0 else at + len(tokens)
-
-
-def _num_that_pay(rows: Sequence[RunningSequence], found: Sequence[array], filled: Callable[[int], int]) -> list[int]:
-    """How many of the tokens found for each row are worth their cost.
-
-    Of what a row has drafted, a share was accepted (half, to begin with): a k-th token is accepted with its k-th power.
-    The likeliest come first. In the place of filling they are free; beyond, they cost as many tokens as the forward
-    gets longer, and each that is accepted saves a token, and an n-th of what a forward of n rows costs beside its own.
-    So a large batch drafts little, and only where it goes well.
-    """
-    chances = []
-    for number, (row, tokens) in enumerate(zip(rows, found, strict=True)):
-        share = (1 + row.num_accepted) / (2 + row.num_accepted + row.num_rejected)
-        chances += [(share**k, number) for k in range(1, len(tokens) + 1)]
-    chances.sort(reverse=True)
-    num_fed = sum(row.num_fed for row in rows)
-    taken, worth = filled(num_fed) - num_fed, 1 + FORWARD_COST / max(1, len(rows))
-    while taken < len(chances):
-        cost = filled(num_fed + taken + 1) - num_fed - taken
-        if cost >= worth * sum(chance for chance, _ in chances[taken : taken + cost]):
-            break
-        taken += cost
-    counts = Counter(number for _, number in chances[:taken])
-    return [counts[number] for number in range(len(rows))]
 
 
 def _text(row: RunningSequence) -> bytes:
