@@ -118,7 +118,8 @@ class Prompts:
         digest = blake2b(digest_size=16)
         for prompt in (*self.train, *self.eval):
             messages = [[m.role, to_builtins(m.content)] for m in prompt.messages]
-            digest.update(json.dumps([prompt.id, messages, prompt.domain, prompt.ground_truth]).encode())
+            ranked = [prompt.priority] if prompt.priority else []
+            digest.update(json.dumps([prompt.id, messages, prompt.domain, prompt.ground_truth, *ranked]).encode())
         digest.update(b"%d" % len(self.eval))
         return digest.hexdigest()
 
@@ -242,4 +243,4 @@ def _to_prompt(row: Record, id: str, cfg: DataConfig) -> Prompt:
     if cfg.system is not None and all(m.role != "system" for m in messages):
         messages = (Message("system", with_line_breaks(cfg.system)), *messages)
     domain = cfg.domains.get(row.domain, row.domain)
-    return Prompt(row.id or id, messages, domain, row.ground_truth, row.extra)
+    return Prompt(row.id or id, messages, domain, row.ground_truth, row.extra, row.priority)

@@ -13,6 +13,7 @@ FINAL_ANSWER = re.compile(r"####\s*(\S.*?)\s*\Z", re.DOTALL)
 """The final answer of a solution in GSM8K, which ends with `#### n`"""
 PROBLEMS = ("messages", "prompt", "question", "problem")
 TRUTHS = ("ground_truth", "answer", "solution")
+MAX_PRIORITY = 1e9
 SELF_JUDGED = ("instruction_id_list", "test", "test_cases")
 """Fields by which a row is judged without a ground truth (IFEval, HumanEval and KodCode, LiveCodeBench)"""
 THOUSANDS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
@@ -33,6 +34,7 @@ class Record:
     lacks: Mapping[str, str] | None = None
     """Fields that `data.keys` maps to a column that the record does not have, each with the columns that it has; None
     for a generated problem"""
+    priority: float = 0.0
 
 
 def parse_rows(records: Iterable[tuple[str, Any]], key: str, columns: Mapping[str, str | None]) -> Iterator[Record]:
@@ -59,7 +61,16 @@ def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Record:
     if own_id is not None and isinstance(tag := data.get("tag"), str):
         own_id = f"{tag}/{own_id}"  # ROLL counts each source's rows from 1
     own_id = None if own_id is None else encodable(str(own_id), "id")
-    return Record(where, problem, ground_truth, domain, own_id, data, lacks)
+    return Record(where, problem, ground_truth, domain, own_id, data, lacks, _priority(data))
+
+
+def _priority(data: dict[str, Any]) -> float:
+    value = data.pop("priority", 0.0)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BrokenRow(f"`priority` is {kind(value)}, not a number")
+    if not abs(value) <= MAX_PRIORITY:
+        raise BrokenRow(f"`priority` is {value}, not within {MAX_PRIORITY:g} of 0")
+    return float(value)
 
 
 def _each(*fields: Callable[[], Any]) -> list[Any]:

@@ -26,13 +26,17 @@ class Capacity:
 
 
 @dataclass(slots=True)
-class PromptTokens:
-    """How many prompt tokens an engine was given, and how many of them it did not have to compute."""
+class TokenCounts:
+    """How many prompt tokens an engine was given, what of them it did not have to compute, and how drafts fared."""
 
     asked: int = 0
     """Tokens of the prompts of all requests begun; the caller may set both to 0."""
     cached: int = 0
     """Prompt tokens whose keys and values were there: of an earlier turn, or of another answer to the same prompt."""
+    verified: int = 0
+    """How often a draft was verified."""
+    accepted: int = 0
+    """Drafted tokens that were accepted."""
 
     def count(self, asked: int, cached: int) -> None:
         """Add the prompt of one request."""
@@ -51,8 +55,8 @@ class Engine(Protocol):
     """Fixed at construction."""
     leads: bool = True
     """Whether this rank is the first of its replica."""
-    prompt_tokens: PromptTokens
-    """The prompt tokens of all requests since the construction, or since the caller set them to 0."""
+    token_counts: TokenCounts
+    """Counts over all requests since the construction, or since the caller set them to 0."""
 
     def driven(self, join: Callable[[bytes], None] | None = None) -> AbstractContextManager[None]:
         """[all ranks of the replica] Inside, the first rank's requests and steps are those of all.

@@ -58,7 +58,7 @@ class ReplicatedEngine:
     def __init__(self, engine: Engine, world: World, num_ranks: int) -> None:
         """[all] Replica r is ranks [r * num_ranks, (r + 1) * num_ranks) of `world`, the ranks that generate."""
         assert world.size % num_ranks == 0, "checked with the settings"
-        self.capacity, self.prompt_tokens = engine.capacity, engine.prompt_tokens
+        self.capacity, self.token_counts = engine.capacity, engine.token_counts
         self.leads = world.rank % num_ranks == 0
         self.engine = engine
         """This rank's own."""

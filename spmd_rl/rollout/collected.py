@@ -24,6 +24,7 @@ from spmd_rl.rollout.step_plan import GroupSlice
 from spmd_rl.rollout.table import SampleTable, SliceReport, build_table, last_segments
 from spmd_rl.types import Group
 
+NO_COUNTS = 0, 0, 0, 0
 MAX_TEXT = 20_000
 """The most characters of a prompt or an answer in `error.txt`."""
 
@@ -43,8 +44,9 @@ class RankReport(msgspec.Struct, array_like=True):
     seconds: float
     """From the step's beginning until it knew of its end."""
     num_aborted: int
-    prompt_tokens: tuple[int, int] = (0, 0)
-    """How many prompt tokens its requests had, and how many of these its engine had in its cache."""
+    token_counts: tuple[int, int, int, int] = NO_COUNTS
+    """How many prompt tokens its requests had, how many of these its engine had in its cache, how often it verified
+    drafts, and how many tokens of these were accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class Collected:
     """Answers that go on in the next step, over all ranks."""
     cached: float | None = None
     """The share of the prompt tokens that the engines had in their caches; None without any."""
+    accepted_drafts: float | None = None
+    """The mean number of tokens that the engines accepted of a draft; None where they verified none."""
     pace: Mapping[str, float] = field(default_factory=dict)
     """Metrics of how training and generation keep up with each other, where they do not take turns."""
     failure: RunFailed | None = None
@@ -95,7 +99,7 @@ class Collected:
         running = [group_slice for r in reports for group_slice in r.running]
         assert not any(group_slice.ticket in used for group_slice in running), "a used ticket is still under way"
         kept = [r for r in slices if r.ticket not in used] if settings.partial_rollout else []
-        asked = sum(r.prompt_tokens[0] for r in reports)
+        asked, num_cached, verified, accepted = map(sum, zip(*(r.token_counts for r in reports), strict=True))
         seconds = max(r.seconds for r in reports)  # then the last has come: the others have been idle since they came
         idle = [r.idle_seconds + seconds - r.seconds for r in reports if r.idle_seconds is not None]
         collected = cls(
@@ -106,7 +110,8 @@ class Collected:
             bubble=fmean(idle) / seconds,
             num_aborted=sum(r.num_aborted for r in reports),
             num_carried=settings.slice_size * len(running) + sum(r.num_answers for r in kept),
-            cached=sum(r.prompt_tokens[1] for r in reports) / asked if asked else None,
+            cached=num_cached / asked if asked else None,
+            accepted_drafts=accepted / verified if verified else None,
             carried=frozenset([*running, *(GroupSlice(r.ticket, r.number) for r in kept)]),
         )
         return collected.with_slices(finished)
@@ -173,6 +178,8 @@ class Collected:
         }
         if self.cached is not None:
             metrics["rollout/prefix_cache_hit"] = self.cached
+        if self.accepted_drafts is not None:
+            metrics["rollout/accepted_drafts/mean"] = self.accepted_drafts
         if num_sampled := int(np.count_nonzero(last)):
             stale = last_segments(answers)[(answers["lag"] > 0) & sampled]
             metrics["rollout/response_length/mean"] = int(answers["num_answer_tokens"][sampled].sum()) / num_sampled

@@ -153,11 +153,14 @@ class Rollouts:
         """Agree on what it asks for, without meeting anybody."""
         s = self._settings.rollout
         with self._world.phase("coordination"):
-            plan = plan_step(self._cursor, s, self._carried)
+            plan = plan_step(self._cursor, s, self._carried, self._priority)
             coordinator = coordinate(self._world.store, f"step{step}", plan, self._num_replicas)
             claim = claims(s.claim, coordinator, self._replica, self._num_replicas)
             shared = SharedStep(coordinator, claim, s, self._world.rank)
         return StepRun(step, shared, self._player)
+
+    def _priority(self, ticket: int) -> float:
+        return self.prompts.ticket(ticket, self._settings.seed)[1].priority
 
     def answer(
         self, prompts: Sequence[Prompt], sampling: Sequence[Sampling], kept: KeptAnswers | None = None

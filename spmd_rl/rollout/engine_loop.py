@@ -1,13 +1,14 @@
 """The engine loop: keeps an engine busy with what coroutines ask for. Requests in, completions out, in one thread.
 
 A coroutine that awaits `generate` sleeps until its request has ended; thousands may. Each `poll` lets every ready
-coroutine run, admits new requests in (ticket, answer, turn) order, and computes an engine step. Verdicts arrive between
-steps, so scoring overlaps generation.
+coroutine run, admits new requests (by priority, then in (ticket, answer, turn) order), and computes an engine step.
+Verdicts arrive between steps, so scoring overlaps generation.
 
 Left out: what an episode is (`episode.py`) and which ones to start (`player.py`).
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Iterable
 from operator import attrgetter
@@ -101,8 +102,10 @@ class EngineLoop:
 
     def admit(self) -> None:
         """Give the engine the new requests."""
-        for request in sorted(self._new, key=attrgetter("order")):
-            self._engine.add(replace(request, order=self._place + request.order) if self._place else request)
+        for request in sorted(self._new, key=attrgetter("queue_key")):
+            if self._place:
+                request = replace(request, order=self._place + request.order, priority=-math.inf)
+            self._engine.add(request)
         self._new.clear()
 
     async def change_policy(self, update: InFlightUpdate) -> None:

@@ -219,6 +219,7 @@ class Context:
             temperature=s.temperature,
             seed=self.seed(answer, number, self.num_sampled, *again),
             order=(ticket, answer, number),
+            priority=self.prompt.priority,
             stop_ids=self.tokenizer.stop_ids,
             stop=s.stop,
             num_begun=num_begun,

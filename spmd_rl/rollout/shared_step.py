@@ -6,7 +6,7 @@ import msgspec
 
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.rollout.claims import SliceClaim
-from spmd_rl.rollout.collected import RankReport
+from spmd_rl.rollout.collected import NO_COUNTS, RankReport
 from spmd_rl.rollout.coordinator import Coordinator
 from spmd_rl.rollout.filters import reject_reason
 from spmd_rl.rollout.step_plan import GroupSlice
@@ -55,7 +55,7 @@ class SharedStep:
 
         leads: whether this rank is the first of its replica.
         """
-        idle_seconds, seconds, prompt_tokens = run.costs()
+        idle_seconds, seconds, token_counts = run.costs()
         return RankReport(
             finished=list(self._reports.values()),
             running=running,
@@ -64,7 +64,7 @@ class SharedStep:
             idle_seconds=idle_seconds if leads else None,
             seconds=seconds,
             num_aborted=0 if self._settings.partial_rollout else run.num_stopped,
-            prompt_tokens=prompt_tokens if leads else (0, 0),
+            token_counts=token_counts if leads else NO_COUNTS,
         )
 
 

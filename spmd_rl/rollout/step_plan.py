@@ -6,8 +6,8 @@ step a ticket has a *position*: 0 starts first. A replica claims *slices* of a t
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from spmd_rl.config.schema import RolloutConfig
@@ -79,6 +79,8 @@ class StepPlan:
     """See `rollout.accept`."""
     carried: frozenset[GroupSlice] = frozenset()
     """Slices that a replica began in an earlier step and goes on with; nobody else may start them."""
+    order: tuple[int, ...] = ()
+    """The initial positions as they are claimed, where priorities differ; beyond it, and by default: from 0 on."""
 
     @property
     def initial_limit(self) -> int:
@@ -93,6 +95,7 @@ class StepPlan:
     def slice(self, number: int) -> tuple[int, GroupSlice]:
         """Return (position, slice) for the number of a slice among all slices of the step."""
         position, number = divmod(number, self.slices)
+        position = self.order[position] if position < len(self.order) else position
         return position, GroupSlice(self.cursor.ticket(position), number)
 
 
@@ -106,8 +109,13 @@ def num_slots(settings: RolloutConfig, replicas: int, max_running: int) -> int:
     return max(s.slice_size, min(max_running, share))
 
 
-def plan_step(cursor: Cursor, settings: RolloutConfig, carried: Iterable[GroupSlice] = ()) -> StepPlan:
-    """Return the plan of the next step.
+def plan_step(
+    cursor: Cursor,
+    settings: RolloutConfig,
+    carried: Iterable[GroupSlice] = (),
+    priority_of: Callable[[int], float] = lambda ticket: 0.0,
+) -> StepPlan:
+    """Return the plan of the next step; `priority_of` a ticket: those with a higher one are claimed first.
 
     With `rollout.tail=defer`, steps are short (the first K to finish of K + `over_sample` fresh tickets) until K
     tickets have been skipped; then comes a long step of just these, which waits for all. So answers are cut short in
@@ -119,7 +127,7 @@ def plan_step(cursor: Cursor, settings: RolloutConfig, carried: Iterable[GroupSl
         is_long = len(cursor.skipped) >= s.prompts_per_step
         cursor = cursor if is_long else Cursor(cursor.next)
         extra, accept = (0, "in_order") if is_long else (s.over_sample, "first_finished")
-    return StepPlan(
+    plan = StepPlan(
         cursor=cursor,
         goal=s.prompts_per_step,
         extra=extra,
@@ -128,3 +136,15 @@ def plan_step(cursor: Cursor, settings: RolloutConfig, carried: Iterable[GroupSl
         accept=accept,
         carried=frozenset(carried),
     )
+    return replace(plan, order=_claim_order(plan, priority_of))
+
+
+def _claim_order(plan: StepPlan, priority_of: Callable[[int], float]) -> tuple[int, ...]:
+    """See `StepPlan.order`. Positions are what they were, and with them what the step accepts.
+
+    What this step needs stays before what may be left to a later one (`split.pace.oldest_version_at` relies on it).
+    """
+    priorities = [priority_of(plan.cursor.ticket(position)) for position in range(plan.initial_limit)]
+    if len(set(priorities)) <= 1:
+        return ()
+    return tuple(sorted(range(len(priorities)), key=lambda at: (at // plan.goal, -priorities[at], at)))

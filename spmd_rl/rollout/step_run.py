@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -46,8 +47,10 @@ class Counters(NamedTuple):
     """In which the engine had nothing to compute."""
     seconds: float = 0.0
     asked: int = 0
-    """Prompt tokens, see `PromptTokens`; so `cached`."""
+    """See `TokenCounts`; so the others."""
     cached: int = 0
+    verified: int = 0
+    accepted: int = 0
 
     def plus(self, later: "Counters", since: "Counters") -> "Counters":
         """Return these counters and what was counted from `since` to `later`."""
@@ -72,20 +75,20 @@ class StepRun:
         """By `time.perf_counter`, where it started ahead of its step."""
         self._paused_seconds = self._idle_ahead = 0.0
 
-    def costs(self) -> tuple[float, float, tuple[int, int]]:
+    def costs(self) -> tuple[float, float, tuple[int, ...]]:
         """Return what the step has cost this replica so far.
 
-        These are the seconds in which the engine had nothing to compute, those at work with waits for verdicts, and the
-        prompt tokens asked for and cached (see `PromptTokens`).
+        These are the seconds in which the engine had nothing to compute, those at work with waits for verdicts, and
+        `TokenCounts`.
         """
         spent = self._spent
         if self._driven_from is not None:
             spent = spent.plus(self._counters(), since=self._driven_from)
-        return spent.idle_seconds, spent.seconds, (spent.asked, spent.cached)
+        return spent.idle_seconds, spent.seconds, spent[2:]
 
     def _counters(self) -> Counters:
-        tokens = self._player.engine.prompt_tokens
-        return Counters(self._player.engine_loop.idle_seconds, time.perf_counter(), tokens.asked, tokens.cached)
+        counts = astuple(self._player.engine.token_counts)
+        return Counters(self._player.engine_loop.idle_seconds, time.perf_counter(), *counts)
 
     def pause(self) -> None:
         """Turn to other work, while verdicts and replies of environments come in; the engine holds nothing."""

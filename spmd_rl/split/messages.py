@@ -138,7 +138,7 @@ class Stats(wire.WireMessage):
 
     idle_seconds: Measured = 0.0
     seconds: Measured = 1e-9
-    prompt_tokens: tuple[Counted, Counted] = (0, 0)
+    token_counts: tuple[Counted, Counted, Counted, Counted] = (0, 0, 0, 0)
     """See `RankReport`."""
     waited: Measured = 0.0
     """Seconds in which it waited for a newer policy before it began the step."""

@@ -109,9 +109,12 @@ class StepQueue(_Pieces):
         cursor: Cursor,
         settings: RolloutConfig,
         oldest_at: Callable[[int], int],
+        priority_of: Callable[[int], float],
         before: "StepQueue | None" = None,
     ) -> None:
         """oldest_at: the oldest version that may begin the ticket at a position, where answers are carried on.
+
+        priority_of: a ticket's, see `plan_step`.
 
         before: the step whose answers go on in this one, where `rollout.partial_rollout` says so.
         """
@@ -121,7 +124,7 @@ class StepQueue(_Pieces):
         going_on = before.held if before and settings.partial_rollout else {}
         waiting = before.free if before and settings.partial_rollout else []
         places = [*(piece.place for piece, _, _ in carried), *going_on, *waiting]
-        plan = plan_step(cursor, settings, [GroupSlice(*place) for place in places])
+        plan = plan_step(cursor, settings, [GroupSlice(*place) for place in places], priority_of)
         self.coordinator: Coordinator = coordinate(dist.HashStore(), f"step{step}", plan)
         self.num_initial = plan.initial_limit * plan.slices
         self._reserved: int | None = None
@@ -214,7 +217,7 @@ class StepQueue(_Pieces):
                     idle_seconds=min(stats.idle_seconds, stats.seconds),
                     seconds=max(stats.seconds, 1e-9),
                     num_aborted=len(self.held) * self._settings.slice_size if first and not carries else 0,
-                    prompt_tokens=stats.prompt_tokens,
+                    token_counts=stats.token_counts,
                 )
             )
         return found

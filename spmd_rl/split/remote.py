@@ -88,7 +88,8 @@ class RemoteRollouts:
         first, wanted = max(start, self._cfg.num_shown) + 1, self._cfg.placement.min_generate
         self._start = start
         if self._world.rank == 0:
-            self._server.with_queue(lambda queue: queue.begin(start, first, self._cfg.steps, self._cursor))
+            rest = self._cfg.steps, self._cursor, self._priority
+            self._server.with_queue(lambda queue: queue.begin(start, first, *rest))
             if (ready := self._server.with_queue(lambda queue: queue.num_ready)) < wanted and self._attached:
                 print(
                     f"placement.min_generate={wanted}: {ready} generating ranks are attached; waiting for the same "
@@ -98,6 +99,9 @@ class RemoteRollouts:
         if self._attached:
             self._wait(f"start: {wanted} attached ranks", lambda queue: queue.num_ready >= wanted)
             self._world.barrier("start: attached ranks")  # [all]
+
+    def _priority(self, ticket: int) -> float:
+        return self.prompts.ticket(ticket, self._cfg.seed)[1].priority
 
     def announce(self, announcement: Announcement) -> None:
         """On the first rank: let generating ranks know of a version, and of what is asked of it."""

@@ -111,6 +111,7 @@ class WorkQueue:
         self.progress = 0
         """Of all members together; it only rises."""
         self.horizon = Horizon()
+        self._priority_of: Callable[[int], float] = lambda ticket: 0.0
         self._queues: dict[tuple[str, int], StepQueue | EvalQueue | ProbeQueue] = {}
         self._begun: dict[Place, int] = {}
         """Slices that a member has begun and left to others."""
@@ -182,8 +183,14 @@ class WorkQueue:
 
     # -- what there is to do ---------------------------------------------------------------------------------------
 
-    def begin(self, start: int, first: int, last: int, cursor: Cursor) -> None:
-        """Open step `first`, and after it all to the `last`, of a run that starts from version `start`."""
+    def begin(
+        self, start: int, first: int, last: int, cursor: Cursor, priority_of: Callable[[int], float] | None = None
+    ) -> None:
+        """Open step `first`, and after it all to the `last`, of a run that starts from version `start`.
+
+        priority_of: a ticket's, see `plan_step`.
+        """
+        self._priority_of = priority_of or self._priority_of
         self.horizon = Horizon(first, start, last, cursor)
         if first <= last:
             self._queues["step", first] = self._step_queue(None)
@@ -192,7 +199,7 @@ class WorkQueue:
         horizon, settings = self.horizon, self._settings
         order = {"step": horizon.step, "per_step": settings.prompts_per_step}
         oldest_at = partial(oldest_version_at, **order, max_staleness=self._max_staleness, start=horizon.start)
-        return StepQueue(horizon.step, horizon.cursor, settings, oldest_at, before)
+        return StepQueue(horizon.step, horizon.cursor, settings, oldest_at, self._priority_of, before)
 
     def ask_eval(self, version: int, num_prompts: int) -> None:
         """Have held-out prompts answered by this version."""

@@ -77,6 +77,8 @@ class Prompt(Struct, frozen=True):
     ground_truth: str
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Whatever else the row or generator gave (plain JSON values), handed to the rewarder untouched."""
+    priority: float = 0.0
+    """Prompts of a step with a higher one are begun first."""
 
 
 class Conversation(Struct, frozen=True, gc=False):
@@ -134,6 +136,13 @@ class Request(Struct, frozen=True, gc=False):
     Below 1 only with a `top_k`."""
     min_p: float = 0.0
     """Draw among the tokens that have this share of the most likely one's probability. Above 0 only with a `top_k`."""
+    priority: float = 0.0
+    """Requests with a higher one are admitted before, whatever their order."""
+
+    @property
+    def queue_key(self) -> tuple[float, tuple[int, ...]]:
+        """Of requests that wait, the one with the least is next."""
+        return -self.priority, self.order
 
     @property
     def begun(self) -> array:

@@ -94,6 +94,18 @@ def test_a_checkpoint_continues_at_another_world_size(toy: Toy, straight: Runnin
     assert difference(run.weights(2), straight.weights(2)) < 1e-6
 
 
+def test_priorities_change_no_sample_and_no_weight(toy: Toy, straight: Running, by_size) -> None:
+    rows = [json.loads(line) | {"priority": i % 3} for i, line in enumerate(toy.data.read_text().splitlines())]
+    ranked = toy.path / "ranked.jsonl"
+    ranked.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first = toy.run(*SETTINGS, f"data.train={ranked}", "steps=1", ranks=1, name="ranked")
+    assert tokens(first, 1) == tokens(by_size[1], 1)
+    assert bitwise_equal(first.weights(1), by_size[1].weights(1))
+    resumed = toy.run(*SETTINGS, f"data.train={ranked}", "steps=3", ranks=1, name="ranked")
+    assert [tokens(resumed, step) for step in (2, 3)] == [tokens(straight, step) for step in (2, 3)]
+    assert difference(resumed.weights(3), straight.weights(3)) < 1e-6
+
+
 @pytest.mark.slow
 def test_claims_from_the_store_accept_the_same_tickets(toy: Toy, by_size) -> None:
     run = toy.run(*SETTINGS, "rollout.claim=store", "steps=1", ranks=2, name="store")

@@ -271,6 +271,7 @@ def test_a_constraint_is_one_of_three(tmp_path):
 
 REFUSED = {
     "engine=sglang": {"engine": EngineConfig(name="sglang")},
+    "engine.drafts": {"engine": EngineConfig(drafts=4)},
     "engine.args.speculative_config": {"engine": EngineConfig(name="vllm", args={"speculative_config": {}})},
     "rollout.stop, which": {"rollout": {"stop": ["x"]}},
     "rollout.thinking_budget": {"rollout": {"thinking_budget": 5}},

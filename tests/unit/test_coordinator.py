@@ -134,6 +134,29 @@ def test_static_waves_start_what_is_missing() -> None:
     assert deal.next(9) == []
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    kind=st.sampled_from(["store", "static"]),
+    priorities=st.lists(st.integers(0, 2), min_size=30, max_size=30),
+    **games,
+)
+def test_priorities_order_the_claims_and_nothing_else(
+    kind, priorities, demand, outcomes, replicas, skipped, seed
+) -> None:
+    cursor, s = Cursor(7, tuple(sorted(skipped))), RolloutConfig(answers_per_prompt=demand["slices"], min_answers=1)
+    s.prompts_per_step, s.over_sample, s.answers_per_claim = demand["goal"], demand["extra"], 1
+    s.max_prompts_per_step = len(outcomes)
+    plain, plan = plan_step(cursor, s), plan_step(cursor, s, (), priorities.__getitem__)
+    assert play(plan, outcomes, replicas, kind, seed)["used"] == play(plain, outcomes, replicas, kind, seed)["used"]
+    claimed = [plan.slice(number) for number in range(plan.initial_limit * plan.slices)]
+    assert sorted(claimed) == [plain.slice(number) for number in range(len(claimed))]
+    positions = [position for position, part in claimed if part.number == 0]
+    wanted = [priorities[cursor.ticket(position)] for position in positions]
+    assert wanted[: plan.goal] == sorted(wanted[: plan.goal], reverse=True), "of what the step needs"
+    assert sorted(positions[: plan.goal]) == list(range(plan.goal)), "what may be left comes after what is needed"
+    assert plan_step(cursor, s, (), lambda ticket: 4.0) == plain
+
+
 def test_store_claim_keeps_its_reservation() -> None:
     coordinator = coordinate(HashStore(), "s", StepPlan(Cursor(), goal=1, extra=0, limit=3))
     mine, other = StoreClaim(coordinator), StoreClaim(coordinator)

@@ -208,6 +208,10 @@ BROKEN = [
     ({"question": "a", "answer": "1", "id": 1.5}, "`id` is a number"),
     ({"question": "a", "answer": "1", "id": ""}, "`id` is"),
     ({"question": "a", "answer": "1", "id": True}, "`id` is a boolean"),
+    ({"question": "a", "answer": "1", "priority": "high"}, "`priority` is text, not a number"),
+    ({"question": "a", "answer": "1", "priority": True}, "`priority` is a boolean"),
+    ({"question": "a", "answer": "1", "priority": None}, "`priority` is null"),
+    (b'{"question": "a", "answer": "1", "priority": 1e400}', "`priority` is inf, not within 1e+09 of 0"),
 ]
 
 

@@ -1,12 +1,14 @@
 """The scheduler on one rank: what a step accepts, what it aborts, and what it must not depend on."""
 
 import asyncio
+import itertools
 import json
 import re
 from array import array
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from spmd_rl.config import RlvrConfig
 from spmd_rl.distributed import World, solo
@@ -109,6 +111,33 @@ def test_requests_are_admitted_in_ticket_answer_order(world: World) -> None:
     engine = FakeEngine()
     make_rollouts(settings(), engine, FakePrompts(9), FakeScorer(even), world).collect(1)
     assert engine.added[:12] == [(t, a, 0) for t in range(3) for a in range(4)]
+
+
+@pytest.mark.parametrize("claim", ["store", "static"])
+def test_a_prompt_of_a_higher_priority_begins_first_and_the_step_stays_the_same(world: World, claim: str) -> None:
+    def steps(priorities: dict[int, float]):
+        prompts, engine = FakePrompts(9), FakeEngine(max_running=8)
+        prompts.train = tuple(replace(p, priority=priorities.get(i, 0.0)) for i, p in enumerate(prompts.train))
+        cfg = settings(claim=claim, prompts_per_step=4, over_sample=1, accept="in_order")
+        cfg.rollout.filter.zero_variance = False
+        make = lambda: make_rollouts(cfg, engine, prompts, FakeScorer(even), world)  # noqa: E731
+        rollouts, found = make(), []
+        for step in (1, 2):
+            number = 10 * next(numbers)
+            found += [(g.ticket, [s.turns[0].text for s in g.samples]) for g in rollouts.collect(number).groups]
+            state, rollouts = rollouts.state(), make()  # a resume
+            rollouts.load_state(state)
+        return found, [ticket for ticket, answer, _ in engine.added if answer == 0]
+
+    numbers = itertools.count(1)
+    plain, order = steps({})
+    assert order[:4] == [0, 1, 2, 3] and [ticket for ticket, _ in plain] == list(range(8))
+    ranked, order = steps({3: 2.0, 1: -1.0, 4: 9.0, 6: 0.5})
+    assert ranked == plain
+    if claim == "store":  # ticket 4 is one more than the step needs
+        assert order[:5] == [3, 0, 2, 1, 4] and order[-5:-1] == [4, 6, 5, 7]
+    else:
+        assert order[:5] == [4, 3, 0, 2, 1]
 
 
 def test_slots_bound_what_runs(world: World) -> None:

@@ -137,10 +137,10 @@ def test_a_flush_is_refused_until_it_has_been_idle(engine):
 
 def test_keys_are_shared_by_the_same_extra_key_alone(engine):
     run(engine, ask("a", range(30)))
-    engine.prompt_tokens.asked = engine.prompt_tokens.cached = 0
+    engine.token_counts.asked = engine.token_counts.cached = 0
     run(engine, ask("b", range(30)))
-    assert engine.prompt_tokens.cached == 29
+    assert engine.token_counts.cached == 29
     engine.version = 2
     run(engine, ask("c", range(30)))
     engine.version = 1
-    assert engine.prompt_tokens.cached == 29
+    assert engine.token_counts.cached == 29

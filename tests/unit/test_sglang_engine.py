@@ -130,9 +130,9 @@ def test_it_draws_the_native_engines_tokens(engine, native, weights):
 def test_a_prompt_that_was_computed_is_not_computed_again(engine):
     prompt = range(40)
     first = run(engine, ask("a", prompt))["a"]
-    engine.prompt_tokens.asked = engine.prompt_tokens.cached = 0
+    engine.token_counts.asked = engine.token_counts.cached = 0
     assert run(engine, ask("a", prompt))["a"].token_ids == first.token_ids
-    assert (engine.prompt_tokens.asked, engine.prompt_tokens.cached) == (40, 39)
+    assert (engine.token_counts.asked, engine.token_counts.cached) == (40, 39)
 
 
 def test_admitted_in_the_order_of_add_up_to_max_running(engine):

@@ -33,7 +33,7 @@ class History:
         self.staleness, self.last = draw.randint(0, 2), draw.randint(2, 5)
         self.now, self.version = 0.0, 0
         self.queue = WorkQueue(self.settings, self.staleness, lambda: self.now, Limits(LEASE), first=7)
-        self.queue.begin(0, 1, self.last, Cursor())
+        self.queue.begin(0, 1, self.last, Cursor(), random.Random(seed).choice([None, lambda ticket: -ticket % 3]))
         self.ranks: list[dict] = []
         """Each has its number, the pieces it works on, the version it has loaded, and whether it is stopped."""
         self.accepted: dict[int, list] = defaultdict(list)

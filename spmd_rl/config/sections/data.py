@@ -16,7 +16,8 @@ MOST_CPUS = 10_000
 DEVICES = re.compile(r"cpu|[\w.:/-]+(,[\w.:/-]+)*")
 GENERATORS = "reasoning_gym:"
 """Prefix of the sources of prompts that are generators, not files"""
-ROW_KEYS = ("question", "prompt", "messages", "problem", "ground_truth", "answer", "solution", "domain", "id")
+PROBLEM_KEYS = "question", "prompt", "messages", "problem"
+ROW_KEYS = (*PROBLEM_KEYS, "ground_truth", "answer", "solution", "domain", "id", "priority")
 """What `data.keys` may name"""
 SANDBOXES = ("auto", "bwrap", "forkserver", "none")
 

@@ -12,14 +12,16 @@ The same adds and steps give bitwise the same tokens and logprobs. Left out: wha
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import groupby, islice, repeat
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmd_rl.engine.base import Capacity, Engine
 from spmd_rl.engine.checked_weights import CheckedWeights
-from spmd_rl.engine.native.attention import Bucket, Paged
+from spmd_rl.engine.native.attention import ALIKE, Bucket, Paged
+from spmd_rl.engine.native.drafts import Drafter
 from spmd_rl.engine.native.kv import BLOCK, KVPool
 from spmd_rl.engine.native.routing import ChosenExperts
 from spmd_rl.engine.native.sampling import cut_off, draw
@@ -36,6 +38,8 @@ BATCH_TOKENS = 4096
 """Tokens of one forward (a longer prompt goes alone): the bound of its activations."""
 QUERIES = 256
 """Tokens that attend in one call of the kernel: the bound of its mask."""
+Sampled = tuple[int, float, list[int], list[int]]
+"""A token, its logprob, the candidates it was drawn among, and the experts of the token before it"""
 ROUND_FEW, ROUND_MANY = 8, 64
 """Forwards are filled up to multiples of these: kernels are compiled and kept per shape, and would pile up."""
 
@@ -52,11 +56,13 @@ class NativeEngine(Engine):
         text_of: TextOf = no_text,
         records_experts: bool = False,
         constraint: Constraint | None = None,
+        drafts: int = 0,
     ) -> None:
         """`offload`: weights go to host memory and the KV cache is freed outside `awake()`. No effect on CPU.
 
         `text_of`: needed for requests with stop strings. records_experts: completions record which experts of a mixture
-        their tokens went to; UserError if the module is none. constraint: what all answers have to parse as.
+        their tokens went to; UserError if the module is none. constraint: what all answers have to parse as. drafts:
+        tokens of a draft (`drafts.py`), at most; 0 with a constraint.
         """
         self._constraint = constraint
         self._text_of = text_of
@@ -78,7 +84,8 @@ class NativeEngine(Engine):
         self.capacity = Capacity(max_running, kv_tokens, max_tokens)
         self._experts = ChosenExperts(module) if records_experts else None
         self._scheduler = Scheduler(self.pool, max_running, self._experts.per_token if self._experts else 0)
-        self.prompt_tokens = self._scheduler.prompt_tokens
+        self._drafter = Drafter(drafts) if drafts else None
+        self.token_counts = self._scheduler.token_counts
         self._aborted: list[Completion] = []
         self._version: int | None = None
         self.offloads = offload and self._device.type != "cpu"
@@ -106,9 +113,11 @@ class NativeEngine(Engine):
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Admit what fits, compute one token for each running request, return those that ended."""
+        """Admit what fits, compute a token for each running request (and drafts), return those that ended."""
         ended, self._aborted = self._aborted, []
         self._scheduler.admit()
+        if self._drafter:
+            self._drafter.propose(self._scheduler.rows, _filled)
         for rows in self._batches():
             ended += self._forward(rows)
         return ended
@@ -168,50 +177,62 @@ class NativeEngine(Engine):
         """The running rows in the order of their admission, in batches of `BATCH_TOKENS` to feed or one row."""
         batches, room = [], 0
         for row in self._scheduler.rows:
-            if not batches or row.num_pending > room:
+            if not batches or row.num_fed > room:
                 batches.append([])
                 room = BATCH_TOKENS
             batches[-1].append(row)
-            room -= row.num_pending
+            room -= row.num_fed
         return batches
 
     def _forward(self, rows: list[RunningSequence]) -> list[Completion]:
-        """Feed what is pending and sample a token for every row; returns the completions of those that end with it."""
+        """Feed what is pending and sample behind it for every row; returns the completions of those that end."""
         rows = sorted(rows, key=_shape)
-        ids, positions, slots, last = [], [], [], []
+        ids, positions, slots, asked = [], [], [], []
         for row in rows:
-            new = range(row.num_stored, row.num_tokens)
-            ids += row.pending
+            new = range(row.num_stored, row.num_stored + row.num_fed)
+            ids += row.fed
             positions += new
             slots += map(row.slot, new)
-            last.append(len(ids) - 1)
+            asked += range(len(ids) - len(row.drafts) - 1, len(ids))
         kv = Paged(self.pool, self._tensor(slots), tuple(self._buckets(rows)))
-        blank = [0] * (-len(ids) % (ROUND_FEW if len(ids) <= ROUND_MANY else ROUND_MANY))
+        blank = [0] * (_filled(len(ids)) - len(ids))
         output = self.model(
             input_ids=self._tensor([ids + blank]),
             position_ids=self._tensor([positions + blank]),
             use_cache=False,
-            logits_to_keep=self._tensor(last + [0] * (-len(last) % ROUND_FEW)),
+            logits_to_keep=self._tensor(asked + [0] * (-len(asked) % ROUND_FEW)),
             kv=kv,
         )
-        if self._experts:
-            for row, chosen in zip(rows, self._experts.at(self._tensor(last)), strict=True):
-                if row.token_ids:  # else it is the prompt's last token
-                    row.experts.extend(chosen)
-        for row in rows:
-            row.num_stored = row.num_tokens
-        logits = output.logits[0, : len(rows)]
+        logits = output.logits[0, : len(asked)]
         if self._constraint:
             cut_off(logits, rows, self._constraint)
-        drawn = draw(logits, rows)
-        for row, token, logprob, candidates in zip(rows, *drawn, strict=True):
-            row.append(token, logprob, self._version, candidates)
+        places = [(row, ahead) for row in rows for ahead in range(len(row.drafts) + 1)]
+        drawn = draw(logits, *zip(*places, strict=True))
+        experts = self._experts.at(self._tensor(asked)) if self._experts else repeat(())
+        found = zip(*drawn, experts, strict=False)
         ended = []
         for row in rows:
-            if reason := self._finish_reason(row):
+            if reason := self._take(row, list(islice(found, len(row.drafts) + 1))):
                 self._scheduler.end(row)
                 ended.append(row.completion(reason))
         return ended
+
+    def _take(self, row: RunningSequence, found: list[Sampled]) -> FinishReason | None:
+        """Append the first token found, then the next while the one before was drafted; the reason to end, if any."""
+        drafts, row.drafts = row.drafts, row.drafts[:0]
+        for place, (token, logprob, candidates, experts) in enumerate(found):
+            if row.token_ids:  # else it was the prompt's last token that was fed
+                row.experts.extend(experts)
+            row.num_stored = row.num_tokens
+            row.append(token, logprob, self._version, candidates)
+            reason = self._finish_reason(row)
+            if reason or drafts[place : place + 1].tolist() != [token]:
+                break
+        row.num_accepted += place
+        row.num_rejected += place < len(drafts)
+        self.token_counts.verified += bool(drafts)
+        self.token_counts.accepted += place
+        return reason
 
     def _finish_reason(self, row: RunningSequence) -> FinishReason | None:
         """The reason to stop after the last token, if there is one."""
@@ -243,6 +264,7 @@ class NativeEngine(Engine):
         mask = torch.zeros(later.shape, dtype=self._dtype, device=self._device).masked_fill_(later, -math.inf)
         if num > 1:
             mask = mask.repeat_interleave(self._heads_per_key, dim=1)
+            mask = F.pad(mask, (0, 0, 0, -mask.shape[1] % ALIKE))
         return Bucket(slice(begin, begin + num * len(rows)), self._tensor(tables), mask[:, None])
 
     def _tensor(self, values: list) -> Tensor:
@@ -251,10 +273,20 @@ class NativeEngine(Engine):
 
 def _shape(row: RunningSequence) -> tuple[int, int]:
     """Rows of one shape feed equally many tokens, and differ in length by a factor of two at most (128: at most so)."""
-    return row.num_pending, (row.num_tokens - 1 >> 7).bit_length()
+    return row.num_fed, (row.num_tokens - 1 >> 7).bit_length()
+
+
+def _filled(num_tokens: int) -> int:
+    """How long a forward of so many tokens is."""
+    step = ROUND_FEW if num_tokens <= ROUND_MANY else ROUND_MANY
+    return -(-num_tokens // step) * step
 
 
 def _width(num_tokens: int) -> int:
-    """To how many tokens a table is padded: beyond these steps, sums over keys would be grouped in another way."""
-    step = 16 if num_tokens <= 256 else 256
-    return -(-num_tokens // step) * step
+    """To how many tokens a table is padded: of other numbers of keys, sums would be grouped in another way.
+
+    The kernel takes 512 keys at a time. Of the last of these, up to 192 are summed as they are among 512; those between
+    (and up to 511) are not.
+    """
+    whole, rest = divmod(num_tokens, 512)
+    return 512 * whole + (-(-rest // 16) * 16 if rest <= 192 else 512)

@@ -1,4 +1,4 @@
-"""Who runs: requests wait in (ticket, answer, turn) order and are admitted when a row and all their blocks are free.
+"""Who runs: requests wait by priority, then in (ticket, answer, turn) order, until a row and all their blocks are free.
 
 A request's blocks are taken at once for its prompt and its token limit: nothing is ever preempted, and the pool is the
 bound. Whoever waits first is admitted first, even if a later one would fit: no request starves.
@@ -11,9 +11,9 @@ found when it has ended, by the agent's next turn.
 import heapq
 from array import array
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from spmd_rl.engine.base import PromptTokens
+from spmd_rl.engine.base import TokenCounts
 from spmd_rl.engine.native.kv import BLOCK, KVPool, block_keys, blocks_for
 from spmd_rl.engine.sequence import SequenceState
 from spmd_rl.types import Completion, Request
@@ -29,6 +29,10 @@ class RunningSequence(SequenceState):
     """tokens whose keys and values are in the pool"""
     shared: bool = True
     """whether later requests may find its blocks; not once the weights have changed under it"""
+    drafts: array = field(default_factory=lambda: array("i"))
+    """ids ('i') that may come next, see `drafts.py`; not counted among its tokens before they are accepted"""
+    num_accepted: int = 0
+    num_rejected: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -36,15 +40,16 @@ class RunningSequence(SequenceState):
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     @property
-    def num_pending(self) -> int:
-        """Tokens to feed next: known, not stored yet."""
-        return self.num_tokens - self.num_stored
+    def num_fed(self) -> int:
+        """Tokens to feed next: known and not stored yet, and drafts."""
+        return self.num_tokens - self.num_stored + len(self.drafts)
 
     @property
-    def pending(self) -> array:
+    def fed(self) -> array:
         """The ids ('i') of these tokens."""
         begin = self.num_stored - len(self.request.prompt_ids)
-        return self.token_ids[begin:] if begin >= 0 else self.request.prompt_ids[begin:] + self.token_ids
+        known = self.token_ids[begin:] if begin >= 0 else self.request.prompt_ids[begin:] + self.token_ids
+        return known + self.drafts
 
     def slot(self, position: int) -> int:
         """Where the token at `position` is stored."""
@@ -60,17 +65,17 @@ class Scheduler:
         """running, in the order of their admission"""
         self.unfinished: set[str] = set()
         """ids of those waiting and running"""
-        self.prompt_tokens = PromptTokens()
+        self.token_counts = TokenCounts()
         """of the requests admitted"""
         self._pool, self._max_running, self._num_experts = pool, max_running, num_experts
-        self._waiting: list[tuple[tuple[int, ...], int, Request]] = []  # a heap
+        self._waiting: list[tuple[tuple[float, tuple[int, ...]], int, Request]] = []  # a heap
         self._num_added = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request; equal orders are admitted in the order of `add`."""
+        """Queue a request; those alike in priority and order are admitted in the order of `add`."""
         assert request.id not in self.unfinished, f"request {request.id} is under way already"
         self.unfinished.add(request.id)
-        heapq.heappush(self._waiting, (request.order, self._num_added, request))
+        heapq.heappush(self._waiting, (request.queue_key, self._num_added, request))
         self._num_added += 1
 
     def admit(self) -> None:
@@ -89,7 +94,7 @@ class Scheduler:
             self._pool.keep(keys, table)
             row = RunningSequence(request, num_experts=self._num_experts, table=table, num_stored=len(found) * BLOCK)
             self.rows.append(row)
-            self.prompt_tokens.count(num_tokens, len(found) * BLOCK)
+            self.token_counts.count(num_tokens, len(found) * BLOCK)
 
     def forget(self) -> None:
         """Let no later request find keys and values of the weights so far; running rows go on with those they have."""
