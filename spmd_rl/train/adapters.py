@@ -13,7 +13,7 @@ all that is trained, and the same in every layout and backend: where they begin 
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,16 +41,16 @@ class SavedScaling:
     """The factor of a model's adapters as a checkpoint has it. One of adapters that count half is another model."""
 
     def __init__(self, settings: LoraConfig) -> None:
-        self._settings = settings
+        self.settings = settings
         self._saved_scaling = torch.tensor(settings.scaling if settings.rank else 0.0, dtype=torch.float64)
 
     def state(self, is_mine: bool) -> list[Shard]:
         """What is saved beside the adapters."""
-        return [Shard(SCALING, (), (), self._saved_scaling, is_mine)] if self._settings.rank else []
+        return [Shard(SCALING, (), (), self._saved_scaling, is_mine)] if self.settings.rank else []
 
     def check_scaling(self) -> None:
         """ValueError if what `state` gave was overwritten with another factor; it is put back."""
-        saved, own = float(self._saved_scaling), self._settings.scaling if self._settings.rank else 0.0
+        saved, own = float(self._saved_scaling), self.settings.scaling if self._settings.rank else 0.0
         self._saved_scaling.fill_(own)
         if saved != own:
             raise ValueError(
@@ -60,7 +60,7 @@ class SavedScaling:
     def scaled(self, b: Tensor) -> Tensor:
         """A `B`, multiplied by the factor in float32."""
         wide = torch.promote_types(b.dtype, torch.float32)
-        return (b.to(wide) * self._settings.scaling).to(b.dtype)
+        return (b.to(wide) * self.settings.scaling).to(b.dtype)
 
 
 class StoredAdapters(SavedScaling):
@@ -70,11 +70,11 @@ class StoredAdapters(SavedScaling):
         super().__init__(settings)
         self.layers = frozenset(layers)
 
-    def shapes(self, of_weights: Callable[[str], Sequence[int]]) -> dict[str, tuple[int, ...]]:
-        """Of all `A` and `B`, by name."""
-        found, rank = {}, self._settings.rank
+    def shapes(self, files: WeightFiles) -> dict[str, tuple[int, ...]]:
+        """Of all `A` and `B`, by name. files: of the model."""
+        found, rank = {}, self.settings.rank
         for layer in self.layers:
-            rows, columns = of_weights(f"{layer}.weight")
+            rows, columns = files.shape(f"{layer}.weight")
             found |= {PREFIX + layer + A: (rank, columns), PREFIX + layer + B: (rows, rank)}
         return found
 
@@ -83,7 +83,7 @@ class StoredAdapters(SavedScaling):
         if not name.startswith(PREFIX):
             return files.read(name, region)
         own = name.removeprefix(PREFIX).replace(".weight", f".{NAME}.weight")
-        return first_value(own, torch.Size(self.shapes(files.shape)[name]))[region]
+        return first_value(own, torch.Size(self.shapes(files)[name]))[region]
 
     def published(self, wholes: Iterable[tuple[str, Tensor]], adapters: str) -> Iterator[tuple[str, Tensor]]:
         """As `Adapters.published`, of tensors of which an adapter's come before its layer's weight."""
@@ -93,7 +93,7 @@ class StoredAdapters(SavedScaling):
             if adapters == "merged" and name.startswith(PREFIX):
                 known[name] = tensor.clone()  # it is gone with the next one
             elif layer + A in known:
-                adapter = Adapter(known.pop(layer + A), known.pop(layer + B), self._settings.scaling)
+                adapter = Adapter(known.pop(layer + A), known.pop(layer + B), self.settings.scaling)
                 yield name, merged(adapter, tensor, name, len(tensor))
             else:
                 yield name, self.scaled(tensor) if name.startswith(PREFIX) and name.endswith(B) else tensor
@@ -205,9 +205,9 @@ class Adapters(SavedScaling):
                 yield name, tensor
                 continue
             known[name.removeprefix(layer)] = tensor.clone()  # it is gone with the next one
-            if len(known) == 3 + self._settings.dora:  # one layer's come together
+            if len(known) == 3 + self.settings.dora:  # one layer's come together
                 a, b, *magnitude = (known[ending] for ending in ENDINGS if ending in known)
-                adapter = Adapter(a, b, self._settings.scaling, *magnitude)
+                adapter = Adapter(a, b, self.settings.scaling, *magnitude)
                 weight = known[f"{BASE}.weight"]
                 yield f"{layer}{BASE}.weight", merged(adapter, weight, f"{layer}.weight", len(weight))
                 known = {}
@@ -220,13 +220,13 @@ class Adapters(SavedScaling):
 
     def begin(self, is_trained: bool) -> None:
         """Adapters drop some of their inputs from now on, or not; of no effect without `dropout`."""
-        for layer in self.layers.values() if self._settings.dropout else ():
+        for layer in self.layers.values() if self.settings.dropout else ():
             layer.lora_dropout[NAME].train(is_trained)  # until the next call: a layer may be computed a second time
 
     @contextmanager
     def drawn(self, num_steps: int, microbatch: int, layout: Layout) -> Iterator[None]:
         """Within, what is dropped is a function of the updates done, and of what of the batch is here."""
-        if not self.layers or not self._settings.dropout:
+        if not self.layers or not self.settings.dropout:
             yield
             return
         seed = (num_steps, microbatch, layout.data.rank, layout.rank("cp"))

@@ -18,8 +18,8 @@ class LoraConfig:
     """Last parts of the names of the linear layers that get an adapter, such as `[q_proj,v_proj]`. Default: all linear
     layers of the decoder layers; stacked experts are none."""
     dropout: float = 0.0
-    """Share of an adapter's inputs that is dropped in updates. Their logprobs then differ from those before them. Not with
-    `train=megatron`."""
+    """Share of an adapter's inputs that is dropped in updates. Their logprobs then differ from those before them.
+    Not with `train=megatron`."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (Kalajdzievski, arXiv 2312.03732)."""
     dora: bool = False

@@ -1,6 +1,6 @@
 """Adapters on Megatron, whose linear layers are several of the checkpoint's in one, and cut.
 
-    adapters = Adapters(role.lora, module, rules, layout.key)
+    adapters = MegatronAdapters(role.lora, module, rules, layout.key)
     parameters = parameters_of(adapters.rules, ...)
     adapters.attach(chunks, shapes, groups.tp, head_dim)
 
@@ -33,7 +33,7 @@ INSIDE = ".adapters."
 """In names of parameters, between Megatron's of a linear layer and ours of an adapter"""
 
 
-class Adapters(StoredAdapters):
+class MegatronAdapters(StoredAdapters):
     """Those of one model; none where `settings` say so."""
 
     def __init__(self, settings: LoraConfig, module: nn.Module, rules: Mapping[str, Rule], key: str) -> None:
@@ -64,7 +64,7 @@ class Adapters(StoredAdapters):
                     linear = chunk.get_submodule(name.format(place))
                     pieces = self.rules[f"{name}.weight"].named(number).pieces(shapes, share)
                     own = [one for one in pieces if one.name.removesuffix(".weight") in self.layers]
-                    linear.adapters = FusedAdapters(linear, own, self._settings, group)
+                    linear.adapters = FusedAdapters(linear, own, self.settings, group)
                     linear.register_forward_hook(self._add)
             if chunk.pre_process:  # layers that are computed again have gradients only where their input has
                 chunk.embedding.register_forward_hook(lambda _, __, hidden: hidden.requires_grad_())

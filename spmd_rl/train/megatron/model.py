@@ -23,7 +23,7 @@ from spmd_rl.train.base import Metrics, MicrobatchLoop
 from spmd_rl.train.dither import dither_region
 from spmd_rl.train.expert_load import ExpertLoad
 from spmd_rl.train.megatron import transformer
-from spmd_rl.train.megatron.adapters import Adapters
+from spmd_rl.train.megatron.adapters import MegatronAdapters
 from spmd_rl.train.megatron.groups import groups_of
 from spmd_rl.train.megatron.mapping import Rule
 from spmd_rl.train.megatron.optimizer import MOMENTS, DistributedAdamW
@@ -63,11 +63,10 @@ class MegatronModel:
         dealt = deal_layers(layout.key, config.num_hidden_layers, num_stages, role.train.vpp)
         experts = Experts(num_experts(config), layout.size("ep"))
         check_experts(layout.key, experts.count, config.name_or_path, experts.size)
-        self._adapters = Adapters(role.lora, module, rules, layout.key)
+        self._adapters = MegatronAdapters(role.lora, module, rules, layout.key)
         parameters = parameters_of(self._adapters.rules, dealt, num_stages, is_tied, experts)
         check_files(parameters, files, is_tied)
-        shapes = {name: tuple(files.shape(name)) for name in files.names}
-        shapes |= self._adapters.shapes(shapes.__getitem__)
+        shapes = {name: tuple(files.shape(name)) for name in files.names} | self._adapters.shapes(files)
         self._context = None
         if (group := layout.group("cp")) is not None:
             tp = layout.size("tp")
@@ -96,9 +95,8 @@ class MegatronModel:
             for name, tensor in local.items():
                 tensor.requires_grad_(name in trained)
                 tensor.detach().zero_()  # what no stored tensor fills is never read, but must be finite
-            self._optimizer = None
-            if role.optimizer is not None:
-                self._optimizer = DistributedAdamW(self._chunks, self._config, role.optimizer, self._groups)
+            about = (self._chunks, self._config, role.optimizer, self._groups)
+            self._optimizer = DistributedAdamW(*about) if role.optimizer else None
             about = (shapes.__getitem__, layout, self._groups, head_dim(config))
             self._tensors = Tensors(parameters, local, trained, self._dtype, *about)
             self._load(files, role)  # [all]

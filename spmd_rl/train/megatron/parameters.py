@@ -124,9 +124,7 @@ def parts_of(tensor: Tensor, own: Region, pieces: Sequence[Piece]) -> Iterator[S
 
 
 @torch.no_grad()
-def fill(
-    parts: Sequence[StoredPart], read: Callable[[str, Region], Tensor], on_progress: Callable[[], object]
-) -> None:
+def fill(parts: Sequence[StoredPart], read: Callable[[str, Region], Tensor], on_progress: Callable[[], object]) -> None:
     """Read what the parts hold, converted to the dtype that they have."""
     for part in parts:
         part.tensor.copy_(read(part.name, part.stored))
