@@ -50,7 +50,7 @@ class SavedScaling:
 
     def check_scaling(self) -> None:
         """ValueError if what `state` gave was overwritten with another factor; it is put back."""
-        saved, own = float(self._saved_scaling), self.settings.scaling if self._settings.rank else 0.0
+        saved, own = float(self._saved_scaling), self.settings.scaling if self.settings.rank else 0.0
         self._saved_scaling.fill_(own)
         if saved != own:
             raise ValueError(
