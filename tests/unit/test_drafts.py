@@ -174,7 +174,7 @@ def test_a_group_drafts_from_each_other_and_a_crowd_does_without(path) -> None:
 
     assert at(2, drafts_from=0)[0] <= 10, "what the other has is there, and stays when it has ended"
     assert at(2, drafts_from=9)[0] >= 15, "it is of another group"
-    assert at(64, drafts_from=0)[1] < at(24, drafts_from=0)[1] / 5, "but for those that take the place of filling"
+    assert at(8, drafts_from=0)[1] > 20 and at(64, drafts_from=0)[1] == 0, "see `FORWARD_COST`"
 
 
 @needs_model
@@ -187,7 +187,7 @@ def test_a_real_model(temperature: float) -> None:
         engine = NativeEngine(empty_module(model, torch.float32), 4, 1024, drafts=num_drafts)
         engine.load(named, 1)
         prompt = array("i", [504, 2390, 28, 216, 33, 28, 216, 34, 28, 216, 35, 28, 216, 33, 28, 216, 34, 28])
-        asked = [Request(f"{i}", prompt, 32, temperature, i, (0, i, 0)) for i in range(3)]
+        asked = [Request(f"{i}", prompt, 20, temperature, i, (0, i, 0)) for i in range(2)]
         found.append(run(engine, asked))
     assert found[0][0] == found[1][0]
     assert found[1][1] < found[0][1]
