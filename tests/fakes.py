@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd_rl.engine.base import Capacity, TokenCounts
+from spmd_rl.engine.base import Capacity, EngineCounts
 from spmd_rl.model.bridge import Bridge
 from spmd_rl.rollout import Rollouts, Services
 from spmd_rl.rollout.table import SampleTable, SliceReport, answer_row, build_table, step_rows
@@ -69,7 +69,7 @@ class FakeEngine:
     leads = True
 
     def __init__(self, length: Callable[[Request], int] = lambda request: 3, max_running: int = 64) -> None:
-        self.capacity, self.token_counts = Capacity(max_running, 10**6, 4096), TokenCounts()
+        self.capacity, self.token_counts = Capacity(max_running, 10**6, 4096), EngineCounts()
         self.length, self.version = length, 0
         self.running: dict[str, tuple[Request, int]] = {}
         self.aborted: list[str] = []

@@ -26,7 +26,7 @@ class Capacity:
 
 
 @dataclass(slots=True)
-class TokenCounts:
+class EngineCounts:
     """How many prompt tokens an engine was given, what of them it did not have to compute, and how drafts fared."""
 
     asked: int = 0
@@ -55,7 +55,7 @@ class Engine(Protocol):
     """Fixed at construction."""
     leads: bool = True
     """Whether this rank is the first of its replica."""
-    token_counts: TokenCounts
+    token_counts: EngineCounts
     """Counts over all requests since the construction, or since the caller set them to 0."""
 
     def driven(self, join: Callable[[bytes], None] | None = None) -> AbstractContextManager[None]:

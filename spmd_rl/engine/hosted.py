@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from spmd_rl.engine.base import Capacity, Engine, TokenCounts
+from spmd_rl.engine.base import Capacity, Engine, EngineCounts
 from spmd_rl.engine.sequence import SequenceState, TextOf, check
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.fingerprint import finish, start
@@ -30,7 +30,7 @@ class HostedEngine(Engine):
         """What each request has, by id."""
         self.version: int | None = None
         """The version of the weights; None before the first, and while there are none that are whole."""
-        self.token_counts = TokenCounts()
+        self.token_counts = EngineCounts()
         self.lost = ""
         """What is not as it was when the weights had been loaded: no request is taken until it is emptied."""
         self._aborted: list[Completion] = []

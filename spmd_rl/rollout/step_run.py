@@ -47,7 +47,7 @@ class Counters(NamedTuple):
     """In which the engine had nothing to compute."""
     seconds: float = 0.0
     asked: int = 0
-    """See `TokenCounts`; so the others."""
+    """See `EngineCounts`; so the others."""
     cached: int = 0
     verified: int = 0
     accepted: int = 0
@@ -79,7 +79,7 @@ class StepRun:
         """Return what the step has cost this replica so far.
 
         These are the seconds in which the engine had nothing to compute, those at work with waits for verdicts, and
-        `TokenCounts`.
+        `EngineCounts`.
         """
         spent = self._spent
         if self._driven_from is not None:

@@ -20,7 +20,7 @@ from spmd_rl.batch import Batch
 from spmd_rl.config import RlvrConfig, main
 from spmd_rl.config.sections.models import EngineConfig
 from spmd_rl.distributed import Layout, World
-from spmd_rl.engine.base import Capacity, TokenCounts
+from spmd_rl.engine.base import Capacity, EngineCounts
 from spmd_rl.rlvr import run
 from spmd_rl.train import Roles
 from spmd_rl.types import Completion, Request
@@ -42,7 +42,7 @@ class StubEngine:
 
     def __init__(self, settings: EngineConfig) -> None:
         self.capacity = Capacity(settings.max_running, settings.kv_tokens, settings.kv_tokens)
-        self.token_counts = TokenCounts()
+        self.token_counts = EngineCounts()
         self.ends: dict[int, list[tuple[Request, int]]] = defaultdict(list)
         self.now = self.version = self.num_unfinished = 0
         self._weights: list[tuple[str, Tensor]] = []

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from spmd_rl import engine as engines
 from spmd_rl.config.schema import EngineConfig, RlvrConfig
-from spmd_rl.engine.base import TokenCounts
+from spmd_rl.engine.base import EngineCounts
 from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.engine.native.kv import BLOCK, blocks_for
 from spmd_rl.errors import RunFailed, UserError
@@ -126,13 +126,13 @@ def test_a_turn_computes_what_it_adds(make):
     prompts = [37 + turn * (9 + 11) for turn in range(4)]
     # of each turn all but its last token is stored; less than a block of it is computed again
     cached = [(n - 11 - 1) // BLOCK * BLOCK for n in prompts[1:]]
-    assert engine.token_counts == TokenCounts(sum(prompts), sum(cached))
+    assert engine.token_counts == EngineCounts(sum(prompts), sum(cached))
 
 
 def test_a_group_computes_its_prompt_once(make):
     engine = make(max_running=8)
     run(engine, *[ask(f"{i}", prompt=range(4 * BLOCK + 2), seed=i) for i in range(6)])
-    assert engine.token_counts == TokenCounts(6 * (4 * BLOCK + 2), 5 * 4 * BLOCK)
+    assert engine.token_counts == EngineCounts(6 * (4 * BLOCK + 2), 5 * 4 * BLOCK)
     run(engine, ask("the last token is fed", prompt=range(4 * BLOCK)))
     assert engine.token_counts.cached == 5 * 4 * BLOCK + 3 * BLOCK
 

@@ -383,8 +383,8 @@ class EngineConfig:
     `int4` (groups of 32) would hold them. Simulated: nothing gets faster or smaller, and activations are not rounded.
     Correct for it by `algorithm.correction.level=token`."""
     drafts: int = 0
-    """With `engine=native`: verify up to so many tokens at once that followed an answer's last ones before, in its text
-    or its group's. The tokens are the same, in fewer steps; a large batch does without. 0: off."""
+    """With `engine=native`: verify up to so many tokens at once that followed an answer's last ones before, in its
+    group's texts. Tokens are the same, in fewer steps; a large batch does without."""
     adapters: bool = False
     """With `policy.lora` and `engine=vllm`: answer with the adapters beside the frozen weights, so that after the first
     publish adapters alone are sent. Default: each publish sends whole weights, with the adapters merged into them."""
@@ -395,8 +395,6 @@ class EngineConfig:
     def __post_init__(self) -> None:
         one_of(self, name=ENGINES, quantization=QUANTIZATIONS)
         at_least(self, tp=1, max_running=1, kv_tokens=1, drafts=0)
-        require(self.name == "native" or not self.drafts, f"drafts: engine={self.name} knows no drafts; must be 0")
-        require(
-            self.name != "native" or not self.args,
-            "args: engine=native takes none; they are for engine=vllm and engine=sglang",
-        )
+        is_native = self.name == "native"
+        require(is_native or not self.drafts, f"drafts: engine={self.name} knows no drafts; must be 0")
+        require(not (is_native and self.args), "args: engine=native takes none; they are for engine=vllm and sglang")

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from spmd_rl.engine.base import TokenCounts
+from spmd_rl.engine.base import EngineCounts
 from spmd_rl.engine.native.kv import BLOCK, KVPool, block_keys, blocks_for
 from spmd_rl.engine.sequence import SequenceState
 from spmd_rl.types import Completion, Request
@@ -65,7 +65,7 @@ class Scheduler:
         """running, in the order of their admission"""
         self.unfinished: set[str] = set()
         """ids of those waiting and running"""
-        self.token_counts = TokenCounts()
+        self.token_counts = EngineCounts()
         """of the requests admitted"""
         self._pool, self._max_running, self._num_experts = pool, max_running, num_experts
         self._waiting: list[tuple[tuple[float, tuple[int, ...]], int, Request]] = []  # a heap
