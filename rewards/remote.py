@@ -2,7 +2,7 @@
 
     POST <url>
     {"prompt": {"id": "9f..", "messages": [{"role": "user", "content": "2 + 2?"}], "domain": "math",
-                "ground_truth": "4", "extra": {}},
+                "ground_truth": "4", "extra": {}, "priority": 0.0},
      "answer": "It is 4.", "info": {"num_tokens": 5, "finish_reason": "stop", "turns": 1}}
 
     200

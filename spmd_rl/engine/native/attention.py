@@ -21,8 +21,6 @@ from spmd_rl.engine.native.kv import KVPool
 from spmd_rl.errors import UserError
 
 ATTENTION = "spmd_paged"
-ALIKE = 4
-"""Queries are filled up to multiples of these: products of fewer rows sum in an order of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +32,8 @@ class Bucket:
     tables: Tensor
     """int64 [R, N]: blocks of each row, padded with any block"""
     mask: Tensor
-    """model dtype [R, 1, Q * G filled up to `ALIKE`, N * BLOCK], or [R, 1, 1, N * BLOCK] for Q = 1: 0 where a token
-    reads, -inf elsewhere. G: query heads per key head"""
+    """model dtype [R, 1, Q * G, N * BLOCK], or [R, 1, 1, N * BLOCK] for Q = 1: 0 where a token reads, -inf elsewhere.
+    G: query heads per key head"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +55,7 @@ class Paged:
             keys, values = self.pool.read(layer, bucket.tables)
             # The query heads of one key head stand where queries of one sequence would: no key is repeated.
             q = query[bucket.tokens].unflatten(1, heads).unflatten(0, (len(bucket.tables), -1)).transpose(1, 2)
-            rows = q.flatten(2, 3)
-            num, filled = rows.shape[2], F.pad(rows, (0, 0, 0, -rows.shape[2] % ALIKE))
-            out = F.scaled_dot_product_attention(filled, keys, values, attn_mask=bucket.mask, scale=scaling)[:, :, :num]
+            out = F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, attn_mask=bucket.mask, scale=scaling)
             parts.append(out.unflatten(2, q.shape[2:4]).transpose(1, 2).flatten(2, 3).flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -3,8 +3,8 @@
 An answer's last tokens are looked for (three of them, then two) in its own prompt and answer and in the other answers
 of its group; what followed them there is its draft. The engine feeds the draft behind the last token and samples at
 every place, with the noise of that token's own number: a drafted token that is the one sampled is accepted, and the
-logits behind it are those of the next one. So no token depends on what was drafted, nor when; in float32 on a CPU no
-bit does (see `attention.py`), elsewhere no more than on the company.
+logits behind it are those of the next one. So a token depends on what was drafted, and when, no more than on which
+other requests are computed beside it: by how logits are rounded.
 
 Left out: a second model, trees of drafts.
 """

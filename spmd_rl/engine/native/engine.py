@@ -15,12 +15,11 @@ from contextlib import contextmanager
 from itertools import groupby, islice, repeat
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmd_rl.engine.base import Capacity, Engine
 from spmd_rl.engine.checked_weights import CheckedWeights
-from spmd_rl.engine.native.attention import ALIKE, Bucket, Paged
+from spmd_rl.engine.native.attention import Bucket, Paged
 from spmd_rl.engine.native.drafts import Drafter
 from spmd_rl.engine.native.kv import BLOCK, KVPool
 from spmd_rl.engine.native.routing import ChosenExperts
@@ -264,7 +263,6 @@ class NativeEngine(Engine):
         mask = torch.zeros(later.shape, dtype=self._dtype, device=self._device).masked_fill_(later, -math.inf)
         if num > 1:
             mask = mask.repeat_interleave(self._heads_per_key, dim=1)
-            mask = F.pad(mask, (0, 0, 0, -mask.shape[1] % ALIKE))
         return Bucket(slice(begin, begin + num * len(rows)), self._tensor(tables), mask[:, None])
 
     def _tensor(self, values: list) -> Tensor:
@@ -283,10 +281,6 @@ def _filled(num_tokens: int) -> int:
 
 
 def _width(num_tokens: int) -> int:
-    """To how many tokens a table is padded: of other numbers of keys, sums would be grouped in another way.
-
-    The kernel takes 512 keys at a time. Of the last of these, up to 192 are summed as they are among 512; those between
-    (and up to 511) are not.
-    """
-    whole, rest = divmod(num_tokens, 512)
-    return 512 * whole + (-(-rest // 16) * 16 if rest <= 192 else 512)
+    """To how many tokens a table is padded: beyond these steps, sums over keys would be grouped in another way."""
+    step = 16 if num_tokens <= 256 else 256
+    return -(-num_tokens // step) * step

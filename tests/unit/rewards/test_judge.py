@@ -220,6 +220,7 @@ def test_a_remote_verdict_is_taken_as_it_is(reply, expected):
             "domain": "math",
             "ground_truth": "4",
             "extra": {"level": 3},
+            "priority": 0.0,
         },
         "answer": "4",
         "info": {"num_tokens": 1, "finish_reason": "stop", "turns": 1},
