@@ -22,7 +22,8 @@ KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 @pytest.fixture(scope="module", params=KINDS)
 def path(request, tmp_path_factory):
-    return tiny(request.param, tmp_path_factory.mktemp("model"), **EXPERTS.get(request.param, {}))
+    sizes = EXPERTS.get(request.param, {}) | {"max_position_embeddings": 1024}
+    return tiny(request.param, tmp_path_factory.mktemp("model"), **sizes)
 
 
 def make(path, num_drafts: int, seed: int = 0, running: int = 8, **how) -> NativeEngine:
@@ -62,7 +63,7 @@ def rest(engine: NativeEngine) -> tuple[dict[str, Completion], int]:
     return done, num_steps
 
 
-def requests(seed: int, lengths=(5, 17, 60, 123, 250, 251)) -> list[Request]:
+def requests(seed: int, lengths=(5, 60, 123, 185, 250, 508)) -> list[Request]:
     """Of all kinds, with prompts that cross the borders at which tables are padded otherwise."""
     order, made = random.Random(seed), []
     for ticket, length in enumerate(lengths):

@@ -21,6 +21,9 @@ from spmd_rl.engine.native.kv import KVPool
 from spmd_rl.errors import UserError
 
 ATTENTION = "spmd_paged"
+WIDTHS = 192, 256
+"""Among up to so many keys, sums are grouped in another way than among more; what is fed together, as far as it matters
+to the bit, does not cross these."""
 ALIKE = 4
 """Queries are filled up to multiples of these: products of fewer rows sum in an order of their own."""
 

@@ -9,11 +9,13 @@ bit does (see `attention.py`), elsewhere no more than on the company.
 Left out: a second model, trees of drafts.
 """
 
+import math
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
+from spmd_rl.engine.native.attention import WIDTHS
 from spmd_rl.engine.native.scheduler import RunningSequence
 
 LENGTHS = (3, 2)
@@ -53,7 +55,9 @@ class Drafter:
         self._rows = set(rows)
         found: list[array] = []
         for row in rows:
-            most = min(self._num_tokens, row.request.max_new_tokens - len(row.token_ids) - 1)
+            border = next((width for width in WIDTHS if width >= row.num_tokens), math.inf)
+            room = min(row.request.max_new_tokens - len(row.token_ids) - 1, border - row.num_tokens)
+            most = int(min(self._num_tokens, room))
             others = chain(texts[_group(row)].values(), self._ended[_group(row)])
             goes_on = most > 0 and row.num_fed == 1  # else its prompt comes first
             found.append(draft(texts[_group(row)][row], others, most) if goes_on else array("i"))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from spmd_rl.engine.base import Capacity, Engine
 from spmd_rl.engine.checked_weights import CheckedWeights
-from spmd_rl.engine.native.attention import ALIKE, Bucket, Paged
+from spmd_rl.engine.native.attention import ALIKE, WIDTHS, Bucket, Paged
 from spmd_rl.engine.native.drafts import Drafter
 from spmd_rl.engine.native.kv import BLOCK, KVPool
 from spmd_rl.engine.native.routing import ChosenExperts
@@ -265,8 +265,12 @@ class NativeEngine(Engine):
 
 
 def _shape(row: RunningSequence) -> tuple[int, int]:
-    """Rows of one shape feed equally many tokens, and differ in length by a factor of two at most (128: at most so)."""
-    return row.num_fed, (row.num_tokens - 1 >> 7).bit_length()
+    """Rows of one shape feed equally many tokens, and differ in length by a factor of two at most (128: at most so).
+
+    Their tables are padded to widths at which their sums are grouped as they are when they are alone.
+    """
+    num = row.num_tokens
+    return row.num_fed, -1 if WIDTHS[0] < num <= WIDTHS[1] else (num - 1 >> 7).bit_length()
 
 
 def _filled(num_tokens: int) -> int:
@@ -276,10 +280,11 @@ def _filled(num_tokens: int) -> int:
 
 
 def _width(num_tokens: int) -> int:
-    """To how many tokens a table is padded: of other numbers of keys, sums would be grouped in another way.
+    """To how many tokens a table is padded; of other numbers of keys, sums would be grouped in another way.
 
-    The kernel takes 512 keys at a time. Of the last of these, up to 192 are summed as they are among 512; those between
-    (and up to 511) are not.
+    The kernel takes 512 keys at a time; up to `WIDTHS[0]` of them are summed as they are among 512.
     """
     whole, rest = divmod(num_tokens, 512)
-    return 512 * whole + (-(-rest // 16) * 16 if rest <= 192 else 512)
+    if not whole and WIDTHS[0] < rest <= WIDTHS[1]:
+        return WIDTHS[1]
+    return 512 * whole + (-(-rest // 16) * 16 if rest <= WIDTHS[0] else 512)
