@@ -114,8 +114,8 @@ def test_every_bit_is_as_without(path, seed: int) -> None:
 def test_whatever_is_drafted(path, seed: int, monkeypatch) -> None:
     """Drafts that are right for a while, or from the first token on, and go wrong somewhere."""
     monkeypatch.setattr(drafts, "FORWARD_COST", 10**9)  # all pay
-    asked = requests(seed)
-    plain, num_steps = run(make(path, 0), asked)
+    asked, without = requests(seed), make(path, 0)
+    plain, num_steps = run(without, asked)
     texts = {(one.prompt_ids + plain[one.id].token_ids).tobytes(): one.id for one in asked}
     chance = random.Random(seed)
 
@@ -130,7 +130,7 @@ def test_whatever_is_drafted(path, seed: int, monkeypatch) -> None:
     assert same(done, plain) and fewer < 0.7 * num_steps
     assert engine.pool.num_used == 0
     again = [replace(one, prompt_ids=one.prompt_ids + plain[one.id].token_ids, max_new_tokens=5) for one in asked]
-    assert same(run(engine, again)[0], run(make(path, 0), again)[0]), "what was kept of the first turn is right"
+    assert same(run(engine, again)[0], run(without, again)[0]), "what was kept of the first turn is right"
 
 
 def test_weights_that_change_under_way(path) -> None:
