@@ -5,7 +5,8 @@ hands its batch to `module(..., kv=...)`, which transformers passes down to ever
 request: the rest of a prompt, or the token sampled last. Their keys and values are stored, and each token attends to
 all that its request has stored up to it. One token or many, alone or in company: the same kernel computes the same
 sums, so that in float32 on a CPU (and `MKL_CBWR`, see `spmd_rl/__init__.py`) a token's bits are a function of it and
-the tokens before it.
+the tokens before it. Two exceptions, of rounding: of a prompt that crosses `WIDTHS`, what was cached decides in which
+pieces the rest is computed; and the experts of a mixture compute few tokens otherwise than many.
 
 Left out: sliding windows (`module.py` refuses them), soft caps and sinks (refused at the first forward).
 """
