@@ -249,7 +249,7 @@ def test_a_buffer_in_a_dtype_of_its_own_does_not_sharpen_the_probe(llama, world)
 
 def test_no_transport_comes_after_an_engine_which_leaves_it_nothing(llama, world):
     local = weights.Local(native(llama), world)
-    with pytest.raises(AssertionError, match="leaves none to the next"):
+    with pytest.raises(AssertionError, match="leaves no weights to another"):
         weights.Publisher(Policy(llama, torch.float32), world, [local, local])
 
 
