@@ -44,8 +44,7 @@ def build_roles(roles: Sequence[RoleConfig], world: "World") -> Roles:
     own = [role for role in roles if not role.is_base_of(roles[0])]
     built = build_own(own, world)  # [all]
     built |= {role.name: AdapterOff(built[roles[0].name]) for role in roles if role not in own}
-    names = [name for name in built if name.partition(".")[0] == "teacher"]
-    teachers = {name.partition(".")[2]: built[name] for name in names}
+    teachers = {role.name.partition(".")[2]: built[role.name] for role in roles if role.kind == "teacher"}
     return Roles(built.get("policy"), built.get("reference"), built.get("critic"), teachers)
 
 

@@ -72,18 +72,19 @@ class StoredAdapters(SavedScaling):
 
     def shapes(self, files: WeightFiles) -> dict[str, tuple[int, ...]]:
         """Of all `A` and `B`, by name. files: of the model."""
-        found, rank = {}, self.settings.rank
-        for layer in self.layers:
-            rows, columns = files.shape(f"{layer}.weight")
-            found |= {PREFIX + layer + A: (rank, columns), PREFIX + layer + B: (rows, rank)}
-        return found
+        return {PREFIX + layer + kind: self._shape(files, layer, kind) for layer in self.layers for kind in (A, B)}
+
+    def _shape(self, files: WeightFiles, layer: str, kind: str) -> tuple[int, ...]:
+        rows, columns = files.shape(f"{layer}.weight")
+        return (self.settings.rank, columns) if kind == A else (rows, self.settings.rank)
 
     def read(self, files: WeightFiles, name: str, region: Region) -> Tensor:
         """A part of a stored tensor, or of what an adapter begins with."""
         if not name.startswith(PREFIX):
             return files.read(name, region)
-        own = name.removeprefix(PREFIX).replace(".weight", f".{NAME}.weight")
-        return first_value(own, torch.Size(self.shapes(files)[name]))[region]
+        kind, ending = (A, OWN_A) if name.endswith(A) else (B, OWN_B)
+        layer = name.removeprefix(PREFIX).removesuffix(kind)
+        return first_value(layer + ending, torch.Size(self._shape(files, layer, kind)))[region]
 
     def published(self, wholes: Iterable[tuple[str, Tensor]], adapters: str) -> Iterator[tuple[str, Tensor]]:
         """As `Adapters.published`, of tensors of which an adapter's come before its layer's weight."""

@@ -91,12 +91,12 @@ class MegatronModel:
                 chunk.rotary_pos_emb = transformer.Rotary(module.base_model.rotary_emb.inv_freq.to(self.device))
             self._adapters.attach(chunks, shapes.__getitem__, self._groups.tp, head_dim(config))
             local = local_parameters(chunks, experts, layout.rank("ep"))
-            trained = {name for name, *_ in parameters if role.optimizer and self._trains(name)}
+            own = role.optimizer
+            trained = {name for name, *_ in parameters if own and self._trains(name)}
             for name, tensor in local.items():
                 tensor.requires_grad_(name in trained)
                 tensor.detach().zero_()  # what no stored tensor fills is never read, but must be finite
-            about = (self._chunks, self._config, role.optimizer, self._groups)
-            self._optimizer = DistributedAdamW(*about) if role.optimizer else None
+            self._optimizer = own and DistributedAdamW(self._chunks, self._config, own, self._groups)
             about = (shapes.__getitem__, layout, self._groups, head_dim(config))
             self._tensors = Tensors(parameters, local, trained, self._dtype, *about)
             self._load(files, role)  # [all]

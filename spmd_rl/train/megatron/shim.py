@@ -67,26 +67,21 @@ class _Messages:
         received = (tensor_recv_prev, prev_pipeline_rank, 1), (tensor_recv_next, next_pipeline_rank, 0)
         return [dist.irecv(tensor, rank, group, tag) for tensor, rank, tag in received if tensor is not None]
 
-    @property
-    def shapes(self) -> Any:
-        """In the place of Megatron's method: the shapes of what comes from the stage before and from the one after."""
-
-        def shapes(communicator: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> tuple:
-            own = [None if tensor is None else torch.tensor(tensor.shape) for tensor in (send_prev, send_next)]
-            found = [torch.zeros(3, dtype=torch.int64) if wanted else None for wanted in (recv_prev, recv_next)]
-            for request in self.exchange(
-                tensor_send_prev=own[0],
-                tensor_recv_prev=found[0],
-                tensor_send_next=own[1],
-                tensor_recv_next=found[1],
-                group=communicator.pp_group,
-                prev_pipeline_rank=communicator.prev_rank,
-                next_pipeline_rank=communicator.next_rank,
-            ):
-                request.wait()
-            return tuple([0, 0, 0] if shape is None else shape.tolist() for shape in found)
-
-        return shapes
+    def shapes(self, communicator: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> tuple:
+        """In the place of a communicator's: the shapes of what comes from the stage before and from the one after."""
+        own = [None if tensor is None else torch.tensor(tensor.shape) for tensor in (send_prev, send_next)]
+        found = [torch.zeros(3, dtype=torch.int64) if wanted else None for wanted in (recv_prev, recv_next)]
+        for request in self.exchange(
+            tensor_send_prev=own[0],
+            tensor_recv_prev=found[0],
+            tensor_send_next=own[1],
+            tensor_recv_next=found[1],
+            group=communicator.pp_group,
+            prev_pipeline_rank=communicator.prev_rank,
+            next_pipeline_rank=communicator.next_rank,
+        ):
+            request.wait()
+        return tuple([0, 0, 0] if shape is None else shape.tolist() for shape in found)
 
     def end(self) -> None:
         """Wait until all has been received."""
@@ -125,7 +120,9 @@ def on_cpu(device: torch.device) -> Iterator[None]:
         stack.enter_context(patch.multiple(moe_utils, te_general_gemm=None, create=True))
         stack.enter_context(patch.multiple(token_dispatcher, maybe_move_tensor_to_cpu=_as_numpy))
         stack.enter_context(patch.multiple(p2p_communication, _batched_p2p_ops=messages.exchange))
-        stack.enter_context(patch.object(p2p_communication.P2PCommunicator, "_communicate_shapes", messages.shapes))
+        # a function, not a bound method, so that the communicator comes as its first argument
+        shapes = lambda *args: messages.shapes(*args)  # noqa: E731
+        stack.enter_context(patch.object(p2p_communication.P2PCommunicator, "_communicate_shapes", shapes))
         stack.enter_context(_OnCPU())
         yield
         messages.end()
