@@ -8,9 +8,9 @@ from spmd_rl.config.packages import installed, unsupported
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.errors import UserError
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
 """The types of models that it trains: modules of `architectures/`, each of which says where a model's weights lie."""
-MIXTURES = ("qwen3_moe", "mixtral")
+MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
 NOT_YET = {"router_bias_update_speed": 0.0}
 """Settings of a policy that it lacks, and what they must be"""
 

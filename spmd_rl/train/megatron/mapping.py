@@ -40,6 +40,8 @@ class Rule(Protocol):
 
     is_cut: bool
     """Whether the ranks that share a layer out have different parts; else all of them have the same."""
+    is_buffer: bool
+    """Whether it is float32 whatever the model's dtype, and has no gradient."""
 
     def named(self, *numbers: int) -> "Rule":
         """The rule of one layer, or of one expert of a layer, by their numbers."""
@@ -57,7 +59,7 @@ class Rule(Protocol):
 class _Named:
     """The stored tensors of a rule by name, in which `{}` stands for the number of a layer, then of an expert."""
 
-    is_cut = True
+    is_cut, is_buffer = True, False
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -80,6 +82,12 @@ class Whole(_Named):
         """See `Rule`."""
         everything = _all(shapes(self.names[0]))
         yield Piece(self.names[0], shapes(self.names[0]), everything, everything)
+
+
+class Buffer(Whole):
+    """The same of a buffer of transformers' module."""
+
+    is_buffer = True
 
 
 class Stacked(_Named):

@@ -94,7 +94,8 @@ class Tensors:
         neighbours = [one for one in self._all if not one.is_copy and (one.name in self._trained or not trained_alone)]
         for place, one in enumerate(neighbours):
             self._layout.world.progress()
-            found = {name: torch.empty(self._shapes(name), dtype=dtype, device=device) for name in one.rule.names}
+            how = {"dtype": torch.float32 if one.rule.is_buffer else dtype, "device": device}
+            found = {name: torch.empty(self._shapes(name), **how) for name in one.rule.names}
             if one.stage == self._layout.rank("pp"):
                 if one.owner is None:
                     parts = self._gathered(local[one.name], "tp") if one.rule.is_cut else [local[one.name]]  # [stage]
