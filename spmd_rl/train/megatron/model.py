@@ -82,6 +82,7 @@ class MegatronModel:
             mixtures = transformer.mixtures_of(chunks)
             aux = getattr(role.own, "router_aux_coef", 0.0)
             self._load_of_experts = ExpertLoad(layout, aux, len(mixtures) if experts.count else None)
+            self._bias_speed = getattr(role.own, "router_bias_update_speed", 0.0)
             transformer.watch_routers(mixtures, experts.first, self._replay, self._load_of_experts)
             for chunk in self._chunks:
                 transformer.follow(chunk, module, self.device, self._groups.tp)
@@ -198,6 +199,7 @@ class MegatronModel:
         with on_cpu(self.device):
             if norm is not None:
                 self._optimizer.step(lr, norm)  # [all]
+                self._load_of_experts.balance(self._tensors.buffers(), self._bias_speed)  # [all]
                 self._weights.changed()
                 self._moments.changed()
             self._optimizer.zero_grad()
@@ -218,7 +220,8 @@ class MegatronModel:
         self._moments.to_device()
         if self._optimizer is None:
             return []
-        return [*self._tensors.shards(self._optimizer), *self._adapters.state(self._world.rank == 0)]
+        shards = self._tensors.shards(self._optimizer, with_buffers=self._bias_speed > 0)
+        return [*shards, *self._adapters.state(self._world.rank == 0)]
 
     def on_state_loaded(self) -> None:
         """[all] See `ShardedModel`."""

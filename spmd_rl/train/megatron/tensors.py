@@ -2,6 +2,8 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from itertools import product
+
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -69,7 +71,11 @@ class Tensors:
         one = self._here[parameter]
         return not one.is_copy and (one.rule.is_cut or self._layout.rank("tp") == 0)
 
-    def shards(self, optimizer: DistributedAdamW) -> Iterator[Shard]:
+    def buffers(self) -> list[Tensor]:
+        """Those that are here, live."""
+        return [tensor.detach() for tensor, one in self._here.items() if one.rule.is_buffer]
+
+    def shards(self, optimizer: DistributedAdamW, with_buffers: bool) -> Iterator[Shard]:
         """See `ShardedModel.state`."""
         yield Shard(f"{OPTIMIZER}step", (), (), optimizer.steps, self._layout.world.rank == 0)
         given: set[str] = set()
@@ -80,9 +86,17 @@ class Tensors:
                     begin = tuple(one.start for one in part.stored)
                     given.add(prefix + part.name)
                     yield Shard(prefix + part.name, part.shape, begin, part.tensor, self.counts(master.parameter))
-        for name in dict.fromkeys(name for one in self._all if one.name in self._trained for name in one.rule.names):
-            for prefix in (MODEL, *(f"{OPTIMIZER}{moment}/" for moment in MOMENTS)):
+        moved = [one for one in self._here.items() if with_buffers and one[1].rule.is_buffer]
+        for tensor, one in moved:
+            given.add(key := MODEL + one.rule.names[0])
+            is_mine = self._groups.tp.rank() == self._groups.dp_cp.rank() == 0
+            yield Shard(key, tuple(tensor.shape), (0,), tensor.detach(), is_mine)
+        of_trained = (MODEL, *(f"{OPTIMIZER}{moment}/" for moment in MOMENTS))
+        for one in self._all:
+            kinds = (MODEL,) if with_buffers and one.rule.is_buffer else ()
+            for prefix, name in product(of_trained if one.name in self._trained else kinds, one.rule.names):
                 if prefix + name not in given:
+                    given.add(prefix + name)
                     yield Shard(prefix + name, self._shapes(name), (), None, False)
 
     @torch.no_grad()

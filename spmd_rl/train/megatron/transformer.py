@@ -171,6 +171,7 @@ def follow(chunk: GPTModel, module: nn.Module, device: torch.device, group: dist
     if not chunk.config.multi_latent_attention:
         chunk.rotary_pos_emb = Rotary(rotary, device)
         return
+    chunk.config.rope_type = "yarn"  # Megatron's name of what gives a factor too
     for layer in chunk.decoder.layers:
         layer.self_attention.rotary_pos_emb = LatentRotary(rotary, device)
 

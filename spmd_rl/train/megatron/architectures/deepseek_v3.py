@@ -32,6 +32,7 @@ def options(config: Any) -> dict[str, Any]:
     scales = rope["rope_type"] != "default"  # attention too, if the model says so
     return {
         "qk_layernorm": True,
+        "rope_type": "rope",
         "q_lora_rank": config.q_lora_rank,
         "kv_lora_rank": config.kv_lora_rank,
         "qk_head_dim": config.qk_nope_head_dim,
