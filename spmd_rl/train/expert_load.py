@@ -77,7 +77,7 @@ class ExpertLoad:
 
     @torch.no_grad()
     def balance(self, biases: Sequence[Tensor], speed: float) -> None:
-        """[all] Move the biases of the routers that are here, [E] each, by what all ranks' tokens were since `begin`."""
+        """[all] Move the biases, [E], of each router that is here by what its load has been since `begin`."""
         if not speed or not biases:
             return
         totals = torch.stack(self._totals)

@@ -25,6 +25,7 @@ from tests.dist.test_router_replay import replayed
 from tests.dist.test_train_parity import AS_GRADIENT, HUGE, as_stored, critic_errors, plain_values, with_random_head
 from tests.dist.test_train_state import save
 from tests.models import EXPERTS, tiny
+from tests.plain_engine import PlainEngine
 from tests.training import TEMPERATURE, built, fsdp2_critic, global_batch, loss, plain_backward, relative, share_of
 
 ARCHITECTURES = "spmd_rl.train.megatron.architectures"
@@ -178,9 +179,9 @@ def exchanged_halves(rules) -> None:
             (rows, columns), width = whole.region, EXPERTS["deepseek_v3"]["qk_nope_head_dim"]
             head = width + EXPERTS["deepseek_v3"]["v_head_dim"]
             for begin in range(0, rows.stop, head):
-                for here, there in ((slice(0, width), slice(head - width, head)), (slice(width, head), slice(0, head - width))):
-                    stored = slice(whole.stored[0].start + begin + here.start, whole.stored[0].start + begin + here.stop)
-                    own = slice(begin + there.start, begin + there.stop)
+                for first, last, moved in ((0, width, head - width), (width, head, -width)):
+                    stored = slice(*(whole.stored[0].start + begin + row for row in (first, last)))
+                    own = slice(*(begin + row + moved for row in (first, last)))
                     yield whole._replace(stored=(stored, columns), region=(own, columns))
 
     rules[name] = Exchanged(*rules[name].names)
@@ -219,7 +220,8 @@ def published(world: World, path: str, architecture: str, spoil=None) -> str:
         if spoil is not None:
             spoil(module.NAMES)
         policy = built("megatron", world, path, axes={"tp": 2})
-        engine = NativeEngine(empty_module(path, torch.float32), 4, 256)
+        is_latent = architecture == "deepseek_v3"
+        engine = PlainEngine(path) if is_latent else NativeEngine(empty_module(path, torch.float32), 4, 256)
         publish = weights.build(policy, engine, world)
         metrics = publish(version=0)
         return "sound" if metrics["publish/probe_abs_diff"] < 1e-5 else "unsound"

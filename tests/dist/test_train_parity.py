@@ -94,10 +94,13 @@ OTHER_ZEROS = [*ZEROS, {"stage": 1, **ON_HOST}, {"stage": 2, **ON_HOST}, {"stage
 VPP2 = {"pp": 2, "vpp": 2}
 """Both neighbours of a stage are one rank"""
 MEGATRON = [("llama", TP2), ("qwen2", PP2), ("smollm2", CP2), ("qwen3_moe", EP2), ("qwen3", {}), ("deep", VPP2)]
+MEGATRON += [("deepseek_v3", TP2)]
 MORE = [("qwen3", TP2), ("mixtral", EP2), ("qwen3_moe", TP2), ("mixtral", TP2 | EP2), ("qwen3_moe", PP2)]
 OF_FOUR = [("llama", TP2 | PP2), ("qwen3", TP2), ("qwen2", PP2), ("llama", TP2 | CP2), ("qwen3", PP2 | CP2)]
 OF_FOUR += [("qwen3_moe", EP2), ("mixtral", TP2 | EP2), ("qwen3_moe", PP2 | EP2), ("mixtral", EP2 | CP2)]
 OF_FOUR += [("deep", {"pp": 4, "vpp": 2}), ("llama", PP2)]
+LATENT = [("deepseek_v3", axes) for axes in ({}, PP2, CP2, EP2, TP2 | EP2)]
+OF_FOUR += [("deepseek_v3", axes) for axes in (TP2 | PP2, PP2 | EP2)]
 """Models and layouts of Megatron"""
 QUICK = [
     ("deepspeed", [("llama", ZEROS[1]), ("llama", ZEROS[3]), ("qwen3_moe", ZEROS[2]), ("qwen3_moe", ZEROS[0])]),
@@ -111,9 +114,9 @@ SLOW += [
 ]
 SLOW += [
     (2, "megatron", [("deep", {"pp": 2, "vpp": 4})]),
-    (1, "megatron", [(model, {}) for model in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")]),
+    (1, "megatron", [(model, {}) for model in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")]),
 ]
-SLOW += [(2, "megatron", MORE), (3, "megatron", [("smollm2", TP3), ("qwen2", TP3)])]
+SLOW += [(2, "megatron", MORE), (2, "megatron", LATENT), (3, "megatron", [("smollm2", TP3), ("qwen2", TP3)])]
 SLOW += [(4, "megatron", OF_FOUR[at::2]) for at in (0, 1)]
 HUGE = 1e12
 AS_GRADIENT = {"max_grad_norm": HUGE, "eps": HUGE, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}

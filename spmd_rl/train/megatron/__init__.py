@@ -54,11 +54,12 @@ def _check_model(role: RoleConfig, model: dict[str, Any]) -> None:
     heads = model.get("num_attention_heads")
     sizes = {"attention heads": heads, "key-value heads": model.get("num_key_value_heads", heads)}
     sizes["columns of the MLP"] = model.get("intermediate_size")
+    if is_latent := model.get("model_type") == LATENT:
+        sizes["columns of the shared experts"] = model.get("moe_intermediate_size")
     for what, size in sizes.items():
         if size and size % role.train.tp:
             raise UserError(f"{role.key}.tp: Megatron cannot share {size} {what} out over {role.train.tp} ranks")
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    is_latent = model.get("model_type") == LATENT
     if (kind := rope.get("rope_type") or rope.get("type")) == "longrope" or (kind == "yarn" and not is_latent):
         raise UserError(f"{role.key}.name: train=megatron has no rotary positions of the type {kind} yet")
 

@@ -1,7 +1,6 @@
 """`Tensors`: parameters by the names of the checkpoint, whole for a publish and in shards for a state."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-
 from itertools import product
 
 import torch

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -34,10 +36,11 @@ from spmd_rl.model.logprobs import Support, VocabularyShare, head_outputs
 from spmd_rl.model.moe import probabilities
 from spmd_rl.model.size import head_dim, num_kv_heads
 from spmd_rl.train.expert_load import ExpertLoad
-from spmd_rl.train.megatron import latent
 from spmd_rl.train.megatron.parameters import Experts
 from spmd_rl.train.replay import Replay
 
+if not isinstance(multi_latent_attention.TELinear, type):  # no Transformer Engine, for whose classes it asks
+    multi_latent_attention.HAVE_TE = False
 RANDOM = "model-parallel-rng"
 """Megatron's name of a state of random numbers"""
 
@@ -73,6 +76,13 @@ class Norm(nn.Module):
         """[..., hidden size] -> the same."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class LatentNorm(Norm):
+    """That of latents, which has an epsilon of its own in transformers."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
+        super().__init__(config, hidden_size, 1e-6)
 
 
 class PackedAttention(nn.Module):
@@ -314,10 +324,9 @@ def chunks_of(
             pg_collection=groups,
             vp_stage=chunk,
         )
-        if config.multi_latent_attention:
-            latent.make_ours(model, config)
         if is_last:
             model.output_layer = Head(model.output_layer.weight, vocab_size, groups)
+        model.to(torch.cuda.current_device())  # routers and what makes latents are made on the CPU
         made[model] = dealt[place]
     return made
 
@@ -345,6 +354,10 @@ def _layer(config: TransformerConfig, is_mixture: bool) -> ModuleSpec:
     own.input_layernorm = own.pre_mlp_layernorm = Norm
     attention = own.self_attention.submodules
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = attention.kv_layernorm = Norm  # of which it has two
+    if config.multi_latent_attention:
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
+        # whole on each rank: the parts of others would be gathered over a group of Megatron's global state
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
     return spec
