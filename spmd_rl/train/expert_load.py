@@ -11,7 +11,7 @@ them of f x P, where f is an expert's share of all choices and P its mean probab
 ranks in one round of micro-batches: as if one rank computed the round alone. The loss is 1 where the load is even.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,7 @@ class ExpertLoad:
             dist.all_reduce(values, group=group)
 
     @torch.no_grad()
-    def balance(self, biases: Sequence[Tensor], speed: float) -> None:
+    def balance(self, biases: Collection[Tensor], speed: float) -> None:
         """[all] Move the biases, [E], of each router that is here by what its load has been since `begin`."""
         if not speed or not biases:
             return

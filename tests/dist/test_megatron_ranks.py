@@ -125,6 +125,7 @@ def rounds(world: World, path: str, axes) -> dict[str, bool]:
     first, metrics = whole(mine), [step(mine, seed) for seed in range(2)]
     return {
         "starts as the rounded weights": all(torch.equal(first[key], wanted[key].bfloat16()) for key in wanted),
+        "biases stay float32": all(t.dtype == torch.float32 for name, t in first.items() if name not in wanted),
         "changes": any(not torch.equal(first[key], tensor) for key, tensor in mine.weights()),
         "is close to float32": metrics[0]["loss"] != 0 and all(math.isfinite(one["grad_norm"]) for one in metrics),
     }
@@ -237,7 +238,8 @@ def everything(world: World, paths: dict[str, str], folder: str) -> dict:
         "goes on": {case: goes_on(world, paths, folder, case) for case in PAIRS},
         "resumes": [resumes(world, paths, f"{folder}/{axes}", axes) for axes in ({}, {"tp": 2}, {"pp": 2})],
         "skips": skips(world, paths["llama 0"], folder),
-        "rounds": [rounds(world, paths["llama 0"], axes) for axes in ({}, {"tp": 2}, {"pp": 2})],
+        "rounds": [rounds(world, paths["llama 0"], axes) for axes in ({}, {"tp": 2}, {"pp": 2})]
+        + [rounds(world, paths["deepseek_v3 0"], {"tp": 2})],
         "sound": published(world, paths["plain 0"], "llama"),
         "swapped": published(world, paths["plain 0"], "llama", swapped_queries),
         "joined": published(world, paths["plain 0"], "llama", joined_wrongly),

@@ -225,8 +225,7 @@ CONTRACT = {
     "models.gpt:GPTModel": "config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
     "share_embeddings_and_output_weights position_embedding_type pg_collection vp_stage",
     "models.gpt:GPTModel.forward": "input_ids position_ids attention_mask packed_seq_params",
-    "models.gpt.gpt_layer_specs:get_gpt_layer_local_spec": "num_experts qk_layernorm multi_latent_attention "
-    "normalization",
+    "models.gpt.gpt_layer_specs:get_gpt_layer_local_spec": "num_experts multi_latent_attention",
     "transformer.transformer_block:TransformerBlockSubmodules": "layer_specs layer_norm",
     "distributed:DistributedDataParallel": "config ddp_config module disable_bucketing pg_collection",
     "distributed:DistributedDataParallel.start_param_sync": "force_sync",

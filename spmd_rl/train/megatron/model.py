@@ -199,7 +199,7 @@ class MegatronModel:
         with on_cpu(self.device):
             if norm is not None:
                 self._optimizer.step(lr, norm)  # [all]
-                self._load_of_experts.balance(self._tensors.buffers(), self._bias_speed)  # [all]
+                self._load_of_experts.balance(self._tensors.buffers.values(), self._bias_speed)  # [all]
                 self._weights.changed()
                 self._moments.changed()
             self._optimizer.zero_grad()

@@ -41,6 +41,8 @@ class Tensors:
             found = tuple(local[one.name].shape)
             assert one.rule.shape(shapes, self._share_of(one)) == found, (one.name, found)
         self._here = {local[one.name]: one for one in here}
+        self.buffers = {one.rule.names[0]: local[one.name] for one in here if one.rule.is_buffer}
+        """Those that are here, live"""
 
     def _share_of(self, one: Parameter, rank: int | None = None) -> TensorShare:
         """Which part of a parameter a rank along `tp` has; by default this one."""
@@ -70,10 +72,6 @@ class Tensors:
         one = self._here[parameter]
         return not one.is_copy and (one.rule.is_cut or self._layout.rank("tp") == 0)
 
-    def buffers(self) -> list[Tensor]:
-        """Those that are here, live."""
-        return [tensor.detach() for tensor, one in self._here.items() if one.rule.is_buffer]
-
     def shards(self, optimizer: DistributedAdamW, with_buffers: bool) -> Iterator[Shard]:
         """See `ShardedModel.state`."""
         yield Shard(f"{OPTIMIZER}step", (), (), optimizer.steps, self._layout.world.rank == 0)
@@ -85,11 +83,10 @@ class Tensors:
                     begin = tuple(one.start for one in part.stored)
                     given.add(prefix + part.name)
                     yield Shard(prefix + part.name, part.shape, begin, part.tensor, self.counts(master.parameter))
-        moved = [one for one in self._here.items() if with_buffers and one[1].rule.is_buffer]
-        for tensor, one in moved:
-            given.add(key := MODEL + one.rule.names[0])
+        for name, buffer in self.buffers.items() if with_buffers else ():
+            given.add(MODEL + name)
             is_mine = self._groups.tp.rank() == self._groups.dp_cp.rank() == 0
-            yield Shard(key, tuple(tensor.shape), (0,), tensor.detach(), is_mine)
+            yield Shard(MODEL + name, tuple(buffer.shape), (0,), buffer, is_mine)
         of_trained = (MODEL, *(f"{OPTIMIZER}{moment}/" for moment in MOMENTS))
         for one in self._all:
             kinds = (MODEL,) if with_buffers and one.rule.is_buffer else ()

@@ -278,17 +278,10 @@ def config_of(
         "use_cpu_initialization": layout.world.device.type == "cpu",
         "perform_initialization": False,
         "calculate_per_token_loss": True,  # before gradients have their buffers, or these divide by the data shards
-        "gradient_accumulation_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
         "expert_model_parallel_size": layout.size("ep"),
         "expert_tensor_parallel_size": 1,
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
     }
     of_kind = MLATransformerConfig if "kv_lora_rank" in options else TransformerConfig
     return of_kind(**(fields | stages | options))
@@ -344,9 +337,7 @@ def _layer(config: TransformerConfig, is_mixture: bool) -> ModuleSpec:
     """What a layer is made of."""
     spec: ModuleSpec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if is_mixture else None,
-        qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
-        normalization="RMSNorm",
     )
     own = spec.submodules
     if is_mixture:
