@@ -165,11 +165,16 @@ def mismatch(model: nn.Module, files: WeightFiles) -> str:
     if missing := sorted(wanted.keys() - files.names):
         return f"policy.model: {files.folder} lacks {len(missing)} weights, among them {missing[0]}"
     known = {*wanted, *model.state_dict(keep_vars=True), *(name for name, _ in model.named_buffers())}
-    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]  # as transformers does
     for name in files.names:
-        if name not in known and not any(re.search(pattern, name) for pattern in ignored):
+        if name not in known and not is_ignored(model, name):
             return f"policy.model: {files.file_of(name)} holds {name}, which {type(model).__name__} lacks"
     return ""
+
+
+def is_ignored(model: nn.Module, name: str) -> bool:
+    """Whether a stored tensor, for which the model has no place, is read by nobody: as transformers has it."""
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    return any(re.search(pattern, name) for pattern in ignored)
 
 
 def overlap(one: Region, other: Region) -> Region | None:

@@ -11,6 +11,8 @@ them of f x P, where f is an expert's share of all choices and P its mean probab
 ranks in one round of micro-batches: as if one rank computed the round alone. The loss is 1 where the load is even.
 """
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -73,12 +75,16 @@ class ExpertLoad:
         for group in self._groups:
             dist.all_reduce(values, group=group)
 
-    def summed(self) -> Tensor:
-        """[all] How many of all ranks' tokens each expert has had since `begin`: float64 [routers, E]."""
+    @torch.no_grad()
+    def balance(self, biases: Collection[Tensor], speed: float) -> None:
+        """[all] Move the biases, [E], of each router that is here by what its load has been since `begin`."""
+        if not speed or not biases:
+            return
         totals = torch.stack(self._totals)
         load = totals[:, : totals.shape[1] // 2 - 1].contiguous()
         self._sum(load)  # [all]
-        return load
+        for bias, own in zip(biases, load, strict=True):
+            bias.add_(speed * torch.sign(own.mean() - own))
 
     def metrics(self) -> dict[str, float]:
         """[all] Means over layers, of the tokens of all micro-batches since `begin`: `METRICS`, and the share dropped.

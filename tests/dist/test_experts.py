@@ -178,10 +178,10 @@ def loaded(world: World, other: str, folder: str, axes: dict[str, int]) -> list[
     return [digest(mine), before]
 
 
-def with_biases(world: World, path: str, folder: str, axes: dict[str, int]) -> dict[str, list]:
+def with_biases(world: World, path: str, folder: str, axes: dict[str, int], made=backend) -> dict[str, list]:
     """Biases of the experts after each of three updates that change nothing else, and what they should be."""
     speed, batch = 0.05, global_batch()
-    mine = backend(world, path, axes=axes, lr=0.0, weight_decay=0.0, router_bias_update_speed=speed, budget=60)
+    mine = made(world, path, axes=axes, lr=0.0, weight_decay=0.0, router_bias_update_speed=speed, budget=60)
     model = build_model(path, torch.float32, "cpu", attention="sdpa")
     routers = [module for module in model.modules() if isinstance(module, router_class(model))]
     seen: dict[int, torch.Tensor] = {}
@@ -200,19 +200,23 @@ def with_biases(world: World, path: str, folder: str, axes: dict[str, int]) -> d
         found.append([t.tolist() for name, t in mine.weights() if "correction_bias" in name])
         wanted.append([router.e_score_correction_bias.tolist() for router in routers])
     save(world, mine, folder)
-    fresh = backend(world, path, axes=axes, router_bias_update_speed=speed)
+    fresh = made(world, path, axes=axes, router_bias_update_speed=speed)
     fresh.load(Path(folder))
     again = [t.tolist() for name, t in fresh.weights() if "correction_bias" in name]
     return {"found": found, "wanted": wanted, "loaded": again}
+
+
+def assert_biases_move(seen: dict[str, list]) -> None:
+    assert torch.allclose(torch.tensor(seen["found"]), torch.tensor(seen["wanted"]), atol=1e-6, rtol=0), seen
+    assert seen["loaded"] == seen["found"][-1] and len(seen["loaded"]) == 2
+    assert seen["found"][0] != seen["found"][1]
 
 
 @pytest.mark.parametrize(("size", "axes"), [(1, {}), (2, EP2)], ids=str)
 def test_biases_move_by_the_sign_of_what_their_experts_lack(size: int, axes: dict[str, int], tmp_path) -> None:
     path = tiny("deepseek_v3", tmp_path / "m", **EXPERTS["deepseek_v3"] | {"num_hidden_layers": 3})
     for seen in run_ranks(size, with_biases, str(path), str(tmp_path / "policy"), axes):
-        assert torch.allclose(torch.tensor(seen["found"]), torch.tensor(seen["wanted"]), atol=1e-6, rtol=0), seen
-        assert seen["loaded"] == seen["found"][-1] and len(seen["loaded"]) == 2
-        assert seen["found"][0] != seen["found"][1]
+        assert_biases_move(seen)
 
 
 BOTH = EP2 | {"tp": 2}

@@ -20,11 +20,12 @@ from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.train import build_role
 from spmd_rl.train.state import SavedState
-from tests.dist.test_experts import with_auxiliary
+from tests.dist.test_experts import assert_biases_move, with_auxiliary, with_biases
 from tests.dist.test_router_replay import replayed
 from tests.dist.test_train_parity import AS_GRADIENT, HUGE, as_stored, critic_errors, plain_values, with_random_head
 from tests.dist.test_train_state import save
 from tests.models import EXPERTS, tiny
+from tests.plain_engine import PlainEngine
 from tests.training import TEMPERATURE, built, fsdp2_critic, global_batch, loss, plain_backward, relative, share_of
 
 ARCHITECTURES = "spmd_rl.train.megatron.architectures"
@@ -34,6 +35,7 @@ MODELS = {
     "llama": ("llama", {"tie": True, "vocab_size": 263}),
     "qwen3_moe": ("qwen3_moe", {"vocab_size": 263, **EXPERTS["qwen3_moe"]}),
     "plain": ("llama", {"num_key_value_heads": 4}),
+    "deepseek_v3": ("deepseek_v3", {"vocab_size": 263, "num_hidden_layers": 3, **EXPERTS["deepseek_v3"]}),
 }
 PAIRS = {
     "tp2 to data shards": ("llama", ("megatron", {"tp": 2}), ("fsdp2", {})),
@@ -41,7 +43,12 @@ PAIRS = {
     "distributed optimizer to tp2": ("llama", ("megatron", {}), ("megatron", {"tp": 2})),
     "experts shared out to pp2": ("qwen3_moe", ("megatron", {"ep": 2}), ("fsdp2", {"pp": 2})),
     "experts whole to shared out": ("qwen3_moe", ("fsdp2", {}), ("megatron", {"ep": 2})),
+    "latents tp2 to data shards": ("deepseek_v3", ("megatron", {"tp": 2}), ("fsdp2", {})),
+    "latents data shards to pp2": ("deepseek_v3", ("fsdp2", {}), ("megatron", {"pp": 2})),
+    "latents pp2 to ep2": ("deepseek_v3", ("megatron", {"pp": 2}), ("megatron", {"ep": 2})),
 }
+BIASED = {"deepseek_v3": {"router_bias_update_speed": 0.01}}
+"""By model: what else is trained there, and so saved"""
 
 
 def step(role, seed: int) -> dict[str, float]:
@@ -55,11 +62,12 @@ def whole(role) -> dict[str, torch.Tensor]:
 def goes_on(world: World, paths, folder: str, case: str) -> dict[str, float]:
     """Two updates and a save by one; then both make one more, the other from what was saved."""
     model, (writes, layout), (reads, other_layout) = PAIRS[case]
-    writer = built(writes, world, paths[f"{model} 0"], budget=60, axes=layout, eps=EPS)
+    own = {"budget": 60, "eps": EPS, **BIASED.get(model, {})}
+    writer = built(writes, world, paths[f"{model} 0"], axes=layout, **own)
     for seed in range(2):
         step(writer, seed)
     counters, exact = save(world, writer, f"{folder}/{case}"), whole(writer)
-    reader = built(reads, world, paths[f"{model} 1"], budget=60, axes=other_layout, eps=EPS)
+    reader = built(reads, world, paths[f"{model} 1"], axes=other_layout, **own)
     before = whole(reader)
     reader.load(Path(f"{folder}/{case}"))
     reader.load_counters(counters)
@@ -117,6 +125,7 @@ def rounds(world: World, path: str, axes) -> dict[str, bool]:
     first, metrics = whole(mine), [step(mine, seed) for seed in range(2)]
     return {
         "starts as the rounded weights": all(torch.equal(first[key], wanted[key].bfloat16()) for key in wanted),
+        "biases stay float32": all(t.dtype == torch.float32 for name, t in first.items() if name not in wanted),
         "changes": any(not torch.equal(first[key], tensor) for key, tensor in mine.weights()),
         "is close to float32": metrics[0]["loss"] != 0 and all(math.isfinite(one["grad_norm"]) for one in metrics),
     }
@@ -161,6 +170,24 @@ def swapped_queries(rules) -> None:
     rules[name] = type(rules[name])(k, q, v)
 
 
+def exchanged_halves(rules) -> None:
+    """What latents become keys and what they become values, each head's."""
+    name = next(name for name in rules if "linear_kv_up_proj" in name)
+
+    class Exchanged(type(rules[name])):
+        def pieces(self, shapes, share):
+            (whole,) = super().pieces(shapes, share)
+            (rows, columns), width = whole.region, EXPERTS["deepseek_v3"]["qk_nope_head_dim"]
+            head = width + EXPERTS["deepseek_v3"]["v_head_dim"]
+            for begin in range(0, rows.stop, head):
+                for first, last, moved in ((0, width, head - width), (width, head, -width)):
+                    stored = slice(*(whole.stored[0].start + begin + row for row in (first, last)))
+                    own = slice(*(begin + row + moved for row in (first, last)))
+                    yield whole._replace(stored=(stored, columns), region=(own, columns))
+
+    rules[name] = Exchanged(*rules[name].names)
+
+
 def joined_wrongly(rules) -> None:
     """Each rank gets the other one's part of the gate beside its own of what it gates."""
     name = next(name for name in rules if "linear_fc1" in name)
@@ -177,7 +204,7 @@ def joined_wrongly(rules) -> None:
 
 def loses_an_expert(rules) -> None:
     """The second expert is made of the first one's weights."""
-    name = next(name for name in rules if "linear_fc2" in name)
+    name = next(name for name in rules if ".local_experts." in name and "linear_fc2" in name)
 
     class Twice(type(rules[name])):
         def named(self, *numbers):
@@ -194,7 +221,8 @@ def published(world: World, path: str, architecture: str, spoil=None) -> str:
         if spoil is not None:
             spoil(module.NAMES)
         policy = built("megatron", world, path, axes={"tp": 2})
-        engine = NativeEngine(empty_module(path, torch.float32), 4, 256)
+        is_latent = architecture == "deepseek_v3"
+        engine = PlainEngine(path) if is_latent else NativeEngine(empty_module(path, torch.float32), 4, 256)
         publish = weights.build(policy, engine, world)
         metrics = publish(version=0)
         return "sound" if metrics["publish/probe_abs_diff"] < 1e-5 else "unsound"
@@ -210,13 +238,22 @@ def everything(world: World, paths: dict[str, str], folder: str) -> dict:
         "goes on": {case: goes_on(world, paths, folder, case) for case in PAIRS},
         "resumes": [resumes(world, paths, f"{folder}/{axes}", axes) for axes in ({}, {"tp": 2}, {"pp": 2})],
         "skips": skips(world, paths["llama 0"], folder),
-        "rounds": [rounds(world, paths["llama 0"], axes) for axes in ({}, {"tp": 2}, {"pp": 2})],
+        "rounds": [rounds(world, paths["llama 0"], axes) for axes in ({}, {"tp": 2}, {"pp": 2})]
+        + [rounds(world, paths["deepseek_v3 0"], {"tp": 2})],
         "sound": published(world, paths["plain 0"], "llama"),
         "swapped": published(world, paths["plain 0"], "llama", swapped_queries),
         "joined": published(world, paths["plain 0"], "llama", joined_wrongly),
         "replayed": [
             replayed(world, paths["qwen3_moe 0"], axes, "forced", partial(built, "megatron"))
             for axes in ({"ep": 2}, {"tp": 2}, {"pp": 2})
+        ]
+        + [
+            replayed(world, paths["deepseek_v3 0"], axes, "forced", partial(built, "megatron"))
+            for axes in ({"tp": 2}, {"pp": 2})
+        ],
+        "biases": [
+            with_biases(world, paths["deepseek_v3 0"], f"{folder}/biases {axes}", axes, partial(built, "megatron"))
+            for axes in ({"tp": 2}, {"ep": 2})
         ],
         "balanced": [
             with_auxiliary(world, paths["qwen3_moe 0"], axes, checkpointing, partial(built, "megatron"))
@@ -228,6 +265,9 @@ def everything(world: World, paths: dict[str, str], folder: str) -> dict:
             for model, axes in (("llama", {}), ("llama", {"tp": 2}), ("qwen3_moe", {"pp": 2}), ("llama", {"cp": 2}))
         ],
         "lost": published(world, paths["qwen3_moe 0"], "qwen3_moe", loses_an_expert),
+        "sound latents": published(world, paths["deepseek_v3 0"], "deepseek_v3"),
+        "exchanged": published(world, paths["deepseek_v3 0"], "deepseek_v3", exchanged_halves),
+        "latents lost": published(world, paths["deepseek_v3 0"], "deepseek_v3", loses_an_expert),
     }
 
 
@@ -264,15 +304,21 @@ def test_bfloat16_over_float32_masters(found) -> None:
 
 def test_a_wrong_mapping_ends_the_run_by_name(found) -> None:
     for of_rank in found:
-        assert of_rank["sound"] == "sound"
-        for wrong in ("swapped", "joined"):
+        assert of_rank["sound"] == of_rank["sound latents"] == "sound"
+        for wrong in ("swapped", "joined", "exchanged"):
             assert "the engine's logprobs are" in of_rank[wrong] and "from the trainer's" in of_rank[wrong], of_rank
-        assert "mlp.experts.1.down_proj.weight, for which Megatron has no place" in of_rank["lost"], of_rank["lost"]
+        for lost in (of_rank["lost"], of_rank["latents lost"]):
+            assert "mlp.experts.1.down_proj.weight, for which Megatron has no place" in lost, lost
 
 
 def test_the_experts_that_the_engine_chose_are_used(found) -> None:
     for errors in (errors for of_rank in found for errors in of_rank["replayed"]):
         assert max(errors.values()) < 1e-4 and len(errors) > 20, errors
+
+
+def test_biases_move_by_the_sign_of_what_their_experts_lack(found) -> None:
+    for seen in (seen for of_rank in found for seen in of_rank["biases"]):
+        assert_biases_move(seen)
 
 
 def test_the_auxiliary_loss_is_that_of_one_rank_with_all_tokens(found) -> None:

@@ -51,12 +51,12 @@ def with_routers(model, change) -> dict[int, torch.Tensor]:
         chosen = change(place, logits, own)
         if chosen is None:
             return None
-        shares = torch.softmax(logits, -1)
+        shares = logits.sigmoid() if hasattr(router, "e_score_correction_bias") else torch.softmax(logits, -1)
         rows = []
         for i, experts in enumerate(chosen.tolist()):
             mine = torch.stack([shares[i, expert] for expert in experts])
             rows.append(mine / mine.sum() if model.config.norm_topk_prob else mine)
-        return logits, torch.stack(rows), chosen
+        return logits, torch.stack(rows) * getattr(router, "routed_scaling_factor", 1.0), chosen
 
     routers = [module for module in model.modules() if isinstance(module, router_class(model))]
     for place, router in enumerate(routers):
@@ -83,7 +83,7 @@ def replayed(world: World, path: str, axes: dict[str, int], which: str, made=bac
     if which == "own":
         chosen = own_choices(build_model(path, torch.float32, "cpu", attention="sdpa"), batch)
     else:
-        chosen = forced_choices(batch, 2, 4)
+        chosen = forced_choices(batch, sum(isinstance(m, router_class(model)) for m in model.modules()), 4)
         forced = padded(batch, chosen)
 
         def change(place, logits, own):

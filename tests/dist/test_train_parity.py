@@ -48,6 +48,10 @@ LAYOUTS = [(1, {}, 1), (2, {}, 2), (4, {}, 1), (2, TP2, 3), (3, TP3, 2), (2, CP2
 which two or three ranks are enough."""
 SIZES = {"head_dim": 8, "intermediate_size": 90, "vocab_size": 263}  # of these nothing divides by 4
 FEW_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+EVEN = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "initializer_range": 0.06}
+"""So that each expert has tokens, or there would be no gradient of it"""
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN |= {"mscale": 0.7, "mscale_all_dim": 1.0}
 MODELS = {
     "llama": ("llama", {"tie": True, **SIZES, **FEW_HEADS}),
     "smollm2": ("llama", {"tie": True, **SIZES, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}),
@@ -55,7 +59,7 @@ MODELS = {
     "qwen3": ("qwen3", {**SIZES, **FEW_HEADS}),
     "qwen3_moe": ("qwen3_moe", {**SIZES, **FEW_HEADS, **EXPERTS["qwen3_moe"], "num_experts": 6}),
     "mixtral": ("mixtral", {**SIZES, **FEW_HEADS, **EXPERTS["mixtral"], "intermediate_size": 96}),
-    "deepseek_v3": ("deepseek_v3", {**SIZES, **EXPERTS["deepseek_v3"]}),
+    "deepseek_v3": ("deepseek_v3", {**SIZES, **EXPERTS["deepseek_v3"], **EVEN, "rope_parameters": YARN}),
     "deep": ("llama", {"num_hidden_layers": 8, **SIZES, **FEW_HEADS}),
 }
 MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
@@ -90,10 +94,13 @@ OTHER_ZEROS = [*ZEROS, {"stage": 1, **ON_HOST}, {"stage": 2, **ON_HOST}, {"stage
 VPP2 = {"pp": 2, "vpp": 2}
 """Both neighbours of a stage are one rank"""
 MEGATRON = [("llama", TP2), ("qwen2", PP2), ("smollm2", CP2), ("qwen3_moe", EP2), ("qwen3", {}), ("deep", VPP2)]
+MEGATRON += [("deepseek_v3", TP2)]
 MORE = [("qwen3", TP2), ("mixtral", EP2), ("qwen3_moe", TP2), ("mixtral", TP2 | EP2), ("qwen3_moe", PP2)]
 OF_FOUR = [("llama", TP2 | PP2), ("qwen3", TP2), ("qwen2", PP2), ("llama", TP2 | CP2), ("qwen3", PP2 | CP2)]
 OF_FOUR += [("qwen3_moe", EP2), ("mixtral", TP2 | EP2), ("qwen3_moe", PP2 | EP2), ("mixtral", EP2 | CP2)]
 OF_FOUR += [("deep", {"pp": 4, "vpp": 2}), ("llama", PP2)]
+LATENT = [("deepseek_v3", axes) for axes in ({}, PP2, CP2, EP2, TP2 | EP2)]
+OF_FOUR += [("deepseek_v3", axes) for axes in (TP2 | PP2, PP2 | EP2)]
 """Models and layouts of Megatron"""
 QUICK = [
     ("deepspeed", [("llama", ZEROS[1]), ("llama", ZEROS[3]), ("qwen3_moe", ZEROS[2]), ("qwen3_moe", ZEROS[0])]),
@@ -107,9 +114,9 @@ SLOW += [
 ]
 SLOW += [
     (2, "megatron", [("deep", {"pp": 2, "vpp": 4})]),
-    (1, "megatron", [(model, {}) for model in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")]),
+    (1, "megatron", [(model, {}) for model in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")]),
 ]
-SLOW += [(2, "megatron", MORE), (3, "megatron", [("smollm2", TP3), ("qwen2", TP3)])]
+SLOW += [(2, "megatron", MORE), (2, "megatron", LATENT), (3, "megatron", [("smollm2", TP3), ("qwen2", TP3)])]
 SLOW += [(4, "megatron", OF_FOUR[at::2]) for at in (0, 1)]
 HUGE = 1e12
 AS_GRADIENT = {"max_grad_norm": HUGE, "eps": HUGE, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
@@ -218,8 +225,8 @@ def assert_follows_plain_torch(found: list[dict[str, list]], count: int) -> None
         assert len(of_rank) == count
         for case, (gradients_of, (drift, logprobs, entropy)) in of_rank.items():
             for share, errors in gradients_of.items():
-                worst = max(errors, key=errors.get)
-                assert errors[worst] < LIMITS["float32"], (case, share, worst, errors[worst])
+                wrong = {name: error for name, error in errors.items() if not error < LIMITS["float32"]}
+                assert not wrong, (case, share, wrong)
             assert drift < 1e-5 and max(logprobs, entropy) < 1e-4, (case, drift, logprobs, entropy)
 
 
@@ -280,7 +287,7 @@ def three_updates(world: World, name: str, path: str, axes: dict[str, int]) -> l
         wanted = [x * share.loss_mask for x in plain_forward(model, share)] if share.num_tokens else []
     got = mine.logprobs(share, TEMPERATURE)
     held, wholes = exported(mine), as_stored(model, dict(model.named_parameters()))
-    assert held.keys() == wholes.keys()
+    assert held.keys() == weights_of(model).keys()
     drift = max(relative(held[key], whole) for key, whole in wholes.items())
     return [drift, *(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True))]
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoConfig
 from spmd_rl.config.backends import backend
 from spmd_rl.config.packages import installed, requirements
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
+from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.config.sections.models import CriticConfig, RoleConfig
 from spmd_rl.errors import UserError
 from spmd_rl.train.megatron import ARCHITECTURES
@@ -23,6 +25,8 @@ from tests.models import EXPERTS, tiny
 needs_megatron = pytest.mark.skipif(installed("megatron-core") is None, reason="megatron-core is not installed")
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 90, "vocab_size": 263}
 MODULES = "spmd_rl.train.megatron"
+ROOT = Path(__file__).parents[2]
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
 def role_of(path, name="policy", own=None, **train) -> RoleConfig:
@@ -32,6 +36,7 @@ def role_of(path, name="policy", own=None, **train) -> RoleConfig:
 
 REFUSED = [
     ("llama", {"tp": 4}, {}, r"train\.tp: Megatron cannot share 2 key-value heads out over 4 ranks"),
+    ("deepseek_v3", {"tp": 4}, {}, r"train\.tp: Megatron cannot share 90 columns of the MLP out over 4 ranks"),
     ("llama", {"dp_replicate": 2}, {}, r"train\.dp_replicate: train=megatron has it not; must be 1"),
     ("llama", {"compile": True}, {}, r"train\.compile: train=megatron has it not; must be False"),
     (
@@ -45,8 +50,9 @@ REFUSED = [
         "qwen3_moe",
         {},
         {"router_bias_update_speed": 0.1},
-        r"policy\.router_bias_update_speed: train=megatron has it not yet; must be 0\.0",
+        r"policy\.router_bias_update_speed: the routers of qwen3_moe have no biases; must be 0",
     ),
+    ("deepseek_v3", {}, {"lora": LoraConfig(rank=2)}, r"policy\.lora\.rank: not with train=megatron and deepseek_v3"),
     ("llama", {}, {"router_aux_coef": 0.1}, r"policy\.router_aux_coef: llama is no mixture of experts; must be 0"),
     ("granite", {}, {}, r"train\.name: train=megatron does not know granite, but llama, qwen2, "),
 ]
@@ -55,7 +61,7 @@ REFUSED = [
 @needs_megatron
 @pytest.mark.parametrize(("kind", "train", "own", "says"), REFUSED)
 def test_what_is_not_built_is_refused_by_name(kind, train, own, says, tmp_path) -> None:
-    path = tiny(kind, tmp_path, **SIZES, **EXPERTS.get(kind, {}))
+    path = tiny(kind, tmp_path, **SIZES | EXPERTS.get(kind, {}))
     with pytest.raises(UserError, match=says):
         backend("megatron").check(role_of(path, own=PolicyConfig(**own), **train), path)
 
@@ -65,10 +71,25 @@ def test_a_critic_is_taken_and_what_changes_the_model_is_refused(tmp_path) -> No
     path = tiny("llama", tmp_path / "a", **SIZES)
     backend("megatron").check(role_of(path, tp=2, pp=2, cp=2), path)
     backend("megatron").check(role_of(path, "critic", CriticConfig(), tp=2), path)
-    for changed, says in (({"hidden_act": "gelu"}, "the activation gelu"), ({"mlp_bias": True}, "mlp_bias")):
-        odd = tiny("llama", tmp_path / says.split()[-1], **SIZES, **changed)
+    for kind, changed, says in (
+        ("llama", {"hidden_act": "gelu"}, "the activation gelu"),
+        ("llama", {"mlp_bias": True}, "mlp_bias"),
+        ("llama", {"rope_parameters": YARN}, "no rotary positions of the type yarn"),
+        ("deepseek_v3", {"q_lora_rank": None}, "has not the q_lora_rank of this model: None"),
+        ("deepseek_v3", {"rope_interleave": False}, "has not the rope_interleave of this model: False"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "has not the norm_topk_prob of this model: False"),
+        ("deepseek_v3", {"num_experts_per_tok": 1}, "has not the num_experts_per_tok of this model: 1"),
+    ):
+        odd = tiny(kind, tmp_path / says, **SIZES | EXPERTS.get(kind, {}) | changed)
         with pytest.raises(UserError, match=says):
             backend("megatron").check(role_of(odd), odd)
+
+
+@needs_megatron
+def test_the_published_models_are_taken() -> None:
+    for shape, layout in {"deepseek-v3": {"tp": 8, "pp": 8, "ep": 32}, "qwen3-235b-a22b": {"tp": 4}}.items():
+        path = ROOT / "configs" / "shapes" / shape
+        backend("megatron").check(role_of(path, **layout), path)
 
 
 def test_refusals_need_neither_torch_nor_megatron(tmp_path) -> None:
@@ -101,6 +122,17 @@ def test_rectangles_cover_a_run_in_order(shape) -> None:
             assert len(found) <= 3
 
 
+def parameters(kind: str, rules):
+    """Each parameter of a tiny model, its rule, and whether it is an expert's."""
+    for name, rule in rules.items():
+        layers = range(2) if "layers.{}" in name else (0,)
+        if kind == "deepseek_v3" and ".mlp." in name:
+            layers = [0] if ".mlp.linear_" in name else [1]
+        for layer in layers:
+            for expert in range(4) if (is_expert := ".local_experts." in name) else (0,):
+                yield name.format(layer, expert), rule.named(layer, expert), is_expert
+
+
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_mapping_has_each_number_of_a_checkpoint_once(kind: str, tp: int, tmp_path) -> None:
@@ -111,17 +143,15 @@ def test_a_mapping_has_each_number_of_a_checkpoint_once(kind: str, tp: int, tmp_
     rules = import_module(f"{MODULES}.architectures.{kind}").NAMES
     seen = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in stored.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}.__getitem__
-    for name, rule in rules.items():
-        layers, experts = (range(2) if "layers.{}" in name else (0,)), (range(4) if "experts" in name else (0,))
-        for one in (rule.named(layer, expert) for layer in layers for expert in experts):
-            for rank in range(tp if one.is_cut and "experts" not in name else 1):
-                share = TensorShare(rank, 1 if "experts" in name else tp, 8)
-                parameter = torch.zeros(one.shape(shapes, share), dtype=torch.int64)
-                for piece in one.pieces(shapes, share):
-                    assert parameter[piece.region].shape == seen[piece.name][piece.stored].shape
-                    seen[piece.name][piece.stored] += 1
-                    parameter[piece.region] += 1
-                assert parameter.max() == 1 and (parameter.min() == 1 or "word" in name or "output" in name)
+    for name, one, is_expert in parameters(kind, rules):
+        for rank in range(tp if one.is_cut and not is_expert else 1):
+            share = TensorShare(rank, 1 if is_expert else tp, 8)
+            parameter = torch.zeros(one.shape(shapes, share), dtype=torch.int64)
+            for piece in one.pieces(shapes, share):
+                assert parameter[piece.region].shape == seen[piece.name][piece.stored].shape
+                seen[piece.name][piece.stored] += 1
+                parameter[piece.region] += 1
+            assert parameter.max() == 1 and (parameter.min() == 1 or "word" in name or "output" in name)
     assert all((count == 1).all() for count in seen.values()), [
         n for n, count in seen.items() if not (count == 1).all()
     ]
@@ -129,9 +159,14 @@ def test_a_mapping_has_each_number_of_a_checkpoint_once(kind: str, tp: int, tmp_
 
 BRIDGES = {"llama": "llama:LLaMABridge", "qwen2": "qwen2:Qwen2Bridge", "qwen3": "qwen3:Qwen3Bridge"}
 BRIDGES |= {"qwen3_moe": "qwen3moe:Qwen3MoEBridge", "mixtral": "mixtral:MixtralBridge"}
+BRIDGES |= {"deepseek_v3": "deepseek_v3:DeepseekV3Bridge"}
 OTHER_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+OF_LATENTS = {
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
 """Ours of Megatron's local layers -> those of Transformer Engine's, which the other library knows"""
 
@@ -141,13 +176,14 @@ def other_mapping(kind: str, path):
     module, name = BRIDGES[kind].split(":")
     made = object.__new__(getattr(import_module(f"mbridge.models.{module}"), name))
     made.hf_config, made.dtype = AutoConfig.from_pretrained(path), torch.float32
-    made.make_vocab_size_divisible_by, made.config = None, SimpleNamespace(gated_linear_unit=True)
+    made.make_vocab_size_divisible_by = None
+    made.config = SimpleNamespace(gated_linear_unit=True, mtp_num_layers=None)
     return made
 
 
 def their_name(kind: str, name: str) -> str:
     mixture = kind in EXPERTS
-    for ours, theirs in OTHER_NAMES.items():
+    for ours, theirs in (OF_LATENTS if kind == "deepseek_v3" else OTHER_NAMES).items():
         if name.endswith(ours) and not (mixture and "mlp" in ours):
             return name.replace(ours, theirs)
     if ".local_experts." in name:
@@ -168,22 +204,20 @@ def test_another_library_cuts_checkpoints_the_same_way(kind: str, tp: int, tmp_p
     path = tiny(kind, tmp_path, **SIZES | {"vocab_size": 264} | EXPERTS.get(kind, {}))
     stored, bridge, compared = load_file(path / "model.safetensors"), other_mapping(kind, path), 0
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}.__getitem__
-    for name, rule in import_module(f"{MODULES}.architectures.{kind}").NAMES.items():
-        experts = range(4) if "experts" in name else (0,)
-        for of in [(layer, expert) for layer in (range(2) if "layers.{}" in name else (0,)) for expert in experts]:
-            one, theirs, is_expert = rule.named(*of), their_name(kind, name.format(*of)), "experts" in name
-            names = bridge._weight_name_mapping_mcore_to_hf(theirs)
-            assert list(one.names) == names, (name, one.names, names)
-            whole = bridge._weight_to_mcore_format(theirs, [stored[key] for key in names])
-            size = 1 if is_expert else tp
-            mine = []
-            for share in (TensorShare(rank, size, 8) for rank in range(size)):
-                mine.append(torch.full(one.shape(shapes, share), torch.nan))
-                for piece in one.pieces(shapes, share):
-                    mine[-1][piece.region] = stored[piece.name][piece.stored]
-            wanted = bridge._weight_split_across_tp(theirs, whole, mine[0], size)
-            assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True)), theirs
-            compared += 1
+    for name, one, is_expert in parameters(kind, import_module(f"{MODULES}.architectures.{kind}").NAMES):
+        theirs = their_name(kind, name)
+        names = bridge._weight_name_mapping_mcore_to_hf(theirs)
+        assert list(one.names) == names, (name, one.names, names)
+        whole = bridge._weight_to_mcore_format(theirs, [stored[key] for key in names])
+        size = 1 if is_expert else tp
+        mine = []
+        for share in (TensorShare(rank, size, 8) for rank in range(size)):
+            mine.append(torch.full(one.shape(shapes, share), torch.nan))
+            for piece in one.pieces(shapes, share):
+                mine[-1][piece.region] = stored[piece.name][piece.stored]
+        wanted = bridge._weight_split_across_tp(theirs, whole, mine[0], size)
+        assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True)), theirs
+        compared += 1
     assert compared >= 15  # six of each layer, and three: a model without biases
 
 
@@ -191,7 +225,7 @@ CONTRACT = {
     "models.gpt:GPTModel": "config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
     "share_embeddings_and_output_weights position_embedding_type pg_collection vp_stage",
     "models.gpt:GPTModel.forward": "input_ids position_ids attention_mask packed_seq_params",
-    "models.gpt.gpt_layer_specs:get_gpt_layer_local_spec": "num_experts qk_layernorm normalization",
+    "models.gpt.gpt_layer_specs:get_gpt_layer_local_spec": "num_experts multi_latent_attention",
     "transformer.transformer_block:TransformerBlockSubmodules": "layer_specs layer_norm",
     "distributed:DistributedDataParallel": "config ddp_config module disable_bucketing pg_collection",
     "distributed:DistributedDataParallel.start_param_sync": "force_sync",

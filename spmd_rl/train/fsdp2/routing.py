@@ -14,7 +14,6 @@ have it.
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from spmd_rl.config.sections.models import TrainedModelConfig
@@ -62,13 +61,9 @@ class Routing:
 
         return watch
 
-    @torch.no_grad()
     def balance(self) -> None:
         """[all] Move the biases of experts by what their load has been since `begin`."""
-        if not self._speed:
-            return
-        for router, own in zip(self._biased.values(), self._load.summed(), strict=True):  # [all]
-            getattr(router, BIAS).add_(self._speed * torch.sign(own.mean() - own))
+        self._load.balance([getattr(router, BIAS) for router in self._biased.values()], self._speed)  # [all]
 
     def biases(self) -> dict[str, Tensor]:
         """The live biases that training changes, by name; none unless `balance` moves them."""

@@ -8,14 +8,15 @@ from spmd_rl.config.packages import installed, unsupported
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.errors import UserError
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
 """The types of models that it trains: modules of `architectures/`, each of which says where a model's weights lie."""
-MIXTURES = ("qwen3_moe", "mixtral")
-NOT_YET = {"router_bias_update_speed": 0.0}
-"""Settings of a policy that it lacks, and what they must be"""
-
+LATENT = "deepseek_v3"
+"""The one with latent attention, and a bias for each expert"""
+MIXTURES = ("qwen3_moe", "mixtral", LATENT)
 BIASES = ("attention_bias", "mlp_bias")
 """Keys of `config.json` under which a model has biases that the mapping lacks"""
+GROUPS = {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
+"""DeepSeek-V3's: how many experts are chosen, and of how many groups, from how many of these"""
 IMPORT_SECONDS = 600.0
 """What importing Megatron may take without any progress: it is large, and all ranks of a machine read it at once."""
 
@@ -32,15 +33,16 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
         raise UserError(f"{role.key}.name: train=megatron does not know {kind}, but {known}; train=fsdp2 may")
     if train.activation_checkpointing == "selective":
         raise UserError(f"{role.key}.activation_checkpointing: train=megatron has `full` and `none`")
-    for key, default in NOT_YET.items():
-        if getattr(role.own, key, default) != default:
-            raise UserError(f"{role.name}.{key}: train=megatron has it not yet; must be {default}")
     for key, default in {"dropout": 0.0, "dora": False}.items():
         if role.lora.rank and getattr(role.lora, key) != default:
             raise UserError(f"{role.section or role.name}.lora.{key}: not with train=megatron; must be {default}")
     if getattr(role.own, "router_aux_coef", 0.0) and kind is not None and kind not in MIXTURES:
         raise UserError(f"{role.name}.router_aux_coef: {kind} is no mixture of experts; must be 0")
+    if getattr(role.own, "router_bias_update_speed", 0.0) and kind not in (None, LATENT):
+        raise UserError(f"{role.name}.router_bias_update_speed: the routers of {kind} have no biases; must be 0")
     _check_model(role, model)
+    if kind == LATENT:
+        _check_latent(role, model)
 
 
 def _check_model(role: RoleConfig, model: dict[str, Any]) -> None:
@@ -52,12 +54,30 @@ def _check_model(role: RoleConfig, model: dict[str, Any]) -> None:
     heads = model.get("num_attention_heads")
     sizes = {"attention heads": heads, "key-value heads": model.get("num_key_value_heads", heads)}
     sizes["columns of the MLP"] = model.get("intermediate_size")
+    if is_latent := model.get("model_type") == LATENT:
+        sizes["columns of the shared experts"] = model.get("moe_intermediate_size")
     for what, size in sizes.items():
         if size and size % role.train.tp:
             raise UserError(f"{role.key}.tp: Megatron cannot share {size} {what} out over {role.train.tp} ranks")
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    if (kind := rope.get("rope_type") or rope.get("type")) in ("yarn", "longrope"):
+    if (kind := rope.get("rope_type") or rope.get("type")) == "longrope" or (kind == "yarn" and not is_latent):
         raise UserError(f"{role.key}.name: train=megatron has no rotary positions of the type {kind} yet")
+
+
+def _check_latent(role: RoleConfig, model: dict[str, Any]) -> None:
+    """The same of what a model of DeepSeek-V3's type may have otherwise than that one, from which defaults are."""
+    chosen, groups, of_groups = (model.get(key, n) for key, n in GROUPS.items())
+    limits = of_groups < groups and chosen // of_groups != 2  # Megatron judges a group by so many experts
+    odd = {
+        "q_lora_rank": model.get("q_lora_rank", 1536) is None,
+        "rope_interleave": not model.get("rope_interleave", True),
+        "norm_topk_prob": not model.get("norm_topk_prob", True),
+        "num_experts_per_tok": limits or chosen < 2,
+    }
+    if key := next((key for key, is_odd in odd.items() if is_odd), None):
+        raise UserError(f"{role.key}.name: train=megatron has not the {key} of this model: {model.get(key)}")
+    if role.lora.rank:
+        raise UserError(f"{role.section or role.name}.lora.rank: not with train=megatron and {LATENT}; must be 0")
 
 
 def build(role: RoleConfig, layout: Any, source: Any) -> Any:

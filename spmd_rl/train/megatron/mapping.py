@@ -8,8 +8,9 @@ rank's part of the parameter consists of. Reading a checkpoint, publishing, and 
 pieces.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from spmd_rl.model.load import Region
 
@@ -35,39 +36,30 @@ class Piece(NamedTuple):
     region: Region
 
 
-class Rule(Protocol):
-    """How a parameter is made of stored tensors."""
+class Rule(ABC):
+    """How a parameter is made of stored tensors, in whose names `{}` stands for the number of a layer, then an expert."""
 
-    is_cut: bool
-    """Whether the ranks that share a layer out have different parts; else all of them have the same."""
-
-    def named(self, *numbers: int) -> "Rule":
-        """The rule of one layer, or of one expert of a layer, by their numbers."""
-        ...
-
-    def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
-        """The shape of a rank's parameter."""
-        ...
-
-    def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
-        """What a rank's parameter consists of; what lies in no piece is filling."""
-        ...
-
-
-class _Named:
-    """The stored tensors of a rule by name, in which `{}` stands for the number of a layer, then of an expert."""
-
-    is_cut = True
+    is_cut, is_buffer = True, False
+    """Whether the ranks that share a layer out have different parts; else all of them have the same. And whether it is
+    float32 whatever the model's dtype, and has no gradient."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
 
-    def named(self, *numbers: int) -> "_Named":
-        """See `Rule`."""
+    def named(self, *numbers: int) -> "Rule":
+        """The rule of one layer, or of one expert of a layer, by their numbers."""
         return type(self)(*(name.format(*numbers) for name in self.names))
 
+    @abstractmethod
+    def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
+        """The shape of a rank's parameter."""
 
-class Whole(_Named):
+    @abstractmethod
+    def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
+        """What a rank's parameter consists of; what lies in no piece is filling."""
+
+
+class Whole(Rule):
     """One stored tensor, whole on every rank."""
 
     is_cut = False
@@ -82,7 +74,13 @@ class Whole(_Named):
         yield Piece(self.names[0], shapes(self.names[0]), everything, everything)
 
 
-class Stacked(_Named):
+class Buffer(Whole):
+    """The same of a buffer of transformers' module."""
+
+    is_buffer = True
+
+
+class Stacked(Rule):
     """A run of the rows of each stored tensor, one below the other; the last rank may have fewer, and filling."""
 
     def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
@@ -105,7 +103,7 @@ class Stacked(_Named):
             place += count
 
 
-class Columns(_Named):
+class Columns(Rule):
     """A run of the columns of a stored tensor."""
 
     def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
@@ -121,7 +119,7 @@ class Columns(_Named):
         yield Piece(self.names[0], shapes(self.names[0]), (rows, here), (rows, slice(0, width)))
 
 
-class Heads(_Named):
+class Heads(Rule):
     """Queries, keys and values: for each key-value head those of its queries, then its key, then its value."""
 
     def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:

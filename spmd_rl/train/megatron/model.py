@@ -61,11 +61,11 @@ class MegatronModel:
         self._is_critic, num_stages = role.name == "critic", layout.size("pp")
         is_tied = config.tie_word_embeddings and not self._is_critic
         dealt = deal_layers(layout.key, config.num_hidden_layers, num_stages, role.train.vpp)
-        experts = Experts(num_experts(config), layout.size("ep"))
+        experts = Experts(num_experts(config), layout.size("ep"), options.get("moe_layer_freq", [1]).index(1))
         check_experts(layout.key, experts.count, config.name_or_path, experts.size)
         self._adapters = MegatronAdapters(role.lora, module, rules, layout.key)
         parameters = parameters_of(self._adapters.rules, dealt, num_stages, is_tied, experts)
-        check_files(parameters, files, is_tied)
+        check_files(parameters, files, module, is_tied)
         shapes = {name: tuple(files.shape(name)) for name in files.names} | self._adapters.shapes(files)
         self._context = None
         if (group := layout.group("cp")) is not None:
@@ -74,25 +74,22 @@ class MegatronModel:
         self._groups = groups_of(layout)  # [all]
         with on_cpu(self.device):
             self._config = transformer.config_of(config, layout, role.train, self._dtype, options)
-            chunks = transformer.chunks_of(self._config, dealt, self._groups, config.vocab_size, is_tied)
+            chunks = transformer.chunks_of(self._config, dealt, self._groups, config.vocab_size, is_tied, experts)
             if self._is_critic and (last := next(reversed(chunks))).post_process:
                 last.output_layer = ValueHead(self._config, role.value_bias, self._groups)
             self._chunks = list(chunks)
             self._replay = Replay(module, layout, getattr(role.own, "router_replay", False))
-            layers_here = sum(map(len, chunks.values()))
+            mixtures = transformer.mixtures_of(chunks)
             aux = getattr(role.own, "router_aux_coef", 0.0)
-            self._load_of_experts = ExpertLoad(layout, aux, layers_here if experts.count else None)
-            if experts.count:
-                transformer.watch_routers(chunks, self._replay, self._load_of_experts)
+            self._load_of_experts = ExpertLoad(layout, aux, len(mixtures) if experts.count else None)
+            self._bias_speed = getattr(role.own, "router_bias_update_speed", 0.0)
+            transformer.watch_routers(mixtures, experts.first, self._replay, self._load_of_experts)
             for chunk in self._chunks:
-                if chunk.pre_process:
-                    padding = module.get_input_embeddings().padding_idx
-                    transformer.ignore_padding(chunk.embedding, padding, self._groups.tp)
-                chunk.rotary_pos_emb = transformer.Rotary(module.base_model.rotary_emb.inv_freq.to(self.device))
+                transformer.follow(chunk, module, self.device, self._groups.tp)
             self._adapters.attach(chunks, shapes.__getitem__, self._groups.tp, head_dim(config))
             local = local_parameters(chunks, experts, layout.rank("ep"))
             own = role.optimizer
-            trained = {name for name, *_ in parameters if own and self._trains(name)}
+            trained = {name for name, rule, *_ in parameters if own and self._trains(name) and not rule.is_buffer}
             for name, tensor in local.items():
                 tensor.requires_grad_(name in trained)
                 tensor.detach().zero_()  # what no stored tensor fills is never read, but must be finite
@@ -202,6 +199,7 @@ class MegatronModel:
         with on_cpu(self.device):
             if norm is not None:
                 self._optimizer.step(lr, norm)  # [all]
+                self._load_of_experts.balance(self._tensors.buffers.values(), self._bias_speed)  # [all]
                 self._weights.changed()
                 self._moments.changed()
             self._optimizer.zero_grad()
@@ -222,7 +220,8 @@ class MegatronModel:
         self._moments.to_device()
         if self._optimizer is None:
             return []
-        return [*self._tensors.shards(self._optimizer), *self._adapters.state(self._world.rank == 0)]
+        shards = self._tensors.shards(self._optimizer, with_buffers=self._bias_speed > 0)
+        return [*shards, *self._adapters.state(self._world.rank == 0)]
 
     def on_state_loaded(self) -> None:
         """[all] See `ShardedModel`."""

@@ -9,14 +9,14 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from spmd_rl.errors import UserError
-from spmd_rl.model.load import Region, WeightFiles, overlap, within
+from spmd_rl.model.load import Region, WeightFiles, is_ignored, overlap, within
 from spmd_rl.model.lora import PREFIX
 from spmd_rl.train.megatron.mapping import Piece, Rule
 
 LAYERS, EXPERTS = "decoder.layers.", ".local_experts."
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-IGNORED = ("rotary_emb.inv_freq",)
-"""Ends of names of stored tensors that nobody reads"""
+MLP, DENSE = ".mlp.", ".mlp.linear_"
+"""In names of parameters: of either kind of MLP, and of one without experts"""
 
 
 class Parameter(NamedTuple):
@@ -44,10 +44,18 @@ class StoredPart(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """How many experts a layer has, and how many ranks share them out."""
+    """Of the mixtures of a model."""
 
     count: int
+    """of a layer"""
     size: int
+    """how many ranks share them out"""
+    first: int = 0
+    """the layers before it have none"""
+
+    def are_in(self, layer: int) -> bool:
+        """Whether a layer is a mixture."""
+        return self.count > 0 and layer >= self.first
 
 
 def parameters_of(
@@ -63,6 +71,8 @@ def parameters_of(
     for number, layers in enumerate(dealt):
         for layer, (name, rule) in product(layers, own.items()):
             stage = number % num_stages
+            if MLP in name and (DENSE in name) == experts.are_in(layer):
+                continue  # of the other kind
             if EXPERTS not in name:
                 found.append(Parameter(name.format(layer), rule.named(layer), stage))
                 continue
@@ -101,13 +111,16 @@ def local_parameters(chunks: Mapping[GPTModel, range], experts: Experts, owner: 
     return found
 
 
-def check_files(parameters: Sequence[Parameter], files: WeightFiles, is_tied: bool) -> None:
-    """Raise a UserError unless each stored tensor has a place in the model, and each place a stored tensor."""
+def check_files(parameters: Sequence[Parameter], files: WeightFiles, module: nn.Module, is_tied: bool) -> None:
+    """Raise a UserError unless each stored tensor has a place in the model, and each place a stored tensor.
+
+    module: of transformers, which may say that nobody reads some.
+    """
     wanted = {name for parameter in parameters for name in parameter.rule.names if not name.startswith(PREFIX)}
     if missing := sorted(wanted - set(files.names)):
         raise UserError(f"policy.model: {files.folder} lacks {len(missing)} weights, among them {missing[0]}")
     tied = {"lm_head.weight"} if is_tied else set()
-    if unknown := sorted(name for name in set(files.names) - wanted - tied if not name.endswith(IGNORED)):
+    if unknown := sorted(name for name in set(files.names) - wanted - tied if not is_ignored(module, name)):
         raise UserError(
             f"policy.model: {files.file_of(unknown[0])} holds {unknown[0]}, for which Megatron has no place"
         )

@@ -1,6 +1,7 @@
 """`Tensors`: parameters by the names of the checkpoint, whole for a publish and in shards for a state."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,8 @@ class Tensors:
             found = tuple(local[one.name].shape)
             assert one.rule.shape(shapes, self._share_of(one)) == found, (one.name, found)
         self._here = {local[one.name]: one for one in here}
+        self.buffers = {one.rule.names[0]: local[one.name] for one in here if one.rule.is_buffer}
+        """Those that are here, live"""
 
     def _share_of(self, one: Parameter, rank: int | None = None) -> TensorShare:
         """Which part of a parameter a rank along `tp` has; by default this one."""
@@ -69,7 +72,7 @@ class Tensors:
         one = self._here[parameter]
         return not one.is_copy and (one.rule.is_cut or self._layout.rank("tp") == 0)
 
-    def shards(self, optimizer: DistributedAdamW) -> Iterator[Shard]:
+    def shards(self, optimizer: DistributedAdamW, with_buffers: bool) -> Iterator[Shard]:
         """See `ShardedModel.state`."""
         yield Shard(f"{OPTIMIZER}step", (), (), optimizer.steps, self._layout.world.rank == 0)
         given: set[str] = set()
@@ -80,9 +83,16 @@ class Tensors:
                     begin = tuple(one.start for one in part.stored)
                     given.add(prefix + part.name)
                     yield Shard(prefix + part.name, part.shape, begin, part.tensor, self.counts(master.parameter))
-        for name in dict.fromkeys(name for one in self._all if one.name in self._trained for name in one.rule.names):
-            for prefix in (MODEL, *(f"{OPTIMIZER}{moment}/" for moment in MOMENTS)):
+        for name, buffer in self.buffers.items() if with_buffers else ():
+            given.add(MODEL + name)
+            is_mine = self._groups.tp.rank() == self._groups.dp_cp.rank() == 0
+            yield Shard(MODEL + name, tuple(buffer.shape), (0,), buffer, is_mine)
+        of_trained = (MODEL, *(f"{OPTIMIZER}{moment}/" for moment in MOMENTS))
+        for one in self._all:
+            kinds = (MODEL,) if with_buffers and one.rule.is_buffer else ()
+            for prefix, name in product(of_trained if one.name in self._trained else kinds, one.rule.names):
                 if prefix + name not in given:
+                    given.add(prefix + name)
                     yield Shard(prefix + name, self._shapes(name), (), None, False)
 
     @torch.no_grad()
@@ -94,7 +104,8 @@ class Tensors:
         neighbours = [one for one in self._all if not one.is_copy and (one.name in self._trained or not trained_alone)]
         for place, one in enumerate(neighbours):
             self._layout.world.progress()
-            found = {name: torch.empty(self._shapes(name), dtype=dtype, device=device) for name in one.rule.names}
+            how = {"dtype": torch.float32 if one.rule.is_buffer else dtype, "device": device}
+            found = {name: torch.empty(self._shapes(name), **how) for name in one.rule.names}
             if one.stage == self._layout.rank("pp"):
                 if one.owner is None:
                     parts = self._gathered(local[one.name], "tp") if one.rule.is_cut else [local[one.name]]  # [stage]

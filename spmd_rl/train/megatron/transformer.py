@@ -16,12 +16,15 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -30,10 +33,14 @@ from spmd_rl.distributed import Layout
 from spmd_rl.model.attention import Packing, packed_attention
 from spmd_rl.model.differentiable import gather_rows
 from spmd_rl.model.logprobs import Support, VocabularyShare, head_outputs
+from spmd_rl.model.moe import probabilities
 from spmd_rl.model.size import head_dim, num_kv_heads
 from spmd_rl.train.expert_load import ExpertLoad
+from spmd_rl.train.megatron.parameters import Experts
 from spmd_rl.train.replay import Replay
 
+if not isinstance(multi_latent_attention.TELinear, type):  # no Transformer Engine, for whose classes it asks
+    multi_latent_attention.HAVE_TE = False
 RANDOM = "model-parallel-rng"
 """Megatron's name of a state of random numbers"""
 
@@ -52,6 +59,7 @@ class PackedRow:
     qkv_format: str = "row"
     """Megatron asks whether it is its own"""
     cp_group: None = None
+    local_cp_size: None = None
 
 
 class Norm(nn.Module):
@@ -70,6 +78,13 @@ class Norm(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+class LatentNorm(Norm):
+    """That of latents, which has an epsilon of its own in transformers."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
+        super().__init__(config, hidden_size, 1e-6)
+
+
 class PackedAttention(nn.Module):
     """In place of Megatron's `DotProductAttention`."""
 
@@ -80,8 +95,11 @@ class PackedAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedRow, **__: Any
     ) -> Tensor:
-        """[t, 1, heads, D], [t, 1, kv heads, D] twice -> [t, 1, heads * D]; [all] of the ranks that share a row out."""
-        q, k, v = (x[:, 0].transpose(0, 1)[None] for x in (query, key, value))
+        """[t, 1, heads, D], [t, 1, kv heads, D] twice -> [t, 1, heads * D]; [all] of the ranks that share a row out.
+
+        Latent attention leaves out the 1, and its values may be narrower.
+        """
+        q, k, v = (x.flatten(0, -3).transpose(0, 1)[None] for x in (query, key, value))
         out, _ = packed_attention(self, q, k, v, None, self.scale, packed_seq_params.packing)  # [all]
         return out[0].flatten(1)[:, None]
 
@@ -89,9 +107,11 @@ class PackedAttention(nn.Module):
 class Rotary(nn.Module):
     """In place of Megatron's rotary embedding: angles of the row's own positions, with transformers' frequencies."""
 
-    def __init__(self, frequencies: Tensor) -> None:
+    def __init__(self, rotary: nn.Module, device: torch.device) -> None:
+        """rotary: transformers'."""
         super().__init__()
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.register_buffer("frequencies", rotary.inv_freq.to(device), persistent=False)
+        self.scale = rotary.attention_scaling
 
     def get_rotary_seq_len(self, *args: Any) -> Tensor:
         """What Megatron calls `forward` with, where it would be a length."""
@@ -101,6 +121,14 @@ class Rotary(nn.Module):
         """int64 [t] -> float32 [t, 1, 1, rotated dimensions]."""
         angles = positions[:, None].float() * self.frequencies
         return torch.cat([angles, angles], -1)[:, None, None]
+
+
+class LatentRotary(Rotary):
+    """The same for latent attention, with the factor of cosines and sines."""
+
+    def forward(self, positions: Tensor, **_: Any) -> tuple[Tensor, float]:
+        """int64 [t] -> float32 [t, 1, rotated dimensions], and the factor."""
+        return super().forward(positions)[:, 0], self.scale
 
 
 class Head(nn.Module):
@@ -145,7 +173,20 @@ class ReplayedChoice:
         return (values, own) if found is None else (scores.gather(1, found[0]), found[0])
 
 
-def ignore_padding(embedding: nn.Module, padding_id: int | None, group: dist.ProcessGroup) -> None:
+def follow(chunk: GPTModel, module: nn.Module, device: torch.device, group: dist.ProcessGroup) -> None:
+    """Give a chunk the positions of a module of transformers, and what it does with padding."""
+    if chunk.pre_process:
+        _ignore_padding(chunk.embedding, module.get_input_embeddings().padding_idx, group)
+    rotary = module.base_model.rotary_emb
+    if not chunk.config.multi_latent_attention:
+        chunk.rotary_pos_emb = Rotary(rotary, device)
+        return
+    chunk.config.rope_type = "yarn"  # Megatron's name of what gives a factor too
+    for layer in chunk.decoder.layers:
+        layer.self_attention.rotary_pos_emb = LatentRotary(rotary, device)
+
+
+def _ignore_padding(embedding: nn.Module, padding_id: int | None, group: dist.ProcessGroup) -> None:
     """Let the token `padding_id` give its row no gradient, as transformers' embeddings do; `group`: tensor-parallel."""
 
     def without(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], found: Tensor) -> Tensor:
@@ -157,31 +198,43 @@ def ignore_padding(embedding: nn.Module, padding_id: int | None, group: dist.Pro
 
 
 class WatchedRouter(TopKRouter):
-    """Megatron's router; what it chooses is counted."""
+    """Megatron's router; what it chooses is counted. A bias of each expert is a parameter, by both libraries' names."""
 
     load: ExpertLoad
     place: int
     """among the routers that are here"""
 
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config, pg_collection)
+        if self.score_function == "sigmoid":
+            biases = torch.empty(self.num_experts, device=self.weight.device)
+            self.expert_bias = self.e_score_correction_bias = nn.Parameter(biases, requires_grad=False)
+
     def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """[t, 1, E] -> weights of the chosen experts, 0 of others, and which are chosen: [t, E] each."""
         weights, is_chosen = super().routing(logits, *args, **kwargs)
-        probabilities = torch.softmax(logits.flatten(0, 1), -1, dtype=torch.float32)
         chosen = is_chosen.float().topk(self.topk, -1).indices
-        changed = self.load.observe(self.place, probabilities, chosen, weights)  # [all]
+        changed = self.load.observe(self.place, probabilities(self, logits.flatten(0, 1)), chosen, weights)  # [all]
         return weights if changed is None else changed, is_chosen
 
 
-def watch_routers(chunks: Mapping[GPTModel, range], replay: Replay, load: ExpertLoad) -> None:
-    """Let each router that is here ask `replay` and report to `load`; all layers are mixtures."""
-    place = 0
-    for chunk, layers in chunks.items():
-        for number, layer in zip(layers, chunk.decoder.layers, strict=True):
-            layer.register_forward_pre_hook(partial(_take, replay, load), with_kwargs=True)
-            router = layer.mlp.router
-            router.router_replay = ReplayedChoice(replay, number) if replay.places else None
-            router.load, router.place = load, place
-            place += 1
+def mixtures_of(chunks: Mapping[GPTModel, range]) -> dict[int, nn.Module]:
+    """The layers that are mixtures, by their numbers in the whole model."""
+    return {
+        number: layer
+        for chunk, layers in chunks.items()
+        for number, layer in zip(layers, chunk.decoder.layers, strict=True)
+        if isinstance(layer.mlp, MoELayer)
+    }
+
+
+def watch_routers(mixtures: Mapping[int, nn.Module], first: int, replay: Replay, load: ExpertLoad) -> None:
+    """Let each router that is here ask `replay` and report to `load`. first: of the whole model's mixtures."""
+    for place, (number, layer) in enumerate(mixtures.items()):
+        layer.register_forward_pre_hook(partial(_take, replay, load), with_kwargs=True)
+        router = layer.mlp.router
+        router.router_replay = ReplayedChoice(replay, number - first) if replay.places else None
+        router.load, router.place = load, place
 
 
 def _take(replay: Replay, load: ExpertLoad, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -225,23 +278,22 @@ def config_of(
         "use_cpu_initialization": layout.world.device.type == "cpu",
         "perform_initialization": False,
         "calculate_per_token_loss": True,  # before gradients have their buffers, or these divide by the data shards
-        "gradient_accumulation_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
         "expert_model_parallel_size": layout.size("ep"),
         "expert_tensor_parallel_size": 1,
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
     }
-    return TransformerConfig(**(fields | stages | options))
+    of_kind = MLATransformerConfig if "kv_lora_rank" in options else TransformerConfig
+    return of_kind(**(fields | stages | options))
 
 
 def chunks_of(
-    config: TransformerConfig, dealt: Sequence[range], groups: ProcessGroupCollection, vocab_size: int, is_tied: bool
+    config: TransformerConfig,
+    dealt: Sequence[range],
+    groups: ProcessGroupCollection,
+    vocab_size: int,
+    is_tied: bool,
+    experts: Experts,
 ) -> dict[GPTModel, range]:
     """This rank's chunks of the model, in order, with their layers; parameters may hold anything yet.
 
@@ -255,7 +307,7 @@ def chunks_of(
         chunk = place // num_stages if len(dealt) > num_stages else None
         model = GPTModel(
             config,
-            TransformerBlockSubmodules(layer_specs=[_layer(config)] * len(dealt[place]), layer_norm=Norm),
+            TransformerBlockSubmodules([_layer(config, experts.are_in(number)) for number in dealt[place]], Norm),
             -(-vocab_size // tp) * tp,
             max_sequence_length=0,
             pre_process=place == 0,
@@ -267,6 +319,7 @@ def chunks_of(
         )
         if is_last:
             model.output_layer = Head(model.output_layer.weight, vocab_size, groups)
+        model.to(torch.cuda.current_device())  # routers and what makes latents are made on the CPU
         made[model] = dealt[place]
     return made
 
@@ -280,17 +333,22 @@ def _prepare_process() -> None:
         parallel_state._set_global_memory_buffer()
 
 
-def _layer(config: TransformerConfig) -> ModuleSpec:
+def _layer(config: TransformerConfig, is_mixture: bool) -> ModuleSpec:
     """What a layer is made of."""
     spec: ModuleSpec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=config.num_moe_experts if is_mixture else None,
+        multi_latent_attention=config.multi_latent_attention,
     )
     own = spec.submodules
-    if config.num_moe_experts:
+    if is_mixture:
         own.mlp.submodules.router = WatchedRouter
     own.input_layernorm = own.pre_mlp_layernorm = Norm
     attention = own.self_attention.submodules
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
+    if config.multi_latent_attention:
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
+        # whole on each rank: the parts of others would be gathered over a group of Megatron's global state
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
     return spec
