@@ -29,6 +29,8 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 needs_sglang = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here: `make test-sglang` has it"
 )
+OTHERS = [pytest.param("vllm", marks=needs_vllm), pytest.param("sglang", marks=needs_sglang)]
+"""Engines beside the native one, as parameters of a test: skipped where they are not installed."""
 
 
 @contextmanager
@@ -55,10 +57,15 @@ def started_engine(
     kv_tokens: int = 2048,
     lora: LoraConfig | None = None,
     constraint: ConstraintConfig = NO_CONSTRAINT,
+    **others: object,
 ) -> Iterator[object]:
-    """A started engine without weights, at world 1, over the default group that is there or one of its own."""
-    settings = EngineConfig(name=name, max_running=max_running, kv_tokens=kv_tokens, adapters=lora is not None)
-    policy = PolicyConfig(model=str(path), dtype=dtype, lora=lora or LoraConfig())
+    """A started engine without weights, at world 1, over the default group that is there or one of its own.
+
+    others: settings of the policy, or `args` of the engine.
+    """
+    sizes, args = {"max_running": max_running, "kv_tokens": kv_tokens}, others.pop("args", {})
+    settings = EngineConfig(name=name, **sizes, adapters=lora is not None, args=args)
+    policy = PolicyConfig(model=str(path), dtype=dtype, lora=lora or LoraConfig(), **others)
     with one_rank() as world:
         engine = build(settings, policy, False, world, constraint)
         yield engine

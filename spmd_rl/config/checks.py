@@ -217,10 +217,8 @@ def check_engine(
                 f"pip install 'spmd-rl[{engine.name}]' for a GPU; or say engine=native"
             )
     if policy.router_replay:
-        if engine.name != "native":
-            raise UserError(
-                f"policy.router_replay: engine={engine.name} does not tell whom it chose; say engine=native"
-            )
+        if engine.name == "vllm":
+            raise UserError("policy.router_replay: engine=vllm does not tell whom it chose; say engine=native or sglang")
         if experts_in(model_folder(policy.model)) == 0:
             raise UserError("policy.router_replay: the model is no mixture of experts; must be false")
     for key, temperature in (("rollout", rollout.temperature), ("eval", eval and eval.temperature)):

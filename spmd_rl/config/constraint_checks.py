@@ -26,7 +26,6 @@ def check_constraint(
     if found := unsupported("xgrammar"):
         raise UserError(f"{key}: xgrammar {found[0]} is not {found[1]}; pip install 'spmd-rl[constraint]'")
     refused: dict[str, Any] = {
-        "engine=sglang, not yet": engine.name == "sglang",
         "engine.drafts": engine.drafts,
         "engine.args.speculative_config": "speculative_config" in engine.args,
         "rollout.stop, which would cut answers short": rollout.stop,

@@ -34,6 +34,8 @@ class SequenceState:
     """numbers that are recorded for each token; 0: none are"""
     matcher: Any = None
     """xgrammar's, where its answer has to parse, once a token of it has been asked for"""
+    num_matched: int = 0
+    """tokens of the answer that it has seen"""
 
     def append(self, token: int, logprob: float, version: int, candidate_ids: Sequence[int] = ()) -> None:
         """Add a sampled token. RunFailed for a logprob that is not finite."""

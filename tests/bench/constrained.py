@@ -84,7 +84,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=["answers"])
-    parser.add_argument("engine", choices=["native", "vllm"])
+    parser.add_argument("engine", choices=["native", "vllm", "sglang"])
     parser.add_argument("--model", required=True, help="a model directory")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=100)

@@ -17,11 +17,10 @@ from spmd_rl.model.build import build_model
 from spmd_rl.types import Request
 from tests.dist.harness import run_ranks
 from tests.dist.test_publish_vllm import K0, K1, SMOL, SPREAD, grow
-from tests.engines import VLLM_SIZES, needs_sglang, needs_vllm, started_engine
+from tests.engines import OTHERS, VLLM_SIZES, started_engine
 from tests.models import tiny
 from tests.training import fsdp2_policy
 
-ENGINES = [pytest.param("vllm", marks=needs_vllm), pytest.param("sglang", marks=needs_sglang)]
 
 
 def serve(engine):
@@ -96,7 +95,7 @@ def replica_of_two(world, path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", OTHERS)
 def test_tokens_and_faults_at_tp_two(tmp_path, name):
     path = tiny("qwen2", tmp_path, **VLLM_SIZES, **SPREAD)
     results = run_ranks(2, replica_of_two, str(path), name, timeout=400)
@@ -125,7 +124,7 @@ def serve_alone(world, path, name, tp):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize(("size", "tp"), [(4, 2), (3, 3), (2, 1)])
 def test_replicas_serve_the_same(tmp_path, name, size, tp):
     sizes = VLLM_SIZES if tp == 2 else SMOL

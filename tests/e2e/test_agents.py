@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.runs import EXACT, Running, Toy
 from tests.e2e.test_guarantees import bitwise_equal, difference, tokens
-from tests.engines import VLLM_SIZES, needs_vllm
+from tests.engines import OTHERS, VLLM_SIZES
 
 SETTINGS = (
     "algorithm=gigpo",
@@ -131,11 +131,11 @@ def test_killed_workers_and_a_killed_host_cost_no_run(toy: AgentToy, straight: R
     assert run.metrics()[-1]["rollout/error_share"] == 0.0
 
 
-@needs_vllm
 @pytest.mark.slow
-def test_vllm_plays_too(tmp_path) -> None:
+@pytest.mark.parametrize("engine", OTHERS)
+def test_another_engine_plays_too(tmp_path, engine: str) -> None:
     toy = AgentToy(tmp_path, "qwen2", **VLLM_SIZES)
-    run = toy.start("engine=vllm", "steps=2", "eval.every=0", name="vllm")
+    run = toy.start(f"engine={engine}", "steps=2", "eval.every=0", name=engine)
     assert run.wait(400) == 0, run.text()[-3000:]
     trained = run.metrics()[2]
     assert trained["train_infer/abs_diff/mean"] < 1e-4 and trained["actor/grad_norm"] > 0

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.runs import Toy
 from tests.e2e.test_agents import AgentToy
-from tests.engines import VLLM_SIZES, needs_vllm
+from tests.engines import OTHERS, VLLM_SIZES
 
 SCHEMA = {
     "type": "object",
@@ -44,10 +44,10 @@ def test_the_native_engine(tmp_path) -> None:
     check(Toy(tmp_path), *settings)
 
 
-@needs_vllm
 @pytest.mark.slow
-def test_vllm(tmp_path) -> None:
-    check(Toy(tmp_path, **VLLM_SIZES), "engine=vllm", "engine.tp=2")
+@pytest.mark.parametrize("engine", OTHERS)
+def test_another_engine(tmp_path, engine: str) -> None:
+    check(Toy(tmp_path, **VLLM_SIZES), f"engine={engine}", "engine.tp=2")
 
 
 def test_a_grammar_that_the_compiler_refuses_is_one_line(tmp_path) -> None:

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from tests.e2e.runs import EXACT, Running, Toy
-from tests.engines import VLLM_SIZES, needs_sglang, needs_vllm
+from tests.engines import OTHERS, VLLM_SIZES
 
 pytestmark = pytest.mark.timeout(900)
-ENGINES = [pytest.param("vllm", marks=needs_vllm), pytest.param("sglang", marks=needs_sglang)]
 SETTINGS = (*EXACT, "policy.lr=1e-4", "rollout.prompts_per_step=3", "steps=1")
 STALL = 30
 """An engine is imported and started in less, without any progress to show."""
@@ -27,7 +26,7 @@ class EngineToy(Toy):
         return [*super().settings(), f"engine={self.engine}"]
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=OTHERS)
 def toy(request, tmp_path_factory) -> Toy:
     toy = EngineToy(tmp_path_factory.mktemp("toy"), "qwen2", **VLLM_SIZES)
     toy.engine = request.param
@@ -92,7 +91,8 @@ def test_reruns_and_continuations_are_bitwise_equal(toy: Toy, layout: str) -> No
 def test_a_peer_struck_in_a_tick_ends_the_job_and_it_resumes(toy: Toy, fate: signal.Signals) -> None:
     straight = done(start(toy, "2-tp2", "undisturbed", "steps=3"))
     name = f"struck-{fate.name}"
-    settings = (*SETTINGS, "engine.tp=2", "steps=3", f"journal.stall_seconds={STALL}")
+    limits = ("reward.toy.timeout=3", f"journal.stall_seconds={STALL}")
+    settings = (*SETTINGS, "engine.tp=2", "steps=3", *limits)
     run = toy.linger("progress generate", *settings, name=name)
     run.wait_for("progress generate", rank=1, timeout=300)
     os.kill(run.pid("rank-1"), fate)

@@ -8,6 +8,7 @@ import pytest
 from tests.e2e.runs import Running, Toy
 from tests.e2e.test_kills import POINTS, SETTINGS, assert_undisturbed, strike
 from tests.e2e.test_layouts import TOYS
+from tests.engines import needs_sglang
 
 LAYOUTS = {
     "cp": ("smollm2", 2, "train.cp=2"),
@@ -24,6 +25,8 @@ LAYOUTS = {
     "megatron-pp": ("qwen2", 2, "train=megatron train.pp=2"),
     "megatron-ep": ("qwen3_moe", 2, "train=megatron train.ep=2"),
     "megatron-lora": ("qwen2", 2, "train=megatron train.tp=2 policy.lora.rank=4 algorithm.kl_coef=0.1"),
+    "sglang": ("qwen2", 2, "engine=sglang engine.tp=2"),
+    "sglang-split": ("qwen2", 3, "engine=sglang engine.tp=2 placement.mode=split placement.train=0"),
     "overlap": ("smollm2", 2, "checkpoint.overlap=true"),
     "zero3-overlap": ("smollm2", 2, "train=deepspeed checkpoint.overlap=true"),
     "megatron-pp-overlap": ("qwen2", 2, "train=megatron train.pp=2 checkpoint.overlap=true"),
@@ -58,7 +61,14 @@ def straight(toys) -> Callable[[str], Running]:
 
 @pytest.mark.parametrize(
     ("layout", "phase"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id="-".join(case)) for case in CASES],
+    [
+        pytest.param(
+            *case,
+            marks=() if case in QUICK else (pytest.mark.slow, *([needs_sglang] if "sglang" in case[0] else [])),
+            id="-".join(case),
+        )
+        for case in CASES
+    ],
 )
 def test_a_rank_killed_in_a_layout_is_made_good_by_the_same_line(
     toys, straight, layout: str, phase: str, record_property: Callable

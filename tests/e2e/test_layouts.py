@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from spmd_rl.tools.convert import main
 from tests.e2e.runs import EXACT, Running, Toy
-from tests.engines import VLLM_SIZES, needs_vllm
+from tests.engines import VLLM_SIZES, needs_sglang, needs_vllm
 from tests.models import EXPERTS
 
 HUGE, SCALE = 1e12, 100.0
@@ -31,7 +31,8 @@ SIZES = {
 }
 OF_VLLM = {name: (kind, VLLM_SIZES | sizes) for name, (kind, sizes) in SIZES.items()}
 OF_VLLM["smollm2"] = "llama", {**NINE_HEADS, **VLLM_SIZES, "hidden_size": 288}
-TOYS = {"native": {name: (kind, {"head_dim": 8} | sizes) for name, (kind, sizes) in SIZES.items()}, "vllm": OF_VLLM}
+SMALL = {name: (kind, {"head_dim": 8} | sizes) for name, (kind, sizes) in SIZES.items()}
+TOYS = {"native": SMALL, "vllm": OF_VLLM, "sglang": SMALL}
 
 QUICK = [
     ("smollm2", 2, ""),
@@ -69,10 +70,17 @@ WITH_VLLM = [
     ("qwen2", 2, "train=megatron train.tp=2"),
     ("qwen2", 2, "train=megatron train.pp=2 engine.tp=2"),
 ]
+WITH_SGLANG = [
+    ("smollm2", 3, "train.tp=3 engine.tp=3"),
+    ("qwen2", 2, "train.pp=2 engine.tp=2"),
+    ("qwen3_moe", 2, "train.ep=2 policy.router_replay=true"),
+    ("qwen3_moe", 2, "policy.router_replay=true engine.tp=2"),
+]
 slow = pytest.mark.slow
 GRADIENTS = [*QUICK, *(pytest.param(*case, marks=slow) for case in SLOW)]
 WEIGHTS = [pytest.param("native", *case, marks=slow) for case in (*QUICK, *SLOW)]
 WEIGHTS += [pytest.param("vllm", *case, marks=(slow, needs_vllm, pytest.mark.timeout(900))) for case in WITH_VLLM]
+WEIGHTS += [pytest.param("sglang", *case, marks=(slow, needs_sglang, pytest.mark.timeout(900))) for case in WITH_SGLANG]
 """`tests/dist/test_train_parity` has every model in every layout."""
 
 
@@ -107,12 +115,14 @@ def tokens(run: Running) -> list:
     return [(s["ticket"], s["answer"], s["id"], [t["token_ids"] for t in s["turns"]]) for s in run.samples(1)]
 
 
-def assert_same_first_step(run: Running, expected: Running) -> None:
+def assert_same_first_step(run: Running, expected: Running, layout: str) -> None:
     assert len(tokens(run)) >= 16 and tokens(run) == tokens(expected)
     for key in ("actor/grad_norm", "actor/pg_loss", "actor/entropy"):
         assert run.metrics()[1][key] == pytest.approx(expected.metrics()[1][key], rel=SAME, abs=1e-6), key
     assert expected.metrics()[1]["actor/grad_norm"] > 0.01
     assert run.metrics()[1]["train_infer/abs_diff/mean"] < 1e-4
+    if "replay" in layout:
+        assert run.metrics()[1]["moe/replayed"] > 0.05 and run.metrics()[1]["moe/replay_changed"] < 0.01
 
 
 def largest(errors: dict, wanted: dict) -> float:
@@ -128,9 +138,7 @@ def test_every_layout_has_the_tokens_and_the_gradient_of_one_rank(
     """Guarantee S. And a checkpoint of every layout converts to what the run exports."""
     toy, expected = toys("native", model), alone("native", model, *ONE_STEP)
     run = done(toy, "native", *ONE_STEP, ranks=ranks, layout=layout)
-    assert_same_first_step(run, expected)
-    if "replay" in layout:
-        assert run.metrics()[1]["moe/replayed"] > 0.05 and run.metrics()[1]["moe/replay_changed"] < 0.01
+    assert_same_first_step(run, expected, layout)
     start, here, there = load_file(toy.model / "model.safetensors"), run.weights(1), expected.weights(1)
     moved = {name: there[name] - tensor for name, tensor in start.items()}
     error = largest({name: here[name] - there[name] for name in here}, moved)
@@ -148,7 +156,7 @@ def test_every_layout_ends_at_the_weights_of_one_rank(
 ) -> None:
     expected = alone(engine, model, *TWO_STEPS)
     run = done(toys(engine, model), engine, *TWO_STEPS, ranks=ranks, layout=layout)
-    assert_same_first_step(run, expected)
+    assert_same_first_step(run, expected, layout)
     (before, after), wanted = (run.weights(step) for step in (1, 2)), expected.weights(2)
     drift = largest({name: after[name] - wanted[name] for name in after}, wanted)
     moved = largest({name: after[name] - before[name] for name in after}, before)

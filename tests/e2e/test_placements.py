@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.runs import Toy
 from tests.e2e.test_agents import AgentToy
-from tests.engines import VLLM_SIZES, needs_vllm
+from tests.engines import OTHERS, VLLM_SIZES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CARRIED = "rollout.partial_rollout=true rollout.over_sample=3 rollout.claim=store"
@@ -50,9 +50,9 @@ def test_rlvr(toys: dict[str, Toy], name: str) -> None:
     trained(toys["native"], name, *CASES[name])
 
 
-@needs_vllm
-def test_an_engine_over_ranks_that_generate_ahead(toys: dict[str, Toy]) -> None:
-    trained(toys["vllm"], "overlapped tp", 2, "overlapped", "engine.tp=2 engine=vllm")
+@pytest.mark.parametrize("engine", OTHERS)
+def test_an_engine_over_ranks_that_generate_ahead(toys: dict[str, Toy], engine: str) -> None:
+    trained(toys["vllm"], f"overlapped tp {engine}", 2, "overlapped", f"engine.tp=2 engine={engine}")
 
 
 def test_agents_with_a_critic_whose_policy_changes_in_the_middle_of_turns(toys: dict[str, Toy]) -> None:

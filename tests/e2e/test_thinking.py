@@ -3,7 +3,7 @@
 import pytest
 
 from tests.e2e.runs import EXACT, Toy
-from tests.engines import VLLM_SIZES, needs_vllm
+from tests.engines import OTHERS, VLLM_SIZES
 from tests.models import tokenizer
 
 SETTINGS = (*EXACT, "rollout.thinking_budget=5", "rollout.thinking_end='</t>'", "rollout.max_new_tokens=16", "steps=2")
@@ -26,7 +26,7 @@ def test_the_native_engine(tmp_path) -> None:
     check(Toy(tmp_path).run(*SETTINGS, ranks=2))
 
 
-@needs_vllm
 @pytest.mark.slow
-def test_vllm(tmp_path) -> None:
-    check(Toy(tmp_path, **VLLM_SIZES).run(*SETTINGS, "engine=vllm", ranks=2))
+@pytest.mark.parametrize("engine", OTHERS)
+def test_another_engine(tmp_path, engine: str) -> None:
+    check(Toy(tmp_path, **VLLM_SIZES).run(*SETTINGS, f"engine={engine}", ranks=2))

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.e2e.runs import Toy
-from tests.engines import VLLM_SIZES, needs_vllm
+from tests.engines import OTHERS, VLLM_SIZES
 
 SETTINGS = (
     *("policy.dtype=float32", "rollout.top_p=0.8", "rollout.min_p=0.01", "rollout.top_k=60", "rollout.temperature=1.2"),
@@ -33,7 +33,7 @@ def test_the_native_engine(tmp_path) -> None:
     check(Toy(tmp_path).run(*SETTINGS, *settings, ranks=2))
 
 
-@needs_vllm
 @pytest.mark.slow
-def test_vllm(tmp_path) -> None:
-    check(Toy(tmp_path, **VLLM_SIZES).run(*SETTINGS, "engine=vllm", ranks=2))
+@pytest.mark.parametrize("engine", OTHERS)
+def test_another_engine(tmp_path, engine: str) -> None:
+    check(Toy(tmp_path, **VLLM_SIZES).run(*SETTINGS, f"engine={engine}", ranks=2))

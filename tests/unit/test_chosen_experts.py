@@ -1,6 +1,8 @@
-"""Which experts the native engine says that it chose: those of plain transformers, packed as a batch's column."""
+"""Which experts an engine says that it chose: those of plain transformers, packed as a batch's column."""
 
 from array import array
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from spmd_rl.model.build import build_model, weights_of
 from spmd_rl.model.moe import router_class
 from spmd_rl.model.stored import stored_parts
 from spmd_rl.types import Completion, Request, Sample, Turn, Verdict
+from tests.engines import needs_sglang, started_engine
 from tests.models import EXPERTS, tiny
 
 PROMPTS = {"a": range(30, 47), "b": range(40, 49), "c": range(30, 47)}
@@ -23,19 +26,34 @@ def path(tmp_path_factory):
     return tiny("qwen3_moe", tmp_path_factory.mktemp("model"), **EXPERTS["qwen3_moe"])
 
 
-@pytest.fixture(scope="module")
-def answers(path) -> dict[str, Completion]:
+@contextmanager
+def native(path):
+    yield NativeEngine(empty_module(path, torch.float32), 4, 512, records_experts=True)
+
+
+sglang = partial(started_engine, "sglang", max_running=4, kv_tokens=512, router_replay=True)
+in_pieces = partial(sglang, args={"chunked_prefill_size": 5})
+ENGINES = [
+    pytest.param((native, 3), id="native"),
+    pytest.param((sglang, 3), marks=needs_sglang, id="sglang"),
+    pytest.param((in_pieces, 8), marks=needs_sglang, id="sglang-in-pieces"),
+]
+"""Of each, after how many steps the second answer has three tokens."""
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def answers(request, path) -> dict[str, Completion]:
     """Of three prompts, two of them the same, one of which is given up after three tokens."""
-    model = build_model(path, torch.float32, "cpu")
-    engine = NativeEngine(empty_module(path, torch.float32), 4, 512, records_experts=True)
-    engine.load(weights_of(model, stored_parts(model)).items(), 1)
-    for number, (name, prompt) in enumerate(PROMPTS.items()):
-        engine.add(Request(name, array("i", prompt), 8 + number, 1.0, number))
-    done = {}
-    for step in range(12):
-        if step == 3:
-            engine.abort(["b"])
-        done |= {completion.id: completion for completion in engine.step()}
+    started, steps = request.param
+    model, done = build_model(path, torch.float32, "cpu"), {}
+    with started(path) as engine:
+        engine.load(weights_of(model, stored_parts(model)).items(), 1)
+        for number, (name, prompt) in enumerate(PROMPTS.items()):
+            engine.add(Request(name, array("i", prompt), 8 + number, 1.0, number))
+        for step in range(steps + 12):
+            if step == steps:
+                engine.abort(["b"])
+            done |= {completion.id: completion for completion in engine.step()}
     return done
 
 

@@ -26,7 +26,7 @@ from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.train.base import ForwardArgs
 from spmd_rl.train.fsdp2.backend import policy_of
 from spmd_rl.types import Request, Sample, Turn, Verdict
-from tests.engines import VLLM_SIZES, needs_vllm, one_rank, started_engine
+from tests.engines import OTHERS, VLLM_SIZES, needs_sglang, one_rank, started_engine
 from tests.models import tiny
 from tests.training import loss
 from tests.unit.test_engine_parity import drain
@@ -152,12 +152,28 @@ def test_the_native_engine(path, case):
     check_engine(path, engine, case)
 
 
-@needs_vllm
+@pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("case", ["json", pytest.param("regex", marks=pytest.mark.slow)])
-def test_vllm(path, case):
-    with started_engine("vllm", path, max_running=50, kv_tokens=9000, constraint=CASES[case][0]) as engine:
+def test_another_engine(path, name, case):
+    with started_engine(name, path, max_running=50, kv_tokens=9000, constraint=CASES[case][0]) as engine:
         engine.load(build_model(path, torch.float32, "cpu").named_parameters(), 0)
         check_engine(path, engine, case)
+
+
+@needs_sglang
+@pytest.mark.parametrize(("kv_tokens", "args"), [(9000, {}), (250, {"chunked_prefill_size": 4})])
+def test_sglang_draws_the_native_engines_tokens(path, kv_tokens, args):
+    """Also where it computes prompts in pieces, and takes answers back that outgrow the cache: a token more is drawn
+    after each piece, and thrown away."""
+    weights, settings = list(build_model(path, torch.float32, "cpu").named_parameters()), CASES["json"][0]
+    reference, sizes = native(path, settings), {"max_running": 20, "kv_tokens": kv_tokens}
+    with started_engine("sglang", path, constraint=settings, args=args, **sizes) as engine:
+        pairs = []
+        for one in (engine, reference):
+            one.load(weights, 0)
+            pairs.append(asked(path, one, 20) + asked(path, one, 5, "k", top_k=5))
+    for (_, mine), (_, theirs) in zip(*pairs, strict=True):
+        assert (mine.token_ids, mine.candidate_ids) == (theirs.token_ids, theirs.candidate_ids)
 
 
 def samples(path) -> list[Sample]:
@@ -270,7 +286,6 @@ def test_a_constraint_is_one_of_three(tmp_path):
 
 
 REFUSED = {
-    "engine=sglang": {"engine": EngineConfig(name="sglang")},
     "engine.drafts": {"engine": EngineConfig(drafts=4)},
     "engine.args.speculative_config": {"engine": EngineConfig(name="vllm", args={"speculative_config": {}})},
     "rollout.stop, which": {"rollout": {"stop": ["x"]}},

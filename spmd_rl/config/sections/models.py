@@ -128,7 +128,7 @@ class PolicyConfig(ServedModelConfig, TrainedModelConfig):
 
     router_replay: bool = False
     """Mixtures of experts: training sends each sampled token to the experts that the engine chose for it, so that small
-    differences between the two do not become large ones (R3). `engine=native` alone tells."""
+    differences between the two do not become large ones (R3). `engine=native` and `sglang` tell."""
 
 
 @dataclass

@@ -33,7 +33,8 @@ def cut_off(logits: Tensor, rows: Sequence[SequenceState], constraint: Constrain
     for number, row in enumerate(rows):
         if row.matcher is None:
             row.matcher = constraint.begin(row.request.begun)
-        accept(row.matcher, row.token_ids[-1:])
+        accept(row.matcher, row.token_ids[row.num_matched :])
+        row.num_matched = len(row.token_ids)
         row.matcher.fill_next_token_bitmask(words, number)
     device = logits.device
     Allowed(to_device(words, device), torch.arange(len(rows), device=device)).cut(logits, 0, -math.inf)

@@ -16,6 +16,7 @@ from spmd_rl.engine.replicated import ReplicatedEngine, replica_group
 from spmd_rl.engine.sequence import text_of_model
 from spmd_rl.engine.sglang.guest import hosted
 from spmd_rl.errors import UserError
+from spmd_rl.model.constraint import constraint_of
 
 __all__ = ["build"]
 
@@ -47,6 +48,8 @@ def build(
             replica=replica,
             sleeps=sleeps,
             trust=policy.trust_remote_code,
+            constraint=constraint_of(constraint, policy.model, policy.trust_remote_code),
+            records_experts=policy.router_replay,
             args=settings.args,
         )
         text_of = text_of_model(policy.model, policy.trust_remote_code)

@@ -68,7 +68,8 @@ class SglangEngine(HostedEngine):
         """Queue a request; ValueError if it is empty, longer than `capacity.max_tokens` or colder than 0."""
         if request.temperature < 0:
             raise ValueError(f"request {request.id}: negative temperature {request.temperature}")
-        row = self.begin(request)
+        row, recorder = self.begin(request), self._sampler.experts
+        row.num_experts = recorder.per_token if recorder else 0
         rid = self._rids[request.id] = f"{self.num_added:012d}"  # of one length: an abort goes by how a name begins
         self._sampler.rows[rid] = row
         sampling = SamplingParams(max_new_tokens=request.max_new_tokens, ignore_eos=True)
@@ -130,9 +131,11 @@ class SglangEngine(HostedEngine):
 
     def _extend(self, row: SequenceState, req: Req) -> FinishReason | None:
         """Append the new token; the reason to stop, if there is one."""
-        if not row.token_ids:
-            self.count_prompt(row.request, req.cached_tokens)
         drawn = self._sampler.drawn[req.rid]
+        if row.token_ids:  # else it was the prompt's last token that was fed
+            row.experts.extend(drawn.experts)
+        else:
+            self.count_prompt(row.request, req.cached_tokens)
         assert req.output_ids[len(row.token_ids) :].tolist() == [drawn.token], f"{row.request.id} got other tokens"
         row.append(drawn.token, drawn.logprob, self.version, drawn.candidate_ids)
         if drawn.token in row.request.stop_ids or has_stop(row, self.text_of):

@@ -4,47 +4,58 @@ SGLang's own refuses `min_p` with a seed, cuts by `top_k`, `top_p` and `min_p` i
 order, and takes the logprobs of a truncated draw from the whole distribution.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.sampler import Sampler
 from torch import Tensor
 
-from spmd_rl.engine.native.sampling import draw
+from spmd_rl.engine.native.sampling import cut_off, draw
 from spmd_rl.engine.sequence import SequenceState
+from spmd_rl.engine.sglang.routing import ChosenExperts
+from spmd_rl.model.constraint import Constraint
 
 
 class Drawn(NamedTuple):
-    """A token, its logprob, and among which tokens it was drawn (nothing: among all)."""
+    """A token, its logprob, among which tokens it was drawn (none: among all), and the experts of the token before."""
 
     token: int
     logprob: float
     candidate_ids: list[int]
+    experts: Sequence[int]
 
 
 class CountedSampler(Sampler):
     """Token t of a request is drawn from (seed, t), whatever it is computed beside."""
 
-    def __init__(self) -> None:
+    def __init__(self, constraint: Constraint | None = None, experts: ChosenExperts | None = None) -> None:
+        """constraint: what all answers have to parse as. experts: what records them, if anything does."""
         super().__init__()
+        self._constraint, self.experts = constraint, experts
         self.rows: Mapping[str, SequenceState] = {}
         """The requests under way, by SGLang's name for each."""
-        self.rids: list[str] = []
-        """Those of the batch that is being computed, row by row."""
+        self.batch: dict[str, int] = {}
+        """Those of the batch that is being computed, row by row, and which of its tokens is the last of each."""
         self.drawn: dict[str, Drawn] = {}
         """What was drawn last for each of them. SGLang throws the token away where it has computed part of a prompt."""
 
     def forward(self, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """int64 [R], from logits [R, V] in which tokens that a grammar forbids have none."""
+        """int64 [R], from logits [R, V]."""
         logits = logits_output.next_token_logits
         # Those whose answer has ended are computed once more, and thrown away
-        kept = [(i, rid) for i, rid in enumerate(self.rids) if rid in self.rows]
+        kept = [(i, rid) for i, rid in enumerate(self.batch) if rid in self.rows]
         tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
         self.drawn = {}
         if kept:
             index = torch.tensor([i for i, _ in kept], device=logits.device)
-            found = draw(logits[index], [self.rows[rid] for _, rid in kept])
-            self.drawn = {rid: Drawn(*one) for (_, rid), one in zip(kept, zip(*found, strict=True), strict=True)}
+            rows, own = [self.rows[rid] for _, rid in kept], logits[index]
+            if self._constraint:
+                cut_off(own, rows, self._constraint)
+            last = torch.tensor([self.batch[rid] for _, rid in kept], device=logits.device)
+            experts = self.experts.at(last) if self.experts else repeat(())
+            found = *draw(own, rows), experts
+            self.drawn = {rid: Drawn(*one) for (_, rid), one in zip(kept, zip(*found), strict=True)}
             tokens[index] = torch.tensor(found[0], device=logits.device)
         return tokens

@@ -7,6 +7,7 @@ the version is pinned, and `tests/unit/test_sglang_contract.py` finds the names.
 
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sglang.srt.distributed import parallel_state
+from sglang.srt.eplb.expert_location import set_global_expert_location_metadata
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler, SpawnRanks
@@ -23,9 +25,11 @@ from transformers import AutoConfig
 
 from spmd_rl.engine.arguments import check_args
 from spmd_rl.engine.as_world import as_world
+from spmd_rl.engine.sglang.routing import chosen_experts, recording_experts
 from spmd_rl.engine.sglang.sampler import CountedSampler
 from spmd_rl.errors import UserError
 from spmd_rl.hub import model_folder
+from spmd_rl.model.constraint import Constraint
 
 ALWAYS = {
     "skip_tokenizer_init": True,
@@ -63,6 +67,7 @@ OURS = {
     "max_running_requests": "engine.max_running",
     "max_total_tokens": "engine.kv_tokens",
     "enable_memory_saver": "train.offload",
+    "enable_return_routed_experts": "policy.router_replay",
     "device": "the rank",
 }
 """Arguments that a setting of ours gives."""
@@ -100,7 +105,9 @@ class HostedScheduler(Scheduler):
         plan = self.get_next_batch_to_run(running_batch=self.running_batch, last_batch=self.last_batch)
         self.running_batch, batch = plan.running_batch, plan.batch_to_run
         if batch:
-            self.tp_worker.model_runner.sampler.rids = [req.rid for req in batch.reqs]
+            lengths = batch.extend_lens if batch.forward_mode.is_extend() else [1] * len(batch.reqs)
+            last = (end - 1 for end in accumulate(lengths))
+            self.tp_worker.model_runner.sampler.batch = dict(zip((req.rid for req in batch.reqs), last, strict=True))
             self.process_batch_result(batch, self.run_batch(batch))
         else:
             self.on_idle()
@@ -119,10 +126,13 @@ def start(
     replica: dist.ProcessGroup,
     sleeps: bool = False,
     trust: bool = False,
+    constraint: Constraint | None = None,
+    records_experts: bool = False,
     args: Mapping[str, Any] | None = None,
 ) -> HostedScheduler:
-    """[replica] SGLang with unset weights over the ranks of `replica`.
+    """[replica] SGLang with unset weights over the ranks of `replica`. constraint: what all answers have to parse as.
 
+    records_experts: completions record which experts of a mixture their tokens went to; UserError if the model is none.
     args: arguments of `ServerArgs` that are the user's to choose; UserError for one that is unknown, or ours.
     """
     args = dict(args or {})
@@ -137,6 +147,7 @@ def start(
         max_running_requests=max_running,
         max_total_tokens=kv_tokens,
         enable_memory_saver=sleeps,
+        enable_return_routed_experts=records_experts,
         **ALWAYS
         | {"context_length": min(config.max_position_embeddings, kv_tokens), "log_level": "error"}
         | BY_DEVICE.get(device.type, {})
@@ -149,11 +160,11 @@ def start(
         decoupled_spec_ipc_config=None,
         nccl_port=0,
     )
-    with as_world(replica):
+    with as_world(replica), recording_experts(records_experts):
         place = SpawnRanks(world_rank=dist.get_rank(replica), dp_rank=None, gpu_id=device.index or 0)
         publish(settings, role="scheduler", ranks=place)
         scheduler = HostedScheduler(settings, ports)
-    scheduler.tp_worker.model_runner.sampler = CountedSampler()
+    scheduler.tp_worker.model_runner.sampler = CountedSampler(constraint, chosen_experts())
     if scheduler.max_total_num_tokens < kv_tokens:
         raise UserError(
             f"engine.kv_tokens: the device has room for {scheduler.max_total_num_tokens} tokens, not {kv_tokens}; "
@@ -164,6 +175,7 @@ def start(
 
 def stop(replica: dist.ProcessGroup) -> None:
     """Leave SGLang's groups and ours for it; the default group stays. Meets nobody."""
+    set_global_expert_location_metadata(None, allow_overwrite=True)  # or another mixture could not start
     if not dist.is_initialized():
         return
     with suppress(AssertionError):  # an older group is gone already
