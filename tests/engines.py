@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -55,9 +56,14 @@ def started_engine(
     kv_tokens: int = 2048,
     lora: LoraConfig | None = None,
     constraint: ConstraintConfig = NO_CONSTRAINT,
+    **others: Any,
 ) -> Iterator[object]:
-    """A started engine without weights, at world 1, over the default group that is there or one of its own."""
-    settings = EngineConfig(name=name, max_running=max_running, kv_tokens=kv_tokens, adapters=lora is not None)
+    """A started engine without weights, at world 1, over the default group that is there or one of its own.
+
+    others: further settings of `engine`.
+    """
+    others |= {"max_running": max_running, "kv_tokens": kv_tokens, "adapters": lora is not None}
+    settings = EngineConfig(name=name, **others)
     policy = PolicyConfig(model=str(path), dtype=dtype, lora=lora or LoraConfig())
     with one_rank() as world:
         engine = build(settings, policy, False, world, constraint)

@@ -226,6 +226,9 @@ def check_engine(
     for key, temperature in (("rollout", rollout.temperature), ("eval", eval and eval.temperature)):
         if engine.name == "vllm" and temperature and not 0.01 <= temperature <= 2:
             raise UserError(f"{key}.temperature: {temperature:g} is out of the range of engine=vllm, 0.01 to 2")
+    cuts = {"rollout": rollout.truncates, "eval": eval and eval.truncation(rollout)["top_k"]} if engine.drafts else {}
+    if engine.name == "vllm" and (cut := [section for section, is_cut in cuts.items() if is_cut]):
+        raise UserError(f"engine.drafts: with engine=vllm not while {cut[0]}.top_k, top_p or min_p cuts tokens off")
     check_replicas(engine, placement, policy)
 
 

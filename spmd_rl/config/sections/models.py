@@ -383,8 +383,8 @@ class EngineConfig:
     `int4` (groups of 32) would hold them. Simulated: nothing gets faster or smaller, and activations are not rounded.
     Correct for it by `algorithm.correction.level=token`."""
     drafts: int = 0
-    """With `engine=native`: verify up to so many tokens at once that followed an answer's last ones before, in its
-    group's texts. Tokens are the same, in fewer steps; a large batch does without."""
+    """Verify up to so many tokens at once that followed an answer's last ones before: fewer steps. With `native`, also
+    in its group's texts, the tokens are the same; with `vllm` others, equally distributed. Large batches do without."""
     adapters: bool = False
     """With `policy.lora` and `engine=vllm`: answer with the adapters beside the frozen weights, so that after the first
     publish adapters alone are sent. Default: each publish sends whole weights, with the adapters merged into them."""
@@ -396,5 +396,5 @@ class EngineConfig:
         one_of(self, name=ENGINES, quantization=QUANTIZATIONS)
         at_least(self, tp=1, max_running=1, kv_tokens=1, drafts=0)
         is_native = self.name == "native"
-        require(is_native or not self.drafts, f"drafts: engine={self.name} knows no drafts; must be 0")
+        require(self.name != "sglang" or not self.drafts, "drafts: not with engine=sglang; must be 0")
         require(not (is_native and self.args), "args: engine=native takes none; they are for engine=vllm and sglang")

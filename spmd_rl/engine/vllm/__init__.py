@@ -43,6 +43,7 @@ def build(
             replica=replica_group(world, "vllm", tp),  # [all] of the replica
             sleeps=sleeps,
             trust=policy.trust_remote_code,
+            drafts=settings.drafts,
             args=settings.args | (engine_args(policy.lora.rank) if settings.adapters else {}),
         )
         if found := constraint_of(constraint, policy.model, policy.trust_remote_code):

@@ -24,6 +24,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from spmd_rl.config.sections.rollout import MAX_TOP_K
 from spmd_rl.engine.arguments import check_args
 from spmd_rl.engine.as_world import as_world
+from spmd_rl.engine.vllm.drafts import engine_args
 from spmd_rl.hub import model_folder
 
 CPU_BLOCK = 32
@@ -66,6 +67,7 @@ OURS = {
     "num_gpu_blocks_override": "engine.kv_tokens",
     "kv_cache_memory_bytes": "engine.kv_tokens",
     "enable_sleep_mode": "train.offload",
+    "speculative_config": "engine.drafts",
     # weights published over a running engine are not packed again: it would answer with those of before, in silence
     "quantization": "engine.quantization",
 }
@@ -86,6 +88,7 @@ def start(
     replica: dist.ProcessGroup,
     sleeps: bool = False,
     trust: bool = False,
+    drafts: int = 0,
     args: Mapping[str, Any] | None = None,
 ) -> LLMEngine:
     """[replica] vLLM with unset weights over the ranks of `replica`.
@@ -105,7 +108,7 @@ def start(
         max_num_seqs=max_running,
         num_gpu_blocks_override=num_blocks,
         enable_sleep_mode=sleeps,
-        **ALWAYS | _lengths(path, (num_blocks - 1) * block, trust, cpu) | args,
+        **ALWAYS | _lengths(path, (num_blocks - 1) * block, trust, cpu) | engine_args(drafts, cpu) | args,
     ).create_engine_config()
     # The number of blocks is fixed above, on all ranks alike; this keeps vLLM from sizing the cache by free memory.
     config.cache_config.kv_cache_memory_bytes = num_blocks * block * _bytes_per_token(config)
