@@ -113,14 +113,22 @@ def test_tokens_and_faults_at_tp_two(tmp_path, name):
         assert "rank 0: the engine's logprobs are" in errors[fault], fault
 
 
-def serve_alone(world, path, name, tp):
-    """What a replica of `tp` ranks serves."""
+def serve_alone(world, path, name, tp, pp=1):
+    """What a replica of `tp` x `pp` ranks serves, after weights that it has computed with before."""
     cfg = RlvrConfig(
         policy=PolicyConfig(model=path, dtype="float32"),
-        engine=EngineConfig(name=name, tp=tp, max_running=16, kv_tokens=1024),
+        engine=EngineConfig(name=name, tp=tp, pp=pp, max_running=16, kv_tokens=1024),
     )
     engine = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
-    engine.load(build_model(path, torch.float32, "cpu").named_parameters(), version=0)
+    model = build_model(path, torch.float32, "cpu")
+    if pp > 1:
+        engine.load([(name, weight * 1.1) for name, weight in model.named_parameters()], version=0)
+        serve(engine)
+    engine.load(model.named_parameters(), version=1)
+    if pp > 1 and tp == 1:
+        assert any(held is not None for _, held in engine.loaded_weights()), "of its own layers"
+        fine = {name: weight for name, weight in model.named_parameters()}
+        assert all(held is None or torch.equal(held, fine[name]) for name, held in engine.loaded_weights())
     return serve(engine)
 
 
@@ -134,3 +142,15 @@ def test_replicas_serve_the_same(tmp_path, name, size, tp):
         engine.load(build_model(whole, torch.float32, "cpu").named_parameters(), version=0)
         expected = {id: list(pair) for id, pair in serve(engine).items()}
     assert run_ranks(size, serve_alone, str(whole), name, tp, timeout=400) == [expected] * size
+
+
+@pytest.mark.slow
+@needs_vllm
+@pytest.mark.parametrize(("size", "tp", "layers"), [(2, 1, 3), (4, 2, 2)])
+def test_stages_serve_the_same(tmp_path, size, tp, layers):
+    """Two stages, one of which has the embedding that the head is tied to, and its own copy of it."""
+    path = tiny("llama", tmp_path, **VLLM_SIZES, **SPREAD, tie=True, num_hidden_layers=layers)
+    with started_engine("vllm", path, max_running=16, kv_tokens=1024) as engine:
+        engine.load(build_model(path, torch.float32, "cpu").named_parameters(), version=0)
+        expected = {id: list(pair) for id, pair in serve(engine).items()}
+    assert run_ranks(size, serve_alone, str(path), "vllm", tp, 2, timeout=400) == [expected] * size

@@ -374,6 +374,9 @@ class EngineConfig:
     rank."""
     tp: int = 1
     """Number of neighbouring ranks that share one copy of the engine (a replica) by tensor parallelism."""
+    pp: int = 1
+    """With `engine=vllm`: number of stages, of `tp` ranks each, that have some of a replica's layers. They take turns:
+    for models that `tp` alone cannot hold."""
     max_running: int = 64
     """Largest number of requests that a replica decodes at the same time."""
     kv_tokens: int = 32768
@@ -394,7 +397,19 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         one_of(self, name=ENGINES, quantization=QUANTIZATIONS)
-        at_least(self, tp=1, max_running=1, kv_tokens=1, drafts=0)
+        at_least(self, tp=1, pp=1, max_running=1, kv_tokens=1, drafts=0)
         is_native = self.name == "native"
         require(self.name != "sglang" or not self.drafts, "drafts: not with engine=sglang; must be 0")
+        require(self.name == "vllm" or self.pp == 1, f"pp: not with engine={self.name}; must be 1")
+        require(self.pp == 1 or not self.drafts, "drafts: not with engine.pp above 1; must be 0")
         require(not (is_native and self.args), "args: engine=native takes none; they are for engine=vllm and sglang")
+
+    @property
+    def ranks(self) -> int:
+        """Of one replica."""
+        return self.tp * self.pp
+
+    @property
+    def axes(self) -> str:
+        """The sizes along which they stand."""
+        return f"tp {self.tp}" + f" x pp {self.pp}" * (self.pp > 1)
