@@ -51,13 +51,13 @@ def deaf(*args, kwargs=None):
     list(kwargs["weights_iterator"] if kwargs else args[0])
 
 
-def replica_of_two(world, path, name):
+def replica_of_two(world, path, name, axis):
     """Publishes over a replica of two ranks: sound, then with each fault, on both ranks or on the last alone."""
     model = build_model(path, torch.float32, world.device)
     policy = fsdp2_policy(model, Layout(world), TrainConfig(), torch.float32)
     cfg = RlvrConfig(
         policy=PolicyConfig(model=path, dtype="float32"),
-        engine=EngineConfig(name=name, tp=2, max_running=16, kv_tokens=1024),
+        engine=EngineConfig(name=name, **{axis: 2}, max_running=16, kv_tokens=1024),
     )
     engine = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
     publish, whole = weights.build(policy, engine, world), policy.weights
@@ -96,10 +96,17 @@ def replica_of_two(world, path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ENGINES)
-def test_tokens_and_faults_at_tp_two(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [
+        pytest.param("vllm", "tp", marks=needs_vllm),
+        pytest.param("vllm", "pp", marks=needs_vllm),
+        pytest.param("sglang", "tp", marks=needs_sglang),
+    ],
+)
+def test_tokens_and_faults_on_two_ranks(tmp_path, name, axis):
     path = tiny("qwen2", tmp_path, **VLLM_SIZES, **SPREAD)
-    results = run_ranks(2, replica_of_two, str(path), name, timeout=400)
+    results = run_ranks(2, replica_of_two, str(path), name, axis, timeout=400)
     assert results[0] == results[1]
     errors, diffs, served = results[0]
     with started_engine(name, path, max_running=16, kv_tokens=1024) as engine:
@@ -109,8 +116,10 @@ def test_tokens_and_faults_at_tp_two(tmp_path, name):
     missing = "engine weights of version 1: model.layers.1.mlp.gate_proj.weight is missing (3 faults)"
     assert errors["dropped by all"] == f"publish of version 1, rank 0: {missing}"
     assert errors["dropped by one"] == f"publish of version 1, rank 1: {missing}"
-    for fault in ("swapped", "previous", "previous on one"):
-        assert "rank 0: the engine's logprobs are" in errors[fault], fault
+    told = {"tp": "rank 0: the engine's logprobs are", "pp": ": the engine holds other bytes of model."}
+    assert told["tp"] in errors["swapped"]
+    for fault in ("previous", "previous on one"):  # a stage's layers are plain in part, and compared
+        assert told[axis] in errors[fault], (fault, errors[fault])
 
 
 def serve_alone(world, path, name, tp, pp=1):
