@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import linear
 
 from spmd_rl import rlvr
@@ -38,25 +39,29 @@ def score(answer: str) -> float:
     return sum("a" <= character <= "z" for character in answer) / 8
 
 
-def noisy(router: torch.nn.Module, args: tuple, output: tuple) -> tuple:
-    """What a router of the engine gives in the place of `output`."""
-    size = os.environ[NOISE]
-    if size == "bf16":
-        logits = linear(args[0].bfloat16(), router.weight.bfloat16()).to(output[0].dtype).view_as(output[0])
-    else:
-        logits = output[0] + float(size) * torch.randn_like(output[0])
-    chosen = logits.topk(output[2].shape[1], -1).indices
-    return logits, weights_of_chosen(router, logits, chosen), chosen
+def add_noise(module: nn.Module, size: str) -> None:
+    """Noise on the routers of a module: a standard deviation of their logits, or `bf16`."""
+
+    def noisy(router: nn.Module, args: tuple, output: tuple) -> tuple:
+        logits, _, chosen = output
+        if size == "bf16":
+            logits = linear(args[0].bfloat16(), router.weight.bfloat16()).to(logits.dtype).view_as(logits)
+        else:
+            logits = logits + float(size) * torch.randn_like(logits)
+        chosen = logits.topk(chosen.shape[1], -1).indices
+        return logits, weights_of_chosen(router, logits, chosen), chosen
+
+    for router in (m for m in module.modules() if isinstance(m, router_class(module))):
+        router.register_forward_hook(noisy, prepend=True)  # before the engine notes what was chosen
 
 
 def make_noisy() -> None:
     """Let every module that the engine is given have noisy routers."""
     empty = native.empty_module
 
-    def module(*args: Any, **named: Any) -> torch.nn.Module:
+    def module(*args: Any, **named: Any) -> nn.Module:
         made = empty(*args, **named)
-        for router in (m for m in made.modules() if isinstance(m, router_class(made))):
-            router.register_forward_hook(noisy)
+        add_noise(made, os.environ[NOISE])
         return made
 
     native.empty_module = module
