@@ -402,6 +402,8 @@ class EngineConfig:
         require(self.name != "sglang" or not self.drafts, "drafts: not with engine=sglang; must be 0")
         require(self.name == "vllm" or self.pp == 1, f"pp: not with engine={self.name}; must be 1")
         require(self.pp == 1 or not self.drafts, "drafts: not with engine.pp above 1; must be 0")
+        is_ahead, steps = self.args.get("async_scheduling"), self.pp > 1 or self.drafts
+        require(not (is_ahead and steps), "args.async_scheduling: not with engine.pp above 1 or engine.drafts")
         require(not (is_native and self.args), "args: engine=native takes none; they are for engine=vllm and sglang")
 
     @property

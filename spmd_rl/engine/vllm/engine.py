@@ -160,6 +160,7 @@ class VllmEngine(HostedEngine):
         `weights` is read to its end in any case: other ranks may be gathering it with us.
         """
         assert self.num_unfinished == 0, "load() with requests under way"
+        self._read_what_is_scheduled()
         holds_base, self.version = self.checksums, None
         if self._slot is None:
             faults = self._reload(weights)
@@ -199,7 +200,13 @@ class VllmEngine(HostedEngine):
     def _restore(self, tag: str) -> None:
         self.llm.wake_up([tag])
 
+    def _read_what_is_scheduled(self) -> None:
+        """Read the step that was scheduled ahead for requests which have ended by now: nothing of it is kept."""
+        while self.llm.engine_core.engine_core.batch_queue:
+            self.llm.step()
+
     def _release(self) -> None:
+        self._read_what_is_scheduled()
         self.llm.sleep(level=1)
 
     @property

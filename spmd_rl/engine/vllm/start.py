@@ -43,7 +43,6 @@ ALWAYS = {
     "distributed_executor_backend": "external_launcher",
     "disable_custom_all_reduce": True,
     "enable_prefix_caching": True,
-    "async_scheduling": False,
     "enable_expert_parallel": False,
     "logprobs_mode": "processed_logprobs",
     "max_logprobs": MAX_LOGPROBS,
@@ -53,7 +52,6 @@ ALWAYS = {
 }
 """Arguments that the engine leans on."""
 REASONS = {
-    "async_scheduling": "or a step would be scheduled before the last one's tokens are read",
     "enable_expert_parallel": "as the CPU's kernel ends the process, and no GPU has shown it",
     "enable_prefix_caching": "or the answers to one prompt would compute it again and again",
     "logprobs_mode": "the logprobs of what was drawn from",
@@ -114,7 +112,7 @@ def start(
         max_num_seqs=max_running,
         num_gpu_blocks_override=num_blocks,
         enable_sleep_mode=sleeps,
-        **ALWAYS | _lengths(path, (num_blocks - 1) * block, trust, cpu) | engine_args(drafts, cpu) | args,
+        **{"async_scheduling": False} | ALWAYS | _lengths(path, (num_blocks - 1) * block, trust, cpu) | engine_args(drafts, cpu) | args,
     ).create_engine_config()
     # The number of blocks is fixed above, on all ranks alike; this keeps vLLM from sizing the cache by free memory.
     config.cache_config.kv_cache_memory_bytes = num_blocks * block * _bytes_per_token(config)
