@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -57,15 +58,16 @@ def started_engine(
     kv_tokens: int = 2048,
     lora: LoraConfig | None = None,
     constraint: ConstraintConfig = NO_CONSTRAINT,
-    **others: object,
+    router_replay: bool = False,
+    **others: Any,
 ) -> Iterator[object]:
     """A started engine without weights, at world 1, over the default group that is there or one of its own.
 
-    others: settings of the policy, or `args` of the engine.
+    others: further settings of `engine`.
     """
-    sizes, args = {"max_running": max_running, "kv_tokens": kv_tokens}, others.pop("args", {})
-    settings = EngineConfig(name=name, **sizes, adapters=lora is not None, args=args)
-    policy = PolicyConfig(model=str(path), dtype=dtype, lora=lora or LoraConfig(), **others)
+    others |= {"max_running": max_running, "kv_tokens": kv_tokens, "adapters": lora is not None}
+    settings = EngineConfig(name=name, **others)
+    policy = PolicyConfig(model=str(path), dtype=dtype, lora=lora or LoraConfig(), router_replay=router_replay)
     with one_rank() as world:
         engine = build(settings, policy, False, world, constraint)
         yield engine

@@ -16,7 +16,7 @@ def check_adapters(engine: EngineConfig, policy: ServedModelConfig, placement: P
     wrong = {
         "needs policy.lora.rank above 0": lora is None or not lora.rank,
         "only with engine.name=vllm; the native engine gets merged weights": engine.name != "vllm",
-        "only with engine.tp=1, where what vLLM holds can be compared": engine.tp != 1,
+        "only with engine.tp=1 and engine.pp=1, where what vLLM holds can be compared": engine.ranks != 1,
         "only with placement.mode=colocated or overlapped": placement is not None and placement.is_split,
         "not with policy.lora.dora, which vLLM lacks": lora is not None and lora.dora,
         f"policy.lora.rank must be at most {MAX_RANK}": lora is not None and lora.rank > MAX_RANK,

@@ -127,7 +127,7 @@ def check_placement(
     if not placement.is_split:
         return
     _check_carried(rollout, placement)
-    if placement.swap == "keep" and (engine.name == "vllm" or engine.tp > 1):
+    if placement.swap == "keep" and (engine.name == "vllm" or engine.ranks > 1):
         raise UserError("placement.swap=keep: not with engine=vllm or engine.tp > 1; recompute works with every engine")
     if placement.is_attached:
         _check_attached(rollout, debug)
@@ -224,20 +224,26 @@ def check_engine(
     for key, temperature in (("rollout", rollout.temperature), ("eval", eval and eval.temperature)):
         if engine.name == "vllm" and temperature and not 0.01 <= temperature <= 2:
             raise UserError(f"{key}.temperature: {temperature:g} is out of the range of engine=vllm, 0.01 to 2")
+    cuts = {"rollout": rollout.truncates, "eval": eval and eval.truncation(rollout)["top_k"]} if engine.drafts else {}
+    if engine.name == "vllm" and (cut := [section for section, is_cut in cuts.items() if is_cut]):
+        raise UserError(f"engine.drafts: with engine=vllm not while {cut[0]}.top_k, top_p or min_p cuts tokens off")
     check_replicas(engine, placement, policy)
 
 
 def check_replicas(engine: EngineConfig, placement: PlacementConfig, policy: ServedModelConfig) -> None:
-    """Check that `engine.tp` divides the ranks and the model's dimensions."""
+    """Check that `engine.tp` and `engine.pp` divide the ranks and the model's dimensions."""
     if engine.name == "native" and engine.tp != 1:
         raise UserError(f"engine.tp: {engine.tp} is impossible, engine=native holds a whole model per rank: must be 1")
     ranks = Placement.of(placement, world_size())
-    if (num_ranks := len(ranks.generate)) % engine.tp:
-        raise UserError(f"engine.tp: {engine.tp} does not divide {num_ranks} ranks")
+    key = "engine.tp" if engine.pp == 1 else "engine.tp x engine.pp"
+    if (num_ranks := len(ranks.generate)) % engine.ranks:
+        raise UserError(f"{key}: {engine.ranks} does not divide {num_ranks} ranks")
     train = set(ranks.train)
-    for replica in zip(*[iter(ranks.generate)] * engine.tp, strict=True):
-        if 0 < len(train.intersection(replica)) < engine.tp:
-            raise UserError(f"placement.train: of the replica on ranks {replica} (engine.tp) all must train, or none")
+    for replica in zip(*[iter(ranks.generate)] * engine.ranks, strict=True):
+        if 0 < len(train.intersection(replica)) < engine.ranks:
+            raise UserError(f"placement.train: of the replica on ranks {replica} ({key}) all must train, or none")
+    if engine.pp > 1:
+        check_layers("engine", engine.pp, 1, model_folder(policy.model) / "config.json")
     if engine.tp > 1:
         check_heads("engine.tp", engine.tp, model_folder(policy.model) / "config.json", engine=True)
 

@@ -27,6 +27,8 @@ def check_constraint(
         raise UserError(f"{key}: xgrammar {found[0]} is not {found[1]}; pip install 'spmd-rl[constraint]'")
     refused: dict[str, Any] = {
         "engine.drafts": engine.drafts,
+        "engine.pp above 1": engine.pp > 1,
+        "engine.args.async_scheduling": engine.args.get("async_scheduling"),
         "engine.args.speculative_config": "speculative_config" in engine.args,
         "rollout.stop, which would cut answers short": rollout.stop,
         "rollout.thinking_budget, whose text is no part of it": rollout.thinking_budget,

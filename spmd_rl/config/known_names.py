@@ -53,6 +53,7 @@ _THEIRS = {
     "policy.router_bias_update_speed": "moe_router_bias_update_rate load_balance_coeff",
     "policy.router_replay": "use_rollout_routing_replay enable_rollout_routing_replay",
     "engine.tp": "vllm_tensor_parallel_size",
+    "engine.pp": "vllm_pipeline_parallel_size",
     "train.dp_replicate": "dp_replicate_degree data_parallel_replicate_degree dp_replicate_size",
     "train.offload": "param_offload optimizer_offload",
     "train.compile": "torch_compile use_torch_compile",
@@ -146,6 +147,12 @@ _ABSENT = {
     "sequences are always packed without padding": "use_remove_padding packing",
     "the KV cache is given in tokens: engine.kv_tokens": "gpu_memory_utilization vllm_gpu_memory_utilization",
     "engine=vllm runs in the process of each rank": "vllm_mode",
+    "every engine.tp x engine.pp ranks that generate are a replica, so that there are as many as fit": (
+        "engine.dp engine.data_parallel_size vllm_data_parallel_size"
+    ),
+    "an engine's ranks have a part of each expert (engine.tp); whole experts on some of them are not shown": (
+        "engine.ep engine.expert_parallel engine.enable_expert_parallel"
+    ),
     "torchrun says how many ranks there are: --nproc-per-node": "n_gpus_per_node num_gpus_per_node",
     "torchrun says how many nodes there are: --nnodes": "nnodes num_nodes",
     "ranks / train.tp / train.dp_replicate ranks share out a copy of the model; set train.dp_replicate": "fsdp_size",

@@ -54,7 +54,7 @@ class Generator:
         """[all] that generate."""
         self._cfg, self._client, self._world, self._together = cfg, side.client, side.world, side.together
         self._evaluation = Evaluation.of(cfg)
-        replica = ReplicaBroadcast(side.world, cfg.engine.tp)  # [all] that generate
+        replica = ReplicaBroadcast(side.world, cfg.engine.ranks)  # [all] that generate
         report = self._client.hand_in_probe
         self._receiver = WeightReceiver(engine, replica, side.world, self._announced, report, cfg.publish.delta)
         self._met = -1

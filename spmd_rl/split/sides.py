@@ -83,7 +83,7 @@ def _client_keys(cfg: RlConfig) -> ClientKeys | None:
 @contextmanager
 def meet(cfg: RlConfig, world: World) -> Iterator[Sides]:
     """[all] Form the two sides and let each generating rank know the servers of all training ranks."""
-    settings, tp = cfg.placement, cfg.engine.tp
+    settings, tp = cfg.placement, cfg.engine.ranks
     placement = Placement.of(settings, world.size)
     apart = [rank for rank in placement.generate if rank not in placement.train]  # who does nothing but generate
     num_train, num_apart = len(placement.train), len(apart)
@@ -193,7 +193,7 @@ def attach(cfg: RlConfig, data: dict[str, str], world: World) -> Iterator[Genera
         welcome = msgspec.convert(world.broadcast("start: training job", found), Welcome)  # [all]
         check_values(cfg, data, welcome.values)
     name = f"rank {world.rank} of {socket.gethostname()}:{os.getpid()}"
-    membership = join(welcome, name, world.rank % cfg.engine.tp == 0, keys)
+    membership = join(welcome, name, world.rank % cfg.engine.ranks == 0, keys)
     link = MemberLink(welcome.addresses, membership, world.journal, keys, welcome.lease_seconds)
     world.on_exit(link.close)
     world.journal.note("attached", member=membership.member, to=welcome.addresses[0])

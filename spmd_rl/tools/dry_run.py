@@ -166,14 +166,14 @@ def roles_and_ranks(cfg: RlConfig) -> list[tuple[str, str]]:
         ("dtype", f"{dtype(cfg.policy.dtype)}; master weights and optimizer float32"),
         *((role.name, str(role.own.model)) for role in loaded_roles(cfg.roles) if role.name != "policy"),
         ("ranks", f"{ranks}: {cfg.train.name} in {plural(shards, 'data shard')} x {axes}; "
-                  f"{cfg.engine.name} in {plural(replicas, 'replica')} x tp {cfg.engine.tp}"),
+                  f"{cfg.engine.name} in {plural(replicas, 'replica')} x {cfg.engine.axes}"),
     ]  # fmt: skip
 
 
 def shards_and_replicas(cfg: RlConfig) -> tuple[int, int]:
     """Return the numbers of data shards and of the engine's replicas."""
     placement = Placement.of(cfg.placement, world_size())
-    shards, replicas = len(placement.train) // cfg.train.ranks_per_shard, len(placement.generate) // cfg.engine.tp
+    shards, replicas = len(placement.train) // cfg.train.ranks_per_shard, len(placement.generate) // cfg.engine.ranks
     return max(1, shards), max(1, replicas)  # of a job that does the one alone, the other job has one at least
 
 

@@ -39,7 +39,8 @@ def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
 
 
 def _tasks(layout: str, placement: PlacementConfig, engine: EngineConfig, steps: int = 0) -> str:
-    generates, ranks = f"({engine.name}, tp={engine.tp})", Placement.of(placement, world_size())
+    stages = f", pp={engine.pp}" * (engine.pp > 1)
+    generates, ranks = f"({engine.name}, tp={engine.tp}{stages})", Placement.of(placement, world_size())
     if placement.is_split:
         return f"{ranks_do(ranks.train, 'train')} {layout}, {ranks_do(ranks.generate, 'generate')} {generates}"
     ahead = ", the next step before it trains" if placement.is_overlapped else ""

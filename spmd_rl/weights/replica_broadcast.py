@@ -1,6 +1,6 @@
 """`ReplicaBroadcast`: weight sync within a replica, from its first rank, which fetches, to the others.
 
-The ranks of a replica (`engine.tp`) need the same weights, and lie close together: a version comes over the network
+The ranks of a replica (`engine.tp`, `engine.pp`) need the same weights, and lie close together: a version comes over the network
 once for each replica, and goes on in buckets over the replica's own group (NCCL, or gloo on the CPU).
 """
 

@@ -17,10 +17,9 @@ from spmd_rl.model.build import build_model
 from spmd_rl.types import Request
 from tests.dist.harness import run_ranks
 from tests.dist.test_publish_vllm import K0, K1, SMOL, SPREAD, grow
-from tests.engines import OTHERS, VLLM_SIZES, started_engine
+from tests.engines import OTHERS, VLLM_SIZES, needs_sglang, needs_vllm, started_engine
 from tests.models import tiny
 from tests.training import fsdp2_policy
-
 
 
 def serve(engine):
@@ -50,13 +49,13 @@ def deaf(*args, kwargs=None):
     list(kwargs["weights_iterator"] if kwargs else args[0])
 
 
-def replica_of_two(world, path, name):
+def replica_of_two(world, path, name, axis):
     """Publishes over a replica of two ranks: sound, then with each fault, on both ranks or on the last alone."""
     model = build_model(path, torch.float32, world.device)
     policy = fsdp2_policy(model, Layout(world), TrainConfig(), torch.float32)
     cfg = RlvrConfig(
         policy=PolicyConfig(model=path, dtype="float32"),
-        engine=EngineConfig(name=name, tp=2, max_running=16, kv_tokens=1024),
+        engine=EngineConfig(name=name, **{axis: 2}, max_running=16, kv_tokens=1024),
     )
     engine = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
     publish, whole = weights.build(policy, engine, world), policy.weights
@@ -95,10 +94,17 @@ def replica_of_two(world, path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
-def test_tokens_and_faults_at_tp_two(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [
+        pytest.param("vllm", "tp", marks=needs_vllm),
+        pytest.param("vllm", "pp", marks=needs_vllm),
+        pytest.param("sglang", "tp", marks=needs_sglang),
+    ],
+)
+def test_tokens_and_faults_on_two_ranks(tmp_path, name, axis):
     path = tiny("qwen2", tmp_path, **VLLM_SIZES, **SPREAD)
-    results = run_ranks(2, replica_of_two, str(path), name, timeout=400)
+    results = run_ranks(2, replica_of_two, str(path), name, axis, timeout=400)
     assert results[0] == results[1]
     errors, diffs, served = results[0]
     with started_engine(name, path, max_running=16, kv_tokens=1024) as engine:
@@ -108,18 +114,28 @@ def test_tokens_and_faults_at_tp_two(tmp_path, name):
     missing = "engine weights of version 1: model.layers.1.mlp.gate_proj.weight is missing (3 faults)"
     assert errors["dropped by all"] == f"publish of version 1, rank 0: {missing}"
     assert errors["dropped by one"] == f"publish of version 1, rank 1: {missing}"
-    for fault in ("swapped", "previous", "previous on one"):
-        assert "rank 0: the engine's logprobs are" in errors[fault], fault
+    told = {"tp": "rank 0: the engine's logprobs are", "pp": ": the engine holds other bytes of model."}
+    assert told["tp"] in errors["swapped"]
+    for fault in ("previous", "previous on one"):  # a stage's layers are plain in part, and compared
+        assert told[axis] in errors[fault], (fault, errors[fault])
 
 
-def serve_alone(world, path, name, tp):
-    """What a replica of `tp` ranks serves."""
+def serve_alone(world, path, name, tp, pp=1):
+    """What a replica of `tp` x `pp` ranks serves, after weights that it has computed with before."""
     cfg = RlvrConfig(
         policy=PolicyConfig(model=path, dtype="float32"),
-        engine=EngineConfig(name=name, tp=tp, max_running=16, kv_tokens=1024),
+        engine=EngineConfig(name=name, tp=tp, pp=pp, max_running=16, kv_tokens=1024),
     )
     engine = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
-    engine.load(build_model(path, torch.float32, "cpu").named_parameters(), version=0)
+    model = build_model(path, torch.float32, "cpu")
+    if pp > 1:
+        engine.load([(name, weight * 1.1) for name, weight in model.named_parameters()], version=0)
+        serve(engine)
+    engine.load(model.named_parameters(), version=1)
+    if pp > 1 and tp == 1:
+        assert any(held is not None for _, held in engine.loaded_weights()), "of its own layers"
+        fine = {name: weight for name, weight in model.named_parameters()}
+        assert all(held is None or torch.equal(held, fine[name]) for name, held in engine.loaded_weights())
     return serve(engine)
 
 
@@ -133,3 +149,15 @@ def test_replicas_serve_the_same(tmp_path, name, size, tp):
         engine.load(build_model(whole, torch.float32, "cpu").named_parameters(), version=0)
         expected = {id: list(pair) for id, pair in serve(engine).items()}
     assert run_ranks(size, serve_alone, str(whole), name, tp, timeout=400) == [expected] * size
+
+
+@pytest.mark.slow
+@needs_vllm
+@pytest.mark.parametrize(("size", "tp", "layers"), [(2, 1, 3), (4, 2, 2)])
+def test_stages_serve_the_same(tmp_path, size, tp, layers):
+    """Two stages, one of which has the embedding that the head is tied to, and its own copy of it."""
+    path = tiny("llama", tmp_path, **VLLM_SIZES, **SPREAD, tie=True, num_hidden_layers=layers)
+    with started_engine("vllm", path, max_running=16, kv_tokens=1024) as engine:
+        engine.load(build_model(path, torch.float32, "cpu").named_parameters(), version=0)
+        expected = {id: list(pair) for id, pair in serve(engine).items()}
+    assert run_ranks(size, serve_alone, str(path), "vllm", tp, 2, timeout=400) == [expected] * size

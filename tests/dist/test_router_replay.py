@@ -1,16 +1,20 @@
 """Router replay: the experts that a batch names are used, with weights and gradients of the trainer's own router."""
 
+from array import array
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
-from spmd_rl.batch import Batch, Ragged, bounds_of
+from spmd_rl.batch import Batch, Ragged, bounds_of, pack
 from spmd_rl.distributed import World
+from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.model.moe import router_class
+from spmd_rl.types import Request, Sample, Turn, Verdict
+from tests.bench.router_noise import add_noise
 from tests.dist.harness import run_ranks
 from tests.dist.test_train_parity import AS_GRADIENT, HUGE, as_stored, exported
 from tests.models import EXPERTS, tiny
@@ -139,3 +143,38 @@ def test_a_model_without_experts_is_refused(tmp_path) -> None:
 def test_every_known_family_weighs_as_its_router_does(kind: str, tmp_path) -> None:
     path = str(tiny(kind, tmp_path, **EXPERTS[kind]))
     assert run_ranks(1, refusals, path) == [""]
+
+
+def under_noise(world: World, path: str, noise: str, in_prompts: bool) -> list[float]:
+    """Mean |difference| of logprobs between an engine with noisy routers and a trainer, without replay and with it."""
+    torch.manual_seed(0)
+    module = empty_module(path, torch.float32)
+    engine = NativeEngine(module, max_running=32, kv_tokens=4096, records_experts=True)
+    mine = backend(world, path, router_replay=True)
+    engine.load(mine.weights(), 1)
+    if in_prompts:
+        add_noise(module, noise)
+    prompts = {f"{n}": array("i", [(n * i * i + 3) % 250 for i in range(3 + n)]) for n in range(16)}
+    for id, prompt in prompts.items():
+        engine.add(Request(id, prompt, 24, TEMPERATURE, int(id)))
+    found = {completion.id: completion for completion in engine.step()}  # all prompts
+    if not in_prompts:
+        add_noise(module, noise)
+    while engine.num_unfinished:
+        found |= {completion.id: completion for completion in engine.step()}
+    samples = []
+    for id, c in found.items():
+        turn = Turn(prompts[id], c.token_ids, c.logprobs, c.versions, c.finish_reason, experts=c.experts)
+        samples.append(Sample(int(id), 0, (turn,), Verdict("ok")))
+    batches = (pack(samples), pack(samples, replayed=True))
+    return [float((mine.logprobs(b, TEMPERATURE)[0] - b.rollout_logprobs)[b.loss_mask].abs().mean()) for b in batches]
+
+
+@pytest.mark.parametrize(("noise", "in_prompts"), [("bf16", False), ("bf16", True), ("0.1", False), ("0.1", True)])
+def test_what_noise_on_the_engines_routers_does(noise: str, in_prompts: bool, tmp_path) -> None:
+    """In bfloat16, replay brings the logprobs to within 1e-3. Flips in prompts are not replayed, and stay."""
+    sizes = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_hidden_layers": 4}
+    path = str(tiny("qwen3_moe", tmp_path, **sizes, initializer_range=0.1, norm_topk_prob=True))
+    without, replayed = run_ranks(1, under_noise, path, noise, in_prompts)[0]
+    assert replayed < without / 2, (without, replayed)
+    assert noise != "bf16" or without > 5e-3 and replayed < (5e-3 if in_prompts else 1e-3), (without, replayed)

@@ -374,6 +374,9 @@ class EngineConfig:
     rank."""
     tp: int = 1
     """Number of neighbouring ranks that share one copy of the engine (a replica) by tensor parallelism."""
+    pp: int = 1
+    """With `engine=vllm`: number of stages, of `tp` ranks each, that have some of a replica's layers. They take turns:
+    for models that `tp` alone cannot hold."""
     max_running: int = 64
     """Largest number of requests that a replica decodes at the same time."""
     kv_tokens: int = 32768
@@ -383,8 +386,8 @@ class EngineConfig:
     `int4` (groups of 32) would hold them. Simulated: nothing gets faster or smaller, and activations are not rounded.
     Correct for it by `algorithm.correction.level=token`."""
     drafts: int = 0
-    """With `engine=native`: verify up to so many tokens at once that followed an answer's last ones before, in its
-    group's texts. Tokens are the same, in fewer steps; a large batch does without."""
+    """Verify up to so many tokens at once that followed an answer's last ones before: fewer steps. With `native`, also
+    in its group's texts, the tokens are the same; with `vllm` others, equally distributed. Large batches do without."""
     adapters: bool = False
     """With `policy.lora` and `engine=vllm`: answer with the adapters beside the frozen weights, so that after the first
     publish adapters alone are sent. Default: each publish sends whole weights, with the adapters merged into them."""
@@ -394,7 +397,21 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         one_of(self, name=ENGINES, quantization=QUANTIZATIONS)
-        at_least(self, tp=1, max_running=1, kv_tokens=1, drafts=0)
+        at_least(self, tp=1, pp=1, max_running=1, kv_tokens=1, drafts=0)
         is_native = self.name == "native"
-        require(is_native or not self.drafts, f"drafts: engine={self.name} knows no drafts; must be 0")
+        require(self.name != "sglang" or not self.drafts, "drafts: not with engine=sglang; must be 0")
+        require(self.name == "vllm" or self.pp == 1, f"pp: not with engine={self.name}; must be 1")
+        require(self.pp == 1 or not self.drafts, "drafts: not with engine.pp above 1; must be 0")
+        is_ahead, steps = self.args.get("async_scheduling"), self.pp > 1 or self.drafts
+        require(not (is_ahead and steps), "args.async_scheduling: not with engine.pp above 1 or engine.drafts")
         require(not (is_native and self.args), "args: engine=native takes none; they are for engine=vllm and sglang")
+
+    @property
+    def ranks(self) -> int:
+        """Of one replica."""
+        return self.tp * self.pp
+
+    @property
+    def axes(self) -> str:
+        """The sizes along which they stand."""
+        return f"tp {self.tp}" + f" x pp {self.pp}" * (self.pp > 1)

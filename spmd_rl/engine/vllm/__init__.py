@@ -1,4 +1,4 @@
-"""vLLM in the rank's own process: the engine for throughput, one replica over `engine.tp` neighbouring ranks.
+"""vLLM in the rank's own process: the engine for throughput, one replica over `engine.tp` x `engine.pp` neighbours.
 
 Pinned by `tests/unit/test_vllm_contract.py`, which states each behaviour of vLLM that this room leans on, and
 `test_vllm_surface.py`, which finds the names, parameters and defaults.
@@ -23,8 +23,7 @@ def build(
     settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World, constraint: ConstraintConfig
 ) -> Engine:
     """[all] The policy's architecture in the policy's dtype on this rank's device, without weights."""
-    tp = settings.tp
-    with world.collective("engine: start vllm"), hosted(world.device.type):  # [all]
+    with world.collective("engine: start vllm"), hosted(world.device.type, settings.pp):  # [all]
         from spmd_rl.engine.vllm.adapter_slot import AdapterSlot, engine_args
         from spmd_rl.engine.vllm.constrained import constrain
         from spmd_rl.engine.vllm.engine import VllmEngine
@@ -36,13 +35,15 @@ def build(
             policy.model,
             getattr(torch, policy.dtype),
             world.device,
-            tp=tp,
+            tp=settings.tp,
+            pp=settings.pp,
             max_running=settings.max_running,
             kv_tokens=settings.kv_tokens,
             local_rank=world.local_rank,
-            replica=replica_group(world, "vllm", tp),  # [all] of the replica
+            replica=replica_group(world, "vllm", settings.ranks),  # [all] of the replica
             sleeps=sleeps,
             trust=policy.trust_remote_code,
+            drafts=settings.drafts,
             args=settings.args | (engine_args(policy.lora.rank) if settings.adapters else {}),
         )
         if found := constraint_of(constraint, policy.model, policy.trust_remote_code):
@@ -50,4 +51,4 @@ def build(
         text_of = text_of_model(policy.model, policy.trust_remote_code)
         slot = AdapterSlot() if settings.adapters else None
         one = VllmEngine(llm, shapes, sleeps=sleeps, text_of=text_of, slot=slot, is_constrained=found is not None)
-    return one if tp == 1 else ReplicatedEngine(one, world, tp)  # [all]
+    return one if settings.ranks == 1 else ReplicatedEngine(one, world, settings.ranks)  # [all]

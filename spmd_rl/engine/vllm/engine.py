@@ -30,6 +30,7 @@ from spmd_rl.engine.hosted import HostedEngine
 from spmd_rl.engine.sequence import SequenceState, TextOf, has_stop, no_text
 from spmd_rl.engine.vllm.adapter_slot import AdapterSlot
 from spmd_rl.engine.vllm.constrained import grammar_of
+from spmd_rl.engine.vllm.drafts import count_drafts
 from spmd_rl.engine.vllm.start import TIES, stop
 from spmd_rl.engine.vllm.weights import repack_heads, unpack_experts
 from spmd_rl.errors import RunFailed
@@ -65,12 +66,16 @@ class VllmEngine(HostedEngine):
         capacity = Capacity(config.scheduler_config.max_num_seqs, kv_tokens, config.model_config.max_model_len)
         self._num_ids = config.model_config.get_vocab_size()
         super().__init__(capacity, shapes, sleeps, text_of)
+        self._drafts = config.speculative_config is not None
+        count_drafts(llm, self.token_counts)
 
     def add(self, request: Request) -> None:
         """Queue a request; ValueError if it is empty, longer than `capacity.max_tokens` or too hot or cold."""
         low, high = TEMPERATURES
         if request.temperature != 0 and not low <= request.temperature <= high:
             raise ValueError(f"request {request.id}: temperature {request.temperature} is not 0 or {low} to {high}")
+        if self._drafts and request.truncated:
+            raise ValueError(f"request {request.id}: vLLM verifies no drafts among tokens that top_k has left")
         self.begin(request)
         prompt = {
             "type": "token",
@@ -155,6 +160,7 @@ class VllmEngine(HostedEngine):
         `weights` is read to its end in any case: other ranks may be gathering it with us.
         """
         assert self.num_unfinished == 0, "load() with requests under way"
+        self._read_what_is_scheduled()
         holds_base, self.version = self.checksums, None
         if self._slot is None:
             faults = self._reload(weights)
@@ -194,7 +200,13 @@ class VllmEngine(HostedEngine):
     def _restore(self, tag: str) -> None:
         self.llm.wake_up([tag])
 
+    def _read_what_is_scheduled(self) -> None:
+        """Read the step that was scheduled ahead for requests which have ended by now: nothing of it is kept."""
+        while self.llm.engine_core.engine_core.batch_queue:
+            self.llm.step()
+
     def _release(self) -> None:
+        self._read_what_is_scheduled()
         self.llm.sleep(level=1)
 
     @property

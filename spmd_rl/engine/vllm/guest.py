@@ -22,18 +22,19 @@ DEFAULTS = {
 """A user's own value wins."""
 
 RUNNERS = {name: {"VLLM_USE_V2_MODEL_RUNNER": value} for name, value in (("cuda", "1"), ("cpu", "0"))}
-"""By type of device, like `DEFAULTS`: which model runner. Unsaid, that would depend on whether Triton is there."""
+"""By type of device, like `DEFAULTS`: which model runner. Unsaid, that would depend on whether Triton is there. Where `pp`
+is above 1 it is always the older one: the newer one does not tell the first stages what the last one has drawn."""
 
 
 @contextmanager
-def hosted(device_type: str) -> Iterator[None]:
+def hosted(device_type: str, pp: int = 1) -> Iterator[None]:
     """Import and start vLLM inside; afterwards the process is as it was, vLLM's own variables and modules aside.
 
     It would otherwise leave behind: LD_PRELOAD, LOCAL_WORLD_SIZE and OpenMP variables for our children, a
     `torch.set_num_threads` that does nothing, reseeded generators, a frozen heap, another float32 precision.
     """
     os.environ.update(FORCED)
-    for name, value in (DEFAULTS | RUNNERS.get(device_type, {})).items():
+    for name, value in (DEFAULTS | RUNNERS.get(device_type if pp == 1 else "cpu", {})).items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its steps at tp > 1

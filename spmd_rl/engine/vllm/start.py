@@ -24,6 +24,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from spmd_rl.config.sections.rollout import MAX_TOP_K
 from spmd_rl.engine.arguments import check_args
 from spmd_rl.engine.as_world import as_world
+from spmd_rl.engine.vllm.drafts import engine_args
 from spmd_rl.hub import model_folder
 
 CPU_BLOCK = 32
@@ -42,7 +43,7 @@ ALWAYS = {
     "distributed_executor_backend": "external_launcher",
     "disable_custom_all_reduce": True,
     "enable_prefix_caching": True,
-    "async_scheduling": False,
+    "enable_expert_parallel": False,
     "logprobs_mode": "processed_logprobs",
     "max_logprobs": MAX_LOGPROBS,
     "seed": 0,
@@ -51,7 +52,7 @@ ALWAYS = {
 }
 """Arguments that the engine leans on."""
 REASONS = {
-    "async_scheduling": "or a step would be scheduled before the last one's tokens are read",
+    "enable_expert_parallel": "as the CPU's kernel ends the process, and no GPU has shown it",
     "enable_prefix_caching": "or the answers to one prompt would compute it again and again",
     "logprobs_mode": "the logprobs of what was drawn from",
     "load_format": "as the trainer publishes the weights",
@@ -62,10 +63,13 @@ OURS = {
     "dtype": "policy.dtype",
     "trust_remote_code": "policy.trust_remote_code",
     "tensor_parallel_size": "engine.tp",
+    "pipeline_parallel_size": "engine.pp",
+    "data_parallel_size": "the number of replicas, ranks / engine.tp / engine.pp,",
     "max_num_seqs": "engine.max_running",
     "num_gpu_blocks_override": "engine.kv_tokens",
     "kv_cache_memory_bytes": "engine.kv_tokens",
     "enable_sleep_mode": "train.offload",
+    "speculative_config": "engine.drafts",
     # weights published over a running engine are not packed again: it would answer with those of before, in silence
     "quantization": "engine.quantization",
 }
@@ -80,12 +84,14 @@ def start(
     device: torch.device,
     *,
     tp: int,
+    pp: int = 1,
     max_running: int,
     kv_tokens: int,
     local_rank: int,
     replica: dist.ProcessGroup,
     sleeps: bool = False,
     trust: bool = False,
+    drafts: int = 0,
     args: Mapping[str, Any] | None = None,
 ) -> LLMEngine:
     """[replica] vLLM with unset weights over the ranks of `replica`.
@@ -102,10 +108,11 @@ def start(
         trust_remote_code=trust,
         dtype=str(dtype).removeprefix("torch."),
         tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
         max_num_seqs=max_running,
         num_gpu_blocks_override=num_blocks,
         enable_sleep_mode=sleeps,
-        **ALWAYS | _lengths(path, (num_blocks - 1) * block, trust, cpu) | args,
+        **{"async_scheduling": False} | ALWAYS | _lengths(path, (num_blocks - 1) * block, trust, cpu) | engine_args(drafts, cpu) | args,
     ).create_engine_config()
     # The number of blocks is fixed above, on all ranks alike; this keeps vLLM from sizing the cache by free memory.
     config.cache_config.kv_cache_memory_bytes = num_blocks * block * _bytes_per_token(config)
@@ -127,6 +134,8 @@ def start(
         type(current_platform).simple_compile_backend = "eager"
     with _memory_unbound(), as_world(replica):
         llm = LLMEngine(config, executor_class=Executor, log_stats=False, multiprocess_mode=False)
+    if pp > 1:
+        _in_stages(llm)
     # At exit, or when it is collected, it would end the default process group, which is not its own.
     if (finalizer := getattr(llm.engine_core, "_finalizer", None)) is not None:
         finalizer.detach()
@@ -142,6 +151,19 @@ def _lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[s
     # A seeded generator that sampled for part of a prompt can only be wound back on an accelerator.
     whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, max_tokens)}
     return {"max_model_len": max_tokens, "block_size": CPU_BLOCK, "enforce_eager": True, **whole}
+
+
+def _in_stages(llm: LLMEngine) -> None:
+    """Compute one step at a time where a replica's ranks have some layers each.
+
+    vLLM would schedule a second one, of other requests, before the first one's tokens are read; with ranks that
+    somebody else launched the two do not overlap.
+    """
+    core, runner = llm.engine_core.engine_core, llm.model_executor.driver_worker.model_runner
+    core.batch_queue, core.step_fn = None, core.step
+    if runner.intermediate_tensors is None and not parallel_state.get_pp_group().is_first_rank:  # no warm-up made them
+        size, dtype, device = runner.max_num_tokens, runner.model_config.dtype, runner.device
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(size, dtype, device)
 
 
 @contextmanager

@@ -52,4 +52,5 @@ def engine_bytes(engine: EngineConfig, size: ModelSize, config: Any, dtype: str)
     tokens = min(STEP_TOKENS, engine.kv_tokens)
     hidden = tokens * (4 * config.hidden_size + 3 * units // tp) * width
     logits = 2 * engine.max_running * config.vocab_size * torch.float32.itemsize
-    return EngineBytes(size.parameters * width // tp, engine.kv_tokens * kv * width, hidden + logits)
+    kv = -(-kv // engine.pp)  # of a stage, which has some of the layers
+    return EngineBytes(size.parameters * width // engine.ranks, engine.kv_tokens * kv * width, hidden + logits)

@@ -73,7 +73,7 @@ def _candidates(cfg: RlConfig, ranks: int, found: Trace) -> Iterator[RlConfig]:
         if not _is_possible(named, train.vpp, ranks, found):
             continue
         for mode, budget, offload, tp in product(modes, tokens, offloads, replicas):
-            if (fixed or ranks % tp == 0) and not (named["pp"] > 1 and train.compile):
+            if (fixed or ranks % (tp * cfg.engine.pp) == 0) and not (named["pp"] > 1 and train.compile):
                 own = {"activation_checkpointing": mode, "tokens_per_microbatch": budget, "offload": offload}
                 yield replace(cfg, train=replace(train, **named, **own), engine=replace(cfg.engine, tp=tp))
 

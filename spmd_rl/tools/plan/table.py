@@ -92,8 +92,8 @@ def show_map(console: Console, cfg: RlConfig, placement: Placement, found: Seque
     if found:
         _show_axes(console, cfg, placement.train, found[0])
     where = f"{ranks_do(placement.generate, 'generate')}: " if cfg.placement.is_split else ""
-    count = f"{len(placement.generate) // cfg.engine.tp} " if placement.generate else ""
-    console.print(f"  engine        {where}{count}replicas of {cfg.engine.name} x tp {cfg.engine.tp}")
+    count = f"{len(placement.generate) // cfg.engine.ranks} " if placement.generate else ""
+    console.print(f"  engine        {where}{count}replicas of {cfg.engine.name} x {cfg.engine.axes}")
 
 
 def _show_axes(console: Console, cfg: RlConfig, ranks: Sequence[int], found: Trace) -> None:
