@@ -55,9 +55,11 @@ def started_engine(
     kv_tokens: int = 2048,
     lora: LoraConfig | None = None,
     constraint: ConstraintConfig = NO_CONSTRAINT,
+    quantization: str | None = None,
 ) -> Iterator[object]:
     """A started engine without weights, at world 1, over the default group that is there or one of its own."""
-    settings = EngineConfig(name=name, max_running=max_running, kv_tokens=kv_tokens, adapters=lora is not None)
+    sizes = {"max_running": max_running, "kv_tokens": kv_tokens}
+    settings = EngineConfig(name=name, adapters=lora is not None, quantization=quantization, **sizes)
     policy = PolicyConfig(model=str(path), dtype=dtype, lora=lora or LoraConfig())
     with one_rank() as world:
         engine = build(settings, policy, False, world, constraint)

@@ -66,7 +66,6 @@ OURS = {
     "num_gpu_blocks_override": "engine.kv_tokens",
     "kv_cache_memory_bytes": "engine.kv_tokens",
     "enable_sleep_mode": "train.offload",
-    # weights published over a running engine are not packed again: it would answer with those of before, in silence
     "quantization": "engine.quantization",
 }
 """Arguments that a setting of ours gives."""
