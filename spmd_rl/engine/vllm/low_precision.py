@@ -90,11 +90,12 @@ class Outputs:
             parts = [f"{stem}.{part}" for part in fusions.get(kind, [kind])]
             if getattr(module, "scheme", None) is None or parts[0] not in self._wanted:
                 continue
-            wanted = [self._wanted.pop(part) for part in parts]
-            values = torch.empty(0, module.input_size, device=wanted[0][0].device)
-            got = module.quant_method.apply(module, self._input(values)).float()
-            for part, (sums, sizes), own in zip(parts, wanted, got.split([w.shape[1] for w, _ in wanted], 1), strict=True):
-                # rounded once to the dtype of outputs; of FP8 sums, GPUs keep 14 bits or more
+            wanted = {part: self._wanted.pop(part) for part in parts}
+            columns = torch.empty(0, module.input_size, device=wanted[parts[0]][0].device)
+            computed = module.quant_method.apply(module, self._input(columns)).float()
+            of_parts = computed.split([sums.shape[1] for sums, _ in wanted.values()], 1)
+            for (part, (sums, sizes)), own in zip(wanted.items(), of_parts, strict=True):
+                # one rounding of what is handed on; sums of FP8 need not be those of float32
                 slack = torch.finfo(self._dtype).eps * sums.abs() + 2**-13 * sizes * (self._held != torch.int8)
                 if not ((own - sums).abs() <= slack).all():
                     found.append(f"the engine computes with another {part} than it was given")
