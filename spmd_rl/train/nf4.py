@@ -4,8 +4,8 @@
     unpack(pack(weight), columns, dtype)        # what it computes with
 
 A row is a row of bytes: its numbers, two a byte, then the bfloat16 factors of its blocks. So rows are sharded, gathered
-and moved as of any parameter, and what they mean is the same in every layout. Here no matrix is there unpacked but while
-it is multiplied by, in the backward pass once more.
+and moved like those of any parameter, and mean the same in every layout. A matrix is unpacked while it is multiplied
+by, and in the backward pass once more.
 """
 
 from collections.abc import Callable

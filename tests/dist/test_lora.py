@@ -51,7 +51,7 @@ MODELS = {
     "qwen3_moe": ("qwen3_moe", {**SIZES, **EXPERTS["qwen3_moe"]}),
 }
 CASES = {
-    1: [({}, "llama", {"dora": True}), ({}, "qwen2", {"base": "nf4"})],
+    1: [({}, "llama", {"dora": True}), ({}, "qwen3_moe", {"base": "nf4"})],
     2: [
         ({}, "llama", {"base": "nf4", "targets": ["k_proj", "down_proj"]}),
         ({"cp": 2}, "qwen2", {"base": "nf4"}),
