@@ -69,6 +69,10 @@ class Backend:
             raise UserError(f"{role.section or role.name}.dtype: train={train.name} has no {role.dtype}")
         if role.lora.rank and not self.adapters:
             raise UserError(f"{role.section or role.name}.lora.rank: train={train.name} trains no adapters; must be 0")
+        if role.lora.base and (train.name != "fsdp2" or max(train.tp, train.pp, train.ep) > 1):
+            raise UserError(
+                f"{role.section or role.name}.lora.base: {role.lora.base} only with train=fsdp2, without tp, pp and ep"
+            )
         if role.lora.rank and importlib.util.find_spec("peft") is None:
             raise UserError(
                 f"{role.section or role.name}.lora.rank: peft is not installed here; pip install 'spmd-rl[lora]'"

@@ -168,7 +168,8 @@ _ABSENT = {
     "algorithm.repetition_coef takes score away from answers that repeat themselves": (
         "repetition_penalty presence_penalty frequency_penalty length_penalty no_repeat_ngram_size"
     ),
-    "weights are not quantised: policy.dtype is bfloat16 or float32": "load_in_4bit load_in_8bit",
+    "policy.lora.base=nf4 holds frozen weights under adapters in 4 bits": "load_in_4bit bnb_4bit_quant_type",
+    "trained weights are bfloat16 or float32 (policy.dtype)": "load_in_8bit",
     "track.wandb and track.swanlab log to the project spmd_rl, under the name of run.dir": (
         "project_name wandb_project project"
     ),

@@ -13,6 +13,8 @@ A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 """What peft's files call the tensors of a layer, after `PREFIX` and the layer's name"""
 SCALING = "adapter/scaling"
 """In a saved state: the factor s, float64 []"""
+IN_NF4 = "adapter/base_in_nf4"
+"""In that of adapters over weights in 4 bits, float64 []"""
 
 
 class Adapter(NamedTuple):

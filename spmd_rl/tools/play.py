@@ -122,6 +122,7 @@ def build_policy(cfg: AgenticConfig, tag: str, environments: Environments) -> Ca
     from spmd_rl.model.build import build_model, weights_of
     from spmd_rl.model.tokenizer import load_tokenizer
     from spmd_rl.rollout import Agent, Rollouts, Sampling, Services
+    from spmd_rl.weights.quantized import quantized
 
     def watch(console: Console) -> None:
         rollout, policy = cfg.rollout, cfg.policy
@@ -130,7 +131,7 @@ def build_policy(cfg: AgenticConfig, tag: str, environments: Environments) -> Ca
             agree_on_dtype(world, policy)
             generator = engine.build(cfg.engine, policy, cfg.train.offload, world, rollout.constraint)
             model = build_model(policy.model, getattr(torch, policy.dtype), world.device, policy.trust_remote_code)
-            generator.load(weights_of(model).items(), 0)
+            generator.load(quantized(iter(weights_of(model).items()), cfg.engine.quantization), 0)
             task = Prompt("0" * 32, (), tag, "", {"seed": cfg.seed, "held_out": False})
             sampling = Sampling(cfg.seed, "play", rollout.temperature, rollout.max_new_tokens, rollout.stop_strings)
             services = Services(LocalScorer(None), tokenizer, Agent(cfg.env), environments)

@@ -9,9 +9,10 @@ from safetensors.torch import save_file
 
 from spmd_rl.errors import UserError
 from spmd_rl.model.load import Region, WeightFiles
-from spmd_rl.model.lora import MAGNITUDE, PREFIX, SCALING, A, Adapter, B
+from spmd_rl.model.lora import IN_NF4, MAGNITUDE, PREFIX, SCALING, A, Adapter, B
 from spmd_rl.model.stored import Part
 from spmd_rl.train.dither import merged
+from spmd_rl.train.nf4 import rounded
 from spmd_rl.train.state import MODEL, SavedState
 
 
@@ -63,8 +64,10 @@ class AdaptedFiles(WeightFiles):
         if adapter is None:
             return super().read(name, region)
         rows, columns = region
-        whole_rows = super().read(name, (rows, slice(0, self.shape(name)[1])))
-        return merged(adapter, whole_rows.to(self._dtype), self._layers[name], self.shape(name)[0], rows)[:, columns]
+        whole_rows = super().read(name, (rows, slice(0, self.shape(name)[1]))).to(self._dtype)
+        if IN_NF4 in self._saved.tensors:
+            whole_rows = rounded(whole_rows)
+        return merged(adapter, whole_rows, self._layers[name], self.shape(name)[0], rows)[:, columns]
 
 
 def write_adapter(saved: SavedState, model_dir: Path, path: Path, dtype: torch.dtype) -> None:

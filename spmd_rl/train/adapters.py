@@ -24,9 +24,10 @@ from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import UserError
 from spmd_rl.model.load import Fill, Region, WeightFiles, local, owned_region
-from spmd_rl.model.lora import MAGNITUDE, PREFIX, SCALING, A, Adapter, B
+from spmd_rl.model.lora import IN_NF4, MAGNITUDE, PREFIX, SCALING, A, Adapter, B
 from spmd_rl.model.stored import Part
 from spmd_rl.train.dither import merged
+from spmd_rl.train.nf4 import pack_layer, unpack
 from spmd_rl.train.recompute import decoder_layers
 from spmd_rl.train.state import Shard
 
@@ -46,7 +47,10 @@ class SavedScaling:
 
     def state(self, is_mine: bool) -> list[Shard]:
         """What is saved beside the adapters."""
-        return [Shard(SCALING, (), (), self._saved_scaling, is_mine)] if self.settings.rank else []
+        found = [Shard(SCALING, (), (), self._saved_scaling, is_mine)] if self.settings.rank else []
+        if found and self.settings.base:
+            found.append(Shard(IN_NF4, (), (), torch.ones((), dtype=torch.float64), is_mine))
+        return found
 
     def check_scaling(self) -> None:
         """ValueError if what `state` gave was overwritten with another factor; it is put back."""
@@ -130,6 +134,8 @@ class Adapters(SavedScaling):
             model,
         )
         self.layers = {name: model.get_submodule(name) for name in names}
+        for layer in self.layers.values() if settings.base else ():
+            pack_layer(layer.base_layer)
         for p in () if head is None else head.parameters():
             p.requires_grad_(True)
         for p in model.parameters():
@@ -195,7 +201,16 @@ class Adapters(SavedScaling):
         adapters: `merged` into the weights; `apart`, under peft's names beside the frozen ones; or `alone`, of which
         all that is frozen has been left out. Where they are not merged, `B` is multiplied by their factor.
         """
-        return (self._merged if adapters == "merged" else self._scaled)(wholes)
+        return (self._merged if adapters == "merged" else self._scaled)(self._unpacked(wholes))
+
+    def _unpacked(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """All parameters, those in 4 bits as what they mean."""
+        for name, tensor in wholes:
+            layer = name.removesuffix(f"{BASE}.weight")
+            if self.settings.base and layer != name:
+                columns = self.layers[layer].base_layer.in_features
+                tensor = unpack(tensor.to(torch.uint8), columns, tensor.dtype)  # bytes have come as numbers
+            yield name, tensor
 
     def _merged(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Weights of the model without adapters, each with what its adapter adds; from all parameters, whole."""

@@ -26,6 +26,7 @@ from spmd_rl.train import build_role
 from spmd_rl.train.adapter_off import AdapterOff
 from spmd_rl.train.deepspeed.model import role_of as zero_of
 from spmd_rl.train.fsdp2.backend import policy_of
+from spmd_rl.train.nf4 import CODE
 from spmd_rl.train.state import MODEL, OPTIMIZER, SavedState
 from spmd_rl.train.stored_model import checkpoint_model
 from tests.dist.harness import run_ranks
@@ -50,8 +51,10 @@ MODELS = {
     "qwen3_moe": ("qwen3_moe", {**SIZES, **EXPERTS["qwen3_moe"]}),
 }
 CASES = {
-    1: [({}, "llama", {"dora": True})],
+    1: [({}, "llama", {"dora": True}), ({}, "qwen3_moe", {"base": "nf4"})],
     2: [
+        ({}, "llama", {"base": "nf4", "targets": ["k_proj", "down_proj"]}),
+        ({"cp": 2}, "qwen2", {"base": "nf4"}),
         ({}, "llama", {"rslora": True, "targets": ["q_proj", "down_proj"]}),
         ({}, "qwen2", {"dora": True}),
         ({"tp": 2}, "qwen2", {}),
@@ -135,6 +138,20 @@ def with_peft(model: torch.nn.Module, own: dict) -> torch.nn.Module:
     return model
 
 
+@torch.no_grad()
+def round_base(model: torch.nn.Module, kinds: list[str] | None) -> None:
+    """Give the layers that get adapters the values that NF4 has, found by the nearest of them all."""
+    code = torch.tensor(CODE)
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    for name, module in linear.items():
+        if ".layers." in name and (kinds is None or name.rpartition(".")[2] in kinds):
+            for begin in range(0, module.in_features, 64):
+                block = module.weight[:, begin : begin + 64]
+                factors = block.float().abs().amax(1, keepdim=True).bfloat16().float()
+                nearest = (block.float()[..., None] / factors[..., None] - code).abs().argmin(-1)
+                block.copy_(code[nearest] * factors)
+
+
 def stored_name(name: str) -> str:
     """Under which a state has one of peft's parameters."""
     return MODEL + name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector")
@@ -192,6 +209,8 @@ def compared(world: World, path: str, axes: dict[str, int], own: dict, dtype: st
     set_adapters(mine)
     share = share_of(mine, "uneven", whole)
     plain, errors = build("sdpa"), {}
+    if own.get("base"):
+        round_base(plain, own.get("targets"))
     if dtype == "float32":
         errors["base"] = max(error_of(AdapterOff(mine), plain, share) for _ in range(2))
     plain = with_peft(plain, own)
@@ -349,6 +368,8 @@ def kept(world: World, path: str, run: str, axes: dict[str, int], dtype: str, lo
         facts["converted"] = sum(codes)
         facts["to-hf is the export"] = float(contents(run_dir / "hf") != contents(saved / "hf"))
         plain = build_model(path, getattr(torch, dtype), "cpu", attention="sdpa")
+        if lora.get("base"):
+            round_base(plain, lora.get("targets"))
         with torch.no_grad():
             base = plain_forward(plain, share)[0] * share.loss_mask
             found = plain_forward(PeftModel.from_pretrained(plain, str(run_dir / "peft")), share)[0] * share.loss_mask
@@ -376,6 +397,10 @@ def kept(world: World, path: str, run: str, axes: dict[str, int], dtype: str, lo
     full = build_role(role_of(path, axes, dtype, {}), world)
     told = refusal(saver(world, full, Path(run + "-full"), resume=str(saved)).restore)
     facts["full"] = float("does not fit this model" not in told)
+    if "base" in lora:
+        other = build_role(role_of(path, axes, dtype, lora | {"base": None}), world)
+        told = refusal(saver(world, other, Path(run + "-full"), resume=str(saved)).restore)
+        facts["another base"] = float("adapter/base_in_nf4" not in told)
     return facts
 
 
@@ -383,6 +408,8 @@ def kept(world: World, path: str, run: str, axes: dict[str, int], dtype: str, lo
     ("axes", "dtype", "own"),
     [
         ({}, "float32", {"dora": True}),
+        ({}, "float32", {"base": "nf4"}),
+        ({}, "bfloat16", {"base": "nf4", "dropout": 0.2}),
         ({"pp": 2}, "bfloat16", {"dropout": 0.2}),
         (ZERO1, "float32", {}),
         (ZERO3, "bfloat16", {"dropout": 0.2}),

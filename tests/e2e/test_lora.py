@@ -35,7 +35,10 @@ def test_supervised_pipelines_learn_with_adapters(name: str, tmp_path) -> None:
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepspeed", "megatron train.tp=2")]
 
 
-@pytest.mark.parametrize("train", ["fsdp2", *SLOW])
+NF4 = "fsdp2 policy.lora.base=nf4 critic.lora.base=nf4"
+
+
+@pytest.mark.parametrize("train", ["fsdp2", NF4, *SLOW])
 def test_ppo_has_a_critic_with_adapters_and_a_checkpoint_is_evaluated(train: str, tmp_path) -> None:
     toy = Toy(tmp_path, "qwen2")
     settings = ("policy.dtype=float32", "algorithm=ppo", "algorithm.kl_coef=0.01", "critic.lora.rank=4", "steps=2")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from spmd_rl.config.values import above, at_least, require
+from spmd_rl.config.values import above, at_least, one_of, require
 
 
 @dataclass
@@ -22,6 +22,10 @@ class LoraConfig:
     Not with `train=megatron`."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (Kalajdzievski, arXiv 2312.03732)."""
+    base: str | None = None
+    """`nf4`: hold the frozen weights under adapters in 4 bits (QLoRA: Dettmers et al., arXiv 2305.14314), 4.25 with
+    their factors, and compute with what they mean in the compute dtype. With `train=fsdp2`, without `tp`, `pp`, `ep`
+    and `lora.dora`."""
     dora: bool = False
     """Train the length of each row of a weight beside its adapter (DoRA: Liu et al., arXiv 2402.09353). With
     `train=fsdp2`."""
@@ -29,6 +33,8 @@ class LoraConfig:
     def __post_init__(self) -> None:
         at_least(self, rank=0)
         above(self, alpha=0)
+        one_of(self, base=("nf4",))
+        require(not (self.base and self.dora), "dora: not together with lora.base, whose rows' lengths are of 4 bits")
         require(0 <= self.dropout < 1, f"dropout: must be in [0, 1), not {self.dropout}")
         require(self.targets is None or bool(self.targets), "targets: names no layer")
 

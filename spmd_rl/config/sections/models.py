@@ -19,7 +19,7 @@ BACKENDS = {
 }
 """Training backends: the packages that have their `BACKEND`, see `config/backends.py`."""
 CHECKPOINTING = ("none", "selective", "full")
-QUANTIZATIONS = ("fp8", "int8", "int4")
+QUANTIZATIONS = ("fp8", "int8", "int4", "w8a8_fp8", "w8a8_int8")
 ENGINES = {name: f"spmd_rl.engine.{name}" for name in ("native", "vllm", "sglang")}
 """Engines: the modules whose `build` makes them."""
 
@@ -384,7 +384,8 @@ class EngineConfig:
     quantization: str | None = None
     """Round the weights that answers are generated with as an engine in `fp8` (blocks of 128 x 128), `int8` (rows) or
     `int4` (groups of 32) would hold them. Simulated: nothing gets faster or smaller, and activations are not rounded.
-    Correct for it by `algorithm.correction.level=token`."""
+    `w8a8_int8` and `w8a8_fp8`, with `engine=vllm`: it holds the matrices of the layers in INT8 or FP8, by row, and
+    computes in it. Correct for either by `algorithm.correction.level=token`."""
     drafts: int = 0
     """Verify up to so many tokens at once that followed an answer's last ones before: fewer steps. With `native`, also
     in its group's texts, the tokens are the same; with `vllm` others, equally distributed. Large batches do without."""
@@ -404,6 +405,10 @@ class EngineConfig:
         require(self.pp == 1 or not self.drafts, "drafts: not with engine.pp above 1; must be 0")
         is_ahead, steps = self.args.get("async_scheduling"), self.pp > 1 or self.drafts
         require(not (is_ahead and steps), "args.async_scheduling: not with engine.pp above 1 or engine.drafts")
+        if (self.quantization or "").startswith("w8a8"):
+            able = self.name == "vllm" and self.ranks == 1 and not self.adapters
+            wanted = "engine.name=vllm engine.tp=1 engine.pp=1, without adapters"
+            require(able, f"quantization: {self.quantization} only with {wanted}")
         require(not (is_native and self.args), "args: engine=native takes none; they are for engine=vllm and sglang")
 
     @property

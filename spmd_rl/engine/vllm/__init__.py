@@ -15,6 +15,7 @@ from spmd_rl.engine.replicated import ReplicatedEngine, replica_group
 from spmd_rl.engine.sequence import text_of_model
 from spmd_rl.engine.vllm.guest import hosted
 from spmd_rl.model.constraint import constraint_of
+from spmd_rl.model.low_precision import W8A8, shapes_by_rows
 
 __all__ = ["build"]
 
@@ -24,16 +25,24 @@ def build(
 ) -> Engine:
     """[all] The policy's architecture in the policy's dtype on this rank's device, without weights."""
     with world.collective("engine: start vllm"), hosted(world.device.type, settings.pp):  # [all]
+        from spmd_rl.engine.vllm import low_precision
         from spmd_rl.engine.vllm.adapter_slot import AdapterSlot, engine_args
         from spmd_rl.engine.vllm.constrained import constrain
         from spmd_rl.engine.vllm.engine import VllmEngine
         from spmd_rl.engine.vllm.start import start
 
         shapes = expected_shapes(policy.model, policy.trust_remote_code)
+        dtype, args, outputs = getattr(torch, policy.dtype), settings.args, None
+        if settings.adapters:
+            args = args | engine_args(policy.lora.rank)
+        if settings.quantization in W8A8:
+            shapes = shapes_by_rows(shapes, settings.quantization)
+            args = low_precision.engine_args(settings.quantization, args)
+            outputs = low_precision.Outputs(settings.quantization, dtype)
         sleeps = sleeps and world.device.type != "cpu"
         llm = start(
             policy.model,
-            getattr(torch, policy.dtype),
+            dtype,
             world.device,
             tp=settings.tp,
             pp=settings.pp,
@@ -44,11 +53,13 @@ def build(
             sleeps=sleeps,
             trust=policy.trust_remote_code,
             drafts=settings.drafts,
-            args=settings.args | (engine_args(policy.lora.rank) if settings.adapters else {}),
+            args=args,
         )
         if found := constraint_of(constraint, policy.model, policy.trust_remote_code):
             constrain(llm, found)
         text_of = text_of_model(policy.model, policy.trust_remote_code)
         slot = AdapterSlot() if settings.adapters else None
-        one = VllmEngine(llm, shapes, sleeps=sleeps, text_of=text_of, slot=slot, is_constrained=found is not None)
+        one = VllmEngine(
+            llm, shapes, sleeps=sleeps, text_of=text_of, slot=slot, is_constrained=found is not None, outputs=outputs
+        )
     return one if settings.ranks == 1 else ReplicatedEngine(one, world, settings.ranks)  # [all]

@@ -31,6 +31,7 @@ from spmd_rl.engine.sequence import SequenceState, TextOf, has_stop, no_text
 from spmd_rl.engine.vllm.adapter_slot import AdapterSlot
 from spmd_rl.engine.vllm.constrained import grammar_of
 from spmd_rl.engine.vllm.drafts import count_drafts
+from spmd_rl.engine.vllm.low_precision import Outputs, keep_scales
 from spmd_rl.engine.vllm.start import TIES, stop
 from spmd_rl.engine.vllm.weights import repack_heads, unpack_experts
 from spmd_rl.errors import RunFailed
@@ -52,15 +53,19 @@ class VllmEngine(HostedEngine):
         text_of: TextOf = no_text,
         slot: AdapterSlot | None = None,
         is_constrained: bool = False,
+        outputs: Outputs | None = None,
     ) -> None:
         """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`.
 
         `text_of`: needed for requests with stop strings. `slot`: where an adapter is computed with; then `load` may
-        bring adapters alone, once it has brought all. is_constrained: by `constrained.constrain`.
+        bring adapters alone, once it has brought all. is_constrained: by `constrained.constrain`. outputs: of matrices
+        in 8 bits, where vLLM computes in them.
         """
-        self._slot, self._is_constrained = slot, is_constrained
+        self._slot, self._is_constrained, self._outputs = slot, is_constrained, outputs
         self.llm = llm
         """vLLM itself, for a look inside where something is wrong."""
+        if outputs is not None:
+            keep_scales(self.model)
         config = llm.vllm_config
         kv_tokens = (config.cache_config.num_gpu_blocks - 1) * config.cache_config.block_size
         capacity = Capacity(config.scheduler_config.max_num_seqs, kv_tokens, config.model_config.max_model_len)
@@ -178,10 +183,12 @@ class VllmEngine(HostedEngine):
         checked = CheckedWeights(weights, self.shapes)
         unpack_experts(self.model)
         # vLLM keeps a tensor until its layer is whole; the trainer's own is good only until the next.
-        kept = ((name, tensor.clone()) for name, tensor in checked)
+        noted = checked if self._outputs is None else self._outputs.noted(checked)
+        kept = ((name, tensor.clone()) for name, tensor in noted)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": kept})
         repack_heads(self.model)
-        return checked.end()
+        faults = checked.end()
+        return faults if self._outputs is None or faults else self._outputs.faults(self.model)
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """vLLM's own tensors where they are plain and whole: on an accelerator at tp=1 all, on the CPU few.

@@ -70,7 +70,6 @@ OURS = {
     "kv_cache_memory_bytes": "engine.kv_tokens",
     "enable_sleep_mode": "train.offload",
     "speculative_config": "engine.drafts",
-    # weights published over a running engine are not packed again: it would answer with those of before, in silence
     "quantization": "engine.quantization",
 }
 """Arguments that a setting of ours gives."""

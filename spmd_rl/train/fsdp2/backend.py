@@ -13,6 +13,7 @@ from spmd_rl.model.logprobs import TokenHead, logit_factor
 from spmd_rl.train.accumulate import Critic, Policy
 from spmd_rl.train.base import ForwardArgs
 from spmd_rl.train.fsdp2.model import FSDP2Model
+from spmd_rl.train.nf4 import packing
 from spmd_rl.train.row import aim, parts
 from spmd_rl.train.stored_model import Source
 
@@ -58,7 +59,10 @@ def critic_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable
 def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     """[all] See `Backend.build`. The journal's line `loaded` counts the bytes that this rank has read."""
     held = getattr(torch, role.held_dtype)
-    model, load, num_bytes, *_ = source(role, held, layout.world.progress)
-    built = (critic_of if role.name == "critic" else policy_of)(model, layout, role, load)
-    layout.world.journal.note("loaded", role=role.name, bytes=num_bytes())
+    stored = source(role, held, layout.world.progress)
+    load = stored.load
+    if role.lora.base and stored.reader is not None:  # as long as the model has the shapes that are stored
+        load = packing(stored.reader(stored.model), layout.world.progress)
+    built = (critic_of if role.name == "critic" else policy_of)(stored.model, layout, role, load)
+    layout.world.journal.note("loaded", role=role.name, bytes=stored.num_bytes())
     return built

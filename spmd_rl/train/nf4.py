@@ -1,0 +1,112 @@
+"""NF4: matrices under adapters that are held in 4 bits (QLoRA: Dettmers et al., arXiv 2305.14314).
+
+    pack_layer(linear)                          # its weight is bytes from now on, [rows, bytes of a row]
+    unpack(pack(weight), columns, dtype)        # what it computes with
+
+A row is a row of bytes: its numbers, two a byte, then the bfloat16 factors of its blocks. So rows are sharded, gathered
+and moved like those of any parameter, and mean the same in every layout. A matrix is unpacked while it is multiplied
+by, and in the backward pass once more.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spmd_rl.model.load import RegionReader, local, owned_region
+from spmd_rl.model.low_precision import nonzero
+
+BLOCK = 64
+"""Neighbours in a row that share a factor"""
+CODE = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""The 16 numbers, between which a normal distribution is shared out evenly"""
+
+
+class Packed(nn.Linear):
+    """A frozen linear layer whose `weight` has been packed."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As of the layer with the weight unpacked in the dtype of `input`."""
+        out = _Product.apply(input, self.weight, self.in_features)
+        return out if self.bias is None else out + self.bias
+
+
+class _Product(torch.autograd.Function):
+    """`input @ weight.T`; what is kept for the backward pass are the bytes."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, packed: Tensor, columns: int) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.columns = columns
+        return input @ unpack(packed, columns, input.dtype).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (packed,) = ctx.saved_tensors
+        return grad @ unpack(packed, ctx.columns, grad.dtype), None, None
+
+
+@torch.no_grad()
+def pack_layer(layer: nn.Linear) -> None:
+    """Pack a layer's weight in place; of one on the meta device, whose bytes come later, the shape alone."""
+    weight = layer.weight
+    shape = (layer.out_features, sum(_sizes(layer.in_features)))
+    packed = torch.empty(shape, dtype=torch.uint8, device="meta") if weight.is_meta else pack(weight)
+    layer.weight, layer.__class__ = nn.Parameter(packed, requires_grad=False), Packed
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[rows, columns] as bytes, [rows, bytes of a row]."""
+    blocks = nn.functional.pad(weight.float(), (0, -weight.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    factors = nonzero(blocks.abs().amax(2)).bfloat16()
+    code = torch.tensor(CODE, device=weight.device)
+    numbers = (
+        torch.bucketize(blocks / factors.float()[..., None], (code[1:] + code[:-1]) / 2).to(torch.uint8).flatten(1)
+    )
+    return torch.cat([numbers[:, ::2] << 4 | numbers[:, 1::2], factors.view(torch.uint8)], 1)
+
+
+def unpack(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """What rows of bytes mean, [rows, columns]."""
+    pairs, factors = packed.split(_sizes(columns), 1)
+    numbers = torch.stack([pairs >> 4, pairs & 15], -1).flatten(1).unflatten(1, (-1, BLOCK))
+    values = torch.tensor(CODE, device=packed.device)[numbers.int()]
+    values *= factors.contiguous().view(torch.bfloat16).float()[..., None]
+    return values.flatten(1)[:, :columns].to(dtype)
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """The values that a weight has once it has been packed."""
+    return unpack(pack(weight), weight.shape[1], weight.dtype)
+
+
+def packing(read: RegionReader, on_progress: Callable[[], object]) -> Callable[[nn.Module], None]:
+    """How a model is filled some of whose layers have been packed since `read` was made of it."""
+
+    @torch.no_grad()
+    def load(model: nn.Module) -> None:
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        for name, plain in read.tensors.items():
+            mine, region = local(tensors[name]), owned_region(tensors[name])
+            if isinstance(model.get_submodule(name.rpartition(".")[0]), Packed) and name.endswith(".weight"):
+                rows, columns = region[0], plain.shape[1]
+                part = torch.empty(len(mine), columns, dtype=plain.dtype, device=mine.device)
+                read(name, (rows, slice(0, columns)), part)
+                mine.copy_(pack(part))
+            else:
+                read(name, region, mine)
+            on_progress()
+
+    return load
+
+
+def _sizes(columns: int) -> tuple[int, int]:
+    """Bytes of a row's numbers, and of its factors."""
+    blocks = -(-columns // BLOCK)
+    return blocks * BLOCK // 2, 2 * blocks
