@@ -204,6 +204,11 @@ def errors_of(world: World, name: str, paths: dict[str, str], chosen, every: boo
     return found
 
 
+def too_large(errors: dict[str, float], dtype: str) -> dict[str, float]:
+    """Those that are not below the limit; one that is no number never is."""
+    return {name: error for name, error in errors.items() if not error < LIMITS[dtype]}
+
+
 @pytest.mark.parametrize("name", ["fsdp2"])
 @pytest.mark.parametrize(
     ("size", "axes", "count"),
@@ -216,8 +221,7 @@ def test_the_gradient_is_the_same_in_every_layout(
     args = (all_gradients, name, chosen_models(models, axes, count), axes)
     for errors in run_ranks(size, *args, per_machine=size // axes.get("dp_replicate", 1), timeout=280):
         for case, found in errors.items():
-            worst = max(found, key=found.get)
-            assert found[worst] < LIMITS[case.split()[1]], (case, worst, found[worst])
+            assert not (wrong := too_large(found, case.split()[1])), (case, wrong)
 
 
 def assert_follows_plain_torch(found: list[dict[str, list]], count: int) -> None:
@@ -225,8 +229,7 @@ def assert_follows_plain_torch(found: list[dict[str, list]], count: int) -> None
         assert len(of_rank) == count
         for case, (gradients_of, (drift, logprobs, entropy)) in of_rank.items():
             for share, errors in gradients_of.items():
-                wrong = {name: error for name, error in errors.items() if not error < LIMITS["float32"]}
-                assert not wrong, (case, share, wrong)
+                assert not (wrong := too_large(errors, "float32")), (case, share, wrong)
             assert drift < 1e-5 and max(logprobs, entropy) < 1e-4, (case, drift, logprobs, entropy)
 
 

@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 class Rule(ABC):
-    """How a parameter is made of stored tensors, in whose names `{}` stands for the number of a layer, then an expert."""
+    """How a parameter is made of stored tensors, in whose names `{}` is the number of a layer, then of an expert."""
 
     is_cut, is_buffer = True, False
     """Whether the ranks that share a layer out have different parts; else all of them have the same. And whether it is
