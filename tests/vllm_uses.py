@@ -20,6 +20,7 @@ RUNNERS = (
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     "vllm.v1.worker.cpu_model_runner:CPUModelRunner",
 )
+OF_RUNNERS = ("get_model", "intermediate_tensors", "max_num_tokens", "model_config", "device", "model")
 MANY = "*"
 """Before a type: a list, or a mapping to it."""
 NOTHING = ()
@@ -34,7 +35,12 @@ TYPES = {
         "sleep": NOTHING, "wake_up": NOTHING, "add_lora": NOTHING,
     },
     "vllm.v1.engine.core_client:InprocClient": {"_finalizer": NOTHING, "engine_core": "vllm.v1.engine.core:EngineCore"},
-    "vllm.v1.engine.core:EngineCore": {"structured_output_manager": GRAMMARS},
+    "vllm.v1.engine.core:EngineCore": {
+        "structured_output_manager": GRAMMARS, "scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
+        "batch_queue": NOTHING, "step": NOTHING, "step_fn": NOTHING,
+    },
+    "vllm.v1.core.sched.scheduler:Scheduler": {"make_spec_decoding_stats": NOTHING},
+    "vllm.v1.sample.rejection_sampler": {"expand_batch_to_tokens": NOTHING},
     GRAMMARS: {"backend": NOTHING},
     "vllm.v1.engine.input_processor:InputProcessor": {"structured_outputs_config": NOTHING},
     "vllm.v1.engine.output_processor:OutputProcessor": {
@@ -44,16 +50,17 @@ TYPES = {
     "vllm.v1.engine.logprobs:LogprobsProcessor": {"logprobs": FLAT},
     EXECUTOR: {"driver_worker": WORKERS, "shutdown": NOTHING},
     **dict.fromkeys(WORKERS, {"model_runner": RUNNERS, "reload_weights": NOTHING}),
-    **dict.fromkeys(RUNNERS, {"get_model": NOTHING}),
+    **dict.fromkeys(RUNNERS, dict.fromkeys(OF_RUNNERS, NOTHING)),
     CONFIG: {
         "cache_config": "vllm.config:CacheConfig", "model_config": "vllm.config:ModelConfig",
         "parallel_config": "vllm.config:ParallelConfig", "scheduler_config": "vllm.config:SchedulerConfig",
+        "speculative_config": NOTHING,
     },
     "vllm.config:CacheConfig": dict.fromkeys(("num_gpu_blocks", "block_size", "kv_cache_memory_bytes"), NOTHING),
     "vllm.config:ModelConfig": dict.fromkeys(
         ("max_model_len", "get_vocab_size", "dtype", "get_num_kv_heads", "get_head_size", "get_num_layers"), NOTHING
     ),
-    "vllm.config:ParallelConfig": {"tensor_parallel_size": NOTHING},
+    "vllm.config:ParallelConfig": {"tensor_parallel_size": NOTHING, "pipeline_parallel_size": NOTHING},
     "vllm.config:SchedulerConfig": {"max_num_seqs": NOTHING},
     "vllm.outputs:RequestOutput": {
         "request_id": NOTHING, "num_cached_tokens": NOTHING, "outputs": MANY + "vllm.outputs:CompletionOutput"
@@ -64,9 +71,9 @@ TYPES = {
     "vllm.engine.arg_utils:EngineArgs": {"create_engine_config": CONFIG},
     "vllm.distributed.parallel_state": {
         "_WORLD": "vllm.distributed.parallel_state:GroupCoordinator", "_NODE_COUNT": NOTHING,
-        "destroy_model_parallel": NOTHING,
+        "destroy_model_parallel": NOTHING, "get_pp_group": "vllm.distributed.parallel_state:GroupCoordinator",
     },
-    "vllm.distributed.parallel_state:GroupCoordinator": {"destroy": NOTHING},
+    "vllm.distributed.parallel_state:GroupCoordinator": {"destroy": NOTHING, "is_first_rank": NOTHING},
     "vllm.platforms.interface:Platform": {"simple_compile_backend": NOTHING},
     "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead": {
         "quant_method": "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod"

@@ -1,6 +1,7 @@
 """Checks of adapters that an engine computes with: `engine.adapters`."""
 
-from spmd_rl.config.sections.models import EngineConfig, PolicyConfig, ServedModelConfig
+from spmd_rl.config.sections.engine import EngineConfig
+from spmd_rl.config.sections.models import PolicyConfig, ServedModelConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.errors import UserError
 

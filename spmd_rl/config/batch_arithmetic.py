@@ -3,8 +3,9 @@
 from spmd_rl.config.placement import Placement
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.sections.algorithm import AlgorithmConfig
+from spmd_rl.config.sections.engine import EngineConfig
 from spmd_rl.config.sections.env import EnvsConfig
-from spmd_rl.config.sections.models import EngineConfig, TrainConfig
+from spmd_rl.config.sections.models import TrainConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import EvaluationConfig, RolloutConfig, SamplingConfig
 from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig

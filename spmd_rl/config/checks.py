@@ -27,8 +27,9 @@ from spmd_rl.config.replay import check_replay
 from spmd_rl.config.run_checks import check_resume, check_run, check_wandb
 from spmd_rl.config.schema import EVALUATE, JobConfig
 from spmd_rl.config.sections.data import DataConfig, RewardsConfig, SourcesConfig, files, sources
+from spmd_rl.config.sections.engine import EngineConfig
 from spmd_rl.config.sections.env import EnvsConfig
-from spmd_rl.config.sections.models import EngineConfig, RoleConfig, ServedModelConfig
+from spmd_rl.config.sections.models import RoleConfig, ServedModelConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import EvaluationConfig, RolloutConfig, SamplingConfig
 from spmd_rl.config.sections.run import PlanConfig, SidecarConfig
@@ -218,7 +219,9 @@ def check_engine(
             )
     if policy.router_replay:
         if engine.name == "vllm":
-            raise UserError("policy.router_replay: engine=vllm does not tell whom it chose; say engine=native or sglang")
+            raise UserError(
+                "policy.router_replay: engine=vllm does not tell whom it chose; say engine=native or sglang"
+            )
         if experts_in(model_folder(policy.model)) == 0:
             raise UserError("policy.router_replay: the model is no mixture of experts; must be false")
     for key, temperature in (("rollout", rollout.temperature), ("eval", eval and eval.temperature)):

@@ -13,10 +13,10 @@ from spmd_rl.config.model_files import trained_model
 from spmd_rl.config.sections.algorithm import AGENTIC_ADVANTAGES, OWN, AlgorithmConfig
 from spmd_rl.config.sections.data import DataConfig, RewardsConfig
 from spmd_rl.config.sections.data import RewardConfig as RewardConfig
+from spmd_rl.config.sections.engine import EngineConfig
 from spmd_rl.config.sections.env import EnvsConfig, WarmupConfig
 from spmd_rl.config.sections.models import (
     CriticConfig,
-    EngineConfig,
     EvaluatedModelConfig,
     FollowingReferenceConfig,
     ModelConfig,

@@ -3,7 +3,8 @@
 import importlib
 
 from spmd_rl.config.sections.constraint import ConstraintConfig
-from spmd_rl.config.sections.models import ENGINES, EngineConfig, ServedModelConfig
+from spmd_rl.config.sections.engine import ENGINES, EngineConfig
+from spmd_rl.config.sections.models import ServedModelConfig
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Capacity, Engine
 

@@ -1,7 +1,7 @@
 """`ReplicaBroadcast`: weight sync within a replica, from its first rank, which fetches, to the others.
 
-The ranks of a replica (`engine.tp`, `engine.pp`) need the same weights, and lie close together: a version comes over the network
-once for each replica, and goes on in buckets over the replica's own group (NCCL, or gloo on the CPU).
+The ranks of a replica (`engine.tp` x `engine.pp`) need the same weights, and lie close together: a version comes once
+over the network for each replica, and goes on in buckets over the replica's own group (NCCL, or gloo on the CPU).
 """
 
 import math

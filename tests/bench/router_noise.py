@@ -10,7 +10,6 @@ real engine's routers differ; an engine over many experts in low precision.
 import os
 import subprocess
 import sys
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -31,8 +30,11 @@ from tests.e2e.runs import Toy
 NOISE = "SPMD_RL_BENCH_ROUTER_NOISE"
 KEYS = ("critic/score/mean", "train_infer/abs_diff/mean", "train_infer/ess", "moe/replay_changed", "actor/entropy")
 SIZES = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_hidden_layers": 4}
-STRONG = {"initializer_range": 0.1, "norm_topk_prob": True}
-"""Weights that are large enough for an expert to matter before anything has been learnt."""
+SIZES |= {"initializer_range": 0.1, "norm_topk_prob": True}  # so large that experts matter before anything is learnt
+
+TASK = """reward.toy.target=tests.bench.router_noise:score algorithm=grpo eval.every=0 checkpoint.every=0
+checkpoint.export_hf=false policy.dtype=float32 policy.lr=3e-3 rollout.max_new_tokens=8 rollout.answers_per_prompt=8
+algorithm.bounds.max_abs_diff=null algorithm.bounds.min_ess=null"""
 
 
 def score(answer: str) -> float:
@@ -40,8 +42,8 @@ def score(answer: str) -> float:
     return sum("a" <= character <= "z" for character in answer) / 8
 
 
-def add_noise(module: nn.Module, size: str) -> None:
-    """Noise on the routers of a module: a standard deviation of their logits, or `bf16`."""
+def add_noise(module: nn.Module, size: str) -> nn.Module:
+    """The module with noise on its routers: a standard deviation of their logits, or `bf16`."""
 
     def noisy(router: nn.Module, args: tuple, output: tuple) -> tuple:
         logits, _, chosen = output
@@ -54,33 +56,20 @@ def add_noise(module: nn.Module, size: str) -> None:
 
     for router in (m for m in module.modules() if isinstance(m, router_class(module))):
         router.register_forward_hook(noisy, prepend=True)  # before the engine notes what was chosen
-
-
-def make_noisy() -> None:
-    """Let every module that the engine is given have noisy routers."""
-    empty = native.empty_module
-
-    def module(*args: Any, **named: Any) -> nn.Module:
-        made = empty(*args, **named)
-        add_noise(made, os.environ[NOISE])
-        return made
-
-    native.empty_module = module
+    return module
 
 
 def run(options: Any, noise: str, replay: str, seed: int) -> dict[str, Any]:
     """One run; the points of each of `KEYS` by step."""
     folder = options.dir.resolve() / f"router-{noise}-{replay}-{seed}"
     work.fresh(folder)
-    toy = Toy(Path(folder), "qwen3_moe", seed=seed, **SIZES, **STRONG)
-    chosen = [*toy.settings(), "reward.toy.target=tests.bench.router_noise:score", "algorithm=grpo", "eval.every=0"]
-    chosen += ["checkpoint.every=0", "checkpoint.export_hf=false", "policy.dtype=float32", "rollout.max_new_tokens=8", "policy.lr=3e-3"]
-    chosen += ["algorithm.bounds.max_abs_diff=null", "algorithm.bounds.min_ess=null", "rollout.answers_per_prompt=8"]
-    chosen += [f"policy.router_replay={replay}", f"steps={options.steps}", f"seed={seed}", f"run.dir={folder / 'run'}"]
-    command = [sys.executable, "-m", "tests.bench.router_noise", "door", *chosen, *options.settings]
+    toy = Toy(folder, "qwen3_moe", seed=seed, **SIZES)
+    chosen = [f"policy.router_replay={replay}", f"steps={options.steps}", f"seed={seed}", f"run.dir={folder / 'run'}"]
+    chosen = [*toy.settings(), *TASK.split(), *chosen, *options.settings]
+    command = [sys.executable, "-m", "tests.bench.router_noise", "door", *chosen]
     with open(folder / "log", "wb") as out:
-        environment = work.environment(2) | {NOISE: noise}
-        code = subprocess.run(command, env=environment, cwd=work.ROOT, stdout=out, stderr=out).returncode
+        how = {"env": work.environment(2) | {NOISE: noise}, "cwd": work.ROOT, "stdout": out, "stderr": out}
+        code = subprocess.run(command, **how).returncode
     lines = list(read_lines(folder / "run" / "metrics.jsonl"))
     points = {key: [line[key] for line in lines if key in line] for key in KEYS}
     return {"noise": noise, "replay": replay, "seed": seed, "code": code, **points}
@@ -101,7 +90,8 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["door"]:
         sys.argv.pop(1)
-        make_noisy()
+        empty = native.empty_module
+        native.empty_module = lambda *args, **named: add_noise(empty(*args, **named), os.environ[NOISE])
         probe.LIMITS[torch.float32] = 100.0  # it would stop a run whose engine is not the trainer
         door("rlvr", RlvrConfig, rlvr.run)
     else:

@@ -18,7 +18,7 @@ from torch import Tensor
 from spmd_rl import engine, train
 from spmd_rl.batch import Batch
 from spmd_rl.config import RlvrConfig, main
-from spmd_rl.config.sections.models import EngineConfig
+from spmd_rl.config.sections.engine import EngineConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.engine.base import Capacity, EngineCounts
 from spmd_rl.rlvr import run

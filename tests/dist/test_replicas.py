@@ -134,7 +134,7 @@ def serve_alone(world, path, name, tp, pp=1):
     engine.load(model.named_parameters(), version=1)
     if pp > 1 and tp == 1:
         assert any(held is not None for _, held in engine.loaded_weights()), "of its own layers"
-        fine = {name: weight for name, weight in model.named_parameters()}
+        fine = dict(model.named_parameters())
         assert all(held is None or torch.equal(held, fine[name]) for name, held in engine.loaded_weights())
     return serve(engine)
 

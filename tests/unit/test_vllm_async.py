@@ -27,14 +27,15 @@ def path(tmp_path_factory):
 
 
 def weights(path, version: int) -> list:
-    return [(name, weight * (1 + version / 8)) for name, weight in build_model(path, torch.float32, "cpu").named_parameters()]
+    model = build_model(path, torch.float32, "cpu")
+    return [(name, weight * (1 + version / 8)) for name, weight in model.named_parameters()]
 
 
 def requests(names: str) -> list[Request]:
     """Of several lengths, greedy and drawn, some with stop strings and stop tokens."""
     made = []
     for n, name in enumerate(names):
-        ends = {"stop": ("ab", "fa", "gg")} if n % 3 == 1 else {"stop_ids": tuple(range(0, 260, 9))} if n % 3 == 2 else {}
+        ends = ({}, {"stop": ("ab", "fa", "gg")}, {"stop_ids": tuple(range(0, 260, 9))})[n % 3]
         made.append(Request(name, array("i", range(n, 3 + 9 * n)), 3 + 5 * n % 17, n % 2 / 1.0, 100 + n, **ends))
     return made
 

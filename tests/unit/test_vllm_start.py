@@ -17,7 +17,8 @@ pytestmark = needs_vllm
     [
         ("max_num_batch_tokens", "has no such argument"),
         ("tensor_parallel_size", "engine.tp says this"),
-        ("async_scheduling", "is False, or a step would be scheduled before"),
+        ("enable_expert_parallel", "is False, as the CPU's kernel ends the process"),
+        ("pipeline_parallel_size", "engine.pp says this"),
         ("logprobs_mode", "is 'processed_logprobs', the logprobs of what was drawn from"),
     ],
 )
@@ -58,7 +59,9 @@ class Llm:
             cache_config=SimpleNamespace(num_gpu_blocks=5, block_size=16),
             model_config=SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 260),
             scheduler_config=SimpleNamespace(max_num_seqs=4),
+            speculative_config=None,
         )
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace(), batch_queue=None))
         self.model_executor = executor = UniProcExecutor.__new__(UniProcExecutor)
         executor.sleeping_tags = set()
         if not isinstance(getattr(type(executor), "is_sleeping", None), property):  # a flag of its own up to 0.24

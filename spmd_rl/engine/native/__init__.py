@@ -8,7 +8,8 @@ sliding windows, chunked prefill, preemption.
 import torch
 
 from spmd_rl.config.sections.constraint import ConstraintConfig
-from spmd_rl.config.sections.models import EngineConfig, ServedModelConfig
+from spmd_rl.config.sections.engine import EngineConfig
+from spmd_rl.config.sections.models import ServedModelConfig
 from spmd_rl.distributed import World
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module

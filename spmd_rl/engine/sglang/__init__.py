@@ -8,7 +8,8 @@ import torch
 
 from spmd_rl.config.packages import unsupported
 from spmd_rl.config.sections.constraint import ConstraintConfig
-from spmd_rl.config.sections.models import EngineConfig, ServedModelConfig
+from spmd_rl.config.sections.engine import EngineConfig
+from spmd_rl.config.sections.models import ServedModelConfig
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.engine.fused_weights import expected_shapes

@@ -43,7 +43,8 @@ def count_drafts(llm: LLMEngine, counts: EngineCounts) -> None:
 
 def _expanded(values: Tensor, ends: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
     """Each request's value for each of its drafted tokens. vLLM's own on the CPU fills a copy, and returns noise."""
-    return values.masked_fill(values == replace_from, replace_to).repeat_interleave(ends.diff(prepend=ends.new_zeros(1)))
+    values = values.masked_fill(values == replace_from, replace_to)
+    return values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)))
 
 
 class Lookup:

@@ -22,8 +22,9 @@ DEFAULTS = {
 """A user's own value wins."""
 
 RUNNERS = {name: {"VLLM_USE_V2_MODEL_RUNNER": value} for name, value in (("cuda", "1"), ("cpu", "0"))}
-"""By type of device, like `DEFAULTS`: which model runner. Unsaid, that would depend on whether Triton is there. Where `pp`
-is above 1 it is always the older one: the newer one does not tell the first stages what the last one has drawn."""
+"""By type of device, like `DEFAULTS`: which model runner. Unsaid, that would depend on whether Triton is there.
+
+Where `pp` is above 1 it is the older one: the newer one does not tell the first stages what the last one has drawn."""
 
 
 @contextmanager

@@ -51,6 +51,8 @@ ALWAYS = {
     "gpu_memory_utilization": 0.01,  # it asks for that share to be free, although the cache's size is given in bytes
 }
 """Arguments that the engine leans on."""
+DEFAULTS = {"async_scheduling": False}
+"""Arguments that the user may choose otherwise."""
 REASONS = {
     "enable_expert_parallel": "as the CPU's kernel ends the process, and no GPU has shown it",
     "enable_prefix_caching": "or the answers to one prompt would compute it again and again",
@@ -97,8 +99,7 @@ def start(
 
     args: arguments of `EngineArgs` that are the user's to choose; UserError for one that is unknown, or ours.
     """
-    args = dict(args or {})
-    check_args(args, EngineArgs, OURS, ALWAYS, REASONS)
+    check_args(args := dict(args or {}), EngineArgs, OURS, ALWAYS, REASONS)
     cpu = device.type == "cpu"
     block = CPU_BLOCK if cpu else BLOCK
     num_blocks = -(-kv_tokens // block) + 1  # vLLM keeps one to itself
@@ -111,7 +112,7 @@ def start(
         max_num_seqs=max_running,
         num_gpu_blocks_override=num_blocks,
         enable_sleep_mode=sleeps,
-        **{"async_scheduling": False} | ALWAYS | _lengths(path, (num_blocks - 1) * block, trust, cpu) | engine_args(drafts, cpu) | args,
+        **DEFAULTS | ALWAYS | _lengths(path, (num_blocks - 1) * block, trust, cpu) | engine_args(drafts, cpu) | args,
     ).create_engine_config()
     # The number of blocks is fixed above, on all ranks alike; this keeps vLLM from sizing the cache by free memory.
     config.cache_config.kv_cache_memory_bytes = num_blocks * block * _bytes_per_token(config)
@@ -133,8 +134,7 @@ def start(
         type(current_platform).simple_compile_backend = "eager"
     with _memory_unbound(), as_world(replica):
         llm = LLMEngine(config, executor_class=Executor, log_stats=False, multiprocess_mode=False)
-    if pp > 1:
-        _in_stages(llm)
+    _in_stages(llm)
     # At exit, or when it is collected, it would end the default process group, which is not its own.
     if (finalizer := getattr(llm.engine_core, "_finalizer", None)) is not None:
         finalizer.detach()
@@ -158,6 +158,8 @@ def _in_stages(llm: LLMEngine) -> None:
     vLLM would schedule a second one, of other requests, before the first one's tokens are read; with ranks that
     somebody else launched the two do not overlap.
     """
+    if llm.vllm_config.parallel_config.pipeline_parallel_size == 1:
+        return
     core, runner = llm.engine_core.engine_core, llm.model_executor.driver_worker.model_runner
     core.batch_queue, core.step_fn = None, core.step
     if runner.intermediate_tensors is None and not parallel_state.get_pp_group().is_first_rank:  # no warm-up made them
