@@ -22,7 +22,6 @@ from tests.models import tiny
 from tests.training import fsdp2_policy
 
 
-
 def serve(engine):
     """Two rounds of requests of all kinds: tokens by id."""
     done = {}
