@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from spmd_rl.engine.sglang.guest import hosted
 from spmd_rl.model.build import build_model
 from tests.engines import needs_sglang, sglang_engine
 from tests.models import tiny
@@ -76,7 +77,8 @@ NAMES = {
 
 def found(path: str):
     module, _, names = path.partition(":")
-    one = importlib.import_module(module)
+    with hosted("cpu"):
+        one = importlib.import_module(module)
     for name in names.split(".") if names else []:
         one = getattr(one, name)
     return one
