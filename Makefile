@@ -46,14 +46,14 @@ $(TRL)/bin/.setup: tests/bench/trl.txt launch/constraints-cpu.txt
 
 # SGLang for the CPU, in an environment of its own: it needs Triton, with which vLLM takes another road.
 SGL := .venv-sglang
-SGL_TESTS := $(addprefix tests/unit/test_,$(addsuffix .py,sglang_engine sglang_contract engine_parity constraint chosen_experts))
+SGL_TESTS := $(addprefix tests/unit/test_,$(addsuffix .py,sglang_engine sglang_contract engine_parity constraint chosen_experts publish_lora))
 SGL_TESTS += tests/dist/test_replicas.py
 SGL_TESTS += $(addprefix tests/e2e/test_,$(addsuffix .py,engines layouts layout_kills agents constraint placements thinking truncation))
 
 $(SGL)/bin/.setup: pyproject.toml setup.py launch/constraints-cpu.txt launch/sglang-cpu.txt
 	test -x $(SGL)/bin/python || $(PYTHON) -m venv $(SGL) || python3 -m venv $(SGL)
 	$(subst $(BIN)/,$(SGL)/bin/,$(PIP)) torch==2.13.0
-	$(subst $(BIN)/,$(SGL)/bin/,$(PIP)) --editable '.[demo,test]'
+	$(subst $(BIN)/,$(SGL)/bin/,$(PIP)) --editable '.[demo,lora,test]'
 	$(SGL)/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement launch/sglang-cpu.txt
 	touch $@
 

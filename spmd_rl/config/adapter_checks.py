@@ -1,9 +1,11 @@
 """Checks of adapters that an engine computes with: `engine.adapters`."""
 
+from spmd_rl.config.architectures import experts_in
 from spmd_rl.config.sections.engine import EngineConfig
 from spmd_rl.config.sections.models import PolicyConfig, ServedModelConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.errors import UserError
+from spmd_rl.hub import model_folder
 
 MAX_RANK = 512
 """of vLLM"""
@@ -16,11 +18,13 @@ def check_adapters(engine: EngineConfig, policy: ServedModelConfig, placement: P
     lora = policy.lora if isinstance(policy, PolicyConfig) else None
     wrong = {
         "needs policy.lora.rank above 0": lora is None or not lora.rank,
-        "only with engine.name=vllm; the native engine gets merged weights": engine.name != "vllm",
-        "only with engine.tp=1 and engine.pp=1, where what vLLM holds can be compared": engine.ranks != 1,
+        "only with engine.name=vllm or sglang; the native engine gets merged weights": engine.name == "native",
+        "only with engine.tp=1 and engine.pp=1, where what the engine holds can be compared": engine.ranks != 1,
         "only with placement.mode=colocated or overlapped": placement is not None and placement.is_split,
-        "not with policy.lora.dora, which vLLM lacks": lora is not None and lora.dora,
+        "not with policy.lora.dora, which engines lack": lora is not None and lora.dora,
         f"policy.lora.rank must be at most {MAX_RANK}": lora is not None and lora.rank > MAX_RANK,
+        "not with a mixture of experts on SGLang, whose experts it would give adapters too": engine.name == "sglang"
+        and experts_in(model_folder(policy.model)) != 0,
     }
     for remedy, applies in wrong.items():
         if applies:

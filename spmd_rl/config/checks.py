@@ -220,7 +220,7 @@ def check_engine(
     if policy.router_replay:
         if engine.name == "vllm":
             raise UserError(
-                "policy.router_replay: engine=vllm does not tell whom it chose; say engine=native or sglang"
+                "policy.router_replay: engine=vllm does not tell whom it chose; say native or sglang"
             )
         if experts_in(model_folder(policy.model)) == 0:
             raise UserError("policy.router_replay: the model is no mixture of experts; must be false")

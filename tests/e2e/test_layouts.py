@@ -32,7 +32,8 @@ SIZES = {
 OF_VLLM = {name: (kind, VLLM_SIZES | sizes) for name, (kind, sizes) in SIZES.items()}
 OF_VLLM["smollm2"] = "llama", {**NINE_HEADS, **VLLM_SIZES, "hidden_size": 288}
 SMALL = {name: (kind, {"head_dim": 8} | sizes) for name, (kind, sizes) in SIZES.items()}
-TOYS = {"native": SMALL, "vllm": OF_VLLM, "sglang": SMALL}
+OF_SGLANG = SMALL | {"qwen2": SIZES["qwen2"]}  # whose heads it takes to be as wide as hidden size / heads
+TOYS = {"native": SMALL, "vllm": OF_VLLM, "sglang": OF_SGLANG}
 
 QUICK = [
     ("smollm2", 2, ""),
@@ -71,7 +72,7 @@ WITH_VLLM = [
     ("qwen2", 2, "train=megatron train.pp=2 engine.tp=2"),
 ]
 WITH_SGLANG = [
-    ("smollm2", 3, "train.tp=3 engine.tp=3"),
+    ("smollm2", 3, "train.tp=3"),
     ("qwen2", 2, "train.pp=2 engine.tp=2"),
     ("qwen3_moe", 2, "train.ep=2 policy.router_replay=true"),
     ("qwen3_moe", 2, "policy.router_replay=true engine.tp=2"),

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.runs import Toy
 from tests.e2e.test_agents import AgentToy
-from tests.engines import OTHERS, VLLM_SIZES
+from tests.engines import OTHERS, VLLM_SIZES, needs_vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CARRIED = "rollout.partial_rollout=true rollout.over_sample=3 rollout.claim=store"

@@ -487,7 +487,10 @@ def test_files_and_generators_may_be_mixed(tmp_path) -> None:
         ("train=deepspeed policy.dtype=float16", "policy.dtype: train=deepspeed has no float16"),
         ("policy.dtype=float16 policy.router_aux_coef=0.1", "policy.router_aux_coef: its gradient is not scaled in"),
         ("engine.adapters=true", "engine.adapters: needs policy.lora.rank above 0"),
-        ("engine.adapters=true policy.lora.rank=4", "engine.adapters: only with engine.name=vllm; the native engine"),
+        (
+            "engine.adapters=true policy.lora.rank=4",
+            "engine.adapters: only with engine.name=vllm or sglang; the native engine",
+        ),
     ],
 )
 def test_adapters_and_float16_where_they_are_not(place, lines, words):

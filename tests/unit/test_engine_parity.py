@@ -1,4 +1,4 @@
-"""Every engine against plain Hugging Face + torch in fp32: greedy tokens equal, logprobs within 1e-5."""
+"""Every engine against plain Hugging Face + torch in fp32: tokens, logprobs within 1e-5, and what all refuse."""
 
 from array import array
 from contextlib import contextmanager
@@ -6,10 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.engine.sequence import text_of_model
+from spmd_rl.errors import RunFailed
 from spmd_rl.types import Completion, Request
 from tests.engines import VLLM_SIZES, needs_sglang, needs_vllm, sglang_engine, vllm_engine
 from tests.models import KINDS, tiny
@@ -198,3 +200,52 @@ def test_held_are_the_loaded_weights(pair):
     assert {"model.embed_tokens.weight", "model.norm.weight"} <= plain.keys()
     assert all(torch.equal(given[name], tensor) for name, tensor in plain.items())
     assert all(given[name].data_ptr() != tensor.data_ptr() for name, tensor in plain.items())
+
+
+def test_stop_ids_end_an_answer_and_stay_in_it(pair):
+    _, engine = pair
+    free = Request("free", prompt(5), 12, 1.0, 3)
+    engine.add(free)
+    ids = drain(engine)["free"].token_ids
+    end = ids.index(ids[5]) + 1
+    engine.add(replace(free, id="stopped", stop_ids=(ids[5], 9999)))
+    engine.add(replace(free, id="at its end", stop_ids=(ids[5],), max_new_tokens=end))
+    for done in drain(engine).values():
+        assert (done.token_ids, done.finish_reason) == (ids[:end], "stop")
+        assert len(done.logprobs) == len(done.versions) == end
+
+
+FAULTS = {
+    "missing": (lambda w: [*w[:3], *w[4:]], 3),
+    "twice": (lambda w: [*w, w[3]], 3),
+    "unknown": (lambda w: [("model.extra", w[0][1]), *w], "model.extra"),
+    "another shape": (lambda w: [(w[0][0], w[0][1][:-1]), *w[1:]], 0),
+    "none at all": (lambda w: [], 0),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_broken_weights_are_named_and_refused(pair, fault):
+    reference, engine = pair
+    weights, (broken, which) = list(reference.named_parameters()), FAULTS[fault]
+    stream = iter(broken(weights))
+    with pytest.raises(RunFailed, match=rf"version 5: {which if isinstance(which, str) else weights[which][0]} "):
+        engine.load(stream, version=5)
+    assert next(stream, None) is None, "other ranks gather the rest: the stream must be read to its end"
+    with pytest.raises(AssertionError, match="no weights"):
+        engine.add(Request("a", prompt(5), 3, 1.0, 0))
+    engine.load(weights, version=6)
+    engine.add(Request("a", prompt(5), 3, 1.0, 0))
+    assert set(drain(engine)["a"].versions) == {6}
+
+
+def test_not_a_number_stops_the_run(pair):
+    reference, engine = pair
+    weights = list(reference.named_parameters())
+    engine.load([(n, w * float("nan") if n == "model.norm.weight" else w) for n, w in weights], 2)
+    engine.add(Request("poor", prompt(5), 8, 1.0, 0))
+    with pytest.raises(RunFailed, match="nan for request poor"):
+        drain(engine)
+    engine.abort(["poor"])
+    drain(engine)
+    engine.load(weights, version=3)

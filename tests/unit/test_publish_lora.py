@@ -1,5 +1,8 @@
 """Adapters on the weight road: one that is dropped, stale, half scaled or another layer's ends the run by name."""
 
+from array import array
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,8 +12,9 @@ from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model
+from spmd_rl.types import Request
 from spmd_rl.weights.adapter_source import AdapterSource
-from tests.engines import VLLM_SIZES, needs_vllm, one_rank, vllm_engine
+from tests.engines import VLLM_SIZES, needs_sglang, needs_vllm, one_rank, sglang_engine, vllm_engine
 from tests.models import tiny
 from tests.training import TEMPERATURE, fsdp2_policy, global_batch, loss
 from tests.unit.test_publish import native
@@ -71,19 +75,25 @@ def test_merged_weights_arrive_and_no_fault_of_an_adapter_passes(path) -> None:
                 pytest.fail(f"an adapter that is {fault} has passed")
 
 
+def published(path, world, engine):
+    """A policy whose first publish brought all, and the second adapters alone; and what publishes it."""
+    policy = learner(path, world)
+    publish = weights.build(AdapterSource(policy), engine, world)
+    whole = publish(version=0)
+    learn(policy)
+    alone = publish(version=1)
+    assert max(whole["publish/probe_abs_diff"], alone["publish/probe_abs_diff"]) < 1e-5
+    assert alone["publish/bytes"] < whole["publish/bytes"] / 5
+    held = dict(engine.loaded_weights())
+    assert len(held) == 2 * 2 * 7 and all(tensor is not None for tensor in held.values())
+    return policy, publish
+
+
 @needs_vllm
 def test_adapters_alone_arrive_in_vllm_and_no_fault_passes(path) -> None:
     """Faults of an adapter that is nearly 0, of which a probe sees nothing: the bytes that vLLM computes with do."""
     with vllm_engine(path, lora=LORA) as engine, solo() as world:
-        policy = learner(path, world)
-        publish = weights.build(AdapterSource(policy), engine, world)
-        whole = publish(version=0)
-        learn(policy)
-        alone = publish(version=1)
-        assert max(whole["publish/probe_abs_diff"], alone["publish/probe_abs_diff"]) < 1e-5
-        assert alone["publish/bytes"] < whole["publish/bytes"] / 5
-        held = dict(engine.loaded_weights())
-        assert len(held) == 2 * 2 * 7 and all(tensor is not None for tensor in held.values())
+        policy, publish = published(path, world, engine)
         layer = engine.model.model.layers[1].self_attn.qkv_proj
         put = engine.llm.add_lora
 
@@ -114,4 +124,47 @@ def test_adapters_alone_arrive_in_vllm_and_no_fault_passes(path) -> None:
         policy.update(global_batch(), loss, TEMPERATURE)
         engine.llm.add_lora = lambda request: False
         with pytest.raises(RunFailed, match="engine weights of version 4: vLLM did not take the adapter"):
+            publish(version=4)
+
+
+@needs_sglang
+def test_adapters_alone_arrive_in_sglang_and_no_fault_passes(path) -> None:
+    """As in vLLM; on the way in, and in the memory that SGLang computes with."""
+    with sglang_engine(path, lora=LORA) as engine, solo() as world:
+        policy, publish = published(path, world, engine)
+        manager = engine.scheduler.tp_worker.model_runner.lora_manager
+        put, fetch, before = manager.load_lora_adapter_from_tensors, manager.fetch_new_loras, engine._slot.given
+        stem = "base_model.model.model.layers.1.self_attn."
+        q, v = f"{stem}q_proj.lora_A.weight", f"{stem}v_proj.lora_A.weight"
+        b = f"{stem}k_proj.lora_B.weight"
+        faults = {
+            "dropped": lambda new: before,
+            "zero": lambda new: {name: tensor * 0 for name, tensor in new.items()},
+            "half scaled": lambda new: new | {b: new[b] / 2},
+            "of the version before": lambda new: new | {b: before[b]},
+            "swapped": lambda new: new | {q: new[v], v: new[q]},
+            "of fewer layers": lambda new: {name: tensor for name, tensor in new.items() if "down_proj" not in name},
+        }
+        policy.update(global_batch(), lambda lp, e, b: (1e-3 * loss(lp, e, b)[0], {}), TEMPERATURE)
+        for fault, change in faults.items():
+            manager.load_lora_adapter_from_tensors = lambda ref, new, config, c=change: put(ref, c(new), config)
+            with pytest.raises(RunFailed, match=r"rank 0: the engine holds other bytes of base_model\.model"):
+                publish(version=2)
+                pytest.fail(f"an adapter that is {fault} has passed")
+        manager.load_lora_adapter_from_tensors = put
+        buffer = manager.memory_pool.B_buffer["qkv_proj"][1]
+        manager.fetch_new_loras = lambda ids: (fetch(ids), buffer[0, 3].add_(1e-6))
+        with pytest.raises(RunFailed, match="the engine holds other bytes of .*q_proj.lora_B"):
+            publish(version=2)
+        manager.fetch_new_loras = fetch
+        publish(version=3)
+        kept = buffer.clone()
+        buffer[0, 3].add_(1e-6)
+        with engine.awake(), pytest.raises(RunFailed, match="the engine lost .*q_proj.lora_B"):
+            engine.add(Request("a", array("i", [1, 2]), 3, 1.0, 0))
+        buffer.copy_(kept)
+        engine.lost = ""
+        refused = SimpleNamespace(success=False, error_message="no room")
+        manager.load_lora_adapter_from_tensors = lambda *args: refused
+        with pytest.raises(RunFailed, match="engine weights of version 4: SGLang did not take the adapter: no room"):
             publish(version=4)

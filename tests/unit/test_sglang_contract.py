@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from spmd_rl.engine.sglang.guest import hosted
 from spmd_rl.model.build import build_model
 from tests.engines import needs_sglang, sglang_engine
 from tests.models import tiny
@@ -19,6 +20,8 @@ from tests.unit.test_sglang_engine import ask, drain, run
 pytestmark = needs_sglang
 ROOT = Path(__file__).parents[2]
 SCHEDULER, IO = "sglang.srt.managers.scheduler:Scheduler", "sglang.srt.managers.io_struct"
+CAPTURER = "sglang.srt.state_capturer.routed_experts:RoutedExpertsCapturer"
+ADAPTERS = "sglang.srt.lora.lora_manager:LoRAManager"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 
 SIGNATURES = {
@@ -41,11 +44,19 @@ SIGNATURES = {
     "top_logprobs_nums, token_ids_logprobs, positions, logprob_logits=None",
     "sglang.srt.sampling.sampling_params:SamplingParams.normalize": "self, tokenizer",
     "sglang.srt.managers.schedule_batch:Req.finished": "self",
+    f"{CAPTURER}.create": "model, model_config, num_tokens, max_running_requests, device",
+    f"{CAPTURER}.capture": "self, layer_id, topk_indices",
+    f"{CAPTURER}.on_forward_end": "self, forward_batch, can_run_graph, cuda_graph_batch, no_copy_to_cpu=False",
+    "sglang.srt.state_capturer.base:BaseDeviceCache": "max_batch_size, num_layers, topk_size, device, name",
+    "sglang.srt.eplb.expert_location:set_global_expert_location_metadata": "value, allow_overwrite=False",
+    f"{ADAPTERS}.load_lora_adapter_from_tensors": "self, lora_ref, tensors, config_dict, added_tokens_config=None",
+    f"{ADAPTERS}.unload_lora_adapter": "self, lora_ref",
+    f"{ADAPTERS}.fetch_new_loras": "self, new_loras, running_loras=set()",
 }
 """Parameters and defaults."""
 NAMES = {
     f"{IO}:TokenizedGenerateReqInput": "rid input_text input_ids input_embeds mm_inputs token_type_ids sampling_params "
-    "return_logprob logprob_start_len top_logprobs_num token_ids_logprob stream extra_key",
+    "return_logprob logprob_start_len top_logprobs_num token_ids_logprob stream extra_key lora_id",
     f"{IO}:AbortReq": "rid",
     f"{IO}:ReleaseMemoryOccupationReqInput": "tags",
     f"{IO}:ResumeMemoryOccupationReqInput": "tags",
@@ -54,13 +65,20 @@ NAMES = {
     "metrics_ipc_name tokenizer_worker_ipc_name decoupled_spec_ipc_config nccl_port",
     "sglang.srt.layers.logits_processor:LogitsProcessorOutput": "next_token_logits",
     "sglang.srt.distributed.parallel_state": "_WORLD",
+    "sglang.srt.managers.schedule_batch:ScheduleBatch": "extend_lens forward_mode",
+    "sglang.srt.model_executor.model_runner": "RoutedExpertsCapturer",
+    "sglang.srt.layers.moe.topk:TopK": "layer_id",
+    "sglang.srt.lora.lora_registry:LoRARef": "lora_id lora_name lora_path pinned",
+    "sglang.srt.server_args:ServerArgs": "enable_lora max_loras_per_batch max_lora_rank lora_target_modules "
+    "lora_backend enable_return_routed_experts",
 }
 """What is passed to a class by name, or read of a module."""
 
 
 def found(path: str):
     module, _, names = path.partition(":")
-    one = importlib.import_module(module)
+    with hosted("cpu"):
+        one = importlib.import_module(module)
     for name in names.split(".") if names else []:
         one = getattr(one, name)
     return one

@@ -209,32 +209,6 @@ def test_new_weights_under_way(engine, native, weights, other_weights):
         alike(mine[id], completion)
 
 
-@pytest.mark.parametrize(
-    ("road", "words"),
-    [
-        (lambda w: w[:-1], "lm_head.weight is missing"),
-        (lambda w: [*w, w[3]], "came twice"),
-        (lambda w: [("model.bias", w[0][1]), *w], "model.bias is unknown"),
-        (lambda w: [(w[0][0], w[0][1][:-1]), *w[1:]], r"has shape \(259, 64\), the engine's \(260, 64\)"),
-    ],
-)
-def test_weights_that_are_refused(engine, weights, road, words):
-    stream = iter(road(weights))
-    with pytest.raises(RunFailed, match=words):
-        engine.load(stream, version=2)
-    assert next(stream, None) is None, "the stream must be read to its end"
-    with pytest.raises(AssertionError, match="no weights"):
-        engine.add(ask("x"))
-
-
-def test_not_a_number_is_no_sample(engine, weights):
-    engine.load([(name, weight * float("nan")) for name, weight in weights], version=2)
-    with pytest.raises(RunFailed, match="logprob of nan for request a"):
-        run(engine, ask("a"))
-    engine.abort(["a"])
-    drain(engine)
-
-
 def test_a_tensor_that_was_not_loaded_is_seen(engine, weights):
     held = dict(engine.loaded_weights())
     assert all(torch.equal(held[name], weight) for name, weight in weights)

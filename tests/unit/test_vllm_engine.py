@@ -114,16 +114,6 @@ def test_admitted_in_the_order_of_add_up_to_max_running(engine):
     assert [[c.id for c in engine.step()] for _ in range(6)] == [[], [*"0123"], [], [*"4567"], [], [*"89"]]
 
 
-def test_stop_tokens_end_a_request_and_are_kept(engine):
-    whole = run(engine, ask("a", new=20, seed=3))["a"]
-    assert whole.finish_reason == "length" and len(whole.token_ids) == 20
-    stop = whole.token_ids[6]
-    cut = run(engine, ask("a", new=20, seed=3, stop=(stop, 999)))["a"]
-    end = whole.token_ids.index(stop) + 1
-    assert cut.finish_reason == "stop" and cut.token_ids == whole.token_ids[:end]
-    assert len(cut.logprobs) == len(cut.versions) == end
-
-
 def test_aborted_requests_come_back_with_what_they_have(engine):
     for i in range(6):
         engine.add(ask(f"{i}", new=50, seed=i))
@@ -191,35 +181,6 @@ def test_versions_and_no_load_under_way(engine, weights):
     drain(engine)
     engine.load(weights, version=2)
     assert set(run(engine, ask("a"))["a"].versions) == {2}
-
-
-@pytest.mark.parametrize(
-    ("road", "words"),
-    [
-        (lambda w: w[:-1], "lm_head.weight is missing"),
-        (lambda w: [*w, w[3]], "came twice"),
-        (lambda w: [("model.bias", w[0][1]), *w], "model.bias is unknown"),
-        (lambda w: [(w[0][0], w[0][1][:-1]), *w[1:]], r"has shape \(259, 128\), the engine's \(260, 128\)"),
-        (lambda w: [], "model.embed_tokens.weight is missing"),
-    ],
-)
-def test_weights_that_are_refused(engine, weights, road, words):
-    stream = iter(road(weights))
-    with pytest.raises(RunFailed, match=words):
-        engine.load(stream, version=2)
-    assert next(stream, None) is None, "the stream must be read to its end"
-    with pytest.raises(AssertionError, match="no weights"):
-        engine.add(ask("x"))
-    engine.load(weights, version=3)
-    assert set(run(engine, ask("a"))["a"].versions) == {3}
-
-
-def test_not_a_number_is_no_sample(engine, weights):
-    engine.load([(name, weight * float("nan")) for name, weight in weights], version=2)
-    with pytest.raises(RunFailed, match="logprob of nan for request a"):
-        run(engine, ask("a"))
-    engine.abort(["a"])
-    drain(engine)
 
 
 def test_lost_buffers_are_found_before_the_next_token(engine, weights):

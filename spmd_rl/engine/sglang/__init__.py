@@ -34,7 +34,8 @@ def build(
     tp, sleeps = settings.tp, sleeps and world.device.type != "cpu"
     patience = world.journal.extend_timeout(START_SECONDS)
     with world.collective("engine: start sglang"), patience, hosted(world.device.type):  # [all]
-        from spmd_rl.engine.sglang.engine import SglangEngine
+        from spmd_rl.engine.sglang.adapter_slot import AdapterSlot, engine_args
+        from spmd_rl.engine.sglang.engine import FUSIONS, SglangEngine
         from spmd_rl.engine.sglang.start import start
 
         shapes = expected_shapes(policy.model, policy.trust_remote_code)
@@ -51,8 +52,9 @@ def build(
             trust=policy.trust_remote_code,
             constraint=constraint_of(constraint, policy.model, policy.trust_remote_code),
             records_experts=policy.router_replay,
-            args=settings.args,
+            args=settings.args | (engine_args(policy.lora, world.device.type) if settings.adapters else {}),
         )
         text_of = text_of_model(policy.model, policy.trust_remote_code)
-        one = SglangEngine(scheduler, shapes, replica, sleeps=sleeps, text_of=text_of)
+        slot = AdapterSlot(shapes, FUSIONS) if settings.adapters else None
+        one = SglangEngine(scheduler, shapes, replica, sleeps=sleeps, text_of=text_of, slot=slot)
     return one if tp == 1 else ReplicatedEngine(one, world, tp)  # [all]

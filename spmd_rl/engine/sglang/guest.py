@@ -15,6 +15,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from spmd_rl.engine.guest import undisturbed
 
@@ -36,19 +38,32 @@ def hosted(device_type: str) -> Iterator[None]:
         os.environ.setdefault(name, value)
     logging.getLogger("sglang").setLevel(os.environ.get("SGLANG_LOGGING_LEVEL", "ERROR"))
     cpu = device_type == "cpu"
-    with undisturbed("SGLANG_"), _without(NOT_NEEDED if cpu else ()), _uncompiled() if cpu else nullcontext():
+    with undisturbed("SGLANG_"), _without(NOT_NEEDED if cpu else ()), _plain() if cpu else nullcontext():
         yield
 
 
 @contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Let functions that are made inside stay as they are: on the CPU a C++ compiler would work at them for minutes."""
+def _plain() -> Iterator[None]:
+    """Let functions that are made inside stay as they are: on the CPU a C++ compiler would work at them for minutes.
+
+    And memory, see `Unpinned`.
+    """
     compiler = torch.compile
     torch.compile = lambda function=None, **settings: function or (lambda one: one)
     try:
-        yield
+        with Unpinned():
+            yield
     finally:
         torch.compile = compiler
+
+
+class Unpinned(TorchFunctionMode):
+    """Inside, memory that would be pinned for a device's sake is plain: where there is none, torch refuses to pin."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is Tensor.pin_memory:
+            return args[0]
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
 
 
 @contextmanager

@@ -5,7 +5,6 @@ order, and takes the logprobs of a truncated draw from the whole distribution.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -54,8 +53,8 @@ class CountedSampler(Sampler):
             if self._constraint:
                 cut_off(own, rows, self._constraint)
             last = torch.tensor([self.batch[rid] for _, rid in kept], device=logits.device)
-            experts = self.experts.at(last) if self.experts else repeat(())
+            experts = self.experts.at(last) if self.experts else [()] * len(kept)
             found = *draw(own, rows), experts
-            self.drawn = {rid: Drawn(*one) for (_, rid), one in zip(kept, zip(*found), strict=True)}
+            self.drawn = {rid: Drawn(*one) for (_, rid), one in zip(kept, zip(*found, strict=True), strict=True)}
             tokens[index] = torch.tensor(found[0], device=logits.device)
         return tokens

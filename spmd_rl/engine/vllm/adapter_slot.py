@@ -1,13 +1,12 @@
 """`AdapterSlot`: the one adapter that vLLM computes with beside frozen weights, replaced in place at each publish.
 
-Adapters come as peft's files name them, with `B` multiplied by alpha / rank already, so that vLLM's own factor is 1:
-what it holds can be compared with what it was given to the bit, and no factor can be another. They reach it through a
-directory in memory, as peft writes one, which is the way in that vLLM documents.
+Adapters (see `GivenAdapters`) reach it through a directory in memory, as peft writes one, which is the way in that vLLM
+documents.
 """
 
 import json
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from spmd_rl.engine.given_adapters import GivenAdapters
 from spmd_rl.model.lora import PREFIX, A, B
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -33,40 +33,22 @@ def engine_args(rank: int) -> dict[str, object]:
     }
 
 
-class AdapterSlot:
+class AdapterSlot(GivenAdapters):
     """Beside one vLLM engine, in the same process."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._folder = tempfile.TemporaryDirectory(prefix="spmd_rl-adapter-", dir=MEMORY if MEMORY.is_dir() else None)
         self.request = LoRARequest("policy", 1, self._folder.name)
         """What each request says that shall be computed with the adapter."""
-        self._given: dict[str, Tensor] = {}
-        self._names: frozenset[str] | None = None
-        self.brings_base = True
-        """Whether the last load brought the frozen weights, as the first one must."""
-
-    def others(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights that are no adapters, which are kept for `put`."""
-        self._given = {}
-        for name, tensor in weights:
-            if name.startswith(PREFIX):
-                self._given[name] = tensor.detach().to("cpu", copy=True).contiguous()  # vLLM may write to its own
-            else:
-                yield name, tensor
 
     def put(self, llm: LLMEngine) -> list[str]:
         """Replace the adapter by what came; what is wrong with it, if anything."""
-        names = frozenset(self._given)
-        if not names or names != (self._names or names):
-            odd = min(names ^ (self._names or frozenset()), default="no adapter")
-            return [f"the adapters are not those of the first version: {odd}"]
-        self._names, folder = names, Path(self._folder.name)
-        layers = [name.removeprefix(PREFIX).removesuffix(A) for name in names if name.endswith(A)]
-        rank = self._given[PREFIX + layers[0] + A].shape[0]
-        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
-        config["target_modules"] = sorted({layer.rpartition(".")[2] for layer in layers})
-        save_file(self._given, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        if fault := self.fault():
+            return [fault]
+        folder = Path(self._folder.name)
+        save_file(self.given, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(self.config), encoding="utf-8")
         taken = llm.add_lora(LoRARequest("policy", 1, self._folder.name, load_inplace=True))
         return [] if taken else ["vLLM did not take the adapter"]
 
@@ -79,8 +61,8 @@ class AdapterSlot:
             parts = packed.get(kind, [kind])
             for part, a, b in zip(parts, stacked, getattr(module, "lora_b_stacked", ()), strict=False):
                 key = f"{PREFIX}{stem}.{part}"
-                if key + A in self._given:
-                    rank = self._given[key + A].shape[0]
+                if key + A in self.given:
+                    rank = self.given[key + A].shape[0]
                     yield key + A, a[0, 0, :rank]
                     yield key + B, b[0, 0, :, :rank]
                 elif bool(torch.count_nonzero(b)):

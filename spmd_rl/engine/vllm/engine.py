@@ -170,10 +170,8 @@ class VllmEngine(HostedEngine):
         if self._slot is None:
             faults = self._reload(weights)
         else:
-            base = self._slot.others(weights)
-            first = next(base, None)
-            self._slot.brings_base = first is not None or not holds_base
-            faults = self._reload(chain([first] if first else [], base)) if self._slot.brings_base else []
+            base = self._slot.base(weights, is_first=not holds_base)
+            faults = self._reload(base) if self._slot.brings_base else []
             faults += self._slot.put(self.llm)
         assert self.llm.reset_prefix_cache(), "a cached key would outlive its weights"
         self.end_load(version, faults)

@@ -1,0 +1,67 @@
+"""`AdapterSlot`: the one adapter that SGLang computes with beside frozen weights, replaced in place at each publish."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from sglang.srt.lora.lora_manager import LoRAManager
+from sglang.srt.lora.lora_registry import LoRARef
+from torch import Tensor
+
+from spmd_rl.config.sections.lora import LoraConfig
+from spmd_rl.engine.given_adapters import GivenAdapters
+from spmd_rl.model.lora import PREFIX, A, B
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""All linear layers of a decoder layer, as `policy.lora.targets` has them unless it says others."""
+
+
+def engine_args(lora: LoraConfig, device_type: str) -> dict[str, object]:
+    """Arguments of SGLang's for one adapter."""
+    slots = {"enable_lora": True, "max_loras_per_batch": 1, "max_lora_rank": lora.rank}
+    backend = {"lora_backend": "torch_native"} if device_type == "cpu" else {}
+    return slots | backend | {"lora_target_modules": lora.targets or TARGETS}
+
+
+class AdapterSlot(GivenAdapters):
+    """Beside one SGLang engine, in the same process, at tp=1."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size], fusions: Mapping[str, Sequence[str]]) -> None:
+        """shapes: of the frozen weights, by Hugging Face name. fusions: see `plain_weights`."""
+        super().__init__()
+        self._shapes = shapes
+        self._fused = {part: (one, parts) for one, parts in fusions.items() for part in parts}
+        self.ref = LoRARef(lora_id="policy", lora_name="policy", lora_path="policy", pinned=False)
+        """By its id each request says that it shall be computed with the adapter."""
+
+    def put(self, manager: LoRAManager) -> list[str]:
+        """Replace the adapter by what came; what is wrong with it, if anything."""
+        if fault := self.fault():
+            return [fault]
+        if self.ref.lora_id in manager.loras:
+            manager.unload_lora_adapter(self.ref)
+        own = {name: tensor.clone() for name, tensor in self.given.items()}
+        done = manager.load_lora_adapter_from_tensors(self.ref, own, self.config)
+        if not done.success:
+            return [f"SGLang did not take the adapter: {done.error_message}"]
+        manager.fetch_new_loras({self.ref.lora_id})  # which it would leave to the first request
+        return []
+
+    def held(self, manager: LoRAManager) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that SGLang computes with, by peft's names: those of each layer that has an adapter."""
+        pool = manager.memory_pool
+        slot = pool.uid_to_buffer_id[self.ref.lora_id]
+        for layer in self.layers:
+            stem, _, kind = layer.rpartition(".")
+            one, parts = self._fused.get(kind, (kind, [kind]))
+            number = int(re.search(r"\.layers\.(\d+)\.", layer)[1])
+            a, b = pool.A_buffer[one][number][slot], pool.B_buffer[one][number][slot]
+            lines = [self._shapes[f"{stem}.{part}.weight"][0] for part in parts]
+            for place, rows in enumerate(b.split(lines)):
+                key = f"{PREFIX}{stem}.{parts[place]}"
+                if parts[place] == kind:
+                    rank = self.given[key + A].shape[0]
+                    yield key + A, a[place * rank : (place + 1) * rank]
+                    yield key + B, rows[:, :rank]
+                elif key + B not in self.given and bool(torch.count_nonzero(rows)):
+                    yield key + B, rows  # which nobody gave
