@@ -219,9 +219,7 @@ def check_engine(
             )
     if policy.router_replay:
         if engine.name == "vllm":
-            raise UserError(
-                "policy.router_replay: engine=vllm does not tell whom it chose; say native or sglang"
-            )
+            raise UserError("policy.router_replay: engine=vllm does not tell whom it chose; say native or sglang")
         if experts_in(model_folder(policy.model)) == 0:
             raise UserError("policy.router_replay: the model is no mixture of experts; must be false")
     for key, temperature in (("rollout", rollout.temperature), ("eval", eval and eval.temperature)):
