@@ -286,7 +286,6 @@ def test_pefts_own_gradient_in_float32_is_that_far_from_itself(models) -> None:
                 plain_backward(model, part)
             found.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
         worst[dtype] = max(relative(found[0][name], grad) for name, grad in found[1].items())
-    print(worst)
     assert worst[torch.float64] < 1e-12
     assert 5e-7 < worst[torch.float32] < LIMITS["float32"]
 
