@@ -46,7 +46,7 @@ $(TRL)/bin/.setup: tests/bench/trl.txt launch/constraints-cpu.txt
 
 # SGLang for the CPU, in an environment of its own: it needs Triton, with which vLLM takes another road.
 SGL := .venv-sglang
-SGL_TESTS := $(addprefix tests/,unit/test_sglang_engine.py unit/test_sglang_contract.py unit/test_engine_parity.py dist/test_replicas.py e2e/test_engines.py)
+SGL_TESTS := $(addprefix tests/,unit/test_sglang_engine.py unit/test_sglang_contract.py unit/test_publish_lora.py unit/test_engine_parity.py dist/test_replicas.py e2e/test_engines.py)
 
 $(SGL)/bin/.setup: pyproject.toml setup.py launch/constraints-cpu.txt launch/sglang-cpu.txt
 	test -x $(SGL)/bin/python || $(PYTHON) -m venv $(SGL) || python3 -m venv $(SGL)

@@ -202,6 +202,7 @@ def test_one_line_for_each_mistake_of_composition(override, line):
         ("reference.dtype=half", "reference.dtype: unknown name 'half'; known: bfloat16, float32, float16"),
         ("policy.lora.rank=-1", "policy.lora.rank: must be at least 0, not -1"),
         ("policy.lora.dropout=1", "policy.lora.dropout: must be in [0, 1), not 1.0"),
+        ("policy.lora.base=int4", "policy.lora.base: unknown name 'int4'; known: nf4"),
         ("policy.lora.targets=[]", "policy.lora.targets: names no layer"),
         (
             "engine.quantization=nf4",

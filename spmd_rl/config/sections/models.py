@@ -380,9 +380,8 @@ class EngineConfig:
     """Size of a replica's KV cache in tokens; `vllm` rounds it up to whole blocks."""
     quantization: str | None = None
     """Round the weights that answers are generated with as an engine in `fp8` (blocks of 128 x 128), `int8` (rows) or
-    `int4` (groups of 32) would hold them. Simulated: nothing gets faster or smaller, and activations are not rounded.
-    `w8a8_int8` and `w8a8_fp8`, with `engine=vllm`: it holds the matrices of the layers in INT8 or FP8, by row, and
-    computes in it. Correct for either by `algorithm.correction.level=token`."""
+    `int4` (groups of 32) would hold them: simulated, nothing is faster or smaller. `w8a8_int8`, `w8a8_fp8`: vLLM holds
+    the layers' matrices so, by row, and computes in it. Correct for any by `algorithm.correction.level=token`."""
     drafts: int = 0
     """With `engine=native`: verify up to so many tokens at once that followed an answer's last ones before, in its
     group's texts. Tokens are the same, in fewer steps; a large batch does without."""
@@ -398,7 +397,4 @@ class EngineConfig:
         at_least(self, tp=1, max_running=1, kv_tokens=1, drafts=0)
         is_native = self.name == "native"
         require(is_native or not self.drafts, f"drafts: engine={self.name} knows no drafts; must be 0")
-        if (self.quantization or "").startswith("w8a8"):
-            able = self.name == "vllm" and self.tp == 1 and not self.adapters
-            require(able, f"quantization: {self.quantization} only with engine.name=vllm engine.tp=1, without adapters")
         require(not (is_native and self.args), "args: engine=native takes none; they are for engine=vllm and sglang")
