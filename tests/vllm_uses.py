@@ -82,6 +82,9 @@ TYPES = {
         "process_weights_after_loading": NOTHING
     },
     "vllm.model_executor.layers.fused_moe:UnquantizedFusedMoEMethod": {"moe_kernel": NOTHING},
+    "vllm.model_executor.kernels.linear.scaled_mm.cpu:CPUInt8ScaledMMLinearKernel": {
+        "process_weights_after_loading": NOTHING
+    },
 }  # fmt: skip
 """Class or module -> its attributes that are used -> what they hold, or return; several where the device decides."""
 OURS = {(EXECUTOR, "world")}

@@ -217,6 +217,13 @@ def check_engine(
                 f"engine={engine.name}: {wrong}; `{setup}` installs it for the CPU, "
                 f"pip install 'spmd-rl[{engine.name}]' for a GPU; or say engine=native"
             )
+    if (engine.quantization or "").startswith("w8a8"):
+        able = engine.name == "vllm" and engine.ranks == 1 and not engine.adapters
+        if not able or experts_in(model_folder(policy.model)):
+            raise UserError(
+                f"engine.quantization: {engine.quantization} only with engine=vllm engine.tp=1, without "
+                "engine.adapters, and not for mixtures of experts"
+            )
     if policy.router_replay:
         if engine.name == "vllm":
             raise UserError("policy.router_replay: engine=vllm does not tell whom it chose; say native or sglang")

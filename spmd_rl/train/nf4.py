@@ -9,6 +9,7 @@ by, and in the backward pass once more.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,10 +76,15 @@ def pack(weight: Tensor) -> Tensor:
 def unpack(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """What rows of bytes mean, [rows, columns]."""
     pairs, factors = packed.split(_sizes(columns), 1)
-    numbers = torch.stack([pairs >> 4, pairs & 15], -1).flatten(1).unflatten(1, (-1, BLOCK))
-    values = torch.tensor(CODE, device=packed.device)[numbers.int()]
+    values = _meanings(packed.device).index_select(0, pairs.int().flatten()).view(len(packed), -1, BLOCK)
     values *= factors.contiguous().view(torch.bfloat16).float()[..., None]
     return values.flatten(1)[:, :columns].to(dtype)
+
+
+@cache
+def _meanings(device: torch.device) -> Tensor:
+    """The two numbers that each byte stands for, [256, 2]."""
+    return torch.tensor([[CODE[byte >> 4], CODE[byte & 15]] for byte in range(256)], device=device)
 
 
 def rounded(weight: Tensor) -> Tensor:

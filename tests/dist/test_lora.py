@@ -55,6 +55,7 @@ CASES = {
     2: [
         ({}, "llama", {"base": "nf4", "targets": ["k_proj", "down_proj"]}),
         ({"cp": 2}, "qwen2", {"base": "nf4"}),
+        ({"dp_replicate": 2}, "llama", {"base": "nf4"}),
         ({}, "llama", {"rslora": True, "targets": ["q_proj", "down_proj"]}),
         ({}, "qwen2", {"dora": True}),
         ({"tp": 2}, "qwen2", {}),
@@ -271,6 +272,22 @@ def test_gradients_and_published_weights_are_pefts_on_megatron(size: int, models
         for case, errors in found.items():
             worst = max(errors, key=errors.get)
             assert errors[worst] < LIMITS["float32"], (case, worst, errors[worst])
+
+
+def test_pefts_own_gradient_in_float32_is_that_far_from_itself(models) -> None:
+    """Of the same batch as one sum, and sample by sample: what `LIMITS` leaves to float32 is its rounding."""
+    whole, worst = global_batch(), {}
+    for dtype in (torch.float32, torch.float64):
+        build = partial(build_model, models["llama"], dtype, "cpu", attention="sdpa")
+        found = []
+        for parts in ([whole], [whole.select([i]) for i in range(whole.num_samples)]):
+            model = with_peft(exact(build()) if dtype == torch.float64 else build(), LORA)
+            for part in parts:
+                plain_backward(model, part)
+            found.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+        worst[dtype] = max(relative(found[0][name], grad) for name, grad in found[1].items())
+    assert worst[torch.float64] < 1e-12
+    assert 5e-7 < worst[torch.float32] < LIMITS["float32"]
 
 
 def published(role, adapters: str) -> dict[str, torch.Tensor]:

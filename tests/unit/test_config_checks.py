@@ -486,6 +486,11 @@ def test_files_and_generators_may_be_mixed(tmp_path) -> None:
         ("policy.lora.rank=4 train.compile=true", "train.compile: not together with policy.lora"),
         ("train=deepspeed policy.dtype=float16", "policy.dtype: train=deepspeed has no float16"),
         ("policy.dtype=float16 policy.router_aux_coef=0.1", "policy.router_aux_coef: its gradient is not scaled in"),
+        (
+            "train=deepspeed policy.lora.rank=4 policy.lora.base=nf4",
+            "policy.lora.base: nf4 only with train=fsdp2, without tp, pp and ep",
+        ),
+        ("engine.quantization=w8a8_int8", "engine.quantization: w8a8_int8 only with engine=vllm engine.tp=1, without"),
         ("engine.adapters=true", "engine.adapters: needs policy.lora.rank above 0"),
         (
             "engine.adapters=true policy.lora.rank=4",

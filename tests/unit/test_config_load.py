@@ -202,8 +202,12 @@ def test_one_line_for_each_mistake_of_composition(override, line):
         ("reference.dtype=half", "reference.dtype: unknown name 'half'; known: bfloat16, float32, float16"),
         ("policy.lora.rank=-1", "policy.lora.rank: must be at least 0, not -1"),
         ("policy.lora.dropout=1", "policy.lora.dropout: must be in [0, 1), not 1.0"),
+        ("policy.lora.base=int4", "policy.lora.base: unknown name 'int4'; known: nf4"),
         ("policy.lora.targets=[]", "policy.lora.targets: names no layer"),
-        ("engine.quantization=nf4", "engine.quantization: unknown name 'nf4'; known: fp8, int8, int4"),
+        (
+            "engine.quantization=nf4",
+            "engine.quantization: unknown name 'nf4'; known: fp8, int8, int4, w8a8_fp8, w8a8_int8",
+        ),
         ("policy.schedule=step", "policy.schedule: unknown name 'step'; known: constant, linear, cosine"),
         ("policy.betas=[0.9]", "policy.betas: must be two numbers in [0, 1), not [0.9]"),
         ("policy.max_grad_norm=0", "policy.max_grad_norm: must be greater than 0"),

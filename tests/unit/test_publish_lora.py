@@ -14,10 +14,9 @@ from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model
 from spmd_rl.types import Request
 from spmd_rl.weights.adapter_source import AdapterSource
-from tests.engines import VLLM_SIZES, needs_sglang, needs_vllm, one_rank, sglang_engine, vllm_engine
+from tests.engines import VLLM_SIZES, needs_sglang, needs_vllm, one_rank, sglang_engine, started_engine, vllm_engine
 from tests.models import tiny
 from tests.training import TEMPERATURE, fsdp2_policy, global_batch, loss
-from tests.unit.test_publish import native
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 SETTINGS = {"lr": 3e-2, "max_grad_norm": 10.0}
@@ -52,9 +51,12 @@ def path(tmp_path_factory):
     return tiny("llama", tmp_path_factory.mktemp("model"), **VLLM_SIZES)
 
 
-def test_merged_weights_arrive_and_no_fault_of_an_adapter_passes(path) -> None:
-    with one_rank() as world:
-        policy, engine = learner(path, world), native(path)
+@pytest.mark.parametrize(
+    "name", ["native", pytest.param("vllm", marks=needs_vllm), pytest.param("sglang", marks=needs_sglang)]
+)
+def test_merged_weights_arrive_and_no_fault_of_an_adapter_passes(name: str, path) -> None:
+    with started_engine(name, path) as engine, one_rank() as world:
+        policy = learner(path, world)
         weights.build(policy, engine, world)(version=0)
         base = {name: tensor.clone() for name, tensor in policy.weights()}
         plain = dict(build_model(path, torch.float32, "cpu").named_parameters())

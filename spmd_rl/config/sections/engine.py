@@ -28,9 +28,8 @@ class EngineConfig:
     """Size of a replica's KV cache in tokens; `vllm` rounds it up to whole blocks."""
     quantization: str | None = None
     """Round the weights that answers are generated with as an engine in `fp8` (blocks of 128 x 128), `int8` (rows) or
-    `int4` (groups of 32) would hold them. Simulated: nothing gets faster or smaller, and activations are not rounded.
-    `w8a8_int8` and `w8a8_fp8`, with `engine=vllm`: it holds the matrices of the layers in INT8 or FP8, by row, and
-    computes in it. Correct for either by `algorithm.correction.level=token`."""
+    `int4` (groups of 32) would hold them: simulated, nothing is faster or smaller. `w8a8_int8`, `w8a8_fp8`: vLLM holds
+    the layers' matrices so, by row, and computes in it. Correct for any by `algorithm.correction.level=token`."""
     drafts: int = 0
     """Verify up to so many tokens at once that followed an answer's last ones before: fewer steps. With `native`, also
     in its group's texts, the tokens are the same; with `vllm` others, equally distributed. Large batches do without."""
@@ -51,10 +50,6 @@ class EngineConfig:
         require(self.pp == 1 or not self.drafts, "drafts: not with engine.pp above 1; must be 0")
         is_ahead, steps = self.args.get("async_scheduling"), self.pp > 1 or self.drafts
         require(not (is_ahead and steps), "args.async_scheduling: not with engine.pp above 1 or engine.drafts")
-        if (self.quantization or "").startswith("w8a8"):
-            able = self.name == "vllm" and self.ranks == 1 and not self.adapters
-            wanted = "engine.name=vllm engine.tp=1 engine.pp=1, without adapters"
-            require(able, f"quantization: {self.quantization} only with {wanted}")
         require(not (is_native and self.args), "args: engine=native takes none; they are for engine=vllm and sglang")
 
     @property

@@ -60,7 +60,10 @@ class _Kept:
 
 
 class Outputs:
-    """What each matrix in 8 bits gives for a fixed input: noted as it passes, then asked of vLLM."""
+    """What each matrix in 8 bits gives for a fixed input: noted as it passes, then asked of vLLM.
+
+    The input are numbers that 8 bits hold, so that a kernel rounds none of them: each row of it has `COLUMNS` of them.
+    """
 
     def __init__(self, form: str, dtype: torch.dtype) -> None:
         """dtype: in which layers hand on what they compute."""
@@ -76,9 +79,10 @@ class Outputs:
                 of_matrix[name + SCALE] = tensor
             elif name in of_matrix:
                 values = of_matrix.pop(name).float()
-                given = self._input(values).float()
-                sums, sizes = given @ values.t(), given.abs() @ values.abs().t()
-                self._wanted[name.removesuffix(".weight" + SCALE)] = sums * tensor.t(), sizes * tensor.t()
+                terms = values * self._numbers(values.shape[1], values.device)
+                terms = nn.functional.pad(terms, (0, -values.shape[1] % COLUMNS)).unflatten(1, (-1, COLUMNS))
+                of_rows = (terms.sum(2) * tensor).t(), (terms.abs().sum(2) * tensor).t()
+                self._wanted[name.removesuffix(".weight" + SCALE)] = of_rows
             yield name, tensor
 
     def faults(self, model: nn.Module) -> list[str]:
@@ -91,8 +95,8 @@ class Outputs:
             if getattr(module, "scheme", None) is None or parts[0] not in self._wanted:
                 continue
             wanted = {part: self._wanted.pop(part) for part in parts}
-            columns = torch.empty(0, module.input_size, device=wanted[parts[0]][0].device)
-            computed = module.quant_method.apply(module, self._input(columns)).float()
+            given = self._input(module.input_size, wanted[parts[0]][0].device)
+            computed = module.quant_method.apply(module, given).float()
             of_parts = computed.split([sums.shape[1] for sums, _ in wanted.values()], 1)
             for (part, (sums, sizes)), own in zip(wanted.items(), of_parts, strict=True):
                 # one rounding of what is handed on; sums of FP8 need not be those of float32
@@ -101,9 +105,11 @@ class Outputs:
                     found.append(f"the engine computes with another {part} than it was given")
         return found + [f"the engine does not hold {name} in 8 bits" for name in self._wanted]
 
-    def _input(self, values: Tensor) -> Tensor:
-        """[rows, columns] that are 8 bits wide already, so that a kernel rounds none of them."""
-        columns = values.shape[1]
-        signs = 1 - 2 * (torch.arange(columns, device=values.device) * 7 // 5 % 2)
-        rows = torch.arange(columns, device=values.device) // COLUMNS
-        return nn.functional.one_hot(rows).t().mul(signs * self._largest).to(self._dtype).contiguous()
+    def _numbers(self, columns: int, device: torch.device) -> Tensor:
+        """What each column is multiplied by: the largest number, with a sign."""
+        return self._largest * (1 - 2 * (torch.arange(columns, device=device) * 7 // 5 % 2))
+
+    def _input(self, columns: int, device: torch.device) -> Tensor:
+        """[rows, columns]: `_numbers`, a row for each `COLUMNS` of them."""
+        rows = nn.functional.one_hot(torch.arange(columns, device=device) // COLUMNS).t()
+        return (rows * self._numbers(columns, device)).to(self._dtype).contiguous()
