@@ -48,7 +48,7 @@ $(TRL)/bin/.setup: tests/bench/trl.txt launch/constraints-cpu.txt
 SGL := .venv-sglang
 SGL_TESTS := $(addprefix tests/unit/test_,$(addsuffix .py,sglang_engine sglang_contract engine_parity constraint chosen_experts publish_lora))
 SGL_TESTS += tests/dist/test_replicas.py
-SGL_TESTS += $(addprefix tests/e2e/test_,$(addsuffix .py,engines layouts layout_kills agents constraint placements thinking truncation))
+SGL_TESTS += $(addprefix tests/e2e/test_,$(addsuffix .py,engines layouts layout_kills agents constraint placements thinking truncation lora))
 
 $(SGL)/bin/.setup: pyproject.toml setup.py launch/constraints-cpu.txt launch/sglang-cpu.txt
 	test -x $(SGL)/bin/python || $(PYTHON) -m venv $(SGL) || python3 -m venv $(SGL)

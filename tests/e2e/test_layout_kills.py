@@ -26,7 +26,6 @@ LAYOUTS = {
     "megatron-ep": ("qwen3_moe", 2, "train=megatron train.ep=2"),
     "megatron-lora": ("qwen2", 2, "train=megatron train.tp=2 policy.lora.rank=4 algorithm.kl_coef=0.1"),
     "sglang": ("four_layers", 2, "engine=sglang engine.tp=2"),
-    "sglang-split": ("four_layers", 3, "engine=sglang engine.tp=2 placement.mode=split placement.train=0"),
     "overlap": ("smollm2", 2, "checkpoint.overlap=true"),
     "zero3-overlap": ("smollm2", 2, "train=deepspeed checkpoint.overlap=true"),
     "megatron-pp-overlap": ("qwen2", 2, "train=megatron train.pp=2 checkpoint.overlap=true"),

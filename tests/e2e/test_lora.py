@@ -7,6 +7,7 @@ from spmd_rl.model.lora import PREFIX
 from spmd_rl.train.state import MODEL, SavedState
 from tests.e2e.runs import Toy
 from tests.e2e.test_supervised import KINDS, measured
+from tests.engines import OTHERS, VLLM_SIZES
 
 LORA = ("policy.lora.rank=8", "policy.lr=1e-2")
 FALL = 0.98
@@ -48,3 +49,14 @@ def test_ppo_has_a_critic_with_adapters_and_a_checkpoint_is_evaluated(train: str
     assert lines[2]["actor/kl_loss"] > lines[1]["actor/kl_loss"] >= 0
     saved = SavedState.open(run.run_dir / "checkpoints" / "step-000002" / "critic")
     assert HEAD in saved.tensors and any(key.startswith(MODEL + PREFIX) for key in saved.tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", OTHERS)
+def test_an_engine_answers_with_adapters_beside_frozen_weights(engine: str, tmp_path) -> None:
+    settings = (f"engine={engine}", "engine.adapters=true", "policy.dtype=float32", "eval.every=0", "steps=3")
+    run = Toy(tmp_path, "qwen2", **VLLM_SIZES).start(*LORA, *settings, ranks=2)
+    assert run.wait(400) == 0, run.text()[-3000:]
+    first, *later = run.metrics()[1:]
+    assert all(line["train_infer/abs_diff/mean"] < 1e-4 and line["actor/grad_norm"] > 0 for line in (first, *later))
+    assert all(0 < line["publish/bytes"] < first["publish/bytes"] for line in later)
