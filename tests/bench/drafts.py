@@ -1,4 +1,4 @@
-"""Drafts of the native engine: the same answers with and without, in steps and in CPU-seconds.
+"""Drafts of an engine: answers with and without, in steps and in CPU-seconds.
 
     python -m tests.bench.drafts agent 16 --model ~/.cache/spmd_rl/models/smollm2-135m-instruct --drafts 0 4
 
@@ -16,10 +16,11 @@ import reasoning_gym
 import torch
 
 from envs.frozen_lake import FrozenLake
-from spmd_rl.engine.native import NativeEngine, empty_module
+from spmd_rl.engine.base import Engine
 from spmd_rl.model.build import build_model
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.types import Completion, Message, Request
+from tests.engines import started_engine
 
 GROUP = 4
 NUM_TURNS = 3
@@ -56,7 +57,7 @@ WORKLOADS: dict[str, tuple[Callable[[int], Texts], int, int]] = {
 
 
 def play(
-    engine: NativeEngine, tokenizer, texts: Texts, num_turns: int, num_tokens: int
+    engine: Engine, tokenizer, texts: Texts, num_turns: int, num_tokens: int
 ) -> tuple[dict[str, Completion], int, float]:
     """All turns, each of which waits for all others: the completions, steps and CPU-seconds."""
     done, num_steps, seconds = {}, 0, 0.0
@@ -86,20 +87,23 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a model directory")
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 4])
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--engine", default="native")
     args = parser.parse_args()
     torch.set_num_threads(1)
     make, num_turns, num_tokens = WORKLOADS[args.workload]
     tokenizer, plain = load_tokenizer(args.model), None
     weights = list(build_model(args.model, getattr(torch, args.dtype), "cpu").named_parameters())
     for drafts in args.drafts:
-        engine = NativeEngine(empty_module(args.model, getattr(torch, args.dtype)), args.num, 65536, drafts=drafts)
-        engine.load(weights, version=1)
-        done, num_steps, seconds = play(engine, tokenizer, make(args.num), num_turns, num_tokens)
+        sizes = {"max_running": args.num, "kv_tokens": 1024 * args.num}
+        with started_engine(args.engine, args.model, args.dtype, drafts=drafts, **sizes) as engine:
+            engine.load(weights, version=1)
+            done, num_steps, seconds = play(engine, tokenizer, make(args.num), num_turns, num_tokens)
         plain = plain or done
         count, counts = sum(len(one.token_ids) for one in done.values()), engine.token_counts
         figures = {
-            "workload": args.workload, "num": args.num, "drafts": drafts, "dtype": args.dtype, "tokens": count,
-            "steps": num_steps, "cpu_seconds": round(seconds, 2), "per_cpu_second": round(count / seconds, 2),
+            "engine": args.engine, "workload": args.workload, "num": args.num, "drafts": drafts, "dtype": args.dtype,
+            "tokens": count, "steps": num_steps,
+            "cpu_seconds": round(seconds, 2), "per_cpu_second": round(count / seconds, 2),
             "verified": counts.verified, "accepted": counts.accepted,
             "same_tokens": all(one.token_ids == plain[id].token_ids for id, one in done.items()), "same": done == plain,
         }  # fmt: skip

@@ -114,6 +114,7 @@ def test_a_good_line_passes_and_writes_nothing(place):
         ("train.tp=2", "train.tp: 2 does not divide 1 ranks"),
         ("train.dp_replicate=2", "train.dp_replicate: 2 does not divide 1 ranks"),
         ("train.cp=2", "train.cp: 2 does not divide 1 ranks"),
+        ("engine.pp=2", "engine.pp: not with engine=native; must be 1"),
         ("engine.tp=2", "engine.tp: 2 is impossible, engine=native holds a whole model per rank"),
         ("run.dir={place}/rows.jsonl/run", "run.dir: {place}/rows.jsonl is not a directory"),
         ("run.dir=/proc/run", "run.dir: /proc/run cannot be created: "),
@@ -196,6 +197,35 @@ def test_replicas_that_can_share_a_model(place, monkeypatch, tp, model, words):
         assert refusal(place, *lines).startswith(words.format(place=place))
     else:
         check(settings(place, *lines))
+
+
+def test_stages_that_can_share_a_model(place, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    model = {"model_type": "llama", "num_attention_heads": 8, "num_hidden_layers": 3}
+    (place / "model" / "config.json").write_text(json.dumps(model))
+    lines = ["engine=vllm", "engine.tp=2"]
+    check(settings(place, *lines, "engine.pp=3"))
+    assert refusal(place, *lines, "engine.pp=4") == "engine.tp x engine.pp: 8 does not divide 12 ranks"
+    assert refusal(place, *lines, "engine.pp=6").startswith("engine.pp: 6 stages cannot share 3 layers")
+    lent = ("engine.pp=3", "placement.mode=lent", "placement.train=0-7")
+    told = "placement.train: of the replica on ranks (6, 7, 8, 9, 10, 11) (engine.tp x engine.pp) all must train"
+    assert refusal(place, *lines, *lent).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["rollout.top_p=0.9"], "engine.drafts: with engine=vllm not while rollout.top_k, top_p or min_p"),
+        (["eval.top_k=5"], "engine.drafts: with engine=vllm not while eval.top_k, top_p or min_p cuts tokens off"),
+        (["engine.args.async_scheduling=true"], "engine.args.async_scheduling: not with engine.pp above 1 or engine.d"),
+        (["engine.pp=2"], "engine.drafts: not with engine.pp above 1"),
+    ],
+)
+def test_what_drafts_in_vllm_do_not_go_with(place, monkeypatch, lines, words):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    assert refusal(place, "engine=vllm", "engine.drafts=4", *lines).startswith(words)
+    check(settings(place, "engine=vllm", "engine.drafts=4"))
 
 
 def test_lent_ranks_of_a_replica_go_together(place, monkeypatch):
