@@ -1,4 +1,4 @@
-"""`SglangAdapterSlot`: the one adapter that SGLang computes with beside frozen weights, replaced in place at each publish."""
+"""`SglangAdapterSlot`: the one adapter that SGLang computes with beside frozen weights, replaced at each publish."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
