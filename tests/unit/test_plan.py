@@ -10,6 +10,7 @@ from spmd_rl.config.backends import backend
 from spmd_rl.config.checks import check_plan
 from spmd_rl.config.load import CONFIGS, load
 from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.errors import UserError
 from spmd_rl.model.size import ModelSize
 from spmd_rl.tools.plan import show
 from spmd_rl.tools.plan.memory_tracker import MemoryTracker
@@ -116,6 +117,11 @@ def test_roles_beside_the_policy_are_counted(models):
 def test_a_plan_makes_up_answers_that_parse_as_nothing(models):
     more = ["rollout.constraint.regex=a+", "algorithm.kl_coef=0.1"]
     assert planned(models["llama"], 1, more=more).phases["update"][0].peak.total > 0
+
+
+def test_adapters_are_not_traced(models):
+    with pytest.raises(UserError, match="policy.lora.rank: --plan cannot trace adapters; give policy.lora.rank=0"):
+        planned(models["llama"], 1, more=["policy.lora.rank=4"])
 
 
 def said(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> str:

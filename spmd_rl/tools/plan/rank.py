@@ -132,6 +132,8 @@ class _Trace:
                 raise UserError(f"{role.key}.name: --plan cannot trace train={role.train.name}")
             if role.copies > 1:
                 raise UserError(f"critic.ensemble: --plan traces one critic, not {role.copies}; give critic.ensemble=1")
+            if role.lora.rank:  # peft moves weights, which made-up ones are not
+                raise UserError(f"{role.name}.lora.rank: --plan cannot trace adapters; give {role.name}.lora.rank=0")
             with progress(f"rank {self._world.rank}: building the {role.name}"):
                 free = replace(role, constraint=ConstraintConfig())  # the answers of a plan are made up
                 self._roles[role.name] = build_role(free, self._world, source=partial(self._model, role.name))
