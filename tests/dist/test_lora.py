@@ -49,6 +49,7 @@ MODELS = {
     "wide": ("llama", {**SIZES, "intermediate_size": 92}),
     "qwen2": ("qwen2", {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 4}),
     "qwen3_moe": ("qwen3_moe", {**SIZES, **EXPERTS["qwen3_moe"]}),
+    "deepseek_v3": ("deepseek_v3", {**SIZES, **EXPERTS["deepseek_v3"]}),
 }
 CASES = {
     1: [({}, "llama", {"dora": True}), ({}, "qwen3_moe", {"base": "nf4"})],
@@ -77,6 +78,8 @@ ZEROS = [
 ]
 """The same of two ranks under DeepSpeed, which has no float64"""
 MEGA = {"name": "megatron"}
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+"""Of the others' names peft makes adapters of experts, which no backend has"""
 MEGATRON = {
     1: [({}, "llama", {"rslora": True, "targets": ["q_proj", "down_proj"]})],
     2: [
@@ -84,6 +87,8 @@ MEGATRON = {
         ({"pp": 2, "activation_checkpointing": "full"}, "llama", {}),
         ({"cp": 2}, "qwen2", {}),
         ({"ep": 2}, "qwen3_moe", {}),
+        ({"tp": 2}, "deepseek_v3", {"targets": LATENT}),
+        ({"pp": 2, "activation_checkpointing": "full"}, "deepseek_v3", {"targets": LATENT}),
     ],
     4: [({"tp": 2, "pp": 2}, "llama", {}), ({"tp": 2}, "wide", {"targets": ["k_proj", "up_proj", "o_proj"]})],
 }
@@ -288,6 +293,26 @@ def test_pefts_own_gradient_in_float32_is_that_far_from_itself(models) -> None:
         worst[dtype] = max(relative(found[0][name], grad) for name, grad in found[1].items())
     assert worst[torch.float64] < 1e-12
     assert 5e-7 < worst[torch.float32] < LIMITS["float32"]
+
+
+def merged(world: World, path: str) -> list[float]:
+    """Errors of logprobs of plain transformers with the weights that are published, with and without adapters in them.
+
+    Adapters of all linear layers, those of a mixture's shared experts among them.
+    """
+    mine, whole = build_role(role_of(path, MEGA | {"tp": 2}, "float32", LORA), world), global_batch()
+    set_adapters(mine)
+    plain, share = build_model(path, torch.float32, "cpu", attention="sdpa"), share_of(mine, "dealt", whole)
+    before, stored = error_of(mine, plain, share), weights_of(plain)
+    with torch.no_grad():
+        for name, tensor in mine.weights():
+            stored[name].copy_(tensor)
+    return [before, error_of(mine, plain, share)]
+
+
+def test_what_is_published_of_latent_attention_is_what_megatron_computes(models) -> None:
+    for before, after in run_ranks(2, merged, models["deepseek_v3"], timeout=200):
+        assert after < LIMITS["float32"] < 0.1 < before, (before, after)
 
 
 def published(role, adapters: str) -> dict[str, torch.Tensor]:

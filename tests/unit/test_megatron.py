@@ -16,7 +16,6 @@ from transformers import AutoConfig
 from spmd_rl.config.backends import backend
 from spmd_rl.config.packages import installed, requirements
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
-from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.config.sections.models import CriticConfig, RoleConfig
 from spmd_rl.errors import UserError
 from spmd_rl.train.megatron import ARCHITECTURES
@@ -52,7 +51,6 @@ REFUSED = [
         {"router_bias_update_speed": 0.1},
         r"policy\.router_bias_update_speed: the routers of qwen3_moe have no biases; must be 0",
     ),
-    ("deepseek_v3", {}, {"lora": LoraConfig(rank=2)}, r"policy\.lora\.rank: not with train=megatron and deepseek_v3"),
     ("llama", {}, {"router_aux_coef": 0.1}, r"policy\.router_aux_coef: llama is no mixture of experts; must be 0"),
     ("granite", {}, {}, r"train\.name: train=megatron does not know granite, but llama, qwen2, "),
 ]

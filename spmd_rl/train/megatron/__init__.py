@@ -76,8 +76,6 @@ def _check_latent(role: RoleConfig, model: dict[str, Any]) -> None:
     }
     if key := next((key for key, is_odd in odd.items() if is_odd), None):
         raise UserError(f"{role.key}.name: train=megatron has not the {key} of this model: {model.get(key)}")
-    if role.lora.rank:
-        raise UserError(f"{role.section or role.name}.lora.rank: not with train=megatron and {LATENT}; must be 0")
 
 
 def build(role: RoleConfig, layout: Any, source: Any) -> Any:

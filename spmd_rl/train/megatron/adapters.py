@@ -10,6 +10,7 @@ of which ranks give each other the few columns, and then by those rows of the `B
 rank has a term of their gradients, which Megatron sums as it does those of norms.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +28,7 @@ from spmd_rl.model.differentiable import gather_rows, sum_rows
 from spmd_rl.model.lora import PREFIX, A, B
 from spmd_rl.train.adapters import StoredAdapters, targets
 from spmd_rl.train.megatron.mapping import Piece, Rule, Shapes, TensorShare, Whole
-from spmd_rl.train.megatron.parameters import LAYERS
+from spmd_rl.train.megatron.parameters import LAYERS, Experts
 
 INSIDE = ".adapters."
 """In names of parameters, between Megatron's of a linear layer and ours of an adapter"""
@@ -40,11 +41,12 @@ class MegatronAdapters(StoredAdapters):
         """module: of transformers, for the names of its layers. key: of the layout. See `train.adapters.Adapters`."""
         super().__init__(settings, targets(module, settings.targets, key) if settings.rank else [])
         self._is_on = True
+        kinds = {re.sub(r"\.\d+\.", ".{}.", layer) for layer in self.layers}
         self.rules: dict[str, Rule] = {}
         """The model's, each behind those of its adapters"""
         for name, rule in rules.items():
             for layer, _, kind in (stored.rpartition(".") for stored in rule.names):
-                if name.startswith(LAYERS) and kind == "weight" and layer.format(0, 0) in self.layers:
+                if name.startswith(LAYERS) and kind == "weight" and layer in kinds:
                     fused, own = name.removesuffix(".weight"), layer.rpartition(".")[2]
                     self.rules[f"{fused}{INSIDE}a.{own}"] = Whole(PREFIX + layer + A)
                     self.rules[f"{fused}{INSIDE}b.{own}"] = Whole(PREFIX + layer + B)
@@ -54,13 +56,20 @@ class MegatronAdapters(StoredAdapters):
         """Whether a parameter is trained."""
         return not self.layers or INSIDE in name
 
-    def attach(self, chunks: Mapping[GPTModel, range], shapes: Shapes, group: dist.ProcessGroup, head_dim: int) -> None:
+    def attach(
+        self,
+        chunks: Mapping[GPTModel, range],
+        shapes: Shapes,
+        group: dist.ProcessGroup,
+        head_dim: int,
+        experts: Experts,
+    ) -> None:
         """Put this rank's into the chunks that are here. group: of the ranks that share a layer out."""
         share = TensorShare(group.rank(), group.size(), head_dim)
         fused = {name.partition(INSIDE)[0] for name in self.rules if INSIDE in name}
         for chunk, layers in chunks.items() if fused else ():
             for place, number in enumerate(layers):
-                for name in fused:
+                for name in (name for name in fused if experts.fit(name, number)):
                     linear = chunk.get_submodule(name.format(place))
                     pieces = self.rules[f"{name}.weight"].named(number).pieces(shapes, share)
                     own = [one for one in pieces if one.name.removesuffix(".weight") in self.layers]
@@ -88,7 +97,8 @@ class FusedAdapters(nn.Module):
         """pieces: of its weight, those that have adapters."""
         super().__init__()
         self._group, self._scaling = group, settings.scaling
-        self._exchange = sum_rows if isinstance(linear, RowParallelLinear) else gather_rows
+        is_whole = isinstance(linear, nn.Linear)  # of which each rank has its own tokens
+        self._exchange = sum_rows if isinstance(linear, RowParallelLinear) else None if is_whole else gather_rows
         first, count = {}, 0
         make = partial(torch.empty, device=linear.weight.device)
         self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
@@ -109,6 +119,6 @@ class FusedAdapters(nn.Module):
         a = torch.cat(list(self.a.values()))[:, self._columns]
         b = F.pad(torch.block_diag(*self.b.values()), (0, 0, 0, 1))[self._rows_of]
         low = F.linear(x, a.to(x.dtype))
-        if self._group.size() > 1:
+        if self._exchange and self._group.size() > 1:
             low = self._exchange(low, self._group)  # [all]
         return F.linear(low, b.to(x.dtype)) * self._scaling

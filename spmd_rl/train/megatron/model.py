@@ -86,7 +86,7 @@ class MegatronModel:
             transformer.watch_routers(mixtures, experts.first, self._replay, self._load_of_experts)
             for chunk in self._chunks:
                 transformer.follow(chunk, module, self.device, self._groups.tp)
-            self._adapters.attach(chunks, shapes.__getitem__, self._groups.tp, head_dim(config))
+            self._adapters.attach(chunks, shapes.__getitem__, self._groups.tp, head_dim(config), experts)
             local = local_parameters(chunks, experts, layout.rank("ep"))
             own = role.optimizer
             trained = {name for name, rule, *_ in parameters if own and self._trains(name) and not rule.is_buffer}

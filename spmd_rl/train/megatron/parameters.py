@@ -57,6 +57,10 @@ class Experts(NamedTuple):
         """Whether a layer is a mixture."""
         return self.count > 0 and layer >= self.first
 
+    def fit(self, name: str, layer: int) -> bool:
+        """Whether a layer has a parameter, or a module, of this name; each kind of MLP has its own."""
+        return MLP not in name or (DENSE in name) != self.are_in(layer)
+
 
 def parameters_of(
     names: Mapping[str, Rule], dealt: Sequence[range], num_stages: int, is_tied: bool, experts: Experts
@@ -71,8 +75,8 @@ def parameters_of(
     for number, layers in enumerate(dealt):
         for layer, (name, rule) in product(layers, own.items()):
             stage = number % num_stages
-            if MLP in name and (DENSE in name) == experts.are_in(layer):
-                continue  # of the other kind
+            if not experts.fit(name, layer):
+                continue
             if EXPERTS not in name:
                 found.append(Parameter(name.format(layer), rule.named(layer), stage))
                 continue
