@@ -1,8 +1,8 @@
-"""`ChosenExperts`: which experts of a mixture each token went to in SGLang's last forward, for training to repeat.
+"""`RecordedExperts`: which experts of a mixture each token went to in SGLang's last forward, for training to repeat.
 
 with recording_experts(True):
     ...                                 # SGLang is started
-chosen_experts().at(tokens)             # of these tokens of its last forward
+recorded_experts().at(tokens)             # of these tokens of its last forward
 
 SGLang's own recorder also keeps what it saw of every place of the cache, in memory that CUDA has pinned: a machine
 without CUDA has none. What the last forward chose is all that is asked for here.
@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from spmd_rl.errors import UserError
 
 
-class ChosenExperts(RoutedExpertsCapturer):
+class RecordedExperts(RoutedExpertsCapturer):
     """In the place of SGLang's own."""
 
     @staticmethod
     def create(
         *, model: nn.Module, model_config: Any, num_tokens: int, max_running_requests: int, device: str
-    ) -> "ChosenExperts":
+    ) -> "RecordedExperts":
         """[SGLang's] UserError for a model whose layers do not say what they choose."""
         layers = [module.layer_id for module in model.modules() if isinstance(module, TopK)]
         if not layers:
@@ -37,7 +37,7 @@ class ChosenExperts(RoutedExpertsCapturer):
         config, shared = model_config.hf_text_config, model.shared_experts_config.num_fused_shared_experts
         prompt = get_schedule().chunked_prefill_size or 0
         most = max(prompt if prompt > 0 else num_tokens, max_running_requests)
-        return ChosenExperts(sorted(layers), config, most, shared, device)
+        return RecordedExperts(sorted(layers), config, most, shared, device)
 
     def __init__(self, layers: list[int], config: Any, most: int, shared: int, device: str) -> None:
         """layers: those that choose. most: tokens of a forward. shared: experts that SGLang adds for all tokens."""
@@ -63,14 +63,14 @@ class ChosenExperts(RoutedExpertsCapturer):
 @contextmanager
 def recording_experts(wanted: bool) -> Iterator[None]:
     """Start SGLang inside, with `enable_return_routed_experts` saying the same."""
-    model_runner.RoutedExpertsCapturer = ChosenExperts if wanted else RoutedExpertsCapturer
+    model_runner.RoutedExpertsCapturer = RecordedExperts if wanted else RoutedExpertsCapturer
     try:
         yield
     finally:
         model_runner.RoutedExpertsCapturer = RoutedExpertsCapturer
 
 
-def chosen_experts() -> ChosenExperts | None:
+def recorded_experts() -> RecordedExperts | None:
     """What records, in the SGLang that was started last."""
     found = get_global_experts_capturer()
-    return found if isinstance(found, ChosenExperts) else None
+    return found if isinstance(found, RecordedExperts) else None

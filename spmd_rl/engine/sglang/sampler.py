@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spmd_rl.engine.native.sampling import cut_off, draw
 from spmd_rl.engine.sequence import SequenceState
-from spmd_rl.engine.sglang.routing import ChosenExperts
+from spmd_rl.engine.sglang.routing import RecordedExperts
 from spmd_rl.model.constraint import Constraint
 
 
@@ -29,7 +29,7 @@ class Drawn(NamedTuple):
 class CountedSampler(Sampler):
     """Token t of a request is drawn from (seed, t), whatever it is computed beside."""
 
-    def __init__(self, constraint: Constraint | None = None, experts: ChosenExperts | None = None) -> None:
+    def __init__(self, constraint: Constraint | None = None, experts: RecordedExperts | None = None) -> None:
         """constraint: what all answers have to parse as. experts: what records them, if anything does."""
         super().__init__()
         self._constraint, self.experts = constraint, experts
