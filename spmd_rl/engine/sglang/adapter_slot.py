@@ -1,4 +1,4 @@
-"""`SglangAdapter`: the one adapter that SGLang computes with beside frozen weights, replaced in place at each publish."""
+"""`SglangAdapter`: the one adapter that SGLang computes with beside frozen weights, filled anew at each publish."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
