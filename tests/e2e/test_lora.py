@@ -55,8 +55,10 @@ def test_ppo_has_a_critic_with_adapters_and_a_checkpoint_is_evaluated(train: str
 @pytest.mark.parametrize("engine", OTHERS)
 def test_an_engine_answers_with_adapters_beside_frozen_weights(engine: str, tmp_path) -> None:
     settings = (f"engine={engine}", "engine.adapters=true", "policy.dtype=float32", "eval.every=0", "steps=3")
-    run = Toy(tmp_path, "qwen2", **VLLM_SIZES).start(*LORA, *settings, ranks=2)
+    toy = Toy(tmp_path, "qwen2", **VLLM_SIZES)
+    run = toy.start(*LORA, *settings, ranks=2)
     assert run.wait(400) == 0, run.text()[-3000:]
-    first, *later = run.metrics()[1:]
-    assert all(line["train_infer/abs_diff/mean"] < 1e-4 and line["actor/grad_norm"] > 0 for line in (first, *later))
-    assert all(0 < line["publish/bytes"] < first["publish/bytes"] for line in later)
+    whole = (toy.model / "model.safetensors").stat().st_size
+    for line in run.metrics()[1:]:
+        assert line["train_infer/abs_diff/mean"] < 1e-4 and line["actor/grad_norm"] > 0
+        assert 0 < line["publish/bytes"] < whole / 2

@@ -34,9 +34,8 @@ class EngineConfig:
     """Verify up to so many tokens at once that followed an answer's last ones before: fewer steps. With `native`, also
     in its group's texts, the tokens are the same; with `vllm` others, equally distributed. Large batches do without."""
     adapters: bool = False
-    """With `policy.lora` and `engine=vllm` or `sglang`: answer with the adapters beside the frozen weights, so that
-    after the first publish adapters alone are sent. Default: each publish sends whole weights, with the adapters merged
-    into them."""
+    """With `policy.lora`, on `vllm` and `sglang`: answer with the adapters beside the frozen weights, so that after the
+    first publish adapters alone are sent. Default: each publish sends whole weights, with adapters merged into them."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `EngineArgs`, such as `engine.args.max_num_batched_tokens=8192`, or of SGLang's
     `ServerArgs`. Those that other settings give, or that the engine leans on, are refused. `native` takes none."""

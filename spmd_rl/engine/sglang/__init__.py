@@ -34,7 +34,7 @@ def build(
     tp, sleeps = settings.tp, sleeps and world.device.type != "cpu"
     patience = world.journal.extend_timeout(START_SECONDS)
     with world.collective("engine: start sglang"), patience, hosted(world.device.type):  # [all]
-        from spmd_rl.engine.sglang.adapter_slot import SglangAdapterSlot, engine_args
+        from spmd_rl.engine.sglang.adapter_slot import SglangAdapter, engine_args
         from spmd_rl.engine.sglang.engine import FUSIONS, SglangEngine
         from spmd_rl.engine.sglang.start import start
 
@@ -55,6 +55,6 @@ def build(
             args=settings.args | (engine_args(policy.lora, world.device.type) if settings.adapters else {}),
         )
         text_of = text_of_model(policy.model, policy.trust_remote_code)
-        slot = SglangAdapterSlot(shapes, FUSIONS) if settings.adapters else None
+        slot = SglangAdapter(shapes, FUSIONS) if settings.adapters else None
         one = SglangEngine(scheduler, shapes, replica, sleeps=sleeps, text_of=text_of, slot=slot)
     return one if tp == 1 else ReplicatedEngine(one, world, tp)  # [all]

@@ -1,4 +1,4 @@
-"""`SglangAdapterSlot`: the one adapter that SGLang computes with beside frozen weights, replaced at each publish."""
+"""`SglangAdapter`: the one adapter that SGLang computes with beside frozen weights, filled anew at each publish."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ def engine_args(lora: LoraConfig, device_type: str) -> dict[str, object]:
     return slots | backend | {"lora_target_modules": lora.targets or TARGETS}
 
 
-class SglangAdapterSlot(GivenAdapters):
+class SglangAdapter(GivenAdapters):
     """Beside one SGLang engine, in the same process, at tp=1."""
 
     def __init__(self, shapes: Mapping[str, torch.Size], fusions: Mapping[str, Sequence[str]]) -> None:

@@ -33,7 +33,7 @@ from spmd_rl.engine.checked_weights import CheckedWeights
 from spmd_rl.engine.fused_weights import plain_weights
 from spmd_rl.engine.hosted import HostedEngine
 from spmd_rl.engine.sequence import SequenceState, TextOf, has_stop, no_text
-from spmd_rl.engine.sglang.adapter_slot import SglangAdapterSlot
+from spmd_rl.engine.sglang.adapter_slot import SglangAdapter
 from spmd_rl.engine.sglang.guest import Unpinned
 from spmd_rl.engine.sglang.start import HostedScheduler, stop
 from spmd_rl.errors import RunFailed
@@ -56,7 +56,7 @@ class SglangEngine(HostedEngine):
         replica: dist.ProcessGroup,
         sleeps: bool = False,
         text_of: TextOf = no_text,
-        slot: SglangAdapterSlot | None = None,
+        slot: SglangAdapter | None = None,
     ) -> None:
         """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`.
 

@@ -2,7 +2,7 @@
 
 with recording_experts(True):
     ...                                 # SGLang is started
-chosen_experts().at(tokens)             # of these tokens of its last forward
+recorded_experts().at(tokens)             # of these tokens of its last forward
 
 SGLang's own recorder also keeps what it saw of every place of the cache, in memory that CUDA has pinned: a machine
 without CUDA has none. What the last forward chose is all that is asked for here.
@@ -70,7 +70,7 @@ def recording_experts(wanted: bool) -> Iterator[None]:
         model_runner.RoutedExpertsCapturer = RoutedExpertsCapturer
 
 
-def chosen_experts() -> RecordedExperts | None:
+def recorded_experts() -> RecordedExperts | None:
     """What records, in the SGLang that was started last."""
     found = get_global_experts_capturer()
     return found if isinstance(found, RecordedExperts) else None

@@ -25,7 +25,7 @@ from transformers import AutoConfig
 
 from spmd_rl.engine.arguments import check_args
 from spmd_rl.engine.as_world import as_world
-from spmd_rl.engine.sglang.routing import chosen_experts, recording_experts
+from spmd_rl.engine.sglang.routing import recorded_experts, recording_experts
 from spmd_rl.engine.sglang.sampler import CountedSampler
 from spmd_rl.errors import UserError
 from spmd_rl.hub import model_folder
@@ -164,7 +164,7 @@ def start(
         place = SpawnRanks(world_rank=dist.get_rank(replica), dp_rank=None, gpu_id=device.index or 0)
         publish(settings, role="scheduler", ranks=place)
         scheduler = HostedScheduler(settings, ports)
-    scheduler.tp_worker.model_runner.sampler = CountedSampler(constraint, chosen_experts())
+    scheduler.tp_worker.model_runner.sampler = CountedSampler(constraint, recorded_experts())
     if scheduler.max_total_num_tokens < kv_tokens:
         raise UserError(
             f"engine.kv_tokens: the device has room for {scheduler.max_total_num_tokens} tokens, not {kv_tokens}; "
