@@ -17,7 +17,7 @@ from spmd_rl.engine.base import EngineCounts
 from spmd_rl.engine.native.drafts import LENGTHS, draft
 
 MOST_ROWS = 8
-"""With more requests than these drafts cost more than they save on the CPU, see `docs/lab/2026-11-26-drafts-and-priorities.md`."""
+"""With more requests drafts cost more than they save on the CPU: docs/lab/2026-11-26-drafts-and-priorities.md."""
 
 
 def engine_args(num_tokens: int, cpu: bool) -> dict[str, Any]:
