@@ -32,7 +32,8 @@ class EngineConfig:
     the layers' matrices so, by row, and computes in it. Correct for any by `algorithm.correction.level=token`."""
     drafts: int = 0
     """Verify up to so many tokens at once that followed an answer's last ones before: fewer steps. With `native`, also
-    in its group's texts, the tokens are the same; with `vllm` others, equally distributed. Large batches do without."""
+    in its group's texts, the tokens are the same; with `vllm` others, equally distributed. Large batches do without
+    (not `vllm` on GPUs)."""
     adapters: bool = False
     """With `policy.lora`, on `vllm` and `sglang`: answer with the adapters beside the frozen weights, so that after the
     first publish adapters alone are sent. Default: each publish sends whole weights, with adapters merged into them."""

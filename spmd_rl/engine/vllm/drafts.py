@@ -16,8 +16,8 @@ from vllm.v1.sample import rejection_sampler
 from spmd_rl.engine.base import EngineCounts
 from spmd_rl.engine.native.drafts import LENGTHS, draft
 
-MOST_ROWS = 16
-"""With more requests than these a step has enough to compute, see `docs/lab/2026-11-26-drafts-and-priorities.md`."""
+MOST_ROWS = 8
+"""With more requests drafts cost more than they save on the CPU: docs/lab/2026-11-26-drafts-and-priorities.md."""
 
 
 def engine_args(num_tokens: int, cpu: bool) -> dict[str, Any]:
