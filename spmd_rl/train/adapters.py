@@ -127,11 +127,11 @@ class Adapters(SavedScaling):
             Peft(
                 r=settings.rank,
                 lora_alpha=settings.rank * settings.scaling,  # with peft's own factor of either kind
-                target_modules=names,
+                target_modules=[f"model.{name}" for name in names],
                 lora_dropout=settings.dropout,
                 use_dora=settings.dora,
             ),
-            model,
+            nn.ModuleDict({"model": model}),  # by a mixture's type peft would take its experts for layers of these names
         )
         self.layers = {name: model.get_submodule(name) for name in names}
         for layer in self.layers.values() if settings.base else ():

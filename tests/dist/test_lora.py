@@ -295,12 +295,12 @@ def test_pefts_own_gradient_in_float32_is_that_far_from_itself(models) -> None:
     assert 5e-7 < worst[torch.float32] < LIMITS["float32"]
 
 
-def merged(world: World, path: str) -> list[float]:
+def merged(world: World, path: str, axes: dict) -> list[float]:
     """Errors of logprobs of plain transformers with the weights that are published, with and without adapters in them.
 
     Adapters of all linear layers, those of a mixture's shared experts among them.
     """
-    mine, whole = build_role(role_of(path, MEGA | {"tp": 2}, "float32", LORA), world), global_batch()
+    mine, whole = build_role(role_of(path, axes, "float32", LORA), world), global_batch()
     set_adapters(mine)
     plain, share = build_model(path, torch.float32, "cpu", attention="sdpa"), share_of(mine, "dealt", whole)
     before, stored = error_of(mine, plain, share), weights_of(plain)
@@ -310,8 +310,9 @@ def merged(world: World, path: str) -> list[float]:
     return [before, error_of(mine, plain, share)]
 
 
-def test_what_is_published_of_latent_attention_is_what_megatron_computes(models) -> None:
-    for before, after in run_ranks(2, merged, models["deepseek_v3"], timeout=200):
+@pytest.mark.parametrize("axes", [{}, MEGA | {"tp": 2}], ids=["fsdp2", "megatron"])
+def test_what_is_published_of_latent_attention_is_what_is_computed(models, axes) -> None:
+    for before, after in run_ranks(2, merged, models["deepseek_v3"], axes, timeout=200):
         assert after < LIMITS["float32"] < 0.1 < before, (before, after)
 
 
