@@ -99,7 +99,7 @@ $(PARTS:%=test-%): test-%: $(BIN)/.setup-test
 test-gpu: model
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
-# All that SGLang's engine is tested by, in its own environment: four minutes to set it up, and as many to run.
+# All that SGLang's engine is tested by, in its own environment: four minutes to set it up, and about twenty to run.
 test-sglang: setup-sglang
 	$(SGL)/bin/python -m pytest -m 'not gpu' -k sglang $(SGL_TESTS) $(ARGS)
 

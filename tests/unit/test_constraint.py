@@ -163,8 +163,8 @@ def test_another_engine(path, name, case):
 @needs_sglang
 @pytest.mark.parametrize(("kv_tokens", "args"), [(9000, {}), (250, {"chunked_prefill_size": 4})])
 def test_sglang_draws_the_native_engines_tokens(path, kv_tokens, args):
-    """Also where it computes prompts in pieces, and takes answers back that outgrow the cache: a token more is drawn
-    after each piece, and thrown away."""
+    """Also where it computes prompts in pieces, after each of which a token is drawn and thrown away, and has answers
+    wait for a place in the cache."""
     weights, settings = list(build_model(path, torch.float32, "cpu").named_parameters()), CASES["json"][0]
     reference, sizes = native(path, settings), {"max_running": 20, "kv_tokens": kv_tokens}
     with started_engine("sglang", path, constraint=settings, args=args, **sizes) as engine:

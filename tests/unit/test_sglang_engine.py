@@ -161,7 +161,7 @@ def test_aborted_requests_come_back_with_what_they_have(engine):
 
 
 def test_more_than_the_cache_holds(engine, native, weights):
-    """SGLang takes requests back where they outgrow the cache, and begins them anew."""
+    """Together they outgrow the cache: some wait."""
     native.load(weights, version=1)
     requests = [ask(f"{i}", range(i, i + 250), 20, seed=i) for i in range(4)]
     mine = run(engine, *requests)
