@@ -131,7 +131,7 @@ class Adapters(SavedScaling):
                 lora_dropout=settings.dropout,
                 use_dora=settings.dora,
             ),
-            nn.ModuleDict({"model": model}),  # by a mixture's type peft would take its experts for layers of these names
+            nn.ModuleDict({"model": model}),  # by a mixture's type peft would take experts for layers of these names
         )
         self.layers = {name: model.get_submodule(name) for name in names}
         for layer in self.layers.values() if settings.base else ():
