@@ -83,7 +83,7 @@ def _client_keys(cfg: RlConfig) -> ClientKeys | None:
 @contextmanager
 def meet(cfg: RlConfig, world: World) -> Iterator[Sides]:
     """[all] Form the two sides and let each generating rank know the servers of all training ranks."""
-    settings, tp = cfg.placement, cfg.engine.ranks
+    settings = cfg.placement
     placement = Placement.of(settings, world.size)
     apart = [rank for rank in placement.generate if rank not in placement.train]  # who does nothing but generate
     num_train, num_apart = len(placement.train), len(apart)
@@ -106,7 +106,7 @@ def meet(cfg: RlConfig, world: World) -> Iterator[Sides]:
                 queue = WorkQueue(cfg.rollout, settings.max_staleness, server.clock)
                 for rank, number in sorted(numbers.items()):
                     place = (apart if rank in apart else placement.train).index(rank)
-                    queue.enroll(number, f"rank {rank}", place % tp == 0, rank in apart)
+                    queue.enroll(number, f"rank {rank}", place % cfg.engine.ranks == 0, rank in apart)
             server.open(queue)
         side = None
         if world.rank in numbers:
