@@ -1,9 +1,10 @@
-"""`GivenAdapters`: what an engine was given of adapters that it computes with beside frozen weights.
+"""`GivenAdapters`: the adapters that an engine computes with beside frozen weights, as it was given them.
 
 Adapters come as peft's files name them, with `B` multiplied by alpha / rank already, so that an engine's own factor is
 1: what it holds can be compared with what it was given to the bit, and no factor can be another.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
@@ -12,8 +13,8 @@ from torch import Tensor
 from spmd_rl.model.lora import PREFIX, A
 
 
-class GivenAdapters:
-    """Those of the last load, beside one engine."""
+class GivenAdapters(ABC):
+    """Those of the last load, beside one engine. Its package's subclass says how they get in, and what is held."""
 
     def __init__(self) -> None:
         self.given: dict[str, Tensor] = {}
@@ -21,6 +22,17 @@ class GivenAdapters:
         self._names: frozenset[str] | None = None
         self.brings_base = True
         """Whether the last load brought the frozen weights, as the first one must."""
+
+    @abstractmethod
+    def put(self) -> list[str]:
+        """Replace the adapter by what came; what is wrong with it, if anything."""
+
+    @abstractmethod
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that the engine computes with, by peft's names: those of each layer that has an adapter."""
+
+    def close(self) -> None:  # noqa: B027  most have nothing
+        """Free what it holds beside the engine's memory; idempotent."""
 
     def base(self, weights: Iterable[tuple[str, Tensor]], is_first: bool) -> Iterator[tuple[str, Tensor]]:
         """The weights that are no adapters, which are kept; `brings_base` says whether there are any, or must be."""

@@ -3,13 +3,15 @@
 Left out: how a request is computed, and how weights get in.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spmd_rl.engine.base import Capacity, Engine, EngineCounts
+from spmd_rl.engine.given_adapters import GivenAdapters
 from spmd_rl.engine.sequence import SequenceState, TextOf, check
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.fingerprint import finish, start
@@ -17,14 +19,24 @@ from spmd_rl.types import Completion, Request
 
 
 class HostedEngine(Engine):
-    """An `Engine` whose class has a `model`, and says how to `_release`, `_restore` and `_stop` it."""
+    """An `Engine` whose class has a `model`, and says how to `_reload`, `_release`, `_restore` and `_stop` it."""
 
     model: nn.Module
     """The module that the package computes with in this process."""
 
-    def __init__(self, capacity: Capacity, shapes: Mapping[str, torch.Size], sleeps: bool, text_of: TextOf) -> None:
-        """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`."""
-        self.capacity, self.shapes = capacity, shapes
+    def __init__(
+        self,
+        capacity: Capacity,
+        shapes: Mapping[str, torch.Size],
+        sleeps: bool,
+        text_of: TextOf,
+        slot: GivenAdapters | None = None,
+    ) -> None:
+        """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`.
+
+        `slot`: where an adapter is computed with; then `load` may bring adapters alone, once it has brought all.
+        """
+        self.capacity, self.shapes, self.slot = capacity, shapes, slot
         self._sleeps, self.text_of = sleeps, text_of
         self.under_way: dict[str, SequenceState] = {}
         """What each request has, by id."""
@@ -70,6 +82,20 @@ class HostedEngine(Engine):
             if cached:
                 raise RunFailed(f"the engine served keys and values older than version {self.version}")
 
+    def take(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Take over all weights, or adapters alone; what is wrong with them. All are read in any case."""
+        if self.slot is None:
+            return self._reload(weights)
+        base = self.slot.base(weights, is_first=not self.checksums)
+        faults = self._reload(base) if self.slot.brings_base else []
+        return faults + self.slot.put()
+
+    def taken(self, plain: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]:
+        """What the engine holds of what the last load brought; plain: of the model's weights."""
+        if self.slot is None:
+            return plain
+        return chain(plain if self.slot.brings_base else (), self.slot.held())
+
     def end_load(self, version: int, faults: list[str]) -> None:
         """End a load. RunFailed names the first fault."""
         if faults := [*filter(None, [self.lost]), *faults]:
@@ -108,6 +134,9 @@ class HostedEngine(Engine):
         self._release()
         self._cache_sleeps = True
 
+    def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+        raise NotImplementedError
+
     def _restore(self, tag: str) -> None:
         raise NotImplementedError
 
@@ -115,8 +144,8 @@ class HostedEngine(Engine):
         raise NotImplementedError
 
     def _fingerprints(self) -> dict[str, bytes]:
-        """Hash what must survive until the next load: buffers (rotary tables, ...), and weights where they sleep."""
-        tensors = dict(self.model.named_buffers())
+        """Hash what must survive until the next load: buffers (rotary tables, ...), adapters, weights that sleep."""
+        tensors = dict(self.model.named_buffers()) | dict(self.slot.held() if self.slot else ())
         if self._sleeps:
             tensors |= dict(self.model.named_parameters())
         return finish({name: start(tensor) for name, tensor in tensors.items()})
@@ -130,6 +159,9 @@ class HostedEngine(Engine):
     def close(self) -> None:
         """Free everything; idempotent. The default process group stays."""
         self._stop()
+        if self.slot is not None:
+            self.slot.close()
+        self.slot = None
         self.under_way.clear()
         self._aborted.clear()
         self.version = None

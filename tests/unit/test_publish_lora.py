@@ -135,7 +135,7 @@ def test_adapters_alone_arrive_in_sglang_and_no_fault_passes(path) -> None:
     with sglang_engine(path, lora=LORA) as engine, solo() as world:
         policy, publish = published(path, world, engine)
         manager = engine.scheduler.tp_worker.model_runner.lora_manager
-        put, fetch, before = manager.load_lora_adapter_from_tensors, manager.fetch_new_loras, engine._slot.given
+        put, fetch, before = manager.load_lora_adapter_from_tensors, manager.fetch_new_loras, engine.slot.given
         stem = "base_model.model.model.layers.1.self_attn."
         q, v = f"{stem}q_proj.lora_A.weight", f"{stem}v_proj.lora_A.weight"
         b = f"{stem}k_proj.lora_B.weight"
@@ -160,6 +160,12 @@ def test_adapters_alone_arrive_in_sglang_and_no_fault_passes(path) -> None:
             publish(version=2)
         manager.fetch_new_loras = fetch
         publish(version=3)
+        with engine.awake():
+            engine.add(Request("ends", array("i", [1, 2]), 9, 1.0, 0))
+            engine.step()
+            engine.abort(["ends"])
+            assert [completion.finish_reason for completion in engine.step()] == ["abort"]
+        publish(version=3)  # computes with what SGLang has yet to drop
         kept = buffer.clone()
         buffer[0, 3].add_(1e-6)
         with engine.awake(), pytest.raises(RunFailed, match="the engine lost .*q_proj.lora_B"):

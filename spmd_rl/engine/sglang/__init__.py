@@ -55,6 +55,7 @@ def build(
             args=settings.args | (engine_args(policy.lora, world.device.type) if settings.adapters else {}),
         )
         text_of = text_of_model(policy.model, policy.trust_remote_code)
-        slot = SglangAdapter(shapes, FUSIONS) if settings.adapters else None
+        runner = scheduler.tp_worker.model_runner
+        slot = SglangAdapter(runner.lora_manager, shapes, FUSIONS) if settings.adapters else None
         one = SglangEngine(scheduler, shapes, replica, sleeps=sleeps, text_of=text_of, slot=slot)
     return one if tp == 1 else ReplicatedEngine(one, world, tp)  # [all]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.engine.given_adapters import GivenAdapters
+from spmd_rl.engine.sglang.guest import unpinned
 from spmd_rl.model.lora import PREFIX, A, B
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -26,30 +27,34 @@ def engine_args(lora: LoraConfig, device_type: str) -> dict[str, object]:
 class SglangAdapter(GivenAdapters):
     """Beside one SGLang engine, in the same process, at tp=1."""
 
-    def __init__(self, shapes: Mapping[str, torch.Size], fusions: Mapping[str, Sequence[str]]) -> None:
-        """shapes: of the frozen weights, by Hugging Face name. fusions: see `plain_weights`."""
+    def __init__(
+        self, manager: LoRAManager, shapes: Mapping[str, torch.Size], fusions: Mapping[str, Sequence[str]]
+    ) -> None:
+        """manager: of SGLang. shapes: of the frozen weights, by Hugging Face name. fusions: see `plain_weights`."""
         super().__init__()
-        self._shapes = shapes
+        self._manager, self._shapes = manager, shapes
         self._fused = {part: (one, parts) for one, parts in fusions.items() for part in parts}
         self.ref = LoRARef(lora_id="policy", lora_name="policy", lora_path="policy", pinned=False)
         """By its id each request says that it shall be computed with the adapter."""
 
-    def put(self, manager: LoRAManager) -> list[str]:
-        """Replace the adapter by what came; what is wrong with it, if anything."""
+    def put(self) -> list[str]:
+        """See `GivenAdapters`."""
         if fault := self.fault():
             return [fault]
-        if self.ref.lora_id in manager.loras:
-            manager.unload_lora_adapter(self.ref)
+        manager = self._manager
         own = {name: tensor.clone() for name, tensor in self.given.items()}
-        done = manager.load_lora_adapter_from_tensors(self.ref, own, self.config)
-        if not done.success:
-            return [f"SGLang did not take the adapter: {done.error_message}"]
-        manager.fetch_new_loras({self.ref.lora_id})  # which it would leave to the first request
+        with unpinned():
+            if self.ref.lora_id in manager.loras:
+                manager.unload_lora_adapter(self.ref)
+            done = manager.load_lora_adapter_from_tensors(self.ref, own, self.config)
+            if not done.success:
+                return [f"SGLang did not take the adapter: {done.error_message}"]
+            manager.fetch_new_loras({self.ref.lora_id})  # which it would leave to the first request
         return []
 
-    def held(self, manager: LoRAManager) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that SGLang computes with, by peft's names: those of each layer that has an adapter."""
-        pool = manager.memory_pool
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """See `GivenAdapters`."""
+        pool = self._manager.memory_pool
         slot = pool.uid_to_buffer_id[self.ref.lora_id]
         for layer in self.layers:
             stem, _, kind = layer.rpartition(".")

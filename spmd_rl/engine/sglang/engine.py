@@ -12,12 +12,9 @@ Left out: what is asked for and why (`rollout/`), how SGLang is started (`start.
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 
 import torch
 import torch.distributed as dist
-from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.managers.io_struct import (
     AbortReq,
     ReleaseMemoryOccupationReqInput,
@@ -34,10 +31,8 @@ from spmd_rl.engine.fused_weights import plain_weights
 from spmd_rl.engine.hosted import HostedEngine
 from spmd_rl.engine.sequence import SequenceState, TextOf, has_stop, no_text
 from spmd_rl.engine.sglang.adapter_slot import SglangAdapter
-from spmd_rl.engine.sglang.guest import Unpinned
 from spmd_rl.engine.sglang.start import HostedScheduler, stop
 from spmd_rl.errors import RunFailed
-from spmd_rl.model.fingerprint import finish, start
 from spmd_rl.types import Completion, FinishReason, Request
 
 FUSIONS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -60,10 +55,9 @@ class SglangEngine(HostedEngine):
     ) -> None:
         """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`.
 
-        `replica`: the group that it was started over. `text_of`: needed for requests with stop strings. `slot`: where
-        an adapter is computed with; then `load` may bring adapters alone, once it has brought all.
+        `replica`: the group that it was started over. `text_of`: needed for requests with stop strings. `slot`: see
+        `HostedEngine`.
         """
-        self._slot = slot
         self.scheduler = scheduler
         """SGLang itself, for a look inside where something is wrong."""
         self._replica = replica
@@ -71,7 +65,7 @@ class SglangEngine(HostedEngine):
         self._rids: dict[str, str] = {}  # SGLang's names: an id may come again while SGLang still drops the last one
         max_tokens = scheduler.max_req_len - 1  # it would cut short what is longer
         capacity = Capacity(scheduler.max_running_requests, scheduler.max_total_num_tokens, max_tokens)
-        super().__init__(capacity, shapes, sleeps, text_of)
+        super().__init__(capacity, shapes, sleeps, text_of, slot)
 
     def add(self, request: Request) -> None:
         """Queue a request; ValueError if it is empty, longer than `capacity.max_tokens` or colder than 0."""
@@ -98,7 +92,7 @@ class SglangEngine(HostedEngine):
                 token_ids_logprob=None,
                 stream=False,
                 extra_key=self._cache_key,
-                lora_id=self._slot.ref.lora_id if self._slot else None,
+                lora_id=self.slot.ref.lora_id if self.slot else None,
             )
         )
 
@@ -126,8 +120,7 @@ class SglangEngine(HostedEngine):
         ended, self._aborted = self._aborted, []
         if not self.under_way:
             return ended
-        with self._unpinned():
-            batch = self.scheduler.turn()
+        batch = self.scheduler.turn()
         for req in batch.reqs if batch else []:
             row = self._sampler.rows.get(req.rid)
             if row is None:
@@ -160,14 +153,8 @@ class SglangEngine(HostedEngine):
         `weights` is read to its end in any case: other ranks may be gathering it with us. Requests under way go on with
         the keys and values that they have.
         """
-        holds_base, self.version = self.checksums, None
-        if self._slot is None:
-            faults = self._reload(weights)
-        else:
-            base = self._slot.base(weights, is_first=not holds_base)
-            faults = self._reload(base) if self._slot.brings_base else []
-            with self._unpinned():
-                faults += self._slot.put(self._adapters)
+        self.version = None
+        faults = self.take(weights)
         if self.under_way:
             self._turn_away(version)
         else:
@@ -200,14 +187,8 @@ class SglangEngine(HostedEngine):
         """SGLang's own tensors where they are plain and whole: at tp=1. With adapters, what the last load brought."""
         if dist.get_world_size(self._replica) > 1:
             return ((name, None) for name in self.shapes)
-        plain = plain_weights(self.model, self.shapes, next(self.model.parameters()).dtype, FUSIONS)
-        if self._slot is None:
-            return plain
-        return chain(plain if self._slot.brings_base else (), self._slot.held(self._adapters))
-
-    def _fingerprints(self) -> dict[str, bytes]:
-        held = dict(self._slot.held(self._adapters)) if self._slot else {}
-        return super()._fingerprints() | finish({name: start(tensor) for name, tensor in held.items()})
+        dtype = next(self.model.parameters()).dtype
+        return self.taken(plain_weights(self.model, self.shapes, dtype, FUSIONS))
 
     def _restore(self, tag: str) -> None:
         self.scheduler.weight_updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[tag]))
@@ -222,15 +203,6 @@ class SglangEngine(HostedEngine):
     def model(self) -> nn.Module:
         """The module that SGLang computes with in this process."""
         return self.scheduler.tp_worker.model_runner.model
-
-    @property
-    def _adapters(self) -> LoRAManager:
-        """What keeps adapters."""
-        return self.scheduler.tp_worker.model_runner.lora_manager
-
-    def _unpinned(self) -> AbstractContextManager:
-        """Adapters are computed with in pinned memory, which a machine without a device lacks."""
-        return Unpinned() if self._slot and not torch.accelerator.is_available() else nullcontext()
 
     def _stop(self) -> None:
         if self.scheduler is not None:

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.machinery import ModuleSpec
 from inspect import isfunction
 from types import ModuleType
@@ -64,6 +64,11 @@ class Unpinned(TorchFunctionMode):
         if func is Tensor.pin_memory:
             return args[0]
         return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+def unpinned() -> AbstractContextManager[object]:
+    """`Unpinned` on a machine without a device."""
+    return nullcontext() if torch.accelerator.is_available() else Unpinned()
 
 
 @contextmanager

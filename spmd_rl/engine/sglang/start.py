@@ -6,7 +6,7 @@ the version is pinned, and `tests/unit/test_sglang_contract.py` finds the names.
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from transformers import AutoConfig
 
 from spmd_rl.engine.arguments import check_args
 from spmd_rl.engine.as_world import as_world
+from spmd_rl.engine.sglang.guest import unpinned
 from spmd_rl.engine.sglang.routing import recorded_experts, recording_experts
 from spmd_rl.engine.sglang.sampler import CountedSampler
 from spmd_rl.errors import UserError
@@ -101,6 +102,10 @@ class HostedScheduler(Scheduler):
 
     def turn(self) -> ScheduleBatch | None:
         """One turn of SGLang's loop: the batch that was computed, or nothing if there was nothing to compute."""
+        with unpinned() if self.enable_lora else nullcontext():  # adapters are computed with in pinned memory
+            return self._turn()
+
+    def _turn(self) -> ScheduleBatch | None:
         self.ingest_requests()
         plan = self.get_next_batch_to_run(running_batch=self.running_batch, last_batch=self.last_batch)
         self.running_batch, batch = plan.running_batch, plan.batch_to_run

@@ -59,7 +59,7 @@ def build(
         if found := constraint_of(constraint, policy.model, policy.trust_remote_code):
             constrain(llm, found)
         text_of = text_of_model(policy.model, policy.trust_remote_code)
-        slot = AdapterSlot() if settings.adapters else None
+        slot = AdapterSlot(llm) if settings.adapters else None
         one = VllmEngine(
             llm, shapes, sleeps=sleeps, text_of=text_of, slot=slot, is_constrained=found is not None, outputs=outputs
         )

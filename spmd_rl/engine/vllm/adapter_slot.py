@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from spmd_rl.engine.given_adapters import GivenAdapters
+from spmd_rl.engine.vllm.start import model_of
 from spmd_rl.model.lora import PREFIX, A, B
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -36,24 +37,26 @@ def engine_args(rank: int) -> dict[str, object]:
 class AdapterSlot(GivenAdapters):
     """Beside one vLLM engine, in the same process."""
 
-    def __init__(self) -> None:
+    def __init__(self, llm: LLMEngine) -> None:
         super().__init__()
+        self._llm = llm
         self._folder = tempfile.TemporaryDirectory(prefix="spmd_rl-adapter-", dir=MEMORY if MEMORY.is_dir() else None)
         self.request = LoRARequest("policy", 1, self._folder.name)
         """What each request says that shall be computed with the adapter."""
 
-    def put(self, llm: LLMEngine) -> list[str]:
-        """Replace the adapter by what came; what is wrong with it, if anything."""
+    def put(self) -> list[str]:
+        """See `GivenAdapters`."""
         if fault := self.fault():
             return [fault]
         folder = Path(self._folder.name)
         save_file(self.given, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(self.config), encoding="utf-8")
-        taken = llm.add_lora(LoRARequest("policy", 1, self._folder.name, load_inplace=True))
+        taken = self._llm.add_lora(LoRARequest("policy", 1, self._folder.name, load_inplace=True))
         return [] if taken else ["vLLM did not take the adapter"]
 
-    def held(self, model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-        """The tensors that vLLM computes with, by peft's names: those of each layer that has an adapter."""
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """See `GivenAdapters`."""
+        model = model_of(self._llm)
         packed = getattr(model, "packed_modules_mapping", {})
         for name, module in model.named_modules():
             stacked = getattr(module, "lora_a_stacked", ())

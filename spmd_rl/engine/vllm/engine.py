@@ -12,7 +12,6 @@ Left out: what is asked for and why (`rollout/`), how vLLM is started (`start.py
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +31,9 @@ from spmd_rl.engine.vllm.adapter_slot import AdapterSlot
 from spmd_rl.engine.vllm.constrained import grammar_of
 from spmd_rl.engine.vllm.drafts import count_drafts
 from spmd_rl.engine.vllm.low_precision import Outputs, keep_scales
-from spmd_rl.engine.vllm.start import TIES, stop
+from spmd_rl.engine.vllm.start import TIES, model_of, stop
 from spmd_rl.engine.vllm.weights import repack_heads, unpack_experts
 from spmd_rl.errors import RunFailed
-from spmd_rl.model.fingerprint import finish, start
 from spmd_rl.types import Completion, FinishReason, Request
 
 TEMPERATURES = (0.01, 2.0)
@@ -57,11 +55,10 @@ class VllmEngine(HostedEngine):
     ) -> None:
         """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`.
 
-        `text_of`: needed for requests with stop strings. `slot`: where an adapter is computed with; then `load` may
-        bring adapters alone, once it has brought all. is_constrained: by `constrained.constrain`. outputs: of matrices
-        in 8 bits, where vLLM computes in them.
+        `text_of`: needed for requests with stop strings. `slot`: see `HostedEngine`. is_constrained: by
+        `constrained.constrain`. outputs: of matrices in 8 bits, where vLLM computes in them.
         """
-        self._slot, self._is_constrained, self._outputs = slot, is_constrained, outputs
+        self._is_constrained, self._outputs = is_constrained, outputs
         self.llm = llm
         """vLLM itself, for a look inside where something is wrong."""
         if outputs is not None:
@@ -70,7 +67,7 @@ class VllmEngine(HostedEngine):
         kv_tokens = (config.cache_config.num_gpu_blocks - 1) * config.cache_config.block_size
         capacity = Capacity(config.scheduler_config.max_num_seqs, kv_tokens, config.model_config.max_model_len)
         self._num_ids = config.model_config.get_vocab_size()
-        super().__init__(capacity, shapes, sleeps, text_of)
+        super().__init__(capacity, shapes, sleeps, text_of, slot)
         self._drafts = config.speculative_config is not None
         count_drafts(llm, self.token_counts)
 
@@ -87,7 +84,7 @@ class VllmEngine(HostedEngine):
             "prompt_token_ids": request.prompt_ids.tolist(),
             "cache_salt": f"version {self.version}",
         }
-        adapter, arrival = self._slot.request if self._slot else None, float(self.num_added)
+        adapter, arrival = self.slot.request if self.slot else None, float(self.num_added)
         sampling = self._sampling(request)
         self.llm.add_request(request.id, prompt, sampling, arrival_time=arrival, lora_request=adapter)
 
@@ -166,13 +163,8 @@ class VllmEngine(HostedEngine):
         """
         assert self.num_unfinished == 0, "load() with requests under way"
         self._read_what_is_scheduled()
-        holds_base, self.version = self.checksums, None
-        if self._slot is None:
-            faults = self._reload(weights)
-        else:
-            base = self._slot.base(weights, is_first=not holds_base)
-            faults = self._reload(base) if self._slot.brings_base else []
-            faults += self._slot.put(self.llm)
+        self.version = None
+        faults = self.take(weights)
         assert self.llm.reset_prefix_cache(), "a cached key would outlive its weights"
         self.end_load(version, faults)
 
@@ -197,10 +189,7 @@ class VllmEngine(HostedEngine):
         if config.parallel_config.tensor_parallel_size > 1:
             return ((name, None) for name in self.shapes)
         fusions = getattr(self.model, "packed_modules_mapping", {})
-        plain = plain_weights(self.model, self.shapes, config.model_config.dtype, fusions)
-        if self._slot is None:
-            return plain
-        return chain(plain if self._slot.brings_base else (), self._slot.held(self.model))
+        return self.taken(plain_weights(self.model, self.shapes, config.model_config.dtype, fusions))
 
     def _restore(self, tag: str) -> None:
         self.llm.wake_up([tag])
@@ -217,17 +206,11 @@ class VllmEngine(HostedEngine):
     @property
     def model(self) -> nn.Module:
         """The module that vLLM computes with in this process."""
-        return self.llm.model_executor.driver_worker.model_runner.get_model()
-
-    def _fingerprints(self) -> dict[str, bytes]:
-        held = dict(self._slot.held(self.model)) if self._slot else {}
-        return super()._fingerprints() | finish({name: start(tensor) for name, tensor in held.items()})
+        return model_of(self.llm)
 
     def _stop(self) -> None:
         if self.llm is not None:
             stop(self.llm)
-        if self._slot is not None:
-            self._slot.close()
         self.llm = None
 
 

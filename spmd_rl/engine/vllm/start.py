@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import AutoConfig
 from vllm import _custom_ops  # noqa: F401  loads the kernels, among them one that `_memory_unbound` holds back
 from vllm.config import VllmConfig
@@ -139,6 +140,11 @@ def start(
     if (finalizer := getattr(llm.engine_core, "_finalizer", None)) is not None:
         finalizer.detach()
     return llm
+
+
+def model_of(llm: LLMEngine) -> nn.Module:
+    """The module that vLLM computes with in this process."""
+    return llm.model_executor.driver_worker.model_runner.get_model()
 
 
 def _lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[str, Any]:
