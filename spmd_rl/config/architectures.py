@@ -77,8 +77,8 @@ def experts_in(folder: Path) -> int | None:
     return next((count for name in EXPERT_COUNTS if (count := text.get(name))), 0)
 
 
-def check_architecture(key: str, folder: Path, engine: str, longest: int, is_critic: bool = False) -> None:
-    """Raise a `UserError` if the model in `folder` cannot be trained, or cannot be run by `engine` (may be empty).
+def check_architecture(key: str, folder: Path, longest: int, is_critic: bool = False) -> None:
+    """Raise a `UserError` if the model in `folder` cannot be trained.
 
     `longest` is the most tokens of a sample. `key` is the setting that the error names.
     """
@@ -95,17 +95,18 @@ def check_architecture(key: str, folder: Path, engine: str, longest: int, is_cri
         raise UserError(f"{key}: {folder} is no causal language model but {', '.join(names) or kind}")
     if reason := next(_reasons(kind, config), None):
         raise UserError(f"{key}: {kind} {reason} and cannot be trained here; these can: {', '.join(ACCEPTED)}")
-    layers = {*(config.get("layer_types") or (["sliding_attention"] if kind in SLIDING else ()))} - {"full_attention"}
-    if engine == "native" and layers:
-        raise UserError(f"{key}: engine=native cannot run the sliding_attention layers of {kind}; engine=vllm can")
-    if engine == "native" and config.get("kv_lora_rank"):
-        raise UserError(f"{key}: engine=native cannot run the latent attention of {kind}; engine=vllm can")
     for what, limit in _limits(kind, config):
         if longest > limit:
             raise UserError(
                 f"{key}: samples of {longest} tokens exceed {what}: set "
                 f"rollout.max_prompt_tokens and rollout.max_new_tokens to {limit} together"
             )
+
+
+def has_windows(config: dict[str, Any]) -> bool:
+    """Return True if some layers of the model with this `config.json` see a window alone."""
+    layers = config.get("layer_types") or (["sliding_attention"] if config.get("model_type") in SLIDING else ())
+    return bool({*layers} - {"full_attention"})
 
 
 def _reasons(kind: str, config: dict[str, Any]) -> Iterator[str]:

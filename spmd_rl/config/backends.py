@@ -45,6 +45,10 @@ class Backend:
     """Whether it trains those of `policy.lora`"""
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
     """In which it trains: `float16` needs a factor of the loss"""
+    package: str = ""
+    """Name of the package that it needs; empty without one"""
+    quantized_base: bool = False
+    """True if frozen weights below adapters may be held in few bits (`lora.base`)"""
     has_plan: bool = False
     """Whether `--plan` can trace it: its model has `state_dict` and `whole_parameters` (see `FSDP2Model`)."""
     follows: bool = False
@@ -69,9 +73,10 @@ class Backend:
             raise UserError(f"{role.section or role.name}.dtype: train={train.name} has no {role.dtype}")
         if role.lora.rank and not self.adapters:
             raise UserError(f"{role.section or role.name}.lora.rank: train={train.name} trains no adapters; must be 0")
-        if role.lora.base and (train.name != "fsdp2" or max(train.tp, train.pp, train.ep) > 1):
+        if role.lora.base and not (self.quantized_base and max(train.tp, train.pp, train.ep) == 1):
+            able = " or ".join(name for name in BACKENDS if backend(name).quantized_base)
             raise UserError(
-                f"{role.section or role.name}.lora.base: {role.lora.base} only with train=fsdp2, without tp, pp and ep"
+                f"{role.section or role.name}.lora.base: {role.lora.base} only with train={able}, without tp, pp and ep"
             )
         if role.lora.rank and importlib.util.find_spec("peft") is None:
             raise UserError(

@@ -4,7 +4,6 @@ They need no torch and no other rank: every rank checks for itself. Values are c
 dataset in `data`, settings without effect in `unused.py`.
 """
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -17,8 +16,8 @@ from spmd_rl.config.architectures import check_architecture, experts_in
 from spmd_rl.config.backends import backend, check_following
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.constraint_checks import check_constraint
+from spmd_rl.config.engines import facts_of
 from spmd_rl.config.model_files import check_weights
-from spmd_rl.config.packages import unsupported
 from spmd_rl.config.phases import phase
 from spmd_rl.config.placement import Placement, check_frozen
 from spmd_rl.config.plugin_checks import check_envs, check_reward_weights, check_rewards
@@ -41,8 +40,6 @@ from spmd_rl.plugins.targets import import_coroutine
 
 SHAPES = HOME / "configs" / "shapes"
 """Directories with the `config.json` of a model alone"""
-ENGINE_PACKAGES = {"vllm": ("vLLM", "make setup"), "sglang": ("SGLang", "make setup-sglang")}
-"""Engines that are packages: their names, and what installs them for the CPU"""
 VOCABULARY_ROWS = 64
 """Engines pad the vocabulary to a multiple of this before they shard it"""
 
@@ -208,40 +205,15 @@ def check_engine(
     eval: EvaluationConfig | None = None,
 ) -> None:
     """Check that the engine is installed, that it can sample as asked, and its replicas."""
-    if engine.name in ENGINE_PACKAGES:
-        package, setup = ENGINE_PACKAGES[engine.name]
-        missing, found = importlib.util.find_spec(engine.name) is None, unsupported(engine.name)
-        if missing or found:
-            wrong = f"{package} is not installed here" if missing else f"{package} {found[0]} is not {found[1]}"
-            raise UserError(
-                f"engine={engine.name}: {wrong}; `{setup}` installs it for the CPU, "
-                f"pip install 'spmd-rl[{engine.name}]' for a GPU; or say engine=native"
-            )
-    if (engine.quantization or "").startswith("w8a8"):
-        able = engine.name == "vllm" and engine.ranks == 1 and not engine.adapters
-        if not able or experts_in(model_folder(policy.model)):
-            raise UserError(
-                f"engine.quantization: {engine.quantization} only with engine=vllm engine.tp=1, without "
-                "engine.adapters, and not for mixtures of experts"
-            )
-    if policy.router_replay:
-        if engine.name == "vllm":
-            raise UserError("policy.router_replay: engine=vllm does not tell whom it chose; say native or sglang")
-        if experts_in(model_folder(policy.model)) == 0:
-            raise UserError("policy.router_replay: the model is no mixture of experts; must be false")
-    for key, temperature in (("rollout", rollout.temperature), ("eval", eval and eval.temperature)):
-        if engine.name == "vllm" and temperature and not 0.01 <= temperature <= 2:
-            raise UserError(f"{key}.temperature: {temperature:g} is out of the range of engine=vllm, 0.01 to 2")
-    cuts = {"rollout": rollout.truncates, "eval": eval and eval.truncation(rollout)["top_k"]} if engine.drafts else {}
-    if engine.name == "vllm" and (cut := [section for section, is_cut in cuts.items() if is_cut]):
-        raise UserError(f"engine.drafts: with engine=vllm not while {cut[0]}.top_k, top_p or min_p cuts tokens off")
+    temperatures = {"rollout": rollout.temperature, "eval": eval and eval.temperature}
+    truncates = {"rollout": rollout.truncates, "eval": eval and eval.truncation(rollout)["top_k"]}
+    facts_of(engine.name).check(engine, policy, temperatures, [section for section, cuts in truncates.items() if cuts])
     check_replicas(engine, placement, policy)
 
 
 def check_replicas(engine: EngineConfig, placement: PlacementConfig, policy: ServedModelConfig) -> None:
     """Check that `engine.tp` and `engine.pp` divide the ranks and the model's dimensions."""
-    if engine.name == "native" and engine.tp != 1:
-        raise UserError(f"engine.tp: {engine.tp} is impossible, engine=native holds a whole model per rank: must be 1")
+    facts_of(engine.name).check_settings(engine)
     ranks = Placement.of(placement, world_size())
     key = "engine.tp" if engine.pp == 1 else "engine.tp x engine.pp"
     if (num_ranks := len(ranks.generate)) % engine.ranks:
@@ -299,9 +271,11 @@ def check_models(roles: list, engine: EngineConfig | None = None, rollout: Sampl
     """
     longest = tokens_per_turn(rollout, rollout.max_prompt_tokens) if rollout else 0
     for role in loaded_roles(roles):
-        key, generates = role.model_key, engine.name if engine and role.name == "policy" else ""
+        key = role.model_key
         role.own.model = check_model(key, role.own.model)
-        check_architecture(key, model_folder(role.own.model), generates, longest, role.name == "critic")
+        check_architecture(key, folder := model_folder(role.own.model), longest, role.name == "critic")
+        if engine and role.name == "policy":
+            facts_of(engine.name).check_model(key, folder, engine.name)
 
 
 def loaded_roles(roles: list[RoleConfig]) -> list[RoleConfig]:

@@ -20,7 +20,11 @@ from typing import Any, TypeVar
 import yaml
 
 from spmd_rl.config.algorithm_targets import sources
+from spmd_rl.config.backends import backend
+from spmd_rl.config.engines import facts_of
 from spmd_rl.config.keys import flatten, to_dict
+from spmd_rl.config.sections.engine import ENGINES
+from spmd_rl.config.sections.models import BACKENDS
 from spmd_rl.errors import UserError
 from spmd_rl.hub import model_folder
 
@@ -35,8 +39,9 @@ KEYS_WITHOUT_EFFECT = ("steps", "epochs", "rollout.dump", *OF_ATTACHED_JOBS)
 
 PACKAGES = (
     *("spmd-rl", "torch", "transformers", "safetensors", "numpy", "hydra-core", "omegaconf", "pyzmq", "msgspec"),
-    *("math-verify", "reasoning-gym", "vllm", "sglang", "megatron-core", "deepspeed", "peft", "xgrammar"),
+    *("math-verify", "reasoning-gym", "peft", "xgrammar"),
 )
+"""Packages whose versions a run records; those of engines and training backends come on top"""
 
 T = TypeVar("T")
 
@@ -158,10 +163,23 @@ def to_yaml(tree: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True, width=120)
 
 
+def unused_packages(settings: Mapping[str, Any]) -> set[str]:
+    """Return the packages that the settings (values by dotted key) do not use, of those that a setting chooses."""
+    chosen = {value for value in settings.values() if isinstance(value, str)}
+    unused = {package for name, package in _packages_by_choice().items() if name not in chosen}
+    return unused if any(value for key, value in settings.items() if key.endswith("lora.rank")) else {*unused, "peft"}
+
+
+def _packages_by_choice() -> dict[str, str]:
+    engines = {name: facts_of(name).package for name in ENGINES}
+    packages = engines | {name: backend(name).package for name in BACKENDS}
+    return {name: package for name, package in packages.items() if package}
+
+
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of those of `PACKAGES` that are installed, without importing them."""
+    """Return the versions of Python and of the packages that are installed, without importing them."""
     found = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in (*PACKAGES, *_packages_by_choice().values()):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -14,14 +14,12 @@ import msgspec
 
 from spmd_rl.config.algorithm_targets import sources
 from spmd_rl.config.keys import flatten, to_dict
-from spmd_rl.config.run_identity import identity, package_versions
+from spmd_rl.config.run_identity import identity, package_versions, unused_packages
 from spmd_rl.distributed.world import World
 from spmd_rl.errors import Disagreement, UserError
 
 NAMED = 3
 """The most differences that an error names."""
-IF_CHOSEN = ("vllm", "sglang", "megatron-core", "deepspeed", "peft")
-"""Packages that count only where a setting names them."""
 FOLLOW = ("run.name", "run.dir")
 """Made of the other settings where they are not given: no news where others differ."""
 _encode = msgspec.json.Encoder(order="deterministic").encode
@@ -51,13 +49,8 @@ def agree_on_start(world: World, cfg: Any, data: Mapping[str, Sequence[Any]]) ->
 def _values(cfg: Any) -> dict[str, Any]:
     """Settings by key, and packages by name."""
     settings = dict(flatten(to_dict(cfg)))
-    chosen = {value for value in settings.values() if isinstance(value, str)}
-    found = {
-        package: version
-        for package, version in package_versions().items()
-        if package not in IF_CHOSEN or package.partition("-")[0] in chosen
-    }
-    versions = {f"package {name}": version for name, version in found.items()}
+    unused = unused_packages(settings)
+    versions = {f"package {name}": version for name, version in package_versions().items() if name not in unused}
     return settings | versions | {"source of spmd_rl": _source()} | sources(cfg)
 
 

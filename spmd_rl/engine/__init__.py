@@ -1,25 +1,29 @@
-"""Engines: `build` gives the one that `engine=...` names. Each lives in the folder of its name."""
+"""Engines: `build` makes the one that `engine=...` names. Each has a folder. Torch-free until it builds."""
 
-import importlib
+from typing import TYPE_CHECKING
 
+from spmd_rl.config.engines import facts_of
 from spmd_rl.config.sections.constraint import ConstraintConfig
-from spmd_rl.config.sections.engine import ENGINES, EngineConfig
+from spmd_rl.config.sections.engine import EngineConfig
 from spmd_rl.config.sections.models import ServedModelConfig
-from spmd_rl.distributed import World
-from spmd_rl.engine.base import Capacity, Engine
 
-__all__ = ["Capacity", "Engine", "build"]
+if TYPE_CHECKING:
+    from spmd_rl.distributed import World
+    from spmd_rl.engine.base import Engine
 
 
 def build(
     settings: EngineConfig,
     policy: ServedModelConfig,
     sleeps: bool,
-    world: World,
+    world: "World",
     constraint: ConstraintConfig = ConstraintConfig(),  # noqa: B008  none
-) -> Engine:
-    """[all] The engine of this rank, without weights yet: it refuses requests until the first publish.
+) -> "Engine":
+    """[all] Return the engine of this rank, without weights yet: it refuses requests until the first publish.
 
-    sleeps: its weights leave the device while it does not generate. constraint: what all its answers have to parse as.
+    sleeps: its weights leave the device while it does not generate. constraint: grammar of all its answers.
     """
-    return importlib.import_module(ENGINES[settings.name]).build(settings, policy, sleeps, world, constraint)
+    facts = facts_of(settings.name)
+    facts.check_package()
+    facts.check_settings(settings)
+    return facts.build(settings, policy, sleeps, world, constraint)  # [all]

@@ -18,8 +18,8 @@ from spmd_rl.config.schema import RlConfig
 from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
-from spmd_rl.engine import Engine
 from spmd_rl.engine import build as build_engine
+from spmd_rl.engine.base import Engine
 from spmd_rl.learn import Evaluation
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Agent, Rollouts, Services

@@ -11,8 +11,8 @@ from typing import Any
 from spmd_rl.config.schema import RlConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
-from spmd_rl.engine import Engine
 from spmd_rl.engine import build as build_engine
+from spmd_rl.engine.base import Engine
 from spmd_rl.rollout import Collected, Rollouts, Sampling, Services
 from spmd_rl.split.remote import RemoteRollouts
 from spmd_rl.split.remote_step import RemoteWork

@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from spmd_rl.distributed import World
-from spmd_rl.engine import Engine
+from spmd_rl.engine.base import Engine
 from spmd_rl.errors import RunFailed
 from spmd_rl.weights import probe
 from spmd_rl.weights.client import WeightClient

@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 from spmd_rl import rlvr
 from spmd_rl.config import RlvrConfig
 from spmd_rl.config import main as door
-from spmd_rl.engine import native
+from spmd_rl.engine.native import assemble
 from spmd_rl.model.moe import router_class, weights_of_chosen
 from spmd_rl.track.metrics import read_lines
 from spmd_rl.weights import probe
@@ -90,8 +90,8 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["door"]:
         sys.argv.pop(1)
-        empty = native.empty_module
-        native.empty_module = lambda *args, **named: add_noise(empty(*args, **named), os.environ[NOISE])
+        empty = assemble.empty_module
+        assemble.empty_module = lambda *args, **named: add_noise(empty(*args, **named), os.environ[NOISE])
         probe.LIMITS[torch.float32] = 100.0  # it would stop a run whose engine is not the trainer
         door("rlvr", RlvrConfig, rlvr.run)
     else:

@@ -13,7 +13,8 @@ from array import array
 
 import torch
 
-from spmd_rl.engine.native import NativeEngine, empty_module
+from spmd_rl.engine.native.engine import NativeEngine
+from spmd_rl.engine.native.module import empty_module
 from spmd_rl.model.build import weights_of
 from spmd_rl.model.smollm2 import default_dir
 from spmd_rl.model.stored import stored_parts

@@ -69,7 +69,7 @@ NO_DEFAULT_AT_ALL = ("musicgen", "musicgen_melody")
 def verdict(path: Path) -> str:
     """Why the gate refuses the model there; empty if it does not."""
     try:
-        check_architecture("policy.model", path, "vllm", LONGEST)
+        check_architecture("policy.model", path, LONGEST)
     except UserError as error:
         return str(error)
     return ""

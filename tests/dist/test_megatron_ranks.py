@@ -15,7 +15,8 @@ from spmd_rl import weights
 from spmd_rl.config.schema import CriticConfig, TrainConfig
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout, World
-from spmd_rl.engine.native import NativeEngine, empty_module
+from spmd_rl.engine.native.engine import NativeEngine
+from spmd_rl.engine.native.module import empty_module
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.train import build_role
@@ -25,7 +26,7 @@ from tests.dist.test_router_replay import replayed
 from tests.dist.test_train_parity import AS_GRADIENT, HUGE, as_stored, critic_errors, plain_values, with_random_head
 from tests.dist.test_train_state import save
 from tests.models import EXPERTS, tiny
-from tests.plain_engine import PlainEngine
+from tests.plain_engine.engine import PlainEngine
 from tests.training import TEMPERATURE, built, fsdp2_critic, global_batch, loss, plain_backward, relative, share_of
 
 ARCHITECTURES = "spmd_rl.train.megatron.architectures"

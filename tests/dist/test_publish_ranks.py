@@ -12,7 +12,8 @@ from spmd_rl import weights
 from spmd_rl.config.schema import RlvrConfig, TrainConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.distributed import Layout
-from spmd_rl.engine.native import NativeEngine, empty_module
+from spmd_rl.engine.native.engine import NativeEngine
+from spmd_rl.engine.native.module import empty_module
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model
 from spmd_rl.split import PieceRules, RemoteRollouts, meet

@@ -9,7 +9,8 @@ import torch
 
 from spmd_rl.batch import Batch, Ragged, bounds_of, pack
 from spmd_rl.distributed import World
-from spmd_rl.engine.native import NativeEngine, empty_module
+from spmd_rl.engine.native.engine import NativeEngine
+from spmd_rl.engine.native.module import empty_module
 from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.model.moe import router_class

@@ -11,7 +11,8 @@ import torch
 
 from spmd_rl import weights
 from spmd_rl.config.schema import AlgorithmConfig
-from spmd_rl.engine.native import NativeEngine, empty_module
+from spmd_rl.engine.native.engine import NativeEngine
+from spmd_rl.engine.native.module import empty_module
 from spmd_rl.learn.losses import bind_loss
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model

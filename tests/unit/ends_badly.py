@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from spmd_rl import sidecar
-from spmd_rl.engine.native import NativeEngine, empty_module
+from spmd_rl.engine.native.engine import NativeEngine
+from spmd_rl.engine.native.module import empty_module
 from spmd_rl.types import Node
 from tests.engines import needs_vllm, vllm_engine
 from tests.models import tiny

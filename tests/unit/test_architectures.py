@@ -9,7 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig
 
 from spmd_rl.config.architectures import check_architecture
-from spmd_rl.engine.native import NativeEngine, empty_module
+from spmd_rl.config.engines import facts_of
+from spmd_rl.engine.native.engine import NativeEngine
+from spmd_rl.engine.native.module import empty_module
 from spmd_rl.errors import UserError
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model
@@ -45,7 +47,7 @@ def rope(model_type: str, kind: str, limit: int) -> dict:
             "vllm",
             f"{SHORT} mistral, which training has not: set rollout.max_prompt_",
         ),
-        (GEMMA3, "native", "engine=native cannot run the sliding_attention layers of gemma3_text; engine=vllm can"),
+        (GEMMA3, "native", "engine=native cannot run the sliding_attention layers of gemma3_text; engine=vllm or sglang can"),
         ({"model_type": "cohere2"}, "native", "engine=native cannot run the sliding_attention layers of cohere2; "),
         (GEMMA3, "vllm", ""),
         (GEMMA3, "", ""),
@@ -115,11 +117,17 @@ def rope(model_type: str, kind: str, limit: int) -> dict:
 def test_what_cannot_be_trained_is_told_from_its_config(tmp_path: Path, config: dict, engine: str, line: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     if not line:
-        check_architecture("policy.model", tmp_path, engine, 100)
+        _check(tmp_path, engine)
         return
     with pytest.raises(UserError) as caught:
-        check_architecture("policy.model", tmp_path, engine, 100)
+        _check(tmp_path, engine)
     assert str(caught.value).startswith(f"policy.model: {line.format(folder=tmp_path)}")
+
+
+def _check(folder: Path, engine: str) -> None:
+    check_architecture("policy.model", folder, 100)
+    if engine:
+        facts_of(engine).check_model("policy.model", folder, engine)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -143,7 +151,7 @@ def test_beyond_their_limit_a_neighbour_changes_the_positions_of_a_sequence(kind
 def test_a_broken_config_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(UserError, match=r"^critic.model: .*config.json: "):
-        check_architecture("critic.model", tmp_path, "", 100)
+        check_architecture("critic.model", tmp_path, 100)
 
 
 @pytest.mark.parametrize("kind", [GPT2Config, OPTConfig])

@@ -115,7 +115,7 @@ def test_a_good_line_passes_and_writes_nothing(place):
         ("train.dp_replicate=2", "train.dp_replicate: 2 does not divide 1 ranks"),
         ("train.cp=2", "train.cp: 2 does not divide 1 ranks"),
         ("engine.pp=2", "engine.pp: not with engine=native; must be 1"),
-        ("engine.tp=2", "engine.tp: 2 is impossible, engine=native holds a whole model per rank"),
+        ("engine.tp=2", "engine.tp: not with engine=native; must be 1"),
         ("run.dir={place}/rows.jsonl/run", "run.dir: {place}/rows.jsonl is not a directory"),
         ("run.dir=/proc/run", "run.dir: /proc/run cannot be created: "),
         ("run.dir={place}/" + "n" * 300, "run.dir: {place}/nnn"),
@@ -524,7 +524,7 @@ def test_files_and_generators_may_be_mixed(tmp_path) -> None:
         ("engine.adapters=true", "engine.adapters: needs policy.lora.rank above 0"),
         (
             "engine.adapters=true policy.lora.rank=4",
-            "engine.adapters: only with engine.name=vllm or sglang; the native engine",
+            "engine.adapters: only with engine=vllm or sglang; engine=native gets merged",
         ),
     ],
 )

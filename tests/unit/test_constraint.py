@@ -18,7 +18,8 @@ from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.config.sections.rollout import SamplingConfig
 from spmd_rl.config.sections.teachers import TeachersConfig
 from spmd_rl.distributed import Layout
-from spmd_rl.engine.native import NativeEngine, empty_module
+from spmd_rl.engine.native.engine import NativeEngine
+from spmd_rl.engine.native.module import empty_module
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.model.constraint import accept, constraint_of

@@ -8,8 +8,10 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
-from spmd_rl.engine.native import NativeEngine, drafts, empty_module
+from spmd_rl.engine.native import drafts
 from spmd_rl.engine.native.drafts import draft
+from spmd_rl.engine.native.engine import NativeEngine
+from spmd_rl.engine.native.module import empty_module
 from spmd_rl.model import smollm2
 from spmd_rl.model.build import build_model, weights_of
 from spmd_rl.model.stored import stored_parts

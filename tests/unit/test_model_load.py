@@ -108,9 +108,9 @@ def test_a_critic_begins_with_the_head_of_a_reward_model(kind, tmp_path):
     (path / "config.json").write_text(json.dumps(config | {"architectures": [scorer]}))
     model, _ = critic(path, bias=False)
     assert torch.equal(model.lm_head.weight, score) and model.lm_head.bias is None
-    check_architecture("critic.model", path, "", 8, is_critic=True)
+    check_architecture("critic.model", path, 8, is_critic=True)
     with pytest.raises(UserError, match="policy.model: .* is no causal language model but .*SequenceClassification"):
-        check_architecture("policy.model", path, "", 8)
+        check_architecture("policy.model", path, 8)
     spoil(path, lambda stored: stored.update({"score.weight": score.repeat(2, 1)}))
     with pytest.raises(UserError, match="has 2 outputs; a reward model has one"):
         critic(path)

@@ -5,7 +5,8 @@ from array import array
 import pytest
 import torch
 
-from spmd_rl.engine.native import NativeEngine, empty_module
+from spmd_rl.engine.native.engine import NativeEngine
+from spmd_rl.engine.native.module import empty_module
 from spmd_rl.model.build import build_model, weights_of
 from spmd_rl.model.logprobs import logit_factor
 from spmd_rl.model.stored import stored_parts

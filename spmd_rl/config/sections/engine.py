@@ -5,9 +5,11 @@ from typing import Any
 
 from spmd_rl.config.values import at_least, one_of, require
 
-QUANTIZATIONS = ("fp8", "int8", "int4", "w8a8_fp8", "w8a8_int8")
+SIMULATED = ("fp8", "int8", "int4")
+"""Quantizations of the weights that are published: every engine takes the rounded ones."""
+QUANTIZATIONS = (*SIMULATED, "w8a8_fp8", "w8a8_int8")
 ENGINES = {name: f"spmd_rl.engine.{name}" for name in ("native", "vllm", "sglang")}
-"""Engines: the modules whose `build` makes them."""
+"""Engines: the packages that have their `ENGINE`, see `config/engines.py`."""
 
 
 @dataclass
@@ -44,13 +46,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         one_of(self, name=ENGINES, quantization=QUANTIZATIONS)
         at_least(self, tp=1, pp=1, max_running=1, kv_tokens=1, drafts=0)
-        is_native = self.name == "native"
-        require(self.name != "sglang" or not self.drafts, "drafts: not with engine=sglang; must be 0")
-        require(self.name == "vllm" or self.pp == 1, f"pp: not with engine={self.name}; must be 1")
         require(self.pp == 1 or not self.drafts, "drafts: not with engine.pp above 1; must be 0")
         is_ahead, steps = self.args.get("async_scheduling"), self.pp > 1 or self.drafts
         require(not (is_ahead and steps), "args.async_scheduling: not with engine.pp above 1 or engine.drafts")
-        require(not (is_native and self.args), "args: engine=native takes none; they are for engine=vllm and sglang")
 
     @property
     def ranks(self) -> int:

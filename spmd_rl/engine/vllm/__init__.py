@@ -1,66 +1,33 @@
 """vLLM in the rank's own process: the engine for throughput, one replica over `engine.tp` x `engine.pp` neighbours.
 
-Pinned by `tests/unit/test_vllm_contract.py`, which states each behaviour of vLLM that this room leans on, and
-`test_vllm_surface.py`, which finds the names, parameters and defaults.
+Pinned by `tests/unit/test_vllm_contract.py`, which states each behaviour of vLLM that this folder relies on, and
+`test_vllm_surface.py`, which finds the names, parameters and defaults. Torch-free until it builds.
 """
 
-import torch
+from typing import Any
 
-from spmd_rl.config.sections.constraint import ConstraintConfig
-from spmd_rl.config.sections.engine import EngineConfig
-from spmd_rl.config.sections.models import ServedModelConfig
-from spmd_rl.distributed import World
-from spmd_rl.engine.base import Engine
-from spmd_rl.engine.fused_weights import expected_shapes
-from spmd_rl.engine.replicated import ReplicatedEngine, replica_group
-from spmd_rl.engine.sequence import text_of_model
-from spmd_rl.engine.vllm.guest import hosted
-from spmd_rl.model.constraint import constraint_of
-from spmd_rl.model.low_precision import W8A8, shapes_by_rows
-
-__all__ = ["build"]
+from spmd_rl.config.engines import EngineFacts
 
 
-def build(
-    settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World, constraint: ConstraintConfig
-) -> Engine:
-    """[all] The policy's architecture in the policy's dtype on this rank's device, without weights."""
-    with world.collective("engine: start vllm"), hosted(world.device.type, settings.pp):  # [all]
-        from spmd_rl.engine.vllm import low_precision
-        from spmd_rl.engine.vllm.adapter_slot import AdapterSlot, engine_args
-        from spmd_rl.engine.vllm.constrained import constrain
-        from spmd_rl.engine.vllm.engine import VllmEngine
-        from spmd_rl.engine.vllm.start import start
+def build(*args: Any) -> Any:
+    """[all] See `engine.build`."""
+    from spmd_rl.engine.vllm.assemble import build
 
-        shapes = expected_shapes(policy.model, policy.trust_remote_code)
-        dtype, args, outputs = getattr(torch, policy.dtype), settings.args, None
-        if settings.adapters:
-            args = args | engine_args(policy.lora.rank)
-        if settings.quantization in W8A8:
-            shapes = shapes_by_rows(shapes, settings.quantization)
-            args = low_precision.engine_args(settings.quantization, args)
-            outputs = low_precision.Outputs(settings.quantization, dtype)
-        sleeps = sleeps and world.device.type != "cpu"
-        llm = start(
-            policy.model,
-            dtype,
-            world.device,
-            tp=settings.tp,
-            pp=settings.pp,
-            max_running=settings.max_running,
-            kv_tokens=settings.kv_tokens,
-            local_rank=world.local_rank,
-            replica=replica_group(world, "vllm", settings.ranks),  # [all] of the replica
-            sleeps=sleeps,
-            trust=policy.trust_remote_code,
-            drafts=settings.drafts,
-            args=args,
-        )
-        if found := constraint_of(constraint, policy.model, policy.trust_remote_code):
-            constrain(llm, found)
-        text_of = text_of_model(policy.model, policy.trust_remote_code)
-        slot = AdapterSlot(llm) if settings.adapters else None
-        one = VllmEngine(
-            llm, shapes, sleeps=sleeps, text_of=text_of, slot=slot, is_constrained=found is not None, outputs=outputs
-        )
-    return one if settings.ranks == 1 else ReplicatedEngine(one, world, settings.ranks)  # [all]
+    return build(*args)  # [all]
+
+
+ENGINE = EngineFacts(
+    build=build,
+    title="vLLM",
+    package="vllm",
+    setup="make setup",
+    axes=("tp", "pp"),
+    takes_args=True,
+    quantizations=("w8a8_fp8", "w8a8_int8"),
+    drafts=True,
+    adapters=True,
+    adapters_of_mixtures=True,
+    temperatures=(0.01, 2),
+    sliding_windows=True,
+    latent_attention=True,
+)

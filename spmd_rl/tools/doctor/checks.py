@@ -6,6 +6,11 @@ Any other exception is a failure too, with the cure of the list.
 
 from dataclasses import dataclass
 
+from spmd_rl.config.backends import backend
+from spmd_rl.config.engines import facts_of
+from spmd_rl.config.sections.engine import ENGINES
+from spmd_rl.config.sections.models import BACKENDS
+
 REPORT = "read the log; if the cause is not yours, report it with that log"
 INSTALL = "pip install --editable . (or pip install -U spmd-rl) in the environment that runs the ranks"
 
@@ -25,11 +30,35 @@ class Check:
     """The check without which this one cannot work."""
     cure: str = REPORT
     """What to do if it fails without saying so itself."""
+    subject: str = ""
+    """Name of the engine or backend that it checks, the first argument of its function; empty without one"""
 
 
-VLLM = "pip install 'spmd-rl[vllm]' for a GPU, make setup for the CPU; or run with engine=native"
 BACKEND = "pip install 'spmd-rl[{}]'; or run with train=fsdp2"
-"""Of a training backend by its name"""
+"""Cure for a training backend, given its name"""
+ENGINE = "pip install 'spmd-rl[{}]' for a GPU, {} for the CPU; or run with engine=native"
+"""Cure for an engine, given its package and what installs it for the CPU"""
+
+
+def backend_check(name: str) -> Check:
+    """Return the check of a training backend that needs a package."""
+    step, cure = f"{name}: training step", BACKEND.format(name)
+    return Check(step, "roles:other_step", name, limit=150, needs="training step", cure=cure, subject=name)
+
+
+def engine_checks(name: str) -> list[Check]:
+    """Return the checks of an engine; one with a package runs in a process of its own, and takes longer to start."""
+    package = facts_of(name).package
+    process, start, work = (name, 150, 60) if package else ("ranks", 30, 30)
+    cure = ENGINE.format(package, facts_of(name).setup) if package else REPORT
+    publish = f"{name}: publish"
+    return [
+        Check(f"{name}: start", "engines:start", process, start, "training step", cure, name),
+        Check(publish, "engines:publish", process, work, f"{name}: start", subject=name),
+        Check(f"{name}: generate", "engines:generate", process, work, publish, subject=name),
+        Check(f"{name}: sleep, wake", "engines:sleep", process, needs=publish, subject=name),
+    ]
+
 
 CHECKS = (
     Check("versions", "machine:versions", "node", cure=INSTALL),
@@ -48,27 +77,10 @@ CHECKS = (
     Check("collectives: host", "devices:host_collectives", "ranks", limit=60, needs="process group"),
     Check("collectives: libraries", "devices:library_collectives", "ranks", limit=60, needs="process group"),
     Check("training step", "roles:training_step", "ranks", limit=60, needs="process group"),
-    *(
-        Check(
-            f"{name}: training step",
-            f"roles:{name}_step",
-            name,
-            limit=150,
-            needs="training step",
-            cure=BACKEND.format(name),
-        )
-        for name in ("deepspeed", "megatron")
-    ),
+    *(backend_check(name) for name in BACKENDS if backend(name).package),
     Check("offload", "roles:offload", "ranks", needs="training step"),
     Check("checkpoint", "roles:checkpoint", "ranks", needs="shared directory"),
-    Check("native: start", "engines:start_native", "ranks", needs="training step"),
-    Check("native: publish", "engines:publish_native", "ranks", needs="native: start"),
-    Check("native: generate", "engines:generate_native", "ranks", needs="native: publish"),
-    Check("native: sleep, wake", "engines:sleep_native", "ranks", needs="native: publish"),
-    Check("vllm: start", "engines:start_vllm", "vllm", limit=150, needs="training step", cure=VLLM),
-    Check("vllm: publish", "engines:publish_vllm", "vllm", limit=60, needs="vllm: start"),
-    Check("vllm: generate", "engines:generate_vllm", "vllm", limit=60, needs="vllm: publish"),
-    Check("vllm: sleep, wake", "engines:sleep_vllm", "vllm", needs="vllm: publish"),
+    *(check for name in ENGINES for check in engine_checks(name)),
 )
 
 

@@ -65,7 +65,8 @@ def run(check: Check, context: Any, verdicts: dict[str, str]) -> CheckOutcome:
             raise Skipped(f"it needs '{check.needs}'")
         module, _, name = check.target.partition(":")
         module = module if "." in module else f"spmd_rl.tools.doctor.{module}"
-        detail = getattr(importlib.import_module(module), name)(context)
+        function = getattr(importlib.import_module(module), name)
+        detail = function(check.subject, context) if check.subject else function(context)
         if context_meets(context):
             context.finish(check.name)
         verdict, cure = "ok", ""

@@ -3,11 +3,11 @@
 import importlib.util
 import time
 from array import array
-from functools import partial
 
+from spmd_rl.config.engines import facts_of
 from spmd_rl.config.packages import unsupported
 from spmd_rl.tools.doctor.bench import Bench
-from spmd_rl.tools.doctor.checks import REPORT, VLLM, Failed, Skipped
+from spmd_rl.tools.doctor.checks import ENGINE, REPORT, Failed, Skipped
 from spmd_rl.types import Request
 
 REQUESTS, PROMPT, NEW_TOKENS = 8, 32, 32
@@ -15,19 +15,21 @@ REQUESTS, PROMPT, NEW_TOKENS = 8, 32, 32
 
 def start(name: str, bench: Bench) -> str:
     """[all] Start an engine with the tiny model."""
-    if name == "vllm":
-        _check_vllm()
+    _check_package(name)
     began = time.perf_counter()
     capacity = bench.engine(name).capacity  # [all]
     return f"started in {time.perf_counter() - began:.1f} s, {capacity.max_running} requests at once"
 
 
-def _check_vllm() -> None:
-    """Raise `Skipped` where vLLM is not installed, and `Failed` for a version that is not supported."""
-    if importlib.util.find_spec("vllm") is None:
-        raise Skipped(f"vLLM is not installed ({VLLM})")
-    if found := unsupported("vllm"):
-        raise Failed(f"vLLM {found[0]} is not supported", f"pip install '{found[1]}'; or engine=native")
+def _check_package(name: str) -> None:
+    """Raise `Skipped` where the engine's package is not installed, and `Failed` for a version that is not supported."""
+    facts = facts_of(name)
+    if not facts.package:
+        return
+    if importlib.util.find_spec(facts.package) is None:
+        raise Skipped(f"{facts.title} is not installed ({ENGINE.format(facts.package, facts.setup)})")
+    if found := unsupported(facts.package):
+        raise Failed(f"{facts.title} {found[0]} is not supported", f"pip install '{found[1]}'; or engine=native")
 
 
 def publish(name: str, bench: Bench) -> str:
@@ -77,9 +79,3 @@ def sleep(name: str, bench: Bench) -> str:
         raise Failed("answers differ after sleep, wake and publish of the same weights", REPORT)
     where = ", nothing moves on the CPU" if bench.world.device.type == "cpu" else ""
     return f"{1000 * seconds:.0f} ms there and back{where}"
-
-
-start_native, start_vllm = partial(start, "native"), partial(start, "vllm")
-publish_native, publish_vllm = partial(publish, "native"), partial(publish, "vllm")
-generate_native, generate_vllm = partial(generate, "native"), partial(generate, "vllm")
-sleep_native, sleep_vllm = partial(sleep, "native"), partial(sleep, "vllm")

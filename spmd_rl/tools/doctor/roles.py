@@ -3,12 +3,12 @@
 import time
 from array import array
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from spmd_rl.batch import Batch, pack
 from spmd_rl.checkpoint import Checkpointer
+from spmd_rl.config.backends import backend
 from spmd_rl.config.packages import installed, unsupported
 from spmd_rl.config.schema import CheckpointConfig, TrainConfig
 from spmd_rl.model.fingerprint import fingerprint
@@ -48,18 +48,15 @@ def training_step(bench: Bench) -> str:
     return _two_steps(bench, bench.policy)  # [all]
 
 
-def other_step(name: str, package: str, bench: Bench) -> str:
-    """[all] The same with another backend, whose package may be missing."""
+def other_step(name: str, bench: Bench) -> str:
+    """[all] Train for two steps with a backend whose package may be missing."""
+    package = backend(name).package
     if installed(package) is None:
         raise Skipped(f"{package} is not installed ({BACKEND.format(name)})")
     if found := unsupported(package):
         raise Failed(f"{package} {found[0]} is not supported", f"pip install '{found[1]}'; or train=fsdp2")
     role = replace(bench.cfg.role("policy"), train=TrainConfig(name=name))
     return _two_steps(bench, build_role(role, bench.world))  # [all]
-
-
-deepspeed_step = partial(other_step, "deepspeed", "deepspeed")
-megatron_step = partial(other_step, "megatron", "megatron-core")
 
 
 def _two_steps(bench: Bench, policy: PolicyRole) -> str:

@@ -9,6 +9,7 @@ from itertools import product
 from math import log2
 from typing import Any
 
+from spmd_rl.config.engines import facts_of
 from spmd_rl.config.phases import phase
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers
 from spmd_rl.config.schema import RlConfig, TrainConfig
@@ -66,7 +67,7 @@ def _candidates(cfg: RlConfig, ranks: int, found: Trace) -> Iterator[RlConfig]:
         train.tokens_per_microbatch
     ]
     offloads = [train.offload] if train.offload or cfg.plan.device == "cpu" else [False, True]
-    fixed = cfg.engine.name == "native" or cfg.placement.is_split
+    fixed = "tp" not in facts_of(cfg.engine.name).axes or cfg.placement.is_split
     replicas = [cfg.engine.tp] if fixed else [cfg.engine.tp * n for n in (1, 2, 4)]
     for axes in product(*sizes.values()):
         named = dict(zip(AXES, axes, strict=True))

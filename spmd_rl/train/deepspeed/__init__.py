@@ -42,5 +42,6 @@ BACKEND = Backend(
     build=build,
     settings=("activation_checkpointing", "stage", "offload_optimizer", "offload_param"),
     adapters=True,
+    package="deepspeed",
     refuse=refuse,
 )

@@ -49,6 +49,7 @@ BACKEND = Backend(
     optimizers=OPTIMIZERS,
     adapters=True,
     dtypes=("bfloat16", "float32", "float16"),
+    quantized_base=True,
     has_plan=True,
     follows=True,
     refuse=refuse,

@@ -92,5 +92,6 @@ BACKEND = Backend(
     axes=("tp", "cp", "ep", "pp", "vpp"),
     settings=("activation_checkpointing", "offload"),
     adapters=True,
+    package="megatron-core",
     refuse=refuse,
 )

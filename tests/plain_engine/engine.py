@@ -1,4 +1,4 @@
-"""`PlainEngine`: transformers' own forward, one request and token after the other, for what the native engine lacks."""
+"""An engine with transformers' own forward: one request and one token at a time, greedy, in float32."""
 
 from array import array
 from collections.abc import Iterable, Iterator

@@ -1,0 +1,135 @@
+"""Generation engines, as settings and tools know them: without torch and without their code.
+
+    facts_of(engine.name).check(engine, policy, {"rollout": rollout})
+
+To add one: a folder in `engine/` whose package has an `ENGINE`, and a line in `ENGINES`.
+"""
+
+import importlib
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.config.architectures import experts_in, has_windows
+from spmd_rl.config.packages import unsupported
+from spmd_rl.config.sections.engine import ENGINES, SIMULATED, EngineConfig
+from spmd_rl.config.sections.models import ServedModelConfig
+from spmd_rl.errors import UserError
+from spmd_rl.hub import model_folder
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """Abilities of an engine; only `build` imports its code."""
+
+    build: Callable[..., Any]
+    """[all] Function behind `engine.build`, with the same arguments"""
+    title: str
+    package: str = ""
+    """Name of its package, which is also its import name and the extra that installs it; empty without one"""
+    setup: str = ""
+    """Command that installs the package for the CPU"""
+    axes: tuple[str, ...] = ()
+    """Axes (`tp`, `pp`) along which a replica may span ranks"""
+    takes_args: bool = False
+    """True if `engine.args` reaches the package"""
+    quantizations: tuple[str, ...] = ()
+    """Values of `engine.quantization` in which it computes, besides those that are simulated for every engine"""
+    drafts: bool = False
+    """True if it verifies drafted tokens"""
+    drafts_while_truncated: bool = False
+    """True if it verifies them under `top_k`, `top_p` and `min_p` as well"""
+    adapters: bool = False
+    """True if it computes with adapters beside the frozen weights"""
+    adapters_of_mixtures: bool = False
+    """True if it leaves the experts of a mixture without adapters, as training does"""
+    reports_experts: bool = False
+    """True if completions name the experts that the router chose"""
+    temperatures: tuple[float, float] = (0, math.inf)
+    """Range of sampling temperatures above 0"""
+    sliding_windows: bool = False
+    latent_attention: bool = False
+
+    def check(
+        self, engine: EngineConfig, policy: ServedModelConfig, temperatures: Mapping[str, Any], truncated: list[str]
+    ) -> None:
+        """Raise a UserError, naming the setting, for a setting that this engine cannot serve.
+
+        temperatures: by section. truncated: sections with `top_k`, `top_p` or `min_p`.
+        """
+        self.check_package()
+        self.check_settings(engine)
+        mixture = experts_in(model_folder(policy.model))
+        able = engine.quantization in self.quantizations and engine.ranks == 1 and not engine.adapters and not mixture
+        if engine.quantization not in (None, *SIMULATED) and not able:
+            names = with_ability(lambda other: engine.quantization in other.quantizations)
+            raise UserError(
+                f"engine.quantization: {engine.quantization} only with engine={names} engine.tp=1, without "
+                "engine.adapters, and not for mixtures of experts"
+            )
+        if policy.router_replay and not self.reports_experts:
+            names = with_ability(lambda other: other.reports_experts)
+            raise UserError(f"policy.router_replay: engine={engine.name} does not report router choices; say {names}")
+        if policy.router_replay and mixture == 0:
+            raise UserError("policy.router_replay: the model is no mixture of experts; must be false")
+        low, high = self.temperatures
+        for section, value in temperatures.items():
+            if value and not low <= value <= high:
+                raise UserError(
+                    f"{section}.temperature: {value:g} is out of the range of engine={engine.name}, {low:g} to {high:g}"
+                )
+        if engine.drafts and truncated and not self.drafts_while_truncated:
+            key = f"{truncated[0]}.top_k, top_p or min_p"
+            raise UserError(f"engine.drafts: with engine={engine.name} not while {key} cuts tokens off")
+
+    def check_settings(self, engine: EngineConfig) -> None:
+        """Raise a UserError for a key of `engine` that this engine lacks."""
+        for axis in ("tp", "pp"):
+            if getattr(engine, axis) != 1 and axis not in self.axes:
+                raise UserError(f"engine.{axis}: not with engine={engine.name}; must be 1")
+        if engine.drafts and not self.drafts:
+            raise UserError(f"engine.drafts: not with engine={engine.name}; must be 0")
+        if engine.args and not self.takes_args:
+            names = with_ability(lambda other: other.takes_args)
+            raise UserError(f"engine.args: engine={engine.name} takes none; they are for engine={names}")
+
+    def check_package(self) -> None:
+        """Raise a UserError unless the package is installed in a version that is supported."""
+        if not self.package:
+            return
+        missing, found = importlib.util.find_spec(self.package) is None, unsupported(self.package)
+        if missing or found:
+            wrong = f"{self.title} is not installed here" if missing else f"{self.title} {found[0]} is not {found[1]}"
+            raise UserError(
+                f"engine={self.package}: {wrong}; `{self.setup}` installs it for the CPU, "
+                f"pip install 'spmd-rl[{self.package}]' for a GPU; or say engine=native"
+            )
+
+    def check_model(self, key: str, folder: Path, name: str) -> None:
+        """Raise a UserError if this engine, called `name`, cannot run the attention of the model in `folder`."""
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        kind = config.get("model_type")
+        if has_windows(config) and not self.sliding_windows:
+            raise UserError(
+                f"{key}: engine={name} cannot run the sliding_attention layers of {kind}; "
+                f"engine={with_ability(lambda other: other.sliding_windows)} can"
+            )
+        if config.get("kv_lora_rank") and not self.latent_attention:
+            raise UserError(
+                f"{key}: engine={name} cannot run the latent attention of {kind}; "
+                f"engine={with_ability(lambda other: other.latent_attention)} can"
+            )
+
+
+def facts_of(name: str) -> EngineFacts:
+    """Return the facts of an engine, by its name."""
+    return importlib.import_module(ENGINES[name]).ENGINE
+
+
+def with_ability(able: Callable[[EngineFacts], bool]) -> str:
+    """Return the names of the engines with an ability, for a message."""
+    return " or ".join(name for name in ENGINES if able(facts_of(name)))
