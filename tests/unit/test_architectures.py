@@ -47,7 +47,11 @@ def rope(model_type: str, kind: str, limit: int) -> dict:
             "vllm",
             f"{SHORT} mistral, which training has not: set rollout.max_prompt_",
         ),
-        (GEMMA3, "native", "engine=native cannot run the sliding_attention layers of gemma3_text; engine=vllm or sglang can"),
+        (
+            GEMMA3,
+            "native",
+            "engine=native cannot run the sliding_attention layers of gemma3_text; engine=vllm or sglang can",
+        ),
         ({"model_type": "cohere2"}, "native", "engine=native cannot run the sliding_attention layers of cohere2; "),
         (GEMMA3, "vllm", ""),
         (GEMMA3, "", ""),
