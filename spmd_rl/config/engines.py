@@ -40,9 +40,7 @@ class EngineFacts:
     quantizations: tuple[str, ...] = ()
     """Values of `engine.quantization` in which it computes, besides those that are simulated for every engine"""
     drafts: bool = False
-    """True if it verifies drafted tokens"""
-    drafts_while_truncated: bool = False
-    """True if it verifies them under `top_k`, `top_p` and `min_p` as well"""
+    """True if it verifies drafted tokens, but not under `top_k`, `top_p` or `min_p`"""
     adapters: bool = False
     """True if it computes with adapters beside the frozen weights"""
     adapters_of_mixtures: bool = False
@@ -82,7 +80,7 @@ class EngineFacts:
                 raise UserError(
                     f"{section}.temperature: {value:g} is out of the range of engine={engine.name}, {low:g} to {high:g}"
                 )
-        if engine.drafts and truncated and not self.drafts_while_truncated:
+        if engine.drafts and truncated:
             key = f"{truncated[0]}.top_k, top_p or min_p"
             raise UserError(f"engine.drafts: with engine={engine.name} not while {key} cuts tokens off")
 

@@ -106,13 +106,6 @@ def test_priorities_change_no_sample_and_no_weight(toy: Toy, straight: Running, 
     assert difference(resumed.weights(3), straight.weights(3)) < 1e-6
 
 
-def test_drafts_change_no_sample_and_no_weight(toy: Toy, straight: Running, by_size) -> None:
-    run = toy.run(*SETTINGS, "engine.drafts=3", "steps=1", ranks=2, name="drafts")
-    assert tokens(run, 1) == tokens(by_size[2], 1)
-    assert difference(run.weights(1), straight.weights(1)) < 1e-6
-    assert run.metrics()[1]["rollout/accepted_drafts/mean"] >= 0
-
-
 @pytest.mark.slow
 def test_claims_from_the_store_accept_the_same_tickets(toy: Toy, by_size) -> None:
     run = toy.run(*SETTINGS, "rollout.claim=store", "steps=1", ranks=2, name="store")

@@ -6,7 +6,6 @@ from itertools import count
 import pytest
 import torch
 
-from spmd_rl.engine.native.drafts import draft
 from spmd_rl.model.build import build_model
 from spmd_rl.types import Completion, Request
 from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
@@ -75,6 +74,8 @@ def test_logprobs_are_those_of_a_full_forward(pair, temperature):
 
 def test_tokens_are_distributed_as_the_model_says(pair):
     """Where each token falls in the distribution, what is drafted first, is uniform: chi-squared, 19 degrees."""
+    from spmd_rl.engine.vllm.drafts import draft
+
     model, engine = pair
     counts, noise = engine.token_counts, torch.Generator().manual_seed(1)
     counts.verified = counts.accepted = 0
@@ -82,7 +83,7 @@ def test_tokens_are_distributed_as_the_model_says(pair):
     for request, completion in ask(engine, 150, 32, temperature=0.25):
         shares, text = distribution(model, request, completion), array("i", request.prompt_ids)
         for token, share in zip(completion.token_ids, shares, strict=True):
-            if found := draft(text.tobytes(), (), 1):
+            if found := draft(text.tobytes(), 1):
                 share = share.roll(-found[0])  # the drafted token first: below its share lies what is accepted
                 token, num_drafted = (token - found[0]) % len(share), num_drafted + 1
                 place = share[:token].sum() + share[token] * torch.rand((), generator=noise)

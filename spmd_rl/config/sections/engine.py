@@ -33,9 +33,8 @@ class EngineConfig:
     `int4` (groups of 32) would hold them: simulated, nothing is faster or smaller. `w8a8_int8`, `w8a8_fp8`: vLLM holds
     the layers' matrices so, by row, and computes in it. Correct for any by `algorithm.correction.level=token`."""
     drafts: int = 0
-    """Verify up to so many tokens at once that followed an answer's last ones before: fewer steps. With `native`, also
-    in its group's texts, the tokens are the same; with `vllm` others, equally distributed. Large batches do without
-    (not `vllm` on GPUs)."""
+    """With `engine=vllm`: verify up to so many tokens at once that followed an answer's last ones before, in fewer
+    steps. The tokens are others than without, equally distributed. On CPUs large batches do without."""
     adapters: bool = False
     """With `policy.lora`, on `vllm` and `sglang`: answer with the adapters beside the frozen weights, so that after the
     first publish adapters alone are sent. Default: each publish sends whole weights, with adapters merged into them."""

@@ -17,6 +17,4 @@ def build(*args: Any) -> Any:
     return build(*args)  # [all]
 
 
-ENGINE = EngineFacts(
-    build=build, title="the native engine", drafts=True, drafts_while_truncated=True, reports_experts=True
-)
+ENGINE = EngineFacts(build=build, title="the native engine", reports_experts=True)

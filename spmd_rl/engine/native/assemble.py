@@ -20,4 +20,4 @@ def build(
     module = empty_module(policy.model, getattr(torch, policy.dtype), world.device, trust=trust)
     text_of = text_of_model(policy.model, trust)
     sizes, found = (settings.max_running, settings.kv_tokens), constraint_of(constraint, policy.model, trust)
-    return NativeEngine(module, *sizes, sleeps, text_of, policy.router_replay, found, settings.drafts)
+    return NativeEngine(module, *sizes, sleeps, text_of, policy.router_replay, found)

@@ -12,7 +12,7 @@ The same adds and steps give bitwise the same tokens and logprobs. Left out: wha
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby, islice, repeat
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from spmd_rl.engine.base import Capacity, Engine
 from spmd_rl.engine.checked_weights import CheckedWeights
 from spmd_rl.engine.native.attention import Bucket, Paged
-from spmd_rl.engine.native.drafts import Drafter
 from spmd_rl.engine.native.kv import BLOCK, KVPool
 from spmd_rl.engine.native.routing import ChosenExperts
 from spmd_rl.engine.native.sampling import cut_off, draw
@@ -37,8 +36,6 @@ BATCH_TOKENS = 4096
 """Tokens of one forward (a longer prompt goes alone): the bound of its activations."""
 QUERIES = 256
 """Tokens that attend in one call of the kernel: the bound of its mask."""
-Sampled = tuple[int, float, list[int], list[int]]
-"""A token, its logprob, the candidates it was drawn among, and the experts of the token before it"""
 ROUND_FEW, ROUND_MANY = 8, 64
 """Forwards are filled up to multiples of these: kernels are compiled and kept per shape, and would pile up."""
 
@@ -55,13 +52,11 @@ class NativeEngine(Engine):
         text_of: TextOf = no_text,
         records_experts: bool = False,
         constraint: Constraint | None = None,
-        drafts: int = 0,
     ) -> None:
         """`offload`: weights go to host memory and the KV cache is freed outside `awake()`. No effect on CPU.
 
         `text_of`: needed for requests with stop strings. records_experts: completions record which experts of a mixture
-        their tokens went to; UserError if the module is none. constraint: what all answers have to parse as. drafts:
-        tokens of a draft (`drafts.py`), at most; 0 with a constraint.
+        their tokens went to; UserError if the module is none. constraint: grammar of all answers.
         """
         self._constraint = constraint
         self._text_of = text_of
@@ -83,7 +78,6 @@ class NativeEngine(Engine):
         self.capacity = Capacity(max_running, kv_tokens, max_tokens)
         self._experts = ChosenExperts(module) if records_experts else None
         self._scheduler = Scheduler(self.pool, max_running, self._experts.per_token if self._experts else 0)
-        self._drafter = Drafter(drafts) if drafts else None
         self.token_counts = self._scheduler.token_counts
         self._aborted: list[Completion] = []
         self._version: int | None = None
@@ -112,11 +106,9 @@ class NativeEngine(Engine):
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Admit what fits, compute a token for each running request (and drafts), return those that ended."""
+        """Admit what fits, compute a token for each running request, return those that ended."""
         ended, self._aborted = self._aborted, []
         self._scheduler.admit()
-        if self._drafter:
-            self._drafter.propose(self._scheduler.rows, _filled)
         for rows in self._batches():
             ended += self._forward(rows)
         return ended
@@ -186,52 +178,37 @@ class NativeEngine(Engine):
     def _forward(self, rows: list[RunningSequence]) -> list[Completion]:
         """Feed what is pending and sample behind it for every row; returns the completions of those that end."""
         rows = sorted(rows, key=_shape)
-        ids, positions, slots, asked = [], [], [], []
+        ids, positions, slots, last = [], [], [], []
         for row in rows:
             new = range(row.num_stored, row.num_stored + row.num_fed)
             ids += row.fed
             positions += new
             slots += map(row.slot, new)
-            asked += range(len(ids) - len(row.drafts) - 1, len(ids))
+            last.append(len(ids) - 1)
         kv = Paged(self.pool, self._tensor(slots), tuple(self._buckets(rows)))
         blank = [0] * (_filled(len(ids)) - len(ids))
         output = self.model(
             input_ids=self._tensor([ids + blank]),
             position_ids=self._tensor([positions + blank]),
             use_cache=False,
-            logits_to_keep=self._tensor(asked + [0] * (-len(asked) % ROUND_FEW)),
+            logits_to_keep=self._tensor(last + [0] * (-len(last) % ROUND_FEW)),
             kv=kv,
         )
-        logits = output.logits[0, : len(asked)]
+        if self._experts:
+            for row, chosen in zip(rows, self._experts.at(self._tensor(last)), strict=True):
+                if row.token_ids:  # else it was the prompt's last token that was fed
+                    row.experts.extend(chosen)
+        logits = output.logits[0, : len(rows)]
         if self._constraint:
             cut_off(logits, rows, self._constraint)
-        places = [(row, ahead) for row in rows for ahead in range(len(row.drafts) + 1)]
-        drawn = draw(logits, *zip(*places, strict=True))
-        experts = self._experts.at(self._tensor(asked)) if self._experts else repeat(())
-        found = zip(*drawn, experts, strict=False)
         ended = []
-        for row in rows:
-            if reason := self._take(row, list(islice(found, len(row.drafts) + 1))):
+        for row, token, logprob, candidates in zip(rows, *draw(logits, rows), strict=True):
+            row.num_stored = row.num_tokens
+            row.append(token, logprob, self._version, candidates)
+            if reason := self._finish_reason(row):
                 self._scheduler.end(row)
                 ended.append(row.completion(reason))
         return ended
-
-    def _take(self, row: RunningSequence, found: list[Sampled]) -> FinishReason | None:
-        """Append the first token found, then the next while the one before was drafted; the reason to end, if any."""
-        drafts, row.drafts = row.drafts, row.drafts[:0]
-        for place, (token, logprob, candidates, experts) in enumerate(found):
-            if row.token_ids:  # else it was the prompt's last token that was fed
-                row.experts.extend(experts)
-            row.num_stored = row.num_tokens
-            row.append(token, logprob, self._version, candidates)
-            reason = self._finish_reason(row)
-            if reason or drafts[place : place + 1].tolist() != [token]:
-                break
-        row.num_accepted += place
-        row.num_rejected += place < len(drafts)
-        self.token_counts.verified += bool(drafts)
-        self.token_counts.accepted += place
-        return reason
 
     def _finish_reason(self, row: RunningSequence) -> FinishReason | None:
         """The reason to stop after the last token, if there is one."""

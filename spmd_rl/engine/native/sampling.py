@@ -40,18 +40,14 @@ def cut_off(logits: Tensor, rows: Sequence[SequenceState], constraint: Constrain
     Allowed(to_device(words, device), torch.arange(len(rows), device=device)).cut(logits, 0, -math.inf)
 
 
-def draw(
-    logits: Tensor, rows: Sequence[SequenceState], ahead: Sequence[int] | None = None
-) -> tuple[list[int], list[float], list[list[int]]]:
-    """The next token of each row, its logprob, and among which it was drawn (none: among all), from logits [R, V].
+def draw(logits: Tensor, rows: Sequence[SequenceState]) -> tuple[list[int], list[float], list[list[int]]]:
+    """Return the next token of each row, its logprob, and its candidates (none: all), from logits [R, V].
 
-    It depends on the row's own logits, request and number of tokens alone. ahead: of each row, how many tokens later
-    than its next one; by default 0.
+    It depends on the row's own logits, request and number of tokens alone.
     """
     requests, device = [row.request for row in rows], logits.device
     temperatures = torch.tensor([request.temperature for request in requests], device=device)
-    later = zip(rows, ahead or [0] * len(rows), strict=True)
-    draws = [uniform(row.request.seed, row.request.num_begun + len(row.token_ids) + n) for row, n in later]
+    draws = [uniform(row.request.seed, row.request.num_begun + len(row.token_ids)) for row in rows]
     uniforms = torch.tensor(draws, dtype=torch.float64, device=device)
     cut = [i for i, request in enumerate(requests) if request.truncated]
     tokens, logprobs, candidates = [0] * len(rows), [0.0] * len(rows), [[] for _ in rows]

@@ -11,7 +11,7 @@ found when it has ended, by the agent's next turn.
 import heapq
 from array import array
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from spmd_rl.engine.base import EngineCounts
 from spmd_rl.engine.native.kv import BLOCK, KVPool, block_keys, blocks_for
@@ -29,10 +29,6 @@ class RunningSequence(SequenceState):
     """tokens whose keys and values are in the pool"""
     shared: bool = True
     """whether later requests may find its blocks; not once the weights have changed under it"""
-    drafts: array = field(default_factory=lambda: array("i"))
-    """ids ('i') that may come next, see `drafts.py`; not counted among its tokens before they are accepted"""
-    num_accepted: int = 0
-    num_rejected: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -41,15 +37,14 @@ class RunningSequence(SequenceState):
 
     @property
     def num_fed(self) -> int:
-        """Tokens to feed next: known and not stored yet, and drafts."""
-        return self.num_tokens - self.num_stored + len(self.drafts)
+        """Number of tokens to feed next: known and not stored yet."""
+        return self.num_tokens - self.num_stored
 
     @property
     def fed(self) -> array:
         """The ids ('i') of these tokens."""
         begin = self.num_stored - len(self.request.prompt_ids)
-        known = self.token_ids[begin:] if begin >= 0 else self.request.prompt_ids[begin:] + self.token_ids
-        return known + self.drafts
+        return self.token_ids[begin:] if begin >= 0 else self.request.prompt_ids[begin:] + self.token_ids
 
     def slot(self, position: int) -> int:
         """Where the token at `position` is stored."""

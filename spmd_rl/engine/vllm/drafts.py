@@ -5,6 +5,7 @@ distribution: tokens are distributed as without drafts, and their logprobs are t
 than without, for draws are spent otherwise.
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,10 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.sample import rejection_sampler
 
 from spmd_rl.engine.base import EngineCounts
-from spmd_rl.engine.native.drafts import LENGTHS, draft
 
+LENGTHS = (3, 2)
+"""Numbers of last tokens that are looked up, the first that is found counts"""
+SIZE = array("i").itemsize
 MOST_ROWS = 8
 """With more requests drafts cost more than they save on the CPU: docs/lab/2026-11-26-drafts-and-priorities.md."""
 
@@ -61,7 +64,26 @@ class Lookup:
         if len(sampled) > MOST_ROWS:
             return [[] for _ in sampled]
         texts = [token_ids[row, : lengths[row]].tobytes() if new else b"" for row, new in enumerate(sampled)]
-        return [draft(text, (), self._num_tokens).tolist() for text in texts]
+        return [draft(text, self._num_tokens).tolist() for text in texts]
 
     def load_model(self, model: Any) -> None:
         """Nothing: it has none."""
+
+
+def draft(text: bytes, most: int) -> array:
+    """Return up to `most` token ids ('i') that followed a text's last ones before, the text as bytes of ids.
+
+    A text that repeats itself goes on repeating. Empty where nothing is alike.
+    """
+    for length in LENGTHS:
+        if (end := _find(text[-length * SIZE :], text)) is not None:
+            return (array("i", text[end : end + most * SIZE]) * most)[:most]
+    return array("i")
+
+
+def _find(tokens: bytes, text: bytes) -> int | None:
+    """Where `tokens` end in a text for the last time, with something behind them."""
+    at = text.rfind(tokens, 0, -SIZE)
+    while at > 0 and at % SIZE:  # not at the border of a token
+        at = text.rfind(tokens, 0, at + len(tokens) - 1)
+    return None if at < 0 else at + len(tokens)
