@@ -146,8 +146,6 @@ class Batch(_Remembered):
     teacher sees any"""
     values: Tensor | None = field(default=None, metadata=per_token(torch.float32, "score"))
     """float32 [T]: what the critic expects of the rest of the answer before each sampled token; None without one"""
-    value_spread: Tensor | None = field(default=None, metadata=per_token(torch.float32, "score"))
-    """float32 [T]: the deviation of the values of several critics; None where there are not several"""
     returns: Tensor | None = field(default=None, metadata=per_token(torch.float32, "score"))
     """float32 [T]: what the critic should have predicted; None without one"""
     turns: Tensor | None = field(default=None, metadata=per_token(torch.int64))
@@ -157,8 +155,6 @@ class Batch(_Remembered):
     is one"""
     marked: Tensor | None = field(default=None, metadata=per_token(torch.bool))
     """bool [T]: tokens chosen over the global batch (clip-cov, kl-cov); None where nothing needs them"""
-    disputed: Tensor | None = field(default=None, metadata=per_token(torch.bool))
-    """bool [T]: tokens that are left out of the entropy bonus, see `algo.values.ensemble`; None where there are none"""
 
     @property
     def num_tokens(self) -> int:

@@ -54,8 +54,6 @@ class Tokens:
     """float [N]"""
     marked: Tensor | None = None
     """bool [N]: tokens selected over the *global* batch (clip-cov, kl-cov)"""
-    disputed: Tensor | None = None
-    """bool [N]: tokens over whose value several critics differ most"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ SECTIONS = (
     Section(
         "The critic",
         "These need `algorithm.advantage=gae` or `turn_gae`.",
-        _named(values.ensemble, values.value_loss, values.explained_variance),
+        _named(values.value_loss, values.explained_variance),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""The values of several critics, the loss of a critic and its explained variance.
+"""The loss of a critic and its explained variance.
 
 `advantages/tokens.py` computes the critic's targets, the returns.
 """
@@ -7,25 +7,6 @@ import torch
 from torch import Tensor
 
 from spmd_rl.algo.moments import Moments
-
-
-def ensemble(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Average several critics, and measure how far they differ.
-
-        V_t = mean over m of V_m(t),  sigma_t = std over m of V_m(t)
-
-    Each critic m learns from answers of its own: those of every prompt are dealt out to all critics. Of a mini-batch,
-    the tokens of the lowest sigma get no advantage, as critics that agree leave little to learn; those of the highest
-    have no part in the entropy bonus, as exploration there is spurious. Equal sigmas are never told apart.
-
-    Source: Asymmetric Proximal Policy Optimization (arXiv 2510.01656).
-    Keys: `critic.ensemble`: number of critics, 2 in the paper; `advantage_mask_ratio`, `entropy_mask_ratio`: the shares
-    of the tokens, 0.2 each.
-    Use: with a critic that is smaller than the policy (`critic.model`), whose values alone are poor.
-
-    values: float [M, N]. Returns mean and deviation (without Bessel's correction), [N] each.
-    """
-    return values.mean(0), values.std(0, correction=0)
 
 
 def value_loss(

@@ -59,7 +59,6 @@ def _of_algorithm(algorithm: AlgorithmConfig) -> Idle:
         (a.uses_critic, "algorithm.advantage is not gae or turn_gae", "critic"),
         (a.kl_coef, "algorithm.kl_coef is 0", "algorithm.kl_estimator"),
         (a.kl_reward_coef, "algorithm.kl_reward_coef is 0", "algorithm.kl_reward_estimator"),
-        (a.entropy_coef, "algorithm.entropy_coef is 0", "algorithm.entropy_mask_ratio"),
         (a.target_kl, "algorithm.target_kl is null", "algorithm.kl_horizon"),
         (a.repetition_coef, "algorithm.repetition_coef is 0", "algorithm.repetition_ngram"),
         (a.overlong_coef, "algorithm.overlong_coef is 0", "algorithm.overlong_tokens"),

@@ -38,7 +38,7 @@ class Roofline:
         passes = [ModelPasses(self._policy.size, int(needs_old), policy_epochs)]
         passes += [ModelPasses(self._reference.size, 1, 0)] if self._reference else []
         passes += [ModelPasses(self._teacher.size, 1, 0)] if self._teacher else []
-        passes += [ModelPasses(self._critic.size, self._critic.num_critics, critic_epochs)] if self._critic else []
+        passes += [ModelPasses(self._critic.size, 1, critic_epochs)] if self._critic else []
         seconds = roofline(
             _tokens(answers), _tokens(answers[used]), self._policy.size, passes, self._devices, self._spec
         )

@@ -3,7 +3,7 @@
     finish(batches, plan, settings, kl_reward_coef, policy.layout.data, seed)  # [all]
 
 A token-level estimator, or a KL penalty in the reward, needs logprobs or values, which only the trainer has; whitening,
-and the choice of the tokens that clip-cov, kl-cov and several critics treat apart, need sums and counts over all data
+and the choice of the tokens that clip-cov and kl-cov treat apart, need sums and counts over all data
 shards. These travel; never tokens.
 """
 
@@ -54,8 +54,6 @@ def finish(
         total = int(plan.num_sampled[plan.minibatches == number].sum())
         if settings.loss in SHARES:
             mark(batch, settings, total, data, (seed, plan.step))  # [all]
-        if settings.masks_by_critics:
-            mask_by_critics(batch, settings, total, data)  # [all]
     return metrics
 
 
@@ -63,11 +61,7 @@ def _of_critic(batches: Sequence[Batch], data: DataShard) -> dict[str, float]:
     """[all] Metrics of the values of all data shards and mini-batches."""
     errors = [batch.returns - batch.values for batch in batches]
     critic = [moments_of(batches, column, data) for column in (errors, [b.returns for b in batches])]  # [all]
-    metrics = {"critic/explained_variance": explained_variance(*critic)}
-    if batches[0].value_spread is not None:  # alike on all ranks
-        spread = moments_of(batches, [batch.value_spread for batch in batches], data)  # [all]
-        metrics["critic/value_spread/mean"] = spread.mean
-    return metrics
+    return {"critic/explained_variance": explained_variance(*critic)}
 
 
 def estimate(batch: Batch, settings: AlgorithmConfig, kl_reward_coef: float) -> None:
@@ -144,17 +138,6 @@ def mark(batch: Batch, settings: AlgorithmConfig, total: int, data: DataShard, s
     if settings.loss == "clip_cov":
         keys = bind(selection.clip_cov_keys, settings)(keys, ids)
     batch.marked = highest(batch, keys, total, getattr(settings, SHARES[settings.loss]), data)  # [all]
-
-
-def mask_by_critics(batch: Batch, settings: AlgorithmConfig, total: int, data: DataShard) -> None:
-    """[all] Take the advantage of the tokens over which several critics agree most, and mark those over which they
-    differ most: `Batch.disputed`. See `algo.values.ensemble`; parameters as in `mark`."""
-    spread = batch.value_spread[batch.loss_mask]
-    if share := settings.advantage_mask_ratio:
-        agreed = highest(batch, -spread, total, share, data)  # [all]
-        batch.advantages = batch.advantages.masked_fill(agreed, 0)
-    if settings.entropy_coef and (share := settings.entropy_mask_ratio):
-        batch.disputed = highest(batch, spread, total, share, data)  # [all]
 
 
 def highest(batch: Batch, keys: Tensor, total: int, share: float, data: DataShard) -> Tensor:

@@ -244,7 +244,7 @@ def fill_in(
     if reference:
         columns.append(("ref_logprobs", reference, logprobs_of(reference, "ref_logprobs")))
     if critic:
-        columns.append(("values", critic, critic.estimates))
+        columns.append(("values", critic, lambda batch: {"values": critic.values(batch)}))
     for what, role, compute in columns:
         with role.awake():
             RoleShards(policy, role, plan, world).fill_in(what, batches, compute)  # [all]

@@ -61,11 +61,9 @@ def build_own(roles: Sequence[RoleConfig], world: "World") -> dict[str, Any]:
 def build_role(role: RoleConfig, world: "World", source: "Source | None" = None) -> Any:
     """[all] The role over `world`. source: gives the model; by default `stored_model`, or `checkpoint_model`."""
     from spmd_rl.distributed import Layout
-    from spmd_rl.train.ensemble import CriticEnsemble
     from spmd_rl.train.stored_model import checkpoint_model, stored_model
 
     layout = Layout(world, **role.train.axes, key=role.key)  # [all]
     trained = role.own.checkpoint if isinstance(role.own, EvaluatedModelConfig) else None
     stored = partial(checkpoint_model, trained) if trained else stored_model
-    built = [backend(role.train.name).build(role, layout, source or stored) for _ in range(role.copies)]  # [all]
-    return built[0] if len(built) == 1 else CriticEnsemble(built)
+    return backend(role.train.name).build(role, layout, source or stored)  # [all]

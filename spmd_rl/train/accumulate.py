@@ -231,15 +231,9 @@ class Policy(BaseRole):
 class Critic(BaseRole):
     """The critic, which predicts scores: see `train.base.CriticRole`."""
 
-    num_critics = 1
-
     def values(self, batch: Batch) -> Tensor:
         """See `CriticRole`."""
         return self.evaluate("values", batch, ForwardArgs(), 1)[0]
-
-    def estimates(self, batch: Batch) -> dict[str, Tensor]:
-        """See `CriticRole`."""
-        return {"values": self.values(batch)}  # [all]
 
     def packing_fingerprint(self, batch: Batch) -> Tensor:
         """See `Role`."""

@@ -161,15 +161,8 @@ class PolicyRole(Role, Protocol):
 class CriticRole(Role, Protocol):
     """The critic: how much score is yet to come."""
 
-    num_critics: int
-    """1, or of how many models it is made."""
-
     def values(self, batch: Batch) -> Tensor:
         """[all] What is expected before each sampled token: float32 [T], 0 outside `loss_mask`; no gradient."""
-        ...
-
-    def estimates(self, batch: Batch) -> dict[str, Tensor]:
-        """[all] `values`, and what else it knows of them, as columns of the batch: float32 [T] each."""
         ...
 
     def update(self, batch: Batch, loss: BoundValueLoss) -> Metrics:

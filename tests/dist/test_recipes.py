@@ -17,7 +17,7 @@ from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
 from spmd_rl.learn import Learner
 from spmd_rl.rollout.collected import Collected
-from spmd_rl.train import Roles, build_role, build_roles
+from spmd_rl.train import Roles, build_roles
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.dist.harness import run_ranks
 from tests.fakes import table_of
@@ -105,13 +105,11 @@ def train(world: World, path: str, cases: dict[str, dict]) -> dict[str, dict[str
     metrics = {}
     most = settings(path, "algorithm=ppo", "algorithm.kl_coef=0.1")  # all that a case may read
     built = build_roles(most.roles, world)
-    several = build_role(settings(path, "algorithm=asyppo").role("critic"), world)
-    start = [(t, t.clone()) for role in (*built.trained.values(), *several.critics) for t in tensors(role)]
+    start = [(t, t.clone()) for role in built.trained.values() for t in tensors(role)]
     for name, case in cases.items():
         cfg = msgspec.convert(case, RlvrConfig)
         reads = cfg.algorithm.uses_reference, cfg.algorithm.uses_critic
-        critics = several.critics if cfg.critic.ensemble > 1 else [built.critic]
-        both = built.reference, several if len(critics) > 1 else built.critic
+        both = built.reference, built.critic
         roles = Roles(built.policy, *(role if read else None for role, read in zip(both, reads, strict=True)))
         for tensor, as_built in start:
             tensor.copy_(as_built)
@@ -123,7 +121,7 @@ def train(world: World, path: str, cases: dict[str, dict]) -> dict[str, dict[str
             old += 0.4 * torch.sin(batch.token_ids.float() + batch.position_ids) * batch.loss_mask
         metrics[name] = learner.update(batches)
         wholes = {}
-        for role in (roles.policy, *(critics if roles.critic else ())):
+        for role in filter(None, (roles.policy, roles.critic)):
             moments = role.model.state_dict()["optimizer"].items()
             wholes |= {f"{len(wholes)} {key}": m.full_tensor() for key, m in moments if key.endswith("exp_avg")}
         if world.rank == 0:

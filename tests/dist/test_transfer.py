@@ -70,12 +70,12 @@ def asked(world: World, policy_block: int, role_block: int) -> list[list[int]]:
 
     def compute(batch: Batch) -> dict[str, torch.Tensor]:
         seen.append(batch.num_samples)
-        return {"ref_logprobs": fingerprints(batch), "value_spread": 3 * fingerprints(batch)}
+        return {"ref_logprobs": fingerprints(batch), "values": 3 * fingerprints(batch)}
 
     shards.fill_in("ref_logprobs", batches, compute)
     for batch in batches:
         assert torch.equal(batch.ref_logprobs, fingerprints(batch))
-        assert torch.equal(batch.value_spread, 3 * fingerprints(batch))
+        assert torch.equal(batch.values, 3 * fingerprints(batch))
         batch.returns = 2 * fingerprints(batch)
     for batch in shards.share("update: critic", batches):  # with everything that the policy's ranks have found out
         assert torch.equal(batch.returns, 2 * fingerprints(batch)) and torch.equal(

@@ -73,7 +73,7 @@ def test_a_run_outside_of_a_bound_stops_on_all_ranks_and_says_where(toy: Toy) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe", ["ppo", "asyppo", "remax", "reinforce_pp", "clip_cov", "icepop", "dr_grpo", "topr", "dppo", "gspo"]
+    "recipe", ["ppo", "remax", "reinforce_pp", "clip_cov", "icepop", "dr_grpo", "topr", "dppo", "gspo"]
 )
 def test_recipes_run_through_the_door(toy: Toy, recipe: str) -> None:
     run = toy.run(*EXACT, f"algorithm={recipe}", "steps=2", name=recipe)

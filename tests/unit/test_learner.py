@@ -226,9 +226,6 @@ class FakeCritic(FakeBackend):
     def values(self, batch):
         return torch.full((batch.num_tokens,), 0.5)
 
-    def estimates(self, batch):
-        return {"values": self.values(batch)}
-
     def update(self, batch, loss):
         n = int(batch.loss_mask.sum())
         self.asked.append(f"update of {n}")

@@ -24,12 +24,11 @@ def positive_sft(tokens: Tokens, *, sft_coef: float) -> Loss:
 def entropy_bonus(tokens: Tokens, *, entropy_coef: float) -> Loss:
     """Add a bonus for the entropy of the policy.
 
-        L_t = -entropy_coef H(pi at t), and 0 where several critics differ most (`entropy_mask_ratio`)
+        L_t = -entropy_coef H(pi at t)
 
     Source: Asynchronous Methods for Deep Reinforcement Learning (arXiv 1602.01783, section 4); PPO (arXiv 1707.06347,
     eq. 9).
     Keys: `entropy_coef`: weight of the bonus, >= 0; at vocabulary size, 1e-3 is already strong.
     Use: exploration ends too soon. `Tokens.entropy` must carry a gradient.
     """
-    entropy = tokens.entropy if tokens.disputed is None else tokens.entropy.masked_fill(tokens.disputed, 0)
-    return -entropy_coef * entropy, {"actor/entropy_loss": entropy.detach()}
+    return -entropy_coef * tokens.entropy, {"actor/entropy_loss": tokens.entropy.detach()}

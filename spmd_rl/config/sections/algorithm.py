@@ -254,12 +254,6 @@ class AlgorithmConfig:
     """Weight of the KL penalty of `loss=kl_cov`."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
-    advantage_mask_ratio: float = 0.0
-    """Share of all tokens, those over whose value the critics of `critic.ensemble` agree most, that get no
-    advantage."""
-    entropy_mask_ratio: float = 0.0
-    """Share of all tokens, those over whose value the critics of `critic.ensemble` differ most, that are left out of
-    the entropy bonus."""
     sft_coef: float = 0.0
     """Weight of a supervised loss on answers with a positive advantage."""
 
@@ -300,7 +294,6 @@ class AlgorithmConfig:
         one_of(self, kl_estimator=KL_ESTIMATORS, kl_reward_estimator=KL_ESTIMATORS)
         within(self, gamma=(0, 1), lam=(0, 1), step_reward_gamma=(0, 1))
         within(self, clip_cov_ratio=(0, 1), kl_cov_ratio=(0, 1), variance_top_p=(0, 1))
-        within(self, advantage_mask_ratio=(0, 1), entropy_mask_ratio=(0, 1))
         above(self, variance_top_p=0)
         at_least(self, clip_low=0, clip_high=0, dual_clip=1, kimi_tau=0, kl_cov_coef=0, entropy_coef=0, sft_coef=0)
         at_least(self, kl_coef=0, kl_reward_coef=0, critic_warmup=0, sample_epochs=1, pass_k=1, loss_agg_length=1)
@@ -362,11 +355,6 @@ class AlgorithmConfig:
     def uses_greedy(self) -> bool:
         """Whether each prompt gets a greedy answer beside its samples, as a baseline."""
         return self.advantage == "remax"
-
-    @property
-    def masks_by_critics(self) -> bool:
-        """Whether tokens are treated apart for how far several critics differ."""
-        return self.advantage_mask_ratio > 0 or (self.entropy_mask_ratio > 0 and self.entropy_coef > 0)
 
     @property
     def uses_critic(self) -> bool:

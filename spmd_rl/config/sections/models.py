@@ -266,14 +266,6 @@ class CriticConfig(TrainedModelConfig):
 
     lr: float = 1e-5
     """Peak learning rate."""
-    ensemble: int = 1
-    """Number of critics. Several start alike; each is trained on its part of every prompt's answers, and a value is the
-    mean of theirs (AsyPPO): `algorithm=asyppo`."""
-    train: TrainOverrides = field(default_factory=TrainOverrides)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, ensemble=1)
 
 
 @dataclass
@@ -328,11 +320,6 @@ class RoleConfig:
     def sync_steps(self) -> int | None:
         """Of a reference that follows the policy: after how many steps, each time."""
         return self.own.sync_steps if isinstance(self.own, FollowingReferenceConfig) else None
-
-    @property
-    def copies(self) -> int:
-        """How many of it there are, built alike: of a critic."""
-        return self.own.ensemble if isinstance(self.own, CriticConfig) else 1
 
     @property
     def lora(self) -> LoraConfig:

@@ -130,8 +130,6 @@ class _Trace:
         for role in (role for role in cfg.roles if not role.is_base_of(cfg.roles[0])):
             if not backend(role.train.name).has_plan:
                 raise UserError(f"{role.key}.name: --plan cannot trace train={role.train.name}")
-            if role.copies > 1:
-                raise UserError(f"critic.ensemble: --plan traces one critic, not {role.copies}; give critic.ensemble=1")
             if role.lora.rank:  # peft moves weights, which made-up ones are not
                 raise UserError(f"{role.name}.lora.rank: --plan cannot trace adapters; give {role.name}.lora.rank=0")
             with progress(f"rank {self._world.rank}: building the {role.name}"):
