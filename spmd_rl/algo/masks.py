@@ -47,8 +47,7 @@ def variance_mask(scores: Tensor, groups: Tensor, *, variance_top_p: float, vari
     Source: RAGEN-2 (arXiv 2604.06268, SNR-aware filtering, top-p over reward variance); variance with Bessel's
     correction.
     Keys: `variance_top_p`: the share, such as 0.9; null keeps all groups; `variance_eps`: variance that may be missing,
-    so that a step in which nothing varies keeps nothing; `variance_patience`: after so many steps in a row that train
-    on nothing, the run stops.
+    so that a step in which nothing varies keeps nothing.
     Use: many groups of agents have nearly equal returns, whose gradient is noise. A group without variance is never
     kept.
 

@@ -63,7 +63,7 @@ def _of_algorithm(algorithm: AlgorithmConfig) -> Idle:
         (a.repetition_coef, "algorithm.repetition_coef is 0", "algorithm.repetition_ngram"),
         (a.overlong_coef, "algorithm.overlong_coef is 0", "algorithm.overlong_tokens"),
         (a.difficulty_mask, "algorithm.difficulty_mask is false", difficulty),
-        (a.variance_top_p, "algorithm.variance_top_p is null", "algorithm.variance_eps algorithm.variance_patience"),
+        (a.variance_top_p, "algorithm.variance_top_p is null", "algorithm.variance_eps"),
         (a.error_max_len_clip, "algorithm.error_max_len_clip is false", "algorithm.error_max_len_threshold"),
         (a.correction.level != "off", "algorithm.correction.level is off", correction),
         *((False, reason, key) for key, reason in unread_algorithm_keys(a)),

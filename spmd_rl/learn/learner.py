@@ -9,7 +9,7 @@ from spmd_rl.algo.kl import adaptive_coef
 from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig, RlConfig, RolloutConfig, TeachersConfig
-from spmd_rl.errors import RunFailed, tell
+from spmd_rl.errors import tell
 from spmd_rl.learn import prepare, token_advantages
 from spmd_rl.learn.advantages import Samples, credit, repetition_penalties
 from spmd_rl.learn.custom import bind
@@ -158,14 +158,11 @@ class Learner:
         return batches
 
     def _check_signal(self) -> None:
-        """Warn where steps in a row have nothing to learn from. RunFailed, on all ranks, if the settings ask for it."""
+        """Warn where steps in a row have nothing to learn from."""
         plan = self.plan
         assert plan is not None
         self._num_flat_steps = 0 if plan.advantages.any() else self._num_flat_steps + 1
-        count, settings = self._num_flat_steps, self._settings
-        if settings.variance_top_p is not None and count >= settings.variance_patience:
-            raise RunFailed(f"algorithm.variance_top_p: in {count} steps in a row no group's scores varied enough")
-        if count and count % FLAT_STEPS == 0 and self._world.rank == 0:
+        if (count := self._num_flat_steps) and count % FLAT_STEPS == 0 and self._world.rank == 0:
             line = f"nothing to learn from in {count} steps in a row: the scores of each group are equal"
             tell(f"warning: step {plan.step}: {line}")
 

@@ -193,7 +193,7 @@ def test_steps_from_which_nothing_can_be_learnt_are_told(capsys) -> None:
     assert "nothing to learn from in 5 steps in a row" in told and told.count("\n") == 1
 
 
-def test_the_variance_filter_keeps_the_groups_that_vary_and_gives_up_when_none_does() -> None:
+def test_the_variance_filter_keeps_the_groups_that_vary() -> None:
     """Variances of 1/2, 1/8 and 1/2 with GROUPS; nothing of equal scores is ever kept."""
     learner, (metrics,) = steps_of([collected([*GROUPS, *FLAT[:1]])], variance_top_p=0.8, norm_std=False)
     assert learner.plan.keys[:, 0].tolist() == [4, 4, 9, 9]
@@ -201,10 +201,6 @@ def test_the_variance_filter_keeps_the_groups_that_vary_and_gives_up_when_none_d
     assert {reason for _, reason in learner.plan.masked} == {"too little variance"}
     _, found = steps_of([collected(FLAT)] * 4, variance_top_p=0.9)
     assert found[-1]["actor/empty_steps"] == 4
-    with pytest.raises(RunFailed, match="algorithm.variance_top_p: in 5 steps in a row"):
-        steps_of([collected(FLAT)] * 5, variance_top_p=0.9)
-    with pytest.raises(RunFailed, match="in 2 steps in a row"):
-        steps_of([collected(FLAT)] * 2, variance_top_p=0.9, variance_patience=2)
 
 
 def test_kl_adds_its_gradient() -> None:

@@ -200,8 +200,6 @@ class AlgorithmConfig:
     all groups, as RAGEN-2 does with 0.9 (null: mask none)."""
     variance_eps: float = 0.01
     """Variance that those groups may miss of their share: a step in which less varies trains on nothing."""
-    variance_patience: int = 5
-    """Steps in a row that train on nothing under `variance_top_p` after which the run stops."""
     error_max_len_clip: bool = False
     """Mask long wrong answers (score below `pass_score`) in the loss."""
     error_max_len_threshold: int = 4096
@@ -298,7 +296,7 @@ class AlgorithmConfig:
         at_least(self, clip_low=0, clip_high=0, dual_clip=1, kimi_tau=0, kl_cov_coef=0, entropy_coef=0, sft_coef=0)
         at_least(self, kl_coef=0, kl_reward_coef=0, critic_warmup=0, sample_epochs=1, pass_k=1, loss_agg_length=1)
         at_least(self, overlong_coef=0, overlong_tokens=1, format_penalty=0, repetition_coef=0, repetition_ngram=1)
-        at_least(self, error_max_len_threshold=1, variance_eps=0, variance_patience=1)
+        at_least(self, error_max_len_threshold=1, variance_eps=0)
         at_least(self, dppo_cap=1)
         above(self, sapo_tau_pos=0, sapo_tau_neg=0, advantage_clip=0, reward_clip=0, value_clip=0)
         above(self, target_kl=0, kl_horizon=0, difficulty_high_threshold=self.difficulty_low_threshold)
