@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spmd_rl.batch import Batch, Ragged, per_token
 from spmd_rl.distributed import DataShard, Layout, World
-from spmd_rl.learn.prepare import assign
+from spmd_rl.learn.balance import assign
 from spmd_rl.learn.transfer import FROM_ROUTE, Route, leaders, send, transfer
 from spmd_rl.model.size import ModelSize
 from spmd_rl.train import Roles

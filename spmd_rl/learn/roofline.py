@@ -5,7 +5,8 @@ import torch
 
 from spmd_rl.config.schema import DeviceSpecConfig
 from spmd_rl.learn.advantages import Samples
-from spmd_rl.learn.prepare import Plan, begins
+from spmd_rl.learn.balance import begins
+from spmd_rl.learn.prepare import Plan
 from spmd_rl.track.roofline import Devices, ModelPasses, TokenCounts, find_device_spec, roofline
 from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.learn.prepare import WORTH_SPREADING, partition, spread, workload
+from spmd_rl.learn.balance import WORTH_SPREADING, partition, spread, workload
 
 
 def loads(costs, num_parts) -> list[int]:

@@ -15,7 +15,7 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, solo
-from spmd_rl.learn import prepare
+from spmd_rl.learn import balance
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
@@ -121,12 +121,12 @@ def test_each_minibatch_is_balanced_by_itself() -> None:
     assert tokens == [n + 3 for row in lengths for n in row]
     assert minibatches == [0] * 6 + [1] * 6
     slowest = total = 0
-    prompt = prepare.workload(3, 64)  # computed once for the samples of a ticket on a rank
+    prompt = balance.workload(3, 64)  # computed once for the samples of a ticket on a rank
     for number in range(2):
         rows = [row for row, m in enumerate(minibatches) if m == number]
         loads = [prompt * len({int(plan.keys[r][0]) for r in rows if shards[r] == rank}) for rank in range(3)]
         for row in rows:
-            loads[shards[row]] += prepare.workload(tokens[row], 64) - prompt
+            loads[shards[row]] += balance.workload(tokens[row], 64) - prompt
         assert all(loads) and max(loads) < 1.25 * sum(loads) / 3
         slowest, total = slowest + max(loads), total + sum(loads)
     assert plan.balance == pytest.approx(3 * slowest / total)

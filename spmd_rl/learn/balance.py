@@ -1,0 +1,157 @@
+"""Balance: which data shard trains each sample, so that the slowest shard has the least work.
+
+It knows samples by their ticket, unit and numbers of tokens, and no advantages. Work is counted in integers, and the
+order of the samples breaks ties, never a rank: so gradients are summed in the same order whoever generated a sample.
+Left out: memory (the micro-batches' token budget is a rank's own) and ranks of unequal speed.
+"""
+
+import heapq
+from bisect import insort
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+
+Count = TypeVar("Count", int, np.ndarray)
+Part = tuple[int, int, tuple[int, ...]]
+"""(-sum of the costs, smallest index, all indices): sorted, the heaviest part comes first."""
+Solution = tuple[int, int, list[Part]]
+"""(lightest - heaviest part, smallest index, parts, heaviest first): sorted, the largest difference comes first."""
+WORTH_SPREADING = 100
+"""Units are spread to win one part in so many of all work, not for less."""
+
+
+def divide(tickets: np.ndarray, num_updates: int) -> np.ndarray:
+    """The mini-batch of each sample: tickets (int64 [n], those of one side by side) in order, as evenly as they go."""
+    if num_updates == 1:
+        return np.zeros(len(tickets), np.int64)
+    places = begins(tickets).cumsum() - 1
+    return places * num_updates // (places[-1:] + 1)
+
+
+def assign(samples: np.ndarray, bounds: Sequence[int], num_shards: int, hidden_size: int) -> tuple[np.ndarray, float]:
+    """The data shard of each sample, int64 [n], and the work of the slowest over the mean, summed over mini-batches.
+
+    samples: int64 [n, 4], see `spread`. bounds: where each mini-batch begins, and n. Every mini-batch is balanced by
+    itself: ranks wait for each other at the end of each.
+    """
+    shards = np.zeros(len(samples), np.int64)
+    if num_shards == 1:
+        return shards, 1.0
+    slowest = total = 0
+    for begin, end in pairwise(bounds):
+        shards[begin:end], loads = spread(samples[begin:end], num_shards, hidden_size)
+        slowest, total = slowest + max(loads), total + sum(loads)
+    return shards, slowest * num_shards / total if total else 1.0
+
+
+def spread(samples: np.ndarray, num_shards: int, hidden_size: int) -> tuple[np.ndarray, list[int]]:
+    """The shard that trains each sample, int64 [n], and each shard's work; it computes the prompt of a ticket once.
+
+    samples: int64 [n, 4], (ticket, unit, tokens of the prompt, all tokens); those of a ticket are neighbours, and begin
+    with the same prompt.
+
+    Tickets stay whole, or every unit goes where it fits: whichever leaves the slowest shard less to do. Many shards and
+    few tickets ask for the second, and pay for it with prompts that several shards compute. It is tried only where
+    whole tickets leave more than one part in `WORTH_SPREADING` to win: there are many more samples than tickets to walk
+    over.
+    """
+    tickets, units, prompts, totals = samples.T
+    first = begins(tickets)
+    groups = first.cumsum() - 1
+    shared = workload(prompts[first], hidden_size)  # of each ticket's prompt
+    own = workload(totals, hidden_size) - shared[groups]
+    costs = _sums(groups, own, len(shared)) + shared
+    whole = np.array(partition(costs.tolist(), num_shards), np.int64)
+    work = _sums(whole, costs, num_shards).tolist()
+    to_win = max(work) * num_shards - sum(work)
+    if to_win > max(sum(work) // WORTH_SPREADING, min(shared.tolist(), default=0)):  # else a prompt more cannot pay
+        width = 1 + units.max(initial=0)
+        names, number = np.unique(groups * width + units, return_inverse=True)
+        alone = _sums(number, own, len(names)) + shared[names // width]
+        apart = np.array(partition(alone.tolist(), num_shards), np.int64)[number]
+        shards, prompts_of = np.divmod(np.unique(apart * len(shared) + groups), len(shared))  # each once on a shard
+        apart_work = (_sums(apart, own, num_shards) + _sums(shards, shared[prompts_of], num_shards)).tolist()
+        if max(apart_work) < max(work):
+            return apart, apart_work
+    return whole[groups], work
+
+
+def _sums(places: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    """The sum of the values at each place below `size`; in integers."""
+    sums = np.zeros(size, np.int64)
+    np.add.at(sums, places, values)
+    return sums
+
+
+def begins(tickets: np.ndarray) -> np.ndarray:
+    """Where another ticket begins: bool [n] for tickets [n], those of one side by side."""
+    first = np.ones(len(tickets), np.bool_)
+    np.not_equal(tickets[1:], tickets[:-1], out=first[1:])
+    return first
+
+
+def workload(num_tokens: Count, hidden_size: int) -> Count:
+    """Work of one sequence, in units of 2 * hidden_size * layers floating-point operations.
+
+    A decoder layer of width h has about 12 h^2 weights (Kaplan et al., arXiv 2001.08361, table 1), which cost 24 h^2
+    operations a token; causal attention adds 2 h for each token it looks back on average, that is 4 h * s / 2. Over a
+    sequence of s tokens: 2 h (12 h s + s^2). At h = 2048 these are the weights 24576 s + s^2 known from ROLL.
+    """
+    return num_tokens * (12 * hidden_size + num_tokens)
+
+
+def partition(costs: Sequence[int], num_parts: int) -> list[int]:
+    """The part, 0 ... `num_parts` - 1, of each item, such that the heaviest part is light.
+
+    The largest differencing method (Karmarkar and Karp, 1982; for many parts see Korf, IJCAI 2009, section 2.3): of all
+    partial solutions, the two with the largest difference between their heaviest and lightest part are united, heavy
+    parts with light ones, until one solution is left. Costs are positive. Parts are numbered by their first item;
+    surplus parts stay empty. O(n log n) for n items, in practice.
+    """
+    ascending = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)[::-1]
+    singles = [(-costs[i], i, (i,)) for i in ascending]  # partial solutions of one item: the heaviest is the last
+    solutions: list[Solution] = []
+
+    def take() -> tuple[int, list[Part]]:
+        """Remove the solution with the largest difference; return its smallest index and its parts."""
+        if solutions and not (singles and singles[-1] < solutions[0]):
+            return heapq.heappop(solutions)[1:]
+        part = singles.pop()
+        return part[1], [part]
+
+    while len(singles) + len(solutions) > 1:
+        if len(singles) >= num_parts and not (solutions and solutions[0] < singles[-num_parts]):
+            # items that come next, one for each part: as long as a part is empty, the largest difference is theirs
+            parts = singles[: -num_parts - 1 : -1]
+            del singles[-num_parts:]
+            first = min([part[1] for part in parts])
+        else:
+            (i, a), (j, b) = take(), take()
+            first, parts = min(i, j), _unite(a, b, num_parts)
+        lightest = parts[-1][0] if len(parts) == num_parts else 0
+        heapq.heappush(solutions, (parts[0][0] - lightest, first, parts))
+    result = [0] * len(costs)
+    parts = sorted(take()[1], key=lambda part: part[1]) if costs else []
+    for number, (_, _, items) in enumerate(parts):
+        for item in items:
+            result[item] = number
+    return result
+
+
+def _unite(a: list[Part], b: list[Part], num_parts: int) -> list[Part]:
+    """Two partial solutions as one, heaviest part first. Their empty parts are not written down."""
+    if len(a) < len(b):
+        a, b = b, a
+    if len(b) == 1:  # by far the most frequent case
+        insort(a, b[0] if len(a) < num_parts else _add(a.pop(), b[0]))
+        return a
+    apart = num_parts - len(b)  # so many of `a`'s heaviest parts meet an empty part of `b`
+    together = [_add(x, y) for x, y in zip(a[apart:], reversed(b), strict=False)]
+    lonely = b[: num_parts - len(a)]  # and these of `b` an empty part of `a`
+    return sorted(a[:apart] + together + lonely)
+
+
+def _add(a: Part, b: Part) -> Part:
+    return a[0] + b[0], a[1] if a[1] < b[1] else b[1], a[2] + b[2]
