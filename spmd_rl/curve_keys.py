@@ -127,7 +127,7 @@ class ClientKeys:
 
 
 def limit_connection(socket: zmq.Socket, address: str) -> None:
-    """Close a connection whose peer stalls or is gone. Call it before `connect`.
+    """Close connections whose peer stalls or is gone. Call it before `bind` or `connect`.
 
     The kernel's timeouts take the place of libzmq's heartbeats: those abort the process when one is due on a connection
     that was lost while its input had stopped (`!_io_error` in `stream_engine_base.cpp`).

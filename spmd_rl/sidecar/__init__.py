@@ -20,7 +20,6 @@
 | `reward_server`, `supervisor` | a domain's own server, such as a judge |
 | `worker_node`, `remote_nodes` | machines without ranks that join a host, and the host's view of them |
 | `sockets`, `frames`, `authenticator` | what the bytes travel on (their schema is `spmd_rl.wire`) |
-| `gate`, `frame_counter` | what a connection may send to a host |
 | `verdicts`, `env_replies` | the check of verdicts, and of what environments return |
 | `status`, `__main__` | the command line |
 """

@@ -6,6 +6,7 @@ host keeps no verdicts: a request that is sent again while it is in flight is th
 
 import contextlib
 import os
+import resource
 import secrets
 import socket
 import time
@@ -21,7 +22,6 @@ from spmd_rl.sidecar.authenticator import Authenticator
 from spmd_rl.sidecar.env_pool import EnvPool
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import send_frame
-from spmd_rl.sidecar.gate import Gate
 from spmd_rl.sidecar.pool import Pool, ScoreJob
 from spmd_rl.sidecar.remote_nodes import RemoteNodes
 from spmd_rl.sidecar.reward_server import RewardServer
@@ -31,12 +31,10 @@ from spmd_rl.types import Verdict
 
 DRAIN_SECONDS = 10.0
 """The time for requests in flight when the host is asked to end."""
-FILES_PER_WORKER = 3
-"""Descriptors of this process for a worker and its fork server."""
 MAX_UNSENT = 1_000
 """Messages that wait for one peer to read."""
-LINGER_SECONDS = 0.2
-"""The time for the last frames of a host that drains or has worker nodes to send to."""
+LINGER_MS = 200
+"""The time for the last frames of a host that ends."""
 
 
 @dataclass(slots=True)
@@ -68,14 +66,9 @@ class Host:
         self._context = zmq.Context()
         self._loop = EventLoop()
         self._authenticator = Authenticator(self._context, keys, self._loop) if keys else None
-        self._router, inner = open_router(self._context, keys, wire.MAX_FRAME_BYTES, MAX_UNSENT)
-        num_workers = sum(spec.workers for spec in start.pools.values())
-        num_workers += 2 * sum(
-            spec.workers for spec in start.envs.values()
-        )  # those that retire beside their successors
+        raise_open_files()
         try:
-            files = FILES_PER_WORKER * num_workers
-            self._gate = Gate((self._router, inner), start.address, keys is not None, self._loop, num_files=files)
+            self._router, _ = open_router(self._context, keys, start.address, wire.MAX_FRAME_BYTES, MAX_UNSENT)
         except UserError:
             self._context.destroy(linger=0)
             raise
@@ -102,22 +95,15 @@ class Host:
         try:
             while not self._ended and not self._drained():
                 unsent = any(client.replies for client in self._clients.values())
-                busy = unsent or self._gate.busy or any(pool.busy for pool in self._pools.values())
-                busy = busy or self._sessions.busy
+                busy = unsent or self._sessions.busy or any(pool.busy for pool in self._pools.values())
                 self._loop.run_once(busy)
-                self._gate.tick()
                 self._tick()
         finally:
-            has_more_to_send = bool(self._nodes) or self._drain_until is not None
             if self._drain_until is None:
                 self._nodes.close()  # the run is over; after a drain, the nodes join the next host
-            until = time.monotonic() + LINGER_SECONDS
-            while has_more_to_send and time.monotonic() < until:
-                self._loop.run_once(busy=True)  # the gate relays it
-            self._gate.close()
             for part in (*self._pools.values(), *self._env_pools.values(), *self._servers.values()):
                 part.close()
-            self._context.destroy(linger=0)
+            self._context.destroy(linger=LINGER_MS)
             remove_socket(self._address)
 
     def _drained(self) -> bool:
@@ -155,9 +141,7 @@ class Host:
     # -- messages -------------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        for frames in received(self._router, copy=False):
-            self._gate.read(frames)
-            peer, *parts = (frame.bytes for frame in frames)
+        for peer, *parts in received(self._router):
             self._sessions.on_any(peer)
             try:
                 self._on_message(peer, wire.TO_HOST.decode(b"".join(parts)))
@@ -261,9 +245,15 @@ class Host:
             held_bytes=self._held_bytes,
             unsent_replies=sum(len(client.replies) for client in self._clients.values()),
             refused_keys=self._authenticator.refused if self._authenticator else 0,
-            cut_connections=self._gate.num_cut,
             draining=self._drain_until is not None,
             pools={name: pool.status() for name, pool in self._pools.items()},
             nodes=self._nodes.status(),
             envs={tag: pool.status() for tag, pool in self._env_pools.items()},
         )
+
+
+def raise_open_files() -> None:
+    """Raise this process's limit of open files as far as it may: each connection and each worker is one or more."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -53,7 +53,7 @@ def to_table(status: wire.HostStatus) -> str:
     lines = [
         f"host {status.host}, pid {status.pid}: {state}, up {status.uptime_seconds:.0f} s",
         f"{status.in_flight} requests of {status.clients} clients in flight, {status.held_bytes / 1e6:.1f} MB; "
-        f"{status.refused_keys} connections refused for their key, {status.cut_connections} cut off for what they sent",
+        f"{status.refused_keys} connections refused for their key",
         "",
     ]
     lines += _pools(("domain", "workers", "running", "queued", "verdicts", "deaths", "target"), status.pools)

@@ -185,8 +185,6 @@ class HostStatus(WireMessage, tag="host_status"):
     """The number of verdicts that wait because their client does not read."""
     refused_keys: int
     """The number of connections that were refused because their key is not listed."""
-    cut_connections: int
-    """The number of connections that were cut off because of what they sent (`sidecar/gate.py`)."""
     draining: bool
     pools: dict[str, PoolStatus]
     nodes: list[NodeStatus]

@@ -90,6 +90,17 @@ def test_a_host_killed_while_the_loop_was_blocked_or_nobody_asked(node, monkeypa
         assert asyncio.run(ask(scorer, ["b"])) == numbers(["b"])
 
 
+def test_a_host_that_aborts_is_replaced_and_its_questions_are_asked_again(node, capfd):
+    answers = [str(i) for i in range(200)]
+    with sidecar.connect(rewards("Number", args={"seconds": 0.005}), node) as scorer:
+
+        async def abort():
+            host_of(scorer).send_signal(signal.SIGABRT)
+
+        assert asyncio.run(ask_while(scorer, answers, abort)) == numbers(answers)
+    assert capfd.readouterr().err.count("sidecar: the host died by SIGABRT; starting a new one") == 1
+
+
 def test_a_blocked_loop_does_not_take_its_host_for_dead(node, monkeypatch):
     monkeypatch.setattr(client_module, "LEASE_SECONDS", 0.5)
     with sidecar.connect(rewards("Number", args={"seconds": 0.01}), node) as scorer:
