@@ -116,10 +116,6 @@ class EnvPool(ProcessPool[_EnvWorker]):
         if slot.deadline == float("inf"):
             self._free(slot)
 
-    def expire(self, slot: Slot) -> None:
-        """Let the call that runs be late at once."""
-        slot.deadline = min(slot.deadline, self.loop.now)
-
     def tick(self) -> None:
         """Enforce deadlines, replace workers and hand out resets."""
         if self.loop.now >= self._next_check:

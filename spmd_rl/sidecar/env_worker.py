@@ -166,7 +166,7 @@ def serve(sock: socket.socket, tag: str, spec: wire.EnvPoolSpec) -> None:
     send(wire.Ready())
     while (message := receive_frame(sock, wire.TO_ENV_WORKER)) is not None:
         if isinstance(message, wire.Ping):
-            send(wire.Pong("", {}))
+            send(wire.Pong())
             continue
         for call in message.items:
             player = players[call.session]

@@ -78,7 +78,7 @@ class ProcessPool(Generic[W]):
         """The number of workers that died or were killed."""
         self.workers: list[W] = []
         """All that have been started and not removed."""
-        self._codec = codec
+        self._codec, self._digest = codec, wire.spec_digest(spec)
         self._forkserver: subprocess.Popen | None = None
         self._forkserver_socket: socket.socket | None = None
         self._failures = 0
@@ -91,6 +91,11 @@ class ProcessPool(Generic[W]):
     def ready(self) -> bool:
         """Whether a worker is ready."""
         return any(worker.ready for worker in self.workers)
+
+    def pulse(self) -> wire.PoolPulse:
+        """Return what clients have to know of the pool."""
+        slots = self.spec.slots if isinstance(self.spec, wire.EnvPoolSpec) else 1
+        return wire.PoolPulse(self.progress, 0 if self.broken else self.spec.workers * slots, self._digest)
 
     def close(self) -> None:
         """End all workers."""

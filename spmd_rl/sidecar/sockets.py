@@ -11,8 +11,9 @@ import msgspec
 import zmq
 
 from spmd_rl import wire
-from spmd_rl.curve_keys import ClientKeys, HostKeys, limit_connection
+from spmd_rl.curve_keys import ZAP_DOMAIN, ClientKeys, HostKeys, limit_connection
 from spmd_rl.errors import UserError
+from spmd_rl.sidecar.event_loop import EventLoop
 
 BACKLOG = 1024
 """The number of connections that wait until they are accepted."""
@@ -25,7 +26,7 @@ def open_dealer(
 ) -> zmq.Socket:
     """Connect a DEALER to the host at `address`. ZMQError if the address is malformed.
 
-    With `only_connected`, nothing is queued for a host that is not there, and reconnecting is less eager.
+    With `only_connected`, nothing is queued for a host that is not there.
     """
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))  # the same peer after every reconnect
@@ -34,8 +35,8 @@ def open_dealer(
     dealer.setsockopt(zmq.SNDHWM, wire.WINDOW)
     dealer.setsockopt(zmq.RCVHWM, 4 * wire.WINDOW)
     dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
-    dealer.setsockopt(zmq.RECONNECT_IVL, 100 if only_connected else 20)
-    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000 if only_connected else 200)
+    dealer.setsockopt(zmq.RECONNECT_IVL, 20)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
     limit_connection(dealer, address)
     if keys is not None:
         keys.secure(dealer)
@@ -114,3 +115,28 @@ def remove_socket(address: str) -> None:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
             path.parent.rmdir()
+
+
+class Authenticator:
+    """Lets in the keys of `HostKeys.allowed`. Create it before the sockets that it guards.
+
+    libzmq asks about each connection (ZAP, ZeroMQ RFC 27) once CURVE has proved that the peer holds the key that it
+    names. This runs in the host's event loop, so that it needs no thread.
+    """
+
+    def __init__(self, context: zmq.Context, keys: HostKeys, loop: EventLoop) -> None:
+        self.refused = 0
+        """The number of connections that came with a key that is not listed."""
+        self._allowed = keys.allowed
+        self._socket = context.socket(zmq.REP)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind("inproc://zeromq.zap.01")
+        loop.watch(self._socket, self._answer)
+
+    def _answer(self) -> None:
+        for version, id_, domain, _address, _identity, mechanism, *credentials in received(self._socket):
+            checked = mechanism == b"CURVE" and domain == ZAP_DOMAIN and len(credentials) == 1
+            name = self._allowed.get(credentials[0]) if checked else None
+            self.refused += name is None
+            code, text = (b"400", b"not listed") if name is None else (b"200", b"OK")
+            self._socket.send_multipart([version, id_, code, text, (name or "").encode(), b""])

@@ -24,9 +24,8 @@ from spmd_rl.curve_keys import HostKeys
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError, tell
 from spmd_rl.process import in_background
-from spmd_rl.sidecar.authenticator import Authenticator
 from spmd_rl.sidecar.event_loop import EventLoop
-from spmd_rl.sidecar.sockets import open_router, received, remove_socket, socket_path
+from spmd_rl.sidecar.sockets import Authenticator, open_router, received, remove_socket, socket_path
 from spmd_rl.split import messages
 from spmd_rl.split.messages import Kind
 from spmd_rl.split.pieces import DAMAGED

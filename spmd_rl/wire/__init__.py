@@ -1,9 +1,8 @@
 """The messages of the sidecar: their schemas, their encoding and their limits.
 
-Ranks, hosts, workers and worker nodes speak the *score protocol*: a `ScoreRequest` asks for one verdict, a `ScoreReply`
-carries it. Requests are stateless and idempotent, so that any worker may judge one again. Environments are
-played over the *session protocol* (`sessions`). The other messages start processes, attach worker nodes and report the
-host's status.
+Ranks, hosts and workers speak the *score protocol*: a `ScoreRequest` asks for one verdict, a `ScoreReply` carries it.
+Requests are stateless, so that any worker may judge one again. Environments are played over the *session protocol*
+(`sessions`). The other messages start processes and report the host's status.
 
 A frame is one version byte followed by a msgpack array `[tag, field, ...]`, which is checked against the structs below.
 Frames are bounded in size and never pickled. Bytes that cannot be read raise `WireError`, whatever they are. Sockets
@@ -14,18 +13,16 @@ live in `sidecar/`.
 """
 
 # ruff: noqa: F401  imported here to be had as `wire.NAME`
-from spmd_rl.types import EnvReply, Verdict
+from spmd_rl.types import EnvReply
 from spmd_rl.wire.base import (
     BATCH_BYTES,
     BATCH_ITEMS,
-    HELD_BYTES,
     MAX_ACTION_BYTES,
     MAX_ENV_REPLY_BYTES,
     MAX_FRAME_BYTES,
     MAX_INPUT_BYTES,
     MAX_ITEMS,
     MAX_TIMEOUT,
-    MAX_VERDICT_BYTES,
     VERSION,
     WINDOW,
     WINDOW_BYTES,
@@ -40,15 +37,15 @@ from spmd_rl.wire.base import (
     encode,
     pack,
 )
-from spmd_rl.wire.nodes import Goodbye, NodeHeartbeat, NodeJoin, NodeReplies, NodeReply, NodeWelcome
 from spmd_rl.wire.processes import (
     EnvPoolSpec,
     Error,
     GetStatus,
+    Goodbye,
     HostStatus,
-    NodeStatus,
     Ping,
     Pong,
+    PoolPulse,
     PoolSpec,
     PoolStatus,
     Ready,
@@ -58,6 +55,7 @@ from spmd_rl.wire.processes import (
     StartForkServer,
     StartHost,
     StartServer,
+    spec_digest,
 )
 from spmd_rl.wire.scores import (
     CancelScores,
@@ -80,13 +78,9 @@ from spmd_rl.wire.sessions import (
 
 SCORE_INPUT = Codec(ScoreInput)
 SCORE_INPUT_SHAPE = Codec(ScoreInputShape)
-VERDICT = Codec(Verdict)
 ENV_REPLY = Codec(EnvReply)
-TO_HOST = Codec(
-    ScoreRequests, CancelScores, Ping, NodeJoin, NodeHeartbeat, NodeReplies, Goodbye, GetStatus, SessionRequests
-)
+TO_HOST = Codec(ScoreRequests, CancelScores, Ping, GetStatus, SessionRequests)
 TO_CLIENT = Codec(ScoreReplies, SessionReplies, Pong, Error)
-TO_NODE = Codec(NodeWelcome, ScoreRequests, Pong, Goodbye, Error)
 TO_STATUS = Codec(HostStatus, Error)
 TO_WORKER = Codec(ScoreRequests)
 FROM_WORKER = Codec(Started, Ready, StartFailed, ScoreReplies)

@@ -19,13 +19,9 @@ WINDOW = 2048
 """The number of requests that a client may have in flight at its host; the others wait in the client."""
 WINDOW_BYTES = 64 << 20
 """The number of bytes that a client may have in flight at its host."""
-HELD_BYTES = 32 * WINDOW_BYTES
-"""The number of bytes that a host holds for all clients together; it refuses requests beyond, and they are resent."""
 
 MAX_ITEMS = 8 * WINDOW
 """The most entries of a list in a message."""
-MAX_VERDICT_BYTES = 1 << 18
-"""The largest verdict that a host takes from a worker node."""
 
 MAX_ACTION_BYTES = 1 << 20
 """The largest action that is sent to an environment."""

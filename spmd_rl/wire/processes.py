@@ -1,5 +1,6 @@
 """Messages between the processes of one machine, and of all connections to a host."""
 
+import hashlib
 from typing import Annotated, Any
 
 import msgspec
@@ -39,11 +40,6 @@ class EnvPoolSpec(WireMessage, tag="environment"):
     """What replaces `args` in held-out episodes."""
     reset_timeout: Seconds = 60.0
     step_timeout: Seconds = 30.0
-    episode_timeout: Seconds = 1800.0
-    """From the reset on. Counts the time in which messages of the client arrived, so that no client loses its episodes
-    because it trains."""
-    lease: Seconds = 1800.0
-    """A session that is not used for this long, by the same clock, is closed."""
     memory_mb: int = 0
     """The memory that a worker may use beyond what it has imported; 0 for no limit."""
     recycle_after: int = 0
@@ -52,6 +48,14 @@ class EnvPoolSpec(WireMessage, tag="environment"):
     packages: list[str] = field(default_factory=list)
     cpus: list[int] = field(default_factory=list)
     start_seconds: float = 300.0
+
+
+def spec_digest(spec: PoolSpec | EnvPoolSpec) -> str:
+    """Return a digest of what decides the results of a pool, wherever and by how many workers they are computed."""
+    parts = [spec.target, spec.args, spec.packages]
+    if isinstance(spec, EnvPoolSpec):
+        parts += [spec.eval_args, spec.reset_timeout, spec.step_timeout]
+    return hashlib.sha256(msgspec.msgpack.encode(parts, order="deterministic")).hexdigest()[:16]
 
 
 class ServerSpec(WireMessage):
@@ -110,6 +114,10 @@ class Ready(WireMessage, tag="ready"):
     """Workers of rewarders only: the most requests that the rewarder wants at once."""
 
 
+class Goodbye(WireMessage, tag="goodbye"):
+    """Worker of environments to host: it should get no more episodes."""
+
+
 class StartFailed(WireMessage, tag="failed"):
     """Sent in place of `Ready`: a user's mistake, in one line."""
 
@@ -120,14 +128,22 @@ class Ping(WireMessage, tag="ping"):
     """Client to host, and host to worker of environments: the sender asks for a `Pong`."""
 
 
-class Pong(WireMessage, tag="pong"):
-    """Host to client or worker node, and worker of environments to host: the sender is alive."""
+class PoolPulse(WireMessage):
+    """What a client has to know of a pool to give it calls."""
 
-    host: str
-    """The name of this host process. After a restart it differs, and all that was in flight must be sent again."""
-    progress: dict[str, int]
-    """Per domain, and per `env.<tag>`, a number that changes whenever that pool makes progress: a verdict, a reply, a
-    worker that starts."""
+    progress: int
+    """Changes whenever the pool makes progress: a verdict, a reply, a worker that starts."""
+    places: int
+    """The number of calls that it can run at once; 0 if it has no worker and never will."""
+    spec: str
+    """The digest of what the pool runs (`spec_digest`)."""
+
+
+class Pong(WireMessage, tag="pong"):
+    """Host to client, and worker of environments to host: the sender is alive."""
+
+    pools: dict[str, PoolPulse] = field(default_factory=dict)
+    """By domain, and by `env.<tag>`; empty at a host that takes no more requests."""
 
 
 class Error(WireMessage, tag="error"):
@@ -149,30 +165,19 @@ class PoolStatus(WireMessage):
     ready: int
     """The number of workers that have built their rewarder."""
     running: int
-    """The number of requests given to workers of this host."""
+    """The number of requests that workers have."""
     queued: int
     verdicts: int
-    """Since the host started, those of worker nodes included."""
+    """Since the host started."""
     deaths: int
     """The number of workers that died or were killed."""
     broken: str = ""
     """The reason why there is no worker, if there is none."""
 
 
-class NodeStatus(WireMessage):
-    """The state of one worker node."""
-
-    name: str
-    windows: dict[str, int]
-    running: int
-    verdicts: int
-    silent_seconds: float
-
-
 class HostStatus(WireMessage, tag="host_status"):
     """The state of a host."""
 
-    host: str
     pid: int
     uptime_seconds: float
     clients: int
@@ -187,6 +192,5 @@ class HostStatus(WireMessage, tag="host_status"):
     """The number of connections that were refused because their key is not listed."""
     draining: bool
     pools: dict[str, PoolStatus]
-    nodes: list[NodeStatus]
     envs: dict[str, PoolStatus] = field(default_factory=dict)
     """By tag; `running` counts sessions, `queued` resets that wait, `verdicts` replies."""

@@ -1,4 +1,4 @@
-"""The score protocol: one answer in, one verdict out. Requests are stateless and idempotent."""
+"""The score protocol: one answer in, one verdict out. Requests are stateless."""
 
 from typing import Annotated
 
@@ -25,7 +25,7 @@ class ScoreInputShape(WireMessage):
 
 
 class ScoreRequest(WireMessage):
-    """A request for one verdict. A request that is sent again under the same id is the same request."""
+    """A request for one verdict."""
 
     id: Id
     domain: Name
@@ -36,7 +36,7 @@ class ScoreRequest(WireMessage):
 
 
 class ScoreRequests(WireMessage, tag="score_requests"):
-    """Client to host, host to worker, host to worker node."""
+    """Client to host, host to worker."""
 
     items: Annotated[list[ScoreRequest], Many]
 

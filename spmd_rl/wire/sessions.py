@@ -1,7 +1,7 @@
 """The session protocol: an episode of an environment, which lives with one worker from its reset to its close.
 
-A client numbers its sessions, and the calls of a session: its reset is call 0, then come its steps. A call that is sent
-again is the same call, so that no step is taken twice. A session that the host does not know is lost.
+A client numbers its sessions, and the calls of a session: its reset is call 0, then come its steps. A call is sent
+once, and the next one after its answer. A session that the host does not know is lost.
 """
 
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""All attacks of an outsider at once, beside honest clients: the host lives, and their verdicts arrive and are right."""
+"""All attacks of an outsider at once, and honest clients: the host lives, and their verdicts arrive and are right."""
 
 import asyncio
 import contextlib

@@ -44,7 +44,7 @@ def test_a_verdict_arrives_as_it_was_given():
         bytes((wire.VERSION + 1,)) + wire.encode(wire.Ping())[1:],  # another version
         wire.encode(wire.Ping()) + b"x",  # a tail
         wire.encode(scores())[:-1],  # cut off
-        wire.encode(wire.Pong("h", {})),  # not for a host
+        wire.encode(wire.Pong()),  # not for a host
         wire.encode(wire.ScoreRequests([wire.ScoreRequest(-1, "m", 1.0, wire.pack(0))])),
         wire.encode(wire.ScoreRequests([wire.ScoreRequest(1, "m" * 300, 1.0, wire.pack(0))])),
         wire.encode(wire.ScoreRequests([wire.ScoreRequest(1, "m", float("nan"), wire.pack(0))])),
