@@ -17,7 +17,7 @@
 | `sessions` | the host's book of sessions and their clients |
 | `forkserver`, `worker`, `env_worker`, `services` | the workers, forked after the target's module has been imported |
 | `reward_server`, `supervisor` | a domain's own server, such as a judge |
-| `sockets`, `frames` | what the bytes travel on (their schema is `spmd_rl.wire`) |
+| `sockets`, `frames` | what the bytes travel on (their schema is `spmd_rl.sidecar.wire`) |
 | `env_replies` | the check of what environments return |
 | `status`, `__main__` | the command line |
 """

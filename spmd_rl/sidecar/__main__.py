@@ -14,11 +14,11 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from spmd_rl import wire
 from spmd_rl.command_line import Parser, program
 from spmd_rl.curve_keys import ClientKeys, check_bind
 from spmd_rl.errors import UserError, tell
 from spmd_rl.process import die_with_parent
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.frames import receive_frame, send_frame
 from spmd_rl.sidecar.host import Host
 from spmd_rl.sidecar.launcher import start_message

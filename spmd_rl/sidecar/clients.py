@@ -12,8 +12,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
-from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.host_client import Call, HostClient, HostLink
 from spmd_rl.sidecar.launcher import HostProcess
 from spmd_rl.types import AnswerInfo, EnvReply, Prompt, SessionLost, Verdict

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from spmd_rl import wire
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.fair_queue import FairQueue
 from spmd_rl.sidecar.frames import FrameSocket

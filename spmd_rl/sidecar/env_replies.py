@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from spmd_rl import wire
+from spmd_rl.sidecar import wire
 from spmd_rl.types import EnvReply
 
 EXHAUSTED = EnvReply("", info={"exhausted": True})

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from spmd_rl import wire
+from spmd_rl.sidecar import wire
 
 FORK = b"f"
 """Sent to a fork server together with a socket. It is no frame, since the descriptor travels beside it."""

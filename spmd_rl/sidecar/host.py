@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from spmd_rl import wire
 from spmd_rl.curve_keys import HostKeys
 from spmd_rl.errors import UserError, tell
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.env_pool import EnvPool
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import send_frame
@@ -168,7 +168,6 @@ class Host:
     def _on_request(self, peer: bytes, item: wire.ScoreRequest) -> None:
         if self._draining:
             return  # the client sends it once more elsewhere, when this host is gone
-        wire.SCORE_INPUT_SHAPE.unpack(item.input)
         client = self._clients.setdefault(peer, _ClientJobs())
         if item.id in client.jobs:
             raise wire.WireError(f"request {item.id} is in flight")
@@ -222,9 +221,6 @@ class Host:
             uptime_seconds=time.monotonic() - self._started,
             clients=len(self._clients),
             in_flight=sum(len(client.jobs) for client in self._clients.values()),
-            held_bytes=sum(
-                len(memoryview(job.input)) for client in self._clients.values() for job in client.jobs.values()
-            ),
             unsent_replies=sum(len(client.replies) for client in self._clients.values()),
             refused_keys=self._authenticator.refused if self._authenticator else 0,
             draining=self._draining,

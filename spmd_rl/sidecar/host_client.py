@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.errors import tell
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.launcher import HostProcess
 from spmd_rl.sidecar.sockets import open_dealer, received, send
 
@@ -31,8 +31,6 @@ START_SECONDS = 30.0
 """Without any host that answers for this long, all calls fail."""
 GRACE_SECONDS = 20.0
 """A pool in which nothing has moved for its patience and this is given up."""
-MAX_DEATHS = 5
-"""After this many dead hosts in a row, without a reply between, all calls fail."""
 
 
 class Call(msgspec.Struct, eq=False):
@@ -167,7 +165,6 @@ class HostClient:
         """The connections, one for each host."""
         self._calls: dict[int, Call] = {}
         self._outbox: dict[str, deque[Call]] = {pool: deque() for pool in self.patience}
-        self._host_starts = 1
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._flushing = False
@@ -337,8 +334,6 @@ class HostClient:
             elif isinstance(message, wire.Error):
                 _warn(f"the host refused a frame: {message.detail}")
             else:
-                if self.host is not None:
-                    self.host.deaths = 0
                 self._on_replies(link, message)
                 if self.on_reply is not None:
                     self.on_reply()
@@ -364,16 +359,10 @@ class HostClient:
 
     def _check(self, link: HostLink) -> None:
         """Find a host that is silent, and pools in which nothing moves."""
-        silent = self.now - link.heard
-        if self.host is not None and link is self.links[0]:
-            if self.host.starts != self._host_starts:
-                self._host_starts = self.host.starts
-                link.heard = self.now
-            elif silent > (LEASE_SECONDS if link.answers else START_SECONDS):
+        if link.answers and self.now - link.heard > LEASE_SECONDS:
+            if self.host is not None and link is self.links[0]:
                 _warn("the host hangs; killing it")
-                link.heard = self.now
                 self.host.kill()
-        elif link.answers and silent > LEASE_SECONDS:
             self._lose(link, f"silent for {LEASE_SECONDS:g} s")
         oldest: dict[str, Call] = {}  # by pool: the call that has waited longest
         for call in link.calls.values():
@@ -385,12 +374,8 @@ class HostClient:
                 self._fail_all(calls, "timeout", f"nothing moved at the sidecar for {patience:g} s")
 
     def _check_all(self) -> None:
-        """Fail all calls if no host answers, and none will."""
-        if not self._calls or any(link.answers for link in self.links):
-            return
-        if self.host is not None and self.host.deaths >= MAX_DEATHS:
-            self._fail_all(self._calls.values(), "error", f"{self.host.deaths} sidecar hosts died in a row")
-        elif self.now - max(link.heard for link in self.links) > START_SECONDS:
+        """Fail all calls if no host has answered for long."""
+        if self.now - max(link.heard for link in self.links) > START_SECONDS:
             self._fail_all(self._calls.values(), "error", f"no sidecar host has answered for {START_SECONDS:g} s")
 
     def _fail_all(self, calls: Iterable[Call], reason: str, detail: str) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from spmd_rl import wire
 from spmd_rl.errors import RunFailed, UserError, tell
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.frames import receive_frame, start_child
 from spmd_rl.sidecar.sockets import remove_socket
 
@@ -89,10 +89,6 @@ class HostProcess:
         self, address: str, rewards: "RewardsConfig | None", keys: str = "", envs: "EnvsConfig | None" = None
     ) -> None:
         """UserError for processors or arguments that cannot be."""
-        self.starts = 0
-        """The number of hosts started so far."""
-        self.deaths = 0
-        """The number of hosts that died since it was last set to 0."""
         self._start = start_message(address, rewards, envs, keys)
         pools = {**_keyed("reward", self._start.pools), **_keyed("env", self._start.envs)}
         slowest = max((spec.start_seconds for spec in pools.values()), default=0.0)
@@ -156,7 +152,6 @@ class HostProcess:
                     code = self._process.returncode
                     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
                     tell(f"sidecar: the host died {how}; starting a new one")
-                    self.deaths += 1
                     self._socket.close()
                     self._launch()
             pause = min(2 * pause, MAX_WATCH_SECONDS)
@@ -168,7 +163,6 @@ class HostProcess:
         # what can be imported here can be imported there
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         self._process, self._socket = start_child("spmd_rl.sidecar", message, environment)
-        self.starts += 1
 
     def _end(self) -> None:
         self._socket.close()

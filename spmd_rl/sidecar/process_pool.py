@@ -6,6 +6,7 @@ the pool.
 """
 
 import contextlib
+import hashlib
 import os
 import signal
 import socket
@@ -15,8 +16,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from spmd_rl import wire
 from spmd_rl.errors import tell
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import FORK, FrameSocket, start_child
 
@@ -78,7 +79,7 @@ class ProcessPool(Generic[W]):
         """The number of workers that died or were killed."""
         self.workers: list[W] = []
         """All that have been started and not removed."""
-        self._codec, self._digest = codec, wire.spec_digest(spec)
+        self._codec, self._digest = codec, spec_digest(spec)
         self._forkserver: subprocess.Popen | None = None
         self._forkserver_socket: socket.socket | None = None
         self._failures = 0
@@ -245,3 +246,11 @@ class ProcessPool(Generic[W]):
         self.workers.remove(worker)
         self.loop.unwatch(worker.frames.socket)
         worker.kill()
+
+
+def spec_digest(spec: wire.PoolSpec | wire.EnvPoolSpec) -> str:
+    """Return a digest of what decides the results of a pool, wherever and by how many workers they are computed."""
+    parts = [spec.target, spec.args, spec.packages]
+    if isinstance(spec, wire.EnvPoolSpec):
+        parts += [spec.eval_args, spec.reset_timeout, spec.step_timeout]
+    return hashlib.sha256(msgspec.msgpack.encode(parts, order="deterministic")).hexdigest()[:16]

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import subprocess
 
-from spmd_rl import wire
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import FrameSocket, start_child
 

@@ -4,12 +4,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
-from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys, check_bind, local_address
 from spmd_rl.errors import UserError
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.clients import RemoteEnvironments, ScoreClient
 from spmd_rl.sidecar.launcher import HostProcess, env_pool_spec, pool_spec
 from spmd_rl.sidecar.local import LocalEnvironments, LocalScorer
+from spmd_rl.sidecar.process_pool import spec_digest
 from spmd_rl.types import Node
 
 if TYPE_CHECKING:
@@ -81,11 +82,11 @@ def connect_both(
         scorer, environments = LocalScorer(None), LocalEnvironments(None)  # these know nothing, and connect to nothing
         if rewards is not None:
             timeouts = {domain: min(reward.timeout, wire.MAX_TIMEOUT) for domain, reward in domains.items()}
-            specs = {domain: wire.spec_digest(pool_spec(reward)) for domain, reward in domains.items()}
+            specs = {domain: spec_digest(pool_spec(reward)) for domain, reward in domains.items()}
             scorer = stack.enter_context(closing(ScoreClient(addresses, timeouts, specs, host, client_keys)))
         if envs is not None:
             limits = {tag: env.episode_timeout for tag, env in tags.items()}
-            specs = {f"env.{tag}": wire.spec_digest(env_pool_spec(env)) for tag, env in tags.items()}
+            specs = {f"env.{tag}": spec_digest(env_pool_spec(env)) for tag, env in tags.items()}
             environments = stack.enter_context(closing(RemoteEnvironments(addresses, limits, specs, host, client_keys)))
         yield scorer, environments
 

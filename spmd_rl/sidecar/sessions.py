@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from spmd_rl import wire
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.env_pool import EnvPool, Slot
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.types import LostReason

@@ -10,9 +10,9 @@ import msgspec
 import zmq
 from msgspec.structs import asdict
 
-from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.errors import UserError
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.sockets import open_dealer
 
 REPLY_SECONDS = 5.0
@@ -51,7 +51,7 @@ def to_table(status: wire.HostStatus) -> str:
     state = "draining" if status.draining else "serving"
     lines = [
         f"host {status.pid}: {state}, up {status.uptime_seconds:.0f} s",
-        f"{status.in_flight} requests of {status.clients} clients in flight, {status.held_bytes / 1e6:.1f} MB; "
+        f"{status.in_flight} requests of {status.clients} clients in flight; "
         f"{status.refused_keys} connections refused for their key",
         "",
     ]

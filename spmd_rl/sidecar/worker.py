@@ -14,9 +14,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
-from spmd_rl import wire
 from spmd_rl.errors import MAX_TRACEBACK, UserError, located, one_line, printable, traceback_of
 from spmd_rl.plugins.targets import build_target, start_target
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.frames import receive_frame, send_frame
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.types import SUSPECT, Rewarder, Verdict, VerdictStatus

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 import zmq
 
-from spmd_rl import wire
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.curve_keys import HostKeys
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError, tell
 from spmd_rl.process import in_background
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.sockets import Authenticator, open_router, received, remove_socket, socket_path
 from spmd_rl.split import messages

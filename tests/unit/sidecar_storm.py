@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import zmq
 
-from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
+from spmd_rl.sidecar import wire
 
 NULL, CURVE = (b"\xff" + bytes(8) + b"\x7f\x03\x00" + name.ljust(20, b"\0") + bytes(32) for name in (b"NULL", b"CURVE"))
 """Greetings of ZMTP 3."""

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from spmd_rl import sidecar, wire
+from spmd_rl import sidecar
 from spmd_rl.sidecar import host as host_module
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.frames import receive_frame
 from spmd_rl.sidecar.host import Host
 from spmd_rl.sidecar.status import fetch_status

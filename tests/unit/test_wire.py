@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl import wire
+from spmd_rl.sidecar import wire
 from spmd_rl.types import AnswerInfo, ImagePart, Message, Prompt, TextPart, Verdict
 
 PROMPT = Prompt("ab" * 16, (Message("user", "2 + 2?"),), "math", "4", {"task": "sum", "entry": {"metadata": [1, 2.5]}})

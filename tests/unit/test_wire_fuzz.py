@@ -9,8 +9,9 @@ import pytest
 import zmq
 
 from launch import sidecar_keys
-from spmd_rl import sidecar, wire
+from spmd_rl import sidecar
 from spmd_rl.curve_keys import ClientKeys
+from spmd_rl.sidecar import wire
 from spmd_rl.types import AnswerInfo, EnvReply, Verdict
 from tests import sockets
 from tests.unit.sidecar_helpers import ask, host_of, numbers, private_node, prompt, rewards
@@ -45,7 +46,7 @@ def valid_frames() -> list[bytes]:
         wire.ScoreReplies([wire.ScoreReply(1, verdict)]),
         wire.SessionRequests([wire.ResetRequest(1, "toy", 7), wire.StepRequest(1, 1, "left"), wire.CloseRequest(1)]),
         wire.SessionReplies([wire.SessionReply(1, 0, reply), wire.SessionFailure(1, 1, "lost", "d")]),
-        *(wire.Goodbye(), wire.GetStatus(), wire.HostStatus(1, 1.0, 0, 0, 0, 0, 0, False, {})),
+        *(wire.Goodbye(), wire.GetStatus(), wire.HostStatus(1, 1.0, 0, 0, 0, 0, False, {})),
     ]
     return [wire.encode(message) for message in messages]
 
