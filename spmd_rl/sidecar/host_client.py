@@ -7,6 +7,7 @@ rank that computes for a minute does not take its hosts for dead. Not thread-saf
 """
 
 import asyncio
+import heapq
 import itertools
 import sys
 import time
@@ -308,12 +309,16 @@ class HostClient:
         """Give calls to the hosts that answer, the next one to where the fewest are under way for each worker."""
         serving = [link for link in self.links if pool in link.pools and pool not in link.refused]
         able = [link for link in serving if link.pools[pool].places] or serving  # a broken pool says why it is
-        while calls and (open_ := [link for link in able if link.has_room]):
-            call = calls.popleft()
-            if not call.reply.done():
-                min(open_, key=lambda link: (link.load[pool] + 1) / max(1, link.pools[pool].places)).take(
-                    call, self.now
-                )
+        parts = [1 / max(1, link.pools[pool].places) for link in able]
+        shares = [(link.load[pool] * part, place) for place, (link, part) in enumerate(zip(able, parts, strict=True))]
+        heapq.heapify(shares)
+        while calls and shares:
+            share, place = shares[0]
+            if not able[place].has_room:
+                heapq.heappop(shares)
+            elif not (call := calls.popleft()).reply.done():
+                able[place].take(call, self.now)
+                heapq.heapreplace(shares, (share + parts[place], place))
 
     # -- receiving ------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,9 @@ import zmq
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.sidecar import wire
 
-NULL, CURVE = (b"\xff" + bytes(8) + b"\x7f\x03\x00" + name.ljust(20, b"\0") + bytes(32) for name in (b"NULL", b"CURVE"))
+GREETING, CURVE = (
+    b"\xff" + bytes(8) + b"\x7f\x03\x00" + name.ljust(20, b"\0") + bytes(32) for name in (b"NULL", b"CURVE")
+)
 """Greetings of ZMTP 3."""
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 PING = b"\x04\x07\x04PING\x00\x00"
@@ -56,7 +58,7 @@ def garbage(target: Target) -> None:
     dice = random.Random(1)
     while target.open():
         with contextlib.suppress(OSError), target.raw() as sock:
-            sock.sendall(dice.choice((b"", NULL, CURVE, NULL + READY)) + dice.randbytes(dice.randrange(5000)))
+            sock.sendall(dice.choice((b"", GREETING, CURVE, GREETING + READY)) + dice.randbytes(dice.randrange(5000)))
 
 
 def hang_up(target: Target) -> None:
@@ -65,7 +67,7 @@ def hang_up(target: Target) -> None:
     message = bytes((0, len(frame))) + frame
     while target.open():
         with contextlib.suppress(OSError), target.raw() as sock:
-            sock.sendall(NULL + READY + message * 4000 + PING * 50)
+            sock.sendall(GREETING + READY + message * 4000 + PING * 50)
 
 
 def silence(target: Target) -> None:

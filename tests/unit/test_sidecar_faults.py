@@ -70,9 +70,9 @@ def test_a_second_host_that_dies_costs_what_it_had(node):
     with sidecar.connect(rewards("Moody", workers=2, timeout=60.0), node) as scorer:
 
         async def kill():
-            first = host_of(scorer)
-            first.kill()
-            while host_of(scorer) == first or not scorer.links[0].calls:
+            first = scorer.host.pid
+            host_of(scorer).kill()
+            while scorer.host.pid == first or not scorer.links[0].calls:
                 await asyncio.sleep(0.05)
             host_of(scorer).kill()
 

@@ -155,12 +155,12 @@ class SidecarConfig:
     bind: str = "ipc"
     """Address of the sidecar hosts. `ipc`: a socket in a private directory. `tcp://127.0.0.1:PORT`: a loopback port.
     `tcp://ADDRESS:PORT` (`*` for all addresses of each node): for a status from elsewhere; only with `keys`."""
-    hosts: list[str] = field(default_factory=list)
-    """Hosts on machines without ranks (`python -m spmd_rl sidecar --bind ...`), as `tcp://HOST:PORT`: verdicts and
-    environments are spread over these and the ranks' own. Beyond loopback only with `keys`."""
     keys: str | None = None
     """Directory of CURVE keys (`python -m spmd_rl sidecar_keys DIR`): traffic is encrypted, and only clients listed in
     `DIR/allowed` are served. Default: no keys, and only this machine is served."""
+    hosts: list[str] = field(default_factory=list)
+    """Hosts on machines without ranks (`python -m spmd_rl sidecar --bind ...`), as `tcp://HOST:PORT`: verdicts and
+    environments are spread over these and the ranks' own. Beyond loopback only with `keys`."""
 
     def __post_init__(self) -> None:
         self.keys = self.keys and expanduser(self.keys)
