@@ -64,7 +64,7 @@ class FrameSocket:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether bytes wait until the socket is writable."""
+        """True if bytes wait until the socket is writable."""
         return bool(self._unsent)
 
     def send(self, message: msgspec.Struct) -> None:

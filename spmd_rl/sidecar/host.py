@@ -36,10 +36,10 @@ LINGER_MS = 200
 
 @dataclass(slots=True)
 class _ClientJobs:
-    """What a host holds for one client."""
+    """Jobs and verdicts that a host holds for one client."""
 
     jobs: dict[int, ScoreJob] = field(default_factory=dict)
-    """By the client's own id."""
+    """Jobs by the client's own id."""
     replies: list[wire.ScoreReply] = field(default_factory=list)
     """Verdicts that are not sent yet."""
 

@@ -49,9 +49,9 @@ class Call(msgspec.Struct, eq=False):
     since: float = 0.0
     """When it was given to its connection."""
     repeated: bool = False
-    """Whether a host that had it is gone."""
+    """True if a host that had it is gone."""
     waits: bool = True
-    """Whether it may have to wait at the host, and so counts in the window. Others are sent at once."""
+    """True if it may have to wait at the host, and so counts in the window. Others are sent at once."""
 
 
 class HostLink:
@@ -65,7 +65,7 @@ class HostLink:
         self.moved: dict[str, float] = {}
         """When each of its pools last made progress."""
         self.load: Counter[str] = Counter()
-        """By pool, the calls that may wait there, and the open sessions."""
+        """The number of calls that may wait there and of open sessions, by pool."""
         self.refused: set[str] = set()
         """The pools that run something else than this rank's settings name."""
         self.open()
@@ -77,7 +77,7 @@ class HostLink:
         self.pools: dict[str, wire.PoolPulse] = {}
         """The host's pools by name; empty while it takes no calls."""
         self.answers = False
-        """Whether the host has answered on this connection."""
+        """True if the host has answered on this connection."""
         self.calls: dict[int, Call] = {}
         self.unsent: deque[Call] = deque()
         self.num_waiting = self.num_bytes = 0
@@ -95,12 +95,12 @@ class HostLink:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the connection has broken since the last look."""
+        """True if the connection has broken since the last look."""
         return bool([*received(self._lost)])
 
     @property
     def has_room(self) -> bool:
-        """Whether a call that may wait can be sent."""
+        """True if a call that may wait can be sent."""
         return self.num_waiting < wire.WINDOW and self.num_bytes < wire.WINDOW_BYTES
 
     def take(self, call: Call, now: float) -> None:

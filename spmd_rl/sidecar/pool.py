@@ -39,7 +39,7 @@ class ScoreJob:
     timeout: float
     input: msgspec.Raw
     cancelled: bool = False
-    """Whether nobody waits for its verdict."""
+    """True if nobody waits for its verdict."""
     number: int = field(default_factory=_numbers.__next__)
     """Unique in this process: the id under which the job is given to a worker."""
 
@@ -56,11 +56,11 @@ class _ScoreWorker(WorkerProcess):
     mode: str = ""
     max_batch: int = wire.BATCH_ITEMS
     fresh: bool = True
-    """Whether it has run nothing, and no other has died since it started: what killed that one may have struck both."""
+    """True if it has run nothing, and no other has died since it started: what killed that one may have struck both."""
     alone: bool = False
-    """Whether it runs a suspect."""
+    """True if it runs a suspect."""
     running: dict[int, ScoreJob] = field(default_factory=dict)
-    """By number, in the order in which they run."""
+    """Jobs by number, in the order in which they run."""
     since: float = 0.0
 
     @property
@@ -89,7 +89,7 @@ class Pool(ProcessPool[_ScoreWorker]):
 
     @property
     def busy(self) -> bool:
-        """Whether a worker is starting or running, or a request waits."""
+        """True if a worker is starting or running, or a request waits."""
         waiting = self._queue or self._suspects or any(worker.running for worker in self.workers)
         return not self.ready or bool(waiting)
 

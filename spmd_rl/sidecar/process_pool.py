@@ -40,9 +40,9 @@ class WorkerProcess:
     """When it is late: with its start, and then as its pool sets it."""
     pidfd: int = -1
     ready: bool = False
-    """Whether it has built its plug-in."""
+    """True if it has built its plug-in."""
     ending: bool = False
-    """Whether it was asked to end, so that its end is no death."""
+    """True if it was asked to end, so that its end is no death."""
 
     def kill(self) -> None:
         """End the process and close its socket."""
@@ -73,7 +73,7 @@ class ProcessPool(Generic[W]):
         self.progress = 0
         """Changes whenever the pool makes progress."""
         self.spec = spec
-        """What the workers run."""
+        """The settings of what the workers run."""
         self.loop = loop
         self.deaths = 0
         """The number of workers that died or were killed."""
@@ -90,7 +90,7 @@ class ProcessPool(Generic[W]):
 
     @property
     def ready(self) -> bool:
-        """Whether a worker is ready."""
+        """True if a worker is ready."""
         return any(worker.ready for worker in self.workers)
 
     def pulse(self) -> wire.PoolPulse:

@@ -22,7 +22,7 @@ class _SessionClient:
     last_seen: float
     """When it last sent a message, or was written to because it was silent."""
     sessions: dict[int, "_Session"] = field(default_factory=dict)
-    """By the client's own number."""
+    """Sessions by the client's own number."""
     replies: list[wire.SessionReply | wire.SessionFailure] = field(default_factory=list)
     """Replies that are not sent yet."""
 
@@ -79,7 +79,7 @@ class Sessions:
 
     @property
     def busy(self) -> bool:
-        """Whether an environment works, or an answer waits."""
+        """True if an environment works, or an answer waits."""
         return any(pool.busy for pool in self._pools.values()) or any(c.replies for c in self._clients.values())
 
     def on_any(self, peer: bytes) -> None:

@@ -146,9 +146,9 @@ class ResetRequest(WireMessage, tag="reset"):
     seed: Annotated[int, msgspec.Meta(ge=0)]
     """At most 64 bits."""
     held_out: bool = False
-    """Whether the environment is built with its `eval_args`."""
+    """True if the environment is built with its `eval_args`."""
     solve: bool = False
-    """Whether each reply of the episode has the environment's `solution()` as `info["solution"]`."""
+    """True if each reply of the episode has the environment's `solution()` as `info["solution"]`."""
 
 
 class StepRequest(WireMessage, tag="step"):
@@ -173,7 +173,7 @@ class SessionRequests(WireMessage, tag="session_requests"):
 
 
 class SessionReply(WireMessage, tag="session_reply"):
-    """What the environment returned from one call."""
+    """The return value of an environment for one call."""
 
     session: Id
     number: Id
@@ -199,7 +199,7 @@ class SessionReplies(WireMessage, tag="session_replies"):
 
 
 class PoolSpec(WireMessage, tag="rewarder"):
-    """What the workers of one domain run."""
+    """The settings of a domain's workers."""
 
     target: str
     args: dict[str, Any]
@@ -213,11 +213,11 @@ class PoolSpec(WireMessage, tag="rewarder"):
     url: str = ""
     """The address of the domain's own server, if the host starts one."""
     packages: list[str] = field(default_factory=list)
-    """What the code of answers may import in the sandbox."""
+    """Packages that the code of answers may import in the sandbox."""
 
 
 class EnvPoolSpec(WireMessage, tag="environment"):
-    """What the workers of one environment run."""
+    """The settings of an environment's workers."""
 
     target: str
     args: dict[str, Any]
@@ -226,7 +226,7 @@ class EnvPoolSpec(WireMessage, tag="environment"):
     slots: int = 1
     """The number of episodes that each runs at once, each in a thread; a single one has the process for itself."""
     eval_args: dict[str, Any] = field(default_factory=dict)
-    """What replaces `args` in held-out episodes."""
+    """Arguments that replace `args` in held-out episodes."""
     reset_timeout: Seconds = 60.0
     step_timeout: Seconds = 30.0
     memory_mb: int = 0
@@ -310,7 +310,7 @@ class Ping(WireMessage, tag="ping"):
 
 
 class PoolPulse(WireMessage):
-    """What a client has to know of a pool to give it calls."""
+    """The state of a pool that decides which calls a client gives it."""
 
     progress: int
     """Changes whenever the pool makes progress: a verdict, a reply, a worker that starts."""
@@ -324,7 +324,7 @@ class Pong(WireMessage, tag="pong"):
     """Host to client, and worker of environments to host: the sender is alive."""
 
     pools: dict[str, PoolPulse] = field(default_factory=dict)
-    """By domain, and by `env.<tag>`; empty at a host that takes no more requests."""
+    """Pools by domain, and by `env.<tag>`; empty at a host that takes no more requests."""
 
 
 class Error(WireMessage, tag="error"):
@@ -372,7 +372,7 @@ class HostStatus(WireMessage, tag="host_status"):
     draining: bool
     pools: dict[str, PoolStatus]
     envs: dict[str, PoolStatus] = field(default_factory=dict)
-    """By tag; `running` counts sessions, `queued` resets that wait, `verdicts` replies."""
+    """Environments by tag; `running` counts sessions, `queued` resets that wait, `verdicts` replies."""
 
 
 SCORE_INPUT = Codec(ScoreInput)
