@@ -66,8 +66,6 @@ class HostLink:
         """When each of its pools last made progress."""
         self.load: Counter[str] = Counter()
         """The number of calls that may wait there and of open sessions, by pool."""
-        self.refused: set[str] = set()
-        """The pools that run something else than this rank's settings name."""
         self.open()
 
     def open(self) -> None:
@@ -78,6 +76,8 @@ class HostLink:
         """The host's pools by name; empty while it takes no calls."""
         self.answers = False
         """True if the host has answered on this connection."""
+        self.refused: set[str] = set()
+        """The pools that run something else than this rank's settings name."""
         self.calls: dict[int, Call] = {}
         self.unsent: deque[Call] = deque()
         self.num_waiting = self.num_bytes = 0
