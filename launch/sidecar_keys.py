@@ -1,7 +1,7 @@
-"""Makes the CURVE keys with which ranks and worker nodes reach sidecar hosts beyond one machine. Torch-free.
+"""Makes the CURVE keys with which ranks reach sidecar hosts beyond one machine. Torch-free.
 
     python -m spmd_rl sidecar_keys DIR                  keys of the hosts and the ranks: sidecar.keys=DIR
-    python -m spmd_rl sidecar_keys DIR --node cpu7      one more pair, in DIR/cpu7, for a worker node
+    python -m spmd_rl sidecar_keys DIR --node desk      one more pair, in DIR/desk, such as for a status from there
 
 Existing keys are kept, and only the owner can read them. `DIR/allowed` lists the public keys that are served; remove a
 line to revoke one. Hosts read it when they start. `spmd_rl/curve_keys.py` says which file is whose.
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit code, 2 for a user's mistake."""
     parser = Parser(program("sidecar_keys"), description=__doc__.partition("\n")[0])
     parser.add_argument("directory", type=Path, metavar="DIR")
-    parser.add_argument("--node", metavar="NAME", help="a worker node that will join")
+    parser.add_argument("--node", metavar="NAME", help="make one more pair, for a client elsewhere")
     asked = parser.parse_args(argv)
     try:
         place = make(asked.directory, asked.node)
@@ -75,9 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         tell(f"error: {error}")
         return 2
     if asked.node:
-        print(
-            f"copy {place} to {asked.node}: python -m spmd_rl sidecar --connect tcp://HOST:PORT --keys {place.name} ..."
-        )
+        print(f"copy {place} to {asked.node}: python -m spmd_rl sidecar --status tcp://HOST:PORT --keys {place.name}")
     else:
         print(f"sidecar.keys={place}")
     return 0

@@ -2,10 +2,10 @@
 
     DIR/server.secret  DIR/allowed                      the host's: its own key, and the public keys that it serves
     DIR/client.secret  DIR/server.public                the ranks': their own key, and the only host that they talk to
-    DIR/<node>/client.secret  DIR/<node>/server.public  a worker node's, the only part of DIR that it needs
+    DIR/<node>/client.secret  DIR/<node>/server.public  another client's, the only part of DIR that it needs
 
 CURVE (CurveZMQ, ZeroMQ RFC 26) encrypts the traffic and proves each side's key to the other. A key is 40 characters of
-Z85. The host's check of the list is `sidecar/authenticator.py`.
+Z85. The host's check of the list is `Authenticator` in `sidecar/sockets.py`.
 """
 
 import ipaddress
@@ -108,7 +108,7 @@ class HostKeys:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """The keys of a rank, a worker node or a status request: its own and the host's."""
+    """The keys of a rank or a status request: its own and the host's."""
 
     server: bytes
     secret: bytes
@@ -127,7 +127,7 @@ class ClientKeys:
 
 
 def limit_connection(socket: zmq.Socket, address: str) -> None:
-    """Close a connection whose peer stalls or is gone. Call it before `connect`.
+    """Close connections whose peer stalls or is gone. Call it before `bind` or `connect`.
 
     The kernel's timeouts take the place of libzmq's heartbeats: those abort the process when one is due on a connection
     that was lost while its input had stopped (`!_io_error` in `stream_engine_base.cpp`).

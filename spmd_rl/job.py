@@ -127,7 +127,8 @@ class Job:
     def connect(self, debug: bool = False) -> tuple[Scorer, Environments | None]:
         """The scorer and the environments of this node's sidecar; `debug`: both run in this process instead."""
         cfg = self.cfg
-        host = sidecar.connect_both(cfg.reward, self.envs, self.world.node, cfg.sidecar.bind, debug, cfg.sidecar.keys)
+        at = cfg.sidecar
+        host = sidecar.connect_both(cfg.reward, self.envs, self.world.node, at.bind, debug, at.keys, at.hosts)
         scorer, environments = self.stack.enter_context(host)
         return scorer, environments if self.envs else None
 

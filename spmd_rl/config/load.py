@@ -27,6 +27,7 @@ from spmd_rl.bundled import HOME
 from spmd_rl.config.keys import check_keys, inline_field, key_types, leaves, type_name
 from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.config.run_identity import fill_run
+from spmd_rl.config.schema import HostConfig
 from spmd_rl.errors import UserError
 
 REMOTE_CODE = "policy.trust_remote_code"
@@ -54,6 +55,18 @@ def load(
     check_recipe(overrides)
     values = compose(pipeline, overrides, config_dir, config_name)
     return fill_run(build(schema, values), pipeline)
+
+
+def load_host(
+    pipeline: str, overrides: Sequence[str], config_dir: str | None = None, config_name: str | None = None
+) -> HostConfig:
+    """Load what a sidecar's host serves from the settings of a run, whose other sections are left out."""
+    check_experiment(pipeline, overrides)
+    values = compose(pipeline, overrides, config_dir, config_name)
+    if pipeline in PIPELINES:
+        check_keys(OmegaConf.to_container(values), PIPELINES[pipeline], PIPELINES)
+    own = [field.name for field in fields(HostConfig) if field.name in values]
+    return build(HostConfig, OmegaConf.masked_copy(values, own))
 
 
 def without_others(values: DictConfig, schema: type, overrides: Sequence[str]) -> DictConfig:

@@ -288,6 +288,14 @@ class AgenticConfig(RlConfig):
 
 
 @dataclass
+class HostConfig:
+    """What a sidecar's host serves that is started by hand: two sections of a run."""
+
+    reward: RewardsConfig = field(default_factory=RewardsConfig)
+    env: EnvsConfig = field(default_factory=EnvsConfig)
+
+
+@dataclass
 class EvaluateConfig(JobConfig):
     """The settings of `python -m spmd_rl.evaluate`."""
 

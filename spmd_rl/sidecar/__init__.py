@@ -10,18 +10,15 @@
 | | |
 |---|---|
 | `scorer`, `launcher` | the rank's side: connect, start the node's host |
-| `host_client`, `score_client`, `environments` | its clients: what both have in common, verdicts, sessions |
+| `host_client`, `clients` | its connections to hosts, and its two clients over them: verdicts, sessions |
 | `local` | rewarders and environments in this process, for `debug=true` |
-| `open_session` | an episode of an environment here or there, as its player sees it |
 | `host`, `event_loop` | the host, which keeps a pool of workers for each domain and each environment |
 | `process_pool`, `pool`, `env_pool` | the pools: what both have in common, of rewarders, of environments |
-| `sessions` | the host's book of sessions: their clients, calls sent again, leases |
+| `sessions` | the host's book of sessions and their clients |
 | `forkserver`, `worker`, `env_worker`, `services` | the workers, forked after the target's module has been imported |
 | `reward_server`, `supervisor` | a domain's own server, such as a judge |
-| `worker_node`, `remote_nodes` | machines without ranks that join a host, and the host's view of them |
-| `sockets`, `frames`, `authenticator` | what the bytes travel on (their schema is `spmd_rl.wire`) |
-| `gate`, `frame_counter` | what a connection may send to a host |
-| `verdicts`, `env_replies` | the check of verdicts, and of what environments return |
+| `sockets`, `frames` | what the bytes travel on (their schema is `spmd_rl.sidecar.wire`) |
+| `env_replies` | the check of what environments return |
 | `status`, `__main__` | the command line |
 """
 

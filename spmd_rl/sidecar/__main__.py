@@ -1,7 +1,7 @@
-"""Shows the status of a sidecar's host, or serves a host as a worker node.
+"""Shows the status of a sidecar's host, or is the host of a machine without ranks.
 
     python -m spmd_rl sidecar --status ADDRESS [--keys DIR] [--json]
-    python -m spmd_rl sidecar --connect tcp://HOST:PORT --keys DIR --allow math=rewards.math_verify:MathReward
+    python -m spmd_rl sidecar --bind tcp://*:5555 --keys DIR rlvr reward.math.target=rewards.math_verify:MathReward
 
 Local rank 0 of a node starts its host (see `launcher.py`) with one argument: the fd of a socket between them. The exit
 code is 2 for a user's mistake.
@@ -12,17 +12,17 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 
-from spmd_rl import wire
-from spmd_rl.command_line import Parser, at_least, program
-from spmd_rl.curve_keys import ClientKeys, check_connect
+from spmd_rl.command_line import Parser, program
+from spmd_rl.curve_keys import ClientKeys, check_bind
 from spmd_rl.errors import UserError, tell
 from spmd_rl.process import die_with_parent
-from spmd_rl.sandbox import SANDBOXES
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.frames import receive_frame, send_frame
 from spmd_rl.sidecar.host import Host
+from spmd_rl.sidecar.launcher import start_message
 from spmd_rl.sidecar.status import fetch_status, to_json, to_table
-from spmd_rl.sidecar.worker_node import AllowList, WorkerNode
 
 
 def run_host(fd: int) -> None:
@@ -43,19 +43,34 @@ def run_host(fd: int) -> None:
         host.run()
 
 
-def run_worker_node(options: argparse.Namespace) -> None:
-    """Serve a host elsewhere until the run is over or a signal asks the node to drain."""
-    if not options.keys or not options.allow:
-        raise UserError("--connect: needs --keys DIR and --allow DOMAIN=MODULE:CLASS")
-    check_connect("--connect", options.connect)
-    allowed = AllowList(options.allow)
-    workers = options.workers or max(1, len(os.sched_getaffinity(0)) // len(allowed.domains))
+def serve(options: argparse.Namespace) -> None:
+    """Be a host until SIGTERM or Ctrl-C asks it to drain."""
+    check_bind(options.bind, keyed=bool(options.keys))
     # what can be imported here can be imported by the workers
     os.environ["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    node = WorkerNode(options.connect, ClientKeys.load(options.keys, "--keys"), allowed, workers, options.sandbox)
+    start = build_start(options.bind, options.keys or "", options.words, options.config_dir, options.config_name)
+    host = Host(start, None)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: node.drain())
-    node.run()
+        signal.signal(number, lambda *_: host.drain())
+    host.run()
+
+
+def build_start(
+    bind: str, keys: str, words: Sequence[str], config_dir: str | None, config_name: str | None
+) -> wire.StartHost:
+    """Return what a run's pipeline and settings have a host serve: sections `reward` and `env`, without servers."""
+    from spmd_rl.config.load import load_host  # a host that a rank starts does not load Hydra
+
+    pipeline = words[0].removeprefix("spmd_rl.") if words else ""
+    if not pipeline or "=" in pipeline:
+        raise UserError("--bind: needs the run's pipeline and its settings: rlvr reward.math.target=module:Class ...")
+    cfg = load_host(pipeline, words[1:], config_dir, config_name)
+    for domain in [name for name, reward in cfg.reward.domains.items() if reward.devices is not None]:
+        tell(f"sidecar: reward.{domain} has a server, which only the hosts of ranks start; it is not served here")
+        del cfg.reward.domains[domain]
+    if not cfg.reward.domains and not cfg.env.tags:
+        raise UserError("--bind: the settings name no reward.<domain>.target and no env.<tag>.target to serve")
+    return start_message(bind, cfg.reward, cfg.env, keys)
 
 
 def print_status(options: argparse.Namespace) -> None:
@@ -65,33 +80,32 @@ def print_status(options: argparse.Namespace) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the options, of which one of `fd`, `status` and `connect` is set."""
+    """Return the options; without `status` and `bind`, the only word is the fd of a rank's socket."""
     parser = Parser(program("sidecar"), description=__doc__.partition("\n")[0])
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("fd", nargs="?", type=int, help=argparse.SUPPRESS)
-    what.add_argument("--status", metavar="ADDRESS", help="show the pools, workers and worker nodes of that host")
-    what.add_argument("--connect", metavar="tcp://HOST:PORT", help="serve that host with this machine's processors")
-    parser.add_argument("--keys", metavar="DIR", help="CURVE keys: client.secret and server.public")
+    parser.add_argument("words", nargs="*", metavar="PIPELINE [key=value ...]", help="with --bind: those of the run")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--status", metavar="ADDRESS", help="show the pools and workers of that host")
+    what.add_argument("--bind", metavar="tcp://ADDRESS:PORT", help="serve rewards and environments there")
+    parser.add_argument("--keys", metavar="DIR", help="CURVE keys (python -m spmd_rl sidecar_keys DIR)")
     parser.add_argument("--json", action="store_true", help="with --status: one JSON object")
-    targets = "DOMAIN=MODULE:CLASS[,MODULE:CLASS...]"
-    parser.add_argument("--allow", metavar=targets, action="append", help="classes that the host may have imported")
-    parser.add_argument(
-        "--workers", type=at_least(1), metavar="N", help="per domain; default: a share of the processors"
-    )
-    parser.add_argument("--sandbox", choices=("auto", *SANDBOXES), default="auto", help="of this machine")
-    return parser.parse_args(argv)
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="with --bind: as for the run")
+    parser.add_argument("--config-name", "-cn", metavar="NAME", help="with --bind: as for the run")
+    options = parser.parse_intermixed_args(argv)
+    if not (options.status or options.bind or [word for word in options.words if word.isdecimal()]):
+        parser.error("one of --status and --bind is required")
+    return options
 
 
 def main(argv: list[str]) -> int:
     """Run the command line and return the exit code."""
     try:
         options = parse(argv)
-        if options.fd is not None:
-            run_host(options.fd)
-        elif options.status:
+        if options.status:
             print_status(options)
+        elif options.bind:
+            serve(options)
         else:
-            run_worker_node(options)
+            run_host(int(options.words[0]))
     except UserError as error:
         tell(f"error: {error}")
         return 2

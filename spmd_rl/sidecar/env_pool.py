@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from spmd_rl import wire
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.fair_queue import FairQueue
 from spmd_rl.sidecar.frames import FrameSocket
@@ -30,10 +30,10 @@ END_SECONDS = 2.0
 
 
 class SlotOwner(Protocol):
-    """What a pool reads of a session, and reports to it."""
+    """A session as a pool reads it, and reports to it."""
 
     reset: wire.ResetRequest
-    """What it requests; the pool puts its own number in the place of `session`."""
+    """The request; the pool puts its own number in the place of `session`."""
     client: Hashable
     """The client of the session: clients that wait get their slots in turn."""
 
@@ -69,12 +69,12 @@ class Slot:
 class _EnvWorker(WorkerProcess):
     free: list[int] = field(default_factory=list)
     slots: dict[int, Slot] = field(default_factory=dict)
-    """By slot."""
+    """Sessions by the number of their slot."""
     episodes: int = 0
     retiring: bool = False
-    """Whether it gets no more episodes."""
+    """True if it gets no more episodes."""
     stuck: bool = False
-    """Whether a thread of it has been abandoned."""
+    """True if a thread of it has been abandoned."""
 
 
 class EnvPool(ProcessPool[_EnvWorker]):
@@ -91,7 +91,7 @@ class EnvPool(ProcessPool[_EnvWorker]):
 
     @property
     def busy(self) -> bool:
-        """Whether a worker is starting, a call runs or a reset waits."""
+        """True if a worker is starting, a call runs or a reset waits."""
         return not self.ready or bool(self._queue or self._num_running)
 
     def submit(self, owner: SlotOwner) -> None:
@@ -115,10 +115,6 @@ class EnvPool(ProcessPool[_EnvWorker]):
         slot.owner = None
         if slot.deadline == float("inf"):
             self._free(slot)
-
-    def expire(self, slot: Slot) -> None:
-        """Let the call that runs be late at once."""
-        slot.deadline = min(slot.deadline, self.loop.now)
 
     def tick(self) -> None:
         """Enforce deadlines, replace workers and hand out resets."""

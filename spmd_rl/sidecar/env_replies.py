@@ -3,11 +3,11 @@
 import math
 from typing import Any
 
-from spmd_rl import wire
+from spmd_rl.sidecar import wire
 from spmd_rl.types import EnvReply
 
 EXHAUSTED = EnvReply("", info={"exhausted": True})
-"""What stands for the observation None of a `reset`: a finite set of tasks has come to its end."""
+"""The reply in place of a `reset` whose observation is None: a finite set of tasks has come to its end."""
 MAX_DEPTH = 32
 """The deepest nesting of `info`."""
 _SIZES = {2: "(observation, info)", 5: "(observation, reward, terminated, truncated, info)"}

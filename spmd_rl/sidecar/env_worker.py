@@ -22,9 +22,9 @@ from typing import Any
 
 import msgspec
 
-from spmd_rl import wire
 from spmd_rl.errors import UserError, located, printable, traceback_of
 from spmd_rl.plugins.targets import ENVIRONMENT, build_target, start_target
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.env_replies import checked_reset, checked_step, packed
 from spmd_rl.sidecar.frames import receive_frame, send_frame
 from spmd_rl.sidecar.services import service_factories
@@ -166,7 +166,7 @@ def serve(sock: socket.socket, tag: str, spec: wire.EnvPoolSpec) -> None:
     send(wire.Ready())
     while (message := receive_frame(sock, wire.TO_ENV_WORKER)) is not None:
         if isinstance(message, wire.Ping):
-            send(wire.Pong("", {}))
+            send(wire.Pong())
             continue
         for call in message.items:
             player = players[call.session]

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from spmd_rl import wire
+from spmd_rl.sidecar import wire
 
 FORK = b"f"
 """Sent to a fork server together with a socket. It is no frame, since the descriptor travels beside it."""
@@ -64,7 +64,7 @@ class FrameSocket:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether bytes wait until the socket is writable."""
+        """True if bytes wait until the socket is writable."""
         return bool(self._unsent)
 
     def send(self, message: msgspec.Struct) -> None:

@@ -1,12 +1,12 @@
 """The sidecar host of a node: it takes requests from the ranks, hands them to workers and sends the verdicts back.
 
-One thread, one event loop and no user code: a rewarder runs in a worker, so that nothing it does can stop the host. The
-host keeps no verdicts: a request that is sent again while it is in flight is the same request, afterwards a new one.
+One thread, one event loop and no user code: a rewarder runs in a worker, so that nothing it does can stop the host.
+Ranks start the host of their node; the same host can be started by hand, on machines without ranks.
 """
 
 import contextlib
 import os
-import secrets
+import resource
 import socket
 import time
 from dataclasses import dataclass, field
@@ -14,116 +14,97 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from spmd_rl import wire
 from spmd_rl.curve_keys import HostKeys
-from spmd_rl.errors import UserError
-from spmd_rl.sidecar.authenticator import Authenticator
+from spmd_rl.errors import UserError, tell
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.env_pool import EnvPool
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import send_frame
-from spmd_rl.sidecar.gate import Gate
 from spmd_rl.sidecar.pool import Pool, ScoreJob
-from spmd_rl.sidecar.remote_nodes import RemoteNodes
 from spmd_rl.sidecar.reward_server import RewardServer
 from spmd_rl.sidecar.sessions import Sessions
-from spmd_rl.sidecar.sockets import open_router, received, remove_socket
+from spmd_rl.sidecar.sockets import Authenticator, open_router, received, remove_socket
 from spmd_rl.types import Verdict
 
 DRAIN_SECONDS = 10.0
 """The time for requests in flight when the host is asked to end."""
-FILES_PER_WORKER = 3
-"""Descriptors of this process for a worker and its fork server."""
 MAX_UNSENT = 1_000
 """Messages that wait for one peer to read."""
-LINGER_SECONDS = 0.2
-"""The time for the last frames of a host that drains or has worker nodes to send to."""
+LINGER_MS = 200
+"""The time for the last frames of a host that ends."""
 
 
 @dataclass(slots=True)
 class _ClientJobs:
-    """What a host holds for one client."""
+    """Jobs and verdicts that a host holds for one client."""
 
     jobs: dict[int, ScoreJob] = field(default_factory=dict)
-    """By the client's own id."""
-    num_bytes: int = 0
+    """Jobs by the client's own id."""
     replies: list[wire.ScoreReply] = field(default_factory=list)
     """Verdicts that are not sent yet."""
 
 
 class Host:
-    """The host's event loop. `parent`: a socket to the rank that started it, for `Ready` or `StartFailed`."""
+    """The host's event loop. `parent`: a socket to the rank that started it, for `Ready` or `StartFailed`; None for a
+    host that was started by hand."""
 
-    def __init__(self, start: wire.StartHost, parent: socket.socket) -> None:
+    def __init__(self, start: wire.StartHost, parent: socket.socket | None) -> None:
         """UserError if the host cannot listen or a key is none."""
         self._parent = parent
         self._address = start.address
-        self._name = secrets.token_hex(8)
         self._started = time.monotonic()
         self._reported = False
         self._ended = False
         self._drain_until: float | None = None
         self._clients: dict[bytes, _ClientJobs] = {}
-        self._held_bytes = 0
         keys = HostKeys.load(start.keys) if start.keys else None
         self._context = zmq.Context()
         self._loop = EventLoop()
         self._authenticator = Authenticator(self._context, keys, self._loop) if keys else None
-        self._router, inner = open_router(self._context, keys, wire.MAX_FRAME_BYTES, MAX_UNSENT)
-        num_workers = sum(spec.workers for spec in start.pools.values())
-        num_workers += 2 * sum(
-            spec.workers for spec in start.envs.values()
-        )  # those that retire beside their successors
+        raise_open_files()
         try:
-            files = FILES_PER_WORKER * num_workers
-            self._gate = Gate((self._router, inner), start.address, keys is not None, self._loop, num_files=files)
+            self._router, _ = open_router(self._context, keys, start.address, wire.MAX_FRAME_BYTES, MAX_UNSENT)
         except UserError:
             self._context.destroy(linger=0)
             raise
         self._loop.watch(self._router, self._receive)
-        self._loop.watch(parent, self._end)
+        if parent is not None:
+            self._loop.watch(parent, self._end)
         self._servers = {name: RewardServer(name, spec, self._loop) for name, spec in start.servers.items()}
         urls = {name: server.url for name, server in self._servers.items()}
         specs = {name: msgspec.structs.replace(spec, url=urls.get(name, "")) for name, spec in start.pools.items()}
         self._pools = {name: Pool(name, spec, self._resolve, self._loop) for name, spec in specs.items()}
         self._env_pools = {tag: EnvPool(tag, spec, self._loop) for tag, spec in start.envs.items()}
-        self._sessions = Sessions(self._name, self._env_pools, self._send, self._loop)
-        self._nodes = RemoteNodes(self._name, self._pools, specs, self._send, self._resolve, self._loop)
+        self._sessions = Sessions(self._env_pools, self._send, self._loop)
 
     def drain(self) -> None:
         """Take no more requests, and end once those in flight are answered or `DRAIN_SECONDS` have passed.
 
         Ranks ask the next host for the rest. A signal handler may call this.
         """
-        if self._drain_until is None:
+        if not self._draining:
             self._drain_until = self._loop.now + DRAIN_SECONDS
 
     def run(self) -> None:
-        """Serve until the parent is gone, a drain is over, or a pool cannot be started."""
+        """Serve until the parent is gone, a drain is over, or a pool cannot be started: UserError without a parent."""
         try:
             while not self._ended and not self._drained():
                 unsent = any(client.replies for client in self._clients.values())
-                busy = unsent or self._gate.busy or any(pool.busy for pool in self._pools.values())
-                busy = busy or self._sessions.busy
+                busy = unsent or self._sessions.busy or any(pool.busy for pool in self._pools.values())
                 self._loop.run_once(busy)
-                self._gate.tick()
                 self._tick()
         finally:
-            has_more_to_send = bool(self._nodes) or self._drain_until is not None
-            if self._drain_until is None:
-                self._nodes.close()  # the run is over; after a drain, the nodes join the next host
-            until = time.monotonic() + LINGER_SECONDS
-            while has_more_to_send and time.monotonic() < until:
-                self._loop.run_once(busy=True)  # the gate relays it
-            self._gate.close()
             for part in (*self._pools.values(), *self._env_pools.values(), *self._servers.values()):
                 part.close()
-            self._context.destroy(linger=0)
+            self._context.destroy(linger=LINGER_MS)
             remove_socket(self._address)
 
+    @property
+    def _draining(self) -> bool:
+        return self._drain_until is not None
+
     def _drained(self) -> bool:
-        if self._drain_until is None:
-            return False
-        return self._loop.now > self._drain_until or not (self._clients or self._sessions)
+        return self._draining and (self._loop.now > self._drain_until or not (self._clients or self._sessions))
 
     def _end(self) -> None:
         self._ended = True
@@ -137,27 +118,29 @@ class Host:
             else:
                 pool.tick()
         self._sessions.tick()
-        self._nodes.tick()
         self._send_replies()
         if not self._reported:
             self._report_start()
 
     def _report_start(self) -> None:
-        """Report to the parent, once it is known, how the start went; end if it failed."""
+        """Report to the parent, or the terminal, once it is known, how the start went; end if it failed."""
         pools = (*self._pools.values(), *self._env_pools.values())
         broken = [part.broken for part in (*pools, *self._servers.values()) if part.broken]
-        if broken or all(pool.ready for pool in pools):
+        if not broken and not all(pool.ready for pool in pools):
+            return
+        self._reported, self._ended = True, self._ended or bool(broken)
+        if self._parent is not None:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 send_frame(self._parent, wire.StartFailed(broken[0]) if broken else wire.Ready())
-            self._reported = True
-            self._ended = self._ended or bool(broken)
+        elif broken:
+            raise UserError(broken[0])
+        else:
+            tell(f"sidecar: serving {', '.join(pool.section for pool in pools)} at {self._address}")
 
     # -- messages -------------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        for frames in received(self._router, copy=False):
-            self._gate.read(frames)
-            peer, *parts = (frame.bytes for frame in frames)
+        for peer, *parts in received(self._router):
             self._sessions.on_any(peer)
             try:
                 self._on_message(peer, wire.TO_HOST.decode(b"".join(parts)))
@@ -173,38 +156,24 @@ class Host:
                 if job := self._forget(peer, id_):
                     self._pools[job.domain].cancel(job)
         elif isinstance(message, wire.SessionRequests):
-            self._sessions.on_requests(peer, message, self._drain_until is not None)
+            self._sessions.on_requests(peer, message, self._draining)
         elif isinstance(message, wire.Ping):
-            progress = {name: pool.progress for name, pool in self._pools.items()}
-            progress |= {pool.section: pool.progress for pool in self._env_pools.values()}
-            self._send(peer, wire.Pong(self._name, progress))
-        elif isinstance(message, wire.GetStatus):
-            self._send(peer, self._status())
-        elif self._authenticator is None:
-            raise wire.WireError("worker nodes join only a host with sidecar.keys")
+            pools = self._pools | {pool.section: pool for pool in self._env_pools.values()}
+            self._send(
+                peer, wire.Pong({name: pool.pulse() for name, pool in pools.items()} if not self._draining else {})
+            )
         else:
-            self._nodes.on_message(peer, message)
+            self._send(peer, self._status())
 
     def _on_request(self, peer: bytes, item: wire.ScoreRequest) -> None:
-        client = self._clients.get(peer) or _ClientJobs()
+        if self._draining:
+            return  # the client sends it once more elsewhere, when this host is gone
+        client = self._clients.setdefault(peer, _ClientJobs())
         if item.id in client.jobs:
-            return  # sent again
-        if self._drain_until is not None:
-            return  # the client asks the next host
-        num_bytes = len(memoryview(item.input))
-        if len(client.jobs) + len(client.replies) >= 2 * wire.WINDOW:
-            raise wire.WireError(f"more than {2 * wire.WINDOW} requests in flight")
-        if client.num_bytes + num_bytes > 2 * wire.WINDOW_BYTES:
-            raise wire.WireError(f"more than {2 * wire.WINDOW_BYTES} bytes of requests in flight")
-        if self._held_bytes + num_bytes > wire.HELD_BYTES:
-            raise wire.WireError(f"more than {wire.HELD_BYTES} bytes of requests in flight in all")
-        wire.SCORE_INPUT_SHAPE.unpack(item.input)
+            raise wire.WireError(f"request {item.id} is in flight")
         # a copy: the rest of its frame is not kept
         job = ScoreJob(peer, item.id, item.domain, item.timeout, item.input.copy())
-        self._clients[peer] = client
         client.jobs[item.id] = job
-        client.num_bytes += num_bytes
-        self._held_bytes += num_bytes
         if pool := self._pools.get(item.domain):
             pool.submit(job)
         else:
@@ -214,12 +183,8 @@ class Host:
         """Remove a job from the books; None if it is not there."""
         client = self._clients.get(peer)
         job = client.jobs.pop(id_, None) if client else None
-        if job is not None:
-            num_bytes = len(memoryview(job.input))
-            client.num_bytes -= num_bytes
-            self._held_bytes -= num_bytes
-            if not client.jobs and not client.replies:
-                del self._clients[peer]
+        if job is not None and not client.jobs and not client.replies:
+            del self._clients[peer]
         return job
 
     def _resolve(self, job: ScoreJob, verdict: Verdict) -> None:
@@ -227,7 +192,7 @@ class Host:
             client = self._clients[job.client]
             client.replies.append(wire.ScoreReply(job.id, verdict))
             self._forget(job.client, job.id)
-            job.cancelled = True  # whoever judges it too comes second
+            job.cancelled = True
             if pool := self._pools.get(job.domain):
                 pool.verdicts += 1
 
@@ -247,23 +212,25 @@ class Host:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._nodes.lose(peer)
             self._sessions.unreachable(peer)
         return True
 
     def _status(self) -> wire.HostStatus:
         return wire.HostStatus(
-            host=self._name,
             pid=os.getpid(),
             uptime_seconds=time.monotonic() - self._started,
             clients=len(self._clients),
             in_flight=sum(len(client.jobs) for client in self._clients.values()),
-            held_bytes=self._held_bytes,
             unsent_replies=sum(len(client.replies) for client in self._clients.values()),
             refused_keys=self._authenticator.refused if self._authenticator else 0,
-            cut_connections=self._gate.num_cut,
-            draining=self._drain_until is not None,
+            draining=self._draining,
             pools={name: pool.status() for name, pool in self._pools.items()},
-            nodes=self._nodes.status(),
             envs={tag: pool.status() for tag, pool in self._env_pools.items()},
         )
+
+
+def raise_open_files() -> None:
+    """Raise this process's limit of open files as far as it may: each connection and each worker is one or more."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1 << 20 if hard == resource.RLIM_INFINITY else hard, hard))

@@ -1,39 +1,37 @@
-"""A rank's connection to its node's host: thousands of calls in flight at once, each with an outcome in the end.
+"""A rank's connections to sidecar hosts: thousands of calls in flight at once, each with an outcome in the end.
 
-Whatever happens to a host or a worker, a call is sent again under its old id until its reply is there, or until it is
-given up. All clocks count only time in which the event loop ran: a rank that computes for a minute does not take its
-sidecar for dead. Not thread-safe; one event loop at a time. `ScoreClient` and `Environments` say what the calls are.
+Calls are spread over the hosts that answer. A call reaches a host once: the calls of a host that is gone are sent once
+more, to a host that answers, and fail if that is gone too. All clocks count only time in which the event loop ran: a
+rank that computes for a minute does not take its hosts for dead. Not thread-safe; one event loop at a time.
+`ScoreClient` and `RemoteEnvironments` define what the calls are.
 """
 
 import asyncio
+import heapq
 import itertools
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import zmq
 
-from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.errors import tell
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.launcher import HostProcess
 from spmd_rl.sidecar.sockets import open_dealer, received, send
 
 TICK_SECONDS = 0.1
-"""The pause between two checks of the host and of the calls in flight."""
+"""The pause between two checks of the hosts and of the calls in flight."""
 LEASE_SECONDS = 5.0
-"""A host that lives but is silent for this long is killed."""
+"""A host that was silent for this long is gone; the rank that started it kills it."""
 START_SECONDS = 30.0
-"""A host that was just started may be silent for this long."""
-RESEND_SECONDS = 5.0
-"""A call without a reply is sent again after this time; the host knows it, unless it was lost on the way."""
+"""Without any host that answers for this long, all calls fail."""
 GRACE_SECONDS = 20.0
 """A pool in which nothing has moved for its patience and this is given up."""
-MAX_DEATHS = 5
-"""After this many dead hosts in a row, without a reply between, all calls are given up."""
 
 
 class Call(msgspec.Struct, eq=False):
@@ -44,44 +42,136 @@ class Call(msgspec.Struct, eq=False):
     """The pool at the host, as a `Pong` names it."""
     request: msgspec.Struct
     num_bytes: int
-    reply: asyncio.Future
-    asked: float
-    sent: float | None = None
-    """When it was sent, if it is in flight."""
+    reply: asyncio.Future | None
+    """None for a message without a reply."""
+    link: "HostLink | None" = None
+    """The connection on which it is sent; None while it waits for one."""
+    since: float = 0.0
+    """When it was given to its connection."""
+    repeated: bool = False
+    """True if a host that had it is gone."""
     waits: bool = True
-    """Whether it may have to wait at the host, and so counts in the window. Others pass those that wait."""
+    """True if it may have to wait at the host, and so counts in the window. Others are sent at once."""
+
+
+class HostLink:
+    """A connection to one host. It is opened anew once the host is gone, so that nothing old comes over it."""
+
+    def __init__(self, context: zmq.Context, address: str, keys: ClientKeys | None) -> None:
+        """ZMQError if the address is malformed."""
+        self._context, self.address, self._keys = context, address, keys
+        self.heard = 0.0
+        """When the host last answered, or was last given time to start."""
+        self.moved: dict[str, float] = {}
+        """When each of its pools last made progress."""
+        self.load: Counter[str] = Counter()
+        """The number of calls that may wait there and of open sessions, by pool."""
+        self.open()
+
+    def open(self) -> None:
+        """Connect, with nothing in flight."""
+        self.socket = open_dealer(self._context, self.address, self._keys, only_connected=True)
+        self._lost = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.pools: dict[str, wire.PoolPulse] = {}
+        """The host's pools by name; empty while it takes no calls."""
+        self.answers = False
+        """True if the host has answered on this connection."""
+        self.refused: set[str] = set()
+        """The pools that run something else than this rank's settings name."""
+        self.calls: dict[int, Call] = {}
+        self.unsent: deque[Call] = deque()
+        self.num_waiting = self.num_bytes = 0
+        self.load.clear()
+
+    def close(self) -> None:
+        """Hang up."""
+        self.socket.disable_monitor()
+        self._lost.close(linger=0)
+        self.socket.close(linger=0)
+
+    def send(self, message: msgspec.Struct) -> bool:
+        """Send a message now; False if there is no connection, or its queue is full."""
+        return send(self.socket, message)
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the connection has broken since the last look."""
+        return bool([*received(self._lost)])
+
+    @property
+    def has_room(self) -> bool:
+        """True if a call that may wait can be sent."""
+        return self.num_waiting < wire.WINDOW and self.num_bytes < wire.WINDOW_BYTES
+
+    def take(self, call: Call, now: float) -> None:
+        """Queue a call, to be sent with the next flush."""
+        call.link, call.since = self, now
+        self.calls[call.id] = call
+        self.unsent.append(call)
+        if call.waits:
+            self.num_waiting += 1
+            self.num_bytes += call.num_bytes
+            self.load[call.pool] += 1
+
+    def drop(self, call: Call) -> None:
+        """Forget a call that is over."""
+        if self.calls.pop(call.id, None) is not None and call.waits:
+            self.num_waiting -= 1
+            self.num_bytes -= call.num_bytes
+            self.load[call.pool] -= 1
+
+    def next_batch(self) -> list[Call]:
+        """Take what one frame should hold off the queue."""
+        batch, size = [], 0
+        while self.unsent and len(batch) < wire.BATCH_ITEMS and size < wire.BATCH_BYTES:
+            call = self.unsent.popleft()
+            if call.reply is None or not call.reply.done():
+                size += call.num_bytes
+                batch.append(call)
+        return batch
+
+    def note(self, pong: wire.Pong, specs: Mapping[str, str], now: float) -> None:
+        """Take over what the host reports of its pools."""
+        for pool, pulse in pong.pools.items():
+            known = self.pools.get(pool)
+            if known is None or known.progress != pulse.progress:
+                self.moved[pool] = now
+            if pulse.spec != specs.get(pool) and pool in specs and pool not in self.refused:
+                self.refused.add(pool)
+                _warn(f"{self.address} has other settings of {pool} than this run and is not used for it")
+        self.pools = pong.pools
 
 
 class HostClient:
-    """The base of clients, over one DEALER socket. `host` is the process that this rank looks after, if it does."""
+    """The base of clients. `host` is the process that this rank looks after, if it does: the first address is its."""
 
     def __init__(
-        self, address: str, patience: Mapping[str, float], host: HostProcess | None, keys: ClientKeys | None = None
+        self,
+        addresses: Sequence[str],
+        patience: Mapping[str, float],
+        specs: Mapping[str, str],
+        host: HostProcess | None,
+        keys: ClientKeys | None = None,
     ) -> None:
-        """`patience`: by pool, the seconds for which nothing may move there while calls wait."""
+        """`patience`: by pool, the seconds for which nothing may move there while calls wait. `specs`: by pool, the
+        digest of what it runs; a host whose pool runs something else is not used for it."""
         self.host = host
         self.on_reply: Callable[[], None] | None = None
         """Called whenever replies have arrived, such as to wake a loop that waits for them."""
-        self.patience = dict(patience)
+        self.patience, self._specs = dict(patience), dict(specs)
         self.ids = itertools.count()
         """The numbers of the calls to come."""
         self._context = zmq.Context()
-        self._socket = open_dealer(self._context, address, keys)
+        self.links = [HostLink(self._context, address, keys) for address in addresses]
+        """The connections, one for each host."""
         self._calls: dict[int, Call] = {}
-        self._outbox: deque[int] = deque()
-        self._urgent: deque[int] = deque()
-        self._in_flight = 0
-        self._in_flight_bytes = 0
-        self._moved = dict.fromkeys(self.patience, 0.0)  # by pool: when it last made progress
-        self._progress: dict[str, int] = {}
-        self._host_name = ""  # of the host that answers
-        self._host_starts = 1
+        self._outbox: dict[str, deque[Call]] = {pool: deque() for pool in self.patience}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._flushing = False
-        self._now = 0.0  # seconds in which the loop ran
+        self.now = 0.0
+        """The seconds in which the event loop ran."""
         self._last_tick = 0.0
-        self._patient_until = LEASE_SECONDS
 
     @property
     def outstanding(self) -> int:
@@ -89,12 +179,14 @@ class HostClient:
         return len(self._calls)
 
     def close(self) -> None:
-        """Close the connection. Calls that are outstanding are cancelled."""
+        """Close the connections. Calls that are outstanding are cancelled."""
         calls, self._calls = self._calls, {}
         if self._loop is not None and not self._loop.is_closed():
             for call in calls.values():
                 call.reply.cancel()
         self._detach()
+        for link in self.links:
+            link.close()
         self._context.destroy(linger=0)
 
     # -- what a subclass defines ----------------------------------------------------------------------------------
@@ -103,34 +195,39 @@ class HostClient:
         """Return the message that carries these calls."""
         raise NotImplementedError
 
-    def _cancellation(self, id_: int) -> msgspec.Struct:
-        """Return the message that cancels a call."""
+    def _cancel(self, call: Call) -> None:
+        """Report to its host that nobody waits for a call any more."""
         raise NotImplementedError
 
-    def _before_flush(self) -> None:
-        """Send what goes before the calls of this flush: nothing, unless a subclass has more than calls to send."""
-
-    def _on_replies(self, message: msgspec.Struct) -> None:
-        """Settle the calls that a message of the host answers."""
+    def _on_replies(self, link: HostLink, message: msgspec.Struct) -> None:
+        """Settle the calls that a message of a host answers."""
         raise NotImplementedError
+
+    def _on_gone(self, link: HostLink) -> None:
+        """Forget what a host that is gone has kept: nothing, unless a subclass has more than calls there."""
 
     def _fail(self, call: Call, reason: str, detail: str) -> None:
-        """Settle a call that is given up: `reason` is `timeout`, or `error` where there is no host."""
+        """Settle a call that failed: `reason` is `timeout`, or `error` where its host is gone."""
         raise NotImplementedError
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    async def request(self, id_: int, pool: str, request: msgspec.Struct, num_bytes: int, waits: bool = True) -> Any:
-        """Send a call and wait for its reply. Cancelling it cancels the call."""
+    async def request(
+        self, id_: int, pool: str, request: msgspec.Struct, num_bytes: int, link: HostLink | None = None
+    ) -> Any:
+        """Send a call and wait for its reply. Cancelling it cancels the call. `link`: where it must go, and at once."""
         self._attach()
-        call = Call(id_, pool, request, num_bytes, self._loop.create_future(), self._now, waits=waits)
+        call = Call(id_, pool, request, num_bytes, self._loop.create_future(), waits=link is None)
         self._calls[id_] = call
-        self._queue_of(call).append(id_)
-        self._flush_soon()
+        if link is None:
+            self._outbox[pool].append(call)
+        else:
+            link.take(call, self.now)
+        self.flush_soon()
         try:
             return await call.reply
         finally:
-            self._on_done(id_)
+            self._on_done(call)
 
     def open_call(self, id_: int) -> Call | None:
         """Return the call of this number, if it still waits for its reply."""
@@ -140,34 +237,17 @@ class HostClient:
     def settle(self, call: Call, reply: Any) -> None:
         """Give a call its reply, which is progress of its pool."""
         call.reply.set_result(reply)
-        self._moved[call.pool] = self._now
+        call.link.moved[call.pool] = self.now
 
-    def send(self, message: msgspec.Struct) -> bool:
-        """Send a message now; False where the socket takes none."""
-        return send(self._socket, message)
-
-    def wake(self) -> None:
-        """Flush in this round of the event loop, though no call waits to be sent; nothing where no loop runs."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._flush_soon(even_if_empty=True)
-
-    def _on_done(self, id_: int) -> None:
-        """Forget a call that has its reply, was given up or was cancelled."""
-        if (call := self._calls.pop(id_, None)) is None:
+    def _on_done(self, call: Call) -> None:
+        """Forget a call that has its reply, failed or was cancelled."""
+        if self._calls.pop(call.id, None) is None:
             return  # closed
-        if call.sent is not None:
-            self._landed(call)
+        if (link := call.link) is not None:
+            link.drop(call)
             if call.reply.cancelled():
-                self.send(self._cancellation(id_))
-        self._flush_soon()
-
-    def _landed(self, call: Call) -> None:
-        self._in_flight -= call.waits
-        self._in_flight_bytes -= call.num_bytes * call.waits
-        call.sent = None
-
-    def _queue_of(self, call: Call) -> deque[int]:
-        return self._outbox if call.waits else self._urgent
+                self._cancel(call)
+        self.flush_soon()
 
     # -- the event loop -------------------------------------------------------------------------------------------
 
@@ -179,135 +259,132 @@ class HostClient:
         assert not self._calls, "a sidecar client serves one event loop at a time"
         self._detach()
         self._loop = loop
-        self._patient_until = self._now + LEASE_SECONDS  # silence while no loop ran means nothing
         self._last_tick = time.monotonic()
-        loop.add_reader(self._socket.FD, self._receive)
+        for link in self.links:
+            link.heard = self.now  # silence while no loop ran means nothing
+            loop.add_reader(link.socket.FD, self._receive, link)
         self._timer = loop.call_soon(self._tick)
 
     def _detach(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._socket.FD)
+            for link in self.links:
+                self._loop.remove_reader(link.socket.FD)
             self._timer.cancel()
         self._loop = None
         self._flushing = False
 
     def _tick(self) -> None:
         now = time.monotonic()
-        self._now += min(now - self._last_tick, 2 * TICK_SECONDS)
+        self.now += min(now - self._last_tick, 2 * TICK_SECONDS)
         self._last_tick = now
-        self._receive()
-        if self.host is not None:
-            self._check_host(self.host)
-        elif self._calls and self._now > self._patient_until + START_SECONDS:
-            why = "the sidecar's host is gone, and the rank that looks after it replaces it no more"
-            self._fail_all(self._calls.values(), "error", why)
-        self._resend(older_than=RESEND_SECONDS)
-        self._give_up_stuck_pools()
-        self.send(wire.Ping())
+        for link in self.links:
+            self._receive(link)
+            self._check(link)
+            link.send(wire.Ping())
+        self._check_all()
         self._flush()
         self._timer = self._loop.call_later(TICK_SECONDS, self._tick)
 
     # -- sending --------------------------------------------------------------------------------------------------
 
-    def _flush_soon(self, even_if_empty: bool = False) -> None:
+    def flush_soon(self) -> None:
         """Send once in this round of the event loop, so that calls made together travel together."""
-        if not self._flushing and (even_if_empty or self._outbox or self._urgent) and not self._loop.is_closed():
+        if not self._flushing and self._loop is not None and not self._loop.is_closed():
             self._flushing = True
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flushing = False
-        self._before_flush()
-        while batch := self._next_batch():
-            if not self.send(self._message(batch)):
-                for call in reversed(batch):
-                    self._landed(call)
-                    self._queue_of(call).appendleft(call.id)
-                break
-        self._receive()  # the socket's descriptor reports changes only, and sending may have hidden one
+        for pool, calls in self._outbox.items():
+            if calls:
+                self._spread(pool, calls)
+        for link in self.links:
+            while batch := link.next_batch():
+                if not link.send(self._message(batch)):
+                    link.unsent.extendleft(reversed(batch))
+                    break
+            self._receive(link)  # the socket's descriptor reports changes only, and sending may have hidden one
 
-    def _next_batch(self) -> list[Call]:
-        batch, size = [], 0
-        while len(batch) < wire.BATCH_ITEMS and size < wire.BATCH_BYTES:
-            if self._urgent:
-                queue = self._urgent
-            elif self._outbox and self._in_flight < wire.WINDOW and self._in_flight_bytes < wire.WINDOW_BYTES:
-                queue = self._outbox
-            else:
-                break
-            call = self._calls.get(queue.popleft())
-            if call is None or call.reply.done() or call.sent is not None:
-                continue
-            call.sent = self._now
-            self._in_flight += call.waits
-            self._in_flight_bytes += call.num_bytes * call.waits
-            size += call.num_bytes
-            batch.append(call)
-        return batch
-
-    def _resend(self, older_than: float) -> None:
-        for id_, call in self._calls.items():
-            if call.sent is not None and not call.reply.done() and self._now - call.sent >= older_than:
-                self._landed(call)
-                self._queue_of(call).append(id_)
-        self._flush_soon()
+    def _spread(self, pool: str, calls: deque[Call]) -> None:
+        """Give calls to the hosts that answer, the next one to where the fewest are under way for each worker."""
+        serving = [link for link in self.links if pool in link.pools and pool not in link.refused]
+        able = [link for link in serving if link.pools[pool].places] or serving  # a broken pool says why it is
+        parts = [1 / max(1, link.pools[pool].places) for link in able]
+        shares = [(link.load[pool] * part, place) for place, (link, part) in enumerate(zip(able, parts, strict=True))]
+        heapq.heapify(shares)
+        while calls and shares:
+            share, place = shares[0]
+            if not able[place].has_room:
+                heapq.heappop(shares)
+            elif not (call := calls.popleft()).reply.done():
+                able[place].take(call, self.now)
+                heapq.heapreplace(shares, (share + parts[place], place))
 
     # -- receiving ------------------------------------------------------------------------------------------------
 
-    def _receive(self) -> None:
-        for frames in received(self._socket, limit=sys.maxsize):
+    def _receive(self, link: HostLink) -> None:
+        if link.is_lost and link.answers:
+            self._lose(link, "the connection broke")
+            return
+        for frames in received(link.socket, limit=sys.maxsize):
             try:
                 message = wire.TO_CLIENT.decode(b"".join(frames))
             except wire.WireError as error:
                 _warn(f"a frame from the host is malformed: {error}")
                 continue
-            self._patient_until = self._now + LEASE_SECONDS
+            link.heard, link.answers = self.now, True
             if isinstance(message, wire.Pong):
-                self._on_pong(message)
+                link.note(message, self._specs, self.now)
+                self.flush_soon()
             elif isinstance(message, wire.Error):
                 _warn(f"the host refused a frame: {message.detail}")
             else:
-                if self.host is not None:
-                    self.host.deaths = 0
-                self._on_replies(message)
+                self._on_replies(link, message)
                 if self.on_reply is not None:
                     self.on_reply()
 
-    def _on_pong(self, pong: wire.Pong) -> None:
-        for pool, progress in pong.progress.items():
-            if self._progress.get(pool) != progress:
-                self._progress[pool] = progress
-                self._moved[pool] = self._now
-        if self._host_name and pong.host != self._host_name:
-            self._resend(older_than=0.0)  # a new host knows nothing of what was in flight
-        self._host_name = pong.host
-
     # -- failures -------------------------------------------------------------------------------------------------
 
-    def _check_host(self, host: HostProcess) -> None:
-        if host.starts != self._host_starts:
-            self._host_starts = host.starts
-            self._host_name = self._host_name or "the first host"
-            self._patient_until = self._now + START_SECONDS
-        elif self._now > self._patient_until:
-            _warn("the host hangs; killing it")
-            self._patient_until = self._now + START_SECONDS
-            host.kill()
-        if host.deaths >= MAX_DEATHS:
-            self._fail_all(self._calls.values(), "error", f"{host.deaths} sidecar hosts died in a row")
+    def _lose(self, link: HostLink, why: str) -> None:
+        """Open a connection anew; send the calls that may wait once more elsewhere, and fail the others."""
+        self._loop.remove_reader(link.socket.FD)
+        link.close()
+        calls = [call for call in link.calls.values() if not call.reply.done()]
+        link.open()
+        link.heard = self.now
+        self._loop.add_reader(link.socket.FD, self._receive, link)
+        self._on_gone(link)
+        for call in reversed(calls):
+            call.link = None
+            if call.repeated or not call.waits:
+                self._fail(call, "error", f"its sidecar host {link.address} is gone: {why}")
+            else:
+                call.repeated = True
+                self._outbox[call.pool].appendleft(call)
 
-    def _give_up_stuck_pools(self) -> None:
+    def _check(self, link: HostLink) -> None:
+        """Find a host that is silent, and pools in which nothing moves."""
+        if link.answers and self.now - link.heard > LEASE_SECONDS:
+            if self.host is not None and link is self.links[0]:
+                _warn("the host hangs; killing it")
+                self.host.kill()
+            self._lose(link, f"silent for {LEASE_SECONDS:g} s")
         oldest: dict[str, Call] = {}  # by pool: the call that has waited longest
-        for call in self._calls.values():
+        for call in link.calls.values():
             oldest.setdefault(call.pool, call)
         for pool, first in oldest.items():
             patience = self.patience[pool] + GRACE_SECONDS
-            if self._now - max(self._moved[pool], first.asked) > patience:
-                calls = (call for call in self._calls.values() if call.pool == pool)
+            if self.now - max(link.moved[pool], first.since) > patience:
+                calls = (call for call in link.calls.values() if call.pool == pool)
                 self._fail_all(calls, "timeout", f"nothing moved at the sidecar for {patience:g} s")
 
+    def _check_all(self) -> None:
+        """Fail all calls if no host has answered for long."""
+        if self.now - max(link.heard for link in self.links) > START_SECONDS:
+            self._fail_all(self._calls.values(), "error", f"no sidecar host has answered for {START_SECONDS:g} s")
+
     def _fail_all(self, calls: Iterable[Call], reason: str, detail: str) -> None:
-        for call in calls:
+        for call in list(calls):
             if not call.reply.done():
                 self._fail(call, reason, detail)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from spmd_rl import wire
 from spmd_rl.errors import RunFailed, UserError, tell
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.frames import receive_frame, start_child
 from spmd_rl.sidecar.sockets import remove_socket
 
@@ -49,8 +49,6 @@ def env_pool_spec(env: "EnvConfig") -> wire.EnvPoolSpec:
         eval_args=dict(env.eval_args),
         reset_timeout=min(env.reset_timeout, wire.MAX_TIMEOUT),
         step_timeout=min(env.step_timeout, wire.MAX_TIMEOUT),
-        episode_timeout=min(env.episode_timeout, wire.MAX_TIMEOUT),
-        lease=min(env.episode_timeout, wire.MAX_TIMEOUT),
         memory_mb=env.memory_mb or 0,
         recycle_after=env.recycle_after or 0,
         sandbox=env.sandbox,
@@ -58,6 +56,27 @@ def env_pool_spec(env: "EnvConfig") -> wire.EnvPoolSpec:
         cpus=env.cpu_numbers,
         start_seconds=env.start_seconds,
     )
+
+
+def start_message(
+    address: str, rewards: "RewardsConfig | None", envs: "EnvsConfig | None", keys: str = ""
+) -> wire.StartHost:
+    """Return what a host serves. UserError for processors that there are not."""
+    domains, tags = (rewards.domains if rewards else {}), (envs.tags if envs else {})
+    for section, settings in {**_keyed("reward", domains), **_keyed("env", tags)}.items():
+        if missing := set(settings.cpu_numbers) - os.sched_getaffinity(0):
+            raise UserError(f"{section}.cpus={settings.cpus}: this run may not use processor {min(missing)}")
+    servers = {
+        domain: wire.ServerSpec(reward.server_command, reward.devices.replace("cpu", ""), reward.start_seconds)
+        for domain, reward in domains.items()
+        if reward.devices is not None
+    }
+    pools = {domain: pool_spec(reward) for domain, reward in domains.items()}
+    return wire.StartHost(0, address, pools, servers, keys, {tag: env_pool_spec(env) for tag, env in tags.items()})
+
+
+def _keyed(section: str, settings: dict) -> dict:
+    return {f"{section}.{name}": one for name, one in settings.items()}
 
 
 class HostProcess:
@@ -70,26 +89,10 @@ class HostProcess:
         self, address: str, rewards: "RewardsConfig | None", keys: str = "", envs: "EnvsConfig | None" = None
     ) -> None:
         """UserError for processors or arguments that cannot be."""
-        domains, tags = (rewards.domains if rewards else {}), (envs.tags if envs else {})
-        sections = {f"reward.{domain}": reward for domain, reward in domains.items()}
-        sections |= {f"env.{tag}": env for tag, env in tags.items()}
-        self.starts = 0
-        """The number of hosts started so far."""
-        self.deaths = 0
-        """The number of hosts that died since it was last set to 0."""
-        for section, settings in sections.items():
-            if missing := set(settings.cpu_numbers) - os.sched_getaffinity(0):
-                raise UserError(f"{section}.cpus={settings.cpus}: this run may not use processor {min(missing)}")
-        servers = {
-            domain: wire.ServerSpec(reward.server_command, reward.devices.replace("cpu", ""), reward.start_seconds)
-            for domain, reward in domains.items()
-            if reward.devices is not None
-        }
-        pools = {domain: pool_spec(reward) for domain, reward in domains.items()}
-        env_pools = {tag: env_pool_spec(env) for tag, env in tags.items()}
-        self._start = wire.StartHost(0, address, pools, servers, keys, env_pools)
-        slowest = max((settings.start_seconds for settings in sections.values()), default=0.0)
-        self._start_seconds = slowest * (2 if servers else 1) + START_SECONDS
+        self._start = start_message(address, rewards, envs, keys)
+        pools = {**_keyed("reward", self._start.pools), **_keyed("env", self._start.envs)}
+        slowest = max((spec.start_seconds for spec in pools.values()), default=0.0)
+        self._start_seconds = slowest * (2 if self._start.servers else 1) + START_SECONDS
         self._lock = threading.Lock()
         self._stopping = False
         self._ended = threading.Event()
@@ -99,7 +102,7 @@ class HostProcess:
         try:
             self._launch()
         except wire.WireError as error:
-            raise UserError(f"args of {' or '.join(sections)}: {error}") from None
+            raise UserError(f"args of {' or '.join(pools)}: {error}") from None
 
     @property
     def pid(self) -> int:
@@ -149,7 +152,6 @@ class HostProcess:
                     code = self._process.returncode
                     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
                     tell(f"sidecar: the host died {how}; starting a new one")
-                    self.deaths += 1
                     self._socket.close()
                     self._launch()
             pause = min(2 * pause, MAX_WATCH_SECONDS)
@@ -161,7 +163,6 @@ class HostProcess:
         # what can be imported here can be imported there
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         self._process, self._socket = start_child("spmd_rl.sidecar", message, environment)
-        self.starts += 1
 
     def _end(self) -> None:
         self._socket.close()

@@ -9,12 +9,12 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
-from spmd_rl import wire
 from spmd_rl.plugins.targets import build_target, start_target
 from spmd_rl.process import Overtime, deadline
+from spmd_rl.sidecar import wire
+from spmd_rl.sidecar.clients import OpenSession
 from spmd_rl.sidecar.env_worker import EnvSlot
 from spmd_rl.sidecar.launcher import env_pool_spec
-from spmd_rl.sidecar.open_session import OpenSession
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.sidecar.worker import judge
 from spmd_rl.types import AnswerInfo, EnvReply, Prompt, SessionLost, Verdict

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from spmd_rl import wire
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.fair_queue import FairQueue
 from spmd_rl.sidecar.frames import FrameSocket
@@ -22,8 +22,6 @@ from spmd_rl.types import Verdict
 
 CHUNK_SECONDS = 0.01
 """The work given to a `sync` worker at once, by the mean so far: few frames, no long wait behind a slow request."""
-AHEAD_SECONDS = 0.1
-"""The work that a worker node holds for each worker, by the mean so far: longer than a frame's round trip."""
 NOTHING = msgspec.Raw(b"")
 ASYNC_GRACE = 1.0
 """An `async` worker keeps its own deadlines; it is killed this much later, when its event loop is stuck."""
@@ -41,15 +39,13 @@ class ScoreJob:
     timeout: float
     input: msgspec.Raw
     cancelled: bool = False
-    """Whether nobody waits for its verdict."""
-    lost_nodes: int = 0
-    """The number of worker nodes that were lost, or late, while they ran it."""
+    """True if nobody waits for its verdict."""
     number: int = field(default_factory=_numbers.__next__)
-    """Unique in this process: the id under which the job is given to a worker or a node."""
+    """Unique in this process: the id under which the job is given to a worker."""
 
     @property
     def request(self) -> wire.ScoreRequest:
-        """The job as it is sent to a worker or a node."""
+        """The job as it is sent to a worker."""
         return wire.ScoreRequest(self.number, self.domain, self.timeout, self.input)
 
 
@@ -60,11 +56,11 @@ class _ScoreWorker(WorkerProcess):
     mode: str = ""
     max_batch: int = wire.BATCH_ITEMS
     fresh: bool = True
-    """Whether it has run nothing, and no other has died since it started: what killed that one may have struck both."""
+    """True if it has run nothing, and no other has died since it started: what killed that one may have struck both."""
     alone: bool = False
-    """Whether it runs a suspect."""
+    """True if it runs a suspect."""
     running: dict[int, ScoreJob] = field(default_factory=dict)
-    """By number, in the order in which they run."""
+    """Jobs by number, in the order in which they run."""
     since: float = 0.0
 
     @property
@@ -92,19 +88,8 @@ class Pool(ProcessPool[_ScoreWorker]):
         self._mean_seconds = CHUNK_SECONDS
 
     @property
-    def window(self) -> int:
-        """The number of requests that a worker node should hold for these workers."""
-        modes = [worker.mode for worker in self.workers if worker.mode]
-        if not modes or self.broken:
-            return 0
-        ahead = int(AHEAD_SECONDS / self._mean_seconds) if modes[0] == "sync" else wire.BATCH_ITEMS
-        if not self.verdicts:
-            ahead = 0  # nobody knows yet how long one takes
-        return min(wire.WINDOW, len(modes) * max(2, min(ahead, wire.BATCH_ITEMS)))
-
-    @property
     def busy(self) -> bool:
-        """Whether a worker is starting or running, or a request waits."""
+        """True if a worker is starting or running, or a request waits."""
         waiting = self._queue or self._suspects or any(worker.running for worker in self.workers)
         return not self.ready or bool(waiting)
 
@@ -115,31 +100,10 @@ class Pool(ProcessPool[_ScoreWorker]):
         else:
             self._queue.push(job.client, job)
 
-    def take(self, limit: int) -> list[ScoreJob]:
-        """Take the next jobs off the queue: at most `limit`, and what a frame should hold."""
-        jobs, size = [], 0
-        while self._queue and len(jobs) < limit and size < wire.BATCH_BYTES:
-            job = self._queue.pop()
-            if not job.cancelled:
-                jobs.append(job)
-                size += len(memoryview(job.input))
-        return jobs
-
     def cancel(self, job: ScoreJob) -> None:
         """Forget a job that nobody waits for. A worker that runs it goes on."""
         job.cancelled, job.input = True, NOTHING
         self._queue.discard(job.client, job)
-
-    def put_back(self, jobs: list[ScoreJob], suspect: bool = False) -> None:
-        """Return jobs that were taken to the front of the queue; a `suspect` runs alone on a fresh worker."""
-        if self.broken:
-            for job in jobs:
-                self.submit(job)
-        elif suspect:
-            self._suspects.extend(jobs)
-        else:
-            for job in reversed(jobs):
-                self._queue.push(job.client, job, first=True)
 
     def status(self) -> wire.PoolStatus:
         """Return the state of the pool."""
@@ -201,7 +165,14 @@ class Pool(ProcessPool[_ScoreWorker]):
     def _take_chunk(self, worker: _ScoreWorker) -> list[ScoreJob]:
         share = -(-len(self._queue) // len(self.workers))
         limit = int(CHUNK_SECONDS / self._mean_seconds) if worker.mode == "sync" else wire.BATCH_ITEMS
-        return self.take(max(1, min(share, limit, worker.capacity)))
+        limit = max(1, min(share, limit, worker.capacity))
+        jobs, size = [], 0
+        while self._queue and len(jobs) < limit and size < wire.BATCH_BYTES:
+            job = self._queue.pop()
+            if not job.cancelled:
+                jobs.append(job)
+                size += len(memoryview(job.input))
+        return jobs
 
     def _give(self, worker: _ScoreWorker, jobs: list[ScoreJob]) -> None:
         worker.running |= {job.number: job for job in jobs}
@@ -248,7 +219,8 @@ class Pool(ProcessPool[_ScoreWorker]):
             self._suspects.extend(job for job in blamed if not job.cancelled)
             for other in self.workers:  # whatever killed this worker may have struck idle ones, unnoticed yet
                 other.fresh = False
-        self.put_back(innocent)
+        for job in reversed(innocent):
+            self._queue.push(job.client, job, first=True)
 
     def _drop_work(self, reason: str) -> None:
         jobs = [job for worker in self.workers for job in worker.running.values()]

@@ -6,6 +6,7 @@ the pool.
 """
 
 import contextlib
+import hashlib
 import os
 import signal
 import socket
@@ -15,8 +16,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from spmd_rl import wire
 from spmd_rl.errors import tell
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import FORK, FrameSocket, start_child
 
@@ -39,9 +40,9 @@ class WorkerProcess:
     """When it is late: with its start, and then as its pool sets it."""
     pidfd: int = -1
     ready: bool = False
-    """Whether it has built its plug-in."""
+    """True if it has built its plug-in."""
     ending: bool = False
-    """Whether it was asked to end, so that its end is no death."""
+    """True if it was asked to end, so that its end is no death."""
 
     def kill(self) -> None:
         """End the process and close its socket."""
@@ -72,13 +73,13 @@ class ProcessPool(Generic[W]):
         self.progress = 0
         """Changes whenever the pool makes progress."""
         self.spec = spec
-        """What the workers run."""
+        """The settings of what the workers run."""
         self.loop = loop
         self.deaths = 0
         """The number of workers that died or were killed."""
         self.workers: list[W] = []
         """All that have been started and not removed."""
-        self._codec = codec
+        self._codec, self._digest = codec, spec_digest(spec)
         self._forkserver: subprocess.Popen | None = None
         self._forkserver_socket: socket.socket | None = None
         self._failures = 0
@@ -89,8 +90,13 @@ class ProcessPool(Generic[W]):
 
     @property
     def ready(self) -> bool:
-        """Whether a worker is ready."""
+        """True if a worker is ready."""
         return any(worker.ready for worker in self.workers)
+
+    def pulse(self) -> wire.PoolPulse:
+        """Return what clients have to know of the pool."""
+        slots = self.spec.slots if isinstance(self.spec, wire.EnvPoolSpec) else 1
+        return wire.PoolPulse(self.progress, 0 if self.broken else self.spec.workers * slots, self._digest)
 
     def close(self) -> None:
         """End all workers."""
@@ -240,3 +246,11 @@ class ProcessPool(Generic[W]):
         self.workers.remove(worker)
         self.loop.unwatch(worker.frames.socket)
         worker.kill()
+
+
+def spec_digest(spec: wire.PoolSpec | wire.EnvPoolSpec) -> str:
+    """Return a digest of what decides the results of a pool, wherever and by how many workers they are computed."""
+    parts = [spec.target, spec.args, spec.packages]
+    if isinstance(spec, wire.EnvPoolSpec):
+        parts += [spec.eval_args, spec.reset_timeout, spec.step_timeout]
+    return hashlib.sha256(msgspec.msgpack.encode(parts, order="deterministic")).hexdigest()[:16]

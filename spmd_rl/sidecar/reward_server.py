@@ -7,7 +7,7 @@ import contextlib
 import socket
 import subprocess
 
-from spmd_rl import wire
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import FrameSocket, start_child
 
@@ -22,7 +22,7 @@ class RewardServer:
 
     def __init__(self, domain: str, spec: wire.ServerSpec, loop: EventLoop) -> None:
         self.ready = False
-        """Whether the server has ever answered. That it is down later shows in the verdicts."""
+        """True if the server has ever answered. That it is down later shows in the verdicts."""
         self.broken = ""
         """The reason why it could not be started, if so."""
         self._loop = loop

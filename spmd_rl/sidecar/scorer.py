@@ -1,16 +1,16 @@
 """Connects a rank to its node's sidecar: settings are checked, and the node's host is started or joined."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
-from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys, check_bind, local_address
 from spmd_rl.errors import UserError
-from spmd_rl.sidecar.environments import RemoteEnvironments
-from spmd_rl.sidecar.launcher import HostProcess
+from spmd_rl.sidecar import wire
+from spmd_rl.sidecar.clients import RemoteEnvironments, ScoreClient
+from spmd_rl.sidecar.launcher import HostProcess, env_pool_spec, pool_spec
 from spmd_rl.sidecar.local import LocalEnvironments, LocalScorer
-from spmd_rl.sidecar.score_client import ScoreClient
+from spmd_rl.sidecar.process_pool import spec_digest
 from spmd_rl.types import Node
 
 if TYPE_CHECKING:
@@ -52,13 +52,15 @@ def connect_both(
     bind: str = "ipc",
     debug: bool = False,
     keys: str | None = None,
+    hosts: Sequence[str] = (),
 ) -> Iterator[tuple[ScoreClient | LocalScorer, RemoteEnvironments | LocalEnvironments]]:
-    """Yield a `Scorer` and `Environments` of one host. None for either: the pair has one that knows no domain or tag.
+    """Yield a `Scorer` and `Environments` of the same hosts. None for either: one that knows no domain or tag.
 
     Local rank 0 starts the node's host and waits until it is ready; the others join.
 
     `bind` is `ipc`, which listens at `node.address`, or `tcp://ADDRESS:PORT`. `keys` is a directory of CURVE keys;
-    without it only this machine is served. With `debug` there is no sidecar: all runs in this process.
+    without it only this machine is served. `hosts` are the addresses of others, which were started by hand: calls are
+    spread over all that answer. With `debug` there is no sidecar: all runs in this process.
 
     UserError, in one line, for a rewarder or environment that cannot be built, an address that is not private and keys
     that are none. Call it from the main thread: the host lives as long as the thread that started it.
@@ -70,20 +72,22 @@ def connect_both(
     address = check_address(node.address if bind == "ipc" else bind, keyed=keys is not None)
     client_keys = ClientKeys.load(keys) if keys is not None else None
     domains, tags = (rewards.domains if rewards else {}), (envs.tags if envs else {})
-    timeouts = {domain: min(reward.timeout, wire.MAX_TIMEOUT) for domain, reward in domains.items()}
-    patience = {tag: env.reset_timeout + env.episode_timeout for tag, env in tags.items()}
     with ExitStack() as stack:
         host = None
         if node.local_rank == 0:
             host = HostProcess(address, rewards, keys or "", envs)
             host.wait_ready()
             stack.callback(host.stop)
-        address = local_address(address)
+        addresses = [local_address(address), *hosts]
         scorer, environments = LocalScorer(None), LocalEnvironments(None)  # these know nothing, and connect to nothing
         if rewards is not None:
-            scorer = stack.enter_context(closing(ScoreClient(address, timeouts, host, client_keys)))
+            timeouts = {domain: min(reward.timeout, wire.MAX_TIMEOUT) for domain, reward in domains.items()}
+            specs = {domain: spec_digest(pool_spec(reward)) for domain, reward in domains.items()}
+            scorer = stack.enter_context(closing(ScoreClient(addresses, timeouts, specs, host, client_keys)))
         if envs is not None:
-            environments = stack.enter_context(closing(RemoteEnvironments(address, patience, host, client_keys)))
+            limits = {tag: env.episode_timeout for tag, env in tags.items()}
+            specs = {f"env.{tag}": spec_digest(env_pool_spec(env)) for tag, env in tags.items()}
+            environments = stack.enter_context(closing(RemoteEnvironments(addresses, limits, specs, host, client_keys)))
         yield scorer, environments
 
 

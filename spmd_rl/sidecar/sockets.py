@@ -3,7 +3,6 @@
 import contextlib
 import os
 import secrets
-import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +10,10 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from spmd_rl import wire
-from spmd_rl.curve_keys import HANDSHAKE_MS, ClientKeys, HostKeys, limit_connection
+from spmd_rl.curve_keys import ZAP_DOMAIN, ClientKeys, HostKeys, limit_connection
 from spmd_rl.errors import UserError
+from spmd_rl.sidecar import wire
+from spmd_rl.sidecar.event_loop import EventLoop
 
 BACKLOG = 1024
 """The number of connections that wait until they are accepted."""
@@ -26,7 +26,7 @@ def open_dealer(
 ) -> zmq.Socket:
     """Connect a DEALER to the host at `address`. ZMQError if the address is malformed.
 
-    With `only_connected`, nothing is queued for a host that is not there, and reconnecting is less eager.
+    With `only_connected`, nothing is queued for a host that is not there.
     """
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))  # the same peer after every reconnect
@@ -35,8 +35,8 @@ def open_dealer(
     dealer.setsockopt(zmq.SNDHWM, wire.WINDOW)
     dealer.setsockopt(zmq.RCVHWM, 4 * wire.WINDOW)
     dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
-    dealer.setsockopt(zmq.RECONNECT_IVL, 100 if only_connected else 20)
-    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000 if only_connected else 200)
+    dealer.setsockopt(zmq.RECONNECT_IVL, 20)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
     limit_connection(dealer, address)
     if keys is not None:
         keys.secure(dealer)
@@ -44,52 +44,35 @@ def open_dealer(
     return dealer
 
 
-def open_router(context: zmq.Context, keys: HostKeys | None, max_bytes: int, max_unsent: int) -> tuple[zmq.Socket, str]:
-    """Bind a ROUTER where this process alone can connect, and return it with the name of its abstract socket.
+def open_router(
+    context: zmq.Context, keys: HostKeys | None, address: str, max_bytes: int, max_unsent: int, owner: str = "sidecar"
+) -> tuple[zmq.Socket, str]:
+    """Bind a ROUTER at an address that `check_address` has let pass; return it and the address, with a port.
 
-    It has no high-water mark for what comes in: the gate in front of it has limits of its own (`gate.py`).
-    max_bytes: of a frame. max_unsent: messages that wait for one peer to read.
+    max_bytes: of a frame. max_unsent: messages that wait for one peer to read. owner: for the UserError if the address
+    is taken or its directory is not ours.
     """
-    name = f"spmd-rl-{secrets.token_hex(16)}"
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.SNDHWM, max_unsent)
-    router.setsockopt(zmq.RCVHWM, 0)
     router.setsockopt(zmq.BACKLOG, BACKLOG)
     router.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that connects again is the same client
-    router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    router.setsockopt(zmq.IPC_FILTER_PID, os.getpid())
+    limit_connection(router, address)
     if keys is not None:
         keys.secure(router)
-    router.bind(f"ipc://@{name}")
-    return router, name
-
-
-def listen(address: str, owner: str) -> tuple[socket.socket, str]:
-    """Listen at an address that `check_address` has let pass; return the socket and the address, with a port.
-
-    owner: for the UserError if it is taken or its directory is not ours.
-    """
     try:
         if path := socket_path(address):
             claim_directory(path.parent)
             path.unlink(missing_ok=True)
-            listener = socket.socket(socket.AF_UNIX)
-            listener.bind(str(path))
-        else:
-            host, _, port = address.removeprefix("tcp://").rpartition(":")
-            host = host.strip("[]").replace("*", "0.0.0.0")
-            listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, int(port)))
-            address = f"{address[: -len(port)]}{listener.getsockname()[1]}"
-        listener.listen(BACKLOG)
-    except OSError as error:
+        router.bind(address)
+    except (OSError, zmq.ZMQError) as error:
         raise UserError(f"{owner}: cannot listen on {address}: {error.strerror}") from None
-    listener.setblocking(False)
-    return listener, address
+    if path is None:
+        port = router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        address = f"{address.rpartition(':')[0]}:{port}"
+    return router, address
 
 
 def send(dealer: zmq.Socket, message: msgspec.Struct) -> bool:
@@ -132,3 +115,28 @@ def remove_socket(address: str) -> None:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
             path.parent.rmdir()
+
+
+class Authenticator:
+    """Lets in the keys of `HostKeys.allowed`. Create it before the sockets that it guards.
+
+    libzmq asks about each connection (ZAP, ZeroMQ RFC 27) once CURVE has proved that the peer holds the key that it
+    names. This runs in the host's event loop, so that it needs no thread.
+    """
+
+    def __init__(self, context: zmq.Context, keys: HostKeys, loop: EventLoop) -> None:
+        self.refused = 0
+        """The number of connections that came with a key that is not listed."""
+        self._allowed = keys.allowed
+        self._socket = context.socket(zmq.REP)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind("inproc://zeromq.zap.01")
+        loop.watch(self._socket, self._answer)
+
+    def _answer(self) -> None:
+        for version, id_, domain, _address, _identity, mechanism, *credentials in received(self._socket):
+            checked = mechanism == b"CURVE" and domain == ZAP_DOMAIN and len(credentials) == 1
+            name = self._allowed.get(credentials[0]) if checked else None
+            self.refused += name is None
+            code, text = (b"400", b"not listed") if name is None else (b"200", b"OK")
+            self._socket.send_multipart([version, id_, code, text, (name or "").encode(), b""])

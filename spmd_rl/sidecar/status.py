@@ -1,4 +1,4 @@
-"""The status of a running host: its pools, workers, queues, verdicts, deaths and worker nodes. Changes nothing.
+"""The status of a running host: its pools, workers, queues, verdicts and deaths. Changes nothing.
 
 python -m spmd_rl sidecar --status tcp://10.0.0.1:5555 --keys DIR
 python -m spmd_rl sidecar --status ipc:///tmp/spmd-rl-.../host --json
@@ -10,9 +10,9 @@ import msgspec
 import zmq
 from msgspec.structs import asdict
 
-from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.errors import UserError
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.sockets import open_dealer
 
 REPLY_SECONDS = 5.0
@@ -43,42 +43,31 @@ def to_json(status: wire.HostStatus) -> str:
     """Format a status as one JSON object with the field names of `wire.HostStatus`."""
     pools = {name: asdict(pool) for name, pool in status.pools.items()}
     envs = {tag: asdict(pool) for tag, pool in status.envs.items()}
-    nodes = [asdict(node) for node in status.nodes]
-    return msgspec.json.encode(asdict(status) | {"pools": pools, "envs": envs, "nodes": nodes}).decode()
+    return msgspec.json.encode(asdict(status) | {"pools": pools, "envs": envs}).decode()
 
 
 def to_table(status: wire.HostStatus) -> str:
-    """Format a status for a terminal: the host, its pools, its worker nodes."""
+    """Format a status for a terminal: the host and its pools."""
     state = "draining" if status.draining else "serving"
     lines = [
-        f"host {status.host}, pid {status.pid}: {state}, up {status.uptime_seconds:.0f} s",
-        f"{status.in_flight} requests of {status.clients} clients in flight, {status.held_bytes / 1e6:.1f} MB; "
-        f"{status.refused_keys} connections refused for their key, {status.cut_connections} cut off for what they sent",
+        f"host {status.pid}: {state}, up {status.uptime_seconds:.0f} s",
+        f"{status.in_flight} requests of {status.clients} clients in flight; "
+        f"{status.refused_keys} connections refused for their key",
         "",
     ]
     lines += _pools(("domain", "workers", "running", "queued", "verdicts", "deaths", "target"), status.pools)
     if status.envs:
         titles = ("environment", "workers", "sessions", "queued", "replies", "deaths", "target")
         lines += ["", *_pools(titles, status.envs)]
-    if status.nodes:
-        rows = [("node", "window", "running", "verdicts", "silent s", "domains")]
-        for node in status.nodes:
-            counts = (sum(node.windows.values()), node.running, node.verdicts, f"{node.silent_seconds:.1f}")
-            rows.append((node.name, *counts, ", ".join(node.windows)))
-        lines += ["", *_aligned(rows)]
     return "\n".join(lines)
 
 
 def _pools(titles: tuple, pools: Mapping[str, wire.PoolStatus]) -> list[str]:
+    """Align the first and the last column to the left, the numbers between to the right."""
     rows = [titles]
     for name, pool in pools.items():
         counts = (f"{pool.ready}/{pool.workers}", pool.running, pool.queued, pool.verdicts, pool.deaths)
         rows.append((name, *counts, pool.broken or pool.target))
-    return _aligned(rows)
-
-
-def _aligned(rows: list[tuple]) -> list[str]:
-    """Align the first and the last column to the left, the numbers between to the right."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     return [

@@ -1,4 +1,4 @@
-"""Which rows of a run its rewards cannot judge, whatever the answer: known before any answer, and left out.
+"""Finds the rows of a run that its rewards cannot judge for any answer; they are left out before the run.
 
 A rewarder says it of a row by `unsupported(prompt)`, which returns the reason, or an empty text.
 """

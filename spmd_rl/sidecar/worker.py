@@ -7,19 +7,23 @@ places with a broad `except`. Only `async` rewarders are timed here; the host ki
 import asyncio
 import bdb
 import inspect
+import math
 import os
 import socket
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, get_args
 
-from spmd_rl import wire
-from spmd_rl.errors import UserError, located, one_line, traceback_of
+from spmd_rl.errors import MAX_TRACEBACK, UserError, located, one_line, printable, traceback_of
 from spmd_rl.plugins.targets import build_target, start_target
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.frames import receive_frame, send_frame
 from spmd_rl.sidecar.services import service_factories
-from spmd_rl.sidecar.verdicts import checked
-from spmd_rl.types import SUSPECT, Rewarder, Verdict
+from spmd_rl.types import SUSPECT, Rewarder, Verdict, VerdictStatus
+
+MAX_PARTS = 100
+MAX_NAME = 200
+"""The most characters of a part's name."""
 
 
 def call_mode(rewarder: Rewarder) -> str:
@@ -75,6 +79,24 @@ def judge_batch(rewarder: Any, given: list[wire.ScoreInput]) -> list[Verdict]:
         if len(given) == 1:
             return [_failed(error)]
         return [judge_batch(rewarder, [one])[0] for one in given]
+
+
+def checked(verdict: Any) -> Verdict:
+    """Return the verdict in plain types, so that NumPy's floats and NaN are not sent. ValueError if it cannot be."""
+    verdict = Verdict.of(verdict)
+    if verdict.status not in get_args(VerdictStatus):
+        raise ValueError(f"unknown verdict status {verdict.status!r}")
+    if len(verdict.parts) > MAX_PARTS:
+        raise ValueError(f"{len(verdict.parts)} parts; at most {MAX_PARTS}")
+    parts = {str(name): float(value) for name, value in verdict.parts.items()}
+    if long := [name for name in parts if len(name) > MAX_NAME]:
+        raise ValueError(f"the name of a part has {len(long[0])} characters; at most {MAX_NAME}")
+    for name, value in {"score": float(verdict.score), **parts}.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value}")
+    detail, traceback = one_line(verdict.detail), printable(verdict.traceback[:MAX_TRACEBACK])
+    answer = printable(str(verdict.answer)[:MAX_NAME], lines=False)
+    return Verdict(verdict.status, float(verdict.score), parts, detail, traceback, answer)
 
 
 def _checked_batch(verdicts: Iterable[Verdict], num_answers: int) -> list[Verdict]:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
-from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.errors import RunFailed
 from spmd_rl.rollout.replay_log import PartialRollouts
+from spmd_rl.sidecar import wire
 from spmd_rl.split import messages
 from spmd_rl.split.link import MemberLink
 from spmd_rl.split.messages import Kind, Stats

@@ -78,7 +78,8 @@ class Generator:
         """[all] that generate: the engine of this rank, and who keeps it busy. `world`: all ranks."""
         with ExitStack() as stack:
             with world.phase("start"), world.journal.extend_timeout(cfg.journal.start_seconds):
-                host = sidecar.connect_both(cfg.reward, envs, world.node, cfg.sidecar.bind, False, cfg.sidecar.keys)
+                at = cfg.sidecar
+                host = sidecar.connect_both(cfg.reward, envs, world.node, at.bind, False, at.keys, at.hosts)
                 scorer, environments = stack.enter_context(host)
                 sleeps, constraint = cfg.train.offload, cfg.rollout.constraint
                 engine = build_engine(cfg.engine, cfg.policy, sleeps, side.together, constraint)  # [all]

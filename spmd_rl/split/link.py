@@ -16,11 +16,11 @@ from pathlib import Path
 
 import zmq
 
-from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.distributed import Journal
 from spmd_rl.distributed.wait_message import WaitMessage
 from spmd_rl.errors import RunFailed, UserError
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.sockets import open_dealer, send
 from spmd_rl.split import messages
 from spmd_rl.weights.messages import MemberId

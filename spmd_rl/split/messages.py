@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from spmd_rl import wire
+from spmd_rl.sidecar import wire
 from spmd_rl.weights.messages import REPLIES, REQUESTS, Digest, FromMember, Secret
 
 Kind = Literal["step", "eval", "probe"]

@@ -18,16 +18,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 import zmq
 
-from spmd_rl import wire
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.curve_keys import HostKeys
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError, tell
 from spmd_rl.process import in_background
-from spmd_rl.sidecar.authenticator import Authenticator
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.event_loop import EventLoop
-from spmd_rl.sidecar.gate import Gate
-from spmd_rl.sidecar.sockets import open_router, received, remove_socket, socket_path
+from spmd_rl.sidecar.sockets import Authenticator, open_router, received, remove_socket, socket_path
 from spmd_rl.split import messages
 from spmd_rl.split.messages import Kind
 from spmd_rl.split.pieces import DAMAGED
@@ -50,8 +48,6 @@ MAX_BEGUN = 1 << 16
 """Slices that were begun, and members that have left, of which this rank knows; the oldest go first."""
 MAX_PROBED = 4096
 """Answers to a probe that this rank keeps."""
-MAX_CONNECTIONS = 4096
-"""Generating ranks have up to three each."""
 SAY_SECONDS = 10.0
 """Between two lines about messages that make no sense."""
 
@@ -133,14 +129,13 @@ class TrainerServer:
         self._num_dropped, self._say_at = 0, 0.0
         if keys is not None:
             Authenticator(self._context, keys, self._loop)
-        router = open_router(self._context, keys, self._max_bytes, UNREAD)
         address = bind if socket_path(bind) else f"{bind}:0"
         try:
-            self._gate = Gate(router, address, keys is not None, self._loop, "placement.bind", 0, MAX_CONNECTIONS)
+            router = open_router(self._context, keys, address, self._max_bytes, UNREAD, "placement.bind")
         except UserError:
             self._context.destroy(linger=0)
             raise
-        self._socket, self.address = router[0], self._gate.address.replace("*", own_address() if "*" in bind else "*")
+        self._socket, self.address = router[0], router[1].replace("*", own_address() if "*" in bind else "*")
         self._loop.watch(self._socket, self._receive)
         self._closing = False
         self._served = in_background("trainer server", self._serve)
@@ -223,18 +218,15 @@ class TrainerServer:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                self._loop.run_once(self._gate.busy)
-                self._gate.tick()
+                self._loop.run_once(busy=False)
                 with self._lock:
                     for member in [one for one, heard in self._heard.items() if self._loop.now - heard > self._lease]:
                         self._forget(member)
         finally:
-            self._gate.close()
             self._context.destroy(linger=0)
 
     def _receive(self) -> None:
         for peer, *frames in received(self._socket, copy=False):
-            self._gate.read([peer, *frames])
             try:
                 header, *payload = frames
                 if len(payload) > 1 or len(header) > wire.MAX_FRAME_BYTES:

@@ -15,12 +15,12 @@ from statistics import fmean
 
 import msgspec
 
-from spmd_rl import wire
 from spmd_rl.config.schema import RewardConfig
 from spmd_rl.data import Prompts
 from spmd_rl.errors import UserError, plural, printable
 from spmd_rl.plugins.targets import build_target, guarded, start_target
 from spmd_rl.process import Overtime, contained, deadline
+from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.sidecar.support import counted, unsupported
 from spmd_rl.sidecar.worker import judge

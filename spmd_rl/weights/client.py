@@ -8,9 +8,9 @@ from typing import NoReturn
 import zmq
 from torch import Tensor
 
-from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys, limit_connection
 from spmd_rl.errors import RunFailed
+from spmd_rl.sidecar import wire
 from spmd_rl.weights import messages
 from spmd_rl.weights.delta import DeltaBase, tensor_of
 

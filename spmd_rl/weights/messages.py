@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 import xxhash
 
-from spmd_rl import wire
+from spmd_rl.sidecar import wire
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from math import inf
 from typing import NamedTuple
 
-from spmd_rl import wire
+from spmd_rl.sidecar import wire
 from spmd_rl.weights import delta, messages
 
 KEPT_VERSIONS = 2

@@ -25,7 +25,7 @@ import psutil
 
 from spmd_rl import sidecar
 from spmd_rl.config.sections.env import EnvConfig, EnvsConfig
-from spmd_rl.sidecar.environments import RemoteEnvironments
+from spmd_rl.sidecar.clients import RemoteEnvironments
 from spmd_rl.sidecar.status import fetch_status
 from spmd_rl.types import Node, Session, SessionLost
 from tests.unit.sidecar_helpers import host_of, workers_of

@@ -29,8 +29,8 @@ import psutil
 from launch.sidecar_keys import make
 from spmd_rl import sidecar
 from spmd_rl.config.schema import RewardConfig, RewardsConfig
+from spmd_rl.sidecar.clients import ScoreClient
 from spmd_rl.sidecar.reward_server import free_port
-from spmd_rl.sidecar.score_client import ScoreClient
 from spmd_rl.types import AnswerInfo, Node, Verdict
 from tests.bench import show
 from tests.unit.sidecar_helpers import host_of, numbers, prompt, workers_of

@@ -191,7 +191,7 @@ def test_no_file_speaks_of_work_undone_or_of_a_tracker() -> None:
     assert not found, "\n".join(found)
 
 
-TORCH_FREE = ["spmd_rl.types", "spmd_rl.config", "spmd_rl.wire", "spmd_rl.sidecar", "spmd_rl.sidecar.worker"]
+TORCH_FREE = ["spmd_rl.types", "spmd_rl.config", "spmd_rl.sidecar", "spmd_rl.sidecar.worker"]
 PLUGINS = [
     ".".join(p.relative_to(ROOT).with_suffix("").parts)
     for room in ("rewards", "envs")

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from spmd_rl.config.schema import RewardConfig, RewardsConfig
-from spmd_rl.sidecar.score_client import ScoreClient
+from spmd_rl.sidecar.clients import ScoreClient
 from spmd_rl.types import AnswerInfo, Message, Node, Prompt, Verdict
 from tests.patience import patient
 

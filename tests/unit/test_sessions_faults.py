@@ -14,8 +14,10 @@ import psutil
 import pytest
 import zmq
 
-from spmd_rl import sidecar, wire
+from spmd_rl import sidecar
 from spmd_rl.sidecar import sessions as sessions_module
+from spmd_rl.sidecar import wire
+from spmd_rl.sidecar.clients import OpenSession
 from spmd_rl.sidecar.frames import receive_frame
 from spmd_rl.sidecar.host import Host
 from spmd_rl.sidecar.status import fetch_status
@@ -104,7 +106,7 @@ def test_a_host_that_is_killed_loses_its_sessions_and_is_replaced(node):
             host = host_of(environments)
             host.kill()
             ends = await episodes
-            with pytest.raises(SessionLost, match="does not know the session"):
+            with pytest.raises(SessionLost, match="host is gone"):
                 await idle.step("a")
             assert host_of(environments).pid != host.pid
             return ends
@@ -178,7 +180,6 @@ def test_a_cancelled_call_closes_its_session(node):
 
 def test_the_sessions_of_a_client_that_is_gone_are_closed(node, monkeypatch):
     monkeypatch.setattr(sessions_module, "QUIET_SECONDS", 0.2)
-    monkeypatch.setattr(sessions_module, "GONE_SECONDS", 0.3)
     with hosted(node.address) as context:
         client, other = Client(context, node.address), Client(context, node.address)
         other.send(wire.ResetRequest(0, "toy", 1))
@@ -190,57 +191,53 @@ def test_the_sessions_of_a_client_that_is_gone_are_closed(node, monkeypatch):
         assert fetch_status(node.address, None).envs["toy"].queued == 0
 
 
-def test_a_lease_and_an_episode_count_the_time_of_their_client(node):
-    with hosted(node.address, lease=0.5, episode_timeout=1.5) as context:
-        silent, speaks = Client(context, node.address), Client(context, node.address)
-        for client in (silent, speaks):
-            client.send(wire.ResetRequest(0, "toy", 1), wire.ResetRequest(1, "toy", 1))
-            client.answers(2)
-        for number in range(1, 10):  # one is used, one is not
-            speaks.send(wire.StepRequest(0, number, "a"))
-            speaks.answers()
-            time.sleep(0.1)
-        speaks.send(wire.StepRequest(1, 1, "a"), wire.StepRequest(0, 10, "a"))
-        used, unused = speaks.answers(2)
-        assert observation(used) == "at 11" and (unused.reason, unused.number) == ("lost", 1)
-        assert "was not used for 0.5 s" in unused.detail
-        for number in range(11, 20):
-            speaks.send(wire.StepRequest(0, number, "a"))
-            (last,) = speaks.answers()
-            time.sleep(0.1)
-        assert last.reason == "timeout" and "episode took over 1.5 s" in last.detail
-        silent.send(wire.StepRequest(0, 1, "a"))  # it trained meanwhile
-        assert observation(silent.answers()[0]) == "at 2"
+def test_an_episode_counts_the_time_in_which_its_client_listens(node):
+    with sidecar.connect_environments(envs("Counts", episode_timeout=1.5), node) as environments:
+
+        async def run():
+            session = await environments.reset("toy", 1)
+            time.sleep(2.0)  # a rank that trains
+            await session.step("a")
+            await asyncio.sleep(2.0)
+            with pytest.raises(SessionLost, match=r"episode took over 1.5 s"):
+                await session.step("a")
+            await session.close()
+
+        asyncio.run(run())
+        assert reaches(node, 0)
 
 
-def test_a_call_that_is_sent_again_is_the_same_call(node):
+def test_calls_out_of_turn_are_refused_and_the_session_goes_on(node):
     with hosted(node.address) as context:
         client = Client(context, node.address)
-        reset, step = wire.ResetRequest(7, "toy", 5), wire.StepRequest(7, 1, "aa")
+        reset = wire.ResetRequest(7, "toy", 5)
         client.send(reset)
-        (first,) = client.answers()
-        client.send(reset, step, step)
-        again, *steps = client.answers(2)
-        assert again == first and [observation(answer) for answer in steps] == ["at 7"]
-        client.send(step)
-        assert client.answers() == steps
-        client.send(wire.StepRequest(7, 5, "aa"), wire.StepRequest(7, 2, "a"))  # one out of turn has no answer
-        assert observation(client.answers()[0]) == "at 8"
+        client.answers()
+        client.send(reset)
+        assert "session 7 is open" in wire.TO_CLIENT.decode(client.socket.recv()).detail
+        client.send(wire.StepRequest(7, 1, "aa"), wire.StepRequest(7, 2, "a"))
+        assert "under way" in wire.TO_CLIENT.decode(client.socket.recv()).detail
+        assert observation(client.answers()[0]) == "at 7"
         client.send(wire.CloseRequest(7), wire.StepRequest(7, 3, "a"))
         assert client.answers()[0].reason == "lost"
 
 
-def test_a_client_may_not_have_too_many_sessions(node, monkeypatch):
-    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 10)
-    with hosted(node.address) as context:
-        client = Client(context, node.address)
-        client.send(*(wire.ResetRequest(i, "toy", i) for i in range(11)))
-        seen = [wire.TO_CLIENT.decode(client.socket.recv())]
-        while not isinstance(seen[-1], wire.Error):
-            seen.append(wire.TO_CLIENT.decode(client.socket.recv()))
-        assert "more than 10 sessions" in seen[-1].detail
-        client.send(wire.ResetRequest(0, "nowhere", 1))
-        assert reaches(node, 4)
+def test_a_cancelled_step_or_reset_leaves_no_session(node):
+    with sidecar.connect_environments(envs("Moody"), node) as environments:
+
+        async def run():
+            session = await environments.reset("toy", 1)
+            for call in (session.step("sleep 0.3"), environments.reset("toy", 2)):
+                task = asyncio.create_task(call)
+                await asyncio.sleep(0.001)
+                task.cancel()
+                (outcome,) = await asyncio.gather(task, return_exceptions=True)
+                if isinstance(outcome, OpenSession):  # it was faster
+                    await outcome.close()
+            await environments.reset("toy", 3)
+
+        asyncio.run(run())
+        assert reaches(node, 1)
 
 
 def test_a_host_that_is_asked_to_end_lets_sessions_end(node):

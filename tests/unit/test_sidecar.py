@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spmd_rl import sidecar, wire
+from spmd_rl import sidecar
 from spmd_rl.config.schema import RewardConfig, RewardsConfig
 from spmd_rl.errors import UserError
+from spmd_rl.sidecar import wire
 from spmd_rl.types import Node, Verdict
 from tests.patience import patient
 from tests.unit.sidecar_helpers import ask, gone_within, host_of, numbers, private_node, rewards, workers_of
@@ -290,7 +291,7 @@ def test_your_own_reward_in_one_file(tmp_path, monkeypatch, node):
 
 
 def test_nothing_here_imports_torch():
-    modules = "spmd_rl.wire, spmd_rl.sidecar, spmd_rl.sidecar.__main__, spmd_rl.sidecar.forkserver, launch.sidecar_keys"
+    modules = "spmd_rl.sidecar, spmd_rl.sidecar.__main__, spmd_rl.sidecar.forkserver, launch.sidecar_keys"
     check = f"import sys, {modules}, rewards.math_verify, rewards.reasoning_gym; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
 

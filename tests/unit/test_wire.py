@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl import wire
+from spmd_rl.sidecar import wire
 from spmd_rl.types import AnswerInfo, ImagePart, Message, Prompt, TextPart, Verdict
 
 PROMPT = Prompt("ab" * 16, (Message("user", "2 + 2?"),), "math", "4", {"task": "sum", "entry": {"metadata": [1, 2.5]}})
@@ -44,7 +44,7 @@ def test_a_verdict_arrives_as_it_was_given():
         bytes((wire.VERSION + 1,)) + wire.encode(wire.Ping())[1:],  # another version
         wire.encode(wire.Ping()) + b"x",  # a tail
         wire.encode(scores())[:-1],  # cut off
-        wire.encode(wire.Pong("h", {})),  # not for a host
+        wire.encode(wire.Pong()),  # not for a host
         wire.encode(wire.ScoreRequests([wire.ScoreRequest(-1, "m", 1.0, wire.pack(0))])),
         wire.encode(wire.ScoreRequests([wire.ScoreRequest(1, "m" * 300, 1.0, wire.pack(0))])),
         wire.encode(wire.ScoreRequests([wire.ScoreRequest(1, "m", float("nan"), wire.pack(0))])),

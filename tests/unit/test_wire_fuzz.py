@@ -9,24 +9,15 @@ import pytest
 import zmq
 
 from launch import sidecar_keys
-from spmd_rl import sidecar, wire
+from spmd_rl import sidecar
 from spmd_rl.curve_keys import ClientKeys
+from spmd_rl.sidecar import wire
 from spmd_rl.types import AnswerInfo, EnvReply, Verdict
 from tests import sockets
 from tests.unit.sidecar_helpers import ask, host_of, numbers, private_node, prompt, rewards
 
 CODECS = [value for value in vars(wire).values() if isinstance(value, wire.Codec)]
-REPLIES = wire.Codec(
-    *(
-        wire.ScoreReplies,
-        wire.SessionReplies,
-        wire.Pong,
-        wire.Error,
-        wire.NodeWelcome,
-        wire.ScoreRequests,
-        wire.HostStatus,
-    )
-)
+REPLIES = wire.Codec(wire.ScoreReplies, wire.SessionReplies, wire.Pong, wire.Error, wire.HostStatus)
 FRAMES = 100_000
 GROWTH = 16 << 20
 
@@ -44,7 +35,7 @@ def valid_frames() -> list[bytes]:
     messages = [
         *(
             wire.Ping(),
-            wire.Pong("h", {"a": 1}),
+            wire.Pong({"a": wire.PoolPulse(1, 2, "s")}),
             wire.CancelScores([1, 2]),
             wire.Error("e"),
             wire.Started(1),
@@ -55,16 +46,7 @@ def valid_frames() -> list[bytes]:
         wire.ScoreReplies([wire.ScoreReply(1, verdict)]),
         wire.SessionRequests([wire.ResetRequest(1, "toy", 7), wire.StepRequest(1, 1, "left"), wire.CloseRequest(1)]),
         wire.SessionReplies([wire.SessionReply(1, 0, reply), wire.SessionFailure(1, 1, "lost", "d")]),
-        *(
-            wire.NodeJoin("n", ["toy"]),
-            wire.NodeWelcome("h", {"toy": pool}),
-            wire.NodeHeartbeat("h", {"toy": 3}, [1]),
-            wire.Goodbye(),
-        ),
-        *(
-            wire.GetStatus(),
-            wire.HostStatus("h", 1, 1.0, 0, 0, 0, 0, 0, 0, False, {}, [wire.NodeStatus("n", {"toy": 1}, 0, 0, 1.0)]),
-        ),
+        *(wire.Goodbye(), wire.GetStatus(), wire.HostStatus(1, 1.0, 0, 0, 0, 0, False, {})),
     ]
     return [wire.encode(message) for message in messages]
 
@@ -113,7 +95,7 @@ def test_a_host_lives_on(node, count, keyed, tmp_path):
         host = host_of(scorer)
         with sockets.context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.setsockopt(zmq.RCVTIMEO, 10_000)
-            if keyed:  # a client or a node gone mad
+            if keyed:  # a client gone mad
                 ClientKeys.load(keys).secure(stranger)
             stranger.connect(node.address)
             errors, before = 0, 0

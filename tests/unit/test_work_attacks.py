@@ -18,11 +18,11 @@ import psutil
 import pytest
 import zmq
 
-from spmd_rl import wire
 from spmd_rl.config.schema import RlvrConfig, RolloutConfig
 from spmd_rl.distributed import solo
 from spmd_rl.errors import RunFailed
 from spmd_rl.rollout.episode import SEGMENTS
+from spmd_rl.sidecar import wire
 from spmd_rl.split import PieceRules, RemoteRollouts, TrainSide, messages
 from spmd_rl.split.messages import Stats
 from spmd_rl.split.server import TrainerServer

@@ -5,7 +5,7 @@ from os.path import expanduser
 from pathlib import Path
 
 from spmd_rl.config.values import above, at_least, one_of, require
-from spmd_rl.curve_keys import check_bind
+from spmd_rl.curve_keys import check_bind, check_connect, on_loopback
 
 
 @dataclass
@@ -154,11 +154,17 @@ class SidecarConfig:
 
     bind: str = "ipc"
     """Address of the sidecar hosts. `ipc`: a socket in a private directory. `tcp://127.0.0.1:PORT`: a loopback port.
-    `tcp://ADDRESS:PORT` (`*` for all addresses of each node): for CPU nodes that attach; only with `keys`."""
+    `tcp://ADDRESS:PORT` (`*` for all addresses of each node): for a status from elsewhere; only with `keys`."""
     keys: str | None = None
     """Directory of CURVE keys (`python -m spmd_rl sidecar_keys DIR`): traffic is encrypted, and only clients listed in
     `DIR/allowed` are served. Default: no keys, and only this machine is served."""
+    hosts: list[str] = field(default_factory=list)
+    """Hosts on machines without ranks (`python -m spmd_rl sidecar --bind ...`), as `tcp://HOST:PORT`: verdicts and
+    environments are spread over these and the ranks' own. Beyond loopback only with `keys`."""
 
     def __post_init__(self) -> None:
         self.keys = self.keys and expanduser(self.keys)
         check_bind(self.bind, keyed=self.keys is not None)
+        for address in self.hosts:
+            check_connect("hosts", address)
+            require(self.keys or on_loopback(address), f"hosts: {address}: beyond this machine it needs sidecar.keys")

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from spmd_rl import wire
-from spmd_rl.sidecar import worker
+from spmd_rl.sidecar import wire, worker
 from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 
 ROOT = Path(__file__).parents[3]

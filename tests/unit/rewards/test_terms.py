@@ -11,9 +11,9 @@ from rewards.length import LengthReward
 from rewards.repetition import RepetitionReward
 from spmd_rl.errors import UserError
 from spmd_rl.plugins.targets import build_target
+from spmd_rl.sidecar.wire import ScoreInput
 from spmd_rl.sidecar.worker import call_mode, judge_batch
 from spmd_rl.types import AnswerInfo, Verdict
-from spmd_rl.wire import ScoreInput
 from tests.unit.rewards.helpers import INFO, prompt, score, verdict
 
 HERE = __name__
