@@ -91,7 +91,7 @@ class Job:
         with opened as world, world.resources() as stack:  # [all]
             agree_on_start(world, cfg, rows)  # [all]
             job = cls(cfg, source, tokenizer, world, stack, envs)
-            if cfg.steps and not cfg.attaches:  # an attached job has no steps of its own, an evaluation none at all
+            if cfg.steps:  # an evaluation has none
                 done = finished(cfg.checkpoint, run_dir, cfg.steps, world)  # [all]
                 job.is_over = done is not None
                 if job.is_over and world.rank == 0:

@@ -18,8 +18,7 @@ class Placement:
     train: tuple[int, ...]
     """ascending"""
     generate: tuple[int, ...]
-    """ascending; the same ranks where placement is colocated, all with `lent`. One of the two is empty where another
-    job does that."""
+    """ascending; the same ranks where placement is colocated, all with `lent`"""
     frozen: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """the ranks, ascending, that do nothing but hold the reference or the teachers"""
 
@@ -33,8 +32,6 @@ class Placement:
             if not left:
                 raise UserError(f"placement.{' and placement.'.join(frozen)}: no rank of {num_ranks} is left to train")
             return cls(left, left, frozen)
-        if settings.is_attached:
-            return cls(everyone, ()) if settings.attach is None else cls((), everyone)
         if num_ranks < 2:
             raise UserError("placement.mode: split needs two ranks at least: torchrun --nproc-per-node 2 ...")
         train, generate = _ranks("train", settings.train, num_ranks), _ranks("generate", settings.generate, num_ranks)
@@ -90,8 +87,6 @@ def _ranks(key: str, text: str | None, num_ranks: int) -> tuple[int, ...] | None
 
 def ranks_do(ranks: tuple[int, ...], what: str) -> str:
     """Return `ranks 0-3 train` or `rank 4 generates`, for a verb in the plural."""
-    if not ranks:
-        return f"attached jobs {what}"
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and parts[-1][-1] == rank - 1:

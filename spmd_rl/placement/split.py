@@ -84,4 +84,4 @@ def remote_rollouts(job: Job, side: TrainSide) -> RemoteRollouts:
 
 def served(job: Job, side: TrainSide, rollouts: RemoteRollouts) -> Served:
     """The transport to the ranks that only generate."""
-    return Served(side.server.weights, side.world, rollouts.announce, rollouts.probe_answers, job.cfg.publish.delta)
+    return Served(side.server.weights, side.world, rollouts.announce, rollouts.probe_answers, False)

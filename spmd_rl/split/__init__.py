@@ -13,7 +13,7 @@ from spmd_rl.split.generator import Generator
 from spmd_rl.split.lent import Lent
 from spmd_rl.split.pieces import PieceRules
 from spmd_rl.split.remote import RemoteRollouts
-from spmd_rl.split.sides import GenerateSide, TrainSide, attach, meet, serve
+from spmd_rl.split.sides import GenerateSide, TrainSide, meet
 
 __all__ = [
     "GenerateSide",
@@ -22,7 +22,5 @@ __all__ = [
     "PieceRules",
     "RemoteRollouts",
     "TrainSide",
-    "attach",
     "meet",
-    "serve",
 ]

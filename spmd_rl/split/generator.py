@@ -56,12 +56,11 @@ class Generator:
         self._evaluation = Evaluation.of(cfg)
         replica = ReplicaBroadcast(side.world, cfg.engine.ranks)  # [all] that generate
         report = self._client.hand_in_probe
-        self._receiver = WeightReceiver(engine, replica, side.world, self._announced, report, cfg.publish.delta)
+        self._receiver = WeightReceiver(engine, replica, side.world, self._announced, report, False)
         self._met = -1
         """The version that all generating ranks of this job have at least."""
         self._last_step, self._waited_since = 0, 0.0
-        swap = cfg.placement.swap
-        self._in_flight = InFlight(self._receiver, side.connect if swap != "step" else None, swap == "keep")
+        self._in_flight = InFlight(self._receiver, side.connect, False)
         self.work = RemoteWork(side.client)
 
     @classmethod

@@ -14,7 +14,6 @@ import msgspec
 
 from spmd_rl.config.schema import RlConfig
 from spmd_rl.data import EnvTasks, Prompts
-from spmd_rl.distributed.wait_message import WaitMessage
 from spmd_rl.learn import Evaluation
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Collected, RankReport, Sampling, check_errors
@@ -66,13 +65,12 @@ class RemoteRollouts:
         if isinstance(prompts, Prompts):
             sections = cfg.rollout, cfg.data, cfg.reward
             self.prompts, *_ = fit_prompts(prompts, tokenizer, *sections, side.world)  # [all]
-        self._cfg, self._server, self._world, self._attached = cfg, side.server, side.world, side.is_attached
+        self._cfg, self._server, self._world = cfg, side.server, side.world
         self._evaluation = Evaluation.of(cfg)
         self._cursor, self._rules, self._start, self._collected = Cursor(), rules, 0, 0
         self._render = None if isinstance(prompts, EnvTasks) or cfg.rollout.target else tokenizer.render
         self._probed = -1
         """The newest version whose probe has been answered."""
-        self._notice = WaitMessage(side.world.rank)
         self._server.rules = self
 
     def state(self) -> dict[str, Any]:
@@ -84,21 +82,12 @@ class RemoteRollouts:
         self._cursor = Cursor.of_state(state, self.prompts.fingerprint())
 
     def begin(self, start: int) -> None:
-        """[all] Open the steps after `start`, and wait until there are ranks enough to do them."""
-        first, wanted = max(start, self._cfg.num_shown) + 1, self._cfg.placement.min_generate
+        """[all] Open the steps after `start`."""
+        first = max(start, self._cfg.num_shown) + 1
         self._start = start
         if self._world.rank == 0:
             rest = self._cfg.steps, self._cursor, self._priority
             self._server.with_queue(lambda queue: queue.begin(start, first, *rest))
-            if (ready := self._server.with_queue(lambda queue: queue.num_ready)) < wanted and self._attached:
-                print(
-                    f"placement.min_generate={wanted}: {ready} generating ranks are attached; waiting for the same "
-                    "command with placement.attach=auto, as a job of its own",
-                    flush=True,
-                )
-        if self._attached:
-            self._wait(f"start: {wanted} attached ranks", lambda queue: queue.num_ready >= wanted)
-            self._world.barrier("start: attached ranks")  # [all]
 
     def _priority(self, ticket: int) -> float:
         return self.prompts.ticket(ticket, self._cfg.seed)[1].priority
@@ -120,7 +109,7 @@ class RemoteRollouts:
         """[all] Wait until generating ranks have made this step, and return what of it lies on this rank."""
         world = self._world
         with world.phase("generate"):
-            ended, mine = self._take(f"generate: step {step} {self._whence}", "step", step)  # [all]
+            ended, mine = self._take(f"generate: step {step} from ranks that generate", "step", step)  # [all]
         with world.phase("coordination"):
             self._collected = step
             groups = self._server.collect("step", mine)
@@ -145,11 +134,8 @@ class RemoteRollouts:
             "placement/generate_wait_seconds": fmean(one.waited for one in ended.stats),
             "rollout/lag/max": float(lag.max(initial=0)),
         }
-        if self._attached:
-            pace["placement/attached"] = float(len(ended.stats))
-        if self._cfg.placement.swap != "step":
-            pace["placement/swaps"] = fmean(one.num_swaps for one in ended.stats)
-            pace["placement/swap_seconds"] = fmean(one.swap_seconds for one in ended.stats)
+        pace["placement/swaps"] = fmean(one.num_swaps for one in ended.stats)
+        pace["placement/swap_seconds"] = fmean(one.swap_seconds for one in ended.stats)
         return pace
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
@@ -157,19 +143,14 @@ class RemoteRollouts:
 
         What is asked when is known on both sides (`learn.Evaluation`).
         """
-        _, mine = self._take(f"eval: answers {self._whence}", "eval", self._server.weights.newest)  # [all]
+        _, mine = self._take("eval: answers from ranks that generate", "eval", self._server.weights.newest)  # [all]
         return self._server.collect("eval", sorted(mine, key=lambda one: one.place))
 
     def probe_answers(self, version: int) -> dict[int, list[Answer]]:
         """[all] Wait for what engines answer to the probe of a version; by member, what lies on this rank."""
-        what = "attached engines" if self._attached else "engines"
-        _, mine = self._take(f"publish: answers of {what}", "probe", version)  # [all]
+        _, mine = self._take("publish: answers of engines", "probe", version)  # [all]
         self._probed = version
         return dict(zip((one.member for one in mine), self._server.collect("probe", mine), strict=True))
-
-    @property
-    def _whence(self) -> str:
-        return "of attached jobs" if self._attached else "from ranks that generate"
 
     def _take(self, name: str, kind: Kind, number: int) -> tuple[Ended, list[Accepted]]:
         """[all] Wait for a work's end; what came of it on all ranks, and the pieces that lie on this one."""
@@ -184,27 +165,12 @@ class RemoteRollouts:
         return ended, mine
 
     def _wait(self, name: str, until: Callable[[WorkQueue], bool]) -> None:
-        """On the first rank, wait for generating ranks. Where jobs attach this is no stall as long as one of them
-        moves, and without any for `placement.absent_seconds`."""
+        """On the first rank, wait for generating ranks."""
         if self._world.rank:
             return
-        journal, progress, named = self._world.journal, -1, name
-
-        def come(queue: WorkQueue) -> bool:
-            return until(queue) or (self._attached and queue.progress != progress)
-
-        while not self._server.with_queue(until):
-            progress, there = self._server.with_queue(lambda queue: (queue.progress, queue.num_ready))
-            with journal.extend_timeout(self._cfg.placement.absent_seconds if self._attached else 0.0):
-                moved = False
-                while not moved:
-                    if self._attached:
-                        self._notice(f"waiting for {name}: {there} generating ranks are attached")
-                        named = f"{name} ({there} attached)"
-                    with journal.waiting(named):
-                        moved = self._server.wait(LOOK_SECONDS, come)
-                    there = self._server.with_queue(lambda queue: queue.num_ready)
-        self._notice.over()
+        with self._world.journal.waiting(name):
+            while not self._server.wait(LOOK_SECONDS, until):
+                pass
 
     # -- for the server's thread -----------------------------------------------------------------------------------
 

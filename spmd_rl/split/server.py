@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
+import torch.distributed as dist
 import zmq
 
 from spmd_rl import wire
-from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.curve_keys import HostKeys
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError, tell
@@ -94,10 +94,10 @@ def own_address() -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def bind_of(settings: PlacementConfig, world: World) -> str:
-    """Return where this rank's server listens: as `placement.bind` says, or in a private directory of the machine."""
-    if settings.bind != "ipc":
-        return settings.bind
+def bind_of(world: World) -> str:
+    """Return where this rank's server listens: in a directory of the machine, or on all addresses."""
+    if world.local_size < dist.get_world_size():
+        return "tcp://*"
     folder = Path(world.node.address.removeprefix("ipc://")).parent
     return f"ipc://{folder.with_name(folder.name + '-x')}/{secrets.token_hex(4)}"
 

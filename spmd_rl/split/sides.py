@@ -1,38 +1,26 @@
 """The two sides of a run: who trains, who generates, and how they reach each other.
 
 meet    [all] ranks of one job, some of which train while others generate; they know each other through their world
-serve   [all] ranks of a job that trains, while other jobs attach to it and generate
-attach  [all] ranks of such a job: they find the training job, make sure that it is theirs, and join it
 """
 
-import os
-import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from secrets import randbelow
-
-import msgspec
 
 from spmd_rl.config.placement import Placement
 from spmd_rl.config.schema import RlConfig
 from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.distributed import World
-from spmd_rl.distributed.agreement import check_values, common_values
-from spmd_rl.errors import tell
 from spmd_rl.split.client import TrainerClient
-from spmd_rl.split.link import ADDRESS_FILE, MemberLink, find, join, write_address
-from spmd_rl.split.messages import Welcome
+from spmd_rl.split.link import MemberLink
 from spmd_rl.split.pieces import max_piece_bytes
 from spmd_rl.split.seal import Seal
 from spmd_rl.split.server import TrainerServer, bind_of
-from spmd_rl.split.work_queue import Limits, WorkQueue
+from spmd_rl.split.work_queue import WorkQueue
 
-OVER_SECONDS = 5.0
-"""How long the end of a run waits for attached ranks to hear of it."""
+LEAVE_SECONDS = 3600.0
+"""How long the end of a run waits for ranks that generate to leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +43,6 @@ class TrainSide:
     world: World
     """Of the ranks that train."""
     server: TrainerServer
-    is_attached: bool = False
-    """Whether those that generate are jobs of their own."""
     lent: GenerateSide | None = None
     """Of a rank that is lent."""
 
@@ -69,11 +55,11 @@ class Sides:
     generate: GenerateSide | None
 
 
-def _server(cfg: RlConfig, seal: Seal, world: World, **lease: float) -> TrainerServer:
+def _server(cfg: RlConfig, seal: Seal, world: World) -> TrainerServer:
     keys = cfg.sidecar.keys
     answers = max(cfg.rollout.slice_size + cfg.rollout.redundancy, cfg.eval.answers) + 1
     limit = max_piece_bytes(cfg.rollout, cfg.has_turns, answers)
-    return TrainerServer(bind_of(cfg.placement, world), seal, limit, HostKeys.load(keys) if keys else None, **lease)
+    return TrainerServer(bind_of(world), seal, limit, HostKeys.load(keys) if keys else None)
 
 
 def _client_keys(cfg: RlConfig) -> ClientKeys | None:
@@ -126,77 +112,5 @@ def meet(cfg: RlConfig, world: World) -> Iterator[Sides]:
             side.client.link.close()
         server.end()
         with world.journal.waiting("end: ranks that generate have left"):
-            server.wait_until_left(cfg.placement.absent_seconds)
+            server.wait_until_left(LEAVE_SECONDS)
         train_world.barrier("end: ranks that generate have left")  # [train]
-
-
-@contextmanager
-def serve(cfg: RlConfig, data: dict[str, str], world: World) -> Iterator[TrainSide]:
-    """[all] Serve jobs that attach, until the end of the block.
-
-    data: digests of what the settings do not show, by name, which these must have in common with this job.
-    """
-    settings, first = cfg.placement, world.rank == 0
-    seal = Seal(bytes(world.broadcast("start: key", Seal.new_key())))  # [all]
-    server = _server(cfg, seal, world, lease_seconds=settings.lease_seconds)
-    place = Path(cfg.run.dir) / ADDRESS_FILE
-    try:
-        addresses = world.gather("start: servers", server.address, str)  # [all]
-        queue = None
-        if first:
-            numbers = {"first": randbelow(1 << 40) * world.size}
-            limits = Limits(settings.lease_seconds, settings.absent_seconds)
-            rules = cfg.rollout, settings.max_staleness, server.clock, limits
-            queue = WorkQueue(*rules, _teller(world), **numbers)
-        server.open(queue, Welcome(common_values(cfg, data), addresses, settings.lease_seconds))
-        world.barrier("start: servers are open")  # [all]
-        if first:
-            write_address(place.parent, addresses[0])
-        yield TrainSide(world, server, is_attached=True)
-        server.end()
-        server.wait_until_left(OVER_SECONDS)
-        world.barrier("end: attached jobs have left")  # [all]
-    finally:
-        if first:
-            place.unlink(missing_ok=True)
-        server.close()
-
-
-def _teller(world: World) -> Callable[[str], None]:
-    """Prints and writes down who comes and goes."""
-
-    def write(line: str) -> None:
-        world.journal.note("attached", text=line)
-        tell(line, file=sys.stdout)
-
-    return write
-
-
-def training_dir(cfg: RlConfig) -> Path:
-    """Return the run directory of the training job: as `placement.attach` says, or that of the same line."""
-    auto = cfg.placement.attach == "auto"
-    return Path(cfg.run.dir).parents[1] if auto else Path(cfg.placement.attach).expanduser()
-
-
-@contextmanager
-def attach(cfg: RlConfig, data: dict[str, str], world: World) -> Iterator[GenerateSide]:
-    """[all] Find the training job, make sure that it is this one's, and join it.
-
-    data: digests of what the settings do not show, by name. UserError for another model, other settings or data.
-    """
-    keys, seconds = _client_keys(cfg), cfg.placement.absent_seconds
-    with world.phase("start"), world.journal.extend_timeout(seconds):
-        found = None
-        if world.rank == 0:
-            with world.journal.waiting("start: training job"):
-                found = msgspec.to_builtins(find(cfg.placement.attach, training_dir(cfg), keys, seconds))
-        welcome = msgspec.convert(world.broadcast("start: training job", found), Welcome)  # [all]
-        check_values(cfg, data, welcome.values)
-    name = f"rank {world.rank} of {socket.gethostname()}:{os.getpid()}"
-    membership = join(welcome, name, world.rank % cfg.engine.ranks == 0, keys)
-    link = MemberLink(welcome.addresses, membership, world.journal, keys, welcome.lease_seconds)
-    world.on_exit(link.close)
-    world.journal.note("attached", member=membership.member, to=welcome.addresses[0])
-    connect = partial(TrainerClient, link, welcome.addresses, world.progress, keys)
-    with closing(link), closing(connect()) as client:
-        yield GenerateSide(world, client, connect, world)

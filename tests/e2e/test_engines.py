@@ -110,7 +110,7 @@ def test_a_peer_struck_in_a_tick_ends_the_job_and_it_resumes(toy: Toy, fate: sig
 def test_a_replica_takes_a_new_policy_in_the_middle_of_its_answers(toy: Toy, mode: str) -> None:
     """Both ranks of it at once, and the first alone fetches; answers are carried, and no token is too old."""
     steps = ("steps=6", "rollout.max_new_tokens=40", "publish.probe_every=1")
-    carried = ("placement.swap=recompute", "rollout.partial_rollout=true", "rollout.over_sample=3")
+    carried = ("rollout.partial_rollout=true", "rollout.over_sample=3")
     claim, train = "rollout.claim=store", f"placement.train={'0' if mode == 'split' else '0-1'}"
     ranks = 3 if mode == "split" else 4
     settings = (*SETTINGS, *steps, *carried, claim, train, "engine.tp=2", f"placement.mode={mode}")

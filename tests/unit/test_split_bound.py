@@ -265,7 +265,6 @@ def settings_of(draw: random.Random) -> RlvrConfig:
         cfg.rollout, prompts_per_step=draw.randint(1, 2), answers_per_prompt=2, max_new_tokens=8, over_sample=1, **mode
     )
     cfg.placement.mode, cfg.placement.max_staleness = "split", draw.choice([0, 1, 1, 2, 3])
-    cfg.placement.swap = draw.choice(["step", "recompute"])
     if not mode and cfg.placement.max_staleness and draw.random() < 0.7:
         cfg.rollout.partial_rollout = True
         cfg.rollout.over_sample = draw.randint(1, cfg.rollout.prompts_per_step * cfg.placement.max_staleness)

@@ -65,7 +65,7 @@ class Run:
         stack.enter_context(closing(self.server))
         self.queue = WorkQueue(self.cfg.rollout, 2, self.server.clock, Limits(600.0, 1.0))
         self.server.open(self.queue, messages.Welcome({}, [self.server.address], 600.0))
-        side = TrainSide(world, self.server, is_attached=True)
+        side = TrainSide(world, self.server)
         self.remote = RemoteRollouts(self.cfg, PROMPTS, FakeTokenizer(), side, PieceRules(self.cfg.rollout, False, 256))
         payload = memoryview(SECRET_WEIGHTS)
         piece = Staged("weight", "uint8", [len(payload)], payload, digest(payload))
