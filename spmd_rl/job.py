@@ -109,14 +109,14 @@ class Job:
         """[all] All ranks train, in a pipeline in which nobody generates: the run directory, and the roles."""
         self.open_run(self.world)  # [all]
         with self.starting():
-            return Place(world=self.world, roles=self.build_roles())  # [all]
+            return Place(world=self.world, roles=self.build_roles(self.world))  # [all]
 
-    def build_roles(self) -> Roles:
+    def build_roles(self, trainers: World) -> Roles:
         """[train] The roles of the pipeline, those on ranks of their own included."""
         if self.frozen is None:
-            return train.build_roles(self.cfg.roles, self.world)  # [train]
+            return train.build_roles(self.cfg.roles, trainers)  # [train]
         own = [role for role in self.cfg.roles if role.kind not in self.frozen.kinds]
-        return self.frozen.beside(train.build_roles(own, self.world))  # [all]
+        return self.frozen.beside(train.build_roles(own, trainers))  # [all] that train, and those ranks
 
     @contextmanager
     def starting(self) -> Iterator[None]:

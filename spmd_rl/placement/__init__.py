@@ -6,7 +6,7 @@
 | `mode=overlapped` | all ranks | all ranks | in turns; step n + 1 begins before update n, while verdicts are awaited |
 | `mode=split` | some ranks | the others | at the same time |
 | `mode=lent` | some ranks | all ranks | at the same time; training ranks also generate between updates |
-| the first two with `reference=RANKS` or `teacher=RANKS` | all other ranks | all other ranks | as without |
+| any with `reference=RANKS` or `teacher=RANKS` | all other ranks | all other ranks | as without |
 | any with `rollout.replay=RUN` | all ranks | nobody: another run did | before |
 """
 
@@ -15,10 +15,12 @@ from pathlib import Path
 
 from spmd_rl.config.replay import FOLDER, about_samples
 from spmd_rl.job import Job, Place
-from spmd_rl.placement.colocated import colocated, overlapped
+from spmd_rl.placement.colocated import colocated
 from spmd_rl.placement.frozen import frozen
+from spmd_rl.placement.lent import lent
+from spmd_rl.placement.overlapped import overlapped
 from spmd_rl.placement.replayed import replayed
-from spmd_rl.placement.split import lent, split
+from spmd_rl.placement.split import split
 from spmd_rl.rollout import Dumped
 
 __all__ = ["place_ranks"]
