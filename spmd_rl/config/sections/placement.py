@@ -20,9 +20,9 @@ class PlacementConfig:
     """With `split` and `lent`: the ranks that do nothing but generate, written like `train`; a share is counted from
     the last rank. Default: those that do not train."""
     reference: str | None = None
-    """With `colocated` and `overlapped`: the ranks that do nothing but hold the reference, in the layout and by the
-    backend of `reference.train`, and compute its logprobs, written like `train`; a share is counted from the last
-    rank. All other ranks train and generate. Default: those that train hold it too."""
+    """The ranks that do nothing but hold the reference, in the layout and by the backend of `reference.train`, and
+    compute its logprobs, written like `train`; a share is counted from the last rank. The others train and generate.
+    Default: those that train hold it too."""
     teacher: str | None = None
     """The same of the teachers; they may be the ranks of the reference."""
     max_staleness: int = 1
@@ -36,8 +36,6 @@ class PlacementConfig:
     def __post_init__(self) -> None:
         one_of(self, mode=("colocated", "split", "lent", "overlapped"))
         at_least(self, max_staleness=0, patience=0)
-        beside = self.mode in ("colocated", "overlapped") or not self.frozen
-        require(beside, f"{', '.join(self.frozen)}: only with placement.mode=colocated or overlapped, not {self.mode}")
         given = [key for key in ("train", "generate") if getattr(self, key) is not None]
         require(self.is_split or not given, f"{', '.join(given)}: only with placement.mode=split or lent")
         ahead = not self.is_overlapped or self.max_staleness == 1
