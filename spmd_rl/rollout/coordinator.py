@@ -28,6 +28,8 @@ REJECTED, QUALIFIES, PASSED = 1, 2, 4
 """What a ticket's counter is the sum of, see `FirstKInOrder`. The lowest two bits: its outcome, 0 while it is open. The
 bits above: 0 while an earlier ticket is open, then 1 + the number of qualifying tickets before it. In one counter,
 because one atomic addition must both say the one and learn the other."""
+QUALIFIED = 1 << 32
+"""See `FirstKFinished`; more than the tickets of any step."""
 
 
 class Store(Protocol):
@@ -43,6 +45,10 @@ class Store(Protocol):
 
     def get(self, key: str, /) -> bytes:
         """Return a value that is known to be there."""
+        ...
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Return the values of all keys, once they are there."""
         ...
 
     def check(self, keys: list[str], /) -> bool:
@@ -206,35 +212,27 @@ def _parts(counter: int) -> tuple[int | None, int]:
 class FirstKFinished(Coordinator):
     """`rollout.accept=first_finished`: the step ends with the K-th ticket that qualifies, in order of arrival.
 
-    Or when all it may start are resolved. Faster than in order, and biased to short answers. The order of arrival is a
-    log in the store, so that all replicas know alike which tickets the step uses: those up to the K-th that qualifies.
+    Or when all it may start are resolved. Faster than in order, and biased to short answers. The order of arrival is
+    that of one counter, so that all replicas know alike which tickets the step uses: those up to the K-th that
+    qualifies. Whoever ends the step writes them down.
 
-        resolved       counter: tickets that are resolved, as they come
-        resolved/<n>   the n-th of them: its position, and whether it qualifies
-        qualified      counter: those of them that qualify
+        resolved       counter: tickets that are resolved, and `QUALIFIED` times those of them that qualify
+        resolved/<n>   the position of the n-th of them
     """
 
-    shared_keys = (*Coordinator.shared_keys, "qualified", "resolved")
+    shared_keys = (*Coordinator.shared_keys, "resolved")
 
     def resolve(self, position: int, qualifies: bool) -> None:
         """See `Coordinator`; a ticket that comes after the end stays unused, and waits for a later step."""
-        number = self._store.add(self._key("resolved"), 1)
-        self._store.set(self._key(f"resolved/{number}"), f"{position} {int(qualifies)}")
-        self._own_keys.add(f"resolved/{number}")
         if not qualifies:
             self._reject()
-        qualified = self._store.add(self._key("qualified"), int(qualifies))
-        if (qualifies and qualified == self.plan.goal) or number == self.plan.limit:
-            self._end(" ".join(self._used()))
-
-    def _used(self) -> list[str]:
-        """The positions in the log up to the K-th that qualifies; whoever has a number in it is about to write."""
-        used, left = [], self.plan.goal
-        while left and len(used) < self.plan.limit:
-            position, qualifies = self._store.get(self._key(f"resolved/{len(used) + 1}")).split()
-            used.append(position.decode())
-            left -= int(qualifies)
-        return used
+        qualified, number = divmod(self._store.add(self._key("resolved"), 1 + qualifies * QUALIFIED), QUALIFIED)
+        self._store.set(self._key(f"resolved/{number}"), str(position))
+        self._own_keys.add(f"resolved/{number}")
+        goal, limit = self.plan.goal, self.plan.limit
+        if (qualifies and qualified == goal) or (number == limit and qualified < goal):
+            came = [self._key(f"resolved/{n}") for n in range(1, number + 1)]  # waits for who is about to write
+            self._end(" ".join(found.decode() for found in self._store.multi_get(came)))
 
     def used(self) -> set[int]:
         """Return all positions that are written at the end."""

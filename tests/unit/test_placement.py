@@ -14,7 +14,7 @@ from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.errors import UserError
 from spmd_rl.placement.colocated import colocated
-from spmd_rl.split.pace import oldest_version
+from spmd_rl.rollout.pace import oldest_version
 
 RANKS = "ranks as 0-3 or 0,2,4-7, or a share as 25%"
 
