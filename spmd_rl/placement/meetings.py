@@ -24,9 +24,11 @@ R6   A lent replica joins the step that its trainers wait for, after its publish
      be opened. In a publish it is a source, and its engine reads what it sends.
 R7   An evaluation of version n is answered by engines that hold n, before tickets: each replica answers its share once
      it has loaded n. No publish is opened until it is handed over, so that every held-out token is of version n.
-R8   A replica without work waits for the store and for replies, never inside its engine, and comes within 20 ms.
+R8   The clocks of episodes and their leases run while their rank exchanges messages (`sidecar/sessions.py`), and so
+     stand still in a meeting; replies queue. A replica without work waits for the store and for replies, never inside
+     its engine, and comes within 20 ms.
 R9   Waiting for a meeting is no progress, each bucket is; a hang report names the collective and who has not come.
-     Communicators are opened by a small collective in the phase `start`.
+     Communicators are opened by a small collective in the phase `start`. An engine's device is idle when weights come.
 R10  No rank holds more of the weights than its own, a bucket, and the largest tensor.
 R11  INT8, FP8 and adapters are applied before the bucket, in which each tensor begins at a multiple of 16 bytes.
 R12  Adapters alone go into engines of the same process only; the settings refuse them here.

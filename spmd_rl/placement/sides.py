@@ -53,9 +53,9 @@ def training(job: Job, sides: Sides, lends: bool = False) -> Iterator[Place]:
         services = _services(job)
         roles = job.build_roles(trainers)  # [train]
         own = _engine(job, sides) if lends else None  # [generate]
-    prompts, steps, player = _parts(job, sides, own, services)  # [all]
+        prompts, steps, player = _parts(job, sides, own, services)  # [all]
+        buckets = Buckets(world, sides.train)  # [all]
     lent = LentReplica(cfg, player, steps) if player else None
-    buckets = Buckets(world, sides.train)  # [all]
     rollouts = MetRollouts(cfg, prompts, world, trainers, steps, lent)
     every, quantization = cfg.publish.probe_every, cfg.engine.quantization
     publisher = Publisher(roles.policy, trainers, own, every, quantization, buckets, world)
@@ -79,8 +79,8 @@ def generating(job: Job, sides: Sides) -> Iterator[Place]:
     with job.starting():
         services = _services(job)
         own = _engine(job, sides)  # [generate]
-    prompts, steps, player = _parts(job, sides, own, services)  # [all]
-    receiver = WeightReceiver(own, Buckets(world, sides.train), world)  # [all]
+        prompts, steps, player = _parts(job, sides, own, services)  # [all]
+        receiver = WeightReceiver(own, Buckets(world, sides.train), world)  # [all]
     generator = Generator(cfg, player, prompts, steps, receiver, sides.train)
     yield Place(generate=generator.run)
     _leave(world, own)  # [all]

@@ -1,5 +1,7 @@
 """`WeightReceiver`: a publish as a rank sees it that generates while others train."""
 
+import torch
+
 from spmd_rl.distributed import World
 from spmd_rl.engine import Engine
 from spmd_rl.errors import RunFailed
@@ -24,9 +26,12 @@ class WeightReceiver:
         probed: trainers want answers. RunFailed, on all ranks alike, if anything differs.
         """
         fault = ""
+        device = self._everyone.device
         with self._everyone.phase("publish"):
+            if device.type != "cpu":
+                torch.accelerator.synchronize()  # an engine may compute on streams of its own
             weights = self._buckets.receive()
-            stream = WeightStream(weights, self._everyone.device, self._everyone.progress)
+            stream = WeightStream(weights, device, self._everyone.progress)
             try:
                 self._engine.load(stream, version)  # [all]
             except RunFailed as error:
