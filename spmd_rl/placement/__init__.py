@@ -1,4 +1,4 @@
-"""Who trains and who generates (`placement.mode`): a context manager a placement, which gives a rank its `Place`.
+"""Placements (`placement.mode`): a context manager each, which gives a rank its `Place`.
 
 | `placement.` | who trains | who generates | when |
 |---|---|---|---|
@@ -26,11 +26,11 @@ from spmd_rl.rollout import Dumped
 __all__ = ["place_ranks"]
 
 PLACEMENTS = {place.__name__: place for place in (colocated, overlapped, split, lent)}
-"""By `placement.mode`."""
+"""Placements by `placement.mode`."""
 
 
 def place_ranks(job: Job) -> Place:
-    """[all] What this rank does: it trains, with what generates for it, or it generates. Nothing if the run is over."""
+    """[all] Return the work of this rank: to train, or to generate; nothing once the run is over."""
     cfg, settings = job.cfg, job.cfg.generation.rollout
     if job.is_over:
         return Place(generate=lambda: None)

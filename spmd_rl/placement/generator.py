@@ -1,4 +1,4 @@
-"""`Generator`: a rank that does nothing but generate. It runs ahead of training by `placement.max_staleness` steps.
+"""`Generator`: a rank that only generates. It runs ahead of training by `placement.max_staleness` steps.
 
 Its replica claims slices of the open step as long as its policy is new enough, goes on to the next step by itself, and
 keeps what has finished until that is handed over. Between two steps of the engine it looks for meetings.
@@ -34,10 +34,10 @@ ANSWERED = "eval{}/answered"
 
 
 class Begin(msgspec.Struct, array_like=True):
-    """Where generation begins."""
+    """The message with which the first rank that trains starts generation."""
 
     first: int
-    """The first step that is generated."""
+    """Number of the first step that is generated."""
     start: int
     """The version from which the run goes on."""
     next: int
@@ -46,14 +46,14 @@ class Begin(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class EndedStep:
-    """What this replica has of a step that has ended."""
+    """A step that has ended, as one replica has it."""
 
     shared: SharedStep
     report: RankReport
 
 
 class Generator:
-    """Knows the steps, the policy and the meetings of one rank."""
+    """The steps, the policy and the meetings of one rank."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Generator:
                     runner.run(self._work())
 
     async def _work(self) -> None:
-        """What the first rank of a replica does."""
+        """Play steps and enter meetings, on the first rank of a replica."""
         since = time.perf_counter()
         while not self._is_over:
             if self.poll():
@@ -111,7 +111,7 @@ class Generator:
 
     @property
     def _awaited(self) -> str:
-        """What there is to wait for, in a hang report."""
+        """The name of the present wait, in a hang report."""
         if self._steps.number > self._cfg.steps:
             return f"meeting {self._meetings.number} of the ranks that train"
         return f"publish: version {self._steps.oldest} from ranks that train"
@@ -159,7 +159,7 @@ class Generator:
             await self._answer(meeting.number)
 
     def _join(self, message: bytes) -> None:
-        """[all] of the replica: what the other ranks do while the first is in `enter`."""
+        """[all] of the replica: enter the meeting that its first rank names."""
         self._meet(msgspec.msgpack.decode(message, type=Meeting))  # [all] of the replica
 
     def _meet(self, meeting: Meeting) -> None:

@@ -1,8 +1,8 @@
-"""The hand over: what ranks have generated of a step, or of an evaluation, goes to the ranks that train.
+"""The hand over: samples of a step, or of an evaluation, go to the ranks that train.
 
 The metadata of all slices is gathered. Each ticket goes to one rank that trains, by its place among the tickets that
-are used, so that all ranks know alike who will have it; its samples travel in one all-to-all. There they are as if they
-had been generated on that rank, and `learn/transfer.py` spreads what trains over the data shards.
+are used, so that all ranks know alike which one; samples travel in one all-to-all. They count as generated there, and
+`learn/transfer.py` spreads those that train over the data shards.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ Slices = Mapping[GroupSlice, Sequence[Sample]]
 
 
 class SentSlice(msgspec.Struct, array_like=True, frozen=True):
-    """Samples of a slice on their way."""
+    """A slice on its way."""
 
     ticket: int
     number: int
@@ -44,7 +44,7 @@ def gather_reports(world: World, report: RankReport, to: Mapping[int, int] | Non
 
 
 def send_slices(world: World, trainers: Sequence[int], slices: Slices, to: Mapping[int, int]) -> Slices:
-    """[all] Send each slice to the rank that trains to which its ticket goes; what comes to this rank.
+    """[all] Send each slice to the rank that trains on its ticket; return the slices that come to this rank.
 
     trainers: these ranks, indices in `world`, which holds all that train and all that generate.
     """

@@ -54,13 +54,13 @@ IDLE_SECONDS = 0.01
 
 
 class Meeting(msgspec.Struct, array_like=True, frozen=True):
-    """What ranks meet for."""
+    """An entry of the store, which opens a meeting."""
 
     kind: Literal["hand over", "publish", "eval", "end"]
     number: int = 0
-    """The step that is handed over; else the version."""
+    """Step that is handed over, or version of the policy."""
     probed: bool = False
-    """Of a publish: whether engines are asked for answers."""
+    """True for a publish in which engines answer the probe."""
 
 
 class Meetings:
@@ -69,18 +69,18 @@ class Meetings:
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         """store: that all ranks share. clock: paces the looks."""
         self.number = 1
-        """Of the next one."""
+        """Number of the next meeting."""
         self._store, self._clock = store, clock
         self._found: Meeting | None = None
         self._look_at = 0.0
 
     def announce(self, meeting: Meeting) -> None:
-        """Open the next meeting: on the first rank that trains, once all that train stand at it."""
+        """Open the next meeting, for all ranks that train, on the first of them."""
         self._store.set(self._key(self.number), msgspec.msgpack.encode(meeting))
 
     @contextmanager
     def opened(self, trainers: World, meeting: Meeting) -> Iterator[None]:
-        """[all] that train: meet inside, once all of them are here."""
+        """[all] that train: wait for each other, open a meeting, and hold it inside."""
         trainers.barrier(f"meeting: {meeting.kind}")  # [all] that train
         if trainers.rank == 0:
             self.announce(meeting)

@@ -1,4 +1,4 @@
-"""The two sides of `placement.mode=split` and `lent`: how a rank of each is built, and what it then does."""
+"""The two sides of `placement.mode=split` and `lent`, as ranks of each are built."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -22,15 +22,15 @@ from spmd_rl.weights import Buckets, Publisher, WeightReceiver
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Which ranks of a world train and which only generate."""
+    """The ranks of a world that train, and those that have an engine."""
 
     world: World
     train: tuple[int, ...]
-    """Ranks that train, indices in the world."""
+    """Ranks that train, as indices in the world."""
     trainers: World | None
-    """Those, on one of them."""
+    """World of these ranks; None on the others."""
     generators: World | None
-    """The ranks that share the engines, on one of them: all with `lent`."""
+    """World of the ranks with an engine (all with `lent`); None on the others."""
 
     @classmethod
     def of(cls, job: Job) -> "Sides":
@@ -46,7 +46,7 @@ class Sides:
 
 @contextmanager
 def training(job: Job, sides: Sides, lends: bool = False) -> Iterator[Place]:
-    """[all] with `generating`: a rank that trains. lends: it has an engine, too."""
+    """[all] with `generating`: build a rank that trains. lends: with an engine, too."""
     cfg, trainers, world = job.cfg, sides.trainers, sides.world
     job.open_run(trainers)  # [train]
     with job.starting():
@@ -74,7 +74,7 @@ def training(job: Job, sides: Sides, lends: bool = False) -> Iterator[Place]:
 
 @contextmanager
 def generating(job: Job, sides: Sides) -> Iterator[Place]:
-    """[all] with `training`: a rank that does nothing but generate."""
+    """[all] with `training`: build a rank that only generates."""
     cfg, world = job.cfg, sides.world
     with job.starting():
         services = _services(job)
@@ -92,7 +92,7 @@ def _services(job: Job) -> Services:
 
 
 def _engine(job: Job, sides: Sides) -> Engine:
-    """[generate] The engine of this rank."""
+    """[generate] Build the engine of this rank."""
     cfg = job.cfg
     return engine.build(cfg.engine, cfg.policy, cfg.train.offload, sides.generators, cfg.rollout.constraint)
 
@@ -100,7 +100,7 @@ def _engine(job: Job, sides: Sides) -> Engine:
 def _parts(
     job: Job, sides: Sides, own: Engine | None, services: Services
 ) -> tuple[Prompts | EnvTasks, StepsAhead, Player | None]:
-    """[all] What tickets stand for, the steps, and on ranks with an engine who plays over it."""
+    """[all] Return the prompts, the steps, and on ranks with an engine the player."""
     settings, world, prompts = job.cfg.generation, sides.world, job.source
     longest, prompt_id = settings.rollout.max_prompt_tokens, ""
     if settings.data is not None:
@@ -124,7 +124,7 @@ def _parts(
 
 
 def _leave(world: World, own: Engine | None) -> None:
-    """[all] Not with an exception pending: an engine's own groups may wait for other ranks."""
+    """[all] Close the engine. Not with an exception pending: its own groups may wait for other ranks."""
     world.barrier("generate: last step")  # [all] one of them may keep the sidecar of the others
     if own:
         own.close()

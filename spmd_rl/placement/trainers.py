@@ -1,7 +1,7 @@
-"""`MetRollouts`: what other ranks generate, seen from a rank that trains as if it had generated it itself.
+"""`MetRollouts`: the samples of other ranks, for a rank that trains.
 
-With `placement.mode=lent` its own engine takes part (`LentReplica`), from the end of an update until the step that it
-trains on next has ended.
+With `placement.mode=lent` its own engine takes part (`LentReplica`), from the end of an update until its next step has
+ended.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ LOOK_SECONDS = 0.002
 
 
 class LentReplica:
-    """A training rank's share of generation."""
+    """The engine of a rank that trains, while it is lent to generation."""
 
     def __init__(self, cfg: RlConfig, player: Player, steps: StepsAhead) -> None:
         """player: over this rank's engine."""
@@ -43,9 +43,9 @@ class LentReplica:
         self._runner = asyncio.Runner()
 
     def play(self, step: int) -> tuple[SharedStep, RankReport]:
-        """[all] of the replica: generate with the others until the step has ended, and keep nothing that is under way.
+        """[all] of the replica: generate with the others until the step has ended; return what came of it.
 
-        Return what has finished here.
+        Nothing that is under way then is kept.
         """
         steps, world = self._steps, self._player.world
         claim = steps.claim(lambda: step - 1)
@@ -57,7 +57,7 @@ class LentReplica:
         return shared, shared.report(run, [], self.engine.leads)
 
     def answer(self, share: QuestionShare) -> list[Group]:
-        """[all] of the replica: answer held-out questions; the answers, on its first rank."""
+        """[all] of the replica: answer held-out questions; return the answers, on its first rank."""
         with self.engine.awake(), self.engine.driven():
             if self.engine.leads:
                 self._runner.run(self._player.answer(share.claim, share.finish))
@@ -148,9 +148,9 @@ class MetRollouts:
         self._cursor = self._steps.cursor
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
-        """[all] that train: this rank's share of the answers to held-out prompts by the newest version.
+        """[all] that train: return this rank's share of the answers to held-out prompts, by the newest version.
 
-        What is asked when is known on both sides (`learn.Evaluation`).
+        Both sides know from `learn.Evaluation` which prompts are asked after which step.
         """
         version, replicas, mine = self._version, self._steps.replicas, list[Group]()
         key, store = ANSWERED.format(version), self._world.store

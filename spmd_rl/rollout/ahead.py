@@ -44,7 +44,7 @@ class StepsAhead:
         self.cursor, self.number, self.start = Cursor(), 0, 0
         self.replicas = replicas
         self.coordinator: Coordinator
-        """Of the step `number`, once `begin` has been called."""
+        """Coordinator of the step `number`, once `begin` has been called."""
         self._store, self._settings, self._max_staleness = store, settings, max_staleness
         self._priority_of = priority_of
 
@@ -60,7 +60,7 @@ class StepsAhead:
 
     @property
     def oldest(self) -> int:
-        """The oldest version of the policy that may generate for this step."""
+        """Oldest version of the policy that may generate for this step."""
         return oldest_version(self.number, self._max_staleness, self.start)
 
     def claim(self, version: Callable[[], int]) -> SliceClaim:

@@ -1,4 +1,4 @@
-"""How far generation may run ahead of training: pure rules over numbers of steps and versions.
+"""The rules of `placement.max_staleness`: pure functions of steps and versions.
 
 Step n trains on answers of its own tickets, and makes version n of the policy; on-policy answers to it are of version
 n - 1. With `placement.max_staleness` S, answers to step n are of version n - 1 - S at least. So a replica begins no

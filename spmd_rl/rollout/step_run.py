@@ -28,7 +28,7 @@ FLUSH_SECONDS = 0.01
 
 
 class Door(Protocol):
-    """Where ranks that train meet this replica, between two steps of its engine."""
+    """A replica's view of meetings with ranks that train, between two steps of its engine."""
 
     def poll(self) -> bool:
         """Return whether a meeting waits for this replica."""
@@ -128,7 +128,7 @@ class StepRun:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """What is spent inside is this step's."""
+        """Count time and tokens inside for this step."""
         self._driven_from = self._counters()
         yield
         self._spent, self._driven_from = self._spent.plus(self._counters(), since=self._driven_from), None

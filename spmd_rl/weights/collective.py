@@ -19,9 +19,9 @@ from torch import Tensor
 from spmd_rl.distributed import World
 
 BUCKET_BYTES = 512 * 2**20
-"""Tensors are sent together until they are as large as that; a larger one is sent alone."""
+"""Size of a bucket; a larger tensor is sent alone."""
 ALIGNED = 16
-"""A tensor begins at a multiple of so many bytes, so that it can be seen there as any dtype."""
+"""Multiple of bytes at which a tensor begins, so that it can be viewed as any dtype."""
 HEADS = "publish: bucket"
 BYTES = "publish: bytes of a bucket"
 
@@ -77,7 +77,7 @@ class Buckets:
 
     @property
     def _sends(self) -> bool:
-        """Whether the bucket that is being filled is this rank's to send."""
+        """True while this rank fills a bucket that it sends."""
         return self._world.rank == self._trainers[self._number % len(self._trainers)]
 
     def _new(self, size: int) -> Tensor:
@@ -88,7 +88,7 @@ class Buckets:
         self._broadcast(flat)  # [all]
 
     def _broadcast(self, flat: Tensor) -> None:
-        """[all] The bytes of the trainer whose turn it is, everywhere."""
+        """[all] Broadcast the bytes of the trainer whose turn it is."""
         source = self._world.ranks[self._trainers[self._number % len(self._trainers)]]
         with self._world.collective(BYTES, kind="copy"):  # [all]
             dist.broadcast(flat, source, group=self._group)

@@ -12,13 +12,13 @@ from spmd_rl.weights.stream import WeightStream
 
 
 class WeightReceiver:
-    """Knows which version of the policy the engine of this rank holds."""
+    """The engine of a rank that generates, and the version of the policy that it holds."""
 
     def __init__(self, engine: Engine, buckets: Buckets, everyone: World) -> None:
         """everyone: the ranks that train, and those that generate."""
         self._engine, self._buckets, self._everyone = engine, buckets, everyone
         self.version = -1
-        """What the engine holds; -1: nothing yet."""
+        """Version that the engine holds; -1 before the first."""
 
     def load(self, version: int, probed: bool) -> None:
         """[all] with `Publisher`: give a version to the engine, which is empty, and prove that it is there.

@@ -48,7 +48,7 @@ class WeightStream:
 
     @property
     def fault(self) -> str:
-        """What is wrong with the names that have passed, or nothing."""
+        """A line about a name that came twice, or nothing."""
         return f"{self.repeated[0]} was handed over twice" if self.repeated else ""
 
     @property
