@@ -95,19 +95,27 @@ class Generator:
         while not self._is_over:
             if self.poll():
                 await self.enter()
-            elif self._has_left:
-                self._has_left = not self._steps.advance()
-                if not self._has_left:
-                    self._waited, self._swaps = 0.0, []
-            elif self._steps.number <= self._cfg.steps and self._receiver.version >= self._steps.oldest:
+            elif self._has_left and self._steps.advance():
+                self._has_left, self._waited, self._swaps = False, 0.0, []
+            elif not self._has_left and self._may_begin:
                 await self._step()
             else:
-                with self._world.journal.waiting(self._awaited):
-                    await asyncio.sleep(IDLE_SECONDS)
-                now = time.perf_counter()
-                self._waited, since = self._waited + now - since, now
-                continue
+                await self._pause()
+                self._waited += 0.0 if self._has_left else time.perf_counter() - since
             since = time.perf_counter()
+
+    @property
+    def _may_begin(self) -> bool:
+        """True where there is an open step, and the policy is new enough for it."""
+        return self._steps.number <= self._cfg.steps and self._receiver.version >= self._steps.oldest
+
+    async def _pause(self) -> None:
+        """Go on with slices that are carried; without any, sleep."""
+        if self._player.engine_loop.num_requests:
+            await self._player.engine_loop.poll()
+        else:
+            with self._world.journal.waiting(self._awaited):
+                await asyncio.sleep(IDLE_SECONDS)
 
     @property
     def _awaited(self) -> str:
@@ -149,7 +157,7 @@ class Generator:
     async def enter(self) -> None:
         """See `rollout.step_run.Door`; then answer the questions of an evaluation that is due."""
         meeting, began, busy = self._meetings.next(), time.perf_counter(), 0
-        if meeting.kind == "publish":
+        if meeting.kind in ("publish", "end"):
             busy = await self._player.engine_loop.abort_all()
         with self._engine.joined(msgspec.msgpack.encode(meeting)):
             self._meet(meeting)  # [all] of the replica
@@ -157,6 +165,9 @@ class Generator:
             self._swaps.append(time.perf_counter() - began)
         if meeting.kind == "publish":
             await self._answer(meeting.number)
+        if self._is_over:
+            await self._player.cancel()
+            self._player.engine_loop.clear()
 
     def _join(self, message: bytes) -> None:
         """[all] of the replica: enter the meeting that its first rank names."""

@@ -152,7 +152,8 @@ class StepRun:
             with player.waiting(END):
                 await player.poll(self._has_news)
             self._report_finished()
-        self.num_stopped = await player.end_step()
+        if not (self._door and player.carries):  # else the engine goes on with what is carried
+            self.num_stopped = await player.end_step()
         if beside:
             await player.rest(beside)
             player.engine_loop.idle_seconds += beside.engine_loop.idle_seconds
