@@ -13,7 +13,6 @@ import msgspec
 from spmd_rl.config.schema import RlConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
-from spmd_rl.engine import Engine
 from spmd_rl.learn import Evaluation
 from spmd_rl.placement.hand_over import gather_reports, places, send_slices
 from spmd_rl.placement.meetings import IDLE_SECONDS, Meeting, Meetings
@@ -58,17 +57,17 @@ class Generator:
     def __init__(
         self,
         cfg: RlConfig,
+        world: World,
         player: Player,
         prompts: Prompts | EnvTasks,
         steps: StepsAhead,
         receiver: WeightReceiver,
         trainers: tuple[int, ...],
     ) -> None:
-        """player: over this rank's engine; its world holds all that train (`trainers`) and all that generate."""
+        """world: of the ranks that train (`trainers`, indices in it) and those that generate."""
         self._cfg, self._player, self._prompts, self._trainers = cfg, player, prompts, trainers
-        self._world: World = player.world
-        self._engine: Engine = player.engine
-        self._steps, self._receiver, self._meetings = steps, receiver, Meetings(player.world.store)
+        self._world, self._engine = world, player.engine
+        self._steps, self._receiver, self._meetings = steps, receiver, Meetings(world.store)
         self._evaluation = Evaluation.of(cfg)
         self._ended: dict[int, EndedStep] = {}
         """Steps that wait for their hand over."""

@@ -81,7 +81,7 @@ def generating(job: Job, sides: Sides) -> Iterator[Place]:
         own = _engine(job, sides)  # [generate]
         prompts, steps, player = _parts(job, sides, own, services)  # [all]
         receiver = WeightReceiver(own, Buckets(world, sides.train), world)  # [all]
-    generator = Generator(cfg, player, prompts, steps, receiver, sides.train)
+    generator = Generator(cfg, world, player, prompts, steps, receiver, sides.train)
     yield Place(generate=generator.run)
     _leave(world, own)  # [all]
 
@@ -120,7 +120,7 @@ def _parts(
         return prompts, steps, None
     check_room(settings.rollout, settings.kv_tokens, longest, prompt_id, own.capacity.max_tokens)
     leaves = sides.trainers is not None
-    return prompts, steps, Player(settings, own, prompts, services, world, replicas.count, leaves)
+    return prompts, steps, Player(settings, own, prompts, services, sides.generators, replicas.count, leaves)
 
 
 def _leave(world: World, own: Engine | None) -> None:

@@ -162,6 +162,8 @@ class MetRollouts:
             slices = {GroupSlice(group.ticket, 0): group.samples for group in mine}
             to = places(range(len(prompts)), self._trainers.size)
             found = send_slices(self._world, self._ranks, slices, to)  # [all]
+        if self._trainers.rank == 0:
+            store.delete_key(key)
         return [Group(prompts[one.ticket], one.ticket, tuple(found[one])) for one in sorted(found)]
 
     def finish(self) -> None:

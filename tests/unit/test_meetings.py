@@ -251,7 +251,9 @@ class Rank:
             )
 
     def generate(self) -> None:
-        Generator(self.run.cfg, self.player, prompts(), self.steps, self, tuple(range(self.run.num_train))).run()
+        Generator(
+            self.run.cfg, self.world, self.player, prompts(), self.steps, self, tuple(range(self.run.num_train))
+        ).run()
         self.world.barrier("generate: last step")
 
     # -- as the receiver of weights
