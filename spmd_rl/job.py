@@ -91,7 +91,7 @@ class Job:
         with opened as world, world.resources() as stack:  # [all]
             agree_on_start(world, cfg, rows)  # [all]
             job = cls(cfg, source, tokenizer, world, stack, envs)
-            if cfg.steps and not cfg.attaches:  # an attached job has no steps of its own, an evaluation none at all
+            if cfg.steps:  # an evaluation has none
                 done = finished(cfg.checkpoint, run_dir, cfg.steps, world)  # [all]
                 job.is_over = done is not None
                 if job.is_over and world.rank == 0:
@@ -109,14 +109,14 @@ class Job:
         """[all] All ranks train, in a pipeline in which nobody generates: the run directory, and the roles."""
         self.open_run(self.world)  # [all]
         with self.starting():
-            return Place(world=self.world, roles=self.build_roles())  # [all]
+            return Place(world=self.world, roles=self.build_roles(self.world))  # [all]
 
-    def build_roles(self) -> Roles:
+    def build_roles(self, trainers: World) -> Roles:
         """[train] The roles of the pipeline, those on ranks of their own included."""
         if self.frozen is None:
-            return train.build_roles(self.cfg.roles, self.world)  # [train]
+            return train.build_roles(self.cfg.roles, trainers)  # [train]
         own = [role for role in self.cfg.roles if role.kind not in self.frozen.kinds]
-        return self.frozen.beside(train.build_roles(own, self.world))  # [all]
+        return self.frozen.beside(train.build_roles(own, trainers))  # [all] that train, and those ranks
 
     @contextmanager
     def starting(self) -> Iterator[None]:

@@ -115,9 +115,7 @@ def stay_offline(roles: list, reward: RewardsConfig, data: DataConfig | None = N
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def check_placement(
-    placement: PlacementConfig, rollout: RolloutConfig, engine: EngineConfig, sidecar: SidecarConfig, debug: bool
-) -> None:
+def check_placement(placement: PlacementConfig, rollout: RolloutConfig) -> None:
     """Check that the ranks can be split as `placement` says, and that the other settings go with it."""
     Placement.of(placement, world_size())
     if placement.is_overlapped and rollout.partial_rollout:
@@ -125,33 +123,6 @@ def check_placement(
     if not placement.is_split:
         return
     _check_carried(rollout, placement)
-    if placement.swap == "keep" and (engine.name == "vllm" or engine.ranks > 1):
-        raise UserError("placement.swap=keep: not with engine=vllm or engine.tp > 1; recompute works with every engine")
-    if placement.is_attached:
-        _check_attached(rollout, debug)
-    several = int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) < world_size() and placement.attach is None
-    if several and placement.bind == "ipc":
-        raise UserError(
-            "placement.bind: ipc reaches the ranks of one machine; say placement.bind=tcp://* sidecar.keys=DIR "
-            "(python -m spmd_rl sidecar_keys DIR makes the keys)"
-        )
-    if placement.bind != "ipc" and not sidecar.keys:
-        raise UserError(
-            f"placement.bind: {placement.bind} needs sidecar.keys, a directory of CURVE keys with an allow-list (other "
-            "users of a machine reach its loopback too); python -m spmd_rl sidecar_keys DIR makes one"
-        )
-
-
-def _check_attached(rollout: RolloutConfig, debug: bool) -> None:
-    """Check that nothing is asked for that ranks which may be gone tomorrow cannot do."""
-    refused = {
-        "rollout.claim": (rollout.claim != "store", "must be store"),
-        "rollout.partial_rollout": (rollout.partial_rollout, "must be false"),
-        "debug": (debug, "must be false"),
-    }
-    for key, (wrong, remedy) in refused.items():
-        if wrong:
-            raise UserError(f"{key}: {remedy} with placement.generate=attached, whose ranks come and go")
 
 
 def _check_carried(rollout: RolloutConfig, placement: PlacementConfig) -> None:

@@ -39,7 +39,7 @@ from spmd_rl.config.phases import phase
 from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.config.ranks import local_rank, rank
 from spmd_rl.config.resume import continue_run
-from spmd_rl.config.run_identity import attached_dir, run_dir, to_yaml
+from spmd_rl.config.run_identity import run_dir, to_yaml
 from spmd_rl.config.schema import EvaluateConfig, RlConfig
 from spmd_rl.config.sections.run import PlanConfig, is_name
 from spmd_rl.config.unused import unused_settings
@@ -231,8 +231,7 @@ def given_run_dir(pipeline: str, argv: Sequence[str]) -> Path | None:
     given = {key.lstrip("+"): value.strip("'\"") for key, _, value in (word.partition("=") for word in argv)}
     name, folder = given.get("run.name", ""), given.get("run.dir")
     plain_words = "$" not in f"{name}{folder}"
-    found = run_dir(pipeline, name, folder) if plain_words and (is_name(name) or folder) else None
-    return attached_dir(found) if found and given.get("placement.attach", "null") != "null" else found
+    return run_dir(pipeline, name, folder) if plain_words and (is_name(name) or folder) else None
 
 
 class _Parser(Parser):

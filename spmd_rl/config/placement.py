@@ -18,8 +18,7 @@ class Placement:
     train: tuple[int, ...]
     """ascending"""
     generate: tuple[int, ...]
-    """ascending; the same ranks where placement is colocated, all with `lent`. One of the two is empty where another
-    job does that."""
+    """ascending; the same ranks where placement is colocated, all with `lent`"""
     frozen: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """the ranks, ascending, that do nothing but hold the reference or the teachers"""
 
@@ -27,29 +26,14 @@ class Placement:
     def of(cls, settings: PlacementConfig, num_ranks: int) -> "Placement":
         """Return the ranks. UserError unless each rank has one task, and each task a rank."""
         everyone = tuple(range(num_ranks))
+        frozen = {key: _ranks(key, text, everyone) for key, text in settings.frozen.items()}
+        left = tuple(rank for rank in everyone if not any(rank in ranks for ranks in frozen.values()))
+        if not left:
+            raise UserError(f"placement.{' and placement.'.join(frozen)}: no rank of {num_ranks} is left to train")
         if not settings.is_split:
-            frozen = {key: _ranks(key, text, num_ranks) for key, text in settings.frozen.items()}
-            left = tuple(rank for rank in everyone if not any(rank in ranks for ranks in frozen.values()))
-            if not left:
-                raise UserError(f"placement.{' and placement.'.join(frozen)}: no rank of {num_ranks} is left to train")
             return cls(left, left, frozen)
-        if settings.is_attached:
-            return cls(everyone, ()) if settings.attach is None else cls((), everyone)
-        if num_ranks < 2:
-            raise UserError("placement.mode: split needs two ranks at least: torchrun --nproc-per-node 2 ...")
-        train, generate = _ranks("train", settings.train, num_ranks), _ranks("generate", settings.generate, num_ranks)
-        if train is None and generate is None:
-            train = everyone[: num_ranks // 2]
-        train = train or tuple(rank for rank in everyone if rank not in generate)
-        generate = generate or tuple(rank for rank in everyone if rank not in train)
-        if twice := set(train) & set(generate):
-            raise UserError(f"placement: rank {min(twice)} cannot both train and generate with mode=split")
-        if idle := set(everyone) - set(train) - set(generate):
-            raise UserError(f"placement: rank {min(idle)} of {num_ranks} ranks neither trains nor generates")
-        for key, ranks in (("train", train), ("generate", generate)):
-            if not ranks:
-                raise UserError(f"placement.{key}: no rank is left for it")
-        return cls(train, everyone if settings.is_lent else generate)
+        train, generate = _sides(settings, everyone, left)
+        return cls(train, left if settings.is_lent else generate, frozen)
 
     def of_role(self, kind: str) -> tuple[int, ...]:
         """The ranks of a role's model. kind: see `RoleConfig`."""
@@ -74,24 +58,49 @@ def check_frozen(roles: list, placement: PlacementConfig) -> None:
             raise UserError(f"placement.{key}: must be null, it is the policy with its adapters off (policy.lora)")
 
 
-def _ranks(key: str, text: str | None, num_ranks: int) -> tuple[int, ...] | None:
-    """The ranks that a setting names, ascending; None where it is not given."""
+def _sides(
+    settings: PlacementConfig, everyone: tuple[int, ...], left: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ranks that train and those that do nothing but generate. left: the ranks that hold no frozen role."""
+    if len(left) < 2:
+        raise UserError("placement.mode: split needs two ranks at least: torchrun --nproc-per-node 2 ...")
+    train = _ranks("train", settings.train, everyone, left)
+    generate = _ranks("generate", settings.generate, everyone, left)
+    if train is None and generate is None:
+        train = left[: len(left) // 2]
+    train = train or tuple(rank for rank in left if rank not in generate)
+    generate = generate or tuple(rank for rank in left if rank not in train)
+    if twice := set(train) & set(generate):
+        raise UserError(f"placement: rank {min(twice)} cannot both train and generate with mode=split")
+    if held := (set(train) | set(generate)) - set(left):
+        raise UserError(f"placement: rank {min(held)} holds a frozen role, and can neither train nor generate")
+    if idle := set(left) - set(train) - set(generate):
+        raise UserError(f"placement: rank {min(idle)} of {len(everyone)} ranks neither trains nor generates")
+    for key, ranks in (("train", train), ("generate", generate)):
+        if not ranks:
+            raise UserError(f"placement.{key}: no rank is left for it")
+    return train, generate
+
+
+def _ranks(
+    key: str, text: str | None, everyone: tuple[int, ...], shared: tuple[int, ...] = ()
+) -> tuple[int, ...] | None:
+    """The ranks that a setting names, ascending; None where it is not given. shared: those of which a share is."""
     if text is None:
         return None
     text = text.replace(" ", "")
     if share := _SHARE.fullmatch(text):
-        count = round(float(share[1]) / 100 * num_ranks)
-        if not 0 < count < num_ranks:
-            raise UserError(f"placement.{key}: {text} of {num_ranks} ranks is {count}; each side needs one")
-        return tuple(range(count) if key == "train" else range(num_ranks - count, num_ranks))
+        among = shared or everyone
+        count = round(float(share[1]) / 100 * len(among))
+        if not 0 < count < len(among):
+            raise UserError(f"placement.{key}: {text} of {len(among)} ranks is {count}; each side needs one")
+        return among[:count] if key == "train" else among[-count:]
     like = "ranks as 0-3 or 0,2,4-7, or a share as 25%"
-    return tuple(numbers_in(f"placement.{key}", text, num_ranks, "rank", like))
+    return tuple(numbers_in(f"placement.{key}", text, len(everyone), "rank", like))
 
 
 def ranks_do(ranks: tuple[int, ...], what: str) -> str:
     """Return `ranks 0-3 train` or `rank 4 generates`, for a verb in the plural."""
-    if not ranks:
-        return f"attached jobs {what}"
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and parts[-1][-1] == rank - 1:

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import re
-import socket
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,8 +32,7 @@ WITHOUT_EFFECT_ON_RESULTS = (
     *("run", "track", "publish", "checkpoint", "eval", "journal", "sidecar", "plan", "debug", "profile"),
 )
 """Sections and settings that change neither samples nor gradients"""
-OF_ATTACHED_JOBS = tuple(f"placement.{key}" for key in ("attach", "min_generate", "lease_seconds", "absent_seconds"))
-KEYS_WITHOUT_EFFECT = ("steps", "epochs", "rollout.dump", *OF_ATTACHED_JOBS)
+KEYS_WITHOUT_EFFECT = ("steps", "epochs", "rollout.dump")
 """Nor do these"""
 
 PACKAGES = (
@@ -91,24 +89,13 @@ def fill_run(cfg: T, pipeline: str) -> T:
     run, cfg.pipeline = cfg.run, pipeline
     if run.name is None:
         run.name = "-".join([Path(cfg.policy.model).name, cfg.kind, identity_hash(cfg)])
-    folder = run_dir(pipeline, run.name, run.dir)
-    run.dir = str(attached_dir(folder) if cfg.attaches else folder)
+    run.dir = str(run_dir(pipeline, run.name, run.dir))
     return cfg
 
 
 def run_dir(pipeline: str, name: str, given: str | None) -> Path:
     """Return the absolute directory of the run called `name`; `given` is the user's `run.dir`, if any."""
     return Path(given or f"runs/{pipeline}/{name}").expanduser().absolute()
-
-
-def attached_dir(folder: Path) -> Path:
-    """Return the directory, in that of a training job, of a job that attaches to it: equal on all of its ranks."""
-    env = os.environ
-    if "MASTER_ADDR" not in env:
-        return folder / "attached" / f"{socket.gethostname()}-{os.getpid()}"
-    address = env["MASTER_ADDR"]
-    host = socket.gethostname() if address in ("localhost", "127.0.0.1", "::1") else address
-    return folder / "attached" / f"{host}-{env['MASTER_PORT']}"
 
 
 def saved_config(directory: str | Path) -> dict[str, Any] | None:

@@ -81,11 +81,6 @@ class JobConfig:
         return self.pipeline
 
     @property
-    def attaches(self) -> bool:
-        """Whether this job does nothing but generate for another one."""
-        return False
-
-    @property
     def roles(self) -> list[RoleConfig]:
         """What the models of the pipeline are built from: the policy, and in a subclass whom it wants beside it."""
         return [self.role("policy")]
@@ -145,8 +140,6 @@ class RlConfig(PipelineConfig):
             self.eval.every = 0
         if self.publish.probe_every is None:
             self.publish.probe_every = self.eval.every if self.placement.is_split else 1
-        if self.placement.swap is None:
-            self.placement.swap = "recompute" if self.placement.is_lent else "step"
         longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
         require(
             self.engine.kv_tokens >= longest,
@@ -174,11 +167,6 @@ class RlConfig(PipelineConfig):
     def kind(self) -> str:
         """See `PipelineConfig.kind`."""
         return self.algorithm.name
-
-    @property
-    def attaches(self) -> bool:
-        """See `PipelineConfig.attaches`."""
-        return self.placement.attach is not None
 
     @property
     def num_shown(self) -> int:

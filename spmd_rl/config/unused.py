@@ -80,7 +80,6 @@ def _of_generation(rollout: RolloutConfig, eval: EvalConfig, placement: Placemen
         (rollout.tail != "defer", "rollout.tail is defer", "rollout.accept"),
         (rollout.over_sample, "rollout.over_sample is 0", "rollout.tail"),
         (eval.every, "eval.every is 0", evaluation),
-        (placement.is_split, "placement.mode is colocated", "publish.delta"),
     ]
 
 

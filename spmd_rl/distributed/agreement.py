@@ -14,9 +14,9 @@ import msgspec
 
 from spmd_rl.config.algorithm_targets import sources
 from spmd_rl.config.keys import flatten, to_dict
-from spmd_rl.config.run_identity import identity, package_versions, unused_packages
+from spmd_rl.config.run_identity import package_versions, unused_packages
 from spmd_rl.distributed.world import World
-from spmd_rl.errors import Disagreement, UserError
+from spmd_rl.errors import Disagreement
 
 NAMED = 3
 """The most differences that an error names."""
@@ -52,33 +52,6 @@ def _values(cfg: Any) -> dict[str, Any]:
     unused = unused_packages(settings)
     versions = {f"package {name}": version for name, version in package_versions().items() if name not in unused}
     return settings | versions | {"source of spmd_rl": _source()} | sources(cfg)
-
-
-def common_values(cfg: Any, data: Mapping[str, str]) -> dict[str, str]:
-    """Return what a training job and the jobs that attach to it must have in common: settings, versions, data.
-
-    data: digests by name. Where and on what a job runs is its own affair, and so are engines, layouts and sidecars.
-    """
-    tree = to_dict(cfg)
-    settings, own = dict(flatten(tree)), ("engine.", "train.", "placement.")
-    kept = [key for key in identity(tree) if not key.startswith(own) and ".train." not in key]
-    kept += [key for key in settings if key.startswith("eval.")] + ["steps", "placement.max_staleness"]
-    values = {key: value for key, value in _values(cfg).items() if key not in settings} | dict(data)
-    return {key: str(value) for key, value in (values | {key: settings[key] for key in kept}).items()}
-
-
-def check_values(cfg: Any, data: Mapping[str, str], theirs: Mapping[str, str]) -> None:
-    """UserError, naming what differs, unless `common_values` of the training job, which are `theirs`, are ours."""
-    ours = common_values(cfg, data)
-    named = [key for key in ours if key in theirs or not key.startswith("package ")]
-    lines = [
-        f"{key}: {ours[key]} here, {theirs.get(key, 'none')} in the training job"
-        for key in named
-        if ours[key] != theirs.get(key)
-    ]
-    more = f"; and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
-    if lines:
-        raise UserError("placement.attach: " + "; ".join(lines[:NAMED]) + more)
 
 
 def _source() -> str:

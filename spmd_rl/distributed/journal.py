@@ -168,16 +168,6 @@ class Journal:
         finally:
             self.inside = outer
 
-    @contextmanager
-    def blocked(self, name: str, ranks: tuple[int, ...]) -> Iterator[None]:
-        """Wait for these ranks with nothing else going on: `waiting`, which no verdict that is expected excuses."""
-        outer, self.inside = self.inside, CollectiveCall(name, self._numbers[""] + 1, ranks)
-        expected, self._expected_until = self._expected_until, 0.0
-        try:
-            yield
-        finally:
-            self.inside, self._expected_until = outer, expected
-
     def watch(self, watcher: PhaseWatcher) -> None:
         """Report every phase from now on to `watcher`. Called outside of any phase."""
         assert not self._phases

@@ -69,7 +69,7 @@ class Engine(Protocol):
     def joined(self, message: bytes) -> AbstractContextManager[None]:
         """[first rank, in `driven`] Inside, all ranks make the same calls again: the others call `join(message)`.
 
-        Nothing may be under way, unless the replica has one rank.
+        Requests may be under way, for which the engine then is not asked for anything inside.
         """
         return nullcontext()
 

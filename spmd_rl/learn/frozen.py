@@ -35,7 +35,7 @@ FOUND = {
 }
 """Methods of a `PolicyRole` that are requested, and the columns that they give"""
 Facts = tuple[list[list[int]], int, dict[str, int]]
-"""Of a role: the ranks of the job that hold each data shard, `hidden_size`, and a `ModelSize`"""
+"""Of a role: the ranks, of those that meet, that hold each data shard, `hidden_size`, and a `ModelSize`"""
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class FrozenRoles:
     """How the ranks of a job meet over the roles that only some of them hold."""
 
     def __init__(self, world: World, kinds: Collection[str]) -> None:
-        """world: all ranks. kinds: `RoleConfig.kind` of these roles."""
+        """world: the ranks that train, and those that hold these roles. kinds: `RoleConfig.kind` of these roles."""
         self._world, self.kinds = world, kinds
         self._facts: dict[str, Facts] = {}
         self._own: Mapping[str, PolicyRole] = {}
@@ -91,7 +91,8 @@ class FrozenRoles:
         self._own, facts = own, {}
         for name, role in own.items():
             data, ranks = role.layout.data, role.layout.world.ranks
-            blocks = [[ranks[rank] for rank in data.ranks_of(shard)] for shard in range(data.size)]
+            places = [self._world.ranks.index(rank) for rank in ranks]
+            blocks = [[places[rank] for rank in data.ranks_of(shard)] for shard in range(data.size)]
             facts[name] = blocks, role.hidden_size, asdict(role.size)
         for theirs in self._world.gather("start: frozen roles", facts, dict[str, Facts]):  # [all]
             self._facts |= theirs

@@ -1,4 +1,4 @@
-"""Who trains and who generates (`placement.mode`): a context manager a placement, which gives a rank its `Place`.
+"""Placements (`placement.mode`): a context manager each, which gives a rank its `Place`.
 
 | `placement.` | who trains | who generates | when |
 |---|---|---|---|
@@ -6,9 +6,7 @@
 | `mode=overlapped` | all ranks | all ranks | in turns; step n + 1 begins before update n, while verdicts are awaited |
 | `mode=split` | some ranks | the others | at the same time |
 | `mode=lent` | some ranks | all ranks | at the same time; training ranks also generate between updates |
-| `mode=split generate=attached` | all ranks | none: jobs of their own do | at the same time |
-| the same with `attach=ADDRESS` | none | all ranks | while they are attached; they come and go |
-| the first two with `reference=RANKS` or `teacher=RANKS` | all other ranks | all other ranks | as without |
+| any with `reference=RANKS` or `teacher=RANKS` | all other ranks | all other ranks | as without |
 | any with `rollout.replay=RUN` | all ranks | nobody: another run did | before |
 """
 
@@ -17,29 +15,28 @@ from pathlib import Path
 
 from spmd_rl.config.replay import FOLDER, about_samples
 from spmd_rl.job import Job, Place
-from spmd_rl.placement.attached import attached_generator, attached_trainer
-from spmd_rl.placement.colocated import colocated, overlapped
+from spmd_rl.placement.colocated import colocated
 from spmd_rl.placement.frozen import frozen
+from spmd_rl.placement.lent import lent
+from spmd_rl.placement.overlapped import overlapped
 from spmd_rl.placement.replayed import replayed
-from spmd_rl.placement.split import lent, split
+from spmd_rl.placement.split import split
 from spmd_rl.rollout import Dumped
 
 __all__ = ["place_ranks"]
 
-PLACEMENTS = {
-    place.__name__: place for place in (colocated, overlapped, split, lent, attached_trainer, attached_generator)
-}
-"""By the name that `PlacementConfig.part` gives."""
+PLACEMENTS = {place.__name__: place for place in (colocated, overlapped, split, lent)}
+"""Placements by `placement.mode`."""
 
 
 def place_ranks(job: Job) -> Place:
-    """[all] What this rank does: it trains, with what generates for it, or it generates. Nothing if the run is over."""
+    """[all] Return the work of this rank: to train, or to generate; nothing once the run is over."""
     cfg, settings = job.cfg, job.cfg.generation.rollout
     if job.is_over:
         return Place(generate=lambda: None)
     if serve := job.stack.enter_context(frozen(job)):  # [all]
         return Place(generate=serve)
-    chosen = replayed if settings.replay else PLACEMENTS[cfg.placement.part]
+    chosen = replayed if settings.replay else PLACEMENTS[cfg.placement.mode]
     place = job.stack.enter_context(chosen(job))  # [all]
     if not (settings.dump and place.rollouts):  # a rank that only generates has none
         return place

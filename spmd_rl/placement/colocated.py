@@ -1,7 +1,7 @@
-"""`placement.mode=colocated` and `overlapped`: every rank trains and generates, in turns."""
+"""`placement.mode=colocated`: every rank trains and generates, in turns."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 from spmd_rl import engine, weights
@@ -21,7 +21,7 @@ def colocated(job: Job, last_ahead: int = 0) -> Iterator[Place]:
     job.open_run(world)  # [all]
     with job.starting():
         scorer, environments = job.connect(cfg.debug)
-        roles = job.build_roles()  # [all]
+        roles = job.build_roles(world)  # [all]
         sleeps, constraint = cfg.train.offload, cfg.rollout.constraint
         generator = engine.build(cfg.engine, cfg.policy, sleeps, world, constraint)  # [all]
     source = AdapterSource(roles.policy) if cfg.engine.adapters else roles.policy
@@ -39,8 +39,3 @@ def colocated(job: Job, last_ahead: int = 0) -> Iterator[Place]:
             on_start=lambda start: rollouts.check(),
         )
     generator.close()  # not with an exception pending: an engine's own groups may wait for other ranks
-
-
-def overlapped(job: Job) -> AbstractContextManager[Place]:
-    """[all] As `colocated`, with the answers of a step generated while the step before is judged and learned."""
-    return colocated(job, last_ahead=job.cfg.steps)

@@ -1,7 +1,7 @@
 """`placement.reference` and `placement.teacher`: ranks that hold a frozen role, and do nothing but compute with it.
 
 To the other ranks, which train and generate, the job is theirs alone: `job.world` has them, and the role looks as if it
-lay beside the policy. All ranks meet when its logprobs are needed, and nowhere else.
+lay beside the policy. Those that train meet with its ranks when its logprobs are needed, and nowhere else.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,19 +16,23 @@ from spmd_rl.learn.frozen import FrozenRoles
 
 @contextmanager
 def frozen(job: Job) -> Iterator[Callable[[], None] | None]:
-    """[all] What a rank does that holds a frozen role; None on those that train, for whom `job.build_roles` has it."""
+    """[all] What a rank does that holds a frozen role; None on the others, for which `job.build_roles` has it."""
     world, ranks = job.world, Placement.of(job.cfg.placement, job.world.size)
     if not ranks.frozen:
         yield None
         return
-    roles, own = FrozenRoles(world, ranks.frozen), {}
-    for key, holders in ranks.frozen.items():
-        if part := world.subset(key, holders):  # [frozen]
+    holders = sorted({rank for held in ranks.frozen.values() for rank in held})
+    own, meets = {}, world.subset("frozen", sorted([*ranks.train, *holders]))  # [train] and [frozen]
+    roles = FrozenRoles(meets, ranks.frozen) if meets else None
+    for key, held in ranks.frozen.items():
+        if part := world.subset(key, held):  # [frozen]
             with job.starting():
                 own |= train.build_own([role for role in job.cfg.roles if role.kind == key], part)  # [frozen]
     if own:
         yield partial(roles.serve, own)
         return
-    job.world, job.frozen = world.subset("train", ranks.train), roles  # [train]
+    working = sorted({*ranks.train, *ranks.generate})
+    job.world, job.frozen = world.subset("work", working), roles  # [working]
     yield None
-    roles.finish()  # [all] not with an exception pending
+    if world.rank in ranks.train:
+        roles.finish()  # [train] and [frozen], not with an exception pending

@@ -24,14 +24,12 @@ from spmd_rl.rollout.collected import Collected, RankReport, check_errors
 from spmd_rl.rollout.collection import Rollouts
 from spmd_rl.rollout.demonstrations import Demonstrations, Demonstrator
 from spmd_rl.rollout.dump import Dumped, Replayed
-from spmd_rl.rollout.engine_loop import InFlightUpdate
 from spmd_rl.rollout.episode import BudgetSpent, Context, Sampling, single_turn
 from spmd_rl.rollout.kept import KeptAnswers, KeptRollouts
 from spmd_rl.rollout.player import Services
-from spmd_rl.rollout.replay_log import Migration
 from spmd_rl.rollout.row_source import RowSource
 from spmd_rl.rollout.source import RolloutSource
-from spmd_rl.rollout.step_run import StepRun, StepSource
+from spmd_rl.rollout.step_run import StepRun
 from spmd_rl.rollout.table import SampleTable, mean_parts, sum_parts
 
 __all__ = [
@@ -43,10 +41,8 @@ __all__ = [
     "Demonstrations",
     "Demonstrator",
     "Dumped",
-    "InFlightUpdate",
     "KeptAnswers",
     "KeptRollouts",
-    "Migration",
     "RankReport",
     "Replayed",
     "RolloutSource",
@@ -56,7 +52,6 @@ __all__ = [
     "Sampling",
     "Services",
     "StepRun",
-    "StepSource",
     "check_errors",
     "mean_parts",
     "single_turn",

@@ -5,6 +5,7 @@ static   dealt round-robin in waves, so that what an engine computes together ne
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from spmd_rl.rollout.coordinator import Coordinator, FirstKInOrder
@@ -26,14 +27,23 @@ class SliceClaim(Protocol):
         ...
 
 
+MayBegin = Callable[[int], bool]
+"""Whether this replica's policy is new enough for the ticket at a position of the step."""
+
+
+def always(position: int) -> bool:
+    """Return true: the policy is the one that the step is for."""
+    return True
+
+
 class StoreClaim:
     """`rollout.claim=store`: a replica claims as many slices as fit, at most one ticket's at a time.
 
     Where there is room, the answers of one prompt so meet in one prefix cache.
     """
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
+    def __init__(self, coordinator: Coordinator, may_begin: MayBegin = always) -> None:
+        self._coordinator, self._may_begin = coordinator, may_begin
         self._reserved: deque[int] = deque()
 
     @property
@@ -49,7 +59,7 @@ class StoreClaim:
             if not self._reserved:
                 self._reserved.extend(coordinator.claim(min(room - len(slices), plan.slices)))
             position, claimed = plan.slice(self._reserved[0])
-            if not coordinator.may_start(position):
+            if not coordinator.may_start(position) or not self._may_begin(position):
                 break
             self._reserved.popleft()
             if claimed not in plan.carried:
@@ -68,8 +78,8 @@ class StaticClaim:
     next has as many as are missing.
     """
 
-    def __init__(self, coordinator: FirstKInOrder, replica: int, replicas: int) -> None:
-        self._coordinator, self._replicas = coordinator, replicas
+    def __init__(self, coordinator: FirstKInOrder, replica: int, replicas: int, may_begin: MayBegin = always) -> None:
+        self._coordinator, self._replicas, self._may_begin = coordinator, replicas, may_begin
         self._next, self._wave_end = replica, coordinator.plan.initial_limit
 
     def ahead(self, room: int) -> list[GroupSlice]:
@@ -79,7 +89,7 @@ class StaticClaim:
     def next(self, room: int) -> list[GroupSlice]:
         """See `SliceClaim`. A whole wave starts at once, whatever `room` says: the engine queues it in order."""
         plan = self._coordinator.plan
-        while True:
+        while self._may_begin(0):
             slices = self._dealt()
             if slices or self._wave_end == plan.limit:
                 return slices
@@ -87,6 +97,7 @@ class StaticClaim:
             if qualifying is None or qualifying >= plan.goal:
                 return slices
             self._wave_end = min(plan.limit, self._wave_end + plan.goal - qualifying)
+        return []
 
     def _dealt(self) -> list[GroupSlice]:
         """This replica's slices of the wave, each once."""
@@ -97,9 +108,11 @@ class StaticClaim:
         return [dealt for dealt in slices if dealt not in plan.carried]
 
 
-def claims(name: str, coordinator: Coordinator, replica: int, replicas: int) -> SliceClaim:
+def claims(
+    name: str, coordinator: Coordinator, replica: int, replicas: int, may_begin: MayBegin = always
+) -> SliceClaim:
     """Return the claim called `name` in `rollout.claim`, for replica number `replica` of `replicas`."""
     if name == "store":
-        return StoreClaim(coordinator)
+        return StoreClaim(coordinator, may_begin)
     assert isinstance(coordinator, FirstKInOrder), "claim: static needs accept: in_order"
-    return StaticClaim(coordinator, replica, replicas)
+    return StaticClaim(coordinator, replica, replicas, may_begin)

@@ -35,10 +35,6 @@ class RankReport(msgspec.Struct, array_like=True):
     finished: list[SliceReport]
     running: list[GroupSlice]
     """Slices that started here and are not finished; empty unless they go on in the next step."""
-    used_here: list[int]
-    """See `Coordinator.used_here`."""
-    end: str
-    """See `Coordinator.end_mark`."""
     idle_seconds: float | None
     """In which its engine had nothing to do before the step's end; None on a rank that leads no replica."""
     seconds: float
@@ -47,6 +43,13 @@ class RankReport(msgspec.Struct, array_like=True):
     token_counts: tuple[int, int, int, int] = NO_COUNTS
     """How many prompt tokens its requests had, how many of these its engine had in its cache, how often it verified
     drafts, and how many tokens of these were accepted."""
+    pace: dict[str, float] = {}
+    """See `Collected.pace`: means over the ranks that have a value."""
+
+    @classmethod
+    def empty(cls) -> "RankReport":
+        """Return the report of a rank that has generated nothing."""
+        return cls(finished=[], running=[], idle_seconds=None, seconds=0.0, num_aborted=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +96,7 @@ class Collected:
 
         AssertionError unless the tickets that are used are whole.
         """
-        positions = coordinator.used([r.end for r in reports], {position for r in reports for position in r.used_here})
-        used = frozenset(map(coordinator.plan.cursor.ticket, positions))
+        used = frozenset(coordinator.used_tickets())
         slices = [report for r in reports for report in r.finished]
         running = [group_slice for r in reports for group_slice in r.running]
         assert not any(group_slice.ticket in used for group_slice in running), "a used ticket is still under way"
@@ -113,6 +115,7 @@ class Collected:
             cached=num_cached / asked if asked else None,
             accepted_drafts=accepted / verified if verified else None,
             carried=frozenset([*running, *(GroupSlice(r.ticket, r.number) for r in kept)]),
+            pace=means([r.pace for r in reports]),
         )
         return collected.with_slices(finished)
 
@@ -202,6 +205,12 @@ class Collected:
 def _scores(answers: np.ndarray) -> list[float]:
     """The scores of the answers that have one and are no baselines."""
     return answers["score"][answers["scored"] & ~answers["greedy"]].tolist()
+
+
+def means(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each value over the ranks that have it."""
+    keys = sorted({key for theirs in of_ranks for key in theirs})
+    return {key: fmean([theirs[key] for theirs in of_ranks if key in theirs]) for key in keys}
 
 
 def whole(groups: Iterable[Group]) -> dict[GroupSlice, Group]:

@@ -7,7 +7,7 @@ Elsewhere: the rules of a step (`step_plan.py`, `coordinator.py`, `claims.py`) a
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,15 +20,13 @@ from spmd_rl.rollout.beside import Questions, QuestionShare
 from spmd_rl.rollout.claims import claims
 from spmd_rl.rollout.collected import Collected, RankReport, check_errors
 from spmd_rl.rollout.coordinator import Coordinator, coordinate
-from spmd_rl.rollout.engine_loop import InFlightUpdate
 from spmd_rl.rollout.episode import Sampling
 from spmd_rl.rollout.kept import KeptAnswers
-from spmd_rl.rollout.player import Claim, Player, Services
+from spmd_rl.rollout.player import Player, Services
 from spmd_rl.rollout.prompt_lengths import check_room, fit_prompts
-from spmd_rl.rollout.replay_log import Migration
 from spmd_rl.rollout.shared_step import SharedStep
 from spmd_rl.rollout.step_plan import Cursor, GroupSlice, plan_step
-from spmd_rl.rollout.step_run import END, StepRun, StepSource
+from spmd_rl.rollout.step_run import END, StepRun
 from spmd_rl.types import Group, Prompt
 
 AHEAD = "generate: ahead"
@@ -45,9 +43,8 @@ class Rollouts:
         prompts: Prompts | EnvTasks,
         services: Services,
         world: World,
-        migration: Migration | None = None,
     ) -> None:
-        """[all] `world`: the ranks that generate. migration: where some of them leave between two steps."""
+        """[all] `world`: the ranks that generate."""
         self.prompts, self._longest = prompts, (settings.rollout.max_prompt_tokens, "")
         if settings.data is not None:
             sections = settings.rollout, settings.data, settings.reward
@@ -55,7 +52,7 @@ class Rollouts:
         self._settings, self._engine, self._world = settings, engine, world
         leads = world.gather("start: replicas", engine.leads)  # [all]
         self._replica, self._num_replicas = sum(leads[: world.rank]), sum(leads)
-        self._player = Player(settings, engine, self.prompts, services, world, self._num_replicas, migration)
+        self._player = Player(settings, engine, self.prompts, services, world, self._num_replicas)
         self._runner = asyncio.Runner()
         self._cursor = Cursor()
         self._carried: frozenset[GroupSlice] = frozenset()
@@ -136,14 +133,6 @@ class Rollouts:
             world.barrier(AHEAD)  # [all] here, and not in a collective of the update that may have a time limit
         run.pause()
 
-    def generate_from(self, source: StepSource, step: int, update: InFlightUpdate | None = None) -> None:
-        """[all] ranks of a replica: play the slices that `source` gives until it says that the step has ended.
-
-        They go to the source as they finish; nothing of the step is kept here. update: a policy that may come.
-        """
-        with self._world.phase("generate"), self._engine.awake():
-            self._play(StepRun(step, source, self._player, update))
-
     def _play(self, run: StepRun) -> None:
         with run.driven():
             if self._engine.leads:
@@ -170,18 +159,11 @@ class Rollouts:
         kept: answers that are there already, and where each one is written as soon as it has ended.
         """
         mine = self.share((prompts, sampling), kept)
-        self.answer_from(mine.claim, mine.finish)
+        with self._engine.awake(), self._engine.driven():
+            if self._engine.leads:
+                self._runner.run(self._player.answer(mine.claim, mine.finish))
         return mine.groups()
 
     def share(self, questions: Questions, kept: KeptAnswers | None = None) -> QuestionShare:
         """Return what this replica answers of some questions."""
         return QuestionShare(questions, self._replica, self._num_replicas, kept)
-
-    def answer_from(self, claim: Claim, finish: Callable[[Group], object], size: int = 1) -> None:
-        """[all] ranks of a replica: answer the questions that `claim(room)` gives, as long as there are some.
-
-        finish: gets the answers to each, a group whose ticket is the prompt's number. size: how many a question has.
-        """
-        with self._engine.awake(), self._engine.driven():
-            if self._engine.leads:
-                self._runner.run(self._player.answer(claim, finish, size))

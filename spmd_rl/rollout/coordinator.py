@@ -6,7 +6,8 @@ Every replica has a `Coordinator` over the store that all share; the rules are f
     rejected            counter: resolved tickets that do not qualify (each lets one more start)
     slices/<position>   counter: slices of a ticket whose verdicts are all in, where a ticket has several;
                         slices/<position>/<n>: what was answered
-    end                 written once, when the step has ended
+    end                 written when the step has ended: which tickets it uses
+    left/<replica>      slices with which a replica goes on in the next step, where replicas do not meet at its end
 
 `rollout.accept` names the rule that ends a step, each a subclass. The number of store operations per ticket does not
 grow with the number of replicas, and all replicas together look `POLLS_PER_SECOND` times a second for news.
@@ -16,7 +17,7 @@ It knows no engines, prompts, scores or turns. `tools.simulate` drives this code
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from spmd_rl.rollout.step_plan import StepPlan
@@ -27,6 +28,8 @@ REJECTED, QUALIFIES, PASSED = 1, 2, 4
 """What a ticket's counter is the sum of, see `FirstKInOrder`. The lowest two bits: its outcome, 0 while it is open. The
 bits above: 0 while an earlier ticket is open, then 1 + the number of qualifying tickets before it. In one counter,
 because one atomic addition must both say the one and learn the other."""
+QUALIFIED = 1 << 32
+"""See `FirstKFinished`; more than the tickets of any step."""
 
 
 class Store(Protocol):
@@ -42,6 +45,10 @@ class Store(Protocol):
 
     def get(self, key: str, /) -> bytes:
         """Return a value that is known to be there."""
+        ...
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Return the values of all keys, once they are there."""
         ...
 
     def check(self, keys: list[str], /) -> bool:
@@ -63,8 +70,6 @@ class Coordinator:
     ) -> None:
         """`prefix`: of this step's keys. `replicas`: how many share the store. `clock`: paces the looks, in seconds."""
         self.plan = plan
-        self.used_here: list[int] = []
-        """Positions of tickets that this replica resolved in time for the step to use them, where arrival decides."""
         self.pause = replicas / POLLS_PER_SECOND
         """Seconds between two looks of this replica, at least."""
         self._store, self._prefix, self._clock = store, prefix, clock
@@ -101,18 +106,33 @@ class Coordinator:
         """Say that all verdicts of this ticket are in, and whether it qualifies."""
         raise NotImplementedError
 
-    def used(self, ends: list[str], used_here: set[int]) -> set[int]:
-        """Return the positions that the step uses up, from the `end_mark` and the `used_here` of all replicas."""
+    def used(self) -> set[int]:
+        """Return the positions that the step uses up, which must have ended; equal on all replicas."""
         raise NotImplementedError
+
+    def used_tickets(self) -> list[int]:
+        """Return the tickets that the step uses up, ascending; see `used`."""
+        return sorted(map(self.plan.cursor.ticket, self.used()))
 
     def ended(self) -> bool:
         """Return whether the step has ended, as far as this replica knows."""
         self._look()
         return self._has_ended
 
-    def end_mark(self) -> str:
-        """Return what was written at the end of the step, which must have ended."""
-        return self._store.get(self._key("end")).decode()
+    @property
+    def num_rejected(self) -> int:
+        """The number of resolved tickets that do not qualify, as far as this replica knows."""
+        return self._num_rejected
+
+    def leave(self, replica: int, slices: bytes) -> None:
+        """Write down the slices with which a replica goes on in the next step."""
+        self._store.set(self._key(f"left/{replica}"), slices)
+        self._own_keys.add(f"left/{replica}")
+
+    def left(self, replicas: Sequence[int]) -> list[bytes] | None:
+        """Return what these replicas have written with `leave`; None until all of them have."""
+        keys = [self._key(f"left/{replica}") for replica in replicas]
+        return [self._store.get(key) for key in keys] if not keys or self._store.check(keys) else None
 
     def forget(self, shared: bool) -> None:
         """Delete this replica's keys, and the common ones if `shared`; only when no replica can still read them."""
@@ -143,6 +163,9 @@ class Coordinator:
     def _end(self, mark: str) -> None:
         self._store.set(self._key("end"), mark)
         self._has_ended = True
+
+    def _end_mark(self) -> str:
+        return self._store.get(self._key("end")).decode()
 
 
 class FirstKInOrder(Coordinator):
@@ -175,10 +198,9 @@ class FirstKInOrder(Coordinator):
         """Return how many tickets at positions under `below` qualify; None until all of them are resolved."""
         return _parts(self._add_owned(f"ticket/{below}", 0))[0]
 
-    def used(self, ends: list[str], used_here: set[int]) -> set[int]:
+    def used(self) -> set[int]:
         """Return all positions before the end, which is what is written there."""
-        assert len(set(ends)) == 1, "replicas disagree on the step's end"
-        return set(range(int(ends[0])))
+        return set(range(int(self._end_mark())))
 
 
 def _parts(counter: int) -> tuple[int | None, int]:
@@ -190,29 +212,31 @@ def _parts(counter: int) -> tuple[int | None, int]:
 class FirstKFinished(Coordinator):
     """`rollout.accept=first_finished`: the step ends with the K-th ticket that qualifies, in order of arrival.
 
-    Or when all it may start are resolved. Faster than in order, and biased to short answers.
+    Or when all it may start are resolved. Faster than in order, and biased to short answers. The order of arrival is
+    that of one counter, so that all replicas know alike which tickets the step uses: those up to the K-th that
+    qualifies. Whoever ends the step writes them down.
 
-        qualified   counter: tickets that qualify, as they come
-        resolved    counter: tickets that the step uses up
+        resolved       counter: tickets that are resolved, and `QUALIFIED` times those of them that qualify
+        resolved/<n>   the position of the n-th of them
     """
 
-    shared_keys = (*Coordinator.shared_keys, "qualified", "resolved")
+    shared_keys = (*Coordinator.shared_keys, "resolved")
 
     def resolve(self, position: int, qualifies: bool) -> None:
         """See `Coordinator`; a ticket that comes after the end stays unused, and waits for a later step."""
-        qualified = self._store.add(self._key("qualified"), int(qualifies))
-        if qualifies and qualified > self.plan.goal:
-            return
         if not qualifies:
             self._reject()
-        self.used_here.append(position)
-        resolved = self._store.add(self._key("resolved"), 1)
-        if (qualifies and qualified == self.plan.goal) or resolved == self.plan.limit:
-            self._end("")
+        qualified, number = divmod(self._store.add(self._key("resolved"), 1 + qualifies * QUALIFIED), QUALIFIED)
+        self._store.set(self._key(f"resolved/{number}"), str(position))
+        self._own_keys.add(f"resolved/{number}")
+        goal, limit = self.plan.goal, self.plan.limit
+        if (qualifies and qualified == goal) or (number == limit and qualified < goal):
+            came = [self._key(f"resolved/{n}") for n in range(1, number + 1)]  # waits for who is about to write
+            self._end(" ".join(found.decode() for found in self._store.multi_get(came)))
 
-    def used(self, ends: list[str], used_here: set[int]) -> set[int]:
-        """Return all positions that some replica found used."""
-        return used_here
+    def used(self) -> set[int]:
+        """Return all positions that are written at the end."""
+        return set(map(int, self._end_mark().split()))
 
 
 ACCEPT: dict[str, type[Coordinator]] = {"in_order": FirstKInOrder, "first_finished": FirstKFinished}

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Awaitable, Iterable
 from operator import attrgetter
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -25,29 +24,6 @@ IDLE_SECONDS = 0.005
 
 BEHIND = 1 << 62
 """More than any ticket."""
-
-
-class InFlightUpdate(Protocol):
-    """A newer policy that a replica may take in the middle of its answers.
-
-    The first rank of the replica asks, between two steps of the engine.
-    """
-
-    keeps_cache: bool
-    """Whether answers under way go on with the keys and values that the older policy computed. If not, the engine is
-    emptied before `load`, and what they have is computed again."""
-
-    def poll(self) -> bool:
-        """Start to fetch a newer policy, if one is announced; return whether one is here and `load` may be called."""
-        ...
-
-    def load(self) -> None:
-        """Give it to the engine."""
-        ...
-
-    def follow(self, message: bytes) -> None:
-        """Do, on any other rank of the replica, what the first one does in `load`; see `Engine.joined`."""
-        ...
 
 
 class EngineLoop:
@@ -107,12 +83,6 @@ class EngineLoop:
                 request = replace(request, order=self._place + request.order, priority=-math.inf)
             self._engine.add(request)
         self._new.clear()
-
-    async def change_policy(self, update: InFlightUpdate) -> None:
-        """Load a newer policy, with which all requests go on from the tokens that they have."""
-        if not update.keeps_cache:
-            await self.abort_all()
-        update.load()
 
     async def abort_all(self) -> int:
         """Abort all requests in the engine; each waiting coroutine gets its partial completion. Returns their number.

@@ -23,7 +23,6 @@ from spmd_rl.plugins.targets import import_coroutine
 from spmd_rl.rollout.engine_loop import EngineLoop
 from spmd_rl.rollout.episode import Budget, Context, Episode, Sampling, first_of, in_order, play, single_turn
 from spmd_rl.rollout.expected import ExpectedVerdicts
-from spmd_rl.rollout.replay_log import Migration, PartialRollouts, ReplayLog
 from spmd_rl.rollout.step_plan import GroupSlice, num_slots
 from spmd_rl.rollout.thinking import thinking
 from spmd_rl.types import Environments, Group, Prompt, Sample, Scorer
@@ -63,11 +62,11 @@ class QuestionRun:
     """Held-out questions on a replica, some of which are under way."""
 
     def __init__(
-        self, player: "Player", engine_loop: EngineLoop, claim: Claim, finish: Callable[[Group], object], size: int
+        self, player: "Player", engine_loop: EngineLoop, claim: Claim, finish: Callable[[Group], object]
     ) -> None:
         """See `Player.answer`."""
         self.engine_loop = engine_loop
-        self._player, self._claim, self._finish, self._size = player, claim, finish, size
+        self._player, self._claim, self._finish = player, claim, finish
         self._running: list[tuple[Question, Samples]] = []
         self._asks = True
 
@@ -79,8 +78,8 @@ class QuestionRun:
     async def fill(self, taken: int = 0, least: int = 1) -> None:
         """Start questions in the free slots but `taken` of them; at least `least` questions, if none runs."""
         while self._asks:
-            busy = len(self._running) * self._size if self._player.asks_again else self.engine_loop.num_requests
-            room = (self._player.engine.capacity.max_running - taken - busy) // self._size
+            busy = len(self._running) if self._player.asks_again else self.engine_loop.num_requests
+            room = self._player.engine.capacity.max_running - taken - busy
             room = room if self._running else max(room, least)
             if room <= 0:
                 break
@@ -109,14 +108,15 @@ class Player:
         services: Services,
         world: World,
         num_replicas: int,
-        migration: Migration | None = None,
+        leaves: bool = False,
     ) -> None:
-        self.settings, self.engine, self.world, self.migration = settings, engine, world, migration
+        """leaves: this replica has other work between two steps, and keeps nothing of one for the next."""
+        self.settings, self.engine, self.world = settings, engine, world
+        self.carries = settings.rollout.partial_rollout and not leaves
+        """Whether slices go on in the next step."""
         self.engine_loop = EngineLoop(engine, world)
         self.running: dict[GroupSlice, Samples] = {}
         """Slices that have started here and have not finished."""
-        self._logs: dict[GroupSlice, dict[int, ReplayLog]] = {}
-        """What the episodes of running slices have been answered, by index of the answer."""
         self._prompts, self._tokenizer, self._environments = prompts, services.tokenizer, services.environments
         self._scorer = ExpectedVerdicts(services.scorer, settings.reward, world.journal)
         s = settings.rollout
@@ -143,10 +143,8 @@ class Player:
         answers = dict.fromkeys(range(first, stop), sampling)
         if self.settings.uses_greedy and first + s.slice_size >= s.answers_per_prompt:
             answers[s.answers_per_prompt] = replace(sampling, temperature=0.0)  # one more, with the last slice
-        partial_rollouts: PartialRollouts = self.migration.claim(group_slice) if self.migration else {}
-        logs = self._logs[group_slice] = {n: ReplayLog(partial_rollouts.get(n, ())) for n in answers}
         draws = partial(counter_seed, seed, "train", epoch, prompt.id)
-        return self._start(prompt, group_slice.ticket, draws, answers, self.engine_loop, s.redundancy, logs)
+        return self._start(prompt, group_slice.ticket, draws, answers, self.engine_loop, s.redundancy)
 
     def _start(
         self,
@@ -156,13 +154,11 @@ class Player:
         answers: Mapping[int, Sampling],
         engine_loop: EngineLoop,
         spare: int = 0,
-        logs: Mapping[int, ReplayLog] | None = None,
     ) -> Samples:
         """One episode per answer, which is drawn as `answers` says. The future of all their samples, in order.
 
         seed: see `Context`. spare: how many episodes, the last to end, are given up.
         """
-        logs = logs or {answer: ReplayLog() for answer in answers}
         context = partial(
             Context,
             prompt=prompt,
@@ -174,9 +170,7 @@ class Player:
             scorer=self._scorer,
             environments=self._environments,
         )
-        contexts = [
-            context(answer_index=answer, sampling=sampling, log=logs[answer]) for answer, sampling in answers.items()
-        ]
+        contexts = [context(answer_index=answer, sampling=sampling) for answer, sampling in answers.items()]
         tasks = [asyncio.ensure_future(play(self._episode, ctx)) for ctx in contexts]
         samples = asyncio.ensure_future(first_of(tasks, len(tasks) - spare)) if spare else asyncio.gather(*tasks)
         samples.add_done_callback(lambda _: engine_loop.wake())
@@ -216,25 +210,16 @@ class Player:
         return False
 
     async def end_step(self) -> int:
-        """Empty the engine. Slices that run are kept, offered to other ranks or given up, as the settings say.
+        """Empty the engine. Slices that run are kept or given up, as the settings say.
 
         Returns the number of requests stopped.
         """
         self._wait_message.over()
         num_stopped = await self.engine_loop.abort_all()
-        keeps = self.settings.rollout.partial_rollout
-        self._logs = {one: self._logs[one] for one in self.running} if keeps else {}
-        if self.migration and self.migration.leaves:
-            played = {one: {n: log.records for n, log in logs.items()} for one, logs in self._logs.items()}
-            self.migration.offer(played)
-            await self._give_up()
-        elif not keeps:
-            await self._give_up()
+        if not self.carries:
+            await self.cancel()
+            self.engine_loop.clear()
         return num_stopped
-
-    async def _give_up(self) -> None:
-        await self.cancel()
-        self.engine_loop.clear()
 
     async def cancel(self) -> None:
         """Cancel all episodes, and wait until they have ended."""
@@ -243,18 +228,17 @@ class Player:
         await asyncio.gather(*self.running.values(), return_exceptions=True)
         self.running.clear()
 
-    async def answer(self, claim: Claim, finish: Callable[[Group], object], size: int) -> None:
+    async def answer(self, claim: Claim, finish: Callable[[Group], object]) -> None:
         """Answer the questions that `claim` gives until there are no more; no tickets and no filter.
 
-        claim: gets how many there is room for. finish: gets the answers to each as soon as they have ended. size: the
-        number of answers to a question.
+        claim: gets how many there is room for. finish: gets the answers to each as soon as they have ended.
         """
         # not the loop in which carried requests wait
-        await self.rest(QuestionRun(self, EngineLoop(self.engine, self.world), claim, finish, size))
+        await self.rest(QuestionRun(self, EngineLoop(self.engine, self.world), claim, finish))
 
     def question_run(self, claim: Claim, finish: Callable[[Group], object]) -> "QuestionRun":
         """Return questions to be answered beside a step; see `answer`."""
-        return QuestionRun(self, self.engine_loop.beside(), claim, finish, 1)
+        return QuestionRun(self, self.engine_loop.beside(), claim, finish)
 
     async def rest(self, asked: "QuestionRun") -> None:
         """Answer what is left of the questions."""

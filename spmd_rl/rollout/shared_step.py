@@ -59,8 +59,6 @@ class SharedStep:
         return RankReport(
             finished=list(self._reports.values()),
             running=running,
-            used_here=sorted(self.coordinator.used_here),
-            end=self.coordinator.end_mark(),
             idle_seconds=idle_seconds if leads else None,
             seconds=seconds,
             num_aborted=0 if self._settings.partial_rollout else run.num_stopped,

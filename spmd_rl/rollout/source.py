@@ -10,7 +10,7 @@ from spmd_rl.types import Group, Prompt
 
 
 class RolloutSource(Protocol):
-    """Generates and scores, here (`Rollouts`) or on other ranks (`split.RemoteRollouts`, `split.Lent`). Stateful."""
+    """Generates and scores, here (`Rollouts`) or on other ranks (`placement.trainers.MetRollouts`). Stateful."""
 
     @property
     def prompts(self) -> Prompts | EnvTasks:

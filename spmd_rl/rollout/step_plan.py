@@ -142,7 +142,7 @@ def plan_step(
 def _claim_order(plan: StepPlan, priority_of: Callable[[int], float]) -> tuple[int, ...]:
     """See `StepPlan.order`. Positions are what they were, and with them what the step accepts.
 
-    What this step needs stays before what may be left to a later one (`split.pace.oldest_version_at` relies on it).
+    What this step needs stays before what may be left to a later one (`pace.oldest_version_at` relies on it).
     """
     priorities = [priority_of(plan.cursor.ticket(position)) for position in range(plan.initial_limit)]
     if len(set(priorities)) <= 1:

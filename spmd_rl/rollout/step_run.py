@@ -2,7 +2,7 @@
 
 The loop: start slices while there is room, play them over the engine, report those whose verdicts are all in, until the
 step has ended. Where slices come from, where they go and when the step has ended is a `StepSource`'s: the tickets that
-all replicas share (`shared_step.py`), or another job's.
+all replicas share (`shared_step.py`).
 """
 
 import asyncio
@@ -16,7 +16,6 @@ import numpy as np
 
 from spmd_rl.distributed import World
 from spmd_rl.rollout.claims import SliceClaim
-from spmd_rl.rollout.engine_loop import InFlightUpdate
 from spmd_rl.rollout.player import Player, QuestionRun
 from spmd_rl.rollout.step_plan import GroupSlice
 from spmd_rl.types import Group
@@ -26,6 +25,18 @@ END = "generate: end of step"
 
 FLUSH_SECONDS = 0.01
 """Lets ZMQ send the last requests before this rank blocks."""
+
+
+class Door(Protocol):
+    """A replica's view of meetings with ranks that train, between two steps of its engine."""
+
+    def poll(self) -> bool:
+        """Return whether a meeting waits for this replica."""
+        ...
+
+    async def enter(self) -> None:
+        """Take part in it; requests that it takes out of the engine go on after it."""
+        ...
 
 
 class StepSource(SliceClaim, Protocol):
@@ -60,14 +71,14 @@ class Counters(NamedTuple):
 class StepRun:
     """What a replica does for one step, and what that has cost it so far."""
 
-    def __init__(self, number: int, source: StepSource, player: Player, update: InFlightUpdate | None = None) -> None:
-        """update: a policy that may come meanwhile."""
+    def __init__(self, number: int, source: StepSource, player: Player, door: Door | None = None) -> None:
+        """door: of a replica that generates while others train."""
         self.number, self.source = number, source
         self.num_stopped = 0
         """Requests that the step's end stopped."""
         self.beside: QuestionRun | None = None
         """What is answered by the same policy meanwhile."""
-        self._player, self._update = player, update
+        self._player, self._door = player, door
         self._spent = Counters()
         """What the step had cost when its engine was driven last."""
         self._driven_from: Counters | None = None
@@ -112,9 +123,14 @@ class StepRun:
     @contextmanager
     def driven(self) -> Iterator[None]:
         """[all] ranks of the replica: drive its engine; what is spent inside is this step's."""
-        self._driven_from = self._counters()
-        with self._player.engine.driven(self._update.follow if self._update else None):
+        with self._player.engine.driven(), self.counted():
             yield
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count time and tokens inside for this step."""
+        self._driven_from = self._counters()
+        yield
         self._spent, self._driven_from = self._spent.plus(self._counters(), since=self._driven_from), None
 
     async def until_end(self) -> None:
@@ -125,8 +141,8 @@ class StepRun:
             with player.waiting(END):
                 if source.ended():
                     break
-                if self._update and self._update.poll():
-                    await player.engine_loop.change_policy(self._update)
+                if self._door and self._door.poll():
+                    await self._door.enter()
                 if starts or not beside or not beside.open:
                     await player.start_slices(source.next)
                 if beside:
@@ -134,9 +150,10 @@ class StepRun:
                     # with `static`, what is computed together does not depend on time: later waves come after these
                     starts = player.settings.rollout.claim == "store"
             with player.waiting(END):
-                await player.poll(source.ended)
+                await player.poll(self._has_news)
             self._report_finished()
-        self.num_stopped = await player.end_step()
+        if not (self._door and player.carries):  # else the engine goes on with what is carried
+            self.num_stopped = await player.end_step()
         if beside:
             await player.rest(beside)
             player.engine_loop.idle_seconds += beside.engine_loop.idle_seconds
@@ -151,6 +168,9 @@ class StepRun:
             await player.start_slices(source.ahead)
         await player.engine_loop.abort_all()  # surplus, where the step has ended
         await asyncio.sleep(FLUSH_SECONDS)
+
+    def _has_news(self) -> bool:
+        return self.source.ended() or (self._door is not None and self._door.poll())
 
     def _report_finished(self) -> None:
         if self.beside:

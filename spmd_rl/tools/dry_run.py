@@ -157,7 +157,7 @@ def roles_and_ranks(cfg: RlConfig) -> list[tuple[str, str]]:
     placement, (shards, replicas) = Placement.of(cfg.placement, world_size()), shards_and_replicas(cfg)
     ranks = f"{placement.held}{len(placement.train)}"
     if cfg.placement.is_split:
-        ranks = f"{ranks_do(placement.train, 'train')}, {ranks_do(placement.generate, 'generate')}"
+        ranks = f"{placement.held}{ranks_do(placement.train, 'train')}, {ranks_do(placement.generate, 'generate')}"
     elif cfg.placement.is_overlapped:
         ranks = f"{ranks}, each of which generates the next step before it trains"
     axes = " x ".join(f"{axis} {size}" for axis, size in cfg.train.used_axes.items())

@@ -42,7 +42,9 @@ def _tasks(layout: str, placement: PlacementConfig, engine: EngineConfig, steps:
     stages = f", pp={engine.pp}" * (engine.pp > 1)
     generates, ranks = f"({engine.name}, tp={engine.tp}{stages})", Placement.of(placement, world_size())
     if placement.is_split:
-        return f"{ranks_do(ranks.train, 'train')} {layout}, {ranks_do(ranks.generate, 'generate')} {generates}"
+        return (
+            f"{ranks.held}{ranks_do(ranks.train, 'train')} {layout}, {ranks_do(ranks.generate, 'generate')} {generates}"
+        )
     ahead = ", the next step before it trains" if placement.is_overlapped else ""
     each = f"{ranks.held}each{' other' * bool(ranks.held)}"
     return f"{each} trains {layout} and generates {generates}{ahead}" if steps else f"each generates {generates}"

@@ -1,31 +1,25 @@
-"""Weight sync (trainer -> engine), all of it: trainer -> `WeightStream` -> `Transport` -> `Engine.load`.
+"""Weight sync (trainer -> engine), all of it: trainer -> `WeightStream` -> `Buckets` -> `Engine.load`.
 
     publish = weights.build(policy, engine, world, cfg.publish.probe_every)  # into the engine of the same process
-    publish = Publisher(policy, world, [Served(...)], cfg.publish.probe_every)  # into engines that fetch
+    publish = Publisher(policy, trainers, None, buckets=buckets, everyone=world)  # into engines of other ranks
     track.add(publish(version=step))  # [all]
 
-One `Publisher` paces, verifies and measures; transports stand side by side, and a policy may go by several at once.
-
-    local:   `Local`, the engine reads what the trainer gathers
-    served:  `Served` keeps a version in host memory (`StagedWeights`); a generating rank fetches it (`WeightClient`),
-             whole or as deltas, and loads it (`WeightReceiver`), in the middle of a step where it may (`InFlight`)
-
-Left out: a collective from trainers to the first ranks of replicas, which would be a third transport.
+One `Publisher` paces, verifies and measures. An engine of the same process is handed each tensor as it is gathered;
+`WeightReceiver` is the other end of `Buckets`.
 """
 
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.train.base import PolicyRole
-from spmd_rl.weights.local import Local
+from spmd_rl.weights.collective import Buckets
 from spmd_rl.weights.publisher import Publisher
-from spmd_rl.weights.served import Served
-from spmd_rl.weights.transport import Transport
+from spmd_rl.weights.receiver import WeightReceiver
 
-__all__ = ["Local", "Publisher", "Served", "Transport", "build"]
+__all__ = ["Buckets", "Publisher", "WeightReceiver", "build"]
 
 
 def build(
     policy: PolicyRole, engine: Engine, world: World, probe_every: int = 1, quantization: str | None = None
 ) -> Publisher:
     """Return the publisher of a policy into the engine in the same process; see `Publisher` for the arguments."""
-    return Publisher(policy, world, [Local(engine, world)], probe_every, quantization)
+    return Publisher(policy, world, engine, probe_every, quantization)

@@ -47,6 +47,11 @@ class WeightStream:
             began = time.perf_counter()
 
     @property
+    def fault(self) -> str:
+        """A line about a name that came twice, or nothing."""
+        return f"{self.repeated[0]} was handed over twice" if self.repeated else ""
+
+    @property
     def fingerprints(self) -> dict[str, bytes]:
         """The fingerprint of each tensor's bytes, by name, in the order of the stream; a device is waited for."""
         self._started = found = finish(self._started)

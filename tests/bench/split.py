@@ -64,7 +64,6 @@ def settings(run: Run) -> list[str]:
         *(placement if run.mode != "colocated" else []),
         *(f"rollout.{key}={value}" for key, value in chosen.items()),
         f"publish.probe_every={run.probe_every}",
-        *(["placement.swap=recompute"] if run.policy == "carried" else []),
     ]
 
 

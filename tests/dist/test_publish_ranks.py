@@ -1,28 +1,20 @@
 """The weight road over real ranks: FSDP2 shards into whole engines; one rank's finding stops them all, alike."""
 
 import json
-import time
 from functools import partial
 
-import msgspec
 import pytest
 import torch
 
 from spmd_rl import weights
-from spmd_rl.config.schema import RlvrConfig, TrainConfig
-from spmd_rl.config.sections.placement import PlacementConfig
+from spmd_rl.config.schema import TrainConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model
-from spmd_rl.split import PieceRules, RemoteRollouts, meet
-from spmd_rl.weights import Served
-from spmd_rl.weights.messages import Announcement
-from spmd_rl.weights.receiver import WeightReceiver
-from spmd_rl.weights.replica_broadcast import ReplicaBroadcast
+from spmd_rl.weights import Buckets, WeightReceiver
 from tests.dist.harness import run_ranks
-from tests.fakes import FakePrompts, FakeTokenizer
 from tests.models import tiny
 from tests.training import fsdp2_policy
 from tests.unit.test_publish import Hidden, Policy
@@ -106,54 +98,35 @@ def test_one_ranks_fault_stops_all_in_step(tmp_path):
 
 
 def publish_apart(world, path):
-    """Rank 0 trains, the others fetch: a sound publish, one that is not probed, and two faults of engines."""
-    cfg = RlvrConfig(placement=PlacementConfig(mode="split"))
-    with meet(cfg, world) as sides:
-        if sides.train:
-            policy, side = Policy(path, torch.float32), sides.train
-            rules = PieceRules(cfg.rollout, False, policy.model.config.vocab_size)
-            remote = RemoteRollouts(cfg, FakePrompts(3), FakeTokenizer(), side, rules)
-            served = Served(side.server.weights, side.world, remote.announce, remote.probe_answers, deltas=False)
-            publish = weights.Publisher(policy, side.world, [served], probe_every=2)
+    """Rank 0 trains, the others generate: a sound publish, one that is not probed, and two faults of engines."""
+    trainers, buckets, found = world.subset("train", [0]), Buckets(world, [0], bucket_bytes=4096), []
+    if trainers:
+        policy = Policy(path, torch.float32)
+        publish = weights.Publisher(policy, trainers, None, probe_every=2, buckets=buckets, everyone=world)
+    else:
+        engine = (Broken, Hidden)[world.rank - 1](empty_module(path, torch.float32), 4, 256)
+        receiver = WeightReceiver(engine, buckets, world)
+    for version, fault, probed in ((0, "", True), (1, "", False), (3, "flips", False), (4, "stale", True)):
+        if trainers:
+            if fault == "stale":
+                with torch.no_grad():
+                    for weight in policy.model.parameters():
+                        weight.mul_(1.01)
+            assert publish.is_probed(version) == probed
+            found.append(attempt(publish, version))
         else:
-            side, index = sides.generate, sides.generate.world.rank
-            engine = (Broken, Hidden)[index](empty_module(path, torch.float32), 4, 256)
-            replica, report = ReplicaBroadcast(side.world, 1), side.client.hand_in_probe
-            receiver = WeightReceiver(engine, replica, side.world, lambda: announced(side.client.link), report, False)
-        found = []
-        for version, fault in ((0, ""), (1, ""), (3, "flips"), (4, "stale")):
-            if sides.train:
-                if fault == "stale":
-                    with torch.no_grad():
-                        for weight in policy.model.parameters():
-                            weight.mul_(1.01)
-                found.append(attempt(publish, version))
-            else:
-                engine.fault = fault
-                found.append(attempt(partial(receive, receiver, side.client), version))
-            world.barrier("test: next version")
-        return found
-
-
-def announced(link):
-    """The newest version that this rank has heard of."""
-    return msgspec.msgpack.decode(link.news.newest, type=Announcement) if link.news.newest else None
-
-
-def receive(receiver, client, version):
-    """Load this version as soon as it is announced."""
-    while (newest := receiver.newest()) is None or newest.version < version:
-        time.sleep(0.01)
-    receiver.load(newest, receiver.fetch(newest, client), client)
+            engine.fault = fault
+            found.append(attempt(partial(receiver.load, probed=probed), version))
+    return found
 
 
 def test_ranks_that_train_and_ranks_that_generate(tmp_path):
     trainer, broken, hidden = run_ranks(3, publish_apart, str(tiny("llama", tmp_path)))
     first, second, third, stale = trainer
     assert first["publish/probe_abs_diff"] < 1e-5 and first["publish/bytes"] == second["publish/bytes"] > 0
-    assert "publish/probe_abs_diff" not in second and "publish/probe_abs_diff" not in third
-    assert broken[:2] == hidden[:2] == [None, None] and broken[3] is hidden[2] is hidden[3] is None
-    flips = f"the engine holds other bytes of {NAME} than it was given"
-    assert broken[2] == f"publish of version 3, generating rank 0: {flips}"
+    assert "publish/probe_abs_diff" not in second
+    assert broken[:2] == hidden[:2] == [None, None] and broken[3] is hidden[3] is None
+    line = f"publish of version 3, rank 1: the engine holds other bytes of {NAME} than it was given"
+    assert third == broken[2] == hidden[2] == line
     assert stale.startswith("publish of version 4, rank 0: the engine's logprobs are ")
-    assert stale.endswith(", on generating rank 1")
+    assert stale.endswith(", on rank 2")

@@ -86,9 +86,11 @@ def test_another_backend_learns_the_same_from_the_same_episodes(toy: AgentToy, s
 
 
 def test_on_ranks_of_their_own_they_play_the_same_episodes(toy: AgentToy, straight: Running) -> None:
+    alone = toy.run("steps=3", ranks=1, name="alone")
     split = toy.run("steps=3", "placement.mode=split", "placement.max_staleness=0", name="split")
     assert [tokens(split, step) for step in (1, 2, 3)] == [tokens(straight, step) for step in (1, 2, 3)]
     assert difference(split.weights(3), straight.weights(3)) < 1e-4
+    assert bitwise_equal(split.weights(3), alone.weights(3)), "with as many data shards"
     assert split.metrics()[-1]["val/echo/success"] == straight.metrics()[-1]["val/echo/success"]
 
 

@@ -76,6 +76,17 @@ def test_a_reference_on_ranks_of_its_own_is_the_one_beside_the_policy(toy: Toy, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("placement", ["split", "lent placement.generate=2"])
+def test_a_reference_apart_where_other_ranks_generate_is_the_one_beside_the_policy(
+    toy: Toy, colocated, placement: str
+) -> None:
+    """Ranks 0 and 1 train, 2 generates, 3 holds the reference; on-policy."""
+    words = f"placement.mode={placement} placement.train=0-1 placement.reference=3 placement.max_staleness=0".split()
+    run = toy.run(*SETTINGS, *words, ranks=4, name=f"reference-{words[0][15:]}")
+    assert_same(run, colocated(2), exactly=False)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["apart", "beside"])
 def test_a_checkpoint_goes_on_with_its_reference_elsewhere(toy: Toy, colocated, first: str) -> None:
     ways = {"apart": (("placement.reference=1",), 2), "beside": ((), 1)}

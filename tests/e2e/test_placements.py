@@ -57,8 +57,8 @@ def test_an_engine_over_ranks_that_generate_ahead(toys: dict[str, Toy], engine: 
 
 @needs_vllm
 def test_weights_in_8_bits_travel_to_ranks_that_generate(toys: dict[str, Toy]) -> None:
-    trained(toys["vllm"], "split fp8", 2, "split", "engine=vllm engine.quantization=w8a8_fp8 publish.delta=true")
+    trained(toys["vllm"], "split fp8", 2, "split", "engine=vllm engine.quantization=w8a8_fp8")
 
 
 def test_agents_with_a_critic_whose_policy_changes_in_the_middle_of_turns(toys: dict[str, Toy]) -> None:
-    trained(toys["agents"], "agents", 4, "split", f"algorithm=turn_gae placement.swap=keep {CARRIED}")
+    trained(toys["agents"], "agents", 4, "split", f"algorithm=turn_gae {CARRIED}")

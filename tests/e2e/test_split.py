@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import sidecar_keys
 from tests.e2e.runs import EXACT, Running, Toy
 
 SETTINGS = (*EXACT, "steps=3", "placement.mode=split", "placement.max_staleness=0")
@@ -63,32 +62,6 @@ def test_no_token_is_older_than_the_bound(toy: Toy, straight: Running, staleness
     assert max(line["rollout/lag/max"] for line in run.metrics()[1:]) <= staleness
     used = [(s["ticket"], s["answer"]) for step in (1, 2, 3) for s in run.samples(step)]
     assert used == [(ticket, answer) for ticket in range(max(used)[0] + 1) for answer in range(4)]
-
-
-@pytest.mark.slow
-def test_with_keys_it_works_beyond_one_machine(toy: Toy, straight: Running, tmp_path: Path) -> None:
-    keys = sidecar_keys.make(tmp_path / "keys")
-    settings = ("placement.bind=tcp://*", f"sidecar.keys={keys}", "placement.generate=0,2")
-    run = toy.run(*SETTINGS, *settings, ranks=4, name="keys")
-    assert [tokens(run, step) for step in (1, 2, 3)] == [tokens(straight, step) for step in (1, 2, 3)]
-
-
-@pytest.mark.slow
-def test_deltas_are_the_run_without_them_to_the_bit(toy: Toy) -> None:
-    """In bfloat16, where most of the weights stay as they are, between two ranks that train and one that generates."""
-    settings = (*SETTINGS, "policy.dtype=bfloat16", "policy.lr=1e-5", "placement.generate=2")
-    on = toy.run(*settings, "publish.delta=true", ranks=3, name="deltas")
-    off = toy.run(*settings, ranks=3, name="whole")
-    assert_same(on, off)
-    lines = on.metrics()[1:]
-    fetched = {
-        event["version"]: (event["bytes"], event["whole"]) for event in on.events(2) if event["event"] == "fetched"
-    }
-    whole = lines[0]["publish/bytes"]
-    assert fetched == {0: (whole, whole)} | {line["step"]: (line["publish/delta_bytes"], whole) for line in lines}
-    assert all(line["publish/delta_bytes"] < 0.5 * whole for line in lines)
-    assert all(event["bytes"] == whole for event in off.events(2) if event["event"] == "fetched")
-    assert not any("publish/delta_bytes" in line for line in off.metrics())
 
 
 POINTS = [("rank-1", "progress generate"), ("rank-0", "enter update"), ("rank-0", "enter save")]

@@ -58,28 +58,26 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(
         assert [line.get(key) for line in run.metrics()] == [line.get(key) for line in straight.metrics()]
 
 
-FETCH = ["publish: answers of engines", "generate: publish: newest version", "generate: publish: all fetch"]
-WAITS = {
-    "rank-0": {
-        "start": ["publish: version 0 from ranks that train"],
-        "publish": ["train: publish: weights"],
-        "generate": ["train: generate: reports", "generate: answer of rank 1"],
-        "eval": ["train: eval: reports", "generate: answer of rank 1"],
-        "prepare": ["train: prepare: samples"],
-        "update": ["train: update: backward of micro-batch 1/1"],
-        "save": ["train: save: policy"],
-    },
-    "rank-2": {
-        "start": ["generate: start: prompt lengths"],
-        "publish": FETCH,
-        "generate": ["generate: step 2 from ranks that generate"],
-        "eval": ["eval: answers of ranks that generate", "generate: publish: newest version"],
-        "prepare": FETCH,
-        "update": FETCH,
-        "save": ["generate: step 3 from ranks that generate", "generate: end of step"],
-    },
+START, PUBLISH = ["start: prompt lengths"], ["publish: bucket", "publish: bytes of a bucket", "publish: weights"]
+OF_TRAINING = {
+    "start": START,
+    "publish": PUBLISH,
+    "generate": ["train: meeting: hand over"],
+    "eval": ["train: meeting: eval"],
+    "prepare": ["train: prepare: samples"],
+    "update": ["train: update: backward of micro-batch 1/1"],
+    "save": ["train: save: policy"],
 }
-"""What the others wait for, by the first rank of the victim's side; of a generating rank, some wait of its own side."""
+OF_GENERATING = {
+    "start": START,
+    "publish": PUBLISH,
+    "generate": ["generate: step 2 from ranks that generate", "train: meeting: hand over"],
+    "eval": ["eval: answers from ranks that generate", "train: meeting: eval"],
+    "prepare": PUBLISH,
+    "update": PUBLISH,
+    "save": ["generate: step 3 from ranks that generate", "train: meeting: hand over"],
+}
+"""What the others wait for, by the side of the victim: whichever of them is reported."""
 
 
 @pytest.mark.parametrize(("victim", "phase"), CASES)
@@ -89,4 +87,4 @@ def test_a_stopped_rank_is_named_with_what_the_others_wait_for(
     run = strike(toy, victim, phase, signal.SIGSTOP)
     ended_soon(run, record_property)
     waits = reported(run, victim, record_property)
-    assert waits in WAITS["rank-0" if victim < "rank-2" else "rank-2"][phase]
+    assert waits in (OF_TRAINING if victim < "rank-2" else OF_GENERATING)[phase]

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import torch
+import zmq
 
 from spmd_rl import sidecar
 from spmd_rl.engine.native.engine import NativeEngine
@@ -13,7 +14,6 @@ from spmd_rl.engine.native.module import empty_module
 from spmd_rl.types import Node
 from tests.engines import needs_vllm, vllm_engine
 from tests.models import tiny
-from tests.servers import connect, serve
 from tests.unit.sidecar_helpers import HERE, host_of, rewards
 
 kept = []
@@ -21,14 +21,15 @@ kept = []
 
 
 def leave_open(tmp_path: Path, monkeypatch) -> None:
-    """A server, a host, and a client whose message to a peer that is not there waits to be sent."""
+    """A host, and a socket whose message to a peer that is not there waits to be sent."""
     monkeypatch.syspath_prepend(str(HERE))
-    (server,) = serve("tcp://127.0.0.1")
     opened = sidecar.connect(rewards("Number"), Node(0, 0, f"ipc://{tmp_path}/s/host"))
     scorer = opened.__enter__()
-    client = connect([server.address, "tcp://127.0.0.1:9"])
-    client.release(1)
-    kept.extend([server, opened, scorer, client])
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect("tcp://127.0.0.1:9")
+    dealer.send(b"waits")
+    kept.extend([opened, scorer, context, dealer])
     Path(os.environ["HOST_PID"]).write_text(str(host_of(scorer).pid))
 
 

@@ -473,8 +473,6 @@ def test_more_settings_without_effect(place):
 
     assert keys("eval.every=0", "eval.prompts=3") == ["eval.prompts"]
     assert keys("eval.prompts=3", "eval.every=2") == []
-    assert keys("publish.delta=true") == ["publish.delta"]
-    assert keys("publish.delta=true", "placement.mode=split") == []
     assert keys("data.holdout=0.1", f"data.eval={place}/rows.jsonl") == ["data.holdout"]
     assert keys("debug=true", "reward.math.workers=2") == ["reward.math.workers"]
     assert keys("reward.math.server='serve {port}'") == ["reward.math.server"]

@@ -14,7 +14,7 @@ from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.errors import UserError
 from spmd_rl.placement.colocated import colocated
-from spmd_rl.split.pace import oldest_version
+from spmd_rl.rollout.pace import oldest_version
 
 RANKS = "ranks as 0-3 or 0,2,4-7, or a share as 25%"
 
@@ -77,10 +77,15 @@ def test_a_mistake_in_ranks_of_frozen_roles_is_one_line(settings: dict[str, str]
     assert str(error.value) == line
 
 
-@pytest.mark.parametrize("mode", ["split", "lent"])
-def test_frozen_roles_stay_beside_the_policy_where_other_ranks_generate(mode: str) -> None:
-    with pytest.raises(UserError, match=f"reference: only with placement.mode=colocated or overlapped, not {mode}"):
-        PlacementConfig(mode=mode, reference="1")
+def test_frozen_roles_have_ranks_of_their_own_where_other_ranks_generate() -> None:
+    assert split(8, reference="6-7") == Placement((0, 1, 2), (3, 4, 5), {"reference": (6, 7)})
+    assert split(8, train="0-1", reference="2") == Placement((0, 1), (3, 4, 5, 6, 7), {"reference": (2,)})
+    assert split(8, train="50%", teacher="0-3") == Placement((4, 5), (6, 7), {"teacher": (0, 1, 2, 3)})
+    lent = Placement.of(PlacementConfig(mode="lent", reference="3"), 4)
+    assert lent == Placement((0,), (0, 1, 2), {"reference": (3,)})
+    for given in ({"train": "0-2"}, {"generate": "2-3"}):
+        with pytest.raises(UserError, match="rank 2 holds a frozen role, and can neither train nor generate"):
+            split(4, reference="2", **given)
 
 
 @pytest.mark.parametrize(

@@ -166,8 +166,6 @@ def test_ranks_that_are_not_alike_are_planned_apart(models, capsys, monkeypatch)
     update = [line for line in ranks["Rank 0"] if line.startswith("update")]
     assert total(update) > 2.5, "a lent rank has the trainer and the engine"
     assert not any(line.startswith("update") for line in ranks["Rank 2"]) and total(ranks["Rank 2"]) > 2.5
-    text, ranks = table("placement.mode=split", "placement.generate=attached")
-    assert "ranks 0-3 train = dp_shard 4" in text and set(ranks) == {"Rank 0", "A rank of an attached job"}
     text, ranks = table("placement.mode=split", "plan.rank=3", "plan.device_gb=2")
     assert set(ranks) == {"Rank 3"} and "does not fit 2 GB" in text and "need a smaller engine.kv_tokens" in text
 

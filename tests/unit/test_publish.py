@@ -248,12 +248,6 @@ def test_a_buffer_in_a_dtype_of_its_own_does_not_sharpen_the_probe(llama, world)
     assert 3e-4 < metrics["publish/probe_abs_diff"] < 0.2
 
 
-def test_no_transport_comes_after_an_engine_which_leaves_it_nothing(llama, world):
-    local = weights.Local(native(llama), world)
-    with pytest.raises(AssertionError, match="leaves no weights to another"):
-        weights.Publisher(Policy(llama, torch.float32), world, [local, local])
-
-
 def test_not_a_number_is_found_by_the_probe(llama, world):
     policy, engine = Policy(llama, torch.float32), native(llama)
     with torch.no_grad():

@@ -36,10 +36,6 @@ class PublishConfig:
     """Steps between probes, in which the engine answers a few prompts and the trainer checks its logprobs. 0: only the
     first publish after a start, which is always probed. Bytes are compared in every publish. Default: 1; with
     `placement.mode=split`, where training waits for the answers, `eval.every`: it waits then anyway."""
-    delta: bool = False
-    """With `placement.mode=split`: a generating rank fetches what has changed since the version before, to the bit,
-    where that is smaller than a whole tensor, and keeps a copy of the weights in host memory for that. It pays where
-    the weights go over a network and are bfloat16: 1 to 16 % of the bytes travel."""
 
     def __post_init__(self) -> None:
         if self.probe_every is not None:

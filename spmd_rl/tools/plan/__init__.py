@@ -62,7 +62,7 @@ def planned_ranks(cfg: RlConfig, placement: Placement) -> tuple[list[int], list[
     apart = [rank for rank in placement.generate if rank not in placement.train]
     if (one := cfg.plan.rank) is not None:
         return ([], [f"Rank {one}"]) if one in apart else ([one], [])
-    generate = [f"Rank {apart[0]}"] if apart else ["A rank of an attached job"] if cfg.placement.is_attached else []
+    generate = [f"Rank {apart[0]}"] if apart else []
     train = placement.train[:1]
     if placement.train and cfg.train.pp > 1:
         train = (*train, placement.train[len(placement.train) // cfg.train.pp * (cfg.train.pp - 1)])

@@ -63,9 +63,7 @@ class Cluster:
         name, began, before = f"step{number}", self.now, self._counters()
         coordinators = self._begin(name, number, plan)
         self._play(plan, f"{name}/rejected")
-        counted = {position for coordinator in coordinators for position in coordinator.used_here}
-        positions = coordinators[0].used([coordinator.end_mark() for coordinator in coordinators], counted)
-        used = {plan.cursor.ticket(position) for position in positions}
+        used = set(coordinators[0].used_tickets())
         trained = {ticket for ticket in used if scene.qualifies(ticket)}
         num_stale = self._close(trained, number)
         self.carried = frozenset(group_slice for replica in replicas for group_slice in replica.close(used))

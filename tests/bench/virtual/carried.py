@@ -16,8 +16,8 @@ from math import inf
 
 from spmd_rl.rollout.claims import claims
 from spmd_rl.rollout.coordinator import FirstKInOrder
+from spmd_rl.rollout.pace import last_use, oldest_version
 from spmd_rl.rollout.step_plan import GroupSlice, StepPlan, num_slots
-from spmd_rl.split.pace import oldest_version_at
 from spmd_rl.tools.simulate.cluster import Cluster, VirtualStep
 from spmd_rl.tools.simulate.replica import Replica
 from spmd_rl.tools.simulate.scene import Scene
@@ -32,7 +32,7 @@ class Paced(FirstKInOrder):
 
     def is_young(self, position: int) -> bool:
         """Whether the version may begin this ticket."""
-        return self.version >= oldest_version_at(position, self.step, self.plan.goal, self.max_staleness)
+        return self.version >= oldest_version(last_use(self.step, position, 0, self.plan.goal), self.max_staleness)
 
     def may_start(self, position: int) -> bool:
         """See `Coordinator`."""

@@ -1,7 +1,7 @@
 """A run with `placement.mode=split` on a virtual clock, and the colocated one that it is compared with.
 
-Both generate with the scheduler's own code (`Cluster`); how far generation runs ahead is `split.pace`. The loops are
-those of `split.Generator.run` and of ranks that train: generating replicas load the newest version between two steps,
+Both generate with the scheduler's own code (`Cluster`); how far generation runs ahead is `rollout.pace`. The loops are
+those of both sides: generating replicas load the newest version between two steps,
 begin a step once they have one that is young enough, and meet at its end; training ranks take a step's groups in order,
 and hold up a publish while an older version is fetched and, where it is probed, until it has been loaded and answers.
 
@@ -15,13 +15,18 @@ from math import inf
 
 from spmd_rl.data.seeds import counter_seed
 from spmd_rl.errors import UserError
+from spmd_rl.rollout.pace import oldest_version
 from spmd_rl.rollout.step_plan import Cursor
-from spmd_rl.split.pace import due, oldest_version
 from spmd_rl.tools.simulate.cluster import Cluster, VirtualStep
 from spmd_rl.tools.simulate.scene import Scene
 from tests.bench.virtual.clock import Clock, Process
 
 MAX_LIVES = 10_000
+
+
+def due(step: int, every: int) -> bool:
+    """Return whether what happens every so many steps happens after `step`; 0: never."""
+    return every > 0 and step % every == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,212 @@
+"""`Generator`: a rank that only generates. It runs ahead of training by `placement.max_staleness` steps.
+
+Its replica claims slices of the open step as long as its policy is new enough, goes on to the next step by itself, and
+keeps what has finished until that is handed over. Between two steps of the engine it looks for meetings.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from spmd_rl.config.schema import RlConfig
+from spmd_rl.data import EnvTasks, Prompts
+from spmd_rl.distributed import World
+from spmd_rl.learn import Evaluation
+from spmd_rl.placement.hand_over import gather_reports, places, send_slices
+from spmd_rl.placement.meetings import IDLE_SECONDS, Meeting, Meetings
+from spmd_rl.rollout.ahead import StepsAhead
+from spmd_rl.rollout.beside import QuestionShare
+from spmd_rl.rollout.collected import RankReport
+from spmd_rl.rollout.coordinator import Coordinator
+from spmd_rl.rollout.pace import is_evaluated
+from spmd_rl.rollout.player import Player
+from spmd_rl.rollout.shared_step import SharedStep
+from spmd_rl.rollout.step_plan import Cursor, GroupSlice
+from spmd_rl.rollout.step_run import StepRun
+from spmd_rl.types import Group
+from spmd_rl.weights import WeightReceiver
+
+ANSWERED = "eval{}/answered"
+"""Key of the counter of replicas that have answered their share of an evaluation."""
+
+
+class Begin(msgspec.Struct, array_like=True):
+    """The message with which the first rank that trains starts generation."""
+
+    first: int
+    """Number of the first step that is generated."""
+    start: int
+    """The version from which the run goes on."""
+    next: int
+    skipped: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class EndedStep:
+    """A step that has ended, as one replica has it."""
+
+    shared: SharedStep
+    report: RankReport
+
+
+class Generator:
+    """The steps, the policy and the meetings of one rank."""
+
+    def __init__(
+        self,
+        cfg: RlConfig,
+        world: World,
+        player: Player,
+        prompts: Prompts | EnvTasks,
+        steps: StepsAhead,
+        receiver: WeightReceiver,
+        trainers: tuple[int, ...],
+    ) -> None:
+        """world: of the ranks that train (`trainers`, indices in it) and those that generate."""
+        self._cfg, self._player, self._prompts, self._trainers = cfg, player, prompts, trainers
+        self._world, self._engine = world, player.engine
+        self._steps, self._receiver, self._meetings = steps, receiver, Meetings(world.store)
+        self._evaluation = Evaluation.of(cfg)
+        self._ended: dict[int, EndedStep] = {}
+        """Steps that wait for their hand over."""
+        self._answers: list[Group] = []
+        self._unused: dict[GroupSlice, Group] = {}
+        """Slices that finished here and go on in the open step."""
+        self._previous: Coordinator | None = None
+        self._has_left = self._is_over = False
+        self._waited, self._swaps = 0.0, list[float]()
+        """In this step: seconds without a policy that is new enough, and those of each change of it."""
+
+    def run(self) -> None:
+        """[all] that generate: work until the run is over."""
+        begin = msgspec.convert(self._world.broadcast("start: first step", None, src=self._trainers[0]), Begin)  # [all]
+        self._steps.begin(begin.first, begin.start, Cursor(begin.next, tuple(begin.skipped)))
+        with self._engine.awake(), self._engine.driven(self._join):
+            if self._engine.leads:
+                with asyncio.Runner() as runner:
+                    runner.run(self._work())
+
+    async def _work(self) -> None:
+        """Play steps and enter meetings, on the first rank of a replica."""
+        since = time.perf_counter()
+        while not self._is_over:
+            if self.poll():
+                await self.enter()
+            elif self._has_left and self._steps.advance():
+                self._has_left, self._waited, self._swaps = False, 0.0, []
+            elif not self._has_left and self._may_begin:
+                await self._step()
+            else:
+                await self._pause()
+                self._waited += 0.0 if self._has_left else time.perf_counter() - since
+            since = time.perf_counter()
+
+    @property
+    def _may_begin(self) -> bool:
+        """True where there is an open step, and the policy is new enough for it."""
+        return self._steps.number <= self._cfg.steps and self._receiver.version >= self._steps.oldest
+
+    async def _pause(self) -> None:
+        """Go on with slices that are carried; without any, sleep."""
+        if self._player.engine_loop.num_requests:
+            await self._player.engine_loop.poll()
+        else:
+            with self._world.journal.waiting(self._awaited):
+                await asyncio.sleep(IDLE_SECONDS)
+
+    @property
+    def _awaited(self) -> str:
+        """The name of the present wait, in a hang report."""
+        if self._steps.number > self._cfg.steps:
+            return f"meeting {self._meetings.number} of the ranks that train"
+        return f"publish: version {self._steps.oldest} from ranks that train"
+
+    async def _step(self) -> None:
+        """Play the open step to its end."""
+        steps, player, world = self._steps, self._player, self._world
+        world.journal.set_step(steps.number)
+        claim = steps.claim(lambda: self._receiver.version)
+        shared = SharedStep(steps.coordinator, claim, self._cfg.rollout, world.rank)
+        run = StepRun(steps.number, shared, player, self)
+        with world.phase("generate"), run.counted():
+            shared.begin(run, self._unused)
+            await run.until_end()
+        running = sorted(player.running)
+        report = shared.report(run, running, leads=True)
+        report.pace = {
+            "placement/generate_wait_seconds": self._waited,
+            "placement/swaps": float(len(self._swaps)),
+            "placement/swap_seconds": sum(self._swaps),
+        }
+        used = set(steps.coordinator.used_tickets())
+        kept = shared.finished if player.carries else {}
+        self._unused = {one: group for one, group in kept.items() if one.ticket not in used}
+        self._ended[steps.number], self._has_left = EndedStep(shared, report), True
+        steps.leave([*running, *self._unused])
+
+    # -- meetings --------------------------------------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """See `rollout.step_run.Door`. A step that is handed over has ended: it is left first."""
+        meeting = self._meetings.next()
+        return meeting is not None and (meeting.kind != "hand over" or meeting.number in self._ended)
+
+    async def enter(self) -> None:
+        """See `rollout.step_run.Door`; then answer the questions of an evaluation that is due."""
+        meeting, began, busy = self._meetings.next(), time.perf_counter(), 0
+        if meeting.kind in ("publish", "end"):
+            busy = await self._player.engine_loop.abort_all()
+        self._world.journal.idle(False)  # no verdict that is awaited excuses a peer that does not come
+        with self._engine.joined(msgspec.msgpack.encode(meeting)):
+            self._meet(meeting)  # [all] of the replica
+        if busy:
+            self._swaps.append(time.perf_counter() - began)
+        if meeting.kind == "publish":
+            await self._answer(meeting.number)
+        if self._is_over:
+            await self._player.cancel()
+            self._player.engine_loop.clear()
+
+    def _join(self, message: bytes) -> None:
+        """[all] of the replica: enter the meeting that its first rank names."""
+        self._meet(msgspec.msgpack.decode(message, type=Meeting))  # [all] of the replica
+
+    def _meet(self, meeting: Meeting) -> None:
+        """[all] that train and that generate."""
+        world, kind = self._world, meeting.kind
+        if kind == "publish":
+            self._receiver.load(meeting.number, meeting.probed)  # [all]
+        elif kind == "hand over":
+            self._hand_over(self._ended.pop(meeting.number, None))  # [all]
+        elif kind == "eval":
+            slices = {GroupSlice(group.ticket, 0): group.samples for group in self._answers}
+            held_out, _ = self._evaluation.questions(self._prompts.eval, meeting.number)
+            send_slices(world, self._trainers, slices, places(range(len(held_out)), len(self._trainers)))  # [all]
+            self._answers = []
+        self._is_over = kind == "end"
+        self._meetings.end()
+
+    def _hand_over(self, ended: EndedStep | None) -> None:
+        """[all] ended: None on a rank that does not lead its replica."""
+        report, slices, to = RankReport.empty(), {}, {}
+        if ended is not None:
+            shared, report = ended.shared, ended.report
+            to = places(shared.coordinator.used_tickets(), len(self._trainers))
+            slices = {one: group.samples for one, group in shared.finished.items() if one.ticket in to}
+        gather_reports(self._world, report, None)  # [all]
+        send_slices(self._world, self._trainers, slices, to)  # [all]
+        if self._previous:
+            self._previous.forget(shared=False)
+        self._previous = ended.shared.coordinator if ended else None
+
+    async def _answer(self, version: int) -> None:
+        """Answer this replica's share of the evaluation of a version, if it is due, before tickets."""
+        questions = self._evaluation.questions(self._prompts.eval, version)
+        if questions[1] and is_evaluated(version, self._steps.start):
+            share = QuestionShare(questions, self._steps.replicas.mine, self._steps.replicas.count)
+            with self._world.phase("eval"):
+                await self._player.answer(share.claim, share.finish)
+            self._answers = share.groups()
+            self._world.store.add(ANSWERED.format(version), 1)

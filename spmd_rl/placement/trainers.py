@@ -1,0 +1,179 @@
+"""`MetRollouts`: the samples of other ranks, for a rank that trains.
+
+With `placement.mode=lent` its own engine takes part (`LentReplica`), from the end of an update until its next step has
+ended.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from spmd_rl.config.schema import RlConfig
+from spmd_rl.data import EnvTasks, Prompts
+from spmd_rl.distributed import World
+from spmd_rl.engine.base import Engine
+from spmd_rl.placement.generator import ANSWERED, Begin
+from spmd_rl.placement.hand_over import gather_reports, places, send_slices
+from spmd_rl.placement.meetings import Meeting, Meetings
+from spmd_rl.rollout import Collected, RankReport, Sampling, check_errors
+from spmd_rl.rollout.ahead import StepsAhead
+from spmd_rl.rollout.beside import QuestionShare
+from spmd_rl.rollout.coordinator import Coordinator
+from spmd_rl.rollout.player import Player
+from spmd_rl.rollout.shared_step import SharedStep
+from spmd_rl.rollout.step_plan import Cursor, GroupSlice
+from spmd_rl.rollout.step_run import StepRun
+from spmd_rl.types import Group, Prompt
+
+LOOK_SECONDS = 0.002
+"""Between two looks whether a step has ended."""
+
+
+class LentReplica:
+    """The engine of a rank that trains, while it is lent to generation."""
+
+    def __init__(self, cfg: RlConfig, player: Player, steps: StepsAhead) -> None:
+        """player: over this rank's engine."""
+        self.engine: Engine = player.engine
+        self._cfg, self._player, self._steps = cfg, player, steps
+        self._runner = asyncio.Runner()
+
+    def play(self, step: int) -> tuple[SharedStep, RankReport]:
+        """[all] of the replica: generate with the others until the step has ended; return what came of it.
+
+        Nothing that is under way then is kept.
+        """
+        steps, world = self._steps, self._player.world
+        claim = steps.claim(lambda: step - 1)
+        shared = SharedStep(steps.coordinator, claim, self._cfg.rollout, world.rank)
+        run = StepRun(step, shared, self._player)
+        with self.engine.awake(), run.driven():
+            if self.engine.leads:
+                self._runner.run(run.until_end())
+        return shared, shared.report(run, [], self.engine.leads)
+
+    def answer(self, share: QuestionShare) -> list[Group]:
+        """[all] of the replica: answer held-out questions; return the answers, on its first rank."""
+        with self.engine.awake(), self.engine.driven():
+            if self.engine.leads:
+                self._runner.run(self._player.answer(share.claim, share.finish))
+        return share.groups() if self.engine.leads else []
+
+    def close(self) -> None:
+        """Give up what is under way; idempotent."""
+        if self._player.running:
+            self._runner.run(self._player.cancel())
+        self._runner.close()
+
+
+class MetRollouts:
+    """Stateful, like `Rollouts`."""
+
+    def __init__(
+        self,
+        cfg: RlConfig,
+        prompts: Prompts | EnvTasks,
+        world: World,
+        trainers: World,
+        steps: StepsAhead,
+        lent: LentReplica | None = None,
+    ) -> None:
+        """world: of the ranks that train (`trainers`) and those that generate."""
+        self.prompts, self.meetings = prompts, Meetings(world.store)
+        self._cfg, self._world, self._trainers, self._steps, self._lent = cfg, world, trainers, steps, lent
+        self._ranks = [world.ranks.index(rank) for rank in trainers.ranks]
+        self._cursor, self._version = Cursor(), 0
+        self._previous: Coordinator | None = None
+
+    def state(self) -> dict[str, Any]:
+        """See `checkpoint.Stateful`."""
+        return self._cursor.state(self.prompts.fingerprint())
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """See `checkpoint.Stateful`. UserError if the tickets would now stand for other prompts."""
+        self._cursor = Cursor.of_state(state, self.prompts.fingerprint())
+
+    def begin(self, start: int) -> None:
+        """[all] that train and that generate: let steps after `start` be generated."""
+        first, cursor = max(start, self._cfg.num_shown) + 1, self._cursor
+        begin = Begin(first, start, cursor.next, list(cursor.skipped))
+        self._world.broadcast("start: first step", msgspec.to_builtins(begin), src=self._ranks[0])  # [all]
+        self._steps.begin(first, start, cursor)
+
+    def published(self, publish: Callable[[int], dict[str, float]], version: int, probed: bool) -> dict[str, float]:
+        """[all] that train and that generate: publish a version, in a meeting."""
+        self._version = version
+        with self.meetings.opened(self._trainers, Meeting("publish", version, probed)):  # [all] that train
+            return publish(version)  # [all]
+
+    def collect(self, step: int) -> Collected:
+        """[all] that train: wait until the step has been generated, with this rank's help if it is lent."""
+        steps, world, began = self._steps, self._world, time.perf_counter()
+        assert steps.number == step, "steps are collected in order"
+        report, finished = RankReport.empty(), {}
+        with self._trainers.phase("generate"):
+            if self._lent:
+                shared, report = self._lent.play(step)  # [all] of a replica
+                finished = shared.finished
+            self._wait(f"generate: step {step} from ranks that generate", steps.coordinator.ended)
+            report.pace = {"placement/train_wait_seconds": time.perf_counter() - began}
+            with self.meetings.opened(self._trainers, Meeting("hand over", step)):  # [all] that train
+                used = steps.coordinator.used_tickets()
+                to = places(used, self._trainers.size)
+                reports = gather_reports(world, report, to)  # [all]
+                slices = {one: group.samples for one, group in finished.items() if one.ticket in to}
+                found = send_slices(world, self._ranks, slices, to)  # [all]
+        with self._trainers.phase("coordination"):
+            groups = {
+                one: Group(self.prompts.ticket(one.ticket, self._cfg.seed)[1], one.ticket, tuple(samples))
+                for one, samples in found.items()
+            }
+            collected = Collected.of(step, self._cfg.rollout, steps.coordinator, reports, groups)
+            lag = float(collected.table.answers["lag"].max(initial=0))
+            collected = replace(collected, pace={**collected.pace, "rollout/lag/max": lag})
+            self._next_step()
+        return check_errors(collected, self._cfg.reward, self._cfg.rollout, self._trainers)  # [all] that train
+
+    def _next_step(self) -> None:
+        """Go on to the step whose plan follows from this one's end, which all replicas have left."""
+        if self._previous:
+            self._previous.forget(shared=self._trainers.rank == 0)
+        self._previous = self._steps.coordinator
+        has_advanced = self._steps.advance()
+        assert has_advanced, "a replica is handed over what it has not left"
+        self._cursor = self._steps.cursor
+
+    def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
+        """[all] that train: return this rank's share of the answers to held-out prompts, by the newest version.
+
+        Both sides know from `learn.Evaluation` which prompts are asked after which step.
+        """
+        version, replicas, mine = self._version, self._steps.replicas, list[Group]()
+        key, store = ANSWERED.format(version), self._world.store
+        if self._lent:
+            mine = self._lent.answer(QuestionShare((prompts, sampling), replicas.mine, replicas.count))
+            store.add(key, int(self._lent.engine.leads))
+        self._wait("eval: answers from ranks that generate", lambda: store.add(key, 0) == replicas.count)
+        with self.meetings.opened(self._trainers, Meeting("eval", version)):  # [all] that train
+            slices = {GroupSlice(group.ticket, 0): group.samples for group in mine}
+            to = places(range(len(prompts)), self._trainers.size)
+            found = send_slices(self._world, self._ranks, slices, to)  # [all]
+        if self._trainers.rank == 0:
+            store.delete_key(key)
+        return [Group(prompts[one.ticket], one.ticket, tuple(found[one])) for one in sorted(found)]
+
+    def finish(self) -> None:
+        """[all] that train: let the others go."""
+        with self.meetings.opened(self._trainers, Meeting("end")):  # [all] that train
+            pass
+
+    def _wait(self, name: str, until: Callable[[], bool]) -> None:
+        """Wait, on the first rank that trains, for what the others do."""
+        if self._trainers.rank == 0:
+            with self._world.journal.waiting(name):
+                while not until():
+                    time.sleep(LOOK_SECONDS)

@@ -1,0 +1,91 @@
+"""`StepsAhead`: the steps of a run where replicas generate ahead of training, and do not meet at the end of each.
+
+A step's end is in the store, and with it the tickets that it uses; a replica writes there with which slices it goes on.
+So each replica begins the next step by itself, once the others know of the end, and no older policy than
+`placement.max_staleness` allows begins one of its tickets.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from spmd_rl.config.sections.rollout import RolloutConfig
+from spmd_rl.rollout.claims import SliceClaim, claims
+from spmd_rl.rollout.coordinator import Coordinator, Store, coordinate
+from spmd_rl.rollout.pace import last_use, oldest_version
+from spmd_rl.rollout.step_plan import Cursor, GroupSlice, plan_step
+
+_slices = msgspec.msgpack.Decoder(list[GroupSlice]).decode
+
+
+class Replicas(NamedTuple):
+    """The replicas of a job as one rank sees them."""
+
+    mine: int
+    """The number of this rank's replica; on a rank without an engine, that of the next one."""
+    count: int
+    keepers: Sequence[int]
+    """Numbers of those whose ranks only generate, and so go on with slices in the next step."""
+
+
+class StepsAhead:
+    """Goes from step to step; its cursor says which tickets no step has used."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: RolloutConfig,
+        max_staleness: int,
+        replicas: Replicas,
+        priority_of: Callable[[int], float],
+    ) -> None:
+        """priority_of: a ticket's; see `plan_step`."""
+        self.cursor, self.number, self.start = Cursor(), 0, 0
+        self.replicas = replicas
+        self.coordinator: Coordinator
+        """Coordinator of the step `number`, once `begin` has been called."""
+        self._store, self._settings, self._max_staleness = store, settings, max_staleness
+        self._priority_of = priority_of
+
+    def begin(self, first: int, start: int, cursor: Cursor) -> None:
+        """Begin with the step `first` of a run that goes on from version `start`."""
+        self.start = start
+        self._open(first, cursor, ())
+
+    def _open(self, number: int, cursor: Cursor, carried: Sequence[GroupSlice]) -> None:
+        self.number, self.cursor = number, cursor
+        plan = plan_step(cursor, self._settings, carried, self._priority_of)
+        self.coordinator = coordinate(self._store, f"step{number}", plan, self.replicas.count)
+
+    @property
+    def oldest(self) -> int:
+        """Oldest version of the policy that may generate for this step."""
+        return oldest_version(self.number, self._max_staleness, self.start)
+
+    def claim(self, version: Callable[[], int]) -> SliceClaim:
+        """Return how this rank's replica claims slices of this step. version: of its policy, now."""
+        coordinator, settings = self.coordinator, self._settings
+        number, plan = self.number, coordinator.plan
+
+        def may_begin(position: int) -> bool:
+            last = number
+            if settings.partial_rollout:
+                # within the initial positions, those that are claimed first need not be the first ones
+                rejected = 0 if position < plan.initial_limit else coordinator.num_rejected
+                last = last_use(number, position, rejected, plan.goal)
+            return version() >= oldest_version(last, self._max_staleness, self.start)
+
+        return claims(settings.claim, coordinator, self.replicas.mine, self.replicas.count, may_begin)
+
+    def leave(self, slices: Sequence[GroupSlice]) -> None:
+        """Say that this replica knows of the step's end, and that it goes on with these slices in the next one."""
+        self.coordinator.leave(self.replicas.mine, msgspec.msgpack.encode(slices))
+
+    def advance(self) -> bool:
+        """Go on to the next step, unless a replica that may go on with slices has not left this one."""
+        if (left := self.coordinator.left(self.replicas.keepers)) is None:
+            return False
+        carried = [one for theirs in left for one in _slices(theirs)]
+        self._open(self.number + 1, self.cursor.after(self.coordinator.used_tickets()), carried)
+        return True
