@@ -1,15 +1,14 @@
-"""What a source of tests needs, read from its text: the names that must be the code's, and what no plain value can do.
+"""Decides from the text of tests, before any answer, whether they can be judged by plain values, and if not, why.
 
-Tests that only compare plain values are judged with the code in another process. Those that reach into the interpreter
-which they believe to share with the code (its modules, files, threads, input) would be judged wrongly there: rows with
-such tests are unsupported, whatever the answer.
+The reason begins with what it is about: `process` (what only a process shared with the program could show), `values`
+(what is not plain, or is looked at as a reference) or `objects` (more than methods and attributes of an object).
 """
 
 import ast
 import builtins
 import importlib
 
-from spmd_rl.sandbox.guest.common import WORD
+from spmd_rl.sandbox.guest.flow import CHANGE, Flow, key_of, name_of
 
 
 def _words(text):
@@ -18,263 +17,243 @@ def _words(text):
 
 MODULES = _words(
     """
-__future__ abc array asyncio base64 binascii bisect calendar cmath collections contextlib copy dataclasses datetime
-decimal enum fractions functools hashlib heapq io itertools json math numbers numpy operator pprint pytest random re
-secrets solution spmd_rl statistics string struct sys textwrap time timeit types typing unicodedata unittest uuid
-warnings zlib
+__future__ abc base64 binascii bisect cmath collections contextlib copy dataclasses decimal enum fractions functools
+hashlib heapq itertools json math numbers operator pprint pytest random re secrets solution spmd_rl statistics string
+struct sys textwrap time timeit typing unicodedata unittest warnings zlib
 """
 )
-"""Modules that work alike when the code is elsewhere."""
+"""Modules that work alike when the program is in another process, and make plain values."""
 NAMES = _words(
-    "__file__ __import__ breakpoint compile delattr dir eval exec globals help id input locals memoryview open vars"
-    " ExceptionGroup BaseExceptionGroup"
+    "__file__ __import__ breakpoint callable compile delattr dir eval exec globals help id input locals memoryview open"
+    " vars ExceptionGroup BaseExceptionGroup"
 )
-"""Builtins that do not."""
 ATTRIBUTES = _words(
-    "patch mock catch_warnings warns deprecated_call gather create_task ensure_future wait_for wait timeout TaskGroup"
-    " Queue Lock Event Semaphore to_thread run_in_executor as_completed shield getsource getsourcelines signature"
-    " seed getstate setstate get_state set_state getcontext setcontext localcontext geterr seterr errstate"
-    " get_printoptions set_printoptions printoptions"
+    "mock patch catch_warnings warns deprecated_call redirect_stdout redirect_stderr seed getstate setstate getcontext"
+    " setcontext localcontext modules stdout stderr stdin path settrace setrecursionlimit skip skipif skipUnless skipIf"
+    " xfail importorskip SkipTest skipTest expectedFailure assertWarns assertWarnsRegex assertLogs assertNoLogs is_ is_not"
 )
-"""Those of modules that do not, state of a process among them, and assertions."""
-ASSERTIONS = _words("assertWarns assertWarnsRegex assertLogs assertNoLogs")
 FIXTURES = _words(
-    "cache caplog doctest_namespace monkeypatch pytestconfig pytester record_property recwarn testdir tmp_path"
-    " tmp_path_factory tmpdir tmpdir_factory mocker"
+    "cache caplog capsys capfd capsysbinary capfdbinary doctest_namespace monkeypatch pytestconfig pytester"
+    " record_property recwarn request testdir tmp_path tmp_path_factory tmpdir tmpdir_factory mocker"
 )
-"""Fixtures that reach into the process of the code, or its files."""
-PLAIN_ATTRIBUTES = {"sys": _words("maxsize float_info version version_info platform path stdout stderr byteorder exit")}
-TYPE_OF = "type_of_"
-"""What `type` of one thing is called instead: of what stands for an object of the code it says nothing."""
-OWN = "of_own_"
-"""Called of the right side where objects that the tests make are compared, or members of a class: what the code's class
-defines may be tested there."""
-SAME = "is_same_"
-"""Called in the place of `is`: equal texts and numbers may be one object over there, or several."""
-FOR_PYTEST = _words("async fixture skip xfail yield pytestmark setup_module setup_function")
+"""Builtin functions, attributes of modules and fixtures that reach into the process of the program, or its identity."""
+ASKING = _words("hasattr getattr setattr assertIsNone assertIsNotNone assertTrue assertFalse raises append isinstance")
+PLAIN = frozenset(name for kind in (str, list, dict, set, tuple, int, float, bytes) for name in dir(kind))
+FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
+FOR_PYTEST = _words("fixture pytestmark setup_module setup_function yield")
 """Words without which test functions that have no arguments and no decorators need nothing but to be called."""
-DUNDERS = _words("__init__ __name__ __doc__ __class__")
 
 
 class BadTests(Exception):
-    """Raised for a mistake of the tests, which the code has no part in."""
+    """Raised for a mistake of the tests, which the program has no part in."""
 
 
-class Survey(ast.NodeTransformer):
-    """What a source needs. `reason` says why it cannot be judged by plain values; it is empty if it may be. `code` is
-    what runs: in it `TYPE_OF`, `OWN` and `SAME` are called where what they stand for is asked."""
+class Survey:
+    """The `reason` why a source of tests needs more than plain values, empty if it does not, and what it takes to run
+    it: its `code`, the `names` that are the program's, the names that it has `bound`, and its `plain_tests`."""
 
-    def __init__(self, source):
-        """BadTests if the source does not compile, or imports what is not here."""
-        tree = _read(lambda: ast.parse(source))
-        nodes = list(ast.walk(tree))
-        self.words = frozenset(WORD.findall(source))
-        functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    def __init__(self, source, known=frozenset(), entry=""):
+        """`known`: the names of what runs before it. `entry`: one of the program's that it may hide. BadTests if the
+        source does not compile, imports what is not here, or checks nothing."""
+        try:
+            tree = ast.parse(source)
+            self.code = compile(tree, "<tests>", "exec")
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise BadTests(f"the tests do not compile: {error}") from None
+        self.nodes = nodes = list(ast.walk(tree))
+        functions = [node for node in nodes if isinstance(node, FUNCTIONS)]
+        loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        imported = {name for node in nodes if is_import_of_program(node) for name in bound(node)}
+        self.bound = {name for node in nodes for name in bound(node)} - imported
+        hidden = {name for name in (self.bound | known) - {entry} if name not in imported}
+        self.names = (loaded & {entry}) | imported | {name for name in loaded - hidden if not hasattr(builtins, name)}
+        called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        if not self.names and len(called - hidden) == 1:
+            self.names = called - hidden  # the program's function has the name of a builtin
+        self.own = self.names | {node.args.args[0].arg for node in functions if node.name == "check" and node.args.args}
+        own_tests = [node for node in functions if node.name.startswith("test")]
         classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
-        assigned = [(node.targets[0], node.value) for node in nodes if isinstance(node, ast.Assign)]
-        self.imported = {name for node in nodes if _is_import_of_code(node) for name in _bound(node)}
-        self.bound = {name for node in nodes for name in _bound(node)} - self.imported
-        self.loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-        self.called = {node.func.id for node in nodes if _is_call_of_name(node)}
-        self._made, self._from_code = frozenset(), set()
-        self._made = {_text(target) for target, value in assigned if self._is_made(value)}
-        for target, value in assigned:  # in the order of the text, more or less
-            if self._is_from_code(value):
-                self._from_code.update(name for node in ast.walk(target) for name in _bound(node))
-        self._modules = {name for node in nodes if isinstance(node, ast.Import) for name in _bound(node)}
-        self._tried = {id(child) for node in nodes if isinstance(node, ast.Try) for child in ast.walk(node)}
-        defined = classes | {node.name for node in functions}
-        self.is_file_of_tests = "TestCase" in self.words or any(name.lower().startswith("test") for name in defined)
-        named = [node for node in functions if node.name.startswith("test")]
-        plain = [node.name for node in named if node in tree.body and not _needs_pytest(node)]
-        is_plain = len({*plain}) == len(named) and not (classes or self.words & FOR_PYTEST)
-        self.plain_tests = plain if is_plain else []
-        self.reason = ""
-        for node in nodes:
-            check = getattr(self, f"_{type(node).__name__.lower()}", None)
-            self.reason = self.reason or (check(node) if check else "")
-        tree = ast.fix_missing_locations(self.visit(tree))
-        self.code = _read(lambda: compile(tree, "<tests>", "exec"))
+        self.is_file = bool(own_tests) or any(name.startswith("Test") for name in classes)
+        words = {word for node in nodes for word in (getattr(node, "attr", ""), getattr(node, "id", ""))}
+        needs_pytest = classes or words & FOR_PYTEST or any(node.decorator_list or _params(node) for node in own_tests)
+        is_plain = not needs_pytest and all(node in tree.body for node in own_tests)
+        self.plain_tests = [node.name for node in own_tests] * is_plain
+        self.made = self._made(nodes, functions)
+        self.reason = next(filter(None, map(self._reason, nodes)), "") or Flow(self, tree, functions).reason
 
-    def is_code(self, name):
-        """Return whether a name that the tests use is the code's, as far as the text tells."""
-        return name in self.imported or not (name in self.bound or hasattr(builtins, name))
+    def root(self, node):
+        """Return the name with which a chain of calls and attributes begins, if that is the program's or an object."""
+        while isinstance(node, (ast.Call, ast.Attribute)) and key_of(node) not in self.made:
+            node = node.func if isinstance(node, ast.Call) else node.value
+        return isinstance(node, ast.Name) and node.id in self.own or key_of(node) in self.made
 
-    # -- why a node needs more, or an empty text, by the name of its class ------------------------------------------
+    def makes(self, node):
+        """Return whether an expression makes an object of a class of the program, or names one."""
+        named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self.own
+        return (named and node.func.id.lstrip("_")[:1].isupper()) or key_of(node) in self.made
+
+    def _made(self, nodes, functions):
+        """Return the keys of the names and attributes that seem to be objects of the program."""
+        self.made, odd = set(), {name_of(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr not in PLAIN}
+        given = {arg.arg for node in functions for arg in _params(node)} - {"self", "cls"}
+        found = odd & given - FIXTURES
+        for _ in range(2):
+            for node in nodes:
+                pairs = []
+                if isinstance(node, ast.Assign):
+                    pairs = [(target, node.value) for target in node.targets]
+                    if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                        pairs = zip(node.targets[0].elts, node.value.elts)  # noqa: B905 - Python 3.8
+                elif isinstance(node, FUNCTIONS) and node.decorator_list:  # a fixture
+                    ends = [each.value for each in ast.walk(node) if isinstance(each, (ast.Return, ast.Yield))]
+                    pairs = [(ast.Name(node.name, ast.Load()), end) for end in ends if end]
+                for target, value in pairs:
+                    is_odd = name_of(target) in odd and isinstance(value, ast.Call) and self.root(value)
+                    if key_of(target) and (self.makes(value) or is_odd):
+                        found.add(key_of(target))
+            self.made = found
+        return found
+
+    def _reason(self, node):
+        check = getattr(self, f"_{type(node).__name__.lower()}", None)
+        return check(node) if check else ""
 
     def _import(self, node):
-        return next(filter(None, (self._import_reason(node, alias.name) for alias in node.names)), "")
+        names = [alias.name for alias in node.names]
+        return "values: the tests have the program as a module" if "solution" in names else self._modules(names)
 
     def _importfrom(self, node):
-        if _is_import_of_code(node):
-            return "the import of the code may fail" if id(node) in self._tried else ""
-        names = [alias.name for alias in node.names]
-        if node.module in PLAIN_ATTRIBUTES and not set(names) <= PLAIN_ATTRIBUTES[node.module]:
-            return f"the tests import {', '.join(names)} of {node.module}"
-        found = (self.words if names == ["*"] else set(names)) & ATTRIBUTES
-        return f"the tests import {min(found)}" if found else self._import_reason(node, node.module or "")
+        names = {alias.name for alias in node.names}
+        if found := names & (ATTRIBUTES | {"*"}):
+            return f"process: the tests import {min(found)} of {node.module}"
+        return "" if is_import_of_program(node) else self._modules([node.module or ""])
 
-    def _import_reason(self, node, name):
-        """Return why an import needs more than values. BadTests if the module is not here."""
-        top = name.split(".")[0]
-        if top in MODULES and name != "unittest.mock" and top not in ("numpy", "pytest"):
-            return ""
-        if id(node) not in self._tried:
+    def _modules(self, names):
+        for name in names:
             try:
                 importlib.import_module(name)
             except ImportError:
                 raise BadTests(f"the tests need {name}, which is not here") from None
-        return "" if top in ("numpy", "pytest") else f"the tests import {name}"
+            if name.split(".")[0] not in MODULES or name == "unittest.mock":
+                return f"process: the tests import {name}"
+        return ""
 
     def _name(self, node):
-        return f"the tests use {node.id}" if node.id in NAMES and node.id not in self.bound | self.imported else ""
+        return f"process: the tests use {node.id}" if node.id in NAMES and node.id not in self.bound | self.names else ""
 
     def _attribute(self, node):
-        owner, root, name = getattr(node.value, "id", ""), _root(node, ast.Attribute), node.attr
-        if name.startswith("__") and name not in DUNDERS:
-            return f"the tests use {name}"
-        if owner in PLAIN_ATTRIBUTES and name not in PLAIN_ATTRIBUTES[owner]:
-            return f"the tests use {owner}.{name}"
-        if not isinstance(node.ctx, ast.Load) and owner in self._modules and (owner, name) != ("sys", "stdout"):
-            return f"the tests replace {owner}.{name}"
-        own = name in ATTRIBUTES and (root in self._modules or (root in MODULES and root not in self.bound))
-        return f"the tests use {name}" if own or name in ASSERTIONS else ""
-
-    def _constant(self, node):
-        is_special = isinstance(node.value, str) and node.value[:2] == node.value[-2:] == "__" and node.value[2:-2]
-        named = is_special and node.value not in DUNDERS and node.value.isidentifier()
-        return f"the tests use {node.value}" if named and node.value != "__main__" else ""
-
-    def _compare(self, node):
-        """Of objects that the tests make, only equality may be that of plain values."""
-        asked = [side for a, op, b in _pairs(node) for side in (a, b)[isinstance(op, _IN) :] if isinstance(op, _ODD)]
-        return self._operator(*asked)
-
-    def _binop(self, node):
-        return self._operator(node.left, node.right)
-
-    def _unaryop(self, node):
-        return "" if isinstance(node.op, ast.Not) else self._operator(node.operand)
-
-    def _operator(self, *sides):
-        return "the tests use an operator of what they make" if any(map(self._is_made, sides)) else ""
-
-    def _with(self, node):
-        made = [item.context_expr for item in node.items if self._is_from_code(item.context_expr)]
-        return f"the tests enter what the code returns: {ast.dump(made[0])[:80]}" if made else ""
-
-    def _delete(self, node):
-        names = [target.id for target in node.targets if getattr(target, "id", "") in self._from_code]
-        return f"the tests delete {names[0]}, which the code may notice" if names else ""
-
-    def _classdef(self, node):
-        code = [base.id for base in node.bases if getattr(base, "id", "") in self.imported]
-        decorators = [each for part in node.body for each in getattr(part, "decorator_list", ())]
-        names = [getattr(each, "func", each) for each in decorators]
-        if any(isinstance(name, ast.Name) and self.is_code(name.id) for name in names):
-            return "the tests have the code decorate a method"
-        return f"the tests inherit from {code[0]}" if code else ""
+        if node.attr[:2] == "__":
+            return f"objects: the tests use {node.attr}"
+        module = not isinstance(node.ctx, ast.Load) and name_of(node.value) in MODULES & self.bound
+        if node.attr in ATTRIBUTES and not self.root(node.value) or module:
+            return f"process: the tests use {node.attr}"
+        return ""
 
     def _arg(self, node):
-        return f"the tests need the fixture {node.arg}" if node.arg in FIXTURES else ""
+        return f"process: the tests need the fixture {node.arg}" if node.arg in FIXTURES - self.bound else ""
 
-    def _match(self, node):
-        return f"{type(node).__name__} needs the code's own objects"
+    def _try(self, node):
+        return "process: the import of the program may fail" if any(map(is_import_of_program, ast.walk(node))) else ""
 
-    _trystar = _asyncfor = _asyncwith = _match
+    def _await(self, node):
+        return "values: the tests await"
 
-    # -- what runs in the place of a node ---------------------------------------------------------------------------
+    _asyncfunctiondef = _asyncfor = _asyncwith = _await
 
-    def visit_Call(self, node):
-        """Put `TYPE_OF` for `type`, and `SAME` into assertions of identity."""
-        self.generic_visit(node)
-        if _is_call_of_name(node) and node.func.id == "type" and len(node.args) == 1:
-            node.func.id = TYPE_OF
-        truth = {"assertIs": "assertTrue", "assertIsNot": "assertFalse"}.get(getattr(node.func, "attr", ""))
-        if truth and len(node.args) > 1:
-            node.func.attr, node.args[:2] = truth, [_call(SAME, *node.args[:2])]
-        return node
+    def _compare(self, node):
+        sides = [node.left, *node.comparators]
+        if any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
+            return "" if any(map(_is_fixed, sides)) else "values: the tests ask whether two are one"
+        tested = sides[1:] if isinstance(node.ops[0], (ast.In, ast.NotIn)) and len(sides) == 2 else sides
+        return self._operand("compare", *tested, *(sides[:1] if self.makes(sides[0]) else []))
 
-    def visit_Compare(self, node):
-        """Put `SAME` for `is`, and `OWN` where two objects that the tests make are compared, or members of a class."""
-        self.generic_visit(node)
-        for i, (a, op, b) in enumerate(_pairs(node)):
-            made = isinstance(op, (ast.Eq, ast.NotEq)) and self._is_made(a) and self._is_made(b)
-            if made or (isinstance(op, _ODD) and self._class_of(a) == self._class_of(b) != ""):
-                node.comparators[i] = _call(OWN, b)
-            fixed = [type(getattr(side, "value", 0)) in (type(None), bool, type(...)) for side in (a, b)]
-            if isinstance(op, (ast.Is, ast.IsNot)) and len(node.ops) == 1 and not any(fixed):
-                node.left, node.comparators = _call(SAME, a, b), [ast.Constant(True)]
-        return node
+    def _operand(self, what, *nodes):
+        return f"objects: the tests {what} one" if any(map(self.makes, nodes)) else ""
 
-    def visit_BinOp(self, node):
-        """Put `OWN` where members of a class are combined."""
-        self.generic_visit(node)
-        if self._class_of(node.left) and self._class_of(node.right):
-            node.right = _call(OWN, node.right)
-        return node
+    def _binop(self, node):
+        return self._operand("calculate with", node.left, node.right)
 
-    def _class_of(self, node):
-        """Return the name of the code's class of which an expression seems to be a member."""
-        name = getattr(node.value, "id", "") if isinstance(node, ast.Attribute) else ""
-        return name if name[:1].isupper() and self.is_code(name) else ""
+    def _unaryop(self, node):
+        return self._operand("calculate with", node.operand)
 
-    def _is_from_code(self, node):
-        """Return whether an expression is what the code returns, as far as the text tells."""
-        root = _root(node, (ast.Call, ast.Attribute))
-        return root in self._from_code or (bool(root) and self.is_code(root))
+    def _subscript(self, node):
+        if isinstance(node.ctx, ast.Load):
+            return self._operand("index", node.value)
+        inner = isinstance(node.value, (ast.Attribute, ast.Call)) and key_of(node.value) not in self.made and self.root(node.value)
+        return "values: the tests change what the program has" if inner else self._operand("index", node.value)
 
-    def _is_made(self, node):
-        """Return whether an expression makes an object of the code's, as names are written, or is a name of one."""
-        if _is_call_of_name(node):
-            return node.func.id[:1].isupper() and self.is_code(node.func.id)
-        return isinstance(node, (ast.Name, ast.Attribute)) and _text(node) in self._made
+    def _for(self, node):
+        return self._operand("iterate over", node.iter)
 
+    _comprehension = _for
 
-_IN = ast.In, ast.NotIn
-_ODD = *_IN, ast.Lt, ast.Gt, ast.LtE, ast.GtE
+    def _if(self, node):
+        return self._operand("test the truth of", node.test)
 
+    _while = _assert = _ifexp = _if
 
-def _read(read):
-    try:
-        return read()
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise BadTests(f"the tests do not compile: {error}") from None
+    def _boolop(self, node):
+        return self._operand("test the truth of", *node.values)
 
+    def _formattedvalue(self, node):
+        return self._operand("format", node.value)
 
-def _is_call_of_name(node):
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    def _starred(self, node):
+        return self._operand("iterate over", node.value)
 
+    def _withitem(self, node):
+        return "objects: the tests enter one" if self.root(node.context_expr) else ""
 
-def _needs_pytest(function):
-    """Return whether a test function has decorators or arguments."""
-    return bool(function.decorator_list) or any(isinstance(node, ast.arg) for node in ast.walk(function.args))
+    def _delete(self, node):
+        return self._operand("delete", *node.targets)
 
+    def _classdef(self, node):
+        found = any(map(self.root, (*node.bases, *(each for part in ast.walk(node) for each in getattr(part, "decorator_list", ())))))
+        return "values: the tests inherit from the program, or have it decorate" if found else ""
 
-def _pairs(compare):
-    return list(zip([compare.left, *compare.comparators], compare.ops, compare.comparators))  # noqa: B905 - Python 3.8
+    def _functiondef(self, node):
+        return "values: the tests have the program decorate" if any(map(self.root, node.decorator_list)) else ""
 
-
-def _text(node):
-    return ast.dump(node).replace("Store()", "Load()")
-
-
-def _root(node, through):
-    """Return the name with which an expression begins, if there is nothing else before its end."""
-    while isinstance(node, through):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return getattr(node, "id", "")
+    def _call(self, node):
+        name = name_of(node.func) or getattr(node.func, "attr", "")
+        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if self.root(node.func):
+            local = {each.name for each in self.nodes if isinstance(each, (*FUNCTIONS, ast.ClassDef))}
+            odd = [arg for arg in given if isinstance(arg, (ast.Lambda, ast.GeneratorExp)) or name_of(arg) in local]
+            types = [arg for arg in given if hasattr(builtins, name_of(arg)) and name_of(arg) not in self.bound | self.own]
+            return "values: the tests pass a function or a class" if odd or types else ""
+        if name in ("assertIs", "assertIsNot"):
+            return "" if any(map(_is_fixed, given)) else "values: the tests ask whether two are one"
+        if name == "type" and len(given) != 1:
+            return "process: the tests make a class"
+        if name in ("raises", "assertRaisesRegex", "assertRaises") and len(given) > 1 and name_of(given[0]) in self.own:
+            if name == "assertRaisesRegex" or any(each.arg == "match" for each in node.keywords):
+                return "values: the tests want the text of an exception of the program"
+        if name in ("isinstance", "issubclass") and any(name_of(each) in self.own for each in ast.walk(node.args[-1])):
+            return "objects: the tests ask for the class of one"
+        if getattr(node.func, "attr", "") in CHANGE and not name_of(node.func.value) and key_of(node.func.value) not in self.made and self.root(node.func.value):
+            return "values: the tests change what the program has"
+        helper = name in self.bound or getattr(getattr(node.func, "value", None), "id", "") == "self" and name[:6] != "assert"
+        return "" if helper or name in ASKING else self._operand(f"call {name} of", *given)
 
 
-def _call(name, *args):
-    return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), list(args), []), args[-1])
+def _is_fixed(node):
+    """Return whether an expression is None, True, False, a builtin type or what `type` returns."""
+    of_type = isinstance(node, ast.Call) and name_of(node.func) == "type"
+    kind = isinstance(getattr(builtins, name_of(node), None), type)
+    return of_type or kind or (isinstance(node, ast.Constant) and type(node.value) in (type(None), bool))
 
 
-def _is_import_of_code(node):
+def _params(function):
+    return [*function.args.args, *function.args.kwonlyargs]
+
+
+def is_import_of_program(node):
+    """Return whether a node imports names of the program."""
     return isinstance(node, ast.ImportFrom) and node.module == "solution"
 
 
-def _bound(node):
+def bound(node):
     """Return the names that a node binds."""
     if isinstance(node, ast.Name):
         return [] if isinstance(node.ctx, ast.Load) else [node.id]
