@@ -59,12 +59,19 @@ def show_right(reward: CodeReward, times: int) -> None:
 
 
 def show_rows(reward: CodeReward, times: int) -> None:
-    """Print the table of a file of rows, and each verdict that is not the expected one: 0 or error by default."""
+    """Print of a file of rows how many cheats are paid, which, and why the rest of them tells nothing: rows that are
+    unsupported, and rows whose honest answer is not 1."""
     found = [(case, *case.judge(reward)) for _ in range(times) for case in rows(sys.argv[4], "0|error")]
-    print(table((case, verdict) for case, verdict, _ in found if case.kind[1] != "right"))
-    for case, verdict, why in found:
-        if verdict not in case.expect:
-            print(f"{case.id}: {verdict}, not {' or '.join(case.expect)} {why}")
+    honest = [each for each in found if each[0].kind[1] == "right"]
+    cheats_ = [each for each in found if each[0].kind[1] != "right"]
+    print(table((case, verdict) for case, verdict, _ in cheats_))
+    for title, chosen in (
+        ("paid", [each for each in cheats_ if each[1] == "1"]),
+        ("unsupported", [each for each in found if each[1] == "unsupported"]),
+        ("honest answers that are not paid", [each for each in honest if each[1] not in ("1", "unsupported")]),
+        ("cheats without a score", [each for each in cheats_ if each[1] in ("error", "timeout")]),
+    ):
+        print(f"\n{title}: {len(chosen)}", *(f"{case.id}: {verdict} {why}"[:200] for case, verdict, why in chosen), sep="\n")
 
 
 def show_flaky(reward: CodeReward, times: int) -> None:

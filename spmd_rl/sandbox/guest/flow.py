@@ -16,7 +16,10 @@ CHANGE = frozenset(
 """Methods that change a container."""
 FRESH = frozenset("len sum str int float bool abs round all any isinstance hash type ord chr range min max".split())
 """Functions whose results are not parts of their arguments, as far as these travel."""
-SHOWN = ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp, ast.SetComp, ast.DictComp
+NUMBERS = frozenset("int float round abs chr sum".split())
+"""Functions whose arguments are numbers or texts, or that take each as it comes."""
+LISTS = ast.ListComp, ast.DictComp
+SHOWN = (ast.List, ast.Tuple, ast.Set, ast.Dict, *LISTS)
 LOOPS = ast.For, ast.While
 _STALE, _INNER = -1, -2  # a list of results; a part of what was given
 
@@ -30,7 +33,8 @@ class Flow:
         tests = [each.body for each in functions if each.name.startswith(("test", "check"))]
         first = [line for each in functions if each.name in ("setUp", "setup_method") for line in each.body]
         for body in tests if survey.is_file else [tree.body, *tests]:
-            self._clock, self._since, self._flat, self._changed = 0, {}, {}, ""
+            self._clock, self._since, self._parts, self._changed = 0, {}, {}, ""
+            self._flat = dict.fromkeys(survey.flat, 2)
             self._block(first + body)
 
     def _block(self, statements):
@@ -48,44 +52,34 @@ class Flow:
         """Follow a statement without those in it."""
         nodes = list(_head(statement))
         asks, loads = [node for node in nodes if self._asks(node)], [node for node in nodes if self._is_value(node)]
-        given = {id(arg) for ask in asks for arg in _args(ask)}
-        inner = {id(part) for ask in asks for arg in _args(ask) if isinstance(arg, SHOWN) for part in ast.walk(arg)}
+        args = [arg for ask in asks for arg in _args(ask)]
+        inner = {id(part) for arg in args if isinstance(arg, SHOWN) for part in ast.walk(arg)}
+        known, given = {id(node) for node in nodes for node in self._unseen(node)}, {id(arg) for arg in args} | inner
         if asks and self._changed:
-            self.reason = self.reason or CHANGED
+            self._found(CHANGED)
         self._clock += len(asks)
         for node in nodes:
-            if isinstance(node, ast.Compare):
-                sides = [node.left, *node.comparators]
-                least = min(max(_flatness(side, self._flat) for side in sides), 2)
-                held = [side for side in sides if self._holds(side)]
-                if len(held) > 1 and isinstance(node.ops[0], (ast.Eq, ast.NotEq)) and least < 2:
-                    self.reason = self.reason or LOOKED
-                for side in sides:
-                    is_list = isinstance(side, SHOWN) or self._since.get(key_of(side)) == _STALE
-                    given.update([id(side)] if least == 2 or (least == 1 and is_list) else [])
-            elif isinstance(node, ast.Call) and name_of(node.func) in FRESH:
-                given.update(id(arg) for arg in node.args if isinstance(arg, SHOWN))
+            if isinstance(node, (ast.List, ast.Tuple, ast.Dict, *LISTS)) and id(node) not in known | given:
+                if self._number(node) > 1 and getattr(statement, "value", None) is not node:
+                    self._found(LOOKED)
+            if self._flat.get(key_of(node), 0) == 2 or not self._is_value(node) or key_of(node) not in self._since:
+                continue
+            if id(node) not in known | given and self._since[key_of(node)] < self._clock:
+                self._found(LOOKED)
+            if id(node) not in given and self._changed not in ("", key_of(node)):
+                self._found(CHANGED)
         for node in nodes:
-            many = self._number(node) > 1 if isinstance(node, SHOWN) else False
-            if many and id(node) not in given | inner and getattr(statement, "value", None) is not node:
-                self.reason = self.reason or LOOKED
+            is_method = isinstance(node, ast.Attribute) and node.attr in CHANGE
+            if is_method or (isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)):
+                within = [each for each in ast.walk(node.value) if key_of(each) in self._since]
+                if within and within[0] is not node.value:
+                    self._found(CHANGED)  # a part of it, which may be in it twice
+                self._changed = self._changed or (key_of(within[0]) if within else "")
         for node in loads:
-            key = key_of(node)
-            if key in self._since and id(node) not in given | inner:
-                if self._since[key] < self._clock:
-                    self.reason = self.reason or LOOKED
-                if self._changed not in ("", key):
-                    self.reason = self.reason or CHANGED
-        for node in nodes:
-            changes = isinstance(node, ast.Attribute) and node.attr in CHANGE
-            if changes or (isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)):
-                self._changed = self._changed or key_of(node.value) * (key_of(node.value) in self._since)
-        for node in loads:
-            if self._flat.get(key_of(node), 0) < 2 and id(node) in given | inner and asks:
-                if id(node) in inner:
-                    self._since[key_of(node)] = _INNER
-                elif id(node) in {id(arg) for ask in asks for arg in _args(ask)}:
-                    self._since.setdefault(key_of(node), self._clock)
+            if self._flat.get(key_of(node), 0) < 2 and id(node) in given:
+                self._since.setdefault(key_of(node), self._clock)
+                parts = {key for key, whole in self._parts.items() if whole == key_of(node)}
+                self._since.update(dict.fromkeys(parts | ({key_of(node)} if id(node) in inner else set()), _INNER))
         value = getattr(statement, "iter" if isinstance(statement, ast.For) else "value", None)
         targets = getattr(statement, "targets", [getattr(statement, "target", None)])
         if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.For)) and value is not None:
@@ -96,13 +90,36 @@ class Flow:
         flatness = _flatness(value, self._flat)
         self._flat[key] = 2 if is_item and flatness else flatness
         self._since.pop(key, None)
-        if key not in self._survey.made:
-            if isinstance(value, SHOWN) and self._number(value) > 1:
-                self._since[key] = _STALE
-            elif self._holds(value):
-                self._since[key] = self._clock
-            elif not self._flat[key] and key_of(value) in self._since:
-                self._since[key] = self._since[key_of(value)]
+        self._parts.pop(key, None)
+        if key in self._survey.made or self._flat[key] == 2:
+            return
+        if isinstance(value, SHOWN) and self._number(value) > 1:
+            self._since[key] = _STALE
+        elif self._holds(value):
+            self._since[key] = self._clock
+        elif key_of(value) in self._since:
+            self._since[key] = self._since[key_of(value)]
+        if isinstance(value, ast.Subscript) and not isinstance(value.slice, ast.Slice):
+            self._parts[key] = key_of(value.value)
+
+    def _unseen(self, node):
+        """Return the parts of an expression that it is a number or text if it is what a test expects."""
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            least = max(_flatness(side, self._flat) for side in sides)
+            order = isinstance(node.ops[0], (ast.Lt, ast.LtE, ast.Gt, ast.GtE))
+            return [
+                side
+                for side in sides
+                if least == 2 or order
+                or (least == 1 and (isinstance(side, SHOWN) or self._since.get(key_of(side)) == _STALE))
+            ]
+        if isinstance(node, ast.BinOp) and not isinstance(node.op, (ast.Add, ast.Mult)):
+            return [node.left, node.right]
+        return node.args if isinstance(node, ast.Call) and name_of(node.func) in NUMBERS else []
+
+    def _found(self, reason):
+        self.reason = self.reason or reason
 
     def _asks(self, node):
         """Return whether an expression has the program do something."""
@@ -110,12 +127,16 @@ class Flow:
             return False
         own = self._survey.own - self._survey.made
         helper = node.func.attr if isinstance(node.func, ast.Attribute) else name_of(node.func)
+        if helper == "sleep":  # a thread of the program may do something
+            return True
         return self._survey.root(node.func) or helper in self._helpers or any(name_of(arg) in own for arg in node.args)
 
     def _number(self, node):
-        """Return how often an expression asks; a comprehension does so twice."""
-        many = 2 if isinstance(node, SHOWN[4:]) else 1
-        return many * sum(self._holds(part) for part in ast.walk(node) if isinstance(part, ast.Call))
+        """Return how often an expression asks for its items; a comprehension does so twice."""
+        many, parts = 1, [node]
+        if isinstance(node, LISTS):
+            many, parts = 2, [node.elt] if isinstance(node, ast.ListComp) else [node.value]
+        return many * sum(self._holds(each) for part in parts for each in ast.walk(part) if isinstance(each, ast.Call))
 
     def _holds(self, node):
         """Return whether the value of an expression is, or has as a part, what the program has returned."""

@@ -4,7 +4,7 @@ A function, class or object of the program is a `Remote`: a number that can be c
 is done to it raises `Refused`, which no test can expect, and its test has failed whatever it does afterwards.
 """
 
-import builtins
+import sys
 import types
 
 from spmd_rl.sandbox.guest.link import Gone
@@ -12,6 +12,8 @@ from spmd_rl.sandbox.guest.values import FAULTS, decode, encode
 
 ENDS = StopIteration, StopAsyncIteration
 """Exceptions that would end a loop of the tests."""
+LIBRARY = "builtins json.decoder decimal binascii statistics re struct zlib copy dataclasses queue asyncio.exceptions".split()
+"""Modules whose exceptions mean nothing to what runs the tests."""
 _KINDS = object, int, float, dict, set, list, str, types.GeneratorType, types.CoroutineType
 _MORE = """bool index complex bytes fspath aiter anext enter exit aenter aexit reversed length_hint missing copy deepcopy
 buffer delete instancecheck subclasscheck mro_entries"""
@@ -77,7 +79,7 @@ class Client:
 
     def __init__(self, link, began):
         """`began()` is called before the first question that has the program do something."""
-        self._link, self._began, self._errors = link, began, {}
+        self._link, self._began, self._errors, self._first = link, began, {}, {}
         self.asked, self.refused, self.gone, self.beyond = 0, "", "", ""
 
     def greet(self):
@@ -96,9 +98,13 @@ class Client:
         """Return what the program has under a name. Refused if there is none."""
         if name in self._errors:
             return self._errors[name]
-        value = self.ask("name", name)
-        self.asked += type(value) is not Remote
-        return value
+        if name not in self._first:
+            value = self.ask("name", name)
+            if type(value) is not Remote:
+                self.asked += 1
+                return value
+            self._first[name] = value  # what runs later may give another thing the name
+        return self._first[name]
 
     def call(self, number, args, names):
         """Call an object of the program; change the arguments as it has changed them."""
@@ -161,9 +167,9 @@ class Client:
         return kind.__new__(kind) if kind in self._errors.values() else kind.__new__(kind, text)
 
     def _known(self, names):
-        """Return the classes of exceptions with these names, of the program or builtin."""
-        own = [self._errors.get(name) or getattr(builtins, name, None) for name in names]
-        return [kind for kind in own if isinstance(kind, type) and issubclass(kind, Exception)]
+        """Return the classes of exceptions with these names: the program's own by their name, others by their path."""
+        found = [self._errors.get(name) or _of_library(*name.split(":")) for name in names if type(name) is str]
+        return [kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception)]
 
     def _remote(self, number):
         return Remote(self, number)
@@ -186,6 +192,11 @@ def _own_error(name, bases, client):
     body = {f"__{key}__": method for key, method in body.items()}
     body["args"] = property(lambda self: type(self)())
     return OwnError(name, bases, {**body, "__module__": "solution", "client_of_spmd": client})
+
+
+def _of_library(module, name=""):
+    """Return a class of exceptions that Python has, None if it is none of those that only say what went wrong."""
+    return getattr(sys.modules[module], name, None) if module in LIBRARY and module in sys.modules else None
 
 
 def _renew(old, new):

@@ -44,6 +44,9 @@ FOR_PYTEST = _words("fixture pytestmark setup_module setup_function yield")
 """Words without which test functions that have no arguments and no decorators need nothing but to be called."""
 
 
+TEXT = "values: the tests want more of an exception of the program than its name"
+
+
 class BadTests(Exception):
     """Raised for a mistake of the tests, which the program has no part in."""
 
@@ -70,6 +73,7 @@ class Survey:
         called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
         if not self.names and len(called - hidden) == 1:
             self.names = called - hidden  # the program's function has the name of a builtin
+        self._lent = self.names & MODULES
         self.own = self.names | {node.args.args[0].arg for node in functions if node.name == "check" and node.args.args}
         own_tests = [node for node in functions if node.name.startswith("test")]
         classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
@@ -77,6 +81,13 @@ class Survey:
         words = {word for node in nodes for word in (getattr(node, "attr", ""), getattr(node, "id", ""))}
         needs_pytest = classes or words & FOR_PYTEST or any(node.decorator_list or _params(node) for node in own_tests)
         is_plain = not needs_pytest and all(node in tree.body for node in own_tests)
+        given = [param for node in functions for param in _parametrized(node)]
+        self.flat = {name for name, values in given if all(map(is_constant, values))}
+        self._fixed = {name for name, values in given if all(map(_is_fixed, values))}
+        compared = {id(side) for node in nodes if isinstance(node, ast.Compare) for side in _compared(node)}
+        calls = [node for node in nodes if isinstance(node, ast.Call) and name_of(node.func) in self.own]
+        self._classes = {name_of(node.func) for node in calls if id(node) not in compared}
+        self._classes = {name for name in self._classes if name.lstrip("_")[:1].isupper()}
         self.plain_tests = [node.name for node in own_tests] * is_plain
         self.made = self._made(nodes, functions)
         self.reason = next(filter(None, map(self._reason, nodes)), "") or Flow(self, tree, functions).reason
@@ -89,14 +100,15 @@ class Survey:
 
     def makes(self, node):
         """Return whether an expression makes an object of a class of the program, or names one."""
-        named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self.own
-        return (named and node.func.id.lstrip("_")[:1].isupper()) or key_of(node) in self.made
+        return (isinstance(node, ast.Call) and name_of(node.func) in self._classes) or key_of(node) in self.made
 
     def _made(self, nodes, functions):
         """Return the keys of the names and attributes that seem to be objects of the program."""
         self.made, odd = set(), {name_of(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr not in PLAIN}
+        odd |= {name_of(node.func) for node in nodes if isinstance(node, ast.Call)} - {""}
         given = {arg.arg for node in functions for arg in _params(node)} - {"self", "cls"}
         found = odd & given - FIXTURES
+        found |= {name for node in functions for name, values in _parametrized(node) if any(map(self.makes, values))}
         for _ in range(2):
             for node in nodes:
                 pairs = []
@@ -144,13 +156,15 @@ class Survey:
     def _attribute(self, node):
         if node.attr[:2] == "__":
             return f"objects: the tests use {node.attr}"
+        if name_of(node.value) in self._lent:
+            return f"process: the tests use {node.value.id} without an import"
         module = not isinstance(node.ctx, ast.Load) and name_of(node.value) in MODULES & self.bound
         if node.attr in ATTRIBUTES and not self.root(node.value) or module:
             return f"process: the tests use {node.attr}"
         return ""
 
     def _arg(self, node):
-        return f"process: the tests need the fixture {node.arg}" if node.arg in FIXTURES - self.bound else ""
+        return f"process: the tests need the fixture {node.arg}" if node.arg in FIXTURES else ""
 
     def _try(self, node):
         return "process: the import of the program may fail" if any(map(is_import_of_program, ast.walk(node))) else ""
@@ -163,7 +177,7 @@ class Survey:
     def _compare(self, node):
         sides = [node.left, *node.comparators]
         if any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
-            return "" if any(map(_is_fixed, sides)) else "values: the tests ask whether two are one"
+            return "" if any(_is_fixed(side) or name_of(side) in self._fixed for side in sides) else "values: the tests ask whether two are one"
         tested = sides[1:] if isinstance(node.ops[0], (ast.In, ast.NotIn)) and len(sides) == 2 else sides
         return self._operand("compare", *tested, *(sides[:1] if self.makes(sides[0]) else []))
 
@@ -202,7 +216,16 @@ class Survey:
         return self._operand("iterate over", node.value)
 
     def _withitem(self, node):
-        return "objects: the tests enter one" if self.root(node.context_expr) else ""
+        call = node.context_expr
+        if node.optional_vars and isinstance(call, ast.Call) and any(map(self._is_own, call.args)):
+            return TEXT
+        return "objects: the tests enter one" if self.root(call) else ""
+
+    def _excepthandler(self, node):
+        return TEXT if node.name and node.type and self._is_own(node.type) else ""
+
+    def _is_own(self, node):
+        return any(name_of(each) in self.own for each in ast.walk(node))
 
     def _delete(self, node):
         return self._operand("delete", *node.targets)
@@ -219,6 +242,7 @@ class Survey:
         given = [*node.args, *(keyword.value for keyword in node.keywords)]
         if self.root(node.func):
             local = {each.name for each in self.nodes if isinstance(each, (*FUNCTIONS, ast.ClassDef))}
+            local -= {each.arg for each in self.nodes if isinstance(each, ast.arg)}  # a fixture
             odd = [arg for arg in given if isinstance(arg, (ast.Lambda, ast.GeneratorExp)) or name_of(arg) in local]
             types = [arg for arg in given if hasattr(builtins, name_of(arg)) and name_of(arg) not in self.bound | self.own]
             return "values: the tests pass a function or a class" if odd or types else ""
@@ -228,7 +252,7 @@ class Survey:
             return "process: the tests make a class"
         if name in ("raises", "assertRaisesRegex", "assertRaises") and len(given) > 1 and name_of(given[0]) in self.own:
             if name == "assertRaisesRegex" or any(each.arg == "match" for each in node.keywords):
-                return "values: the tests want the text of an exception of the program"
+                return TEXT
         if name in ("isinstance", "issubclass") and any(name_of(each) in self.own for each in ast.walk(node.args[-1])):
             return "objects: the tests ask for the class of one"
         if getattr(node.func, "attr", "") in CHANGE and not name_of(node.func.value) and key_of(node.func.value) not in self.made and self.root(node.func.value):
@@ -242,6 +266,37 @@ def _is_fixed(node):
     of_type = isinstance(node, ast.Call) and name_of(node.func) == "type"
     kind = isinstance(getattr(builtins, name_of(node), None), type)
     return of_type or kind or (isinstance(node, ast.Constant) and type(node.value) in (type(None), bool))
+
+
+def is_constant(node):
+    """Return whether an expression is a number, a text, a truth or None, or a tuple of such."""
+    if isinstance(node, ast.UnaryOp):
+        return is_constant(node.operand)
+    return isinstance(node, ast.Constant) or (isinstance(node, ast.Tuple) and all(map(is_constant, node.elts)))
+
+
+def _compared(node):
+    """Return the sides of a comparison that are each compared with a literal."""
+    sides = [node.left, *node.comparators]
+    return [side for side in sides if any(each is not side and _is_literal(each) for each in sides)]
+
+
+def _is_literal(node):
+    return all(hasattr(builtins, each.id) for each in ast.walk(node) if isinstance(each, ast.Name))
+
+
+def _parametrized(function):
+    """Return (parameter, expressions of its values) for what `pytest.mark.parametrize` gives to a function."""
+    found = []
+    for node in function.decorator_list:
+        if getattr(getattr(node, "func", None), "attr", "") == "parametrize" and len(node.args) > 1:
+            names, rows = node.args[0], getattr(node.args[1], "elts", [])
+            names = [each.value for each in getattr(names, "elts", [names]) if isinstance(each, ast.Constant)]
+            names = [name.strip() for each in names for name in str(each).split(",")]
+            columns = [[row] for row in rows] if len(names) == 1 else [getattr(row, "elts", []) for row in rows]
+            for i, name in enumerate(names):
+                found.append((name, [row[i] if i < len(row) else ast.Name("", ast.Load()) for row in columns]))
+    return found
 
 
 def _params(function):
