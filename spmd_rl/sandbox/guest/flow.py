@@ -32,10 +32,10 @@ class Flow:
         self._helpers = {each.name for each in functions if any(name in survey.own for name in map(name_of, ast.walk(each)))}
         tests = [each.body for each in functions if each.name.startswith(("test", "check"))]
         first = [line for each in functions if each.name in ("setUp", "setup_method") for line in each.body]
-        for body in tests if survey.is_file else [tree.body, *tests]:
+        for body in tests or [[]]:
             self._clock, self._since, self._parts, self._changed = 0, {}, {}, ""
             self._flat = dict.fromkeys(survey.flat, 2)
-            self._block(first + body)
+            self._block(tree.body + first + body)
 
     def _block(self, statements):
         for statement in statements:
@@ -75,6 +75,8 @@ class Flow:
                 if within and within[0] is not node.value:
                     self._found(CHANGED)  # a part of it, which may be in it twice
                 self._changed = self._changed or (key_of(within[0]) if within else "")
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in CHANGE and any(map(self._holds, node.args)):
+                self._since[key_of(node.func.value)] = _STALE
         for node in loads:
             if self._flat.get(key_of(node), 0) < 2 and id(node) in given:
                 self._since.setdefault(key_of(node), self._clock)
@@ -83,12 +85,13 @@ class Flow:
         value = getattr(statement, "iter" if isinstance(statement, ast.For) else "value", None)
         targets = getattr(statement, "targets", [getattr(statement, "target", None)])
         if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.For)) and value is not None:
-            for key in filter(None, (key_of(part) for target in targets for part in ast.walk(target))):
-                self._bind(key, value, isinstance(statement, ast.For))
+            for part in (part for target in targets for part in ast.walk(target)):
+                if isinstance(getattr(part, "ctx", None), ast.Store):
+                    self._bind(key_of(getattr(part, "value", part)) or key_of(part), value, statement)
 
-    def _bind(self, key, value, is_item):
+    def _bind(self, key, value, statement):
         flatness = _flatness(value, self._flat)
-        self._flat[key] = 2 if is_item and flatness else flatness
+        self._flat[key] = 2 if isinstance(statement, ast.For) and flatness else flatness
         self._since.pop(key, None)
         self._parts.pop(key, None)
         if key in self._survey.made or self._flat[key] == 2:
@@ -187,6 +190,13 @@ def _flatness(node, known):
         return least if isinstance(node, ast.Tuple) else min(1, least // 2)
     if isinstance(node, ast.Dict):
         return min([_flatness(item, known) for item in node.values], default=2) // 2
+    if isinstance(node, ast.Subscript):
+        return _flatness(node.value, known) if isinstance(node.slice, ast.Slice) else 2 * min(_flatness(node.value, known), 1)
     if isinstance(node, ast.BinOp):
         return min(_flatness(node.left, known), _flatness(node.right, known))
     return _flatness(node.operand, known) if isinstance(node, ast.UnaryOp) else known.get(key_of(node), 0)
+
+
+def is_constant(node):
+    """Return whether an expression is a number, a text, a truth or None, or a tuple of such."""
+    return _flatness(node, {}) == 2

@@ -41,10 +41,14 @@ def run(names, client):
     vars(module).update(names)
     plugin = _plugin(importlib.import_module("pytest"), module, client)
     session.config.pluginmanager.register(plugin)
-    session.config.hook.pytest_collection(session=session)
-    if not plugin.wrong:
-        session.config.hook.pytest_runtestloop(session=session)
-    session.config.pluginmanager.unregister(plugin)
+    try:
+        session.config.hook.pytest_collection(session=session)
+        if not plugin.wrong:
+            session.config.hook.pytest_runtestloop(session=session)
+    except Refused as error:
+        return [("pytest", str(error))]
+    finally:
+        session.config.pluginmanager.unregister(plugin)
     wrong = plugin.wrong or ("a test has not come to its end" if len(plugin.outcomes) != len(session.items) else "")
     if wrong and client.asked == before and not client.refused:
         raise BadTests(wrong)
