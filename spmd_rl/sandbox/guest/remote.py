@@ -45,6 +45,8 @@ class Remote:
 
     def __getattribute__(self, name):
         client, number = place_of(self)
+        if name == "__name__":  # which unittest wants for its messages
+            return "object"
         if name.startswith("__"):
             client.refuse(f"{name} of an object")
         return client.ask("get", number, name)
@@ -131,7 +133,7 @@ class Client:
 
     def refuse(self, why):
         """Let the test that runs fail. Never returns."""
-        self.refused = self.refused or why
+        self.refused = self.refused or why or "it is refused"
         raise Refused(why)
 
     def _ask(self, *question):

@@ -52,7 +52,8 @@ class BadTests(Exception):
 
 class Survey:
     """The `reason` why a source of tests needs more than plain values, empty if it does not, and what it takes to run
-    it: its `code`, the `names` that are the program's, the names that it has `bound`, and its `plain_tests`."""
+    it: its `code`, the `names` that are the program's and those of them that it does not import (`lent`), the names that
+    it has `bound`, and its `plain_tests`."""
 
     def __init__(self, source, known=frozenset(), entry=""):
         """`known`: the names of what runs before it. `entry`: one of the program's that it may hide. BadTests if the
@@ -84,9 +85,10 @@ class Survey:
         self.bound = {name for node in nodes for name in _bound(node)} - imported
         hidden = (self.bound | known) - {entry}
         self.names = (loaded & {entry}) | imported | {name for name in loaded - hidden if not hasattr(builtins, name)}
-        called = {name_of(node.func) for node in nodes if isinstance(node, ast.Call)} - hidden - {""}
+        called = {name_of(node.func) for node in nodes if isinstance(node, ast.Call)} - hidden - NAMES - {""}
         if not self.names and len(called) == 1:
             self.names = called  # the program's function has the name of a builtin
+        self.lent = self.names - imported
         self.own = self.names | {node.args.args[0].arg for node in functions if node.name == "check" and node.args.args}
 
     def _find_objects(self, nodes, functions):
@@ -190,7 +192,7 @@ class Survey:
 
     def _changes(self, node):
         """Return why a change of a value is none of the program's."""
-        is_part = isinstance(node, (ast.Attribute, ast.Call)) and key_of(node) not in self.made and self.root(node)
+        is_part = isinstance(node, (ast.Attribute, ast.Call)) and not self.makes(node) and self.root(node)
         return "values: the tests change what the program has" if is_part else ""
 
     def _withitem(self, node):
@@ -214,6 +216,8 @@ class Survey:
     def _call(self, node):
         name = name_of(node.func) or getattr(node.func, "attr", "")
         given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if getattr(node.func, "attr", "") in CHANGE and (reason := self._changes(node.func.value)):
+            return reason
         if self.root(node.func):
             names = set(map(name_of, given)) - {""}
             types = {each for each in names - self.bound - self.own if hasattr(builtins, each)}
@@ -228,7 +232,7 @@ class Survey:
             return TEXT
         if name in ("isinstance", "issubclass") and self._is_own(node.args[-1]):
             return "objects: the tests ask for the class of one"
-        return self._changes(node.func.value) if getattr(node.func, "attr", "") in CHANGE else ""
+        return ""
 
 
 def _is_fixed(node):

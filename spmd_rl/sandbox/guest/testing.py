@@ -105,7 +105,7 @@ class Tester:
         module = sys.modules["tests"] = types.ModuleType("tests")
         namespace, own = vars(module), self._beside
         namespace.update(self._base, __name__="tests" if survey.is_file else "__main__")
-        why = self._why(self._lend, survey.names, namespace) or self._why(exec, survey.code, namespace)
+        why = self._why(self._lend, survey.lent, namespace) or self._why(exec, survey.code, namespace)
         if why or not survey.is_file:
             return [("test", why)]
         if survey.plain_tests:
