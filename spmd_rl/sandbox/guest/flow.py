@@ -29,7 +29,9 @@ class Flow:
 
     def __init__(self, survey, tree, functions):
         self._survey, self.reason = survey, ""
-        self._helpers = {each.name for each in functions if any(name in survey.own for name in map(name_of, ast.walk(each)))}
+        self._helpers = {
+            each.name for each in functions if any(name in survey.own for name in map(name_of, ast.walk(each)))
+        }
         tests = [each.body for each in functions if each.name.startswith(("test", "check"))]
         first = [line for each in functions if each.name in ("setUp", "setup_method") for line in each.body]
         for body in tests or [[]]:
@@ -75,7 +77,11 @@ class Flow:
                 if within and within[0] is not node.value:
                     self._found(CHANGED)  # a part of it, which may be in it twice
                 self._changed = self._changed or (key_of(within[0]) if within else "")
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in CHANGE and any(map(self._holds, node.args)):
+            if (
+                isinstance(node, ast.Call)
+                and getattr(node.func, "attr", "") in CHANGE
+                and any(map(self._holds, node.args))
+            ):
                 self._since[key_of(node.func.value)] = _STALE
         for node in loads:
             if self._flat.get(key_of(node), 0) < 2 and id(node) in given:
@@ -114,7 +120,8 @@ class Flow:
             return [
                 side
                 for side in sides
-                if least == 2 or order
+                if least == 2
+                or order
                 or (least == 1 and (isinstance(side, SHOWN) or self._since.get(key_of(side)) == _STALE))
             ]
         if isinstance(node, ast.BinOp) and not isinstance(node.op, (ast.Add, ast.Mult)):
@@ -191,7 +198,11 @@ def _flatness(node, known):
     if isinstance(node, ast.Dict):
         return min([_flatness(item, known) for item in node.values], default=2) // 2
     if isinstance(node, ast.Subscript):
-        return _flatness(node.value, known) if isinstance(node.slice, ast.Slice) else 2 * min(_flatness(node.value, known), 1)
+        return (
+            _flatness(node.value, known)
+            if isinstance(node.slice, ast.Slice)
+            else 2 * min(_flatness(node.value, known), 1)
+        )
     if isinstance(node, ast.BinOp):
         return min(_flatness(node.left, known), _flatness(node.right, known))
     return _flatness(node.operand, known) if isinstance(node, ast.UnaryOp) else known.get(key_of(node), 0)

@@ -73,7 +73,9 @@ class Survey:
         for_pytest = classes or any(node.decorator_list for node in functions) or any(map(_params, tests))
         is_plain = not for_pytest and all(node in tree.body for node in tests) and "pytestmark" not in self.bound
         self.plain_tests = [node.name for node in tests] * is_plain
-        self._local = classes | {node.name for node in functions} - {node.arg for node in nodes if isinstance(node, ast.arg)}
+        self._local = classes | {node.name for node in functions} - {
+            node.arg for node in nodes if isinstance(node, ast.arg)
+        }
         parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
         reasons = (self._reason(node) or self._misused(node, parents.get(node)) for node in nodes)
         self.reason = next(filter(None, reasons), "") or Flow(self, tree, functions).reason
@@ -131,7 +133,11 @@ class Survey:
             fits = not name or name in OF_OBJECTS | self._local or of_self or self.root(parent.func)
             return "" if fits else f"objects: the tests call {name} of one"
         if isinstance(parent, ast.Compare):
-            return "" if all(isinstance(op, (ast.Is, ast.IsNot)) for op in parent.ops) else "objects: the tests compare one"
+            return (
+                ""
+                if all(isinstance(op, (ast.Is, ast.IsNot)) for op in parent.ops)
+                else "objects: the tests compare one"
+            )
         fits = isinstance(parent, PASSED_ON) or (isinstance(parent, ast.Call) and node is parent.func)
         return "" if fits else f"objects: the tests have one in a {type(parent).__name__}"
 
@@ -161,7 +167,9 @@ class Survey:
         return ""
 
     def _name(self, node):
-        return f"process: the tests use {node.id}" if node.id in NAMES and node.id not in self.bound | self.names else ""
+        return (
+            f"process: the tests use {node.id}" if node.id in NAMES and node.id not in self.bound | self.names else ""
+        )
 
     def _attribute(self, node):
         owner = name_of(node.value)
@@ -170,7 +178,11 @@ class Survey:
         if owner in self.names & MODULES:
             return f"process: the tests use {owner} without an import"
         replaces = not isinstance(node.ctx, ast.Load) and owner in MODULES & self.bound
-        return f"process: the tests use {node.attr}" if replaces or (node.attr in ATTRIBUTES and not self.root(node.value)) else ""
+        return (
+            f"process: the tests use {node.attr}"
+            if replaces or (node.attr in ATTRIBUTES and not self.root(node.value))
+            else ""
+        )
 
     def _arg(self, node):
         return f"process: the tests need the fixture {node.arg}" if node.arg in FIXTURES else ""
@@ -196,7 +208,11 @@ class Survey:
         return "values: the tests change what the program has" if is_part else ""
 
     def _withitem(self, node):
-        if node.optional_vars and isinstance(node.context_expr, ast.Call) and any(map(self._is_own, node.context_expr.args)):
+        if (
+            node.optional_vars
+            and isinstance(node.context_expr, ast.Call)
+            and any(map(self._is_own, node.context_expr.args))
+        ):
             return TEXT
         return "objects: the tests enter one" if self.root(node.context_expr) else ""
 
@@ -270,7 +286,9 @@ def _parametrized(function):
             names = [each.value for each in getattr(names, "elts", [names]) if isinstance(each, ast.Constant)]
             names = [name.strip() for each in names for name in str(each).split(",")]
             rows = [[row] if len(names) == 1 else getattr(row, "elts", []) for row in rows]
-            found += [(name, [(row + [ast.Name("", ast.Load())] * 9)[i] for row in rows]) for i, name in enumerate(names)]
+            found += [
+                (name, [(row + [ast.Name("", ast.Load())] * 9)[i] for row in rows]) for i, name in enumerate(names)
+            ]
     return found
 
 

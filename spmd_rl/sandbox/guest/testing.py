@@ -110,7 +110,9 @@ class Tester:
             return [("test", why)]
         if survey.plain_tests:
             return [(name, self._why(namespace[name])) for name in survey.plain_tests]
-        names = {name: namespace[name] for name in survey.bound if name in namespace and type(namespace[name]) is not Remote}
+        names = {
+            name: namespace[name] for name in survey.bound if name in namespace and type(namespace[name]) is not Remote
+        }
         return suite.run(names, self._client)
 
     def _lend(self, names, namespace):

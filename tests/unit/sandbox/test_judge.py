@@ -55,7 +55,22 @@ Color = IntEnum("Color", "RED")
 
 @pytest.mark.parametrize(
     "value",
-    [Liar(), Point(1, 2), Color.RED, Counter("a"), OrderedDict(), defaultdict(list), deque(), range(3), bytearray(), print, int, iter([]), object(), {}.keys()],
+    [
+        Liar(),
+        Point(1, 2),
+        Color.RED,
+        Counter("a"),
+        OrderedDict(),
+        defaultdict(list),
+        deque(),
+        range(3),
+        bytearray(),
+        print,
+        int,
+        iter([]),
+        object(),
+        {}.keys(),
+    ],
 )
 def test_what_is_of_no_plain_type_does_not_travel(value):
     with pytest.raises(TypeError):
@@ -64,7 +79,23 @@ def test_what_is_of_no_plain_type_does_not_travel(value):
 
 @pytest.mark.parametrize(
     "node",
-    [["o", "1"], ["o", True], ["x", 1], [], ["d", 1], ["s", ["l"]], ["b", "g"], ["D", "x"], ["D", 1], ["F", 2, 4], ["F", 1, 0], ["c", 1, 2], [["l"]], [None], ["d", ["l"], 1]],
+    [
+        ["o", "1"],
+        ["o", True],
+        ["x", 1],
+        [],
+        ["d", 1],
+        ["s", ["l"]],
+        ["b", "g"],
+        ["D", "x"],
+        ["D", 1],
+        ["F", 2, 4],
+        ["F", 1, 0],
+        ["c", 1, 2],
+        [["l"]],
+        [None],
+        ["d", ["l"], 1],
+    ],
 )
 def test_a_message_makes_plain_values_or_none(node):
     with pytest.raises(values.FAULTS):
@@ -190,7 +221,8 @@ def test_exceptions_have_a_name_and_a_text():
 
 
 @pytest.mark.parametrize(
-    "error", [StopIteration(3), StopAsyncIteration(), GeneratorExit(), SystemExit(0), KeyboardInterrupt(), BaseException()]
+    "error",
+    [StopIteration(3), StopAsyncIteration(), GeneratorExit(), SystemExit(0), KeyboardInterrupt(), BaseException()],
 )
 def test_what_ends_loops_or_processes_is_a_failure(error):
     client = ask({"f": raising(error)})
@@ -302,7 +334,12 @@ def test_faults_are_found_in_the_text(source):
 
 
 @pytest.mark.parametrize(
-    "test", ["class Node:\n    x = 1\nn = Node()\nassert f(n) == 1", "x = range(3)\nassert f(x) == 1", "x = [1]\nassert f(x, x) == 1"]
+    "test",
+    [
+        "class Node:\n    x = 1\nn = Node()\nassert f(n) == 1",
+        "x = range(3)\nassert f(x) == 1",
+        "x = [1]\nassert f(x, x) == 1",
+    ],
 )
 def test_what_tests_give_and_is_not_plain_is_unsupported(sandbox, test):
     assert sandbox.check("def f(*x): return 1", [test], limits=TIGHT).unsupported
