@@ -9,14 +9,12 @@ import ast
 
 CHANGED = "values: the tests change what has travelled and then look at the rest"
 LOOKED = "values: the tests look at what has travelled before they asked again"
-CHANGE = frozenset(
-    "append extend insert remove pop clear sort reverse update add discard setdefault popitem difference_update"
-    " intersection_update symmetric_difference_update".split()
-)
+CHANGE = {name for kind in (list, dict, set) for name in set(dir(kind)) - set(dir(tuple)) - set(dir(frozenset))}
+CHANGE -= {"get", "items", "keys", "values", "fromkeys", *(name for name in CHANGE if name.startswith("__"))}
 """Methods that change a container."""
-FRESH = frozenset("len sum str int float bool abs round all any isinstance hash type ord chr range min max".split())
+FRESH = {"len", "sum", "str", "int", "float", "bool", "abs", "round", "all", "any", "isinstance", "hash", "type", "range"}
 """Functions whose results are not parts of their arguments, as far as these travel."""
-NUMBERS = frozenset("int float round abs chr sum".split())
+NUMBERS = {"int", "float", "round", "abs", "chr", "sum"}
 """Functions whose arguments are numbers or texts, or that take each as it comes."""
 LISTS = ast.ListComp, ast.DictComp
 SHOWN = (ast.List, ast.Tuple, ast.Set, ast.Dict, *LISTS)
@@ -61,9 +59,9 @@ class Flow:
             self._found(CHANGED)
         self._clock += len(asks)
         for node in nodes:
-            if isinstance(node, (ast.List, ast.Tuple, ast.Dict, *LISTS)) and id(node) not in known | given:
-                if self._number(node) > 1 and getattr(statement, "value", None) is not node:
-                    self._found(LOOKED)
+            is_list = isinstance(node, (ast.List, ast.Tuple, ast.Dict, *LISTS)) and id(node) not in known | given
+            if is_list and self._number(node) > 1 and getattr(statement, "value", None) is not node:
+                self._found(LOOKED)
             if self._flat.get(key_of(node), 0) == 2 or not self._is_value(node) or key_of(node) not in self._since:
                 continue
             if id(node) not in known | given and self._since[key_of(node)] < self._clock:

@@ -12,13 +12,11 @@ from spmd_rl.sandbox.guest.values import FAULTS, decode, encode
 
 ENDS = StopIteration, StopAsyncIteration
 """Exceptions that would end a loop of the tests."""
-LIBRARY = (
-    "builtins json.decoder decimal binascii statistics re struct zlib copy dataclasses queue asyncio.exceptions".split()
-)
+LIBRARY = {"builtins", "json.decoder", "decimal", "binascii", "statistics", "re", "struct", "zlib", "copy", "dataclasses"}
 """Modules whose exceptions mean nothing to what runs the tests."""
 _KINDS = object, int, float, dict, set, list, str, types.GeneratorType, types.CoroutineType
-_MORE = """bool index complex bytes fspath aiter anext enter exit aenter aexit reversed length_hint missing copy deepcopy
-buffer delete instancecheck subclasscheck mro_entries"""
+_MORE = """bool index complex bytes fspath aiter anext enter exit aenter aexit reversed length_hint missing copy
+deepcopy buffer delete instancecheck subclasscheck mro_entries"""
 _OPERATORS = "add sub mul matmul truediv floordiv divmod mod pow lshift rshift and or xor"
 _KEPT = {"__new__", "__init__", "__getattribute__", "__getattr__", "__setattr__", "__class__", "__call__", "__del__"}
 _KEPT |= {"__doc__", "__name__", "__qualname__", "__init_subclass__", "__subclasshook__", "__class_getitem__"}

@@ -30,7 +30,8 @@ NAMES = _words(
 ATTRIBUTES = _words(
     "mock patch catch_warnings warns deprecated_call redirect_stdout redirect_stderr seed getstate setstate getcontext"
     " setcontext localcontext modules stdout stderr stdin path settrace setrecursionlimit skip skipif skipUnless skipIf"
-    " xfail importorskip SkipTest skipTest expectedFailure assertWarns assertWarnsRegex assertLogs assertNoLogs is_ is_not"
+    " xfail importorskip SkipTest skipTest expectedFailure assertWarns assertWarnsRegex assertLogs assertNoLogs is_"
+    " is_not"
 )
 FIXTURES = _words(
     "cache caplog capsys capfd capsysbinary capfdbinary doctest_namespace monkeypatch pytestconfig pytester"
@@ -52,8 +53,8 @@ class BadTests(Exception):
 
 class Survey:
     """The `reason` why a source of tests needs more than plain values, empty if it does not, and what it takes to run
-    it: its `code`, the `names` that are the program's and those of them that it does not import (`lent`), the names that
-    it has `bound`, and its `plain_tests`."""
+    it: its `code`, the `names` that are the program's and those that it does not import (`lent`), the names that it has
+    `bound`, and its `plain_tests`."""
 
     def __init__(self, source, known=frozenset(), entry=""):
         """`known`: the names of what runs before it. `entry`: one of the program's that it may hide. BadTests if the

@@ -4,7 +4,6 @@ A source is a script, a file of pytest or one of `unittest`. What it imports `fr
 nor Python defines, is the program's; `remote.Client` asks for it.
 """
 
-import builtins
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ import types
 from spmd_rl.sandbox.guest import suite
 from spmd_rl.sandbox.guest.common import execute
 from spmd_rl.sandbox.guest.link import Link
-from spmd_rl.sandbox.guest.remote import Client, Refused, Remote
+from spmd_rl.sandbox.guest.remote import Client, Remote
 from spmd_rl.sandbox.guest.survey import BadTests, Survey
 
 ASKED = b"?"
@@ -103,7 +102,7 @@ class Tester:
     def _outcomes(self, survey):
         """Return the name of each test, and why it failed or an empty text. A source without any is one itself."""
         module = sys.modules["tests"] = types.ModuleType("tests")
-        namespace, own = vars(module), self._beside
+        namespace = vars(module)
         namespace.update(self._base, __name__="tests" if survey.is_file else "__main__")
         why = self._why(self._lend, survey.lent, namespace) or self._why(exec, survey.code, namespace)
         if why or not survey.is_file:

@@ -151,7 +151,7 @@ class Box:
 
 USES = [
     lambda box: box == 5,
-    lambda box: 5 != box,
+    lambda box: box != 5,
     lambda box: 7 in box,
     lambda box: box in {1: 2},
     lambda box: [box] == [5],
@@ -227,7 +227,7 @@ def test_exceptions_have_a_name_and_a_text():
 def test_what_ends_loops_or_processes_is_a_failure(error):
     client = ask({"f": raising(error)})
     with pytest.raises(Refused):
-        list(map(lambda _: client.name("f")(), [1]))
+        [client.name("f")() for _ in [1]]
     assert client.refused
 
 
