@@ -12,7 +12,7 @@ from spmd_rl.sandbox.guest.values import FAULTS, decode, encode
 
 ENDS = StopIteration, StopAsyncIteration
 """Exceptions that would end a loop of the tests."""
-LIBRARY = {"builtins", "json.decoder", "decimal", "binascii", "statistics", "re", "struct", "zlib", "copy", "dataclasses"}
+LIBRARY = {"builtins", "json.decoder", "decimal", "binascii", "statistics", "re", "struct", "zlib", "dataclasses"}
 """Modules whose exceptions mean nothing to what runs the tests."""
 _KINDS = object, int, float, dict, set, list, str, types.GeneratorType, types.CoroutineType
 _MORE = """bool index complex bytes fspath aiter anext enter exit aenter aexit reversed length_hint missing copy
