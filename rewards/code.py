@@ -149,7 +149,9 @@ class CodeReward:
         if result.unsupported or not gold or not result.passed or all(result.passed):
             return result.unsupported
         beside = self._sandbox.check(*given, True).passed
-        return (result.beyond or "the gold answer passes beside them alone") if beside and all(beside) else ""
+        return (
+            f"gold: the right answer passes beside its tests alone: {result.detail}" if beside and all(beside) else ""
+        )
 
     def _run(self, code: str, pairs: list[tuple[str, str]]) -> tuple[list[bool], str]:
         """Return which inputs give the right output, none after the first endless one, and the last line of stderr of

@@ -2,7 +2,7 @@
 
 A confined process gets its job and its standard input as sealed files in memory and writes to pipes, which are read
 here up to a limit. The kernel ends it when its processor time is used up; what sleeps is killed here. Tests run in a
-process of their own, in which there is no untrusted code and into which plain values alone come (`guest/stubs.py`).
+process of their own, in which there is no untrusted code and into which plain values alone come (`guest/remote.py`).
 """
 
 import contextlib
@@ -168,13 +168,11 @@ class BaseSandbox(ServedSandbox):
         end = ended[-1][0].end
         if "wall" in (testing.end, end):
             return CheckResult("wall", ())
-        sources = _judged(testing, report, len(tests), beside=unproven)
-        passed = tuple(outcome for _, outcomes, _, _ in sources for outcome in outcomes)
-        reasons = [why for supported, _, why, _ in sources if not supported]
-        if reasons:
-            return CheckResult(end, (), unsupported=reasons[0])
-        why, beyond = (next((source[i] for source in sources if source[i]), "") for i in (2, 3))
-        return CheckResult(end, passed, why, beyond=beyond)
+        unsupported, sources = _judged(testing, report, len(tests), beside=unproven)
+        if unsupported:
+            return CheckResult(end, (), unsupported=unsupported)
+        passed = tuple(outcome for outcomes, _ in sources for outcome in outcomes)
+        return CheckResult(end, passed, next((why for _, why in sources if why), ""))
 
     def _open(self, stack: ExitStack, jobs: list[dict[str, Any]], limits: RunLimits, stdin: str) -> list[_Run]:
         """Start a process for each job, two with a socket pair between. `stack` ends them and our descriptors."""
@@ -204,25 +202,23 @@ class BaseSandbox(ServedSandbox):
 
 def _judged(
     testing: RunResult, written: bytes, num_sources: int, beside: bool
-) -> list[tuple[bool, list[bool], str, str]]:
-    """Return what is said of each source of tests. RuntimeError if the tests are at fault. Whatever ends their process
-    once the code has been asked is the code's doing; so is all that code beside its tests makes of the report."""
+) -> tuple[str, list[tuple[list[bool], str]]]:
+    """Return why the tests are not supported, and for each source of them which passed and why one failed. RuntimeError
+    if the tests are at fault. Whatever ends their process once the code has been asked is the code's doing; so is all
+    that code beside its tests makes of the report."""
     asked, text = written.startswith(b"?") or beside, written.lstrip(b"?")
     try:
         report = json.loads(text)
-        sources = [
-            (bool(ok), [each is True for each in passed] or [False], str(why)[:1000], str(beyond)[:1000])
-            for ok, passed, why, beyond in report["sources"]
-        ]
-        error = str(report["error"])
+        passed = [([each is True for each in passed] or [False], str(why)[:1000]) for passed, why in report["sources"]]
+        error, unsupported = str(report["error"]), str(report["unsupported"])[:1000]
     except (ValueError, TypeError, KeyError, RecursionError):
-        told = f"the tests ended by {testing.end} {testing.code}"
+        ended = f"the tests ended by {testing.end} {testing.code}"
         if asked:
-            return [(True, [False], f"{told}, after what the code answered", "")] * num_sources
-        raise RuntimeError(f"{told}: {testing.stderr.strip()}") from None
-    if error or not sources:
+            return "", [([False], f"{ended}, after what the code answered")] * num_sources
+        raise RuntimeError(f"{ended}: {testing.stderr.strip()}") from None
+    if error or not (passed or unsupported):
         raise RuntimeError(error[:1000] or "there are no tests")
-    return sources
+    return "" if beside else unsupported, passed
 
 
 def _give_up(run: _Run) -> None:

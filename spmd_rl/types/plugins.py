@@ -178,8 +178,6 @@ class CheckResult:
     """Why the first failing test failed: one line."""
     unsupported: str = ""
     """What the tests need, by their text, that no plain value can do; the same for every code."""
-    beyond: str = ""
-    """Where a test wanted more of an object of this code than plain values, and so failed."""
 
 
 class Sandbox(Protocol):

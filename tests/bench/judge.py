@@ -1,10 +1,10 @@
 """The judge of code by its cases: cheats paid (family x shape), right answers by set, verdicts that differ, and speed.
 
 python -m tests.bench.judge cheats 3 forkserver    # every cheat three times; or bwrap
-python -m tests.bench.judge right 1 bwrap
+python -m tests.bench.judge right 1 bwrap          # with the reasons why rows are unsupported
 python -m tests.bench.judge flaky 5 forkserver     # a sample beside two busy loops
 python -m tests.bench.judge speed 4 forkserver     # verdicts per second of processor time, by shape
-python -m tests.bench.judge rows 3 forkserver /tmp/mine.txt    # a file of rows of your own, with the packages' numpy
+python -m tests.bench.judge rows 1 forkserver /tmp/mine.txt    # a file of rows and answers, as tests/unit/sandbox/cases
 """
 
 import json
@@ -19,11 +19,7 @@ from rewards.code import CodeReward
 from spmd_rl.sandbox import open_sandbox
 from tests.unit.sandbox.cases import FOLDER, Case, cheats, right_answers, rows, table
 
-ROWS = {
-    "never": "error|0",
-    **dict.fromkeys(("outside", "second", "second_arrays", "third", "fourth", "fourth_arrays"), "0|error"),
-}
-ROWS |= dict.fromkeys(("objects", "stdin_cheats", "aliases", "arrays", "callbacks", "faults", "iterators"), "0")
+ROWS = {"never": "error|0", "rows": "0|error", "stdin_cheats": "0"}
 BUSY = "import os\nos.nice(10)\nwhile True: pass"
 
 
@@ -42,29 +38,38 @@ def show_cheats(reward: CodeReward, times: int) -> None:
 
 
 def show_right(reward: CodeReward, times: int) -> None:
-    """Print the verdicts on right answers, by set."""
-    sets = {path.stem: rows(f"right/{path.stem}", "1") for path in sorted((FOLDER / "right").glob("*.txt"))}
-    sets |= {"table": right_answers()}
-    own = [name for name in ROWS if name not in ("never", "objects", "stdin_cheats", "faults")]
-    sets |= {f"{name}, rows": [case for case in rows(name, "0") if case.kind[1] == "right"] for name in own}
+    """Print the verdicts on right answers, by set, each as the gold answer of its row."""
+    sets = {path.stem: rows(f"right/{path.stem}", "1", gold=True) for path in sorted((FOLDER / "right").glob("*.txt"))}
+    sets |= {"table": right_answers(), "beyond": rows("beyond", "1", gold=True)}
+    reasons: Counter[str] = Counter()
     print("| set | answers | 1 | unsupported | 0, error, timeout |\n|---|---|---|---|---|")
     for name, cases in sets.items():
-        found = Counter(case.judge(reward)[0] for _ in range(times) for case in cases)
-        asked = sum(found.values())
-        print(
-            f"| {name} | {asked} | {found['1']} | {found['unsupported']} |",
-            asked - found["1"] - found["unsupported"],
-            "|",
-        )
+        found = [case.judge(reward) for _ in range(times) for case in cases]
+        count = Counter(verdict for verdict, _ in found)
+        reasons.update(why for verdict, why in found if verdict == "unsupported")
+        others = len(found) - count["1"] - count["unsupported"]
+        print(f"| {name} | {len(found)} | {count['1']} | {count['unsupported']} | {others} |")
+    print(*(f"{number} {reason:.150}" for reason, number in reasons.most_common()), sep="\n")
 
 
 def show_rows(reward: CodeReward, times: int) -> None:
-    """Print the table of a file of rows, and each verdict that is not the expected one: 0 or error by default."""
+    """Print of a file of rows how many cheats are paid, which, and why the rest of them tells nothing: rows that are
+    unsupported, and rows whose honest answer is not 1."""
     found = [(case, *case.judge(reward)) for _ in range(times) for case in rows(sys.argv[4], "0|error")]
-    print(table((case, verdict) for case, verdict, _ in found if case.kind[1] != "right"))
-    for case, verdict, why in found:
-        if verdict not in case.expect:
-            print(f"{case.id}: {verdict}, not {' or '.join(case.expect)} {why}")
+    honest = [each for each in found if each[0].kind[1] == "right"]
+    cheats_ = [each for each in found if each[0].kind[1] != "right"]
+    print(table((case, verdict) for case, verdict, _ in cheats_))
+    for title, chosen in (
+        ("paid", [each for each in cheats_ if each[1] == "1"]),
+        ("unsupported", [each for each in found if each[1] == "unsupported"]),
+        ("honest answers that are not paid", [each for each in honest if each[1] not in ("1", "unsupported")]),
+        ("cheats without a score", [each for each in cheats_ if each[1] in ("error", "timeout")]),
+    ):
+        print(
+            f"\n{title}: {len(chosen)}",
+            *(f"{case.id}: {verdict} {why}"[:200] for case, verdict, why in chosen),
+            sep="\n",
+        )
 
 
 def show_flaky(reward: CodeReward, times: int) -> None:
@@ -103,7 +108,7 @@ def show_speed(reward: CodeReward, times: int) -> None:
 
 if __name__ == "__main__":
     what, times, name = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    sandbox = open_sandbox(name, "sandbox", ["numpy"] if what in ("cheats", "right", "rows") else [])
+    sandbox = open_sandbox(name, "sandbox")
     seconds = 60.0 if what == "right" else 20.0
     globals()[f"show_{what}"](CodeReward(sandbox, seconds=2 if what == "cheats" else 4, total_seconds=seconds), times)
     sandbox.close()

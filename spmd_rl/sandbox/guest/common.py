@@ -1,7 +1,4 @@
-"""Names that programs, answers to function calls and tests use without importing them, as LiveCodeBench allows.
-
-Tests get only modules and the names of types: a function that an answer was to write must not exist already.
-"""
+"""Executes a program as a module, and lends it the names that LiveCodeBench imports for programs and function calls."""
 
 import builtins
 import importlib
@@ -24,31 +21,22 @@ NAMES = {
 }
 
 
-WORD = re.compile(r"\w+")
-
-
-def common(source, functions=False):
-    """Return the objects that `source` mentions, by name; with `functions`, functions of modules too."""
-    words = set(WORD.findall(source))
-    found = {}
+def common(source):
+    """Return the lent names that a program mentions."""
+    words = set(re.findall(r"\w+", source))
+    found = {name: importlib.import_module(name) for name in MODULES.split() if name in words}
     for module, names in NAMES.items():
-        if functions or module == "typing":
-            found.update((name, _get(module, name)) for name in names.split() if name in words)
-    found.update((name, importlib.import_module(name)) for name in MODULES.split() if name in words - set(found))
+        for name in words.intersection(names.split()):
+            found[name] = getattr(importlib.import_module(module), name, None)  # `cache` is not in Python 3.8
     return found
 
 
-def _get(module, name):
-    return getattr(importlib.import_module(module), name, None)
-
-
-def execute(job, name, shared=False):
-    """Execute the code as a module and return its names. `shared`: its builtins are those of all modules."""
+def execute(job, name):
+    """Execute the program of a job as a module and return its names."""
     module = sys.modules[name] = types.ModuleType(name)
     namespace = vars(module)
-    # beside the builtins, so that what the code imports itself is its own
-    known = common(job["code"], functions=True) if job["lends"] else {}
-    namespace.update(known if shared else {"__builtins__": {**known, **vars(builtins)}})
+    if job["lends"]:  # beside the builtins, so that what the program imports itself is its own
+        namespace["__builtins__"] = {**common(job["code"]), **vars(builtins)}
     exec(compile(job["prelude"], "<prelude>", "exec"), namespace)
     exec(compile(job["code"], "<code>", "exec"), namespace)
     return namespace

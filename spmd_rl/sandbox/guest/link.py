@@ -1,9 +1,9 @@
-"""The socket between tests and the code that they test: frames of a length and a body of JSON."""
+"""The socket between tests and the program that they test: frames of a length and a body of JSON."""
 
 import os
 import struct
 
-from spmd_rl.sandbox.guest.values import dumps, loads
+from spmd_rl.sandbox.guest.values import FAULTS, dumps, loads
 
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 16
@@ -14,12 +14,11 @@ class Gone(Exception):
 
 
 class Link:
-    """One end. Either side may be gone at any time; the tests' side believes nothing about the length of a frame."""
+    """One end of the socket. The other side may be gone at any time, and may send anything."""
 
     def __init__(self, fd, most):
         """`most`: the number of bytes that one message may have."""
         self._fd, self._most = fd, most
-        self._data = bytearray()  # read, and of a later message
 
     def send(self, message):
         """Send a message. Gone if nobody reads, MemoryError or ValueError if it or a number in it is too long."""
@@ -31,7 +30,7 @@ class Link:
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError:
-            raise Gone("the code is gone") from None
+            raise Gone("the program is gone") from None
 
     def receive(self):
         """Return one message. Gone if there is none, or one that is too long or malformed."""
@@ -40,18 +39,17 @@ class Link:
             raise Gone(f"a message of {size} bytes; it has at most {self._most}")
         try:
             return loads(self._read(size))
-        except (ValueError, RecursionError):
+        except FAULTS:
             raise Gone("a malformed message") from None
 
     def _read(self, size):
-        while len(self._data) < size:
+        data = bytearray()
+        while len(data) < size:
             try:
-                chunk = os.read(self._fd, _CHUNK)
+                chunk = os.read(self._fd, min(size - len(data), _CHUNK))
             except OSError:
                 chunk = b""
             if not chunk:
-                raise Gone("the code is gone")
-            self._data += chunk
-        found = bytes(self._data[:size])
-        del self._data[:size]
-        return found
+                raise Gone("the program is gone")
+            data += chunk
+        return bytes(data)

@@ -36,7 +36,7 @@ def run(job):
     os.open = _os_open
     threading.stack_size = _stack_size
     namespace = vars(module)
-    namespace.update(common(source, functions=True))
+    namespace.update(common(source))
     namespace.update(__file__=path, __builtins__=builtins)
     os._exit(_finish(_execute(source, path, namespace), namespace))
 

@@ -1,211 +1,218 @@
-"""What stands for objects of the code on the tests' side: a name, an object, or an iterator. See `stubs`."""
+"""The tests' side of a check: what stands there for the program, and the questions that it asks.
 
-import builtins
-import importlib
-import math
-import operator
-
-ASKED = ["delitem", "getitem", "iter", "len", "next", "repr", "setitem", "str"]
-"""Special methods that are called on the code's side, of objects that the tests have made of its classes."""
-REFUSED = """
-abs add aenter aexit aiter and anext await bool bytes ceil complex contains dir divmod enter exit float floor floordiv
-format fspath ge gt iadd iand ifloordiv ilshift imatmul imod imul index int invert ior ipow irshift isub itruediv ixor
-le lshift lt matmul mod mro_entries mul neg or pos pow radd rand rdivmod reduce_ex reversed rfloordiv
-rlshift rmatmul rmod rmul ror round rpow rrshift rshift rsub rtruediv rxor sizeof sub truediv trunc xor
+A function, class or object of the program is a `Remote`: a number that can be called and has attributes. Whatever else
+is done to it raises `Refused`, which no test can expect, and its test has failed whatever it does afterwards.
 """
 
-TEXTS = "str", "repr", "format"
-"""Those of any object."""
+import sys
+import types
+
+from spmd_rl.sandbox.guest.link import Gone
+from spmd_rl.sandbox.guest.values import FAULTS, decode, encode
+
+ENDS = StopIteration, StopAsyncIteration
+"""Exceptions that would end a loop of the tests."""
+LIBRARY = {"builtins", "json.decoder", "decimal", "binascii", "statistics", "re", "struct", "zlib", "dataclasses"}
+"""Modules whose exceptions mean nothing to what runs the tests."""
+_KINDS = object, int, float, dict, set, list, str, types.GeneratorType, types.CoroutineType
+_MORE = """bool index complex bytes fspath aiter anext enter exit aenter aexit reversed length_hint missing copy
+deepcopy buffer delete instancecheck subclasscheck mro_entries"""
+_OPERATORS = "add sub mul matmul truediv floordiv divmod mod pow lshift rshift and or xor"
+_KEPT = {"__new__", "__init__", "__getattribute__", "__getattr__", "__setattr__", "__class__", "__call__", "__del__"}
+_KEPT |= {"__doc__", "__name__", "__qualname__", "__init_subclass__", "__subclasshook__", "__class_getitem__"}
+REFUSED = {name for kind in _KINDS for name in dir(kind) if name.startswith("__")}
+REFUSED |= {f"__{name}__" for name in _MORE.split()}
+REFUSED |= {f"__{sort}{name}__" for name in _OPERATORS.split() for sort in ("", "r", "i")}
+REFUSED -= _KEPT
+"""Special methods: all that an operator, a statement or a builtin function may call of an object."""
 
 
-class Pending(Exception):
-    """Raised for an object that the tests have made here and that the code has not made yet."""
+class Refused(BaseException):
+    """Raised where a test asks for more than a plain value: it has failed, and what it asked for is wrong."""
 
 
-class Maker:
-    """A class whose objects are nothing but fields. Tests make them here: the code does not learn what is expected."""
-
-    def __init__(self, kind, fields, defaults, is_tuple, compared, traits):
-        """`defaults` are those of the last fields; a type among them makes one."""
-        self.kind, self.fields, self.defaults, self.is_tuple = kind, fields, defaults, is_tuple
-        self.compared, self.traits = compared, traits
-
-    def record(self, args, kwargs):
-        """Return the record of an object made with these arguments: all that the tests give is compared, whatever the
-        class says. TypeError if they do not fit."""
-        inspect = importlib.import_module("inspect")
-        defaults = [inspect.Parameter.empty] * (len(self.fields) - len(self.defaults)) + list(self.defaults)
-        wanted = dict(zip(self.fields, defaults))  # noqa: B905 - Python 3.8
-        parameters = [inspect.Parameter(name, 1, default=default) for name, default in wanted.items()]
-        given = inspect.Signature(parameters).bind(*args, **kwargs).arguments
-        made = {name: it() if it in (list, dict, set) else it for name, it in wanted.items() if name not in given}
-        found = {**given, **made}
-        return self.kind, self.fields, tuple(found[name] for name in self.fields), self.is_tuple, self.compared, given
+class Beyond(Exception):
+    """Raised for what the tests give to the program and is not plain: their row is not supported."""
 
 
 class Remote:
-    """Stands for a name or an object of the code's."""
+    """A function, a class or an object of the program."""
 
-    __slots__ = ("client", "made", "maker", "node", "record", "traits")
+    __slots__ = ("_spmd_place",)
 
-    def __init__(self, client, node, maker=None, record=None, made=None):
-        """`node`: how the code's side finds it; None before the code has made it as `made` says: (class, arguments)."""
-        traits = maker_of(made[0]).traits if record else (True, *["identity" if maker else "own"] * 2, False)
-        for name, value in zip(Remote.__slots__, (client, made, maker, node, record, traits)):  # noqa: B905 - Python 3.8
-            object.__setattr__(self, name, value)
-
-    def __call__(self, *args, **kwargs):
-        client, maker, node = _client(self), maker_of(self), node_of(self)
-        if maker:
-            return Remote(client, None, None, maker.record(args, kwargs), (self, args, kwargs))
-        found = client.ask("call", self, [*args, *kwargs.values()], kwargs)
-        if type(found) is Remote and _is_name(node) and node[1][:1].isupper():
-            _set_made(found, (self, args, kwargs))
-        return found
+    def __init__(self, client, number):
+        _PLACE.__set__(self, (client, number))
 
     def __getattribute__(self, name):
-        if name == "__name__" and _is_name(node_of(self)):  # `assertRaises` shows it
-            return node_of(self)[1]
-        if name in ("__copy__", "__deepcopy__"):
-            return object.__getattribute__(self, name)
-        if name == "__wrapped__":  # pytest looks for it
-            raise AttributeError(name)
-        if name == "__class__" and _client(self).collects:  # pytest looks whether a parameter is of a kind of its own
-            return Remote
-        if name.startswith("__") and name not in ("__name__", "__doc__", "__qualname__"):
-            _client(self).want(f"the tests read {name} of an object of the code's")
-        return _client(self).ask("get", self, [], [name])
+        client, number = place_of(self)
+        if name == "__name__":  # which unittest wants for its messages
+            return "object"
+        if name.startswith("__"):
+            client.refuse(f"{name} of an object")
+        return client.ask("get", number, name)
 
     def __setattr__(self, name, value):
-        _client(self).ask("set", self, [value], [name])
+        client, number = place_of(self)
+        client.ask("set", number, name, client.encoded(value, {}))
 
-    def __eq__(self, other):
-        if type(value := value_of(self)) is not Remote:
-            return value == other
-        if type(other) is Remote and type(value := value_of(other)) is not Remote:
-            return self == value
-        mine, theirs = record_of(self), record_of(other) if type(other) is Remote else None
-        modes = {_traits(self)[1], _traits(other)[1] if type(other) is Remote else ""}
-        if modes == {"fields"} and mine and theirs:
-            return other is self or _are_equal(mine, theirs)
-        if mine and mine[3] and type(other) is not Remote:
-            return mine[2] == other
-        if modes <= {"identity", "member", "fields"}:
-            return other is self
-        if "own" not in modes and (mine or "member" in modes or other is None):  # its fields are no other value's
-            return False
-        return _client(self).want("the tests compare an object of the code's", other)
-
-    def __ne__(self, other):
-        return not self == other
-
-    def __hash__(self):
-        if type(value := value_of(self)) is not Remote:
-            return value.__hash__()
-        (_, equal, hashed, _), record = _traits(self), record_of(self)
-        if hashed == "none":
-            raise TypeError("unhashable type")
-        if hashed == equal and equal != "own" and (record or equal != "fields"):
-            return tuple(_compared(record, record[4])).__hash__() if equal == "fields" else id(self)
-        return _client(self).want("the tests hash an object of the code's")
-
-    def __instancecheck__(self, thing):
-        return _client(self).ask("isinstance", self, [thing]) is True
-
-    def __subclasscheck__(self, thing):
-        return _client(self).ask("issubclass", self, [thing]) is True
+    def __call__(self, *args, **kwargs):
+        client, number = place_of(self)
+        return client.call(number, [*args, *kwargs.values()], [*kwargs])
 
 
-_client, _made, maker_of, node_of, record_of, _traits = (vars(Remote)[name].__get__ for name in Remote.__slots__)
-_set_node, set_record, _set_made, set_traits = (vars(Remote)[n].__set__ for n in ("node", "record", "made", "traits"))
+_PLACE = Remote.__dict__["_spmd_place"]
+place_of = _PLACE.__get__
 
 
-def _compared(record, names):
-    return [value for name, value in zip(record[1], record[2]) if name in names]  # noqa: B905 - Python 3.8
+def _refusing(name):
+    def method(self, *_, **__):
+        place_of(self)[0].refuse(f"{name} of an object")
+
+    return method
 
 
-def _are_equal(mine, theirs):
-    """Return whether two records are of one class and equal in all fields that either is compared by, or tuples."""
-    if mine[3] and theirs[3]:
-        return mine[2] == theirs[2]
-    names = {*mine[4], *mine[5], *theirs[5]}
-    return mine[:2] == theirs[:2] and _compared(mine, names) == _compared(theirs, names)
+for _name in REFUSED:
+    setattr(Remote, _name, _refusing(_name))
 
 
-def settle(remote):
-    """Have the code make an object that the tests have made here."""
-    kind, args, kwargs = _made(remote)
-    found = _client(remote).ask("call", kind, [*args, *kwargs.values()], kwargs)
-    if type(found) is not Remote:
-        _client(remote).refuse("a class of the code's makes no objects")
-    _set_node(remote, node_of(found))
-    _client(remote).remotes[tuple(node_of(found))] = remote
+class Client:
+    """Asks the program. Of what comes back nothing is believed but that it is a plain value, a number of an object or
+    the name of an exception."""
+
+    def __init__(self, link, began):
+        """`began()` is called before the first question that has the program do something."""
+        self._link, self._began, self._errors, self._first = link, began, {}, {}
+        self.asked, self.refused, self.gone, self.beyond = 0, "", "", ""
+
+    def greet(self):
+        """Wait until the program has been loaded."""
+        try:
+            sort, said = self._link.receive()
+            if sort != "ready":
+                self.gone = f"the program does not load: {said}"
+                return
+            for name, bases in said:
+                self._errors[name] = _own_error(name, tuple(self._known(bases)) or (Exception,), self)
+        except (Gone, *FAULTS) as error:
+            self.gone = f"the program does not load: {error}"
+
+    def name(self, name):
+        """Return what the program has under a name. Refused if there is none."""
+        if name in self._errors:
+            return self._errors[name]
+        if name not in self._first:
+            value = self.ask("name", name)
+            if type(value) is not Remote:
+                self.asked += 1
+                return value
+            self._first[name] = value  # what runs later may give another thing the name
+        return self._first[name]
+
+    def call(self, number, args, names):
+        """Call an object of the program; change the arguments as it has changed them."""
+        seen = {}
+        result, after = self._ask("call", number, [self.encoded(arg, seen) for arg in args], names)
+        try:
+            for index, node in after:
+                _renew(args[index], decode(node, self._remote))
+        except FAULTS as error:
+            self.refuse(f"an argument afterwards: {type(error).__name__}")
+        return result
+
+    def ask(self, *question):
+        """Return the answer to a question."""
+        return self._ask(*question)[0]
+
+    def encoded(self, value, seen):
+        """Return a value that the tests give to the program as it travels. Refused if it is not plain."""
+        try:
+            return encode(value, self._handle, seen)
+        except (Beyond, ValueError, RecursionError) as error:
+            self.beyond = self.beyond or f"values: the tests pass {error}"
+            self.refuse(self.beyond)
+
+    def refuse(self, why):
+        """Let the test that runs fail. Never returns."""
+        self.refused = self.refused or why or "it is refused"
+        raise Refused(why)
+
+    def _ask(self, *question):
+        if self.gone:
+            self.refuse(self.gone)
+        if question[0] != "name":
+            if not self.asked:
+                self._began()
+            self.asked += 1
+        try:
+            self._link.send(question)
+            sort, *said = self._link.receive()
+            if sort == "=":
+                node, after = said
+                return decode(node, self._remote), list(after)
+            if sort == "!":
+                names, text = said
+                error = self._raised(names, text)
+        except Gone as error:
+            self.gone = str(error)
+            self.refuse(self.gone)
+        except FAULTS as error:
+            self.refuse(f"the program's answer: {type(error).__name__}")
+        if sort != "!":
+            self.refuse(f"{said[0]}" if said else "the program has no answer")
+        raise error
+
+    def _raised(self, names, text):
+        """Return the exception that is raised here for one of the program's."""
+        kind = next(iter(self._known(names)), None)
+        if kind is None or issubclass(kind, ENDS) or type(text) is not str:
+            self.refuse(f"the program raised {names[0]!r:.100}")
+        return kind.__new__(kind) if kind in self._errors.values() else kind.__new__(kind, text)
+
+    def _known(self, names):
+        """Return the classes of exceptions with these names: the program's own by their name, others by their path."""
+        found = [self._errors.get(name) or _of_library(*name.split(":")) for name in names if type(name) is str]
+        return [kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception)]
+
+    def _remote(self, number):
+        return Remote(self, number)
+
+    def _handle(self, value):
+        if type(value) is not Remote:
+            raise Beyond(f"a {type(value).__name__}")
+        return ["o", place_of(value)[1]]
 
 
-def value_of(remote):
-    """Return what the code has under a name, if that is plain, else what stands for it."""
-    return _client(remote).ask("value", remote) if _is_name(node_of(remote)) and not maker_of(remote) else remote
+class OwnError(type):
+    """The class of what stands for the program's exceptions: these have a name, and can be caught by it or a base."""
+
+    def __call__(cls, *_, **__):
+        cls.client_of_spmd.refuse(f"more of {cls.__name__} than its name")
 
 
-def _is_name(node):
-    return bool(node) and node[0] in ("name", "first")
+def _own_error(name, bases, client):
+    body = dict.fromkeys(("eq", "ne", "hash", "bool", "str", "repr", "format"), lambda self, *_: type(self)())
+    body = {f"__{key}__": method for key, method in body.items()}
+    body["args"] = property(lambda self: type(self)())
+    return OwnError(name, bases, {**body, "__module__": "solution", "client_of_spmd": client})
 
 
-def _special(name):
-    def special(self, *args):
-        client, node, record = _client(self), node_of(self), record_of(self)
-        if record and record[3] and name not in TEXTS:
-            return _apply(name, record[2], *(_tuple_of(arg) for arg in args))
-        if type(value := value_of(self)) is not Remote:
-            return _apply(name, value, *args)
-        is_name = _is_name(node)
-        if name in ("str", "repr") and is_name:
-            return f"<{node[1]}>"
-        if name == "bool" and (not _traits(self)[0] or is_name):
-            return True
-        if name in ("lt", "le", "gt", "ge") and _are_ordered(self, *args):
-            return _apply(name, *(tuple(_compared(record_of(it), record[4])) for it in (self, *args)))
-        known = name in ASKED and (_made(self) or record or (is_name and name in ("getitem", "iter", "len")))
-        if name in TEXTS or known:
-            return client.ask(name, self, args)
-        return client.want(f"the tests use __{name}__ of an object of the code's", *args)
-
-    return special
+def _of_library(module, name=""):
+    """Return a class of exceptions that Python has, None if it is none of those that only say what went wrong."""
+    return getattr(sys.modules[module], name, None) if module in LIBRARY and module in sys.modules else None
 
 
-def _tuple_of(thing):
-    record = record_of(thing) if type(thing) is Remote else None
-    return record[2] if record and record[3] else thing
-
-
-def _are_ordered(one, two):
-    """Return whether two objects are of one class whose order is that of its fields."""
-    records = [record_of(it) if type(it) is Remote and _traits(it)[3] else None for it in (one, two)]
-    return all(records) and records[0][0] == records[1][0] and "own" not in (_traits(one)[1], _traits(two)[1])
-
-
-def _apply(name, value, *args):
-    """Do what a special method of a plain value does."""
-    if name[0] == "r" and hasattr(operator, name[1:]) and args:  # of the right operand
-        return getattr(operator, name[1:])(args[0], value)
-    found = [getattr(module, name) for module in (operator, builtins, math) if hasattr(module, name)]
-    if not found:
-        raise TypeError(f"{type(value).__name__} has no __{name}__")
-    return found[0](value, *args)
-
-
-Remote.__copy__ = lambda self: _client(self).ask("copy", self)
-Remote.__deepcopy__ = lambda self, memo: _client(self).ask("deepcopy", self)
-for _name in (*ASKED, *REFUSED.split()):
-    setattr(Remote, f"__{_name}__", _special(_name))
-
-
-def member(remote, plain):
-    """Return what stands for an enum's member that is a number or a text too: the same here, with its attributes."""
-
-    def ask(verb):
-        return lambda self, *given: _client(remote).ask(verb, remote, given)
-
-    names = {name: ask(name[2:-2]) for name in ("__str__", "__repr__", "__format__")}
-    made = {"__getattr__": lambda self, name: getattr(remote, name), "remote_of": lambda self: remote, **names}
-    return type("Member", (type(plain),), made)(plain)
+def _renew(old, new):
+    """Give an argument of the tests the contents that it has in the program."""
+    if type(old) is not type(new):
+        raise TypeError("another type")
+    if type(old) is list:
+        old[:] = new
+    elif type(old) in (dict, set):
+        old.clear()
+        old.update(new)
+    elif type(old) is tuple and len(old) == len(new):
+        for mine, its in zip(old, new):  # noqa: B905 - Python 3.8
+            if type(mine) in (list, dict, set, tuple):
+                _renew(mine, its)
+    else:
+        raise TypeError("it cannot change")

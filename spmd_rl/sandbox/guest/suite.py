@@ -6,13 +6,13 @@ import importlib
 import os
 import types
 
-from spmd_rl.sandbox.guest.remote import Remote
+from spmd_rl.sandbox.guest.remote import Refused, Remote
+from spmd_rl.sandbox.guest.survey import BadTests
 
 PLUGINS = "cacheprovider terminal junitxml pastebin doctest faulthandler stepwise legacypath setuponly setupplan"
 PLUGINS += " unraisableexception threadexception warnings"
 """Those of pytest's own that tests do not need."""
 OPTIONS = ["--noconftest", "--assert=plain", "--capture=no", "--rootdir=.", "-c", os.devnull]
-COROUTINE = 0x80  # the flag of an `async def` (`inspect` takes long to import)
 
 
 @functools.lru_cache(None)
@@ -31,42 +31,48 @@ def prepare():
     return session
 
 
-def run(names, client, told):
-    """Run the tests among these names: of each that was not skipped its name and why it failed, or ""; None without.
+def run(names, client):
+    """Run the tests among these names, and return the name of each and why it failed, or an empty text.
 
-    `client`: what the tests ask. `told(error)` returns an exception as a text. ValueError, with what is wrong, where
-    pytest cannot collect or prepare them, or one has not come to its end.
+    `client`: what they ask. BadTests where pytest cannot collect or prepare them and the program has no part in it.
     """
-    session = prepare()
+    session, before = prepare(), client.asked
     module = types.ModuleType("tests")
     vars(module).update(names)
-    plugin = _plugin(importlib.import_module("pytest"), module, client, told)
+    plugin = _plugin(importlib.import_module("pytest"), module, client)
     session.config.pluginmanager.register(plugin)
-    client.collects = True
     try:
         session.config.hook.pytest_collection(session=session)
-        client.collects = False
         if not plugin.wrong:
             session.config.hook.pytest_runtestloop(session=session)
+    except Refused as error:
+        return [("pytest", str(error))]
     finally:
-        client.collects = False
         session.config.pluginmanager.unregister(plugin)
-    if plugin.wrong or len(plugin.outcomes) != len(session.items):
-        raise ValueError(plugin.wrong or "a test has not come to its end")
-    return list(filter(None, plugin.outcomes)) if session.items else None
+    wrong = plugin.wrong or ("a test has not come to its end" if len(plugin.outcomes) != len(session.items) else "")
+    if wrong and client.asked == before and not client.refused:
+        raise BadTests(wrong)
+    return plugin.outcomes + [("pytest", wrong)] * bool(wrong)
 
 
-def _plugin(pytest, module, client, told):
+def text_of(error):
+    """Return an exception as a text."""
+    try:
+        return f"{type(error).__name__}: {error!s}"
+    except (Refused, Exception) as other:  # noqa: BLE001 - a `__str__` of the tests may do anything
+        return f"{type(error).__name__}: {type(other).__name__}"
+
+
+def _plugin(pytest, module, client):
     """Return the plug-in that has pytest collect a module in memory, and notes how its tests end."""
     in_memory = type("InMemory", (pytest.Module,), {"_getobj": lambda self: module})
 
     class Plugin:
         def __init__(self):
-            self.outcomes, self.wrong, self.why, self.left_out = [], "", "", False
-            self.asked = 0, client.asked  # before the test that runs, and before all tests
+            self.outcomes, self.wrong, self.why = [], "", ""
 
         def pytest_make_parametrize_id(self, val, argname):
-            return argname if type(val) is Remote else None  # nothing is asked of an object of the code's
+            return argname if type(val) is Remote else None  # nothing is asked of an object
 
         def pytest_collection(self, session):
             found = in_memory.from_parent(session, path=session.config.rootpath / "tests.py", name="tests.py")
@@ -78,21 +84,15 @@ def _plugin(pytest, module, client, told):
 
         @pytest.hookimpl(wrapper=True)
         def pytest_runtest_protocol(self, item):
-            marked = item.get_closest_marker("xfail") or getattr(item.obj, "__unittest_expecting_failure__", False)
-            self.why, client.refused, self.left_out = "", "", bool(marked)
-            self.asked = client.asked, self.asked[1]
+            self.why = client.refused = ""
             done = yield
-            name = item.nodeid.partition("::")[2][:100]
-            self.outcomes.append(None if self.left_out else (name, client.refused or self.why))
+            self.outcomes.append((item.nodeid.partition("::")[2][:100], client.refused or self.why))
             return done
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_pyfunc_call(self, pyfuncitem):
-            function = pyfuncitem.obj
-            is_coroutine = getattr(getattr(function, "__code__", None), "co_flags", 0) & COROUTINE
             wanted = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-            found = importlib.import_module("asyncio").run(function(**wanted)) if is_coroutine else function(**wanted)
-            if found is False:
+            if pyfuncitem.obj(**wanted) is False:
                 raise AssertionError("it returned False")
             return True
 
@@ -101,11 +101,8 @@ def _plugin(pytest, module, client, told):
             error = call.excinfo and call.excinfo.value
             if type(error).__name__ == "FixtureLookupError":
                 self.wrong = self.wrong or f"the tests need the fixture {error.argname}, which is not here"
-            elif type(error).__name__ in ("Skipped", "SkipTest"):
-                self.left_out = self.asked == (client.asked, 0)  # whatever the code is
-                self.why = self.why or "it was skipped"
             elif error is not None:
-                self.why = self.why or told(error)
+                self.why = self.why or text_of(error)
 
         def pytest_collectreport(self, report):
             if report.failed:

@@ -1,15 +1,14 @@
-"""What a source of tests needs, read from its text: the names that must be the code's, and what no plain value can do.
+"""Decides from the text of tests, before any answer, whether they can be judged by plain values, and if not, why.
 
-Tests that only compare plain values are judged with the code in another process. Those that reach into the interpreter
-which they believe to share with the code (its modules, files, threads, input) would be judged wrongly there: rows with
-such tests are unsupported, whatever the answer.
+The reason begins with what it is about: `process` (what only a process shared with the program could show), `values`
+(what is not plain, or is used as a reference) or `objects` (more than methods and attributes of an object).
 """
 
 import ast
 import builtins
 import importlib
 
-from spmd_rl.sandbox.guest.common import WORD
+from spmd_rl.sandbox.guest.flow import CHANGE, Flow, is_constant, key_of, name_of
 
 
 def _words(text):
@@ -18,259 +17,287 @@ def _words(text):
 
 MODULES = _words(
     """
-__future__ abc array asyncio base64 binascii bisect calendar cmath collections contextlib copy dataclasses datetime
-decimal enum fractions functools hashlib heapq io itertools json math numbers numpy operator pprint pytest random re
-secrets solution spmd_rl statistics string struct sys textwrap time timeit types typing unicodedata unittest uuid
-warnings zlib
+__future__ abc base64 binascii bisect cmath collections contextlib copy dataclasses decimal enum fractions functools
+hashlib heapq itertools json math numbers operator pprint pytest random re secrets spmd_rl statistics string struct sys
+textwrap time timeit typing unicodedata unittest warnings zlib
 """
 )
-"""Modules that work alike when the code is elsewhere."""
+"""Modules that work alike when the program is in another process, and make plain values."""
 NAMES = _words(
-    "__file__ __import__ breakpoint compile delattr dir eval exec globals help id input locals memoryview open vars"
-    " ExceptionGroup BaseExceptionGroup"
+    "__file__ __import__ breakpoint callable compile delattr dir eval exec globals help id input locals memoryview open"
+    " vars ExceptionGroup BaseExceptionGroup"
 )
-"""Builtins that do not."""
 ATTRIBUTES = _words(
-    "patch mock catch_warnings warns deprecated_call gather create_task ensure_future wait_for wait timeout TaskGroup"
-    " Queue Lock Event Semaphore to_thread run_in_executor as_completed shield getsource getsourcelines signature"
-    " seed getstate setstate get_state set_state getcontext setcontext localcontext geterr seterr errstate"
-    " get_printoptions set_printoptions printoptions"
+    "mock patch catch_warnings warns deprecated_call redirect_stdout redirect_stderr seed getstate setstate getcontext"
+    " setcontext localcontext modules stdout stderr stdin path settrace setrecursionlimit skip skipif skipUnless skipIf"
+    " xfail importorskip SkipTest skipTest expectedFailure assertWarns assertWarnsRegex assertLogs assertNoLogs is_"
+    " is_not"
 )
-"""Those of modules that do not, state of a process among them, and assertions."""
-ASSERTIONS = _words("assertWarns assertWarnsRegex assertLogs assertNoLogs")
 FIXTURES = _words(
-    "cache caplog doctest_namespace monkeypatch pytestconfig pytester record_property recwarn testdir tmp_path"
-    " tmp_path_factory tmpdir tmpdir_factory mocker"
+    "cache caplog capsys capfd capsysbinary capfdbinary doctest_namespace monkeypatch pytestconfig pytester"
+    " record_property recwarn request testdir tmp_path tmp_path_factory tmpdir tmpdir_factory mocker"
 )
-"""Fixtures that reach into the process of the code, or its files."""
-PLAIN_ATTRIBUTES = {"sys": _words("maxsize float_info version version_info platform path stdout stderr byteorder exit")}
-TYPE_OF = "type_of_"
-"""What `type` of one thing is called instead: of what stands for an object of the code it says nothing."""
-OWN = "of_own_"
-"""Called of the right side where objects that the tests make are compared, or members of a class: what the code's class
-defines may be tested there."""
-SAME = "is_same_"
-"""Called in the place of `is`: equal texts and numbers may be one object over there, or several."""
-FOR_PYTEST = _words("async fixture skip xfail yield pytestmark setup_module setup_function")
-"""Words without which test functions that have no arguments and no decorators need nothing but to be called."""
-DUNDERS = _words("__init__ __name__ __doc__ __class__")
+"""Builtin functions, attributes of modules and fixtures that reach into the process of the program, or its identity."""
+OF_OBJECTS = _words("hasattr getattr setattr assertIsNone assertIsNotNone append")
+"""Functions that may be given an object."""
+PLAIN = frozenset(name for kind in (str, list, dict, set, tuple, int, float, bytes) for name in dir(kind))
+FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
+PASSED_ON = ast.Attribute, ast.Assign, ast.AnnAssign, ast.Return, ast.Yield, ast.Expr, ast.List, ast.Tuple, ast.Dict
+TEXT = "values: the tests want more of an exception of the program than its name"
+ONE = "values: the tests ask whether two are one"
 
 
 class BadTests(Exception):
-    """Raised for a mistake of the tests, which the code has no part in."""
+    """Raised for a mistake of the tests, which the program has no part in."""
 
 
-class Survey(ast.NodeTransformer):
-    """What a source needs. `reason` says why it cannot be judged by plain values; it is empty if it may be. `code` is
-    what runs: in it `TYPE_OF`, `OWN` and `SAME` are called where what they stand for is asked."""
+class Survey:
+    """The `reason` why a source of tests needs more than plain values, empty if it does not, and what it takes to run
+    it: its `code`, the `names` that are the program's and those that it does not import (`lent`), the names that it has
+    `bound`, and its `plain_tests`."""
 
-    def __init__(self, source):
-        """BadTests if the source does not compile, or imports what is not here."""
-        tree = _read(lambda: ast.parse(source))
+    def __init__(self, source, known=frozenset(), entry=""):
+        """`known`: the names of what runs before it. `entry`: one of the program's that it may hide. BadTests if the
+        source does not compile or imports what is not here."""
+        try:
+            tree = ast.parse(source)
+            self.code = compile(tree, "<tests>", "exec")
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise BadTests(f"the tests do not compile: {error}") from None
         nodes = list(ast.walk(tree))
-        self.words = frozenset(WORD.findall(source))
-        functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        functions = [node for node in nodes if isinstance(node, FUNCTIONS)]
+        self._find_names(nodes, functions, known, entry)
+        self._find_objects(nodes, functions)
+        tests = [node for node in functions if node.name.startswith("test")]
         classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
-        assigned = [(node.targets[0], node.value) for node in nodes if isinstance(node, ast.Assign)]
-        self.imported = {name for node in nodes if _is_import_of_code(node) for name in _bound(node)}
-        self.bound = {name for node in nodes for name in _bound(node)} - self.imported
-        self.loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-        self.called = {node.func.id for node in nodes if _is_call_of_name(node)}
-        self._made, self._from_code = frozenset(), set()
-        self._made = {_text(target) for target, value in assigned if self._is_made(value)}
-        for target, value in assigned:  # in the order of the text, more or less
-            if self._is_from_code(value):
-                self._from_code.update(name for node in ast.walk(target) for name in _bound(node))
-        self._modules = {name for node in nodes if isinstance(node, ast.Import) for name in _bound(node)}
-        self._tried = {id(child) for node in nodes if isinstance(node, ast.Try) for child in ast.walk(node)}
-        defined = classes | {node.name for node in functions}
-        self.is_file_of_tests = "TestCase" in self.words or any(name.lower().startswith("test") for name in defined)
-        named = [node for node in functions if node.name.startswith("test")]
-        plain = [node.name for node in named if node in tree.body and not _needs_pytest(node)]
-        is_plain = len({*plain}) == len(named) and not (classes or self.words & FOR_PYTEST)
-        self.plain_tests = plain if is_plain else []
-        self.reason = ""
-        for node in nodes:
-            check = getattr(self, f"_{type(node).__name__.lower()}", None)
-            self.reason = self.reason or (check(node) if check else "")
-        tree = ast.fix_missing_locations(self.visit(tree))
-        self.code = _read(lambda: compile(tree, "<tests>", "exec"))
+        self.is_file = bool(tests) or any(name.startswith("Test") for name in classes)
+        for_pytest = classes or any(node.decorator_list for node in functions) or any(map(_params, tests))
+        is_plain = not for_pytest and all(node in tree.body for node in tests) and "pytestmark" not in self.bound
+        self.plain_tests = [node.name for node in tests] * is_plain
+        self._local = classes | {node.name for node in functions} - {
+            node.arg for node in nodes if isinstance(node, ast.arg)
+        }
+        parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+        reasons = (self._reason(node) or self._misused(node, parents.get(node)) for node in nodes)
+        self.reason = next(filter(None, reasons), "") or Flow(self, tree, functions).reason
 
-    def is_code(self, name):
-        """Return whether a name that the tests use is the code's, as far as the text tells."""
-        return name in self.imported or not (name in self.bound or hasattr(builtins, name))
+    def _find_names(self, nodes, functions, known, entry):
+        """Find which names are the program's (`names`; `own` with the parameter of a `check`)."""
+        loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        imported = {name for node in nodes if _is_import_of_program(node) for name in _bound(node)} - {"*"}
+        self.bound = {name for node in nodes for name in _bound(node)} - imported
+        hidden = (self.bound | known) - {entry}
+        self.names = (loaded & {entry}) | imported | {name for name in loaded - hidden if not hasattr(builtins, name)}
+        called = {name_of(node.func) for node in nodes if isinstance(node, ast.Call)} - hidden - NAMES - {""}
+        if not self.names and len(called) == 1:
+            self.names = called  # the program's function has the name of a builtin
+        self.lent = self.names - imported
+        self.own = self.names | {node.args.args[0].arg for node in functions if node.name == "check" and node.args.args}
 
-    # -- why a node needs more, or an empty text, by the name of its class ------------------------------------------
+    def _find_objects(self, nodes, functions):
+        """Find which names seem to be objects of the program (`made`), and which parameters are constants (`flat`)."""
+        columns = [column for node in functions for column in _parametrized(node)]
+        self.flat = {name for name, values in columns if all(map(is_constant, values))}
+        self.flat |= {name for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for name in _bound(node)}
+        self._fixed = {name for name, values in columns if all(map(_is_fixed, values))}
+        compared = {id(side) for node in nodes if isinstance(node, ast.Compare) for side in _compared(node)}
+        calls = [node for node in nodes if isinstance(node, ast.Call) and id(node) not in compared]
+        self._classes = {name for name in map(name_of, (node.func for node in calls)) if name.lstrip("_")[:1].isupper()}
+        self._classes &= self.own
+        used = {name_of(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr not in PLAIN}
+        used |= {name_of(node.func) for node in calls}
+        pairs = [pair for node in nodes for pair in _assigned(node)]
+        self.made = (used & {arg.arg for node in functions for arg in _params(node)}) - FIXTURES - {"self", "cls", ""}
+        self.made |= {name for name, values in columns if any(map(self.makes, values))}
+        for _ in range(2):
+            for target, value in pairs:
+                is_used = name_of(target) in used and isinstance(value, ast.Call) and self.root(value)
+                self.made |= {key_of(target)} - {""} if self.makes(value) or is_used else set()
+
+    def root(self, node):
+        """Return whether a chain of calls and attributes begins with a name or an object of the program."""
+        while isinstance(node, (ast.Call, ast.Attribute)) and key_of(node) not in self.made:
+            node = node.func if isinstance(node, ast.Call) else node.value
+        return name_of(node) in self.own or key_of(node) in self.made
+
+    def makes(self, node):
+        """Return whether an expression makes an object of a class of the program, or names one."""
+        return (isinstance(node, ast.Call) and name_of(node.func) in self._classes) or key_of(node) in self.made
+
+    def _misused(self, node, parent):
+        """Return why the use of an object is more than its methods, attributes and passing it on."""
+        if not self.makes(node) or not isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
+            return ""
+        if isinstance(parent, ast.keyword) or (isinstance(parent, ast.Call) and node is not parent.func):
+            name = name_of(getattr(parent, "func", None)) or getattr(getattr(parent, "func", None), "attr", "")
+            of_self = name_of(getattr(getattr(parent, "func", None), "value", None)) == "self" and name[:6] != "assert"
+            fits = not name or name in OF_OBJECTS | self._local or of_self or self.root(parent.func)
+            return "" if fits else f"objects: the tests call {name} of one"
+        if isinstance(parent, ast.Compare):
+            return (
+                ""
+                if all(isinstance(op, (ast.Is, ast.IsNot)) for op in parent.ops)
+                else "objects: the tests compare one"
+            )
+        fits = isinstance(parent, PASSED_ON) or (isinstance(parent, ast.Call) and node is parent.func)
+        return "" if fits else f"objects: the tests have one in a {type(parent).__name__}"
+
+    def _reason(self, node):
+        check = getattr(self, f"_{type(node).__name__.lower()}", None)
+        return check(node) if check else ""
 
     def _import(self, node):
-        return next(filter(None, (self._import_reason(node, alias.name) for alias in node.names)), "")
+        names = [alias.name for alias in node.names]
+        return "values: the tests have the program as a module" if "solution" in names else self._modules(names)
 
     def _importfrom(self, node):
-        if _is_import_of_code(node):
-            return "the import of the code may fail" if id(node) in self._tried else ""
-        names = [alias.name for alias in node.names]
-        if node.module in PLAIN_ATTRIBUTES and not set(names) <= PLAIN_ATTRIBUTES[node.module]:
-            return f"the tests import {', '.join(names)} of {node.module}"
-        found = (self.words if names == ["*"] else set(names)) & ATTRIBUTES
-        return f"the tests import {min(found)}" if found else self._import_reason(node, node.module or "")
-
-    def _import_reason(self, node, name):
-        """Return why an import needs more than values. BadTests if the module is not here."""
-        top = name.split(".")[0]
-        if top in MODULES and name != "unittest.mock" and top not in ("numpy", "pytest"):
+        if _is_import_of_program(node):
             return ""
-        if id(node) not in self._tried:
+        if found := {alias.name for alias in node.names} & ATTRIBUTES:
+            return f"process: the tests import {min(found)}"
+        return self._modules([node.module or ""])
+
+    def _modules(self, names):
+        for name in names:
             try:
                 importlib.import_module(name)
             except ImportError:
                 raise BadTests(f"the tests need {name}, which is not here") from None
-        return "" if top in ("numpy", "pytest") else f"the tests import {name}"
+            if name.split(".")[0] not in MODULES or name == "unittest.mock":
+                return f"process: the tests import {name}"
+        return ""
 
     def _name(self, node):
-        return f"the tests use {node.id}" if node.id in NAMES and node.id not in self.bound | self.imported else ""
+        return (
+            f"process: the tests use {node.id}" if node.id in NAMES and node.id not in self.bound | self.names else ""
+        )
 
     def _attribute(self, node):
-        owner, root, name = getattr(node.value, "id", ""), _root(node, ast.Attribute), node.attr
-        if name.startswith("__") and name not in DUNDERS:
-            return f"the tests use {name}"
-        if owner in PLAIN_ATTRIBUTES and name not in PLAIN_ATTRIBUTES[owner]:
-            return f"the tests use {owner}.{name}"
-        if not isinstance(node.ctx, ast.Load) and owner in self._modules and (owner, name) != ("sys", "stdout"):
-            return f"the tests replace {owner}.{name}"
-        own = name in ATTRIBUTES and (root in self._modules or (root in MODULES and root not in self.bound))
-        return f"the tests use {name}" if own or name in ASSERTIONS else ""
-
-    def _constant(self, node):
-        is_special = isinstance(node.value, str) and node.value[:2] == node.value[-2:] == "__" and node.value[2:-2]
-        named = is_special and node.value not in DUNDERS and node.value.isidentifier()
-        return f"the tests use {node.value}" if named and node.value != "__main__" else ""
-
-    def _compare(self, node):
-        """Of objects that the tests make, only equality may be that of plain values."""
-        asked = [side for a, op, b in _pairs(node) for side in (a, b)[isinstance(op, _IN) :] if isinstance(op, _ODD)]
-        return self._operator(*asked)
-
-    def _binop(self, node):
-        return self._operator(node.left, node.right)
-
-    def _unaryop(self, node):
-        return "" if isinstance(node.op, ast.Not) else self._operator(node.operand)
-
-    def _operator(self, *sides):
-        return "the tests use an operator of what they make" if any(map(self._is_made, sides)) else ""
-
-    def _with(self, node):
-        made = [item.context_expr for item in node.items if self._is_from_code(item.context_expr)]
-        return f"the tests enter what the code returns: {ast.dump(made[0])[:80]}" if made else ""
-
-    def _delete(self, node):
-        names = [target.id for target in node.targets if getattr(target, "id", "") in self._from_code]
-        return f"the tests delete {names[0]}, which the code may notice" if names else ""
-
-    def _classdef(self, node):
-        code = [base.id for base in node.bases if getattr(base, "id", "") in self.imported]
-        decorators = [each for part in node.body for each in getattr(part, "decorator_list", ())]
-        names = [getattr(each, "func", each) for each in decorators]
-        if any(isinstance(name, ast.Name) and self.is_code(name.id) for name in names):
-            return "the tests have the code decorate a method"
-        return f"the tests inherit from {code[0]}" if code else ""
+        owner = name_of(node.value)
+        if node.attr[:2] == "__":
+            return f"objects: the tests use {node.attr}"
+        if owner in self.names & MODULES:
+            return f"process: the tests use {owner} without an import"
+        replaces = not isinstance(node.ctx, ast.Load) and owner in MODULES & self.bound
+        return (
+            f"process: the tests use {node.attr}"
+            if replaces or (node.attr in ATTRIBUTES and not self.root(node.value))
+            else ""
+        )
 
     def _arg(self, node):
-        return f"the tests need the fixture {node.arg}" if node.arg in FIXTURES else ""
+        return f"process: the tests need the fixture {node.arg}" if node.arg in FIXTURES else ""
 
-    def _match(self, node):
-        return f"{type(node).__name__} needs the code's own objects"
+    def _try(self, node):
+        return "process: the import of the program may fail" if any(map(_is_import_of_program, ast.walk(node))) else ""
 
-    _trystar = _asyncfor = _asyncwith = _match
+    def _await(self, node):
+        return f"values: the tests have a {type(node).__name__}"
 
-    # -- what runs in the place of a node ---------------------------------------------------------------------------
+    _asyncfunctiondef = _asyncfor = _asyncwith = _match = _trystar = _await
 
-    def visit_Call(self, node):
-        """Put `TYPE_OF` for `type`, and `SAME` into assertions of identity."""
-        self.generic_visit(node)
-        if _is_call_of_name(node) and node.func.id == "type" and len(node.args) == 1:
-            node.func.id = TYPE_OF
-        truth = {"assertIs": "assertTrue", "assertIsNot": "assertFalse"}.get(getattr(node.func, "attr", ""))
-        if truth and len(node.args) > 1:
-            node.func.attr, node.args[:2] = truth, [_call(SAME, *node.args[:2])]
-        return node
+    def _compare(self, node):
+        fixed = any(_is_fixed(side) or name_of(side) in self._fixed for side in [node.left, *node.comparators])
+        return ONE if any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops) and not fixed else ""
 
-    def visit_Compare(self, node):
-        """Put `SAME` for `is`, and `OWN` where two objects that the tests make are compared, or members of a class."""
-        self.generic_visit(node)
-        for i, (a, op, b) in enumerate(_pairs(node)):
-            made = isinstance(op, (ast.Eq, ast.NotEq)) and self._is_made(a) and self._is_made(b)
-            if made or (isinstance(op, _ODD) and self._class_of(a) == self._class_of(b) != ""):
-                node.comparators[i] = _call(OWN, b)
-            fixed = [type(getattr(side, "value", 0)) in (type(None), bool, type(...)) for side in (a, b)]
-            if isinstance(op, (ast.Is, ast.IsNot)) and len(node.ops) == 1 and not any(fixed):
-                node.left, node.comparators = _call(SAME, a, b), [ast.Constant(True)]
-        return node
+    def _subscript(self, node):
+        return self._changes(node.value) if not isinstance(node.ctx, ast.Load) else ""
 
-    def visit_BinOp(self, node):
-        """Put `OWN` where members of a class are combined."""
-        self.generic_visit(node)
-        if self._class_of(node.left) and self._class_of(node.right):
-            node.right = _call(OWN, node.right)
-        return node
+    def _changes(self, node):
+        """Return why a change of a value is none of the program's."""
+        is_part = isinstance(node, (ast.Attribute, ast.Call)) and not self.makes(node) and self.root(node)
+        return "values: the tests change what the program has" if is_part else ""
 
-    def _class_of(self, node):
-        """Return the name of the code's class of which an expression seems to be a member."""
-        name = getattr(node.value, "id", "") if isinstance(node, ast.Attribute) else ""
-        return name if name[:1].isupper() and self.is_code(name) else ""
+    def _withitem(self, node):
+        if (
+            node.optional_vars
+            and isinstance(node.context_expr, ast.Call)
+            and any(map(self._is_own, node.context_expr.args))
+        ):
+            return TEXT
+        return "objects: the tests enter one" if self.root(node.context_expr) else ""
 
-    def _is_from_code(self, node):
-        """Return whether an expression is what the code returns, as far as the text tells."""
-        root = _root(node, (ast.Call, ast.Attribute))
-        return root in self._from_code or (bool(root) and self.is_code(root))
+    def _excepthandler(self, node):
+        return TEXT if node.name and node.type and self._is_own(node.type) else ""
 
-    def _is_made(self, node):
-        """Return whether an expression makes an object of the code's, as names are written, or is a name of one."""
-        if _is_call_of_name(node):
-            return node.func.id[:1].isupper() and self.is_code(node.func.id)
-        return isinstance(node, (ast.Name, ast.Attribute)) and _text(node) in self._made
+    def _is_own(self, node):
+        return any(name_of(each) in self.own for each in ast.walk(node))
 
+    def _classdef(self, node):
+        inherits = any(map(self.root, [*node.bases, *getattr(node, "decorator_list", ())]))
+        return "values: the tests inherit from the program, or have it decorate" if inherits else ""
 
-_IN = ast.In, ast.NotIn
-_ODD = *_IN, ast.Lt, ast.Gt, ast.LtE, ast.GtE
+    def _functiondef(self, node):
+        return "values: the tests have the program decorate" if any(map(self.root, node.decorator_list)) else ""
 
-
-def _read(read):
-    try:
-        return read()
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise BadTests(f"the tests do not compile: {error}") from None
-
-
-def _is_call_of_name(node):
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    def _call(self, node):
+        name = name_of(node.func) or getattr(node.func, "attr", "")
+        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if getattr(node.func, "attr", "") in CHANGE and (reason := self._changes(node.func.value)):
+            return reason
+        if self.root(node.func):
+            names = set(map(name_of, given)) - {""}
+            types = {each for each in names - self.bound - self.own if hasattr(builtins, each)}
+            functions = [arg for arg in given if isinstance(arg, (ast.Lambda, ast.GeneratorExp))]
+            return "values: the tests pass a function or a class" if types or functions or names & self._local else ""
+        if name in ("assertIs", "assertIsNot") and not any(map(_is_fixed, given)):
+            return ONE
+        if name == "type" and len(given) != 1:
+            return "process: the tests make a class"
+        with_text = name == "assertRaisesRegex" or any(each.arg == "match" for each in node.keywords)
+        if with_text and given and self._is_own(given[0]):
+            return TEXT
+        if name in ("isinstance", "issubclass") and self._is_own(node.args[-1]):
+            return "objects: the tests ask for the class of one"
+        return ""
 
 
-def _needs_pytest(function):
-    """Return whether a test function has decorators or arguments."""
-    return bool(function.decorator_list) or any(isinstance(node, ast.arg) for node in ast.walk(function.args))
+def _is_fixed(node):
+    """Return whether an expression is None, True, False, a builtin type or what `type` returns."""
+    of_type = isinstance(node, ast.Call) and name_of(node.func) == "type"
+    kind = isinstance(getattr(builtins, name_of(node), None), type)
+    return of_type or kind or (isinstance(node, ast.Constant) and type(node.value) in (type(None), bool))
 
 
-def _pairs(compare):
-    return list(zip([compare.left, *compare.comparators], compare.ops, compare.comparators))  # noqa: B905 - Python 3.8
+def _compared(node):
+    """Return the sides of a comparison that are compared with a literal."""
+    sides = [node.left, *node.comparators]
+    literal = [all(hasattr(builtins, name_of(each)) for each in ast.walk(side) if name_of(each)) for side in sides]
+    return [side for i, side in enumerate(sides) if any(literal[:i] + literal[i + 1 :])]
 
 
-def _text(node):
-    return ast.dump(node).replace("Store()", "Load()")
+def _assigned(node):
+    """Return (target, value) for what a node assigns, or a fixture returns."""
+    if isinstance(node, FUNCTIONS) and node.decorator_list:
+        ends = [each.value for each in ast.walk(node) if isinstance(each, (ast.Return, ast.Yield))]
+        return [(ast.Name(node.name, ast.Load()), end) for end in ends if end]
+    if not isinstance(node, ast.Assign):
+        return []
+    if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+        return zip(node.targets[0].elts, node.value.elts)  # noqa: B905 - Python 3.8
+    return [(target, node.value) for target in node.targets]
 
 
-def _root(node, through):
-    """Return the name with which an expression begins, if there is nothing else before its end."""
-    while isinstance(node, through):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return getattr(node, "id", "")
+def _parametrized(function):
+    """Return (parameter, expressions of its values) for what `pytest.mark.parametrize` gives to a function."""
+    found = []
+    for node in function.decorator_list:
+        if getattr(getattr(node, "func", None), "attr", "") == "parametrize" and len(node.args) > 1:
+            names, rows = node.args[0], getattr(node.args[1], "elts", [ast.Name("", ast.Load())])
+            names = [each.value for each in getattr(names, "elts", [names]) if isinstance(each, ast.Constant)]
+            names = [name.strip() for each in names for name in str(each).split(",")]
+            rows = [[row] if len(names) == 1 else getattr(row, "elts", []) for row in rows]
+            found += [
+                (name, [(row + [ast.Name("", ast.Load())] * 9)[i] for row in rows]) for i, name in enumerate(names)
+            ]
+    return found
 
 
-def _call(name, *args):
-    return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), list(args), []), args[-1])
+def _params(function):
+    return [*function.args.args, *function.args.kwonlyargs]
 
 
-def _is_import_of_code(node):
+def _is_import_of_program(node):
     return isinstance(node, ast.ImportFrom) and node.module == "solution"
 
 

@@ -1,7 +1,8 @@
 # ruff: noqa: E501 - programs in strings
-"""The judge: tests and code in two processes, with plain values between."""
+"""The judge: a program and its tests in two processes, and plain values alone between them."""
 
 import contextlib
+import copy
 import json
 import math
 import random
@@ -9,165 +10,130 @@ import socket
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import replace
-from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
+from enum import IntEnum
 from fractions import Fraction
 
 import pytest
 
 from spmd_rl.sandbox.guest import values
-from spmd_rl.sandbox.guest.handed import Stubs
 from spmd_rl.sandbox.guest.link import Gone, Link
-from spmd_rl.sandbox.guest.serve import CodeServer
-from spmd_rl.sandbox.guest.stubs import FAULTS, Client, Refused
+from spmd_rl.sandbox.guest.remote import REFUSED, Client, Refused, Remote
+from spmd_rl.sandbox.guest.serve import Server
 from spmd_rl.sandbox.guest.survey import BadTests, Survey
 from tests.unit.sandbox.conftest import TIGHT
 
 pytestmark = pytest.mark.judge
 MOST = 1 << 20
-Point = namedtuple("Point", "x y")
 
 
-# -- values ---------------------------------------------------------------------------------------------------------
+def no_form(value):
+    raise TypeError(type(value))
 
 
-def sent(*roots):
-    """The values as the other side gets them."""
-
-    def no_form(value):
-        raise TypeError(type(value))
-
-    body = values.dumps(list(values.encode(roots, no_form)))
-    return values.decode(*values.loads(body), {})
+def sent(value):
+    """The value as the other side gets it."""
+    return values.decode(values.loads(values.dumps(values.encode(value, no_form))), no_form)
 
 
 PLAIN = [
-    [None, True, 0, -1.5, "é\ud800", [], {}, (), set()],
-    {"a": [1, (2, {3: frozenset([4])})], (5, 6): {7, 8}, None: b"9", True: bytearray(b"10")},
-    [3 + 4j, range(1, 9, 2), int, Decimal("1.10"), Fraction(1, 3), 10**4_000, -(2**64), 2**63],
-    [date(2020, 1, 2), datetime(2020, 1, 2, 3, tzinfo=UTC), time(4, 5), timedelta(days=-1, microseconds=7)],
-    [deque([1, 2], 5), Counter("aab"), OrderedDict([(2, 1), (1, 2)]), defaultdict(list, a=[1]), Point(1, [2])],
-    [math.inf, -math.inf, -0.0, 1e308, 5e-324],
+    [None, True, 0, -1.5, "é\ud83d\ude00", [], {}, (), set()],
+    {"a": [1, (2, {3: frozenset([4])})], (5, 6): {7, 8}, None: b"9"},
+    [3 + 4j, Decimal("1.10"), Fraction(1, 3), 10**4_000, -(2**64), 2**63, math.inf, -0.0, 5e-324],
 ]
 
 
 @pytest.mark.parametrize("value", PLAIN)
 def test_plain_values_arrive_as_they_were(value):
-    (found,) = sent(value)
-    assert found == value
-    items = value.values() if isinstance(value, dict) else value
-    assert list(map(type, found.values() if isinstance(value, dict) else found)) == list(map(type, items))
+    found = sent(value)
+    assert found == value and repr(found) == repr(value)
 
 
-def test_one_object_stays_one_even_in_itself():
-    inner, loop = [1], []
-    loop += [inner, inner, (loop,)]
-    found, again = sent(loop, inner)
-    assert found[0] is found[1] is again and found[2][0] is found
-
-
-def test_nesting_has_no_limit():
-    value = ()
-    for _ in range(20_000):
-        value = [(value,)]
-    (found,) = sent(value)
-    for depth in range(40_000):
-        (found,) = found
-    assert found == () and depth == 39_999
-
-
-class Liar(list):
-    """A list that would answer for itself."""
-
-
-class Named(Point):
-    """A named tuple with more than its fields."""
+Point, Liar = namedtuple("Point", "x y"), type("Liar", (list,), {"__eq__": lambda *_: True})
+Color = IntEnum("Color", "RED")
 
 
 @pytest.mark.parametrize(
-    "value", [Liar(), Named(1, 2), True.__class__.__class__, print, defaultdict(lambda: 1), object()]
+    "value",
+    [
+        Liar(),
+        Point(1, 2),
+        Color.RED,
+        Counter("a"),
+        OrderedDict(),
+        defaultdict(list),
+        deque(),
+        range(3),
+        bytearray(),
+        print,
+        int,
+        iter([]),
+        object(),
+        {}.keys(),
+    ],
 )
-def test_what_may_answer_for_itself_is_no_value(value):
+def test_what_is_of_no_plain_type_does_not_travel(value):
     with pytest.raises(TypeError):
         sent([value])
 
 
-# -- questions ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "node",
+    [
+        ["o", "1"],
+        ["o", True],
+        ["x", 1],
+        [],
+        ["d", 1],
+        ["s", ["l"]],
+        ["b", "g"],
+        ["D", "x"],
+        ["D", 1],
+        ["F", 2, 4],
+        ["F", 1, 0],
+        ["c", 1, 2],
+        [["l"]],
+        [None],
+        ["d", ["l"], 1],
+    ],
+)
+def test_a_message_makes_plain_values_or_none(node):
+    with pytest.raises(values.FAULTS):
+        values.decode(node, int)
 
 
 def ask(names: dict):
     """A client that asks a server in another thread."""
     ours, theirs = socket.socketpair()
     link = Link(theirs.fileno(), MOST)
-    server = CodeServer(link, names)
+    server = Server(names)
+    link.send(["ready", server.errors()])
 
     def serve():
         with theirs, contextlib.suppress(Gone):
             while True:
-                server.answer(link.receive())
+                link.send(server.answer(*link.receive()))
 
     threading.Thread(target=serve, daemon=True).start()
-    client = Client(Link(ours.fileno(), MOST), None)
+    client = Client(Link(ours.fileno(), MOST), lambda: None)
     client.socket = ours
+    client.greet()
     return client
 
 
-def test_a_call_changes_the_arguments_of_the_tests_at_any_depth():
-    def change(grid, table, tags):
-        grid[1].append(grid[0])
-        table["x"] = tags
+def test_arguments_come_back_as_they_are_afterwards():
+    def change(grid, table, tags, pair):
+        grid[1].append(3)
+        table["x"] = 1
         tags.clear()
+        pair[0].pop()
         return grid
 
     call = ask({"f": change}).name("f")
-    grid, table, tags = [[1], [2]], defaultdict(int), {3}
-    assert call(grid, table, tags=tags) is grid
-    assert grid == [[1], [2, [1]]] and grid[1][1] is grid[0] and table["x"] is tags and not tags
-
-
-def test_an_argument_that_the_code_keeps_is_changed_later():
-    kept = []
-
-    def keep(items):
-        kept.append(items)
-
-    client = ask({"keep": keep, "add": lambda value: kept[0].append(value)})
-    items = [1]
-    client.name("keep")(items)
-    items.append(2)
-    client.name("keep")(items)
-    client.name("add")(3)
-    assert items == [1, 2, 3] and kept[0] is kept[1] and kept[0] == items
-
-
-def test_a_container_of_the_codes_is_one_object_on_both_sides():
-    kept = {"list": [[1]], "dict": {}, "set": {1}, "bytes": bytearray(b"1")}
-    client = ask(
-        {"get": kept.get, "add": lambda: (kept["list"][0].append(2), kept["set"].add(2), kept["bytes"].append(50))}
-    )
-    get, add = client.name("get"), client.name("add")
-    rows, table, tags, text, keys = get("list"), get("dict"), get("set"), get("bytes"), kept["dict"].keys()
-    add()
-    assert rows == [[1, 2]] and tags == {1, 2} and text == b"12" and get("list") is rows
-    rows[0].clear()
-    table["x"] = rows[0]
-    get("list").append(3)
-    assert (
-        get("dict") is table
-        and kept["list"] == [[], 3]
-        and kept["dict"]["x"] is kept["list"][0]
-        and list(keys) == ["x"]
-    )
-
-
-def test_what_nobody_has_any_more_is_forgotten():
-    kept = []
-    client = ask({"new": lambda n: [[n] for _ in range(n)], "one": lambda: kept})
-    held = client.name("new")(3)
-    for _ in range(500):
-        client.name("new")(5)
-        client.name("one")().append(1)
-    assert client.name("one")() is client.name("one")() and len(kept) == 500 and held == [[3], [3], [3]]
+    grid, table, tags, pair = [[1], [2]], {}, {3}, ([4], 5)
+    result = call(grid, table, tags=tags, pair=pair)
+    assert result == grid == [[1], [2, 3]] and result is not grid
+    assert table == {"x": 1} and not tags and pair == ([], 5)
 
 
 class Box:
@@ -188,60 +154,44 @@ USES = [
     lambda box: box != 5,
     lambda box: 7 in box,
     lambda box: box in {1: 2},
+    lambda box: [box] == [5],
     lambda box: len(box),
     lambda box: list(box),
     lambda box: bool(box),
     lambda box: isinstance(box, int),
+    lambda box: isinstance(3, box),
     lambda box: box.__dict__,
     lambda box: box[0],
     lambda box: abs(box - 1.0),
     lambda box: math.isclose(box, 1.0),
+    lambda box: f"{box}" + str(box),
+    lambda box: repr([box]),
+    lambda box: copy.copy(box),
+    lambda box: copy.deepcopy([box]),
     lambda box: json.dumps(box, default=lambda it: it.__dict__),
     lambda box: type("Sub", (box,), {}),
     lambda box: box.twice(lambda: 1),
-    lambda box: box.twice(object()),
-    lambda box: setattr(box, "value", json.dumps),
+    lambda box: setattr(box, "value", object()),
 ]
 
 
 @pytest.mark.parametrize("use", USES)
-def test_nothing_else_about_an_object_is_believed(use):
+def test_an_object_has_methods_and_attributes_and_nothing_else(use):
     client = ask({"make": Box})
     box = client.name("make")(3)
-    assert box.value == 3 and box.twice() == 6 and box.me() is box
+    assert box.value == 3 and box.twice() == 6 and box.me().me().value == 3
     box.value = [4]
     assert box.twice() == [4, 4]
     with pytest.raises(Refused):
         use(box)
-    assert client.beyond
+    assert client.refused
 
 
-def handed(source):
-    """A function as tests write it."""
-    return eval(source, {"__name__": "tests"})
-
-
-def test_the_code_calls_what_it_was_handed_until_its_call_ends():
-    kept = []
-    call = ask({"use": lambda f, x: kept.append(f) or f(x), "again": lambda: kept[0](5)})
-    double = handed("lambda x: [x, 2 * x]")
-    assert call.name("use")(double, 3) == [3, 6] and call.name("again")() == [5, 10]
-    with pytest.raises(RuntimeError, match="after the call"):
-        kept[0](1)
-
-
-@pytest.mark.parametrize("number", [1, -1, True, None, 0.0, "0", [0]])
-def test_the_code_can_name_no_function_but_those_that_it_was_handed(number):
-    called = []
-
-    def use(f):
-        kept = [cell.cell_contents for cell in f.__globals__["_call"].__closure__]
-        next(each for each in kept if isinstance(each, Stubs))._ask(number, "call", [1], {})
-
-    client = ask({"use": use})
-    with pytest.raises(Refused):
-        client.name("use")(eval("lambda x: called.append(x)", {"__name__": "tests", "called": called}))
-    assert client.gone and not called
+def test_every_special_method_is_refused():
+    client = ask({"make": Box})
+    for name in REFUSED:
+        with pytest.raises(Refused):
+            getattr(Remote, name)(client.name("make"))
 
 
 def raising(error):
@@ -251,106 +201,103 @@ def raising(error):
     return call
 
 
-class Odd(KeyError, AttributeError):
-    def __str__(self):
-        return "odd"
-
-
-def test_exceptions_are_builtins_here():
-    client = ask(
-        {"key": raising(KeyError("k")), "odd": raising(Odd(1, [2])), "missing": raising(FileNotFoundError(2, "x"))}
-    )
-    with pytest.raises(KeyError, match="'k'"):
+def test_exceptions_have_a_name_and_a_text():
+    own, below = type("Own", (KeyError,), {}), type("ValueError", (Exception,), {"__module__": "builtins"})
+    names = {"key": KeyError("k"), "file": FileNotFoundError(2, "x"), "own": own("secret"), "named": below("b")}
+    client = ask({**{name: raising(error) for name, error in names.items()}, "Own": own})
+    with pytest.raises(KeyError, match="^'k'$"):
         client.name("key")()
-    with pytest.raises(FileNotFoundError) as missing:
-        client.name("missing")()
-    assert missing.value.errno == 2
-    for base in (KeyError, AttributeError):
-        with pytest.raises(base, match="^odd$") as odd:
-            client.name("odd")()
-        assert odd.value.args == (1, [2]) and type(odd.value) is not base
+    with pytest.raises(FileNotFoundError, match="x"):
+        client.name("file")()
+    with pytest.raises(client.name("Own")) as caught:
+        client.name("own")()
+    assert isinstance(caught.value, KeyError)
+    for use in (str, repr, bool, lambda it: it.args, lambda it: it == it, client.name("Own")):
+        with pytest.raises(Refused):
+            use(caught.value)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - its class is the question
+        client.name("named")()
+    assert type(caught.value) is Exception
 
 
 @pytest.mark.parametrize(
-    "error", [StopIteration(3), StopAsyncIteration(), GeneratorExit(), SystemExit(0), KeyboardInterrupt()]
+    "error",
+    [StopIteration(3), StopAsyncIteration(), GeneratorExit(), SystemExit(0), KeyboardInterrupt(), BaseException()],
 )
-def test_what_ends_loops_is_a_failure(error):
+def test_what_ends_loops_or_processes_is_a_failure(error):
     client = ask({"f": raising(error)})
     with pytest.raises(Refused):
-        list(map(client.name("f"), [()] * 0)) or client.name("f")()
-    assert type(error).__name__ in client.refused
+        [client.name("f")() for _ in [1]]
+    assert client.refused
 
 
-def test_a_name_that_the_code_lacks_is_refused():
-    with pytest.raises(Refused, match="defines no g"):
-        ask({"f": 1}).name("g")(2)
+def test_a_name_is_what_it_was_first():
+    names = {"f": lambda: names.update(f=lambda: 2)}
+    client = ask(names)
+    first = client.name("f")
+    first()
+    assert client.name("f") is first
+    with pytest.raises(Refused, match="has no g"):
+        client.name("g")
 
 
-def test_answers_that_are_none_are_the_codes_failure():
+def test_answers_that_are_none_are_the_programs_failure():
     """Whatever comes back, a call returns a plain value, or raises a builtin exception or what no test can expect."""
     dice = random.Random(0)
-    atoms = [
-        "=",
-        "?",
-        "!",
-        "~=",
-        "refused",
-        "list",
-        "dict",
-        "named",
-        "handle",
-        "known",
-        "ndarray",
-        "type",
-        "builtins.range",
-        "int",
-    ]
-    atoms += ["KeyError", "print", "", 0, 1, -1, 1e308, None, True, "decimal.Decimal", "x" * 50, [], [0], [-1]]
+    atoms = ["=", "?", "!", "l", "d", "s", "o", "builtins:KeyError", "builtins:print", "os:error", "KeyError", ""]
+    atoms += [0, 1, -1, 1e308, None, True, "x" * 50, [], ["l"], [0, ["l"]], [[0, ["l", 1]]]]
 
     def noise(depth):
         if depth == 0 or dice.random() < 0.3:
             return dice.choice(atoms)
-        return [noise(depth - 1) for _ in range(dice.randrange(7))]
+        return [noise(depth - 1) for _ in range(dice.randrange(5))]
 
     for _ in range(1000):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            message = noise(4) if dice.random() < 0.3 else [dice.choice(atoms[:5]), *(noise(3) for _ in range(4)), ""]
-            Link(theirs.fileno(), MOST).send(message)
-            client = Client(Link(ours.fileno(), MOST), None)
+            message = noise(4) if dice.random() < 0.3 else [dice.choice(atoms[:3]), noise(3), noise(3)]
+            link, client = Link(theirs.fileno(), MOST), Client(Link(ours.fileno(), MOST), lambda: None)
+            link.send(["=", ["o", 0], []])
+            link.send(message)
             try:
                 client.name("f")([1], {2: 3})
             except (Refused, Exception) as error:  # noqa: BLE001 - which one is the question
-                assert isinstance(error, Refused) or type(error).__module__ in ("builtins", "solution"), error
+                assert isinstance(error, Refused) or type(error).__module__ == "builtins", error
                 assert bool(client.gone or client.refused) == isinstance(error, Refused)
 
 
-# -- what needs more ------------------------------------------------------------------------------------------------
+# -- what needs more, by the text of the tests ----------------------------------------------------------------------
 
 BEYOND = [
-    "from solution import f\nclass A:\n    @f\n    def g(self): return 1\nassert A().g() == 1",
-    "from solution import f\nclass A:\n    @f(1)\n    def g(self): return 1\nassert A().g() == 1",
+    "from solution import f\n@f\ndef g(x): return x\nassert g(1) == 1",
     "from solution import Base\nclass Own(Base): pass\nassert Own().f() == 1",
     "assert (Vector(1) + Vector(2)).x == 3",
+    "v = Vector(1)\nassert (v * 3).x == 3",
+    "s = Bag([1])\nassert 1 in s",
+    "assert Version(1) < Version(2)",
     "with Timer() as t:\n    assert t.x == 1",
     "def test_f(tmp_path): assert f(tmp_path) == 1",
-    "def test_f(monkeypatch): assert f(1) == 1",
-    "import pytest\nwith pytest.warns(UserWarning): f(1)",
     "import threading\nassert f(1) == 2",
     "from unittest.mock import patch\nassert f(1) == 2",
-    "import os\nassert f('x') == 2",
     "import sys\nsys.stdin = None\nassert f(1) == 2",
     "import time\ntime.sleep = None\nassert f(1) == 2",
     "assert eval('f(1)') == 2",
     "try:\n    from solution import f\nexcept ImportError:\n    f = None\nassert f(1) == 2",
-    "v = Vector(1)\nassert (v * 3).x == 3",
-    "s = Bag([1])\nassert 1 in s",
-    "assert Version(1) < Version(2)",
+    "assert math.isclose(f(1), 2)",
+    "a = f(1)\nb = f(2)\nassert a == [1]",
+    "a = f(1)\na[0].append(2)\nassert a == [[2]]",
+    "x = [1]\nf(x)\nx.append(2)\nassert f([1]) == 1",
+    "x = [1]\ns = Sorter(x)\ns.sort()\nassert x == [1]",
+    "row = [1]\nf([row])\nassert row == [1]",
+    "assert [f(1), f(2)] == [[1], [2]]",
+    "out = []\nfor i in range(2):\n    out.append(f(i))\nassert out == [[0], [1]]",
+    "import time\na = f(1)\ntime.sleep(1)\nassert a == [1]",
+    "f(1).append(2)\nassert f(1) == [1]",
 ]
 
 
 @pytest.mark.parametrize("source", BEYOND)
-def test_what_reaches_beyond_values_is_told_from_the_text(source):
+def test_what_reaches_beyond_values_is_found_in_the_text(source):
     assert Survey(source).reason
 
 
@@ -358,12 +305,17 @@ def test_what_reaches_beyond_values_is_told_from_the_text(source):
     "source",
     [
         "def check(candidate):\n    assert candidate([1]) == [2]\ncheck(f)",
-        "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n        self.x = []\n"
-        "        self.x.append(f(1))",
+        "import unittest\nclass T(unittest.TestCase):\n    def setUp(self): self.s = Stack()\n"
+        "    def test_f(self):\n        self.s.push(1)\n        self.assertEqual(self.s.pop(), 1)",
         "import pytest\n@pytest.mark.parametrize('a', [1])\ndef test_f(a):\n"
         "    with pytest.raises((KeyError, ValueError)): f(a)",
         "assert type(f(1)) is int and type(f(2)) in (list, tuple)",
-        "class Own(Exception): pass\ntry:\n    f(1)\nexcept (Own, ValueError):\n    pass",
+        "class Own(Exception): pass\ntry:\n    f(1)\nexcept (Own, ValueError):\n    pass\nassert f(2) is None",
+        "a = f(1)\nb = f(2)\nassert a == 1 and b > a",
+        "x = [2, 1]\nassert f(x) is None and x == [1, 2]",
+        "assert [f(i) for i in range(3)] == [0, 1, 2]",
+        "head = Node(1, Node(2))\nassert rev(head).val == 2 and head.next is None",
+        "assert Extract([[1]]) == [1]",
     ],
 )
 def test_plain_tests_need_no_more(source):
@@ -381,41 +333,24 @@ def test_faults_are_found_in_the_text(source):
 # -- whole checks ---------------------------------------------------------------------------------------------------
 
 
-HANDED = [
-    "from solution import f\n@f\nasync def g(x): return x\nassert g(1) == 1",
-    "class Node:\n    x = 1\nassert f(Node()) == 1",
-    "import functools\nassert f(functools.partial(setattr, Exception)) == 1",
-    "import io\nassert f(io.StringIO('a')) == 1",
-    "def test_f(capsys): assert f(capsys.readouterr) == 1",
-    "def test_f(request): assert f(request.getfixturevalue) == 1",
-    "import unittest\nclass TestF(unittest.TestCase):\n    def test_f(self): assert f(self.assertEqual) == 1",
-    "import pytest\n@pytest.mark.parametrize('g', [Exception.__init__, pytest.raises])\ndef test_f(g): assert f(g) == 1",
-]
-
-
-@pytest.mark.parametrize("code", ["", "def f(x): return 1"])
-@pytest.mark.parametrize("test", HANDED)
-def test_what_tests_hand_over_without_a_plain_form_is_unsupported_whatever_the_code(sandbox, code, test):
-    assert sandbox.check(code, [test], limits=TIGHT).unsupported
-
-
 @pytest.mark.parametrize(
-    "node", [["method", [[0], "__class__"]], ["view", [[0], "clear"]], ["error", ["list"]], ["error", ["exec", "1"]]]
+    "test",
+    [
+        "class Node:\n    x = 1\nn = Node()\nassert f(n) == 1",
+        "x = range(3)\nassert f(x) == 1",
+        "x = [1]\nassert f(x, x) == 1",
+    ],
 )
-def test_a_message_calls_nothing_by_name(node):
-    with pytest.raises(FAULTS):
-        values.decode([[1]], [["dict", [], None], node], {})
+def test_what_tests_give_and_is_not_plain_is_unsupported(sandbox, test):
+    assert sandbox.check("def f(*x): return 1", [test], limits=TIGHT).unsupported
 
 
 FAULTY = {
     "nothing asked": "x = 1\nassert x == 1",
     "nothing but its own": "def g(x): return x\nassert g(1) == 1",
     "nothing checked": "print(f(1) == 1)",
-    "nothing but text": "print('ok')",
     "never called": "def check(candidate):\n    assert candidate(1) == 2",
-    "another name": "def verify():\n    assert f(1) == 2",
     "another class": "class Checks:\n    def test_f(self): assert f(1) == 2",
-    "a generator": "def test_f():\n    yield f(1)",
     "fails by itself": "import math\nmath.no_such_function(1)\nassert f(1) == 1",
     "a missing module": "import numpy\nassert f(1) == 1",
     "an unknown fixture": "def test_f(no_such_fixture): assert f(1) == 2",
@@ -436,7 +371,7 @@ def test_the_limit_of_a_message_can_be_set(sandbox):
 
 
 @pytest.mark.mounts
-def test_each_test_is_told_apart(sandbox):
+def test_each_test_is_judged_apart(sandbox):
     tests = ["assert f(1) == 1", "assert f(2) == 1", "def test_a(): assert f(1) == 1\ndef test_b(): assert f(2) == 1"]
     result = sandbox.check("def f(x): return x", tests, limits=TIGHT)
     assert result.passed == (True, False, True, False) and "AssertionError" in result.detail
