@@ -94,7 +94,7 @@ class Calculation:
         if self._depth > MAX_DEPTH:
             raise Unreadable("too deep")
         value = self._atom()
-        while text := powers and self._take("^", "!", "%", "°"):
+        while text := powers and self._take("^", "!", "%", "\\degree"):
             before = text
             if text == "^":
                 sign = -1 if self._take("-", "+") == "-" else 1

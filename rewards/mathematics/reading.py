@@ -19,7 +19,7 @@ CONTEXTS = [MPContext(), MPContext()]
 CONTEXTS[0].dps, CONTEXTS[1].dps = 100, 2000
 END = Token("end", "")
 FLIPPED = {"<": ">", ">": "<", "le": "ge", "ge": "le"}
-CURRENCIES = "£€¥₹"
+CURRENCIES = "\u00a3\u20ac\u00a5\u20b9"
 NAME = re.compile(r"(\\?[A-Za-z]+)(_.+)?'*")
 BASE = re.compile(r"\(?(\d[0-9A-Z]*|[0-9A-Fa-f]{2,}(?=\)?_\{16\}))\)?_(?:\{(\d+)\}|(\d))")
 GROUPS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?")
@@ -193,7 +193,9 @@ def element(pieces: Sequence[Token], depth: int) -> Reading:
         return Reading("text", " ".join(re.findall(r"[^\s(){}.!']+", said.casefold())))
     if first.text in CURRENCIES:
         return structure(pieces[1:], depth)._replace(unit=first.text)
-    if last.text in ("%", *CURRENCIES) or (last.text == "°" and not any(piece.text[1:] in UNARY for piece in pieces)):
+    if last.text in ("%", *CURRENCIES) or (
+        last.text == "\\degree" and not any(piece.text[1:] in UNARY for piece in pieces)
+    ):
         return structure(pieces[:-1], depth)._replace(unit=SHORT.get(last.text, last.text))
     if first.text in OPEN and closing(pieces) == len(pieces) - 1 and first.text[1:] not in ("lfloor", "lceil"):
         parts, commas = split(pieces[1:-1], ",;")

@@ -14,8 +14,8 @@ WORDS = frozenset({"yes", "no", "true", "false"})
 UNITS = {
     "m": "meter metre", "cm": "centimeter centimetre", "mm": "millimeter millimetre", "km": "kilometer kilometre",
     "g": "gram", "kg": "kilogram", "s": "second sec", "h": "hour hr", "min": "minute", "ft": "feet foot",
-    "in": "inch inche", "l": "liter litre", "ml": "milliliter millilitre", "lb": "pound", "degree": "deg °",
-    "": "dollar", "mph": "", "cent": "", "day": "", "men": "", "°c": "", "°f": "",
+    "in": "inch inche", "l": "liter litre", "ml": "milliliter millilitre", "lb": "pound", "degree": "deg \\degree",
+    "": "dollar", "mph": "", "cent": "", "day": "", "men": "", "\\degreec": "", "\\degreef": "",
 }  # fmt: skip
 SHORT = {long: short for short, names in UNITS.items() for long in [*names.split(), short]}
 COUNTS = re.compile(
@@ -46,7 +46,7 @@ SAME = {
     "leqslant": "le", "geqslant": "ge", "lt": "<", "gt": ">", "neq": "ne", "div": "/", "times": "*", "cdot": "*",
     "ast": "*", "lbrace": "{", "rbrace": "}", "lvert": "|", "rvert": "|", "vert": "|", "emptyset": "varnothing",
     "lbrack": "[", "rbrack": "]", "colon": ":", "and": ",", "or": ",", "land": ",", "lor": ",", "percent": "%",
-    "imath": "i", "degree": "°", "varepsilon": "epsilon", "varphi": "phi", "lg": "log", "simeq": "approx",
+    "imath": "i", "varepsilon": "epsilon", "varphi": "phi", "lg": "log", "simeq": "approx",
 }  # fmt: skip
 CHARACTERS = dict(
     zip(
@@ -68,7 +68,7 @@ TOKEN = re.compile(
     r"|(?P<command>\\[A-Za-z]+|\\.)|(?P<word>[^\W\d_]+)|(?P<sign>\*\*|<=|>=|!=|.)",
     re.DOTALL,
 )
-RELATIONS = {"=": "=", "<": "<", ">": ">", "<=": "le", ">=": "ge", "!=": "ne", "≔": "="}
+RELATIONS = {"=": "=", "<": "<", ">": ">", "<=": "le", ">=": "ge", "!=": "ne"}
 RELATIONS |= {f"\\{name}": name for name in ("le", "ge", "ne", "in", "approx")}
 OPEN = frozenset(["(", "[", "{", "\\{", "\\langle", "\\lfloor", "\\lceil"])
 CLOSE = frozenset([")", "]", "}", "\\}", "\\rangle", "\\rfloor", "\\rceil"])
@@ -150,7 +150,7 @@ def tokens(text: str, words: bool = False) -> list[Token]:
                 new = [_command(name)]
         elif kind == "degree":
             scale = re.search("[CF]", piece)
-            new = [Token("word", f"°{scale[0]}") if scale else Token("sign", "°")]
+            new = [Token("word", f"\\degree{scale[0]}") if scale else Token("sign", "\\degree")]
         elif kind == "word":
             new = _word(piece, words, found)
         else:
