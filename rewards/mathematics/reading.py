@@ -95,14 +95,19 @@ def same_items(gold: Reading, mine: Reading) -> bool:
     kinds = {gold.kind, mine.kind}
     if "tuple" in kinds:
         ends = [(one.key[0], one.key[-1]) for one in (gold, mine) if one.kind == "tuple"]
-        return "set" not in kinds and ends[0] == ends[-1] and all(map(equal, gold.items, mine.items))
+        return "set" not in kinds and ends[0] == ends[-1] and all(map(alike, gold.items, mine.items))
     left = list(mine.items)
     for item in gold.items:
-        found = [place for place, other in enumerate(left) if equal(item, other)]
+        found = [place for place, other in enumerate(left) if alike(item, other)]
         if not found:
             return False
         del left[found[0]]
     return True
+
+
+def alike(gold: Reading, mine: Reading) -> bool:
+    """Compare two items, of which a set is no element."""
+    return gold.kind == mine.kind and equal(gold, mine)
 
 
 def vote(gold: Sequence[Reading], mine: Sequence[Reading]) -> str:
@@ -313,6 +318,8 @@ def relation(sides: Sequence[Sequence[Token]], operators: Sequence[str], depth: 
 def difference(left: Sequence[Token], right: Sequence[Token], signed: bool = False) -> str:
     """Return the key of the difference of two sides up to a factor, a positive one if `signed`; "" if there is none."""
     values, context = [], CONTEXTS[0]
+    if any(piece.text in ("\\pm", "\\mp") for piece in (*left, *right)):
+        return ""
     try:
         for place in range(4):
             calculation = Calculation(context, place)

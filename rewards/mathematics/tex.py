@@ -15,7 +15,7 @@ UNITS = {
     "m": "meter metre", "cm": "centimeter centimetre", "mm": "millimeter millimetre", "km": "kilometer kilometre",
     "g": "gram", "kg": "kilogram", "s": "second sec", "h": "hour hr", "min": "minute", "ft": "feet foot",
     "in": "inch inche", "l": "liter litre", "ml": "milliliter millilitre", "lb": "pound", "degree": "deg \\degree",
-    "": "dollar", "mph": "", "cent": "", "day": "", "men": "", "\\degreec": "", "\\degreef": "",
+    "": "dollar", "mph": "", "cent": "", "day": "", "men": "", "am": "", "pm": "", "\\degreec": "", "\\degreef": "",
 }  # fmt: skip
 SHORT = {long: short for short, names in UNITS.items() for long in [*names.split(), short]}
 COUNTS = re.compile(

@@ -86,6 +86,8 @@ WRITTEN = {
         |x| ; |-x| ; \sqrt{x^2} | x
         \ln|x| + C ; C+\ln|x| | \ln x + C
         y = 2x + 3 ; 2x + 3 ; 2x - y + 3 = 0 | y = 3x + 2
+        x=4 ; 4 | x=\pm4
+        \{\{1\}, \{1, 2\}\} ; \{\{2, 1\}, \{1\}\} | \{1, \{1, 2\}\}
         \pm\sqrt2 ; \sqrt2, -\sqrt2 ; x = \pm\sqrt{2} | \sqrt2
         X ; X | x
         \text{Tuesday May 5} ; Tuesday May 5 | \text{Monday June 5} ; 5""",
