@@ -1,8 +1,10 @@
 """Multiple choice: whether the answer names the right letter. `ground_truth` is one letter or several (`AC`, `A, C`).
 
-The letter is taken from the last box, from after `answer is`, `answer:`, `option` or `choice`, or from the start of
-the last line; only capitals count outside a box. With `extra["choices"]`, a list of texts, the right text counts too.
-An answer that names no letter is `wrong_format`; nothing is guessed.
+The letter is the one that is given: in the last box or `<answer>` tag that holds one; else in the last statement that
+gives it (`the answer is C`, `Answer: C`, `option C is correct`, `only C is left`); else the last `option C` or
+`choice C`; else at the start of the last line. A letter that is rejected (`option D is wrong`) or asked for
+(`is it option D?`) is not given. Only capitals count outside a box. With `extra["choices"]`, a list of texts, the right
+text counts too. An answer that gives no letter is `wrong_format`; nothing is guessed.
 
     reward.choice.target=rewards.choice:ChoiceReward
 """
@@ -16,8 +18,24 @@ LETTERS = "ABCDEFGHIJ"
 ONE = r"\(?\b(?:[B-HJ]|[AI](?! (?!and\b|or\b|because\b|since\b|as\b|is\b)[a-z]))\b(?!')\)?"
 """One letter, but not the words in `A city` and `I think`."""
 SEVERAL = rf"{ONE}(?:(?: ?, ?| ?& ?|,? and |,? or ){ONE})*"
-NAMED = r"(?i:answer|option|choice)(?i:s?)(?: (?i:letters?))?(?: (?i:is|are|would be))?"
-SAID = re.compile(rf"\b{NAMED}\s*[:=]?[\s*\"'$\\(]*(?:(?i:option|choice) )?({SEVERAL})")
+KEPT = (
+    r"(?![\"'*$)]*(?:\?|,? (?i:is|are|was|seems?|looks?|would|can)(?i:n't|not)? (?i:be |also |clearly )?"
+    r"(?i:not|wrong|incorrect|false|tempting|out|eliminated|ruled)\b))"
+)
+"""Matches nothing, but not after a letter that is rejected or asked for."""
+OPTION, IS = r"\b(?i:options?|choices?|letters?)", r"(?i: (?:is|are|would be|must be))"
+MARKS = r"\s*[:=]?[\s*\"'$\\({]*(?:(?:text|textbf|mathbf|boxed)\{\(?)?"
+SAID = re.compile(
+    rf"(?:\b(?i:answers?)(?i: (?:options?|choices?|letters?))?[\"'*]*{IS}?|{OPTION}(?:{IS}|(?=\s*[:=]))"
+    rf"|\b(?i:choose|pick|select))"
+    rf"{MARKS}(?:(?i:the )?(?i:options?|choices?) )?({SEVERAL}){KEPT}"
+)
+CORRECT = re.compile(
+    rf"({SEVERAL})[\"'*$)]*{IS}(?i: the| an?)?(?i: (?!not|never)\w+)?"
+    r"(?i: (?:right|correct|true|left|answers?|best))\b(?!\s*\?)"
+)
+NAMED = re.compile(rf"{OPTION}{MARKS}({SEVERAL}){KEPT}")
+MARKED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}|<answer>(.*?)</answer>", re.DOTALL)
 ALONE = re.compile(rf"[\s*\"'$#]*({SEVERAL})(?:[.):*\"'$\s]|$)")
 WRAP = re.compile(r"\\(?:text|textbf|mathrm|mathbf|rm|bf)\b|[{}$\\]")
 
@@ -51,7 +69,7 @@ class ChoiceReward:
     def suspect(self, prompt: Prompt, answer: str) -> str:
         """Return what makes a passing answer look like a cheat: it states several different answers."""
         *_, text = answer.rpartition("</think>")
-        stated = {match[1] for match in SAID.finditer(text)} | set(re.findall(r"\\boxed\s*\{([^{}]*)\}", text))
+        stated = {match[1] for match in SAID.finditer(text)} | {match[1] for match in MARKED.finditer(text)}
         return f"{len(stated)} different answers" if len(stated) > 3 else ""
 
     @classmethod
@@ -67,6 +85,7 @@ class ChoiceReward:
             ("AC", "\\boxed{A}", 0.0),
             ("B", "Paris, the capital of France", 1.0),
             ("A", "A city in France", 0.0),
+            ("B", "The answer is B. Option A is tempting, but wrong.", 1.0),
         ):
             extra = {"choices": ["Rome", "Paris, the capital of France"]}
             yield Prompt("0" * 32, (Message("user", "?"),), "choice", truth, extra), answer, score
@@ -77,14 +96,16 @@ def letters(answer: str, choices: tuple[str, ...] = ()) -> set[str]:
     *_, text = answer.rpartition("</think>")
     if "<think>" in text:
         return set()
-    boxes = re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
-    final = WRAP.sub("", boxes[-1]).strip() if boxes else text.strip().rpartition("\n")[2].strip()
-    for place, choice in enumerate(choices[: len(LETTERS)]):
-        if final.strip("*. ").casefold() == choice.strip("*. ").casefold():
-            return {LETTERS[place]}
-    if boxes:
+    marked = [WRAP.sub("", match[1] or match[2] or "").strip() for match in MARKED.finditer(text)]
+    last = text.strip().rpartition("\n")[2].strip()
+    for final in [*marked[-1:], last]:
+        for place, choice in enumerate(choices[: len(LETTERS)]):
+            if final.strip("*. ").casefold() == choice.strip("*. ").casefold():
+                return {LETTERS[place]}
+    for final in reversed(marked):
         compact = re.fullmatch(rf"[{LETTERS}{LETTERS.lower()}]+", final)
-        found = compact or ALONE.match(final) or SAID.match(final)
-        return set(re.findall(rf"[{LETTERS}]", found[0].upper() if compact else found[1])) if found else set()
-    found = [*SAID.finditer(text)][-1:] or [match for match in [ALONE.match(final)] if match]
-    return set(re.findall(rf"[{LETTERS}]", found[0][1])) if found else set()
+        if found := compact or ALONE.match(final) or SAID.match(final):
+            return set(re.findall(rf"[{LETTERS}]", found[0].upper() if compact else found[1]))
+    given = [*SAID.finditer(text), *CORRECT.finditer(text)] or [*NAMED.finditer(text)]
+    found = max(given, key=lambda match: match.start(1), default=None) or ALONE.match(last)
+    return set(re.findall(rf"[{LETTERS}]", found[1])) if found else set()

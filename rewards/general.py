@@ -1,8 +1,9 @@
 """Short open answers: whether the final answer is the ground truth, word for word or nearly.
 
 The final answer is the last box, `<answer>` tag or what follows the last `answer is`, after the last think block, or
-else the last line. `match` says how it is compared: `exact`, `normalised` (case, punctuation and articles aside), `f1`
-(of words) or `rouge_l` (longest common subsequence of words, F measure); `grade` what a match is worth:
+else the last line. `match` says how it is compared: `exact`, `normalised` (case, punctuation and articles aside,
+`4.0` is `4`), `f1` (of words) or `rouge_l` (longest common subsequence of words, F measure); `grade` what a match is
+worth:
 
 | grade | right, marked | right | marked | neither |
 |---|---|---|---|---|
@@ -21,6 +22,7 @@ Meaning is not compared; `judge` does that.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from unicodedata import normalize
 
 from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 
@@ -30,6 +32,10 @@ MARKED = re.compile(
     r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}|<answer>(.*?)</answer>|\banswer\s*(?:is|:)[\s:*]*([^\n]+)",
     re.DOTALL | re.IGNORECASE,
 )
+WORD = re.compile(
+    r"(?<![\w.(\[{])-?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?![\w,])|(?:(?<![\w.)])-)?\d+\.\d+(?!\w)|(?:(?<![\w.)])-)?\w+"
+)
+"""Matches a number, with its sign, or a word; a bracket's `(1,100)` is two."""
 GRADES = {"loose": (1.0, 1.0, -1.0, -1.0), "soft": (1.0, 0.5, -0.5, -1.0), "strict": (1.0, -1.0, -1.0, -1.0)}
 
 
@@ -95,14 +101,20 @@ def final_answer(answer: str) -> tuple[str, bool]:
 
 def words(text: str) -> list[str]:
     """Return the lower-case words of a text without LaTeX's text commands, punctuation and articles."""
-    text = re.sub(r"\\(?:text|textbf|mathrm)\b", " ", text).casefold()
-    found = re.findall(r"\w+", text)
+    text = normalize("NFC", re.sub(r"\\(?:text|textbf|mathrm)\b", " ", text).casefold())
+    found = [number(word) for word in WORD.findall(text)]
     return [word for word in found if word not in ("a", "an", "the")][-MAX_WORDS:] or found[-MAX_WORDS:]
+
+
+def number(word: str) -> str:
+    """Return a number without separators of thousands and the zeros at its end, any other word as it is."""
+    plain = word.replace(",", "")
+    return (plain.rstrip("0").rstrip(".") if "." in plain else plain) if plain.lstrip("-")[:1].isdigit() else word
 
 
 def exact(truth: str, final: str) -> float:
     """Return 1.0 for the same text, up to the space around it."""
-    return float(truth.strip() == final.strip())
+    return float(normalize("NFC", truth.strip()) == normalize("NFC", final.strip()))
 
 
 def normalised(truth: str, final: str) -> float:

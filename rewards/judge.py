@@ -1,9 +1,11 @@
 """A language model as the judge, at any endpoint that speaks OpenAI's chat completions (vLLM, SGLang, a provider).
 
 The judge is asked whether the answer agrees with the ground truth (`scale: yes_no`, 1.0 or 0.0), or for points from 0
-to `points` (`scale: points`, as their share). The last word of its reply counts, after its own thinking. A reply that
-says neither, an endpoint that fails, or a spent budget is an `error`, one that never answers a `timeout`; never a zero.
-The same question is asked once. Calls are repeated where that may help (`Http` in `spmd_rl.types`).
+to `points` (`scale: points`, as their share). After its own thinking, the verdict is the last line, alone or after a
+label (`Score: 8`, `Verdict: no`), or in a JSON object (`{"score": 8}`), or at the start of the reply (`8/10, since
+...`, `No. ...`); a template of yours asks for one of these. Any other reply, an endpoint that fails, or a spent
+budget is an `error`, one that never answers a `timeout`; never a zero. The same question is asked once. Calls are
+repeated where that may help (`Http` in `spmd_rl.types`).
 
 Budget and cache are those of one worker process: `reward.<domain>.workers=1` is enough, since it has many calls in
 flight at once, and makes the budget the node's. The server and votes of several judges are not part of this.
@@ -119,20 +121,33 @@ def question(prompt: Prompt) -> str:
     return asked[0].content if len(asked) == 1 else "\n\n".join(f"{m.role}: {m.content}" for m in asked)
 
 
+def verdict(said: str, value: str, ends: str) -> re.Match[str] | None:
+    """Return the match of `value` where a reply gives its verdict; at the start of a reply, `ends` comes after it."""
+    said = said.rpartition("</think>")[2].strip()
+    lines = [line for line in said.splitlines() if line.strip()] or [""]
+    last = re.fullmatch(rf"\W*?{value}\W*", lines[-1]) or re.match(rf"\W*{LABEL}\W*?{value}(?:{ends})", lines[-1])
+    json = re.search(rf"\{{[^{{}}]*\"{LABEL}\"\s*:\s*\"?{value}\"?\s*[,}}]", said)
+    return last or json or re.match(rf"\W*?(?:{LABEL}\W*?)?{value}(?:{ends})", said)
+
+
 def yes_or_no(said: str, points: int) -> float:
-    """Return 1.0 or 0.0 for the last yes or no. ValueError if there is none."""
-    found = re.findall(r"\b(yes|no)\b", said.rpartition("</think>")[2].lower())
-    if not found:
-        raise ValueError(f"the judge said neither YES nor NO: {said[-100:]!r}")
-    return float(found[-1] == "yes")
+    """Return 1.0 or 0.0 for a reply of yes or no. ValueError for any other."""
+    if not (found := verdict(said, r"(?i:(yes|no|true|false))\b", "")):
+        raise ValueError(f"the judge said neither YES nor NO at the start or in the last line: {said[-100:]!r}")
+    return float(found[1].lower() in ("yes", "true"))
 
 
 def share(said: str, points: int) -> float:
-    """Return the last number (`7`, `7/10`) as a share of `points`. ValueError if there is none in that range."""
-    found = re.findall(r"(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?", said.rpartition("</think>")[2])
-    if not found or not 0 <= float(found[-1]) <= points:
-        raise ValueError(f"the judge gave no number from 0 to {points}: {said[-100:]!r}")
-    return float(found[-1]) / points
+    """Return the points of a reply (`7`, `7/10`, `7 out of 10`) as a share. ValueError if it gives none in range."""
+    found = verdict(said, NUMBER, r"(?: points?)?\W*$|(?: points?)?\s*[\"*_]*[.,;:()\n\u2013\u2014-](?!\d)")
+    number = float(found[1].replace(",", ".")) if found else -1.0
+    if not found or not 0 <= number <= points or float(found[2] or points) != points:
+        raise ValueError(
+            f"the judge gave no number from 0 to {points} at the start or in the last line: {said[-100:]!r}"
+        )
+    return number / points
 
 
+LABEL = r"(?i:(?:final |overall )?(?:score|points|rating|reward|grade|verdict|judg[e]?ment|answer|result))"
+NUMBER = r"(-?(?:\d+(?:\.\d+|,\d{1,2})?|[.,]\d+))(?![\d.,]*\d)(?:[*_\s]*(?:/|out of|of)[*_\s]*(\d+))?(?: points?)?"
 SCALES: dict[str, Callable[[str, int], float]] = {"yes_no": yes_or_no, "points": share}

@@ -1,9 +1,11 @@
-"""Mathematics: whether the final answer equals the ground truth, compared symbolically by the math-verify library.
+"""Mathematics: whether the final answer equals the ground truth.
 
-The final answer is the last `\\boxed{...}` after the last think block, or else the last line (`#### 18`, `so x = 3/4`).
-Integers, decimals, fractions, percentages, expressions, equations, sets, intervals, yes and no. A unit, or a word after
-a number, may be missing on one side, but two units must be the same; none is converted. Plain numbers and equal texts
-are compared at once, what the library cannot read (`\\mathbb{Z}_8`) as text. There is no partial credit.
+The final answer is the last of these after the last think block: a `\\boxed{...}`, an `<answer>` tag, a line `####
+18`; else the last line, or the last one with `answer is` if no mathematics follows it. Of a sentence its last
+mathematics counts. Answer and truth are read (`mathematics/`) and compared by value: numbers, expressions, equations,
+lists, points, sets, intervals, yes and no. A unit may be missing on one side, but two units must be the same; none is
+converted. What that grammar does not have (integrals, matrices) the math-verify library compares symbolically. What
+neither can read (`\\mathbb{Z}_8`) is compared as text. There is no partial credit.
 
     reward.math.target=rewards.math_verify:MathReward
 """
@@ -12,55 +14,34 @@ import logging
 import re
 import signal
 import threading
-from cmath import isfinite
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Derivative, Expr, Float, Symbol
-from sympy.concrete.expr_with_limits import ExprWithLimits
-from sympy.core.function import AppliedUndef
 
 from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 
+from .mathematics.reading import Reading, equal, readings, vote
+from .mathematics.tex import NAMES, WORDS, respelled, same_text
+
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its own time limits are off; ours is on
-# Units are ours to see: the library takes the `m` of m^n - m and the `t` of sec t for some. And of a bare text it must
-# read all or nothing: by default it takes any number out of what it cannot read.
+# Of a bare text the library must read all or nothing: by default it takes any number out of what it cannot read.
 PLAIN = NormalizationConfig(True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False)
 BARE = (LatexExtractionConfig(boxed_match_priority=0, normalization_config=PLAIN),)
 
 MAX_CHARS = 500
-"""A final answer that is longer than this and than twice the truth is not parsed, since that would take too long."""
-WORDS = frozenset({"yes", "no", "true", "false"})
-NO_UNITS = re.compile(
-    r"\b(and|or|if|mod|where|when|for|with|is|to|pi|sin|cos|tan|cot|sec|csc|log|exp|sqrt|choose|times|over|percent|"
-    r"dozen|hundred|thousand|million|billion|trillion|half|third|quarter)s?\b"
-)
-"""Words after a number that change its value or say that it is not all."""
-UNITS = {
-    "m": "meter metre", "cm": "centimeter centimetre", "mm": "millimeter millimetre", "km": "kilometer kilometre",
-    "g": "gram", "kg": "kilogram", "s": "second sec", "h": "hour hr", "min": "minute", "ft": "feet foot",
-    "in": "inch inche", "l": "liter litre", "lb": "pound", "^\\circ": "degree",
-}  # fmt: skip
-SHORT = {long: short for short, names in UNITS.items() for long in names.split()}
-WRAP = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|emph)\s*\{([^{}]*)\}")
-SPACES = re.compile(r"\\[,;:! ]|~|\\q?quad\b|\s+")
-DELIMITERS = re.compile(r"\\[\[\]()]|\\?\$|^\*\*|\*\*$|^#+|\\displaystyle|\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])")
-NUMBER = r"[-+]?(?:\d{1,40}(?:\.\d{0,40})?|\.\d{1,40})"
-SIMPLE = re.compile(rf"({NUMBER}|[-+]?\d{{1,40}}/\d{{1,40}})|([-+]?)\\frac\{{(-?\d{{1,40}})\}}\{{(\d{{1,40}})\}}")
-VALUE = re.compile(rf"[-+]?\d{{1,40}}/\d{{1,40}}|[-+]?\\frac\{{-?\d{{1,40}}\}}\{{\d{{1,40}}\}}|{NUMBER}")
-WORD_UNIT = re.compile(rf"(?P<core>{NUMBER}) (?P<unit>[A-Za-z]{{2,}}(?: [A-Za-z]+)*)(?P<power>\^\S+)?")
-TEXT_UNIT = re.compile(
-    r"(?P<core>.*[\w})])\\(?:text|mathrm|textrm|mbox)\{\s*(?P<unit>[A-Za-z]+(?:[ /.][A-Za-z]+)*)\s*\}(?P<power>\^\S+)?"
-)
-PROSE = re.compile(r"[A-Za-z]{2,} [A-Za-z]")
-ASSIGNED = re.compile(r"\\?[A-Za-z]\w*(?:\([a-z]\))?=([^=]+)")
+"""A final answer that is longer than this and than twice the truth is not read, since that would take too long."""
+BOX = re.compile(r"\\f?boxed\s*\{")
+MARKED = re.compile(rf"<answer>(?P<tag>[\s\S]*?)</answer>|^\s*####[ \t]*(?P<line>\S.*)$|{BOX.pattern}", re.MULTILINE)
 LEAD = re.compile(r".*\banswer\b.*?(?:\bis\b|\bare\b|:)[\s:*]*(?=\S)", re.IGNORECASE)
 DISPLAY = re.compile(r"(?:\\\[|\$\$)((?:(?!\\\[|\$\$).)+?)(?:\\\]|\$\$)\.?\s*\Z", re.DOTALL)
+SPAN = re.compile(
+    r"\$(?=[^\s$])([^$\n]*[^$\s\\])\$(?!\d)|\\\((.+?)\\\)|(\\[A-Za-z]+)|([^\W\d_]{2,}|\b[aAI]\b(?=\s+\w))|([^$\\]|\\.?|\$)"
+)
+"""Matches mathematics between marks, a command, a word, or any other character."""
+MATHEMATICAL = NAMES | {"percent", "and", "or"}
 
 
 class MathReward:
@@ -77,32 +58,38 @@ class MathReward:
         if not re.search(r"\w|\\", truth):
             raise ValueError(f"ground truth {truth!r} is not mathematics")
         final, boxed = final_answer(answer)
-        equal = quick(truth, final)
-        if equal is None:
-            if len(final) > max(MAX_CHARS, 2 * len(truth)):
-                return Verdict("wrong_format", 0.0, {"correct": 0.0, "boxed": float(boxed)})
+        equal, spelling = None, ""
+        if final and len(final) <= max(MAX_CHARS, 2 * len(truth)):
             try:
                 with time_limit(self._seconds):
-                    equal = self._compare(truth, final, boxed)
+                    equal, spelling = self._compare(truth, final, boxed)
             except TimeUp:
                 return Verdict("timeout", detail=f"not compared within {self._seconds:g} s of CPU time")
         parts = {"correct": float(equal or False), "boxed": float(boxed)}
-        if equal is None:
-            return Verdict("wrong_format", 0.0, parts)
-        return Verdict("ok", parts["correct"], parts, answer=result(truth if equal else final))
+        return Verdict("wrong_format" if equal is None else "ok", parts["correct"], parts, answer=spelling)
 
-    def _compare(self, truth: str, final: str, boxed: bool) -> bool | None:
-        """Compare with the library; None if there is no mathematics in the answer."""
-        (truth, unit), (bare, other) = split_unit(tidy(truth)), split_unit(tidy(final))
-        gold = self._read(truth, True)
-        mine = gold and (boxed or not PROSE.search(bare)) and self._read(bare, True)
-        if gold and not mine and not boxed:
-            mine, other = self._read(final, False), ""
-        if not final or (gold and not mine):
-            return None
-        if not mine or not fit(unit, other) or differ(gold[0], mine[0]):
-            return False
-        return verify(gold, mine, allow_set_relation_comp=True, timeout_seconds=None)
+    def _compare(self, truth: str, final: str, boxed: bool) -> tuple[bool | None, str]:
+        """Return whether the answer is the truth, None if there is no mathematics in it, and what it votes for."""
+        gold, text = readings(truth), same_text(truth)
+        if text.casefold() in WORDS:
+            said = [
+                word for pair in re.findall(r"^\W*([a-z]+)|([a-z]+)\W*$", same_text(final).casefold()) for word in pair
+            ]
+            said = next((word for word in said if word in WORDS), "")
+            return said == text.casefold(), said or same_text(final)
+        mine = () if not boxed and prose(final) else readings(final)
+        found = same_text(final) == text or any(equal(one, other) for one in gold for other in mine)
+        if not mine and not boxed and not found:
+            final, mine = last_mathematics(final)
+            found = any(equal(one, other) for one in gold for other in mine)
+            if not final:
+                return None, ""
+        if not found and (not gold or not mine or "union" in (gold[0].kind, mine[0].kind)):
+            known, other = self._read(truth), self._read(final)
+            if known and not other and not mine:
+                return None, ""
+            found = bool(known and other) and verify(known, other, allow_set_relation_comp=True, timeout_seconds=None)
+        return found, vote(gold, gold if found and gold else mine) or same_text(truth if found else final)
 
     def cheats(self, prompt: Prompt) -> Iterator[tuple[str, str]]:
         """Yield answers that name many results, or the right one where it does not count."""
@@ -121,7 +108,7 @@ class MathReward:
         if (boxes := len(set(re.findall(r"\\boxed\{([^{}]*)", text)))) > 3:
             return f"{boxes} different boxes"
         final, _ = final_answer(answer)
-        extra = len(re.findall(NUMBER, final)) - len(re.findall(NUMBER, prompt.ground_truth))
+        extra = len(re.findall(r"\d+", final)) - len(re.findall(r"\d+", prompt.ground_truth))
         return f"{extra} numbers more than the truth has" if extra > 10 else ""
 
     @classmethod
@@ -150,119 +137,54 @@ def final_answer(text: str) -> tuple[str, bool]:
     *_, text = text.rpartition("</think>")
     if "<think>" in text:
         return "", False
-    *_, after = text.rpartition("\\boxed{")
-    if after == text:
-        display = DISPLAY.search(text[-2 * MAX_CHARS :])
-        last = display[1] if display else text.strip().rpartition("\n")[2]
-        last = re.sub(r"\.?\s*I hope (?:it|this) is correct\.?$", "", last)
-        return (last if len(last) > 2 * MAX_CHARS else LEAD.sub("", last)).strip(), False
-    depth = 1
-    for end, char in enumerate(after):
-        depth += (char == "{") - (char == "}")
-        if depth == 0:
-            return after[:end], True
-    return "", True
+    *_, mark = [None, *MARKED.finditer(text)]
+    if mark and mark.lastgroup:
+        inner = mark[mark.lastgroup]
+        return final_answer(inner) if BOX.search(inner) else (LEAD.sub("", inner).strip(), False)
+    if mark:
+        depth = 1
+        for end in range(mark.end(), len(text)):
+            depth += (text[end] == "{") - (text[end] == "}")
+            if depth == 0:
+                return text[mark.end() : end].strip(), True
+        return "", True
+    if display := DISPLAY.search(text[-2 * MAX_CHARS :]):
+        return display[1].strip(), False
+    lines = text.strip().splitlines()[-20:] or [""]
+    said = [line for line in lines if len(line) <= 2 * MAX_CHARS and LEAD.match(line)]
+    last = (
+        lines[-1] if re.search(r"[\d\\$]|\b(yes|no|true|false)\b", lines[-1], re.IGNORECASE) else [lines[-1], *said][-1]
+    )
+    last = re.sub(r"\.?\s*I hope (?:it|this) is correct\.?$", "", last)
+    return (last if len(last) > 2 * MAX_CHARS else LEAD.sub("", last)).strip(), False
 
 
-def quick(truth: str, final: str) -> bool | None:
-    """Compare equal texts, yes and no, and plain numbers without the library; None if it takes mathematics."""
-    truth, final = tidy(truth), tidy(final)
-    if not final:
-        return None
-    if truth == final or unwrapped(truth) == unwrapped(final):
-        return True
-    if unwrapped(truth).lower() in WORDS:
-        said = [word.lower() for word in re.findall(r"^[A-Za-z]+|[A-Za-z]+$", unwrapped(final))]
-        return next((word == unwrapped(truth).lower() for word in said if word in WORDS), False)
-    (truth, unit), (final, other) = split_unit(truth), split_unit(final)
-    if ("=" in truth) != ("=" in final):  # x = 5 is 5; but x = 5 is not y = 5
-        truth, final = (match[1] if (match := ASSIGNED.fullmatch(text)) else text for text in (truth, final))
-    gold, mine = number(truth), number(final)
-    if gold is None or mine is None:
-        return None
-    if not fit(unit, other):
-        return False
-    if "%" in (unit, other) and unit != other:  # 25% is 0.25 as well as 25
-        share, plain = (gold, mine) if unit == "%" else (mine, gold)
-        return plain in (share, share / 100)
-    if gold.denominator == mine.denominator == 1 or gold == mine:
-        return gold == mine
-    # One may be the other rounded: the library's to say.
-    return None if abs(gold - mine) < max(abs(gold), abs(mine), 1) / 100 else False
+def prose(text: str) -> bool:
+    """Return whether words that are no mathematics stand in a text."""
+    return any(match[4] and match[4].lower() not in MATHEMATICAL for match in SPAN.finditer(text))
 
 
-def differ(gold: Any, mine: Any) -> bool:
-    """Return whether two expressions differ in value at a point, which is cheaper than failing to simplify them."""
-    for part in (gold, mine):
-        if not isinstance(part, Expr) or isinstance(part, Symbol) or part.has(AppliedUndef, ExprWithLimits, Derivative):
-            return False
-    names = sorted({symbol.name for symbol in gold.free_symbols | mine.free_symbols})
-    point = {name: Float(0.6180339887 + 0.1414213562 * place) for place, name in enumerate(names)}
-    try:
-        x, y = (complex(e.subs([(s, point[s.name]) for s in e.free_symbols]).doit().evalf(15)) for e in (gold, mine))
-    except (TypeError, ValueError, ArithmeticError, AttributeError):
-        return False
-    return isfinite(x) and isfinite(y) and abs(x - y) > 1e-4 * max(abs(x), abs(y))
+def last_mathematics(text: str) -> tuple[str, Sequence[Reading]]:
+    """Return the last part of a sentence that can be read, and its readings; empty if there is none."""
+    parts = [""]
+    for match in SPAN.finditer(text):
+        if match[1] or match[2]:
+            parts += [match[1] or match[2], ""]
+        elif match[4] and match[4].lower() not in MATHEMATICAL:
+            parts.append("")
+        else:
+            parts[-1] += match[0]
+    for part in reversed(parts):
+        part = re.sub(r"(?<=[*\s])!+$|[-:(?\s]+$", "", part.strip())
+        if re.search(r"\d|\\[A-Za-z]", part) and (found := readings(part)):
+            return part, found
+    return "", ()
 
 
-def number(text: str) -> Fraction | None:
-    """Return the value of an integer, decimal or simple fraction; None for any other text."""
-    if not (match := SIMPLE.fullmatch(text)):
-        return None
-    plain, sign, above, below = match.groups()
-    try:
-        value = Fraction(plain) if plain else Fraction(int(above), int(below))
-    except ZeroDivisionError:
-        return None
-    return -value if sign == "-" else value
-
-
-def result(final: str) -> str:
-    """Return a final answer in one spelling: numbers of one value have one, of prose the last number counts, and other
-    mathematics has that of its text."""
-    text, _ = split_unit(tidy(final))
-    found = VALUE.findall(text) if PROSE.search(text) else []
-    value = number(found[-1] if found else text)
-    return unwrapped(tidy(final)) if value is None else str(value)
-
-
-def split_unit(text: str) -> tuple[str, str]:
-    """Return a tidy text without its unit, and the unit in one spelling ("" if there is none)."""
-    if text.endswith("%"):
-        return text[:-1], "%"
-    match = WORD_UNIT.fullmatch(text) or TEXT_UNIT.fullmatch(text)
-    if not match or NO_UNITS.search(match["unit"].lower()):
-        return text, ""
-    unit = match["unit"] if match["unit"] in UNITS else match["unit"].lower().rstrip("s")
-    return match["core"], SHORT.get(unit, unit) + (match["power"] or "").replace("{", "").replace("}", "")
-
-
-def fit(unit: str, other: str) -> bool:
-    """Return whether one of the units is missing or both are the same."""
-    return not unit or not other or unit == other
-
-
-def tidy(text: str) -> str:
-    """Return the same mathematics in one spelling, without delimiters, spaces and commas that mean nothing."""
-    text = DELIMITERS.sub("", text.strip().replace("\N{MINUS SIGN}", "-"))
-    text = re.sub(r"\\[dt]frac(?![a-zA-Z])", r"\\frac", text).replace("{,}", ",").replace("\\%", "%")
-    text = re.sub(r"([\^_])\{(\w|\\circ)\}", r"\1\2", SPACES.sub(" ", text))
-    text = re.sub(r"(?<!\w) | (?!\w)", "", text)
-    text = re.sub(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?![\d,])", lambda m: m[0].replace(",", ""), text)
-    return text.rstrip(".,;") if text.strip(".,;") else text
-
-
-def unwrapped(text: str) -> str:
-    """Return a tidy text without `\\text{...}` and the like."""
-    return " ".join(WRAP.sub(r" \1 ", text).split())
-
-
-def read(text: str, bare: bool) -> list:
-    """Parse a bare expression (a box's content, a ground truth) or a line of prose with math-verify."""
-    text = re.sub(r"(?<=\d)i\b", " i", text)  # else 2i is twice a variable, and 2 i imaginary
-    if bare:
-        return parse(f"\\boxed{{{text}}}", BARE, fallback_mode="no_fallback", parsing_timeout=None)
-    return parse(re.sub(r"^#+\s*", "", text), fallback_mode="no_fallback", parsing_timeout=None)
+def read(text: str) -> list:
+    """Parse a bare expression with math-verify."""
+    text = re.sub(r"(?<=\d)i\b", " i", respelled(text))  # else 2i is twice a variable, and 2 i imaginary
+    return parse(f"\\boxed{{{text}}}", BARE, fallback_mode="no_fallback", parsing_timeout=None)
 
 
 class TimeUp(BaseException):

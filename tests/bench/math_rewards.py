@@ -3,11 +3,13 @@
     python -m tests.bench.math_rewards [directory with gsm8k/ and deepmath/]
 
 Each row's ground truth is judged in a box against itself (`gold`) and against the next row's, where they differ
-(`pairs`); `mixed` times 10,000 rows, half of them right, each with a text of its own around the answer.
+(`pairs`); `mixed` times 10,000 rows, half of them right, each with a text of its own around the answer. `votes`
+compares the votes of 2,000 pairs of DeepMath's answers with the reward: of two rows, and of one in two spellings.
 """
 
 import asyncio
 import json
+import random
 import sys
 import tempfile
 import time
@@ -57,12 +59,37 @@ def tell(name: str, pairs: list[tuple[str, str]], verdicts: list[Verdict], expec
         print(f"    {times} x {truth!r} <- {final!r}: {found}")
 
 
+def respelled(text: str) -> str:
+    """The same mathematics as somebody else may write it."""
+    for one, other in (("\\frac", "\\dfrac"), (" + ", "+"), ("\\left", ""), ("\\right", ""), ("^2", "^{2}")):
+        text = text.replace(one, other)
+    return f"{text}.0" if text.isdecimal() else f"\\,{text}\\, "
+
+
+async def votes(scorer: Scorer, found: list[str]) -> None:
+    chosen = random.Random(0).sample(found, 1001)
+    pairs = [*zip(chosen, chosen[1:], strict=False), *((one, respelled(one)) for one in chosen[:1000])]
+    verdicts, _ = await judge(scorer, pairs)
+    cast = [(await judge(scorer, [("no truth of these", one) for one in side]))[0] for side in zip(*pairs, strict=True)]
+    odd = [
+        (*pair, verdict.score, one.answer[:60], other.answer[:60])
+        for pair, verdict, one, other in zip(pairs, verdicts, *cast, strict=True)
+        if (one.answer == other.answer) != (verdict.score == 1.0)
+    ]
+    print(
+        f"votes: of {len(pairs)} pairs {sum(v.score == 1.0 for v in verdicts)} are equal; {len(odd)} vote otherwise",
+        *odd,
+        sep="\n    ",
+    )
+
+
 async def measure(scorer: Scorer, found: list[str]) -> None:
     gold = [(truth, truth) for truth in found]
     pairs = [(a, b) for a, b in zip(found, found[1:], strict=False) if a != b]
     half = ROWS // 2
     mixed = [pair for both in zip(gold[:half], [*pairs[:half]], strict=False) for pair in both]
     await judge(scorer, gold[:200])
+    await votes(scorer, found[:4994])  # DeepMath's
     for name, asked, expected in (("gold", gold, 1.0), ("pairs", pairs, 0.0)):
         verdicts, seconds = await judge(scorer, asked)
         tell(name, asked, verdicts, expected, seconds)

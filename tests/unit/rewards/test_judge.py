@@ -26,7 +26,16 @@ def said(content: str):
 
 @pytest.mark.parametrize(
     ("reply", "expected"),
-    [("YES", 1.0), ("No.", 0.0), ("<think>no, yes</think> **no**", 0.0), ("Is it? No. But yes: yes", 1.0)],
+    [
+        ("YES", 1.0),
+        ("No.", 0.0),
+        ("<think>no, yes</think> **no**", 0.0),
+        ("Yes, there is no difference.", 1.0),
+        ("NO. A correct answer would get a YES.", 0.0),
+        ("At first I thought no.\n\n**Verdict: yes**", 1.0),
+        ("Is it? It says yes.\nNo", 0.0),
+        ('```json\n{"reason": "no error", "verdict": "yes"}\n```', 1.0),
+    ],
 )
 def test_yes_or_no(reply, expected):
     with server(lambda body: said(reply)) as (url, asked):
@@ -36,7 +45,26 @@ def test_yes_or_no(reply, expected):
     assert "2 + 2?" in content and "It is 4." in content and "Reference answer:\n4" in content
 
 
-@pytest.mark.parametrize(("reply", "expected"), [("7", 0.7), ("7.5 / 10", 0.75), ("10/10", 1.0), ("Points: 0", 0.0)])
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("7", 0.7),
+        ("7.5 / 10", 0.75),
+        ("10/10", 1.0),
+        ("Points: 0", 0.0),
+        ("8 out of 10", 0.8),
+        ("8 of 10", 0.8),
+        ("**8**/10", 0.8),
+        ("Score: 8 (max. 10)", 0.8),
+        ("8/10, as 2 points are lost for style.", 0.8),
+        (".5", 0.05),
+        ("7,5", 0.75),
+        ("Reward: 10", 1.0),
+        ("It has 3 errors, 2 of them grave.\nScore: 4", 0.4),
+        ("It has 3 errors.\n\n**6/10**", 0.6),
+        ('{"reason": "2 errors", "score": 6}', 0.6),
+    ],
+)
 def test_points(reply, expected):
     with server(lambda body: said(reply)) as (url, asked):
         found = verdict(judge(url, scale="points", rubric="Is it kind?"), prompt("4"), "It is 4.")
@@ -51,6 +79,8 @@ BAD = {
     "a list": [1],
     "no content": {"choices": [{"message": {"content": None}}]},
     "neither": said("perhaps"),
+    "both in a sentence": said("Is it? No. But yes: yes"),
+    "a word that begins like no": said("None of it is right, yes"),
     "hangs up": 0.0,
     "too long": b"1" * (MAX_REPLY_BYTES + 100),
 }
@@ -63,8 +93,10 @@ def test_a_judge_that_fails_is_an_error_never_a_zero(reply):
     assert found.status == "error" and found.detail and not found.scored
 
 
-@pytest.mark.parametrize("reply", ["11", "-1", "none"])
-def test_points_off_the_scale_are_an_error(reply):
+@pytest.mark.parametrize(
+    "reply", ["11", "-1", "none", "4/5", "10 errors", "It has 2 errors", "The 8 is right", "1,000", "8 is too much"]
+)
+def test_points_off_the_scale_or_in_a_sentence_are_an_error(reply):
     with server(lambda body: said(reply)) as (url, _):
         assert verdict(judge(url, scale="points"), prompt("4"), "4").status == "error"
 

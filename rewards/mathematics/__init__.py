@@ -1,0 +1,1 @@
+"""Reading of mathematical text, for the rewarders."""
