@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from spmd_rl.types import AnswerInfo, Prompt
+from spmd_rl.types import AnswerInfo, Message, Prompt
 
 GOLD = ("ground_truth", "solution")
 VALUES: Mapping[str, Callable[[Prompt, str, AnswerInfo], Any]] = {
@@ -87,7 +87,7 @@ class BatchFunctionReward:
             names |= {*GOLD, "answer", *shared} - {TRL, *self._given}
         columns = {name: [_column(prompt, name) for prompt in prompts] for name in names}
         if self._takes_prompts:
-            columns["prompts"] = [to_builtins(prompt.messages) for prompt in prompts]
+            columns["prompts"] = [list(map(_chat, prompt.messages)) for prompt in prompts]
         completions = [[{"role": "assistant", "content": answer}] for answer in answers]
         return self._function(**{TRL: completions}, **columns, **self._given)
 
@@ -109,6 +109,10 @@ def _names(function: Callable[..., Any], given: Mapping[str, Any]) -> list[str]:
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in given]
     plain = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     return [p.name for p in plain if p.default is p.empty or p.name in VALUES]
+
+
+def _chat(message: Message) -> dict[str, Any]:
+    return {"role": message.role, "content": to_builtins(message.content), **message.others}
 
 
 def _column(prompt: Prompt, name: str) -> Any:
