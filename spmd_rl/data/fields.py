@@ -156,7 +156,7 @@ def kind(value: Any) -> str:
 
 def spelled(value: float | Decimal) -> str:
     """Return the decimal spelling of a finite number, one for all equal ones: `0.00001`, `4`."""
-    text = f"{value if isinstance(value, int) else Decimal(str(value)):f}"
+    text = str(value) if isinstance(value, int) else f"{Decimal(str(value)):f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text == "-0" else text
 

@@ -100,12 +100,20 @@ def _parquet(path: Path, key: str) -> Iterator[Found]:
     number = 0
     try:
         for batch in ParquetFile(path).iter_batches():
-            for record in batch.to_pylist():
+            for record in _widened(batch).to_pylist():
                 where = f"{path}[{number}]"
                 yield Found(where, table_row(record, f"{key}: {where}"))
                 number += 1
     except (ArrowException, OSError) as error:
         raise UserError(f"{key}: {path} is broken parquet: {str(error).splitlines()[0]}") from None
+
+
+def _widened(batch: Any) -> Any:
+    """Return a batch of pyarrow whose floats of 32 bits are the doubles with the same decimal spelling."""
+    for index, column in enumerate(batch.schema):
+        if str(column.type) == "float":
+            batch = batch.set_column(index, column.name, batch.column(index).cast("string").cast("double"))
+    return batch
 
 
 def table_row(record: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 Datasets write tests in several forms, also as JSON or as a Python literal. All of them become what
 `rewards.code:CodeReward` takes: `test_cases`, a list of inputs and outputs that are texts, and `test_case_function`.
 
-    {"inputs": ["1 2\\n"], "outputs": ["3\\n"], "fn_name": "add"}              APPS, TACO; verl's and PRIME's ground truths
-    {"test_cases": [{"input": [1, 2], "output": 3, "fn_name": "add"}]}       TRL's and PRIME's `verification_info`
-    [{"input": ["1 2", "3 4"], "output": ["3", "7"]}]                        lists of lines
+    {"inputs": ["1 2\\n"], "outputs": ["3\\n"], "fn_name": "add"}           APPS, TACO; ground truths of verl and PRIME
+    {"test_cases": [{"input": [1, 2], "output": 3, "fn_name": "add"}]}    TRL's and PRIME's `verification_info`
+    [{"input": ["1 2", "3 4"], "output": ["3", "7"]}]                     lists of lines
 """
 
 import json

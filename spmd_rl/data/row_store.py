@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -132,6 +133,12 @@ class Examples:
         rows._read(cfg.eval, "data.eval", cfg, parse, 1.0)
         if not rows.train:
             raise UserError(f"data.train: no row is left in {cfg.train}: data.holdout={cfg.holdout} takes all")
+        if kind == "judged":
+            _, *others = islice(groupby(example.conversations[0].prompt for example in rows.train), 2)
+            if not others:
+                raise UserError(
+                    "data.train: all rows have the same prompt; preference.loss=kto compares with answers to others"
+                )
         return rows
 
     @property

@@ -156,15 +156,25 @@ def nothing(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Ma
     return torch.zeros_like(logprobs), {"actor/entropy": entropy.detach()}
 
 
-def mean_over(updates: list[Metrics], role: str) -> Metrics:
-    """Means over the updates of a step, or extremes, under the names that a user reads."""
-    keys = updates[0] if updates else {}
-    return {_name(key, role): _over_updates(key, [m[key] for m in updates]) for key in keys}
+def mean_over(
+    updates: list[Metrics], role: str, weight: Callable[[int, str], float] = lambda number, key: 1.0
+) -> Metrics:
+    """Means over the updates of a step that have a metric, or extremes, under the names that a user reads.
+
+    weight: of a metric, by its name, in the update of a number.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    for number, metrics in enumerate(updates):
+        for key, value in metrics.items():
+            found.setdefault(key, []).append((value, weight(number, key)))
+    return {_name(key, role): _over_updates(key, values) for key, values in found.items()}
 
 
-def _over_updates(key: str, values: list[float]) -> float:
+def _over_updates(key: str, values: list[tuple[float, float]]) -> float:
     extreme = {"max": max, "min": min}.get(key.rpartition("/")[2])
-    return extreme(values) if extreme else sum(values) / len(values)
+    if extreme:
+        return extreme(value for value, _ in values)
+    return sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
 
 
 def _name(key: str, role: str) -> str:

@@ -118,6 +118,11 @@ class Conversation(Struct, frozen=True, gc=False):
     borders: tuple[int, ...] = ()
     """Where the steps of its last message begin but the first one, in characters."""
 
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        """The messages that are given."""
+        return self.messages[: self.num_given]
+
     def in_steps(self, separator: str) -> "Conversation":
         """The conversation whose last message has a step after each separator in it."""
         found = re.finditer(f"(?:{re.escape(separator)})+(?=.)", self.messages[-1].text, re.DOTALL)
