@@ -19,8 +19,11 @@ SOURCES = ("test_cases", "verification_info", "input_output", "tests", "ground_t
 INPUT, OUTPUT = ("input", "stdin"), ("output", "expected_stdout")
 
 
-def read_judge(data: dict[str, Any]) -> None:
-    """Replace the row's instructions, and add its tests, in the form that rewards take. BrokenRow for tests in none."""
+def read_judge(data: dict[str, Any]) -> str:
+    """Replace the row's instructions, and add its tests, in the form that rewards take.
+
+    Returns the column that held the tests, which is no ground truth then; BrokenRow for tests in no such form.
+    """
     if data.get("instruction_id_list"):
         _read_instructions(data)
     truths = data.get("reward_model")
@@ -28,10 +31,8 @@ def read_judge(data: dict[str, Any]) -> None:
         data["ground_truth"] = truths["ground_truth"]
     found = () if data.get("test") else ((name, _cases(data[name], name)) for name in SOURCES if data.get(name))
     name, cases = next(((name, cases) for name, cases in found if cases is not None), ("", None))
-    if isinstance(data.get("ground_truth"), dict) and name == "ground_truth":
-        data["ground_truth"] = json.dumps(data["ground_truth"])
     if cases is None:
-        return
+        return ""
     functions = {case.get("fn_name") for case in cases} - {None, ""}
     if len(functions) > 1:
         raise BrokenRow(f"`{name}` calls more than one function")
@@ -46,6 +47,7 @@ def read_judge(data: dict[str, Any]) -> None:
     data["test_cases"] = cases
     if function:
         data["test_case_function"] = function
+    return name
 
 
 def _cases(value: Any, name: str) -> list[dict[str, Any]] | None:

@@ -63,11 +63,11 @@ def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Record:
     data, lacks = opened(data, columns)
     names = column_names(data)
     judged = columns.get("ground_truth", "") is not None
-    read_judge(data)
+    tests = read_judge(data)
     with_tools((Message("user", ""),), data.get("tools"))
     problem, ground_truth = _each(
         lambda: _problem(data, [name for name in PROBLEMS if columns.get(name)] or PROBLEMS, names),
-        lambda: _ground_truth(data, columns, names) if judged else "",
+        lambda: _ground_truth(data, columns, names, tests) if judged else "",
     )
     domain = _domain(data)
     own_id = data.pop("id", None)
@@ -146,12 +146,13 @@ def _messages(value: Any, name: str) -> tuple[Message, ...]:
     return messages
 
 
-def _ground_truth(data: dict[str, Any], columns: Mapping[str, str | None], there: str) -> str:
-    """Return the first of `TRUTHS` that the row has; of an `answer` what follows its last `####`, of a `solution` what
-    its last `\\boxed{}` holds."""
+def _ground_truth(data: dict[str, Any], columns: Mapping[str, str | None], there: str, tests: str) -> str:
+    """Return the first of `TRUTHS` that the row has, the column of its `tests` aside; of an `answer` what follows its
+    last `####`, of a `solution` what its last `\\boxed{}` holds."""
     names = [name for name in TRUTHS if columns.get(name)] or TRUTHS
     judged = any(data.get(key) for key in SELF_JUDGED)
-    name = next((name for name in names if name in data and not (name == "solution" and judged)), None)
+    passed_over = {tests, "solution"} if judged else set()
+    name = next((name for name in names if name in data and name not in passed_over), None)
     if name is None:
         if judged:
             return ""

@@ -133,8 +133,10 @@ class RowSource:
         return Group(Prompt(str(number), (), "rows", ""), ticket, tuple(samples))
 
     def _other(self, store: RowStore, number: int, example: Example) -> Example:
-        """The next row with another prompt; if no held-out row has one, the first such training row."""
-        later = (store[(number + step) % len(store)] for step in range(1, len(store)))
+        """A row with another prompt: as many places later as prompts are repeated, so that all answers are used alike,
+        or the next one after that; if no held-out row has one, the first such training row."""
+        run, size = store.prompt_run, len(store)
+        later = (store[(number + step) % size] for step in (*range(run, size), *range(1, run)))
         training = (self._examples.train[index] for index in range(len(self._examples.train)))
         prompt = example.conversations[0].prompt
         return next(other for other in chain(later, training) if other.conversations[0].prompt != prompt)

@@ -209,7 +209,7 @@ TESTS = {
 @pytest.mark.parametrize(("row", "cases", "function"), TESTS.values(), ids=TESTS)
 def test_rows_of_programs(row, cases, function, tmp_path: Path) -> None:
     prompt = one_prompt(tmp_path, {"prompt": [user("Add.")], **row})
-    assert prompt.domain == "code" and prompt.extra["test_cases"] == cases
+    assert (prompt.domain, prompt.ground_truth, prompt.extra["test_cases"]) == ("code", "", cases)
     assert prompt.extra.get("test_case_function") == function
 
 
