@@ -64,12 +64,10 @@ def _finished(conversation: Conversation, data: dict[str, Any], cfg: SourcesConf
     """The conversation with the row's `tools`, and with `data.system` before it, if it has none; BrokenRow if there is
     nothing to learn from it."""
     messages, num_given = conversation.messages, conversation.num_given
-    answers = [message for message in messages[num_given:] if message.role == "assistant"]
+    answers = [message for message in messages[num_given:] if message.role == "assistant" and message.is_learnt]
     if not answers:
         raise BrokenRow("has no message of the role `assistant` to learn from")
-    if not any(answer.is_learnt for answer in answers):
-        raise BrokenRow("has no message of the role `assistant` whose `weight` is not 0")
-    if any(answer.is_learnt and not answer.text.strip() and not answer.fields for answer in answers):
+    if not all(answer.text.strip() or answer.fields for answer in answers):
         raise BrokenRow("has an empty message of the role `assistant`, which is no answer; `weight: 0` passes over it")
     if cfg.system is not None and all(message.role != "system" for message in messages):
         messages, num_given = (Message("system", with_line_breaks(cfg.system)), *messages), num_given + 1

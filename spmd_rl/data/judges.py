@@ -10,6 +10,7 @@ Datasets write tests in several forms, also as JSON or as a Python literal. All 
 
 import json
 from ast import literal_eval
+from contextlib import suppress
 from typing import Any
 
 from spmd_rl.data.fields import BrokenRow, from_json, kind, spelled
@@ -33,18 +34,21 @@ def read_judge(data: dict[str, Any]) -> str:
     name, cases = next(((name, cases) for name, cases in found if cases is not None), ("", None))
     if cases is None:
         return ""
-    functions = {case.get("fn_name") for case in cases} - {None, ""}
+    functions = {case.get("fn_name") or "" for case in cases}
     if len(functions) > 1:
         raise BrokenRow(f"`{name}` calls more than one function")
-    function = data.get("test_case_function") or next(iter(functions), "")
+    function = data.get("test_case_function") or functions.pop()
     function = "" if function == "None" else function
-    unwraps = all(isinstance(output, list) and len(output) == 1 for output in (_part(case, OUTPUT) for case in cases))
-    for number, case in enumerate(cases):
-        given, expected = (_part(case, names) for names in (INPUT, OUTPUT))
-        where = f"{name}[{number}]"
-        expected = expected[0] if function and unwraps else expected  # as APPS has the results of functions
-        cases[number] = {"input": _text(given, function, where), "output": _result(expected, function, where)}
-    data["test_cases"] = cases
+    pairs = [(_part(case, INPUT), _part(case, OUTPUT)) for case in cases]
+    if function and all(isinstance(output, list) and len(output) == 1 for _, output in pairs):
+        pairs = [(given, output[0]) for given, output in pairs]  # as APPS has the results of functions
+    data["test_cases"] = [
+        {
+            "input": _text(given, function, f"{name}[{number}]", "\n"),
+            "output": _text(result, function, f"{name}[{number}]"),
+        }
+        for number, (given, result) in enumerate(pairs)
+    ]
     if function:
         data["test_case_function"] = function
     return name
@@ -52,10 +56,7 @@ def read_judge(data: dict[str, Any]) -> str:
 
 def _cases(value: Any, name: str) -> list[dict[str, Any]] | None:
     """Return the tests, each with an input and an output; None for what are no tests of this kind."""
-    if isinstance(value, str):
-        if not value.lstrip().startswith(("{", "[")):
-            return None
-        value = _opened(value)
+    value = _opened(value)
     if isinstance(value, dict) and "test_cases" in value:
         value = _opened(value["test_cases"])
     if isinstance(value, dict) and isinstance(value.get("inputs"), list) and isinstance(value.get("outputs"), list):
@@ -71,11 +72,10 @@ def _cases(value: Any, name: str) -> list[dict[str, Any]] | None:
 
 def _opened(value: Any) -> Any:
     """Return what a text says in JSON or as a Python literal, and anything else as it is."""
-    for read in (json.loads, literal_eval) if isinstance(value, str) else ():
-        try:
-            return read(value)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        for read in (json.loads, literal_eval):
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+                return read(value)
     return value
 
 
@@ -83,20 +83,17 @@ def _part(case: dict[str, Any], names: tuple[str, ...]) -> Any:
     return next((case[name] for name in names if case.get(name) is not None), None)
 
 
-def _text(value: Any, function: str, where: str) -> str:
-    """Return an input: of a program its lines, of a function an argument a line."""
+def _text(value: Any, function: str, where: str, between: str = "") -> str:
+    """Return an input or a result: of a program its lines, of a function JSON, `between` its arguments."""
     if isinstance(value, str):
         return value
     if function:
-        return "\n".join(map(json.dumps, value if isinstance(value, list) else [value]))
+        parts = value if between and isinstance(value, list) else [value]
+        return between.join(map(json.dumps, parts))
     lines = value if isinstance(value, list) else [value]
-    if odd := next((line for line in lines if isinstance(line, bool) or not isinstance(line, str | int | float)), None):
-        raise BrokenRow(f"`{where}` has {kind(odd)} where a line is due")
+    if odd := [line for line in lines if isinstance(line, bool) or not isinstance(line, str | int | float)]:
+        raise BrokenRow(f"`{where}` has {kind(odd[0])} where a line is due")
     return "\n".join(line if isinstance(line, str) else spelled(line) for line in lines)
-
-
-def _result(value: Any, function: str, where: str) -> str:
-    return json.dumps(value) if function and not isinstance(value, str) else _text(value, "", where)
 
 
 def _read_instructions(data: dict[str, Any]) -> None:

@@ -163,10 +163,8 @@ def mean_over(
 
     weight: of a metric, by its name, in the update of a number.
     """
-    found: dict[str, list[tuple[float, float]]] = {}
-    for number, metrics in enumerate(updates):
-        for key, value in metrics.items():
-            found.setdefault(key, []).append((value, weight(number, key)))
+    keys = dict.fromkeys(key for one in updates for key in one)
+    found = {key: [(one[key], weight(i, key)) for i, one in enumerate(updates) if key in one] for key in keys}
     return {_name(key, role): _over_updates(key, values) for key, values in found.items()}
 
 

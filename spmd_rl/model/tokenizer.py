@@ -103,19 +103,13 @@ class Tokenizer:
             borders = [(last, *span) for last, span in zip([0, *(end for _, end in spans)], spans, strict=False)]
             pieces = [(self.encode(text[a:b]), self.encode(text[b:c])) for a, b, c in borders]
         if not self._warned and any(learnt[-1] not in self.stop_ids for _, learnt in pieces if learnt):
-            self._warn_of_ends()
+            self._warned = True
+            line = f"no token that ends generation ({', '.join(self._ends())}) follows an answer in its chat template"
+            if rank() == 0:
+                tell(f"warning: {self.name}: {line}: where an answer ends is not learnt")
         if pieces and not pieces[0][0]:  # nothing predicts a first token
             pieces[0] = pieces[0][1][:1], pieces[0][1][1:]
         return pieces
-
-    def _warn_of_ends(self) -> None:
-        self._warned = True
-        if rank() == 0:
-            ends = ", ".join(self._ends()) or "it knows none"
-            tell(
-                f"warning: {self.name}: no token that ends generation ({ends}) follows an answer in its chat template: "
-                "where an answer ends is not learnt"
-            )
 
     def scored_pieces(self, conversation: Conversation) -> list[tuple[array, array]]:
         """A whole conversation, as a reward model reads it, and one token after it: before that stands its reward.
@@ -199,14 +193,13 @@ class Tokenizer:
         return text
 
     def _check_fields(self, messages: Sequence[Message]) -> None:
-        for number, message in enumerate(messages):
-            for name in SHOWN_FIELDS:
-                if message.others.get(name) and name not in str(self._hf.chat_template):
-                    where = "the row" if name == "tools" else f"message {number + 1}"
-                    raise UserError(
-                        f"{where} has `{name}`, for which the model's chat template ({self.name}) has no place: write "
-                        "them into a message's `content`, as the model is to see them, or take them out"
-                    )
+        for number, message in enumerate(messages, 1):
+            unused = [name for name in SHOWN_FIELDS if name not in str(self._hf.chat_template)]
+            if name := next(filter(message.others.get, unused), None):
+                raise UserError(
+                    f"{'the row' if name == 'tools' else f'message {number}'} has `{name}`, for which the model's chat "
+                    f"template ({self.name}) has no place: write them into a message's `content`, or take them out"
+                )
 
     def _check_role(self, messages: Sequence[Message], number: int, prompts: bool) -> None:
         """UserError if the template leaves out what a message says; asked once for each role, at the beginning of a
@@ -282,13 +275,10 @@ def _check_size(hf: "PreTrainedTokenizerBase", folder: Path) -> None:
     """Refuse a tokenizer with tokens that the model has no row for, but for those that stand for images and the like,
     which no text has."""
     size = vocabulary_size(folder)
-    named = {str(token) for name, token in hf.special_tokens_map.items() if name not in hf.SPECIAL_TOKENS_ATTRIBUTES}
-    added = {id: str(token) for id, token in hf.added_tokens_decoder.items()}
-    last = {hf.vocab_size - 1: hf.convert_ids_to_tokens(hf.vocab_size - 1)} if hf.vocab_size else {}
-    beyond = [(id, token) for id, token in sorted({**last, **added}.items()) if id >= (size or id + 1)]
-    beyond = [(id, token) for id, token in beyond if token not in named]
-    if beyond:
-        id, token = beyond[0]
+    named = [str(token) for name, token in hf.special_tokens_map.items() if name not in hf.SPECIAL_TOKENS_ATTRIBUTES]
+    added = [(id, str(token)) for id, token in hf.added_tokens_decoder.items() if str(token) not in named]
+    id, token = max([*added, (hf.vocab_size - 1, "its last one")])
+    if size is not None and id >= size:
         raise UserError(
             f"the tokenizer of {folder} has more tokens than its model, which has {size}: {token!r} is number {id}; "
             "give the model rows for them (resize_token_embeddings) or take them out of the tokenizer"

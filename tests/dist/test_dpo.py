@@ -173,7 +173,7 @@ def test_what_answers_of_one_kind_do_not_have_is_left_out(tmp_path: Path) -> Non
     labels = [True, True, False, False, True, False]
     rows = [{"prompt": f"p{n}", "completion": "x" * (1 + n), "label": label} for n, label in enumerate(labels)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (good, bad, both, all_of_them, updated), *_ = run_ranks(one_kind, 2, path, str(file))
+    (good, bad, both, all_of_them, updated), *_ = run_ranks(2, one_kind, path, str(file))
     sides = [("logps", "chosen"), ("logps", "rejected"), ("rewards", "margins")]
     known = [[f"val/{section}/{side}" in one for section, side in sides] for one in (good, bad, both, updated)]
     assert known == [[True, False, False], [False, True, False], [True] * 3, [True, False, False]]
