@@ -61,8 +61,8 @@ def continued(prompt: tuple[Message, ...], data: dict[str, Any], name: str, cfg:
 
 
 def _finished(conversation: Conversation, data: dict[str, Any], cfg: SourcesConfig) -> Conversation:
-    """The conversation with the row's `tools`, and with `data.system` before it, if it has none; BrokenRow if there is
-    nothing to learn from it."""
+    """Return the conversation with the row's `tools`, and with `data.system` before it, if it has none. BrokenRow if
+    there is nothing to learn from it."""
     messages, num_given = conversation.messages, conversation.num_given
     answers = [message for message in messages[num_given:] if message.role == "assistant" and message.is_learnt]
     if not answers:

@@ -1,4 +1,4 @@
-"""Reads by what a row is judged where it has no ground truth: the tests of a program, or instructions.
+"""Reads the tests of programs and the instructions by which rows without a ground truth are judged.
 
 Datasets write tests in several forms, also as JSON or as a Python literal. All of them become what
 `rewards.code:CodeReward` takes: `test_cases`, a list of inputs and outputs that are texts, and `test_case_function`.

@@ -29,10 +29,10 @@ class Term(NamedTuple):
     count: float
     """over how many tokens or comparisons of the global batch it is a mean"""
     sides: Mapping[str, int] = MappingProxyType({})
-    """over how many answers metrics that end so are means, where that is not `count`; those over none are left out"""
+    """Numbers of answers by the last part of a metric's name, for means over these; means over none are left out."""
 
     def weight(self, name: str, otherwise: float) -> float:
-        """Return what a metric of this name counts among those of other terms."""
+        """Return the weight of a metric of this name among those of other terms."""
         return self.sides.get(name.rpartition("/")[2], otherwise)
 
 

@@ -159,9 +159,9 @@ def nothing(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Ma
 def mean_over(
     updates: list[Metrics], role: str, weight: Callable[[int, str], float] = lambda number, key: 1.0
 ) -> Metrics:
-    """Means over the updates of a step that have a metric, or extremes, under the names that a user reads.
+    """Return means over the updates of a step that have a metric, or extremes, under the names that a user reads.
 
-    weight: of a metric, by its name, in the update of a number.
+    weight: gives the weight of a metric in an update, by the update's number and the metric's name.
     """
     keys = dict.fromkeys(key for one in updates for key in one)
     found = {key: [(one[key], weight(i, key)) for i, one in enumerate(updates) if key in one] for key in keys}

@@ -55,7 +55,7 @@ class Preference(Imitation):
         return self._with_margins(super().measure(parts), "val/rewards")  # [all]
 
     def _with_margins(self, metrics: Metrics, section: str) -> Metrics:
-        """The metrics with the margin between single answers, which is known where there are some of both kinds."""
+        """Return the metrics with the margin of single answers, where there are good and bad ones."""
         sides = [metrics.get(f"{section}/{side}") for side in ("chosen", "rejected")]
         if not self._settings.is_judged or None in sides:
             return metrics

@@ -163,8 +163,8 @@ class Tokenizer:
         return self.encode(text)  # the template has written its own special tokens, BOS included
 
     def _chat_text(self, messages: Sequence[Message], prompts: bool = True) -> str:
-        """A conversation, by default up to where the model's answer begins. UserError: the template refuses it, or
-        leaves a message or its tools out."""
+        """Return a conversation, by default up to the place at which the model's answer begins. UserError: the template
+        refuses it, or leaves a message or its tools out."""
         if any(message.fields for message in messages):
             self._check_fields(messages)
         if not self._hf.chat_template:
@@ -202,8 +202,10 @@ class Tokenizer:
                 )
 
     def _check_role(self, messages: Sequence[Message], number: int, prompts: bool) -> None:
-        """UserError if the template leaves out what a message says; asked once for each role, at the beginning of a
-        conversation and later."""
+        """Render a known word in the place of a message's content. UserError if the template leaves it out.
+
+        Called once for each role, at the beginning of a conversation and later in one.
+        """
         role = messages[number].role
         marked = [*messages[:number], messages[number].saying(UNSEEN), *messages[number + 1 :]]
         if UNSEEN not in self._templated(marked, prompts):
@@ -222,8 +224,10 @@ class Tokenizer:
         return array("i", self._hf(text, add_special_tokens=False).input_ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids without any tidying of spaces, as rewards and stop strings have it: special tokens are
-        left out, but for those that were added for the model to write (`<answer>`)."""
+        """Return the text of token ids as rewards and stop strings have it, without any tidying of spaces.
+
+        Special tokens are left out, but for those that were added for the model to write (`<answer>`).
+        """
         if self._hidden is None:
             return self._decode(list(ids), skip_special_tokens=True)
         return self.visible([id for id in ids if id not in self._hidden])

@@ -133,8 +133,11 @@ class RowSource:
         return Group(Prompt(str(number), (), "rows", ""), ticket, tuple(samples))
 
     def _other(self, store: RowStore, number: int, example: Example) -> Example:
-        """A row with another prompt: as many places later as prompts are repeated, so that all answers are used alike,
-        or the next one after that; if no held-out row has one, the first such training row."""
+        """Return a row with another prompt, for the baseline of KTO.
+
+        It is as many places later as rows with one prompt follow each other, so that all answers are used alike, or the
+        next one after that. If no held-out row has another prompt, it is the first such training row.
+        """
         run, size = store.prompt_run, len(store)
         later = (store[(number + step) % size] for step in (*range(run, size), *range(1, run)))
         training = (self._examples.train[index] for index in range(len(self._examples.train)))

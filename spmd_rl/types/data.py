@@ -67,7 +67,7 @@ class Message(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def others(self) -> dict[str, Any]:
-        """The fields beside role and content, by name."""
+        """Fields beside role and content, by name."""
         return json.loads(self.fields) if self.fields else {}
 
     def with_fields(self, fields: Mapping[str, Any]) -> "Message":
@@ -120,7 +120,7 @@ class Conversation(Struct, frozen=True, gc=False):
 
     @property
     def prompt(self) -> tuple[Message, ...]:
-        """The messages that are given."""
+        """Messages that are given."""
         return self.messages[: self.num_given]
 
     def in_steps(self, separator: str) -> "Conversation":
