@@ -129,9 +129,10 @@ class ModelReward:
         if self._separator:
             answer = answer.strip()
             borders = Conversation((Message("assistant", answer),)).in_steps(self._separator).borders
-        messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+        messages = [{"role": one.role, "content": one.content, **one.others} for one in prompt.messages]
+        tools = messages[0].pop("tools", None) if messages else None
         messages.append({"role": "assistant", "content": answer})
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
         begin = text.rindex(answer) if borders else 0
         cuts = pairwise([0, *(begin + border for border in borders), len(text)])
         pieces = [self._tokenizer(text[a:b], add_special_tokens=False)["input_ids"] for a, b in cuts]

@@ -46,6 +46,8 @@ def describe_rows(
     epochs, asked = steps * size / num_train, min(num_eval, eval.rows or num_eval)
     updates = plural(train.updates_per_step, "optimizer step")
     evaluation = f"{asked} of {num_eval} held-out rows every {eval.every} steps" if asked and eval.every else "none"
+    if evaluation != "none" and data.overlong == "drop":
+        evaluation += f", without those longer than {data.max_tokens} tokens (val/overlong)"
     return [
         ("rows", f"{num_train} for training ({epochs:.3g} epochs), {num_eval} held out"),
         ("step", f"{size} rows of at most {data.max_tokens} tokens, {updates}"),

@@ -24,7 +24,7 @@ def digest(folder: Path) -> str:
     """Return 16 hexadecimal digits over what each token id of a model directory means; over their number where that is
     all that can be read."""
     file = folder / "tokenizer.json"
-    known = sorted(_tokens(file.read_bytes()).items()) if file.is_file() else _size(folder)
+    known = sorted(_tokens(file.read_bytes()).items()) if file.is_file() else vocabulary_size(folder)
     return hashlib.blake2b(json.dumps(known).encode(), digest_size=8).hexdigest()
 
 
@@ -39,12 +39,13 @@ def _tokens(text: bytes) -> dict[int, str]:
 def _sizes(one: Path, other: Path) -> str:
     """Compare the sizes of the vocabularies alone."""
     try:
-        sizes = [_size(folder) for folder in (other, one)]
+        sizes = [vocabulary_size(folder) for folder in (other, one)]
     except (OSError, ValueError):
         return ""  # `check_model` reports this
     return "" if sizes[0] == sizes[1] else f"it has {sizes[0]} ids there and {sizes[1]} here"
 
 
-def _size(folder: Path) -> int | None:
+def vocabulary_size(folder: Path) -> int | None:
+    """Return the number of token ids that the model of a directory has, as its `config.json` says."""
     config = json.loads((folder / "config.json").read_text())
     return (config.get("text_config") or config).get("vocab_size")

@@ -5,13 +5,14 @@
 {"text": "Once upon a time ..."}                                            all of it is learnt, without a template
 """
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from spmd_rl.config.sections.data import SourcesConfig
 from spmd_rl.config.sections.preference import LabelledConfig
-from spmd_rl.data.fields import BrokenRow, column_names, kind, opened, parse_messages, take_text
+from spmd_rl.data.fields import BrokenRow, column_names, kind, opened, parse_messages, take_text, with_tools
 from spmd_rl.data.prompts import with_line_breaks
 from spmd_rl.types import Conversation, Example, Message
 
@@ -24,7 +25,7 @@ def demonstration(record: Any, cfg: SourcesConfig) -> Example:
     data, _ = opened(record, cfg.keys)
     completion = first_of(data, COMPLETIONS)
     if "messages" in data:
-        return Example((_with_system(Conversation(parse_messages(data["messages"], "messages")), cfg),))
+        return Example((_finished(Conversation(parse_messages(data["messages"], "messages")), data, cfg),))
     if completion:
         return Example((continued(prompt_of(data, cfg), data, completion, cfg),))
     if "text" in data:
@@ -56,17 +57,21 @@ def continued(prompt: tuple[Message, ...], data: dict[str, Any], name: str, cfg:
         answer = parse_messages(data[name], name)
     else:
         answer = (Message("assistant", take_text(data, name)),)
-    return _with_system(Conversation((*prompt, *answer), len(prompt)), cfg)
+    return _finished(Conversation((*prompt, *answer), len(prompt)), data, cfg)
 
 
-def _with_system(conversation: Conversation, cfg: SourcesConfig) -> Conversation:
-    """The conversation with `data.system` before it, if it has none; BrokenRow if there is nothing to learn from it."""
+def _finished(conversation: Conversation, data: dict[str, Any], cfg: SourcesConfig) -> Conversation:
+    """Return the conversation with the row's `tools`, and with `data.system` before it, if it has none. BrokenRow if
+    there is nothing to learn from it."""
     messages, num_given = conversation.messages, conversation.num_given
-    if all(message.role != "assistant" for message in messages[num_given:]):
+    answers = [message for message in messages[num_given:] if message.role == "assistant" and message.is_learnt]
+    if not answers:
         raise BrokenRow("has no message of the role `assistant` to learn from")
+    if not all(answer.text.strip() or answer.fields for answer in answers):
+        raise BrokenRow("has an empty message of the role `assistant`, which is no answer; `weight: 0` passes over it")
     if cfg.system is not None and all(message.role != "system" for message in messages):
         messages, num_given = (Message("system", with_line_breaks(cfg.system)), *messages), num_given + 1
-    return Conversation(messages, num_given)
+    return Conversation(with_tools(messages, data.get("tools")), num_given)
 
 
 SIDES = ("chosen", "rejected")
@@ -86,7 +91,7 @@ def preference(record: Any, cfg: SourcesConfig) -> Example:
 def ranked(record: Any, cfg: SourcesConfig) -> Example:
     """The same with the `margin` of the row, by default 0."""
     margin = opened(record, cfg.keys)[0].get("margin", 0.0)
-    if isinstance(margin, bool) or not isinstance(margin, int | float):
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise BrokenRow(f"`margin` is {kind(margin)}, not a number")
     return Example(preference(record, cfg).conversations, (float(margin),))
 
@@ -101,7 +106,7 @@ def _pair(data: dict[str, Any], cfg: SourcesConfig) -> tuple[Conversation, Conve
     if all(whole):
         chats = [parse_messages(data[side], side) for side in SIDES]
         shared = _shared(*chats)
-        chosen, rejected = (_with_system(Conversation(chat, shared), cfg) for chat in chats)
+        chosen, rejected = (_finished(Conversation(chat, shared), data, cfg) for chat in chats)
         return chosen, rejected
     texts = [take_text(data, side) for side in SIDES]
     shared = len(re.match(r"(?:.*(?=\s))?", texts[0][: _shared(*texts)], re.DOTALL)[0])  # whole words
@@ -129,11 +134,19 @@ def judged(record: Any, cfg: SourcesConfig) -> Example:
     if all(side in data for side in SIDES):
         return preference(record, cfg)
     completion = first_of(data, COMPLETIONS)
-    if not completion or not isinstance(data.get("label"), bool):
+    if not completion or "label" not in data:
         raise BrokenRow(
             f"needs a `completion` and a `label` (true, false), or `chosen` and `rejected`; it has {column_names(data)}"
         )
-    return Example((continued(prompt_of(data, cfg), data, completion, cfg),), first=int(not data["label"]))
+    first = int(not _label(data["label"], "`label`"))
+    return Example((continued(prompt_of(data, cfg), data, completion, cfg),), first=first)
+
+
+def _label(value: Any, name: str) -> bool:
+    if value not in (0, 1):
+        said = value if isinstance(value, int | float) else kind(value)
+        raise BrokenRow(f"{name} is {said}, not true or false (or 1 or 0)")
+    return bool(value)
 
 
 def outcome(record: Any, cfg: SourcesConfig) -> Example:
@@ -153,13 +166,14 @@ def process(record: Any, cfg: LabelledConfig) -> Example:
             f"needs a list of `completions`, the steps, and as many `labels`; it has {column_names(data)}: "
             "say which is which with data.keys.completions=COLUMN data.keys.labels=COLUMN"
         )
-    for number, (step, label) in enumerate(zip(steps, labels, strict=True), 1):
-        if not isinstance(step, str) or not step.strip() or not isinstance(label, bool):
-            raise BrokenRow(f"step {number} is no text with a label of true or false")
+    labels = [_label(label, f"`labels[{number}]`") for number, label in enumerate(labels)]
+    for number, step in enumerate(steps, 1):
+        if not isinstance(step, str) or not step.strip():
+            raise BrokenRow(f"step {number} is no text")
         if separator in step:
             raise BrokenRow(f"step {number} has data.separator in it, at which answers are cut that are scored")
     prompt, text = prompt_of(data, cfg), separator.join(map(str.strip, steps))
-    whole = _with_system(Conversation((*prompt, Message("assistant", text)), len(prompt)), cfg)
+    whole = _finished(Conversation((*prompt, Message("assistant", text)), len(prompt)), data, cfg)
     return Example((whole.in_steps(separator),), tuple(map(float, labels)))
 
 

@@ -4,13 +4,17 @@ A broken record raises `BrokenRow`; `checked` says where it stands.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from decimal import Decimal
 from typing import Any, TypeVar
 
 from spmd_rl.errors import UserError
 from spmd_rl.types import Message
 
 ABSENT = object()
+SAID = ("reasoning_content", "tool_calls")
+"""Fields of a message that may stand in the place of its content"""
 MAX_DEPTH = 100
 """The most levels of lists and objects in a row"""
 
@@ -86,22 +90,41 @@ def _column(data: Any, column: str) -> Any:
 
 def parse_messages(value: Any, name: str) -> tuple[Message, ...]:
     """Parse a list of {role, content}, which may be a JSON string (as in ROLL's rows)."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise BrokenRow(f"`{name}` is not JSON: {error}") from None
+    value = from_json(value, name) if isinstance(value, str) else value
     if not isinstance(value, list) or not value:
         raise BrokenRow(f"`{name}` is not a list of messages")
-    found = []
-    for index, item in enumerate(value):
-        role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise BrokenRow(f"`{name}[{index}]` needs a `role` and a `content`, both text")
-        if item.get("tool_calls"):
-            raise BrokenRow(f"`{name}[{index}]` has `tool_calls`; write them into its `content`, as the model would")
-        found.append(Message(encodable(role, name), encodable(content, name)))
-    return tuple(found)
+    return tuple(_message(item, f"{name}[{index}]") for index, item in enumerate(value))
+
+
+def _message(item: Any, name: str) -> Message:
+    # in a table, all messages have the fields of all others, as null
+    fields = {key: value for key, value in item.items() if value is not None} if isinstance(item, dict) else {}
+    role, weight = fields.pop("role", None), fields.pop("weight", 1)
+    content = fields.pop("content", "" if any(map(fields.get, SAID)) else None)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise BrokenRow(f"`{name}` needs a `role` and a `content`, both text")
+    if weight not in (0, 1):
+        raise BrokenRow(f"`{name}` has a `weight` of {weight!r}: known are 1, and 0 for an answer that is not learnt")
+    message = Message(encodable(role, name), encodable(content, name), is_learnt=bool(weight)).with_fields(fields)
+    encodable(message.fields, name)
+    return message
+
+
+def with_tools(messages: tuple[Message, ...], tools: Any) -> tuple[Message, ...]:
+    """Return the messages, the first of which holds `tools`: a list of objects, its JSON text, or nothing."""
+    tools = from_json(tools, "tools") if isinstance(tools, str) and tools.strip() else tools or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BrokenRow("`tools` is no list of objects, as chat templates take it; data.keys.tools=null ignores it")
+    first, *rest = messages
+    return (first.with_fields({**first.others, "tools": tools}), *rest) if tools else messages
+
+
+def from_json(text: str, name: str) -> Any:
+    """Return the value of a JSON text."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise BrokenRow(f"`{name}` is not JSON: {error}") from None
 
 
 def take_text(data: dict[str, Any], name: str) -> str:
@@ -124,15 +147,25 @@ def encodable(value: str, name: str) -> str:
 
 
 def kind(value: Any) -> str:
-    """Return the JSON name of a value's type."""
+    """Return the JSON name of a value's type, or of a float that is no number."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN, as a missing number is written" if math.isnan(value) else "infinite"
     known = {bool: "a boolean", dict: "an object", list: "a list", str: "text", type(None): "null"}
     return known.get(type(value), "a number")
+
+
+def spelled(value: float | Decimal) -> str:
+    """Return the decimal spelling of a finite number, one for all equal ones: `0.00001`, `4`."""
+    text = str(value) if isinstance(value, int) else f"{Decimal(str(value)):f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text
 
 
 def plain(value: Any) -> Any:
     """Convert a value to plain JSON values: numpy's scalars and arrays, tuples and sets become numbers and lists.
 
-    Integers beyond 64 bits, which msgpack cannot encode, become text, and so does anything else.
+    Integers beyond 64 bits, which msgpack cannot encode, become text, and so do bytes and anything else.
+    UnicodeDecodeError for bytes that are no UTF-8.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -142,6 +175,10 @@ def plain(value: Any) -> Any:
         return int(value) if -(2**63) <= value < 2**64 else str(value)
     if isinstance(value, float):
         return float(value)
+    if isinstance(value, bytes | bytearray):
+        return value.decode()
+    if isinstance(value, Decimal):
+        return spelled(value) if value.is_finite() else str(value)
     if isinstance(value, Mapping):
         return {str(name): plain(part) for name, part in value.items()}
     if isinstance(value, set | frozenset):

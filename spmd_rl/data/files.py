@@ -100,13 +100,34 @@ def _parquet(path: Path, key: str) -> Iterator[Found]:
     number = 0
     try:
         for batch in ParquetFile(path).iter_batches():
-            for record in batch.to_pylist():
-                yield Found(f"{path}[{number}]", without_nulls(record))
+            for record in _widened(batch).to_pylist():
+                where = f"{path}[{number}]"
+                yield Found(where, table_row(record, f"{key}: {where}"))
                 number += 1
     except (ArrowException, OSError) as error:
         raise UserError(f"{key}: {path} is broken parquet: {str(error).splitlines()[0]}") from None
 
 
-def without_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record of a table as plain JSON. A table has all columns in all rows: there, null means absent."""
-    return {name: plain(value) for name, value in record.items() if value is not None}
+def _widened(batch: Any) -> Any:
+    """Return a batch of pyarrow whose floats of 32 bits are the doubles with the same decimal spelling."""
+    for index, column in enumerate(batch.schema):
+        if str(column.type) == "float":
+            batch = batch.set_column(index, column.name, batch.column(index).cast("string").cast("double"))
+    return batch
+
+
+def table_row(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a record of a table as plain JSON. A table has all columns in all rows: there, null means absent.
+
+    UserError, which begins with `where`, for bytes that are no text.
+    """
+    out = {}
+    for name, value in record.items():
+        try:
+            if value is not None:
+                out[name] = plain(value)
+        except UnicodeDecodeError:
+            raise UserError(
+                f"{where}: `{name}` holds bytes that are not UTF-8: save it as text, or leave the column out"
+            ) from None
+    return out

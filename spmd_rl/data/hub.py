@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spmd_rl.data.files import without_nulls
+from spmd_rl.data.files import table_row
 from spmd_rl.data.rows import Record, parse_rows
 from spmd_rl.errors import UserError, one_line
 from spmd_rl.hub import HubDataset, http_error
@@ -25,7 +25,7 @@ def dataset_records(source: HubDataset, key: str) -> Iterator[tuple[str, Any]]:
     split = source.split or DEFAULT_SPLITS[key]
     name = ":".join(filter(None, (source.repo, source.config, split)))
     table = _load(source, split, name, key)
-    yield from ((f"{name}[{i}]", without_nulls(row)) for i, row in enumerate(table))
+    yield from ((f"{name}[{i}]", table_row(row, f"{key}: {name}[{i}]")) for i, row in enumerate(table))
 
 
 def _load(source: HubDataset, split: str, name: str, key: str) -> Any:

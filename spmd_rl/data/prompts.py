@@ -23,6 +23,7 @@ from spmd_rl.config.ranks import rank
 from spmd_rl.config.schema import DataConfig
 from spmd_rl.config.sections.data import GENERATORS, sources
 from spmd_rl.data import reasoning_gym
+from spmd_rl.data.fields import with_tools
 from spmd_rl.data.files import read_rows
 from spmd_rl.data.hub import read_dataset
 from spmd_rl.data.mix import Mix
@@ -117,7 +118,7 @@ class Prompts:
         """Return 32 hexadecimal digits over all prompts in order, by which ranks compare what they have loaded."""
         digest = blake2b(digest_size=16)
         for prompt in (*self.train, *self.eval):
-            messages = [[m.role, to_builtins(m.content)] for m in prompt.messages]
+            messages = [[m.role, to_builtins(m.content), *filter(None, [m.fields])] for m in prompt.messages]
             ranked = [prompt.priority] if prompt.priority else []
             digest.update(json.dumps([prompt.id, messages, prompt.domain, prompt.ground_truth, *ranked]).encode())
         digest.update(b"%d" % len(self.eval))
@@ -154,12 +155,13 @@ def _checked_mix(mix: Mapping[str, float], train: Sequence[Prompt]) -> Mix:
 
 
 def content_id(messages: Iterable[Message]) -> str:
-    """Return the identity of a problem, 32 hexadecimal digits: blake2b-128 over the roles and contents of its messages.
+    """Return the identity of a problem, 32 hexadecimal digits: blake2b-128 over its messages, which have its tools.
 
     Contents are in Unicode NFC, with each run of white space as one space. The ground truth is not included: one
     question with two answers is one question, and must not be both trained on and held out.
     """
-    content = [[m.role, _normal(m.content) if isinstance(m.content, str) else to_builtins(m.content)] for m in messages]
+    said = [(m, _normal(m.content) if isinstance(m.content, str) else to_builtins(m.content)) for m in messages]
+    content = [[m.role, text, *filter(None, [m.fields])] for m, text in said]
     return blake2b(json.dumps(content, separators=(",", ":")).encode(), digest_size=16).hexdigest()
 
 
@@ -207,7 +209,8 @@ def _distinct(rows: Iterable[Record]) -> dict[str, Record]:
 
 
 def _content(row: Record) -> str:
-    return content_id((Message("user", row.problem),) if isinstance(row.problem, str) else row.problem)
+    messages = (Message("user", row.problem),) if isinstance(row.problem, str) else row.problem
+    return content_id(with_tools(messages, row.extra.get("tools")))
 
 
 def _numbered(rows: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
@@ -242,5 +245,6 @@ def _to_prompt(row: Record, id: str, cfg: DataConfig) -> Prompt:
         messages = row.problem
     if cfg.system is not None and all(m.role != "system" for m in messages):
         messages = (Message("system", with_line_breaks(cfg.system)), *messages)
+    messages = with_tools(messages, row.extra.get("tools"))
     domain = cfg.domains.get(row.domain, row.domain)
-    return Prompt(row.id or id, messages, domain, row.ground_truth, row.extra, row.priority)
+    return Prompt(row.id or id, messages, domain, row.ground_truth, row.extra, row.priority, row.where)

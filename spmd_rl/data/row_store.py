@@ -13,8 +13,9 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -76,6 +77,12 @@ class RowStore(Sequence[Example]):
         """32 hexadecimal digits over the contents of all rows, in order."""
         return self._digest.hexdigest()
 
+    @cached_property
+    def prompt_run(self) -> int:
+        """The most rows with the same prompt that follow each other."""
+        prompts = groupby(example.conversations[0].prompt for example in self)
+        return max((sum(1 for _ in alike) for _, alike in prompts), default=0)
+
     def at(self, position: int, seed: int) -> tuple[int, int]:
         """The epoch and the number of the row at a position of the run: each epoch has all rows once."""
         epoch, index = divmod(position, len(self))
@@ -132,6 +139,10 @@ class Examples:
         rows._read(cfg.eval, "data.eval", cfg, parse, 1.0)
         if not rows.train:
             raise UserError(f"data.train: no row is left in {cfg.train}: data.holdout={cfg.holdout} takes all")
+        if kind == "judged" and rows.train.prompt_run == len(rows.train):
+            raise UserError(
+                "data.train: all rows have the same prompt; preference.loss=kto compares with answers to others"
+            )
         return rows
 
     @property

@@ -1,11 +1,24 @@
 """Makes rows of records, one problem each, in the shapes that TRL, verl, ROLL and others use. See docs/DATA.md."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmd_rl.data.fields import BrokenRow, checked, column_names, encodable, kind, opened, parse_messages, take_text
+from spmd_rl.data.fields import (
+    BrokenRow,
+    checked,
+    column_names,
+    encodable,
+    kind,
+    opened,
+    parse_messages,
+    spelled,
+    take_text,
+    with_tools,
+)
+from spmd_rl.data.judges import read_judge
 from spmd_rl.types import Message
 
 DEFAULT_DOMAIN = "math"
@@ -50,9 +63,11 @@ def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Record:
     data, lacks = opened(data, columns)
     names = column_names(data)
     judged = columns.get("ground_truth", "") is not None
+    tests = read_judge(data)
+    with_tools((Message("user", ""),), data.get("tools"))
     problem, ground_truth = _each(
         lambda: _problem(data, [name for name in PROBLEMS if columns.get(name)] or PROBLEMS, names),
-        lambda: _ground_truth(data, columns, names) if judged else "",
+        lambda: _ground_truth(data, columns, names, tests) if judged else "",
     )
     domain = _domain(data)
     own_id = data.pop("id", None)
@@ -94,7 +109,7 @@ def _domain(data: dict[str, Any]) -> str:
         return take_text(dict(data), "tag")
     if "reward_model" in data and data.get("ability") is not None:
         return take_text(dict(data), "ability").lower()
-    if "instruction_id_list" in data:
+    if data.get("instruction_id_list"):
         return "ifeval"
     return "code" if data.get("test") or data.get("test_cases") else DEFAULT_DOMAIN
 
@@ -131,15 +146,13 @@ def _messages(value: Any, name: str) -> tuple[Message, ...]:
     return messages
 
 
-def _ground_truth(data: dict[str, Any], columns: Mapping[str, str | None], there: str) -> str:
-    """Return the first of `TRUTHS` that the row has; of an `answer` what follows its last `####`, of a `solution` what
-    its last `\\boxed{}` holds."""
-    nested = data.get("reward_model")
-    if "ground_truth" not in data and isinstance(nested, dict) and nested.get("ground_truth") is not None:
-        data["ground_truth"] = nested["ground_truth"]
+def _ground_truth(data: dict[str, Any], columns: Mapping[str, str | None], there: str, tests: str) -> str:
+    """Return the first of `TRUTHS` that the row has, the column of its `tests` aside; of an `answer` what follows its
+    last `####`, of a `solution` what its last `\\boxed{}` holds."""
     names = [name for name in TRUTHS if columns.get(name)] or TRUTHS
     judged = any(data.get(key) for key in SELF_JUDGED)
-    name = next((name for name in names if name in data and not (name == "solution" and judged)), None)
+    passed_over = {tests, "solution"} if judged else set()
+    name = next((name for name in names if name in data and name not in passed_over), None)
     if name is None:
         if judged:
             return ""
@@ -148,9 +161,13 @@ def _ground_truth(data: dict[str, Any], columns: Mapping[str, str | None], there
             "or data.keys.ground_truth=null if the reward needs none"
         )
     value = data[name]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or value in (math.inf, -math.inf):
         raise BrokenRow(f"`{name}` is {kind(value)}, not text or a number")
-    text = encodable(str(value), name)
+    if value != value:
+        raise BrokenRow(f"`{name}` is {kind(value)}: leave the row out")
+    text = encodable(value if isinstance(value, str) else spelled(value), name)
+    if name == "solution" and _boxed(text) is None and (empty := [key for key in SELF_JUDGED if key in data]):
+        raise BrokenRow(f"`{empty[0]}` is empty, and a `solution` without \\boxed{{}} is no answer to compare with")
     final = _final_answer(text) if name == "answer" else _boxed(text) if name == "solution" else None
     if final is None:
         del data[name]

@@ -1,7 +1,8 @@
 """`Imitation`: supervised learning on what was collected, token by token, whatever it is worth."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from spmd_rl.learn.losses import mean_over, measure, nll, nothing
 from spmd_rl.learn.prepare import Plan, Shares, plan
 from spmd_rl.learn.teachers import Teachers
 from spmd_rl.learn.transfer import redistribute
+from spmd_rl.rollout.row_source import num_empty
 from spmd_rl.train.base import BoundLoss, BoundValueLoss, CriticRole, Metrics, PolicyRole, Role
 
 
@@ -26,6 +28,12 @@ class Term(NamedTuple):
     loss: BoundLoss | BoundValueLoss
     count: float
     """over how many tokens or comparisons of the global batch it is a mean"""
+    sides: Mapping[str, int] = MappingProxyType({})
+    """Numbers of answers by the last part of a metric's name, for means over these; means over none are left out."""
+
+    def weight(self, name: str, otherwise: float) -> float:
+        """Return the weight of a metric of this name among those of other terms."""
+        return self.sides.get(name.rpartition("/")[2], otherwise)
 
 
 def deal(collected: Samples, count: int, role: Role) -> tuple[Plan, list[Batch]]:
@@ -103,18 +111,22 @@ class Imitation:
         with self._world.phase("update"), self.policy.awake():
             found = [self.step(one) for one in used]  # [all]
         self.policy.lr_factor = 1.0
-        metrics = mean_over([{self._name: one.pop("loss"), **one} for one in found], "actor")
+        found = [{self._name: one.pop("loss"), **one} for one in found]
+        metrics = mean_over(found, "actor", lambda number, key: used[number].weight(key, 1.0))
         return metrics | self.plan.metrics()
 
     def measure(self, parts: Iterable[Samples]) -> Metrics:
         """[all] The loss on samples of which nothing is learnt, as `val/*`; they come in parts. Equal on all ranks."""
-        sums: dict[str, float] = defaultdict(float)
+        sums, counts, overlong = defaultdict[str, float](float), defaultdict[str, float](float), None
         with self._world.phase("eval"):
             for collected in parts:  # [all] have as many
+                overlong = (overlong or 0) + num_empty(collected)
                 (one,) = self._prepare(collected, 1)  # [all]
                 with self.policy.awake():
                     found = measure(self.policy.layout.data, one.batch, self.outputs(one.batch), one.loss)  # [all]
-                for name, value in ({"count": 1.0} | found).items():
-                    sums[name] += one.count * value
-        count = sums.pop("count", 0.0)
-        return {f"val/{name.removeprefix('actor/')}": value / count for name, value in sums.items() if count}
+                for name, value in found.items():
+                    weight = one.weight(name, one.count)
+                    sums[name] += weight * value
+                    counts[name] += weight
+        means = {f"val/{name.removeprefix('actor/')}": sums[name] / counts[name] for name in sums if counts[name]}
+        return means if overlong is None else {**means, "val/overlong": float(overlong)}

@@ -155,15 +155,23 @@ def nothing(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Ma
     return torch.zeros_like(logprobs), {"actor/entropy": entropy.detach()}
 
 
-def mean_over(updates: list[Metrics], role: str) -> Metrics:
-    """Means over the updates of a step, or extremes, under the names that a user reads."""
-    keys = updates[0] if updates else {}
-    return {_name(key, role): _over_updates(key, [m[key] for m in updates]) for key in keys}
+def mean_over(
+    updates: list[Metrics], role: str, weight: Callable[[int, str], float] = lambda number, key: 1.0
+) -> Metrics:
+    """Return means over the updates of a step that have a metric, or extremes, under the names that a user reads.
+
+    weight: gives the weight of a metric in an update, by the update's number and the metric's name.
+    """
+    keys = dict.fromkeys(key for one in updates for key in one)
+    found = {key: [(one[key], weight(i, key)) for i, one in enumerate(updates) if key in one] for key in keys}
+    return {_name(key, role): _over_updates(key, values) for key, values in found.items()}
 
 
-def _over_updates(key: str, values: list[float]) -> float:
+def _over_updates(key: str, values: list[tuple[float, float]]) -> float:
     extreme = {"max": max, "min": min}.get(key.rpartition("/")[2])
-    return extreme(values) if extreme else sum(values) / len(values)
+    if extreme:
+        return extreme(value for value, _ in values)
+    return sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
 
 
 def _name(key: str, role: str) -> str:

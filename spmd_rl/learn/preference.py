@@ -4,7 +4,7 @@ The loss of a comparison stands on the first learnt token of its first answer, w
 is a term of one sum like any other, in every layout. Rewards and the like are means over comparisons.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -14,10 +14,11 @@ from spmd_rl.algo.inputs import Judged, Pairs
 from spmd_rl.algo.preference import JUDGED_LOSSES, PAIR_LOSSES
 from spmd_rl.batch import Batch
 from spmd_rl.config.sections.preference import PreferenceConfig
+from spmd_rl.learn.advantages import Samples
 from spmd_rl.learn.custom import bind
 from spmd_rl.learn.imitation import Imitation, Term
 from spmd_rl.rollout.row_source import CHOSEN, MISMATCHED, REJECTED
-from spmd_rl.train.base import PolicyRole
+from spmd_rl.train.base import Metrics, PolicyRole
 
 
 class Preference(Imitation):
@@ -39,10 +40,26 @@ class Preference(Imitation):
         count = num_chosen + num_rejected * settings.is_judged
         batch.weights = batch.loss_mask / max(count, 1)
         num_tokens = int(plan.num_sampled[plan.minibatches == number][answers != MISMATCHED].sum())
-        scales = num_tokens / max(num_chosen, 1), num_tokens / max(num_rejected, 1)
+        sides = {"chosen": num_chosen, "rejected": num_rejected}
+        scales = {side: num_tokens / number for side, number in sides.items() if number}
         losses = JUDGED_LOSSES if settings.is_judged else PAIR_LOSSES
         compare = partial(_judge if settings.is_judged else _compare, bind(losses[settings.loss], settings), baseline)
-        return Term(batch, partial(_loss, compare, settings, scales), count)
+        return Term(batch, partial(_loss, compare, settings, scales), count, sides if settings.is_judged else {})
+
+    def update(self, terms: list[Term]) -> Metrics:
+        """[all] See `Imitation.update`."""
+        return self._with_margins(super().update(terms), "rewards")  # [all]
+
+    def measure(self, parts: Iterable[Samples]) -> Metrics:
+        """[all] See `Imitation.measure`."""
+        return self._with_margins(super().measure(parts), "val/rewards")  # [all]
+
+    def _with_margins(self, metrics: Metrics, section: str) -> Metrics:
+        """Return the metrics with the margin of single answers, where there are good and bad ones."""
+        sides = [metrics.get(f"{section}/{side}") for side in ("chosen", "rejected")]
+        if not self._settings.is_judged or None in sides:
+            return metrics
+        return {**metrics, f"{section}/margins": sides[0] - sides[1]}
 
     def _baseline(self, batch: Batch) -> float:
         """[all] The mean reward of answers to other prompts, at least 0."""
@@ -85,35 +102,33 @@ def _judge(function: Callable[[Judged], Tensor], baseline: float, answers: _Answ
 def _loss(
     compare: Callable[[_Answers], tuple[Tensor, Tensor]],
     settings: PreferenceConfig,
-    scales: tuple[float, float],
+    scales: Mapping[str, float],
     logprobs: Tensor,
     entropy: Tensor,
     batch: Batch,
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """A `BoundLoss` once `Preference.bind` has given it the first three.
 
-    scales: learnt tokens for each chosen and each rejected answer of the mini-batch. Means are over tokens: what an
-    answer has on one of them must count for all.
+    scales: learnt tokens for each chosen and each rejected answer of the mini-batch, where there are such. Means are
+    over tokens: what an answer has on one of them must count for all.
     """
     answers = _Answers(logprobs, batch)
     places, losses = compare(answers)
     rewards = settings.beta * (answers.logprobs - answers.reference).detach()
     if settings.loss == "simpo":
         rewards = rewards / answers.lengths
-    chosen, rejected = answers.chosen, answers.rejected
+    places_of = {"chosen": answers.chosen, "rejected": answers.rejected}
 
-    def spread(where: Tensor, values: Tensor, scale: float) -> Tensor:
-        return torch.zeros_like(entropy).index_add(0, answers.first[where], scale * values.detach().to(entropy.dtype))
+    def spread(side: str, values: Tensor) -> Tensor:
+        scaled = scales[side] * values.detach().to(entropy.dtype)
+        return torch.zeros_like(entropy).index_add(0, answers.first[places_of[side]], scaled)
 
-    quantities = {
-        "actor/entropy": entropy.detach(),
-        "rewards/chosen": spread(chosen, rewards[chosen], scales[0]),
-        "rewards/rejected": spread(rejected, rewards[rejected], scales[1]),
-        "logps/chosen": spread(chosen, answers.logprobs[chosen], scales[0]),
-        "logps/rejected": spread(rejected, answers.logprobs[rejected], scales[1]),
-    }
-    quantities["rewards/margins"] = quantities["rewards/chosen"] - quantities["rewards/rejected"]
+    quantities = {"actor/entropy": entropy.detach()}
+    for name, values in (("rewards", rewards), ("logps", answers.logprobs)):
+        quantities |= {f"{name}/{side}": spread(side, values[places_of[side]]) for side in scales}
     if not settings.is_judged:
-        quantities["rewards/accuracies"] = spread(chosen, rewards[chosen] > rewards[rejected], scales[0])
+        quantities["rewards/margins"] = quantities["rewards/chosen"] - quantities["rewards/rejected"]
+        right = rewards[answers.chosen] > rewards[answers.rejected]
+        quantities["rewards/accuracies"] = spread("chosen", right)
     # a dummy has no comparison, and runs backward all the same
     return (0.0 * logprobs).index_add(0, answers.first[places], losses), quantities

@@ -17,7 +17,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from spmd_rl.errors import UserError
 from spmd_rl.types import Message
 
 QUESTION, ANSWER, THOUGHT = "a-question-of-ours", "an-answer-of-the-model", "a-thought-of-the-model"
@@ -37,15 +36,14 @@ class Bridge(NamedTuple):
 def find_bridge(
     chat_text: Callable[[Sequence[Message]], str], encode: Callable[[str], array], messages: Sequence[Message]
 ) -> Bridge:
-    """Return the bridge that puts `messages` after an answer. UserError for a template that leaves answers out.
+    """Return the bridge that puts `messages` after an answer.
 
-    chat_text: a conversation under the template, up to where the next answer begins.
+    chat_text: a conversation under the template, up to where the next answer begins. UserError for a template that
+    leaves messages out.
     """
     question = Message("user", QUESTION)
     asked = chat_text([question])
-    before, found, after = chat_text([question, Message("assistant", ANSWER), *messages]).partition(ANSWER)
-    if not found:
-        raise UserError("policy.model: its chat template leaves answers out of a conversation")
+    before, _, after = chat_text([question, Message("assistant", ANSWER), *messages]).partition(ANSWER)
     thinking = f"{THOUGHT}\n</think>\n\n{ANSWER}"
     told = chat_text([question, Message("assistant", f"<think>\n{thinking}"), *messages])
     if asked.rstrip().endswith("<think>"):  # the template has begun the thought, so that every answer has one

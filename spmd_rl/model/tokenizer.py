@@ -7,7 +7,7 @@ The chat template is the model's own and is followed to the letter: SmolLM2's pu
 of a prompt that brings none, and so do we. A model without a template (a base model) gets the contents of the messages
 one after the other, with nothing between them, and whatever its tokenizer puts in front of a text (often a BOS token).
 
-Left out: padding (nothing here is padded), tool schemas, and several templates in one model.
+Left out: padding (nothing here is padded), and several templates in one model.
 """
 
 import json
@@ -18,11 +18,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmd_rl.errors import UserError, one_line
+from spmd_rl.config.ranks import rank
+from spmd_rl.config.vocabulary import vocabulary_size
+from spmd_rl.errors import UserError, one_line, tell
 from spmd_rl.hub import model_folder
-from spmd_rl.model.answers import answer_spans, header_of
+from spmd_rl.model.answers import answer_end, answer_spans, header_of
 from spmd_rl.model.bridge import ANSWER, Bridge, find_bridge
-from spmd_rl.types import Conversation, Message
+from spmd_rl.types import Conversation, Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,6 +33,10 @@ RENDERED = 4096
 """Conversations whose token ids are kept."""
 MAX_CHARACTERS = 1 << 24
 """The most that a chat template may make of one prompt."""
+SHOWN_FIELDS = ("tools", "tool_calls", "reasoning_content")
+"""Fields of messages whose text a model reads or writes: a chat template that has no use for them is refused."""
+UNSEEN = "a-message-of-this-role"
+"""A word that no template has, and none changes."""
 TEMPLATE_FAILURES = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 """What a chat template raises by itself."""
 
@@ -54,7 +60,14 @@ class Tokenizer:
         self.stop_ids = tuple(sorted({*stop_ids, *own}))
         self._rendered = lru_cache(RENDERED)(self._render)
         self._header = lru_cache(1)(partial(header_of, self._chat_text))
+        self._ends = lru_cache(1)(lambda: [self.visible([id]) for id in self.stop_ids])
+        self._answer_end = lru_cache(1)(lambda: answer_end(self._chat_text, self._ends()))
         self._bridge = lru_cache(RENDERED)(partial(find_bridge, self._chat_text, self.encode))
+        self._shown_roles: set[tuple[str, bool]] = set()
+        self._warned = False
+        self._hidden = _hidden_ids(hf, self.stop_ids)
+        # rows are checked against `data.max_tokens` and prompts against `rollout.max_prompt_tokens`
+        hf.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         # transformers' own wrapper would take twice the time of the decoding, and twice a sample
         backend = getattr(hf, "backend_tokenizer", None)
         self._decode = partial(hf.decode, clean_up_tokenization_spaces=False) if backend is None else backend.decode
@@ -85,10 +98,15 @@ class Tokenizer:
         if conversation.is_plain or not self._hf.chat_template:
             pieces = self._plain_pieces(messages, num_given)
         else:
-            ends = [self.visible([id]) for id in self.stop_ids]
-            text, spans = answer_spans(self._chat_text, messages, num_given, self._header(), ends)
+            how = self._header(), self._ends(), self._answer_end()
+            text, spans = answer_spans(self._chat_text, messages, num_given, *how)
             borders = [(last, *span) for last, span in zip([0, *(end for _, end in spans)], spans, strict=False)]
             pieces = [(self.encode(text[a:b]), self.encode(text[b:c])) for a, b, c in borders]
+        if not self._warned and any(learnt[-1] not in self.stop_ids for _, learnt in pieces if learnt):
+            self._warned = True
+            line = f"no token that ends generation ({', '.join(self._ends())}) follows an answer in its chat template"
+            if rank() == 0:
+                tell(f"warning: {self.name}: {line}: where an answer ends is not learnt")
         if pieces and not pieces[0][0]:  # nothing predicts a first token
             pieces[0] = pieces[0][1][:1], pieces[0][1][1:]
         return pieces
@@ -128,7 +146,7 @@ class Tokenizer:
         """Texts one after the other; the last one ends with the end-of-sequence token."""
         pieces, given = [], ""
         for number, message in enumerate(messages):
-            if number < num_given or message.role != "assistant":
+            if number < num_given or message.role != "assistant" or not message.is_learnt:
                 given += _text(message)
                 continue
             ids = self.encode(_text(message))
@@ -145,16 +163,26 @@ class Tokenizer:
         return self.encode(text)  # the template has written its own special tokens, BOS included
 
     def _chat_text(self, messages: Sequence[Message], prompts: bool = True) -> str:
-        """A conversation, by default up to where the model's answer begins. UserError: the template refuses."""
-        from jinja2 import TemplateError
-
+        """Return a conversation, by default up to the place at which the model's answer begins. UserError: the template
+        refuses it, or leaves a message or its tools out."""
+        if any(message.fields for message in messages):
+            self._check_fields(messages)
         if not self._hf.chat_template:
             return "".join(map(_text, messages))
-        chat = [{"role": m.role, "content": _text(m)} for m in messages]
+        text = self._templated(messages, prompts)
+        for number, message in enumerate(messages):
+            if (message.role, number == 0) not in self._shown_roles:
+                self._check_role(messages, number, prompts)
+        return text
+
+    def _templated(self, messages: Sequence[Message], prompts: bool) -> str:
+        from jinja2 import TemplateError
+
+        chat = [{"role": m.role, "content": _text(m), **m.others} for m in messages]
+        tools = chat[0].pop("tools", None) if chat else None
+        how = {"tokenize": False, "add_generation_prompt": prompts, **self._template_kwargs}
         try:
-            text = self._hf.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=prompts, **self._template_kwargs
-            )
+            text = self._hf.apply_chat_template(chat, tools=tools, **how)
         except TemplateError as error:
             roles = ", ".join(m.role for m in messages)
             raise UserError(f"the model's chat template refuses the roles ({roles}): {error}") from None
@@ -163,6 +191,29 @@ class Tokenizer:
         if len(text) > MAX_CHARACTERS:
             raise UserError(f"the model's chat template ({self.name}) makes {len(text)} characters of one prompt")
         return text
+
+    def _check_fields(self, messages: Sequence[Message]) -> None:
+        for number, message in enumerate(messages, 1):
+            unused = [name for name in SHOWN_FIELDS if name not in str(self._hf.chat_template)]
+            if name := next(filter(message.others.get, unused), None):
+                raise UserError(
+                    f"{'the row' if name == 'tools' else f'message {number}'} has `{name}`, for which the model's chat "
+                    f"template ({self.name}) has no place: write them into a message's `content`, or take them out"
+                )
+
+    def _check_role(self, messages: Sequence[Message], number: int, prompts: bool) -> None:
+        """Render a known word in the place of a message's content. UserError if the template leaves it out.
+
+        Called once for each role, at the beginning of a conversation and later in one.
+        """
+        role = messages[number].role
+        marked = [*messages[:number], messages[number].saying(UNSEEN), *messages[number + 1 :]]
+        if UNSEEN not in self._templated(marked, prompts):
+            raise UserError(
+                f"message {number + 1} has the role `{role}`, which the model's chat template ({self.name}) leaves "
+                "out: name it as the template does (mostly `user`, `assistant`, `system`)"
+            )
+        self._shown_roles.add((role, number == 0))
 
     def visible(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens included."""
@@ -173,8 +224,22 @@ class Tokenizer:
         return array("i", self._hf(text, add_special_tokens=False).input_ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids, without special tokens and without any tidying of spaces."""
-        return self._decode(list(ids), skip_special_tokens=True)
+        """Return the text of token ids as rewards and stop strings have it, without any tidying of spaces.
+
+        Special tokens are left out, but for those that were added for the model to write (`<answer>`).
+        """
+        if self._hidden is None:
+            return self._decode(list(ids), skip_special_tokens=True)
+        return self.visible([id for id in ids if id not in self._hidden])
+
+
+def _hidden_ids(hf: "PreTrainedTokenizerBase", stop_ids: Sequence[int]) -> set[int] | None:
+    """Return the special tokens that are no part of an answer's text, where some are: the additional ones that neither
+    have another purpose nor end an answer. None: all are hidden."""
+    special = {id for id, token in hf.added_tokens_decoder.items() if token.special}
+    used = {*hf.convert_tokens_to_ids([*hf.special_tokens_map.values()]), *stop_ids}
+    shown = set(hf.convert_tokens_to_ids([*hf.extra_special_tokens])) & special - used
+    return special - shown if shown else None
 
 
 def _text(message: Message) -> str:
@@ -204,9 +269,32 @@ def load_tokenizer(
         if "trust_remote_code" in str(error):
             reason = "it brings Python code of its own; policy.trust_remote_code=true would run it"
         raise UserError(f"cannot load the tokenizer of {folder}: {reason}") from error
+    _check_size(hf, folder)
     if chat_template_kwargs:
         _check_variables(chat_template_kwargs, hf.chat_template, folder)
     return Tokenizer(hf, _eos_ids(folder), chat_template_kwargs)
+
+
+def _check_size(hf: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Refuse a tokenizer with tokens that the model has no row for, but for those that stand for images and the like,
+    which no text has."""
+    size = vocabulary_size(folder)
+    named = [str(token) for name, token in hf.special_tokens_map.items() if name not in hf.SPECIAL_TOKENS_ATTRIBUTES]
+    added = [(id, str(token)) for id, token in hf.added_tokens_decoder.items() if str(token) not in named]
+    id, token = max([*added, (hf.vocab_size - 1, "its last one")])
+    if size is not None and id >= size:
+        raise UserError(
+            f"the tokenizer of {folder} has more tokens than its model, which has {size}: {token!r} is number {id}; "
+            "give the model rows for them (resize_token_embeddings) or take them out of the tokenizer"
+        )
+
+
+def render_prompt(tokenizer: Tokenizer, prompt: Prompt) -> array:
+    """Return the token ids ('i') of a prompt. UserError, which names its row: the template refuses."""
+    try:
+        return tokenizer.render(prompt.messages)
+    except UserError as error:
+        raise UserError(f"{prompt.where or prompt.id}: {error}") from None
 
 
 def _check_variables(given: Mapping[str, Any], template: str | None, folder: Path) -> None:

@@ -16,14 +16,15 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from spmd_rl.types import AnswerInfo, Prompt
+from spmd_rl.types import AnswerInfo, Message, Prompt
 
 GOLD = ("ground_truth", "solution")
 VALUES: Mapping[str, Callable[[Prompt, str, AnswerInfo], Any]] = {
     "prompt": lambda prompt, answer, info: prompt,
     "info": lambda prompt, answer, info: info,
     **dict.fromkeys(("answer", "completion", "response", "solution_str"), lambda prompt, answer, info: answer),
-    **dict.fromkeys(GOLD, lambda prompt, answer, info: prompt.ground_truth),
+    # of a row whose ground truth are tests, the column as it is
+    **dict.fromkeys(GOLD, lambda prompt, answer, info: prompt.ground_truth or prompt.extra.get("ground_truth", "")),
     "domain": lambda prompt, answer, info: prompt.domain,
     "data_source": lambda prompt, answer, info: prompt.extra.get("data_source", prompt.domain),
     "extra": lambda prompt, answer, info: prompt.extra,
@@ -87,7 +88,7 @@ class BatchFunctionReward:
             names |= {*GOLD, "answer", *shared} - {TRL, *self._given}
         columns = {name: [_column(prompt, name) for prompt in prompts] for name in names}
         if self._takes_prompts:
-            columns["prompts"] = [to_builtins(prompt.messages) for prompt in prompts]
+            columns["prompts"] = [list(map(_chat, prompt.messages)) for prompt in prompts]
         completions = [[{"role": "assistant", "content": answer}] for answer in answers]
         return self._function(**{TRL: completions}, **columns, **self._given)
 
@@ -109,6 +110,10 @@ def _names(function: Callable[..., Any], given: Mapping[str, Any]) -> list[str]:
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in given]
     plain = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     return [p.name for p in plain if p.default is p.empty or p.name in VALUES]
+
+
+def _chat(message: Message) -> dict[str, Any]:
+    return {"role": message.role, "content": to_builtins(message.content), **message.others}
 
 
 def _column(prompt: Prompt, name: str) -> Any:

@@ -5,7 +5,7 @@ from spmd_rl.config.schema import DataConfig, RewardsConfig, RolloutConfig
 from spmd_rl.data import Prompts
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError, tell
-from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import Tokenizer, render_prompt
 from spmd_rl.sidecar.support import counted, find_unsupported, may_refuse
 
 
@@ -27,7 +27,7 @@ def fit_prompts(
     prompts = _drop_unsupported(prompts, reward, world)  # [all]
     limit, everything = rollout.max_prompt_tokens, (*prompts.train, *prompts.eval)
     mine = range(world.rank, len(everything), world.size)
-    lengths = [(len(tokenizer.render(everything[i].messages)), i) for i in mine]
+    lengths = [(len(render_prompt(tokenizer, everything[i])), i) for i in mine]
     fitting = max(([length, everything[i].id] for length, i in lengths if length <= limit), default=[0, ""])
     found = world.gather("start: prompt lengths", [fitting, [[n, i] for n, i in lengths if n > limit]])  # [all]
     (longest, prompt_id), overlong = max(best for best, _ in found), [item for _, theirs in found for item in theirs]

@@ -8,6 +8,7 @@ that are done. Each rank renders its part of the rows; who trains on them is the
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
 from spmd_rl.data.row_store import Examples, RowStore
 from spmd_rl.distributed import World
-from spmd_rl.errors import UserError
+from spmd_rl.errors import UserError, tell
 from spmd_rl.rollout.collected import Collected, whole
 from spmd_rl.types import Conversation, Example, Group, Prompt, Sample, Turn, Verdict
 
@@ -42,10 +43,10 @@ class RowSource:
         mismatched: bool = False,
     ) -> None:
         """render: makes token ids of a conversation. num_rows: at which the run ends, also in the middle of a step.
-        None: at none. mismatched: whether each row also has the answer of the next one, as `MISMATCHED`."""
+        None: at none. mismatched: whether each row also has the answer to another prompt, as `MISMATCHED`."""
         self._examples, self._data, self._validation = examples, data, validation
         self._render, self._world, self._seed, self._end = render, world, seed, num_rows
-        self._done, self._mismatched = 0, mismatched
+        self._done, self._mismatched, self._warned = 0, mismatched, False
         self.reference: dict[str, np.ndarray] = {}
         """By `train` and `eval`, numbers of each row that its loss needs: float32 [rows, 3]. A `Sample` has no other
         place for one, so they stand as the logprob of its first token, and are no engine's. With a reference: its sum
@@ -63,16 +64,23 @@ class RowSource:
         """[all] The held-out rows, as many at a time as a step has; none where no evaluation is due after `step`."""
         store, size = self._examples.eval, self._data.rows_per_step
         count = min(len(store), self._validation.rows or len(store)) if self._validation.is_due(step, steps) else 0
+        dropped = 0
         for begin in range(0, count, size):
             chosen = range(begin, min(begin + size, count))
-            yield self._collect(step, store, [(number, number) for number in chosen])  # [all]
+            collected = self._collect(step, store, [(number, number) for number in chosen])  # [all]
+            dropped += num_empty(collected)
+            yield collected
+        if dropped and not self._warned and self._world.rank == 0:
+            tell(
+                f"warning: {dropped} of {count} held-out rows are left out of val/*, which are longer than "
+                f"data.max_tokens={self._data.max_tokens} or leave no token to learn"
+            )
+        self._warned = self._warned or bool(dropped)
 
     def metrics(self, collected: Collected) -> dict[str, float]:
         """How far the run is in its data, and what the step has of it; equal on all ranks."""
-        table = collected.table
-        empty = len(table) - len(set(table.answers["ticket"].tolist()))
-        tokens = int(table.answers["num_tokens"].sum())
-        return {"data/epoch": self._done / len(self._examples.train), "data/overlong": empty, "tokens": tokens}
+        tokens, epoch = int(collected.table.answers["num_tokens"].sum()), self._done / len(self._examples.train)
+        return {"data/epoch": epoch, "data/overlong": num_empty(collected), "tokens": tokens}
 
     def num_rows(self, name: str) -> int:
         """How many rows there are for training (`train`) or held out (`eval`)."""
@@ -113,7 +121,7 @@ class RowSource:
         example = store[number]
         answers = dict(enumerate(example.conversations, example.first))
         if self._mismatched:
-            answers[MISMATCHED] = _exchanged(example, store[(number + 1) % len(store)])
+            answers[MISMATCHED] = _exchanged(example, self._other(store, number, example))
         texts = {answer: self._pieces(conversation, store, number) for answer, conversation in answers.items()}
         known = self.reference.get("train" if store is self._examples.train else "eval")
         values = [example.values, (), ()] if known is None else [(value,) for value in known[number]]
@@ -123,6 +131,18 @@ class RowSource:
         verdict = Verdict("ok", sum(example.values) / len(example.values))
         samples = [Sample(ticket, answer, turns[answer], verdict, unit=0) for answer in turns]
         return Group(Prompt(str(number), (), "rows", ""), ticket, tuple(samples))
+
+    def _other(self, store: RowStore, number: int, example: Example) -> Example:
+        """Return a row with another prompt, for the baseline of KTO.
+
+        It is as many places later as rows with one prompt follow each other, so that all answers are used alike, or the
+        next one after that. If no held-out row has another prompt, it is the first such training row.
+        """
+        run, size = store.prompt_run, len(store)
+        later = (store[(number + step) % size] for step in (*range(run, size), *range(1, run)))
+        training = (self._examples.train[index] for index in range(len(self._examples.train)))
+        prompt = example.conversations[0].prompt
+        return next(other for other in chain(later, training) if other.conversations[0].prompt != prompt)
 
     def _pieces(self, conversation: Conversation, store: RowStore, number: int) -> Pieces:
         """A conversation as token ids; nothing if there is nothing to learn, or if it is too long and not cut."""
@@ -139,6 +159,11 @@ class RowSource:
         return pieces if all(learnt for _, learnt in pieces) else []  # an answer without a token is none
 
 
+def num_empty(collected: Collected) -> int:
+    """Return how many rows of a step have no sample: they are too long, or leave nothing to learn."""
+    return len(collected.table) - len(set(collected.table.answers["ticket"].tolist()))
+
+
 def _turns(pieces: Pieces, values: Sequence[float]) -> tuple[Turn, ...]:
     """The turns of an answer; the first learnt token of each has its value as a logprob, where there is one."""
     turns = []
@@ -153,9 +178,7 @@ def _turns(pieces: Pieces, values: Sequence[float]) -> tuple[Turn, ...]:
 def _exchanged(example: Example, other: Example) -> Conversation:
     """The prompt of one row with the answer of another."""
     own, theirs = example.conversations[0], other.conversations[0]
-    return Conversation(
-        own.messages[: own.num_given] + theirs.messages[theirs.num_given :], own.num_given, own.is_plain
-    )
+    return Conversation(own.prompt + theirs.messages[theirs.num_given :], own.num_given, own.is_plain)
 
 
 def _cut(pieces: Pieces, most: int) -> Pieces:

@@ -74,7 +74,10 @@ def judge_batch(rewarder: Any, given: list[wire.ScoreInput]) -> list[Verdict]:
     the others."""
     prompts, answers, infos = ([getattr(one, name) for one in given] for name in ("prompt", "answer", "info"))
     try:
-        return _checked_batch(rewarder.score_batch(prompts, answers, infos), len(given))
+        found = list(rewarder.score_batch(prompts, answers, infos))
+        if len(found) != len(given):  # not tried alone: a list that is always of one score would fit then
+            return [Verdict("error", detail=_wrong_number(found, len(given)))] * len(given)
+        return _checked_batch(found, len(given))
     except Exception as error:  # noqa: BLE001 - user code, at its boundary
         if len(given) == 1:
             return [_failed(error)]
@@ -102,8 +105,12 @@ def checked(verdict: Any) -> Verdict:
 def _checked_batch(verdicts: Iterable[Verdict], num_answers: int) -> list[Verdict]:
     found = [checked(verdict) for verdict in verdicts]
     if len(found) != num_answers:
-        raise ValueError(f"score_batch returned {len(found)} verdicts for {num_answers} answers")
+        raise ValueError(_wrong_number(found, num_answers))
     return found
+
+
+def _wrong_number(found: list[Any], num_answers: int) -> str:
+    return f"the reward returned {len(found)} scores for {num_answers} answers"
 
 
 def _failed(error: Exception) -> Verdict:

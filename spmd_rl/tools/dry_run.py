@@ -36,7 +36,7 @@ from spmd_rl.data import Prompts
 from spmd_rl.data.prompts import with_line_breaks
 from spmd_rl.errors import UserError, plural, printable
 from spmd_rl.hub import model_folder
-from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
+from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer, render_prompt
 from spmd_rl.sidecar.support import counted, unsupported
 from spmd_rl.tools import reward_audit
 from spmd_rl.tools.answer_form import fill
@@ -113,7 +113,7 @@ def without_torch() -> Iterator[None]:
 def _lengths(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[int]:
     """Return the lengths in tokens of prompts, or of a sample of them."""
     stride = math.ceil(len(prompts) / RENDERED)
-    return [len(tokenizer.render(prompt.messages)) for prompt in prompts[::stride]]
+    return [len(render_prompt(tokenizer, prompt)) for prompt in prompts[::stride]]
 
 
 def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: int) -> list[tuple[str, str]]:
@@ -197,6 +197,8 @@ def _show_prompt(
     answer_ids.extend(tokenizer.stop_ids[-1:])
     if len(answer_ids) > limit:
         lines.append(f"! this answer has {len(answer_ids)} tokens, more than rollout.max_new_tokens={limit}")
+    if (read := tokenizer.decode(tokenizer.encode(answer))).strip() != answer.strip():
+        lines.append(f"! a reward reads this answer without its special tokens: {read!r:.200}")
     console.print()
     console.print(Text(printable(f"Prompt {prompt.id}, domain {prompt.domain}", lines=False), "bold"))
     console.print(Text(f"[{len(ids)} tokens, no loss]", "bold"))

@@ -16,11 +16,11 @@ from spmd_rl.config.model_files import describe_model
 from spmd_rl.config.phases import phase
 from spmd_rl.config.supervised import RowsPipelineConfig
 from spmd_rl.data import Examples
+from spmd_rl.data.row_store import RowStore
 from spmd_rl.errors import UserError, printable
 from spmd_rl.hub import model_folder
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.tools.dry_run import SHOWN, dtype, outputs, short, table, without_torch
-from spmd_rl.types import Example
 
 RENDERED = 1000
 """Rows that are rendered for their lengths"""
@@ -34,23 +34,24 @@ def show(cfg: RowsPipelineConfig) -> None:
     with phase("loading the tokenizer"), without_torch():
         policy, kwargs = cfg.policy, cfg.data.chat_template_kwargs
         tokenizer = load_tokenizer(policy.model, policy.trust_remote_code, kwargs)
-    store, most = examples.train or examples.eval, cfg.data.max_tokens
+    most, stores = cfg.data.max_tokens, {"training": examples.train, "held-out": examples.eval}
     with phase("rendering the rows"):
-        lengths = [_length(store[number], tokenizer) for number in range(min(len(store), RENDERED))]
-    long = sum(length > most for length in lengths)
-    if long == len(lengths) or (long and cfg.data.overlong == "error"):
-        raise UserError(
-            f"data.max_tokens={most}: {long} of {len(lengths)} rows are longer, up to {max(lengths)} tokens"
-        )
+        lengths = {name: _lengths(store, tokenizer) for name, store in stores.items() if store}
+    long = {name: sum(length > most for length in found) for name, found in lengths.items()}
+    for name, found in lengths.items():
+        if (name == "training" and long[name] == len(found)) or (long[name] and cfg.data.overlong == "error"):
+            line = f"{long[name]} of {len(found)} {name} rows are longer, up to {max(found)} tokens"
+            raise UserError(f"data.max_tokens={most}: {line}")
     lines = [
         ("model", f"{policy.model}: {describe_model(model_folder(policy.model))}"),
         ("dtype", f"{dtype(policy.dtype)}; master weights and optimizer float32"),
         *describe_rows(len(examples.train), len(examples.eval), cfg.data, cfg.eval, cfg.train, cfg.steps),
-        ("lengths", f"median {statistics.median(lengths):g}, longest {max(lengths)} tokens of the first {len(lengths)} "
-                    f"rows; {long} are longer than data.max_tokens={most}"),
+        *((name, f"median {statistics.median(found):g}, longest {max(found)} tokens of the first {len(found)} rows; "
+                 f"{long[name]} are longer than data.max_tokens={most}") for name, found in lengths.items()),
     ]  # fmt: skip
     console = Console(highlight=False, markup=False, soft_wrap=True)
     table(console, "Batch arithmetic", lines)
+    store = examples.train
     for number in range(min(SHOWN, len(store))):
         for conversation in store[number].conversations:
             console.print(Text(printable(f"\n{store.where(number)}, what is learnt in colour", lines=True), "bold"))
@@ -61,7 +62,13 @@ def show(cfg: RowsPipelineConfig) -> None:
     table(console, "Would be written", outputs(cfg))
 
 
-def _length(example: Example, tokenizer: Tokenizer) -> int:
-    """The tokens of the longest conversation of a row."""
-    pieces = [tokenizer.pieces(conversation) for conversation in example.conversations]
-    return max(sum(len(part) for pair in one for part in pair) for one in pieces)
+def _lengths(store: RowStore, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of the longest conversation of each of the first rows. UserError names a row."""
+    lengths = []
+    for number in range(min(len(store), RENDERED)):
+        try:
+            pieces = [tokenizer.pieces(conversation) for conversation in store[number].conversations]
+        except UserError as error:
+            raise UserError(f"{store.where(number)}: {error}") from None
+        lengths.append(max(sum(len(part) for pair in one for part in pair) for one in pieces))
+    return lengths

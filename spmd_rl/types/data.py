@@ -8,6 +8,7 @@ rewards, environments and sidecars can import them. Ids and floats are `array`s.
                                         `-> AnswerInfo -> Verdict
 """
 
+import json
 import re
 from array import array
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,9 @@ UNPROVEN = "unproven"
 SUSPECT = "suspect"
 """A verdict's part of that name says that a paid answer looks like a cheat; `detail` says why."""
 
+SPEAKER_FIELDS = ("name", "tool_call_id", "tools")
+"""Fields of a message that are no part of what its speaker says."""
+
 SCORED: frozenset[str] = frozenset({"ok", "wrong_format"})
 
 
@@ -50,11 +54,31 @@ class ImagePart(Struct, frozen=True, gc=False, tag="image"):
     path: str = ""
 
 
-class Message(Struct, frozen=True, gc=False):
+class Message(Struct, frozen=True, gc=False, omit_defaults=True):
     """One chat message, as chat templates know it."""
 
     role: str
     content: str | tuple[TextPart | ImagePart, ...]
+    fields: str = ""
+    """Its other fields, which the chat template gets too: the JSON text of an object. The first message of a
+    conversation has the conversation's `tools` among them."""
+    is_learnt: bool = True
+    """False: an answer that is not trained on (`weight: 0`)."""
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """Fields beside role and content, by name."""
+        return json.loads(self.fields) if self.fields else {}
+
+    def with_fields(self, fields: Mapping[str, Any]) -> "Message":
+        """Return the message with other fields."""
+        text = json.dumps(fields, ensure_ascii=False) if fields else ""
+        return replace(self, fields=text)
+
+    def saying(self, content: str) -> "Message":
+        """Return a message of the same speaker that says `content` and nothing else."""
+        about = {name: value for name, value in self.others.items() if name in SPEAKER_FIELDS}
+        return replace(self, content=content).with_fields(about)
 
     @property
     def text(self) -> str:
@@ -79,6 +103,8 @@ class Prompt(Struct, frozen=True):
     """Whatever else the row or generator gave (plain JSON values), handed to the rewarder untouched."""
     priority: float = 0.0
     """Prompts of a step with a higher one are begun first."""
+    where: str = ""
+    """File and line, or name and index, of its row, for error messages."""
 
 
 class Conversation(Struct, frozen=True, gc=False):
@@ -91,6 +117,11 @@ class Conversation(Struct, frozen=True, gc=False):
     """Texts as they are, one after the other, without any chat template."""
     borders: tuple[int, ...] = ()
     """Where the steps of its last message begin but the first one, in characters."""
+
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        """Messages that are given."""
+        return self.messages[: self.num_given]
 
     def in_steps(self, separator: str) -> "Conversation":
         """The conversation whose last message has a step after each separator in it."""

@@ -151,3 +151,32 @@ def test_three_steps_are_those_of_plain_hugging_face(size: int, axes: dict, trai
         assert found[1] == pytest.approx(margins, abs=1e-4)
         assert found[2] == pytest.approx(values, abs=1e-5)
         assert found[3] < 1e-5
+
+
+def one_kind(world, path: str, rows: str) -> list[dict[str, float]]:
+    """What is measured of two good answers, of two bad ones, of one of each and of all; and an update on the first."""
+    own = PolicyConfig(model=path, dtype="float32", lr=0.0)
+    role = RoleConfig("policy", own, path, "float32", False, TrainConfig(tokens_per_microbatch=100), 3)
+    data, preference = PairsConfig(train=rows, eval=rows, rows_per_step=2), PreferenceConfig(loss="kto")
+    examples = Examples.load(data, "judged")
+    source = RowSource(examples, data, ValidationConfig(), load_tokenizer(path).pieces, world, SEED, None, True)
+    student = Preference(preference, train.build_role(role, world), 1)
+    parts = list(source.held_out(0, 3))
+    found = [student.measure([part]) for part in parts]
+    found.append(student.measure(parts))
+    updated = student.update(student.prepare(parts[0]))
+    return [*found, {f"val/{name}": value for name, value in updated.items()}]
+
+
+def test_what_answers_of_one_kind_do_not_have_is_left_out(tmp_path: Path) -> None:
+    path, file = str(tiny("llama", tmp_path / "model")), tmp_path / "rows.jsonl"
+    labels = [True, True, False, False, True, False]
+    rows = [{"prompt": f"p{n}", "completion": "x" * (1 + n), "label": label} for n, label in enumerate(labels)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (good, bad, both, all_of_them, updated), *_ = run_ranks(2, one_kind, path, str(file))
+    sides = [("logps", "chosen"), ("logps", "rejected"), ("rewards", "margins")]
+    known = [[f"val/{section}/{side}" in one for section, side in sides] for one in (good, bad, both, updated)]
+    assert known == [[True, False, False], [False, True, False], [True] * 3, [True, False, False]]
+    chosen = (2 * good["val/logps/chosen"] + both["val/logps/chosen"]) / 3
+    assert all_of_them["val/logps/chosen"] == pytest.approx(chosen, rel=1e-6)
+    assert all_of_them["val/overlong"] == 0.0

@@ -13,7 +13,7 @@ from spmd_rl.data import Examples
 from spmd_rl.distributed.solo import solo
 from spmd_rl.errors import UserError
 from spmd_rl.rollout import RowSource
-from spmd_rl.rollout.row_source import CHOSEN, MISMATCHED, REJECTED
+from spmd_rl.rollout.row_source import CHOSEN, MISMATCHED, REJECTED, num_empty
 from spmd_rl.types import Conversation
 
 ROWS = [{"prompt": f"p{n}", "completion": "x" * n} for n in range(1, 8)]
@@ -97,3 +97,34 @@ def test_a_margin_stands_where_logprobs_would(tmp_path: Path) -> None:
     with solo() as world:
         (group,) = source(world, tmp_path, PAIRS[:1], PairsConfig, "ranked").collect(1).groups[:1]
     assert [sample.turns[0].logprobs.tolist() for sample in group.samples] == [[2, 0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "others"),
+    [
+        ("abcd", {"a": "1", "b": "2", "c": "3", "d": "0"}),
+        ("aabb", {"a": "23", "b": "01"}),
+        ("aaabb", {"a": "334", "b": "12"}),
+    ],
+)
+def test_a_prompt_is_compared_with_answers_to_others(prompts: str, others: dict[str, str], tmp_path: Path) -> None:
+    rows = [{"prompt": p, "completion": str(n), "label": True} for n, p in enumerate(prompts)]
+    with solo() as world:
+        settings = {"eval": str(tmp_path / "rows.jsonl")}
+        found = source(world, tmp_path, rows, PairsConfig, "judged", mismatched=True, settings=settings)
+        groups = [group for one in found.held_out(0, 0) for group in one.groups]
+    compared: dict[str, str] = {}
+    for group in groups:
+        own, other = group.samples
+        prompt = "".join(map(chr, own.turns[0].prompt_ids))
+        compared[prompt] = compared.get(prompt, "") + "".join(map(chr, other.turns[0].token_ids))
+    assert {prompt: "".join(sorted(answers)) for prompt, answers in compared.items()} == others
+
+
+def test_held_out_rows_that_are_too_long_are_counted(tmp_path: Path, capsys) -> None:
+    with solo() as world:
+        settings = {"eval": str(tmp_path / "rows.jsonl"), "max_tokens": 5}
+        rows = source(world, tmp_path, ROWS, settings=settings)
+        counts = [[num_empty(one) for one in rows.held_out(0, 0)] for _ in range(2)]
+    assert counts == [[0, 3, 1]] * 2
+    assert capsys.readouterr().err.count("warning: 4 of 7 held-out rows are left out of val/*") == 1

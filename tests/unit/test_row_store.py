@@ -143,7 +143,8 @@ def test_pairs_that_are_made_of_problems_differ() -> None:
         ("preference", {"prompt": "a", "chosen": "b", "rejected": "b"}, "`chosen` and `rejected` are the same"),
         ("ranked", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "d"}, "`margin` is text, not a number"),
         ("judged", {"prompt": "a", "completion": "b"}, "needs a `completion` and a `label` (true, false), or `chosen`"),
-        ("judged", {"prompt": "a", "completion": "b", "label": 1}, "needs a `completion` and a `label`"),
+        ("judged", {"prompt": "a", "completion": "b", "label": 2}, "`label` is 2, not true or false (or 1 or 0)"),
+        ("judged", {"prompt": "a", "completion": "b", "label": "yes"}, "`label` is text, not true or false"),
         ("outcome", {"prompt": "a", "chosen": "b", "rejected": "c"}, "is a pair: head=pairwise takes these"),
         (
             "process",
@@ -153,9 +154,9 @@ def test_pairs_that_are_made_of_problems_differ() -> None:
         (
             "process",
             {"prompt": "a", "completions": ["b", " "], "labels": [True, True]},
-            "step 2 is no text with a label",
+            "step 2 is no text",
         ),
-        ("process", {"prompt": "a", "completions": ["b", "c"], "labels": [True, 1]}, "step 2 is no text with a label"),
+        ("process", {"prompt": "a", "completions": ["b", "c"], "labels": [True, 3]}, "`labels[1]` is 3, not true"),
         ("process", {"prompt": "a", "completions": ["b\n\nc"], "labels": [True]}, "step 1 has data.separator in it"),
     ],
 )
@@ -178,10 +179,7 @@ USER = {"role": "user", "content": "a"}
         ({"prompt": 3, "completion": "b"}, "`prompt` is a number, not text"),
         ({"messages": [USER]}, "has no message of the role `assistant` to learn from"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "`messages[1]` needs a `role` and a `content`"),
-        (
-            {"messages": [USER, {"role": "assistant", "content": "b", "tool_calls": [1]}]},
-            "`messages[1]` has `tool_calls`",
-        ),
+        ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, "has an empty message of the role `assistant`"),
         ({"text": "\ud800"}, "`text` holds half a character"),
         (["a"], "not an object but a list"),
     ],

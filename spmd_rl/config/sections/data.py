@@ -17,7 +17,7 @@ DEVICES = re.compile(r"cpu|[\w.:/-]+(,[\w.:/-]+)*")
 GENERATORS = "reasoning_gym:"
 """Prefix of the sources of prompts that are generators, not files"""
 PROBLEM_KEYS = "question", "prompt", "messages", "problem"
-ROW_KEYS = (*PROBLEM_KEYS, "ground_truth", "answer", "solution", "domain", "id", "priority")
+ROW_KEYS = (*PROBLEM_KEYS, "ground_truth", "answer", "solution", "domain", "id", "priority", "tools")
 """What `data.keys` may name"""
 SANDBOXES = ("auto", "bwrap", "forkserver", "none")
 

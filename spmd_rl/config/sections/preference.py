@@ -59,7 +59,7 @@ class PreferenceConfig:
 class PairsConfig(RowsConfig):
     """The rows of a run on preferences: `data`. docs/SUPERVISED.md has their forms."""
 
-    known_keys = ("prompt", "chosen", "rejected", "completion", "label", "margin", "completions", "labels")
+    known_keys = ("prompt", "chosen", "rejected", "completion", "label", "margin", "completions", "labels", "tools")
     no_data = NO_DATA.format(
         what="sums", demo="demo_dpo", rows="pairs", line="data.train=pairs.jsonl", page="SUPERVISED.md"
     )

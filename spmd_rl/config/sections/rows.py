@@ -10,7 +10,7 @@ from spmd_rl.config.values import at_least, one_of
 class RowsConfig(SourcesConfig):
     """The rows of a supervised run: `data`. docs/SUPERVISED.md has their forms."""
 
-    known_keys = ("messages", "prompt", "completion", "text")
+    known_keys = ("messages", "prompt", "completion", "text", "tools")
     no_data = NO_DATA.format(
         what="sums", demo="demo_sft", rows="rows", line="data.train=rows.jsonl", page="SUPERVISED.md"
     )
