@@ -159,6 +159,8 @@ class Batch(_Remembered):
     """bool [T]: tokens chosen over the global batch (clip-cov, kl-cov); None where nothing needs them"""
     disputed: Tensor | None = field(default=None, metadata=per_token(torch.bool))
     """bool [T]: tokens that are left out of the entropy bonus, see `algo.values.ensemble`; None where there are none"""
+    right: Tensor | None = field(default=None, metadata=per_token(torch.float32))
+    """float32 [T]: see `Tokens.right`, 0 outside the loss mask; None where no loss reads it"""
 
     @property
     def num_tokens(self) -> int:

@@ -68,6 +68,7 @@ def tokens_of(batch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tokens, 
         ref_logprobs=None if batch.ref_logprobs is None else batch.ref_logprobs[mask],
         marked=None if batch.marked is None else batch.marked[mask],
         disputed=None if batch.disputed is None else batch.disputed[mask],
+        right=None if batch.right is None else batch.right[mask],
     )
     return tokens, order
 

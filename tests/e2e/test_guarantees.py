@@ -90,7 +90,7 @@ def test_more_steps_continue_the_run_as_if_never_stopped(toy: Toy, straight: Run
 def test_a_rank_of_two_threads_reruns_and_resumes_exactly(toy: Toy) -> None:
     # many answers to one prompt: they share its last hidden state, whose gradients two threads add up
     how = {"ranks": 1, "env": {"OMP_NUM_THREADS": "2"}}
-    many = (*SETTINGS, "rollout.prompts_per_step=2", "rollout.answers_per_prompt=96")
+    many = (*SETTINGS, "rollout.prompts_per_step=2", "rollout.answers_per_prompt=64")
     whole = toy.run(*many, "steps=2", name="threads", **how)
     first = toy.run(*many, "steps=1", name="threads-first", **how)
     assert bitwise_equal(first.weights(1), whole.weights(1))
