@@ -10,7 +10,7 @@ alone; for one of tokens, that number is the reward at the turn's last token. So
 for each of its turns.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,13 +22,12 @@ from spmd_rl.algo import masks, shaping
 from spmd_rl.algo.groups import group_mean
 from spmd_rl.algo.inputs import Scored
 from spmd_rl.algo.moments import Moments
-from spmd_rl.algo.shaping import clip, repetition_penalty
+from spmd_rl.algo.shaping import clip
 from spmd_rl.batch import as_tensor
 from spmd_rl.config.schema import AlgorithmConfig
-from spmd_rl.distributed import World
 from spmd_rl.learn.custom import answer_advantage, bind, token_advantage
 from spmd_rl.rollout.table import SampleTable, last_segments
-from spmd_rl.types import Group, Sample, concat
+from spmd_rl.types import Group
 
 
 class Samples(Protocol):
@@ -396,20 +395,3 @@ def mask(data: Metadata, settings: AlgorithmConfig) -> tuple[dict[int, str], Ten
     if settings.length_loss_weight:
         weights = weights * masks.length_weight(data.lengths)
     return dict(sorted(reasons.items())), masks.mean_one(weights[kept])
-
-
-def repetition_penalties(
-    trajectories: Iterable[Sequence[Sample]], settings: AlgorithmConfig, world: World
-) -> dict[Key, float]:
-    """[all] What each answer loses for repeating itself, counted over all its turns.
-
-    trajectories: of this rank, the samples of each. An answer of several samples goes by the key of its last one.
-    """
-    penalty = bind(repetition_penalty, settings)
-    mine = []
-    for samples in trajectories:
-        turns = [turn.token_ids for sample in samples for turn in sample.turns]
-        mine.append([*samples[-1].key, penalty(torch.tensor(concat(turns, "i"), dtype=torch.int64))])
-    with world.phase("coordination"):
-        records = world.gather("prepare: repetition", mine)
-    return {(ticket, answer): value for record in records for ticket, answer, value in record}

@@ -11,14 +11,14 @@ from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig, RlConfig, RolloutConfig, TeachersConfig
 from spmd_rl.errors import RunFailed, tell
 from spmd_rl.learn import prepare, token_advantages
-from spmd_rl.learn.advantages import Credit, Samples, credit, repetition_penalties
+from spmd_rl.learn.advantages import Credit, Samples, credit
 from spmd_rl.learn.custom import bind
 from spmd_rl.learn.hints import Render
 from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, mean_over, measure_mismatch, update
 from spmd_rl.learn.roofline import Roofline
 from spmd_rl.learn.teachers import Teachers
 from spmd_rl.learn.transfer import RoleShards, fill_in, give_advantages, redistribute
-from spmd_rl.learn.verdict_terms import verdict_terms
+from spmd_rl.learn.verdict_terms import repetition_penalties, verdict_terms
 from spmd_rl.rollout.table import trajectories_of
 from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics
@@ -143,8 +143,7 @@ class Learner:
                 found = measure_mismatch(batches, settings.correction.level, data)  # [all]
                 self._monitor.check(self.plan.step, found | {"rollout/lag/max": self._oldest})
             kl_reward_coef = settings.kl_reward_coef * self._kl_factor
-            if kl_reward_coef and found.less:
-                self._take_kl(batches, found, kl_reward_coef)  # [all]
+            self._take_kl(batches, found, kl_reward_coef)  # [all]
             self._prepared = token_advantages.finish(  # [all]
                 batches, self.plan, settings, kl_reward_coef, data, self._seed
             )
@@ -161,6 +160,8 @@ class Learner:
 
     def _take_kl(self, batches: list[Batch], found: Credit, coef: float) -> None:
         """[all] Take the KL to the reference from the rewards of answers or turns, before their baseline."""
+        if not coef or found.less is None:
+            return
         settings, data = self._settings, self._policy.layout.data
         kl = token_advantages.kl_of_turns(batches, self.plan, len(found.advantages), settings, data)  # [all]
         found = found.less(coef * kl)
