@@ -155,6 +155,8 @@ class Batch(_Remembered):
     is one"""
     marked: Tensor | None = field(default=None, metadata=per_token(torch.bool))
     """bool [T]: tokens chosen over the global batch (clip-cov, kl-cov); None where nothing needs them"""
+    right: Tensor | None = field(default=None, metadata=per_token(torch.float32))
+    """float32 [T]: see `Tokens.right`, 0 outside the loss mask; None where no loss reads it"""
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 
@@ -60,6 +61,7 @@ def _context() -> BaseContext:
 
 def _child(log: str, environment: dict[str, str], function: Callable[..., None], args: tuple[Any, ...]) -> None:
     os.environ.update(environment)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # OpenMP has read its variable in the server
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(out, standard)

@@ -7,7 +7,7 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import DataShard, World
-from spmd_rl.learn import prepare, transfer
+from spmd_rl.learn import prepare, token_advantages, transfer
 from spmd_rl.learn.advantages import Key, Samples, credit
 from spmd_rl.learn.custom import bind
 from spmd_rl.rollout.table import trajectories_of
@@ -37,6 +37,22 @@ def redistribute(
     """[all] This rank's mini-batches."""
     packed = pack(plan.samples_of(collected.groups, world.rank), collected.step - 1)
     return transfer.redistribute(packed, plan, num_updates, data, world)
+
+
+def take_kl(
+    collected: Samples,
+    batches: Sequence[Batch],
+    plan: prepare.Plan,
+    settings: AlgorithmConfig,
+    data: DataShard,
+    max_tokens: int = 64,
+) -> prepare.Plan:
+    """[all] The plan, and advantages of the batches, after the KL of an estimator of answers or of steps."""
+    found = credit(collected.table, settings, Moments(), max_tokens)
+    kl = token_advantages.kl_of_turns(batches, plan, len(found.advantages), settings, data)  # [all]
+    plan = prepare.with_scores(plan, found.less(settings.kl_reward_coef * kl))
+    transfer.give_advantages(batches, plan, data)
+    return plan
 
 
 def trajectories(collected: Samples) -> Iterator[list[Sample]]:

@@ -54,6 +54,9 @@ class Tokens:
     """float [N]"""
     marked: Tensor | None = None
     """bool [N]: tokens selected over the *global* batch (clip-cov, kl-cov)"""
+    right: Tensor | None = None
+    """float [N]: 0 in answers that are not right; else 1 / (tokens of right answers in the mini-batch), divided by the
+    token's weight in the loss. None: no answer is right"""
 
 
 @dataclass(frozen=True, slots=True)

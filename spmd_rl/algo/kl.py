@@ -2,9 +2,10 @@
 
 The estimators take float [N], natural logs, of which only `logprobs` carries gradient, and give float [N]. Any will do
 in the reward; *in the loss* their gradients differ (arXiv 2506.09477). A reference that gives a sampled token no
-probability makes all but k3 infinite: the update is then skipped, not hidden.
+probability makes all of them infinite: the update is then skipped, not hidden.
 """
 
+import torch
 from torch import Tensor
 
 
@@ -33,13 +34,15 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Estimate the KL by the log ratio with a control variate: unbiased, with low variance, never negative.
 
-        KL_t = q / p - 1 - log(q / p),   log(q / p) clamped to +-10
+        KL_t = q / p - 1 - log(q / p), at most 10 where q > p
 
-    Source: Approximating KL Divergence (Schulman 2020, k3); GRPO (arXiv 2402.03300, eq. 4).
+    Source: Approximating KL Divergence (Schulman 2020, k3); GRPO (arXiv 2402.03300, eq. 4). The bound is that of verl,
+    ROLL and OpenRLHF: beyond it, from log(q / p) of 2.6 on, a token passes no gradient.
     Use: in the loss, as GRPO has it. On policy its gradient is that of KL(q || p) in expectation.
     """
-    difference = (reference - logprobs).clamp(-10, 10)
-    return difference.exp() - difference - 1
+    difference = reference - logprobs
+    found = difference.clamp(max=10).exp() - difference - 1
+    return torch.where(difference > 0, found.clamp(max=10), found)
 
 
 def k_abs(logprobs: Tensor, reference: Tensor) -> Tensor:

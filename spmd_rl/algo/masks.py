@@ -40,22 +40,21 @@ def difficulty_mask(
 
 
 def variance_mask(scores: Tensor, groups: Tensor, *, variance_top_p: float, variance_eps: float) -> Tensor:
-    """Keep the groups whose scores vary most, until they hold a share of the variance of all groups.
+    """Keep the groups whose scores vary most, until they hold a share of the standard deviations of all groups.
 
-        keep the fewest groups, by falling v = var(r_g), whose sum of v >= variance_top_p * sum_all v - variance_eps
+        keep the fewest groups, by falling v = std(r_g), whose sum of v >= variance_top_p * sum_all v - variance_eps
 
-    Source: RAGEN-2 (arXiv 2604.06268, SNR-aware filtering, top-p over reward variance); variance with Bessel's
-    correction.
-    Keys: `variance_top_p`: the share, such as 0.9; null keeps all groups; `variance_eps`: variance that may be missing,
-    so that a step in which nothing varies keeps nothing.
+    Source: RAGEN-2 (arXiv 2604.06268, SNR-aware filtering, top-p over reward variance). The paper says variance; its
+    authors' code takes the standard deviation under that name, and so does this, with Bessel's correction.
+    Keys: `variance_top_p`: the share, such as 0.9; null keeps all groups; `variance_eps`: deviation that may be
+    missing, so that a step in which nothing varies keeps nothing.
     Use: many groups of agents have nearly equal returns, whose gradient is noise. A group without variance is never
     kept.
 
     scores: float64 [n], as judged; groups: int64 [n]. Returns bool [n].
     """
-    variances = group_std(scores, groups).square()
     names, number = torch.unique(groups, return_inverse=True)
-    by_group = torch.zeros(len(names), dtype=scores.dtype).scatter(0, number, variances)
+    by_group = torch.zeros(len(names), dtype=scores.dtype).scatter(0, number, group_std(scores, groups))
     falling, order = by_group.sort(descending=True, stable=True)
     missing = variance_top_p * falling.sum() - variance_eps - (falling.cumsum(0) - falling)  # before each group
     kept = torch.zeros(len(names), dtype=torch.bool).scatter(0, order, (missing > 0) & (falling > 0))

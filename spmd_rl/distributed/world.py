@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -85,6 +86,8 @@ class World(Collectives):
         me = membership()
         if me.launched:
             die_with_parent()
+        if me.device.type == "cpu":
+            _add_in_order()
         faulthandler.dump_traceback_later(max(_JOIN_SECONDS, stall_seconds), exit=True)
         rendezvous = join(me)
         journal = Journal(run_dir / "journal", me.rank, size=me.size, pid=os.getpid(), nonce=rendezvous.nonce)
@@ -215,3 +218,12 @@ class World(Collectives):
     def progress(self, n: int = 1) -> None:
         """Something moved (an engine step, a micro-batch, bytes): this is no stall."""
         self.journal.progress += n
+
+
+def _add_in_order() -> None:
+    """Let several threads add the gradients of equal rows (`x[index]`) in one order: ours, libraries' and users' own.
+
+    On the CPU this costs nothing; without it the order is whichever thread comes first, and no rerun is exact.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # would write all memory twice

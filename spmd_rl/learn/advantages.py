@@ -10,8 +10,8 @@ alone; for one of tokens, that number is the reward at the turn's last token. So
 for each of its turns.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -22,13 +22,12 @@ from spmd_rl.algo import masks, shaping
 from spmd_rl.algo.groups import group_mean
 from spmd_rl.algo.inputs import Scored
 from spmd_rl.algo.moments import Moments
-from spmd_rl.algo.shaping import clip, repetition_penalty
+from spmd_rl.algo.shaping import clip
 from spmd_rl.batch import as_tensor
 from spmd_rl.config.schema import AlgorithmConfig
-from spmd_rl.distributed import World
 from spmd_rl.learn.custom import answer_advantage, bind, token_advantage
 from spmd_rl.rollout.table import SampleTable, last_segments
-from spmd_rl.types import Group, Sample, concat
+from spmd_rl.types import Group
 
 
 class Samples(Protocol):
@@ -224,6 +223,11 @@ class Credit:
     """answers that are left out of the loss nevertheless, in order, each with the reason"""
     weights: Tensor
     """float64: of each of the others, a factor of its loss beside its share of the mean"""
+    right: Tensor
+    """bool [n]: answers that the supervised term takes"""
+    less: Callable[[Tensor], "Credit"] | None = None
+    """The same answers after each turn that `runs` names has lost so much of its reward, float64 [q]; None where the
+    trainer's estimator of tokens takes it"""
 
 
 def credit(
@@ -250,14 +254,21 @@ def credit(
         columns = {
             name: as_tensor([row[i] for row in rows], np.float64) for i, name in enumerate(settings.reward_weights)
         }
-    return Credit(data, *_advantages(data, settings, running, max_tokens, extra, columns), masked, weights)
+    right = data.scores >= settings.pass_score if settings.sft_coef else torch.zeros_like(data.scores, dtype=torch.bool)
+
+    def less(kl: Tensor | None) -> Credit:
+        found = _advantages(data, settings, running, max_tokens, extra, columns, kl)
+        return Credit(data, *found, masked, weights, right, less if answer_advantage(settings) else None)
+
+    return less(None)
 
 
 def all_alike(table: SampleTable) -> Credit:
     """All sampled tokens of an update weigh the same, whatever their scores."""
     data = Metadata.of(table)
     ones = torch.ones(len(data.answers), dtype=torch.float64)
-    return Credit(data, ones.numpy(), whole_samples(data), ones, Moments(), {}, ones.clone())
+    no_right = torch.zeros_like(ones, dtype=torch.bool)
+    return Credit(data, ones.numpy(), whole_samples(data), ones, Moments(), {}, ones.clone(), no_right)
 
 
 def _advantages(
@@ -267,11 +278,14 @@ def _advantages(
     max_tokens: int,
     penalties: Tensor | None,
     terms: Mapping[str, Tensor] | None,
+    kl: Tensor | None,
 ) -> tuple[np.ndarray, Runs, Tensor, Moments]:
-    """The first fields of `Credit` after the data. Parameters as in `shape`."""
+    """Return the first fields of `Credit` after the data. kl: see `Credit.less`; other parameters as in `shape`."""
     estimator = answer_advantage(settings)  # a token-level estimator starts from the scores
     if not (settings.credits_steps or (len(data.steps) and token_advantage(settings))):
         runs = whole_samples(data)
+        if kl is not None:
+            penalties = -kl if penalties is None else penalties - kl
         scored, running = shape(data, settings, running, max_tokens, penalties, terms)
         advantages = estimator(scored) if estimator else scored.scores
         return advantages.numpy(), runs, scored.scores, running
@@ -279,6 +293,8 @@ def _advantages(
     if settings.normalises and not estimator:
         scores, running = normalised(scores, data.groups, data.domains, settings, running)
     scored, runs = by_step(data, scores, settings)
+    if kl is not None:
+        scored = replace(scored, scores=scored.scores - kl)
     values = estimator(scored) if estimator else scored.scores
     if settings.normalises and estimator:  # returns: the scores of steps
         values, running = normalised(values, scored.groups, data.domains[scored.trajectories], settings, running)
@@ -379,20 +395,3 @@ def mask(data: Metadata, settings: AlgorithmConfig) -> tuple[dict[int, str], Ten
     if settings.length_loss_weight:
         weights = weights * masks.length_weight(data.lengths)
     return dict(sorted(reasons.items())), masks.mean_one(weights[kept])
-
-
-def repetition_penalties(
-    trajectories: Iterable[Sequence[Sample]], settings: AlgorithmConfig, world: World
-) -> dict[Key, float]:
-    """[all] What each answer loses for repeating itself, counted over all its turns.
-
-    trajectories: of this rank, the samples of each. An answer of several samples goes by the key of its last one.
-    """
-    penalty = bind(repetition_penalty, settings)
-    mine = []
-    for samples in trajectories:
-        turns = [turn.token_ids for sample in samples for turn in sample.turns]
-        mine.append([*samples[-1].key, penalty(torch.tensor(concat(turns, "i"), dtype=torch.int64))])
-    with world.phase("coordination"):
-        records = world.gather("prepare: repetition", mine)
-    return {(ticket, answer): value for record in records for ticket, answer, value in record}

@@ -11,14 +11,14 @@ from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig, RlConfig, RolloutConfig, TeachersConfig
 from spmd_rl.errors import tell
 from spmd_rl.learn import prepare, token_advantages
-from spmd_rl.learn.advantages import Samples, credit, repetition_penalties
+from spmd_rl.learn.advantages import Credit, Samples, credit
 from spmd_rl.learn.custom import bind
 from spmd_rl.learn.hints import Render
 from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, mean_over, measure_mismatch, update
 from spmd_rl.learn.roofline import Roofline
 from spmd_rl.learn.teachers import Teachers
-from spmd_rl.learn.transfer import RoleShards, fill_in, redistribute
-from spmd_rl.learn.verdict_terms import verdict_terms
+from spmd_rl.learn.transfer import RoleShards, fill_in, give_advantages, redistribute
+from spmd_rl.learn.verdict_terms import repetition_penalties, verdict_terms
 from spmd_rl.rollout.table import trajectories_of
 from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics
@@ -52,7 +52,7 @@ class Learner:
         self._settings = replace(
             algorithm,
             loss_agg_length=algorithm.loss_agg_length or limit,
-            overlong_tokens=algorithm.overlong_tokens or -(-limit // 4),
+            overlong_tokens=algorithm.overlong_tokens or -(-limit // 5),
         )
         self._monitor = MismatchMonitor(algorithm.bounds, world)
         self._oldest = 0.0  # age of a token of the step, in versions
@@ -143,6 +143,7 @@ class Learner:
                 found = measure_mismatch(batches, settings.correction.level, data)  # [all]
                 self._monitor.check(self.plan.step, found | {"rollout/lag/max": self._oldest})
             kl_reward_coef = settings.kl_reward_coef * self._kl_factor
+            self._take_kl(batches, found, kl_reward_coef)  # [all]
             self._prepared = token_advantages.finish(  # [all]
                 batches, self.plan, settings, kl_reward_coef, data, self._seed
             )
@@ -156,6 +157,16 @@ class Learner:
                 epochs = settings.sample_epochs
                 self._prepared |= self._roofline.metrics(collected, self.plan, needs_old, epochs * trains, epochs)
         return batches
+
+    def _take_kl(self, batches: list[Batch], found: Credit, coef: float) -> None:
+        """[all] Take the KL to the reference from the rewards of answers or turns, before their baseline."""
+        if not coef or found.less is None:
+            return
+        settings, data = self._settings, self._policy.layout.data
+        kl = token_advantages.kl_of_turns(batches, self.plan, len(found.advantages), settings, data)  # [all]
+        found = found.less(coef * kl)
+        self.plan, self._scores = prepare.with_scores(self.plan, found), found.running
+        give_advantages(batches, self.plan, data)
 
     def _check_signal(self) -> None:
         """Warn where steps in a row have nothing to learn from."""

@@ -67,6 +67,7 @@ def tokens_of(batch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tokens, 
         segments=runs,
         ref_logprobs=None if batch.ref_logprobs is None else batch.ref_logprobs[mask],
         marked=None if batch.marked is None else batch.marked[mask],
+        right=None if batch.right is None else batch.right[mask],
     )
     return tokens, order
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from spmd_rl.data.seeds import counter_seed
@@ -54,6 +55,8 @@ class Plan:
     """float64 [r]: advantage of each of its tokens; before a token-level estimator, the reward of its turn"""
     weights: np.ndarray
     """float64 [n]: weight of each token of the sample in its mini-batch"""
+    right: np.ndarray
+    """float64 [n]: see `Tokens.right`; 0 where no loss reads it"""
     minibatches: np.ndarray
     """int64 [n]: number of the optimizer step that uses the sample; ascending"""
     masked: tuple[tuple[Key, str], ...]
@@ -122,10 +125,12 @@ def plan(step: int, found: Credit, shares: Shares, aggregate: Callable[[Tensor],
     data, weights = found.data, found.weights.clone()
     trains = np.ones(len(data.answers), np.bool_)
     trains[list(found.masked)] = False
+    right = found.right[torch.from_numpy(trains)].double()
     minibatches = divide(data.answers["ticket"][trains], shares.num_updates)
     bounds_in = partial(np.searchsorted, v=np.arange(shares.num_updates + 1))
     for begin, end in pairwise(bounds_in(minibatches).tolist()):
         weights[begin:end] *= aggregate(data.lengths[trains][begin:end])
+        right[begin:end] /= (right[begin:end] @ data.lengths[trains][begin:end].double()).clamp(min=1)
     kept = trains[data.owners]
     samples, owners = data.samples[kept], (trains.cumsum() - 1)[data.owners[kept]]
     runs, kept_runs = found.runs, kept.repeat(found.runs.counts)
@@ -148,13 +153,23 @@ def plan(step: int, found: Credit, shares: Shares, aggregate: Callable[[Tensor],
         run_lengths=runs.lengths[kept_runs],
         advantages=found.advantages[runs.turns[kept_runs]],
         weights=weights.numpy()[owners],
+        right=(right / weights).numpy()[owners],
         minibatches=minibatches[owners],
         masked=data.excluded + _reasons(data, found.masked),
         left_out=left_out / max(1, data.num_excluded + len(trains)),
         stale=bool((samples["lag"] > 0).any()),
         balance=imbalance,
-        mean_reward=float(found.scores.mean()) if len(found.scores) else 0.0,
+        mean_reward=_mean(found.scores),
     )
+
+
+def with_scores(plan: Plan, found: Credit) -> Plan:
+    """The plan of the same answers under other scores."""
+    return replace(plan, advantages=found.advantages[plan.turns], mean_reward=_mean(found.scores))
+
+
+def _mean(scores: Tensor) -> float:
+    return float(scores.mean()) if len(scores) else 0.0
 
 
 def _reasons(data: Metadata, masked: Mapping[int, str]) -> tuple[tuple[Key, str], ...]:

@@ -2,18 +2,19 @@
 
     finish(batches, plan, settings, kl_reward_coef, policy.layout.data, seed)  # [all]
 
-A token-level estimator, or a KL penalty in the reward, needs logprobs or values, which only the trainer has; whitening,
-and the choice of the tokens that clip-cov and kl-cov treat apart, need sums and counts over all data
-shards. These travel; never tokens.
+A token-level estimator needs logprobs or values, which only the trainer has, and so does a KL penalty in the reward,
+which an estimator of answers takes from their scores (`kl_of_turns`); whitening, and the choice of the tokens that
+clip-cov and kl-cov treat apart, need sums and counts over all data shards. These travel; never tokens.
 """
 
 from collections.abc import Sequence
 from dataclasses import astuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from spmd_rl.algo import KL_ESTIMATORS, TOKEN_ADVANTAGES, selection
+from spmd_rl.algo import KL_ESTIMATORS, selection
 from spmd_rl.algo.advantages.tokens import token_rewards
 from spmd_rl.algo.moments import Moments, merged, whiten
 from spmd_rl.algo.shaping import clip
@@ -39,7 +40,7 @@ def finish(
     kl_reward_coef: the one now in force. data: this rank's shard of the policy's. seed: the run's, for draws. Returns
     the metrics of the critic, if there is one.
     """
-    if token_advantage(settings) or settings.kl_reward_coef:
+    if token_advantage(settings):
         for batch in batches:
             estimate(batch, settings, kl_reward_coef)
     metrics = _of_critic(batches, data) if settings.uses_critic else {}  # [all]
@@ -64,12 +65,35 @@ def _of_critic(batches: Sequence[Batch], data: DataShard) -> dict[str, float]:
     return {"critic/explained_variance": explained_variance(*critic)}
 
 
+def kl_of_turns(batches: Sequence[Batch], plan: Plan, count: int, settings: AlgorithmConfig, data: DataShard) -> Tensor:
+    """[all] Estimate the KL to the reference of what is credited as one, summed over its tokens: float64 [count].
+
+    count: of the turns that `Plan.turns` numbers, or of whole answers. One that does not train has 0.
+    """
+    own, mine = [], (plan.data_rank == data.rank).repeat(plan.num_runs)
+    for number, batch in enumerate(batches):
+        lengths = plan.run_lengths[mine & (plan.minibatches == number).repeat(plan.num_runs)]
+        runs = torch.arange(len(lengths)).repeat_interleave(torch.from_numpy(lengths))
+        own += torch.zeros(len(lengths), dtype=torch.float64).index_add(0, runs, _kl(batch, settings)).tolist()
+    of_runs, shards = np.zeros(len(plan.turns)), plan.data_rank.repeat(plan.num_runs)
+    for shard, values in enumerate(data.gather("prepare: KL of turns", own)):  # [all]
+        of_runs[shards == shard] = values
+    return torch.from_numpy(np.bincount(plan.turns, of_runs, count))
+
+
+def _kl(batch: Batch, settings: AlgorithmConfig, index: Tensor | None = None) -> Tensor:
+    """Estimate the KL at sampled tokens, by default all of them in order: float64 [N]."""
+    assert batch.old_logprobs is not None and batch.ref_logprobs is not None
+    index = batch.sampled.index if index is None else index
+    divergence = KL_ESTIMATORS[settings.kl_reward_estimator]
+    return divergence(batch.old_logprobs[index].double(), batch.ref_logprobs[index].double())
+
+
 def estimate(batch: Batch, settings: AlgorithmConfig, kl_reward_coef: float) -> None:
-    """Advantages and returns of each token, from the number that its turn has so far and the KL to the reference.
+    """Set advantages and returns of each token, from the reward of its turn and the KL to the reference.
 
     A turn is what is credited as one: a turn of an agent, or the whole answer. What lies between turns is in no sum and
-    discounts nothing. An estimator of answers or of steps leaves the advantage of a turn at its last token, from where
-    it flows back to the turn's beginning, undiscounted if `gamma` is 1; the KL of what is to come counts to the end.
+    discounts nothing.
     """
     order, samples = batch.by_trajectory
     index = batch.sampled.index if order is None else batch.sampled.index[order]
@@ -79,33 +103,18 @@ def estimate(batch: Batch, settings: AlgorithmConfig, kl_reward_coef: float) -> 
     given = batch.advantages[index].double()
     scores = torch.zeros(int(turns.max()) + 1 if len(turns) else 0, dtype=given.dtype)
     scores[turns] = given  # the same at each token of a turn
-    kl = None
-    if kl_reward_coef:
-        assert batch.old_logprobs is not None and batch.ref_logprobs is not None
-        divergence = KL_ESTIMATORS[settings.kl_reward_estimator]
-        kl = divergence(batch.old_logprobs[index].double(), batch.ref_logprobs[index].double())
+    kl = _kl(batch, settings, index) if kl_reward_coef else None
     rewards = token_rewards(scores, turns, kl, kl_reward_coef)
     values = None if batch.values is None else batch.values[index].double()
     estimator = token_advantage(settings)
-    if estimator is None:
-        advantages = _flow_back(rewards, scores, turns, samples, settings)
-        returns = advantages
-    elif settings.advantage == "turn_gae":
+    assert estimator is not None
+    if settings.advantage == "turn_gae":
         advantages, returns = estimator(rewards, values, samples, turns)
     else:
         advantages, returns = estimator(rewards, values, samples)
     batch.advantages = torch.zeros(batch.num_tokens).index_copy(0, index, advantages.float())
     if values is not None:
         batch.returns = torch.zeros(batch.num_tokens).index_copy(0, index, returns.float())
-
-
-def _flow_back(rewards: Tensor, scores: Tensor, turns: Tensor, samples: Tensor, settings: AlgorithmConfig) -> Tensor:
-    """Advantages of tokens from those of their turns, `scores`, and the KL penalties in `rewards`."""
-    back = bind(TOKEN_ADVANTAGES["reinforce_returns"], settings)
-    if turns is samples:
-        return back(rewards, None, samples)[0]
-    own = token_rewards(scores, turns)
-    return back(own, None, turns)[0] + back(rewards - own, None, samples)[0]
 
 
 def moments_of(batches: Sequence[Batch], columns: Sequence[Tensor], data: DataShard) -> Moments:

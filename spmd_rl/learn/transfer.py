@@ -201,16 +201,26 @@ def redistribute(packed: Batch, plan: Plan, num_updates: int, data: DataShard, w
     with world.phase("coordination"):
         batch = transfer("prepare: samples", packed, Route.of(plan, data), world, plan.columns())  # [all]
     mine = plan.data_rank == data.rank
-    runs = mine.repeat(plan.num_runs)
-    batch.advantages = _at_sampled(plan.advantages[runs].astype(np.float32), plan.run_lengths[runs], batch)
     batch.weights = _at_sampled(plan.weights[mine].astype(np.float32), plan.num_sampled[mine], batch)
+    if plan.right.any():  # on all ranks alike
+        batch.right = _at_sampled(plan.right[mine].astype(np.float32), plan.num_sampled[mine], batch)
     if len(plan.turns) != plan.num_answers:  # on all ranks alike
+        runs = mine.repeat(plan.num_runs)
         batch.turns = _at_sampled(plan.turns[runs], plan.run_lengths[runs], batch)
         batch.trajectories = torch.from_numpy(plan.trajectories[mine])
-    if num_updates == 1:
-        return [batch]
-    numbers = plan.minibatches[mine]
-    return [batch.select(np.flatnonzero(numbers == number)) for number in range(num_updates)]
+    batches = [batch]
+    if num_updates > 1:
+        numbers = plan.minibatches[mine]
+        batches = [batch.select(np.flatnonzero(numbers == number)) for number in range(num_updates)]
+    give_advantages(batches, plan, data)
+    return batches
+
+
+def give_advantages(batches: Sequence[Batch], plan: Plan, data: DataShard) -> None:
+    """Set the advantages of this rank's mini-batches. data: this rank's shard of the policy's."""
+    for number, batch in enumerate(batches):
+        runs = ((plan.data_rank == data.rank) & (plan.minibatches == number)).repeat(plan.num_runs)
+        batch.advantages = _at_sampled(plan.advantages[runs].astype(np.float32), plan.run_lengths[runs], batch)
 
 
 def _at_sampled(values: np.ndarray, lengths: np.ndarray, batch: Batch) -> Tensor:

@@ -1,11 +1,17 @@
-"""Parts of verdicts that count by themselves: `algorithm.reward_weights`. The table of a step has scores alone."""
+"""Numbers of answers that the table of a step lacks: parts of verdicts (`algorithm.reward_weights`) and penalties."""
 
 from collections.abc import Iterable, Sequence
 
+import torch
+
+from spmd_rl.algo.shaping import repetition_penalty
+from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
+from spmd_rl.learn.advantages import Key
+from spmd_rl.learn.custom import bind
 from spmd_rl.rollout.table import trajectories_of
-from spmd_rl.types import Group, Prompt, Verdict
+from spmd_rl.types import Group, Prompt, Sample, Verdict, concat
 
 
 def verdict_terms(
@@ -27,6 +33,23 @@ def verdict_terms(
     for problem in (problem for theirs, _ in records for problem in theirs):
         raise UserError(problem)
     return {(ticket, answer): tuple(values) for _, theirs in records for ticket, answer, *values in theirs}
+
+
+def repetition_penalties(
+    trajectories: Iterable[Sequence[Sample]], settings: AlgorithmConfig, world: World
+) -> dict[Key, float]:
+    """[all] What each answer loses for repeating itself, counted over all its turns.
+
+    trajectories: of this rank, the samples of each. An answer of several samples goes by the key of its last one.
+    """
+    penalty = bind(repetition_penalty, settings)
+    mine = []
+    for samples in trajectories:
+        turns = [turn.token_ids for sample in samples for turn in sample.turns]
+        mine.append([*samples[-1].key, penalty(torch.tensor(concat(turns, "i"), dtype=torch.int64))])
+    with world.phase("coordination"):
+        records = world.gather("prepare: repetition", mine)
+    return {(ticket, answer): value for record in records for ticket, answer, value in record}
 
 
 def _missing(name: str, prompt: Prompt, verdict: Verdict) -> str:

@@ -148,6 +148,8 @@ def prepared(world: World, arrangement: Arrangement, settings: AlgorithmConfig) 
     batch.old_logprobs, batch.ref_logprobs = (
         ((batch.rollout_logprobs + 0.4 * noise) * batch.loss_mask).float() for noise in (place.sin(), place.cos())
     )
+    if settings.kl_reward_coef and settings.advantage == "step_reinforce":
+        plan = plans.take_kl(collected, [batch], plan, settings, data, 32)
     token_advantages.finish([batch], plan, settings, settings.kl_reward_coef, data, seed=0)
     return batch
 

@@ -31,10 +31,10 @@ def straight(toy: Toy) -> Running:
     return toy.run(*SETTINGS, "steps=3", name="straight")
 
 
-def continued(toy: Toy, first: Running, name: str, *overrides: str, ranks: int) -> Running:
+def continued(toy: Toy, first: Running, name: str, *overrides: str, **how) -> Running:
     """A copy of a finished run, with more steps."""
     shutil.copytree(first.run_dir, toy.path / name)
-    return toy.run(*SETTINGS, *overrides, ranks=ranks, name=name)
+    return toy.run(*SETTINGS, *overrides, name=name, **how)
 
 
 def tokens(run: Running, step: int) -> list:
@@ -85,6 +85,19 @@ def test_more_steps_continue_the_run_as_if_never_stopped(toy: Toy, straight: Run
         # the short run evaluated its last step, which the long one passes
         measured = [key for key in MEASURED if key in ours and (key in theirs or "val" not in key)]
         assert [ours[key] for key in measured] == [theirs[key] for key in measured], ours["step"]
+
+
+def test_a_rank_of_two_threads_reruns_and_resumes_exactly(toy: Toy) -> None:
+    # many answers to one prompt: they share its last hidden state, whose gradients two threads add up
+    how = {"ranks": 1, "env": {"OMP_NUM_THREADS": "2"}}
+    many = (*SETTINGS, "rollout.prompts_per_step=2", "rollout.answers_per_prompt=64")
+    whole = toy.run(*many, "steps=2", name="threads", **how)
+    first = toy.run(*many, "steps=1", name="threads-first", **how)
+    assert bitwise_equal(first.weights(1), whole.weights(1))
+    assert first.samples(1) == whole.samples(1)
+    rest = continued(toy, first, "threads-rest", *many, "steps=2", **how)
+    assert bitwise_equal(rest.weights(2), whole.weights(2))
+    assert rest.samples(2) == whole.samples(2)
 
 
 def test_a_checkpoint_continues_at_another_world_size(toy: Toy, straight: Running, by_size) -> None:

@@ -65,6 +65,7 @@ def test_correction_leaves_the_other_terms_alone() -> None:
 def test_entropy_and_supervised_terms() -> None:
     batch = batch_of(1, 1)
     plain, _, quantities = losses(batch, [-0.5, -0.5])
+    batch.right = torch.zeros(batch.num_tokens).index_copy(0, batch.sampled.index, torch.tensor([1.0, 0.0]))
     loss, _, more = losses(batch, [-0.5, -0.5], entropy=2.0, entropy_coef=0.25, sft_coef=0.1)
     assert [a - b for a, b in zip(loss, plain, strict=True)] == pytest.approx([-0.5 + 0.05, -0.5])
     assert more["actor/entropy"] == [2.0, 2.0] and "actor/sft_loss" not in quantities

@@ -2,6 +2,7 @@
 
 from array import array
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.learn import balance
+from spmd_rl.learn.losses import bind_loss
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
@@ -165,3 +167,21 @@ def test_nothing_at_all_is_legal() -> None:
     assert len(plan.keys) == 0 and not plan.stale and plan.balance == 1.0
     assert [b.num_tokens for b in batches([], 2)] == [0, 0]
     assert pack([]).select([]).num_samples == 0
+
+
+def test_the_supervised_term_is_the_mean_over_the_tokens_of_right_answers() -> None:
+    """4 answers of 5, 5, 10, 10 tokens with a logprob of -0.5: the loss, and the gradient at a right token."""
+    for scores, aggregation in product([[1.0, 0.0, 0.0, 0.0], [1.0] * 4], ["token-mean", "seq-mean-token-sum"]):
+        c = collected([group(0, list(zip([5, 5, 10, 10], scores, strict=True)))])
+        algorithm = AlgorithmConfig(sft_coef=0.1, loss="vanilla_pg", loss_agg=aggregation)
+        with solo() as world:
+            plan = plan_of(c, algorithm)
+            (batch,) = plans.redistribute(c, plan, 1, Layout(world).data, world)
+        batch.advantages = torch.zeros(batch.num_tokens)
+        logprobs = torch.full((30,), -0.5, requires_grad=True)
+        per_token, _ = bind_loss(algorithm)(logprobs, torch.zeros(30), batch)
+        total = (per_token * batch.weights[batch.sampled.index]).sum()
+        (gradient,) = torch.autograd.grad(total, logprobs)
+        assert total.item() == pytest.approx(0.05)
+        assert gradient[0].item() == pytest.approx(-0.1 / (5 if scores[1] == 0 else 30))
+        assert scores[1] or gradient[5:].abs().max() == 0

@@ -11,7 +11,8 @@ from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.learn import token_advantages
 from spmd_rl.learn.token_advantages import mark, token_numbers
-from tests.unit.test_prepare import GROUPS, planned, sample
+from tests import plans
+from tests.unit.test_prepare import GROUPS, collected, group, plan_of, planned, sample
 
 PLAN = planned(GROUPS)
 
@@ -43,12 +44,40 @@ def test_nothing_to_do_changes_nothing() -> None:
     assert batch.returns is None and batch.marked is None
 
 
-def test_the_kl_of_what_is_to_come_is_taken_from_an_answers_advantage() -> None:
+def test_a_reward_flows_back_and_the_kl_of_each_token_with_it() -> None:
     """Positions 3, 4, 5: KL (k1) 0.3, 0.4, 0.5."""
-    (got,), _ = finished([batch_of((3, 1.0))], kl_reward_coef=2.0)
+    returns = {"advantage": "reinforce_returns"}
+    (got,), _ = finished([batch_of((3, 1.0))], **returns, kl_reward_coef=2.0)
     assert got == pytest.approx([1 - 2 * 1.2, 1 - 2 * 0.9, 1 - 2 * 0.5])
-    (got,), _ = finished([batch_of((3, 1.0))], advantage="reinforce_returns", gamma=0.5)
+    (got,), _ = finished([batch_of((3, 1.0))], **returns, gamma=0.5)
     assert got == pytest.approx([0.25, 0.5, 1.0])
+
+
+KL_SUMS = [-0.701, 0.578, -0.061, 0.433]
+
+
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_the_kl_of_an_answer_is_taken_from_its_score_before_the_baseline(num_updates: int) -> None:
+    """RLOO's definition: R_i = r_i - beta sum of log(pi / pi_ref), A_i = R_i - mean of the other R."""
+    scores, coef = [1.0, 0.0, 1.0, 1.0], 0.05
+    c = collected([group(t, [(2 + i, s) for i, s in enumerate(scores)]) for t in range(num_updates)])
+    settings = AlgorithmConfig(advantage="rloo", kl_reward_coef=coef)
+    plan = plan_of(c, settings, num_updates=num_updates)
+    with solo() as world:
+        data = Layout(world).data
+        batches = plans.redistribute(c, plan, num_updates, data, world)
+        for batch in batches:
+            lengths = torch.arange(2, 6)
+            kl = (torch.tensor(KL_SUMS) / lengths).repeat_interleave(lengths)
+            batch.old_logprobs = torch.zeros(batch.num_tokens).masked_scatter(batch.loss_mask, kl)
+            batch.ref_logprobs = torch.zeros(batch.num_tokens)
+        plan = plans.take_kl(c, batches, plan, settings, data)
+    rewards = [s - coef * k for s, k in zip(scores, KL_SUMS, strict=True)]
+    wanted = [r - (sum(rewards) - r) / 3 for r in rewards]
+    assert wanted[0] == pytest.approx(0.384, abs=1e-3) and sum(wanted) == pytest.approx(0)
+    for batch in batches:
+        assert [batch.advantages[b - 1].item() for b in batch.starts[1:].tolist()] == pytest.approx(wanted, abs=1e-6)
+    assert plan.mean_reward == pytest.approx(fmean(rewards))
 
 
 def test_gae_by_hand() -> None:
@@ -97,7 +126,7 @@ def test_clip_cov_draws_the_same_tokens_wherever_they_lie() -> None:
 
 
 def test_nothing_at_all_is_legal() -> None:
-    for settings in ({"advantage": "gae"}, {"whiten_advantages": True}, {"loss": "clip_cov"}, {"kl_reward_coef": 0.1}):
+    for settings in ({"advantage": "gae"}, {"whiten_advantages": True}, {"loss": "clip_cov"}):
         batch = pack([])
         batch.old_logprobs = batch.ref_logprobs = batch.values = torch.zeros(0)
         assert finished([batch], **settings)[0] == [[]]

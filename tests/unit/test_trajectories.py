@@ -14,7 +14,7 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, solo
-from spmd_rl.learn import advantages, sample_log, token_advantages
+from spmd_rl.learn import sample_log, verdict_terms
 from spmd_rl.learn.losses import bind_loss
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.types import Group
@@ -44,7 +44,7 @@ def plan_of(some: list[Group], num_updates: int = 1, **keys) -> Plan:
     told = None
     if settings.repetition_coef:
         with solo() as world:
-            told = advantages.repetition_penalties(plans.trajectories(c), settings, world)
+            told = verdict_terms.repetition_penalties(plans.trajectories(c), settings, world)
     return plans.plan(c, settings, Moments(), num_updates=num_updates, penalties=told, **SIZES)[0]
 
 
@@ -150,17 +150,19 @@ def test_an_answer_without_turns_of_an_agent_is_one_step() -> None:
     assert plain.advantages.tolist() == stepped.advantages.tolist() == [0.5, -0.5, -0.5]
 
 
-def test_a_kl_in_the_reward_is_taken_to_the_end_and_an_advantage_to_the_end_of_its_turn() -> None:
+def test_a_kl_in_the_reward_counts_with_the_turn_that_it_is_of() -> None:
     steps = [Step(1.0, num_tokens=2), Step(2.0, num_tokens=1)]
-    keys = {"advantage": "step_reinforce", "step_reward_gamma": 0.0, "kl_reward_coef": 1.0, "gamma": 0.5}
+    keys = {"advantage": "step_reinforce", "step_reward_gamma": 0.5, "kl_reward_coef": 1.0}
     for cuts in ((), (1,)):
         plan, (batch,) = batches([group(0, [trajectory(0, 0, steps, cuts)])], **keys)
         index = batch.sampled.index
         batch.old_logprobs = torch.zeros(batch.num_tokens).index_copy(0, index, torch.tensor([1.0, 2.0, 4.0]))
         batch.ref_logprobs = torch.zeros(batch.num_tokens)
-        token_advantages.estimate(batch, AlgorithmConfig(**keys), 1.0)
-        wanted = [0.5 * 1.0 - (1 + 0.5 * 2 + 0.25 * 4), 1.0 - (2 + 0.5 * 4), 2.0 - 4]
-        assert batch.advantages[index].tolist() == pytest.approx(wanted)
+        some = collected([group(0, [trajectory(0, 0, steps, cuts)])])
+        with solo() as world:
+            plans.take_kl(some, [batch], plan, AlgorithmConfig(**keys), Layout(world).data)
+        first, second = 1.0 - 3.0, 2.0 - 4.0
+        assert batch.advantages[index].tolist() == pytest.approx([first + 0.5 * second] * 2 + [second])
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token", "gmpo", "topr", "kimi", "segment_clip", "ppo_clip"])

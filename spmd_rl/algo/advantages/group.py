@@ -16,7 +16,8 @@ from spmd_rl.algo.inputs import Scored
 
 
 def grpo(scored: Scored, *, norm_std: bool) -> Tensor:
-    """Subtract the mean of the group from each score and divide by the group's standard deviation.
+    """Subtract the mean of the group from each score and divide by the group's standard deviation. The paper's runs
+    have `kl_coef=0.04` and `loss_agg=seq-mean-token-mean` as well, where the defaults are no KL and `token-mean`.
 
         A_i = (r_i - mean(r_g)) / (std(r_g) + 1e-6)
 
@@ -40,9 +41,10 @@ def dr_grpo(scored: Scored) -> Tensor:
 
 
 def rloo(scored: Scored) -> Tensor:
-    """Subtract the mean score of the *other* answers of the group, an unbiased baseline.
+    """Subtract the mean score of the *other* answers of the group, an unbiased baseline. The paper's scores contain a
+    KL to the reference, which is off by default: `kl_reward_coef` is its beta.
 
-        A_i = r_i - sum_{j != i} r_j / (n_g - 1) = n_g / (n_g - 1) * (r_i - mean(r_g))
+        A_i = r_i - sum_{j != i} r_j / (n_g - 1) = n_g / (n_g - 1) * (r_i - mean(r_g)),   r_i = score_i - beta KL_i
 
     Source: Back to Basics (arXiv 2402.14740, RLOO).
     Use: as `grpo`, where the size of a score should keep its meaning. A group of one has no others: 0.
@@ -68,7 +70,8 @@ def reinforce_pp_baseline(scored: Scored) -> Tensor:
 
         A'_i = r_i - mean(r_g);   A_i = (A'_i - mean_tokens(A')) / (std_tokens(A') + 1e-6)
 
-    Source: REINFORCE++ (arXiv 2501.03262, REINFORCE++-baseline). A sample counts as often as it has tokens.
+    Source: REINFORCE++ (arXiv 2501.03262, REINFORCE++-baseline). A sample counts as often as it has tokens. verl adds
+    1e-8 to the variance in place of 1e-6 to the deviation: results differ by up to 1e-5.
     Use: as `grpo`, where groups are small or their standard deviation is often near 0.
     """
     centred = grpo(scored, norm_std=False)
@@ -77,7 +80,8 @@ def reinforce_pp_baseline(scored: Scored) -> Tensor:
 
 
 def remax(scored: Scored) -> Tensor:
-    """Subtract the score of the greedy answer to the same prompt.
+    """Subtract the score of the greedy answer to the same prompt. The authors' code also has `kl_reward_coef=0.05`,
+    `loss_agg=token-mean` and a discount of 0.99 a token; the defaults are no KL, and sums over answers not discounted.
 
         A_i = r_i - r(greedy answer)
 

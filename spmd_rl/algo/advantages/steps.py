@@ -15,7 +15,8 @@ from spmd_rl.algo.scan import discounted_sums
 
 
 def starpo(scored: Scored, *, norm_std: bool, norm_over_steps: bool) -> Tensor:
-    """Compare the return of a trajectory with the other trajectories of its group, for all of its steps.
+    """Compare the return of a trajectory with the other trajectories of its group, for all of its steps. The authors'
+    runs also have `kl_coef=0.001` and `entropy_coef=0.001`, which are 0 by default.
 
         R(tau) = sum_t r_t;   A = (R - mean(R_g)) / (std(R_g) + 1e-6)
 
@@ -58,7 +59,8 @@ def gigpo(
     episode_reward_weight: float,
     step_reward_weight: float,
 ) -> Tensor:
-    """Compare trajectories within their group, and steps with all steps of the group from the same state.
+    """Compare trajectories within their group, and steps with all steps of the group from the same state. The authors'
+    scripts also have `kl_coef=0.01` and `norm_over_steps=true`; the defaults are 0 and false.
 
         A = w_e * GRPO(R(tau) in the group) + w_s * GRPO(R_t among equal states),   R_t as in `step_reinforce`
 

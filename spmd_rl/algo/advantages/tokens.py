@@ -16,7 +16,7 @@ def token_rewards(scores: Tensor, samples: Tensor, kl: Tensor | None = None, kl_
         r_t = [t is last] * score - kl_reward_coef * KL_t
 
     Source: Fine-Tuning Language Models from Human Preferences (arXiv 1909.08593, eq. 2), token by token.
-    Use: before any token-level estimator. `scores` may be advantages already: GRPO with the KL in the reward.
+    Use: before any token-level estimator.
 
     scores: float [S]; samples: int64 [N], all of 0..S-1; kl: float [N]. Returns [N], dtype of `scores`.
     """

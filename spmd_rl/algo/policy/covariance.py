@@ -15,7 +15,8 @@ def clip_cov(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
         L_t = 0 where t is marked, else -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
 
     Marked is a random `clip_cov_ratio` of all tokens, among those whose covariance lies in
-    (`clip_cov_low`, `clip_cov_high`).
+    (`clip_cov_low`, `clip_cov_high`). They are marked once a step, by the old logprobs. The authors mark in every
+    forward pass by the current ones, and leave out what the clip took; in the first update of a step both are the same.
 
     Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models (arXiv 2505.22617, Clip-Cov).
     Keys: `clip_low`, `clip_high`: as in `ppo_clip`; the authors set 1 and 1.
@@ -33,7 +34,8 @@ def kl_cov(tokens: Tokens, *, kl_cov_coef: float) -> Loss:
         L_t = -r_t A_t + kl_cov_coef |log r_t| where t is marked, else -r_t A_t
 
     Marked are the `kl_cov_ratio` of all tokens with the largest covariance. |log r_t| is the authors' estimate of the
-    divergence.
+    divergence. Tokens are marked once a step, by the old logprobs; the authors mark in every forward pass by the
+    current ones, which is the same in the first update of a step.
 
     Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models (arXiv 2505.22617, KL-Cov).
     Keys: `kl_cov_coef`: weight of the pull, >= 0; the paper takes 1.

@@ -4,20 +4,20 @@ import torch
 
 from spmd_rl.algo.inputs import Tokens
 from spmd_rl.algo.policy.clipped import Loss
-from spmd_rl.algo.policy.ratios import run_means
 
 
 def positive_sft(tokens: Tokens, *, sft_coef: float) -> Loss:
-    """Add a supervised loss on the policy's own samples of positive advantage.
+    """Add a supervised loss on the policy's own right answers: the mean over their tokens, whatever the aggregation.
 
-        L_t = -sft_coef log pi(t) where the mean advantage of the sample is positive, else 0
+        L = -sft_coef / sum_{o in T} |o| * sum_{o in T} sum_t log pi(t),   T the right answers of the mini-batch
 
     Source: VAPO (arXiv 2504.05118, positive example LM loss).
-    Keys: `sft_coef`: weight of the term, >= 0; VAPO takes 0.1.
-    Use: right answers are rare and must not be forgotten.
+    Keys: `sft_coef`: weight of the term, >= 0; VAPO takes 0.1; `pass_score`: a score of at least this is right.
+    Use: right answers are rare and must not be forgotten. A group that is right throughout teaches too.
     """
-    positive = run_means(tokens.advantages, tokens.samples) > 0
-    loss = torch.where(positive, -tokens.logprobs, torch.zeros_like(tokens.logprobs))
+    if tokens.right is None:
+        return torch.zeros_like(tokens.logprobs), {"actor/sft_loss": torch.zeros_like(tokens.logprobs)}
+    loss = -tokens.logprobs * tokens.right
     return sft_coef * loss, {"actor/sft_loss": loss.detach()}
 
 

@@ -137,7 +137,7 @@ class AlgorithmConfig:
     norm_std: bool = True
     """Divide centred scores by the standard deviation of their group (`false` is Dr.GRPO)."""
     gamma: float = 1.0
-    """Discount from token to token, for token-level estimators and for a KL penalty in the reward."""
+    """Discount from token to token, for token-level estimators."""
     lam: float = 1.0
     """Lambda of GAE; 1 has no bias from the critic and the largest variance."""
     reward_weights: dict[str, float] = field(default_factory=dict)
@@ -147,7 +147,8 @@ class AlgorithmConfig:
     pass_k: int = 4
     """Number k of answers in pass@k."""
     pass_score: float = 1.0
-    """An answer with a score of at least this counts as right (for `pass_at_k` and `error_max_len_clip`)."""
+    """An answer with a score of at least this counts as right (for `pass_at_k`, `error_max_len_clip` and
+    `sft_coef`)."""
     step_reward_gamma: float = field(default=0.95, metadata={"agents": True})
     """Discount from one step of a trajectory to the next."""
     norm_over_steps: bool = field(default=False, metadata={"agents": True})
@@ -176,7 +177,7 @@ class AlgorithmConfig:
     """DAPO's soft overlong penalty: what answers at the token limit lose: `rollout.max_new_tokens`, times
     `rollout.max_turns` where that is given."""
     overlong_tokens: int | None = None
-    """Tokens before the limit over which the overlong penalty rises. Default: a quarter of the limit."""
+    """Tokens before the limit over which the overlong penalty rises. Default: a fifth of the limit."""
     norm_mean_type: str = "none"
     """Subtract from scores their mean over the `batch`, the `group`, the `domain` (an agent's: the tag of the
     environment) or the run so far (`running`), or `none`. With `step_reinforce` it is the returns of steps that are
@@ -196,10 +197,10 @@ class AlgorithmConfig:
     difficulty_high_threshold: float = 1.0
     """Mean score below which a group must stay under `difficulty_mask`."""
     variance_top_p: float | None = None
-    """Mask all groups in the loss but those whose scores vary most, which together hold this share of the variance of
-    all groups, as RAGEN-2 does with 0.9 (null: mask none)."""
+    """Mask all groups in the loss but those whose scores vary most, which together hold this share of the standard
+    deviations of all groups, as the code of RAGEN-2 does with 0.9 (null: mask none)."""
     variance_eps: float = 0.01
-    """Variance that those groups may miss of their share: a step in which less varies trains on nothing."""
+    """Deviation that those groups may miss of their share: a step in which less varies trains on nothing."""
     error_max_len_clip: bool = False
     """Mask long wrong answers (score below `pass_score`) in the loss."""
     error_max_len_threshold: int = 4096
@@ -253,15 +254,15 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
     sft_coef: float = 0.0
-    """Weight of a supervised loss on answers with a positive advantage."""
+    """Weight of a supervised loss on right answers (`pass_score`): the mean over their tokens."""
 
     kl_coef: float = 0.0
     """Weight of the KL penalty to the frozen reference in the loss."""
     kl_estimator: str = "k3"
     """Estimator of the KL penalty in the loss: `k1`, `k2`, `k3` (Schulman, Approximating KL Divergence) or `abs`."""
     kl_reward_coef: float = 0.0
-    """Weight of the KL penalty to the frozen reference in the reward of each token. With this and `kl_coef` at 0 no
-    reference is loaded."""
+    """Weight of the KL penalty to the frozen reference in the reward: of each token, or, with an advantage of answers
+    (of steps), of the whole answer (step), before its baseline. With this and `kl_coef` at 0 no reference is loaded."""
     kl_reward_estimator: str = "k1"
     """Estimator of the KL penalty in the reward: as `kl_estimator`."""
     target_kl: float | None = None
@@ -317,6 +318,10 @@ class AlgorithmConfig:
         self._check_terms()
         counts = self.advantage in ("pass_at_k", "maxrl")  # normalised, no score would reach `pass_score`
         require(plain or not counts, f"norm_mean_type: {self.advantage} counts right answers, leave both norms at none")
+        require(
+            not (counts and self.kl_reward_coef),
+            f"kl_reward_coef: {self.advantage} counts right answers, which a penalty makes wrong; use kl_coef",
+        )
         for key, given in (("value_clip", self.value_clip is not None), ("critic_warmup", self.critic_warmup > 0)):
             require(
                 self.uses_critic or not given, f"{key}: there is no critic; only advantage=gae and turn_gae have one"
@@ -328,10 +333,11 @@ class AlgorithmConfig:
         require(bool(self.reward_weights), "reward_weights: gdpo needs them, as in {correct: 1, form: 0.5}")
         none = self.normalises or self.reward_clip is not None or self.difficulty_mask or self.difficulty_loss_weight
         of_scores = (self.format_penalty, self.repetition_coef, self.overlong_coef, self.reward_shift)
+        of_scores += (self.kl_reward_coef,)
         require(
             not (none or any(of_scores)) and self.reward_scale == 1,
             "advantage: gdpo reads the parts of verdicts and not their score; leave what shapes scores (reward_*, "
-            "norm_*_type, *_penalty, *_coef of repetition and overlong, difficulty_*) at its default",
+            "norm_*_type, *_penalty, *_coef of repetition, overlong and KL, difficulty_*) at its default",
         )
 
     @property

@@ -41,6 +41,7 @@ class Sample:
     advantages: list[float]
     entropy: list[float]
     marked: list[bool]
+    right: list[float]
     turns: list[int] = field(default_factory=list)
     """Turn of each token, counted from 0."""
 
@@ -61,6 +62,7 @@ def samples(seed: int, lengths: tuple[int, ...], *, drift: float = 0.3, per_toke
                 advantages=advantages.tolist(),
                 entropy=rng.uniform(0, 3, length).tolist(),
                 marked=(rng.uniform(0, 1, length) < 0.3).tolist(),
+                right=[float(max(0.0, advantages[0]))] * length,
                 turns=np.sort(rng.integers(0, 3, length)).tolist(),
             )
         )
@@ -84,4 +86,5 @@ def tokens(rows: list[Sample], dtype: torch.dtype = torch.float64) -> Tokens:
         samples=torch.tensor([i for i, _ in places], dtype=torch.int64),
         segments=torch.tensor([order[place] for place in places], dtype=torch.int64),
         marked=column("marked", torch.bool),
+        right=column("right"),
     )

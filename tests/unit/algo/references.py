@@ -158,7 +158,7 @@ def kl_cov(s: Sample, new: Floats, stopped: Floats, kl_cov_coef: float) -> Float
 
 
 def sft(s: Sample, new: Floats, stopped: Floats, sft_coef: float) -> Floats:
-    return [-sft_coef * n if mean(s.advantages) > 0 else 0.0 for n in new]
+    return [-sft_coef * n * right for n, right in zip(new, s.right, strict=True)]
 
 
 def entropy(s: Sample, new: Floats, stopped: Floats, entropy_coef: float) -> Floats:

@@ -112,7 +112,7 @@ def test_group_and_batch_norms_are_grpo_and_lite_ppo() -> None:
 def variance_loop(scores: list[float], groups: list[int], top_p: float, eps: float) -> list[bool]:
     """Groups by falling variance, ties by number, until what they hold reaches the share."""
     by_group = {g: [s for s, h in zip(scores, groups, strict=True) if h == g] for g in sorted(set(groups))}
-    variances = {g: float(np.var(some, ddof=1)) if len(some) > 1 else 0.0 for g, some in by_group.items()}
+    variances = {g: float(np.std(some, ddof=1)) if len(some) > 1 else 0.0 for g, some in by_group.items()}
     kept, held, wanted = set(), 0.0, top_p * sum(variances.values()) - eps
     for g in sorted(variances, key=lambda g: -variances[g]):
         if held < wanted and variances[g] > 0:
@@ -133,6 +133,13 @@ def test_the_variance_filter_is_the_loop(top_p: float, eps: float, seed: int) ->
         torch.tensor(scores, dtype=torch.float64), torch.tensor(groups), variance_top_p=top_p, variance_eps=eps
     )
     assert ours.tolist() == variance_loop(scores, groups, top_p, eps)
+
+
+def test_the_variance_filter_goes_by_deviations_as_the_code_of_ragen_2() -> None:
+    scores = [[1.0, 1.0, 0.0, 0.0], [0.5, 0.0, 0.0, 0.0], [0.2, 0.0, 0.0, 0.0], [0.05, 0.0, 0.0, 0.0]]
+    groups = torch.arange(4).repeat_interleave(4)
+    kept = variance_mask(torch.tensor(scores).double().flatten(), groups, variance_top_p=0.9, variance_eps=0.01)
+    assert kept.view(4, 4)[:, 0].tolist() == [True, True, True, False], "two of them hold 0.9 of all variance"
 
 
 def test_the_variance_filter_of_nothing_and_of_nothing_that_varies() -> None:
