@@ -582,7 +582,5 @@ def test_a_run_and_a_checkpoint_are_a_model_where_something_is_trained(place):
         cfg = load("rlvr", RlvrConfig, ["+experiment=demo", f"policy.model={given}", f"teacher.model={given}"])
         assert (cfg.policy.model, cfg.teacher.model) == (str(exported), str(exported))
     exported.rmdir()
-    with pytest.raises(
-        UserError, match=r"^policy.model: .*step-000004 has no hf/, .* policy.model=OUT$"
-    ):
+    with pytest.raises(UserError, match=r"^policy.model: .*step-000004 has no hf/, .* policy.model=OUT$"):
         load("rlvr", RlvrConfig, ["+experiment=demo", f"policy.model={run}"])
