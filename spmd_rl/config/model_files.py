@@ -38,9 +38,9 @@ def trained_model(key: str, name: str) -> tuple[str, str | None]:
 
 
 def exported_model(key: str, name: str) -> str:
-    """Return the model in Hugging Face's format that the path of a run or a checkpoint stands for; else the name.
+    """Return `hf/` of the checkpoint that `name` names, or of its run's newest; the name itself, if it is no such path.
 
-    UserError where the checkpoint has none.
+    UserError where the checkpoint has no `hf/`.
     """
     checkpoint = trained_model(key, name)[1]
     if checkpoint is None:

