@@ -151,9 +151,7 @@ class Learner:
                     self._teachers.fill_in(batches, self.plan, collected.table)  # [all]
                 for batch in batches:
                     self._teachers.reward(batch)
-            if self._teachers or token_advantages.are_by_token(settings):
-                with self._world.phase("coordination"):
-                    self.plan = self.plan.with_advantages(batches, data)  # [all]
+            self.plan = token_advantages.logged(batches, self.plan, settings, data, bool(self._teachers))  # [all]
             if self._roofline:
                 trains = self.plan.step > settings.critic_warmup
                 epochs = settings.sample_epochs

@@ -31,12 +31,6 @@ def needs_old_logprobs(settings: AlgorithmConfig) -> bool:
     return settings.kl_reward_coef > 0 or settings.loss in SHARES
 
 
-def are_by_token(settings: AlgorithmConfig) -> bool:
-    """Return whether `finish` changes the advantages that a plan has."""
-    shaped = settings.whiten_advantages or settings.advantage_clip is not None
-    return bool(token_advantage(settings) or settings.kl_reward_coef or shaped)
-
-
 def finish(
     batches: Sequence[Batch], plan: Plan, settings: AlgorithmConfig, kl_reward_coef: float, data: DataShard, seed: int
 ) -> dict[str, float]:
@@ -63,6 +57,18 @@ def finish(
         if settings.masks_by_critics:
             mask_by_critics(batch, settings, total, data)  # [all]
     return metrics
+
+
+def logged(
+    batches: Sequence[Batch], plan: Plan, settings: AlgorithmConfig, data: DataShard, changed: bool = False
+) -> Plan:
+    """[all] Return the plan with the advantages of the batches, for the sample log, where these are not its own.
+
+    changed: whether more than `finish` has changed them.
+    """
+    shaped = settings.whiten_advantages or settings.advantage_clip is not None
+    differ = bool(token_advantage(settings) or settings.kl_reward_coef or shaped or changed)
+    return plan.with_advantages(batches, data) if differ else plan  # [all] the settings are agreed on
 
 
 def _of_critic(batches: Sequence[Batch], data: DataShard) -> dict[str, float]:
