@@ -9,10 +9,15 @@ from spmd_rl.config import RlvrConfig, main
 from spmd_rl.config.values import require
 from spmd_rl.rlvr import run as rlvr
 
+NO_TEACHER = (
+    "teacher.model: names the model that is learnt from; or give a teacher.hint. That of demo_distill: "
+    "python -m spmd_rl.sft +experiment=demo_sft run.dir=runs/teacher, then teacher.model=runs/teacher"
+)
+
 
 def run(cfg: RlvrConfig) -> None:
     """Train for `cfg.steps` steps, or what is left of them."""
-    require(bool(cfg.teacher.by_domain), "teacher.model: names the model that is learnt from; or give a teacher.hint")
+    require(bool(cfg.teacher.by_domain), NO_TEACHER)
     rlvr(cfg)
 
 

@@ -41,7 +41,8 @@ def run(cfg: EvaluateConfig) -> None:
             rollouts = KeptRollouts(place.rollouts, kept)
             found = Evaluation.of(cfg).results(rollouts, job.world, 0, job.track.log_eval)  # [all]
             job.track.add(val_metrics(found))
-        about = {"model": cfg.policy.model, "checkpoint": cfg.policy.checkpoint, "answers": cfg.eval.answers}
+        model = cfg.policy.checkpoint or cfg.policy.model
+        about = {"model": model, "base": cfg.policy.model, "answers": cfg.eval.answers, "key": key}
         if job.world.rank == 0:
             write_results(directory, found, about)
             tell(table(found), lines=True)

@@ -26,8 +26,10 @@ def served(run_dir: Path) -> Iterator[ViewServer]:
     """Serve the page of a run on a thread."""
     with ViewServer(RunIndex(run_dir)) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield server
-        server.shutdown()
+        try:
+            yield server
+        finally:
+            server.shutdown()
 
 
 def visit(url: str, profile: Path, seconds: float = 6.0, *options: str) -> str:

@@ -7,8 +7,9 @@ Starting one takes seconds: share it across the tests of a module.
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,16 @@ def one_rank() -> Iterator[World]:
             yield world
     finally:
         if own:
+            _leave_vllm()
             dist.destroy_process_group()
+
+
+def _leave_vllm() -> None:
+    """Forget the groups of a vLLM that has failed at its start or in a test: they end with the default group."""
+    if state := sys.modules.get("vllm.distributed.parallel_state"):
+        with suppress(AssertionError, ValueError):
+            state.destroy_model_parallel()
+        state._WORLD = state._NODE_COUNT = None
 
 
 @contextmanager
@@ -70,8 +80,10 @@ def started_engine(
     policy = PolicyConfig(model=str(path), dtype=dtype, lora=lora or LoraConfig(), router_replay=router_replay)
     with one_rank() as world:
         engine = build(settings, policy, False, world, constraint)
-        yield engine
-        engine.close()
+        try:
+            yield engine
+        finally:
+            engine.close()
 
 
 vllm_engine = partial(started_engine, "vllm")

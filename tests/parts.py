@@ -24,6 +24,10 @@ LIMIT_SECONDS = 360.0 * (2 if len(os.sched_getaffinity(0)) == 1 else 1)
 beyond TEST_UNTIL, a point in time (seconds of the epoch) that ends all parts."""
 
 
+PROGRAMS = {"bwrap": "bubblewrap", "Chromium": "chromium", "shellcheck": "shellcheck"}
+"""A word of the reason for a skip, and Debian's package of the program that it names"""
+
+
 def run(name: str, arguments: list[str]) -> int:
     """Run a part; its exit code, 124 if the limit ended it. No process of it is left."""
     began, results = time.time(), RESULTS / name
@@ -103,6 +107,12 @@ def total(names: list[str]) -> int:
     print(f"\n{counts['skipped']} skipped")
     for reason, count in skipped.most_common():
         print(f"  {count}: {reason}")
+    wanting = {
+        package: sum(count for reason, count in skipped.items() if word in reason) for word, package in PROGRAMS.items()
+    }
+    if wanting := {package: count for package, count in wanting.items() if count}:
+        listed = ", ".join(f"{package} {count}" for package, count in wanting.items())
+        print(f"skipped for want of a program: {listed}; apt-get install {' '.join(wanting)}")
     print(f"{counts['passed']} passed, {len(bad)} failed", flush=True)
     return int(bool(bad))
 

@@ -75,7 +75,7 @@ def metrics(step: int, num_steps: int, rng: random.Random) -> dict[str, float]:
         **{f"time/{phase}": seconds for phase, seconds in times.items()},
         "time/other": 0.03,
         "time/total": total,
-        "system/tokens_per_s": 5200 / total,
+        "system/tps": 5200 / total,
         "system/overhead": times["coordination"] / total,
     }
 

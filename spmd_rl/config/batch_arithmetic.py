@@ -3,6 +3,7 @@
 from spmd_rl.config.placement import Placement
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.sections.algorithm import AlgorithmConfig
+from spmd_rl.config.sections.data import SourcesConfig
 from spmd_rl.config.sections.engine import EngineConfig
 from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.config.sections.models import TrainConfig
@@ -49,11 +50,17 @@ def describe_rows(
     if evaluation != "none" and data.overlong == "drop":
         evaluation += f", without those longer than {data.max_tokens} tokens (val/overlong)"
     return [
-        ("rows", f"{num_train} for training ({epochs:.3g} epochs), {num_eval} held out"),
+        ("rows", f"{num_train} for training ({epochs:.3g} epochs), {describe_held_out(num_eval, data)}"),
         ("step", f"{size} rows of at most {data.max_tokens} tokens, {updates}"),
         ("training", f"{plural(shards, 'data shard')}, {train.tokens_per_microbatch:,} tokens a micro-batch"),
         ("evaluation", evaluation),
     ]
+
+
+def describe_held_out(num_eval: int, data: SourcesConfig | None) -> str:
+    """Return how many rows are held out, and of what."""
+    taken = data is not None and data.train and not data.eval and num_eval
+    return f"{num_eval} held out" + (f" of data.train (data.holdout={data.holdout:g})" if taken else "")
 
 
 def describe_evaluation(eval: EvaluationConfig, steps: int, num_eval: int) -> str:

@@ -259,7 +259,7 @@ def check_model(key: str, name: str) -> str:
 
     Of a model of the hub the small files are downloaded. Returns the name, with its commit if it is one of the hub.
     """
-    remedy = "or `make model` (python -m spmd_rl smollm2) makes the default one; a model of the hub is ORG/NAME"
+    remedy = "or `python -m spmd_rl smollm2` makes the default one; a model of the hub is ORG/NAME"
     hub, name = hub_id(name), fetch_config(key, name, wait=local_rank() != 0)
     folder = model_folder(name)
     if not folder.is_dir():

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.bundled import HOME
 from spmd_rl.config.architectures import experts_in, has_windows
 from spmd_rl.config.packages import unsupported
 from spmd_rl.config.sections.engine import ENGINES, SIMULATED, EngineConfig
@@ -31,8 +32,6 @@ class EngineFacts:
     title: str
     package: str = ""
     """Name of its package, which is also its import name and the extra that installs it; empty without one"""
-    setup: str = ""
-    """Command that installs the package for the CPU"""
     axes: tuple[str, ...] = ()
     """Axes (`tp`, `pp`) along which a replica may span ranks"""
     takes_args: bool = False
@@ -102,10 +101,13 @@ class EngineFacts:
         missing, found = importlib.util.find_spec(self.package) is None, unsupported(self.package)
         if missing or found:
             wrong = f"{self.title} is not installed here" if missing else f"{self.title} {found[0]} is not {found[1]}"
-            raise UserError(
-                f"engine={self.package}: {wrong}; `{self.setup}` installs it for the CPU, "
-                f"pip install 'spmd-rl[{self.package}]' for a GPU; or say engine=native"
-            )
+            raise UserError(f"engine={self.package}: {wrong}; {self.installation}; or say engine=native")
+
+    @property
+    def installation(self) -> str:
+        """Commands that install the package."""
+        pins = HOME / "launch" / f"{self.package}-cpu.txt"
+        return f"pip install --no-deps -r {pins} for the CPU, pip install 'spmd-rl[{self.package}]' for a GPU"
 
     def check_model(self, key: str, folder: Path, name: str) -> None:
         """Raise a UserError if this engine, called `name`, cannot run the attention of the model in `folder`."""

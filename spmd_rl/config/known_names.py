@@ -170,7 +170,7 @@ _ABSENT = {
     ),
     "policy.lora.base=nf4 holds frozen weights under adapters in 4 bits": "load_in_4bit bnb_4bit_quant_type",
     "trained weights are bfloat16 or float32 (policy.dtype)": "load_in_8bit",
-    "track.wandb and track.swanlab log to the project spmd_rl, under the name of run.dir": (
+    "track.wandb and track.swanlab log to the project spmd_rl (wandb: WANDB_PROJECT), under the name of run.dir": (
         "project_name wandb_project project"
     ),
     "a domain has one rewarder (reward.<domain>.target); rewards.composite:CompositeReward weighs its parts, and "

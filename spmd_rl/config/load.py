@@ -7,6 +7,7 @@ the grammar is more lenient than Hydra's in two ways: a new key needs no `+`, an
 for a sweep (`~/models/x`, `a.jsonl,b.jsonl`), is a plain string. Every mistake is a `UserError` of one line.
 """
 
+import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -25,9 +26,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spmd_rl.bundled import HOME
 from spmd_rl.config.keys import check_keys, inline_field, key_types, leaves, type_name
+from spmd_rl.config.model_files import exported_model
 from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.config.run_identity import fill_run
-from spmd_rl.config.schema import HostConfig
+from spmd_rl.config.schema import HostConfig, JobConfig
 from spmd_rl.errors import UserError
 
 REMOTE_CODE = "policy.trust_remote_code"
@@ -53,8 +55,11 @@ def load(
     """Load the settings of a run, check each value, and fill in `run.name` and `run.dir`."""
     check_experiment(pipeline, overrides)
     check_recipe(overrides)
-    values = compose(pipeline, overrides, config_dir, config_name)
-    return fill_run(build(schema, values), pipeline)
+    cfg = build(schema, compose(pipeline, overrides, config_dir, config_name))
+    for role in cfg.roles if isinstance(cfg, JobConfig) else ():
+        if role.own.model:
+            role.own.model = exported_model(role.model_key, role.own.model)
+    return fill_run(cfg, pipeline)
 
 
 def load_host(
@@ -202,7 +207,7 @@ def normalize_override(line: str, groups: Mapping[str, Sequence[str]], added: Se
     if key in groups and key != GROUP_WITHOUT_DEFAULT and isinstance(override.value(), list):
         raise UserError(f"{key}: must be one option, not {_value_of(line)}; known: {', '.join(groups[key])}")
     if key in groups and not isinstance(override.value(), str | list):
-        raise UserError(f"{key}: unknown option {override.value()!r}; known: {', '.join(groups[key])}")
+        raise UserError(_unknown_option(key, str(override.value()), groups[key]))
     if key in added:
         return "+" + override.input_line.lstrip("+")
     if key in groups or "/" in key:
@@ -236,10 +241,16 @@ def _no_such_config(error: MissingConfigException) -> str:
     missing = str(error.missing_cfg_file)
     group, _, option = missing.rpartition("/")
     if group and error.options:
-        return f"{group}: unknown option {option!r}; known: {', '.join(error.options)}"
+        return _unknown_option(group, option, error.options)
     if group:
         return f"{group}: unknown group (in {group}={option})"
     return f"--config-name: no {missing}.yaml in the config directory"
+
+
+def _unknown_option(group: str, option: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(option, known, 1)
+    meant = f"did you mean {group}={near[0]}? " if near else ""
+    return f"{group}: unknown option {option!r}; {meant}known: {', '.join(known)}"
 
 
 def _first_line(error: Exception) -> str:

@@ -33,7 +33,7 @@ from spmd_rl.command_line import Parser, program
 from spmd_rl.config.apply import apply
 from spmd_rl.config.checks import check, check_plan, fetch_models
 from spmd_rl.config.docs import entries, options
-from spmd_rl.config.keys import suggestion, to_dict
+from spmd_rl.config.keys import leaves, suggestion, to_dict
 from spmd_rl.config.load import CONFIGS, build, chosen, compose, load
 from spmd_rl.config.phases import phase
 from spmd_rl.config.pipelines import PIPELINES
@@ -70,7 +70,7 @@ def main(
     """
     argv = sys.argv[1:] if argv is None else argv
     if NO_STEPS in argv and issubclass(schema, RlConfig):
-        return main("evaluate", EvaluateConfig, imported(EVALUATE), [*filter(NO_STEPS.__ne__, argv)])
+        return _evaluate(schema, argv)
     exit_ = Exit(given_run_dir(pipeline, argv))
     try:
         asked = parse(pipeline, schema, argv)
@@ -117,6 +117,15 @@ def main(
             exit_.fail(2, f"run.dir: {lost.filename}: {lost.strerror}", traceback.format_exc())
         tell(traceback.format_exc().rstrip(), lines=True)
         exit_.fail(1, one_line(error), traceback.format_exc(), printed=True)
+
+
+def _evaluate(schema: type, argv: Sequence[str]) -> None:
+    """Evaluate as a line of `schema` says that trains nothing. What only its training has ends it by name."""
+    own, others = ({leaf.key for leaf in leaves(one)} for one in (schema, EvaluateConfig))
+    idle = next((word for word in argv if word.lstrip("+~").partition("=")[0] in own - others - {"steps"}), None)
+    if idle:
+        Exit(None).fail(2, f"{idle}: has no effect with {NO_STEPS}, which evaluates and trains nothing; leave it out")
+    return main("evaluate", EvaluateConfig, imported(EVALUATE), [*filter(NO_STEPS.__ne__, argv)])
 
 
 def pretend_ranks(plan: PlanConfig) -> None:

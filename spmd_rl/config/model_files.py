@@ -22,7 +22,7 @@ def trained_model(key: str, name: str) -> tuple[str, str | None]:
 
     Of a run it is the newest checkpoint. The model is what was trained. UserError if that is not known.
     """
-    folder = Path(name)
+    folder = Path(name).expanduser()
     if (folder / "config.yaml").is_file() and not (folder / "manifest.json").is_file():
         found = sorted(folder.glob("checkpoints/step-*/manifest.json"), key=lambda path: int(path.parent.name[5:]))
         if not found:
@@ -35,6 +35,21 @@ def trained_model(key: str, name: str) -> tuple[str, str | None]:
         way = f"python -m spmd_rl convert to-hf {folder} OUT --model MODEL makes a model of it: {key}=OUT"
         raise UserError(f"{key}: {folder} lies in no run's directory; {way}")
     return settings["policy"]["model"], str(folder)
+
+
+def exported_model(key: str, name: str) -> str:
+    """Return `hf/` of the checkpoint that `name` names, or of its run's newest; the name itself, if it is no such path.
+
+    UserError where the checkpoint has no `hf/`.
+    """
+    checkpoint = trained_model(key, name)[1]
+    if checkpoint is None:
+        return name
+    exported = Path(checkpoint) / "hf"
+    if not exported.is_dir():
+        way = f"python -m spmd_rl convert to-hf {checkpoint} OUT makes one: {key}=OUT"
+        raise UserError(f"{key}: {checkpoint} has no hf/, as checkpoint.export_hf was false; {way}")
+    return str(exported)
 
 
 def check_weights(key: str, folder: Path) -> None:

@@ -85,11 +85,16 @@ def answers_key(cfg: Any, prompts: str) -> str:
 
 
 def fill_run(cfg: T, pipeline: str) -> T:
-    """Fill in `pipeline`, and `run.name` and `run.dir` (as an absolute path) where the user gave none; return `cfg`."""
+    """Fill in `pipeline`, and `run.name` and `run.dir` (as an absolute path) where the user gave none; return `cfg`.
+
+    Of a `run.dir` that is given, the last part is the name.
+    """
     run, cfg.pipeline = cfg.run, pipeline
-    if run.name is None:
+    if run.name is None and run.dir is None:
         run.name = "-".join([Path(cfg.policy.model).name, cfg.kind, identity_hash(cfg)])
-    run.dir = str(run_dir(pipeline, run.name, run.dir))
+    folder = run_dir(pipeline, run.name or "", run.dir)
+    run.name = run.name or folder.name
+    run.dir = str(folder)
     return cfg
 
 

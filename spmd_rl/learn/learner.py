@@ -152,6 +152,7 @@ class Learner:
                     self._teachers.fill_in(batches, self.plan, collected.table)  # [all]
                 for batch in batches:
                     self._teachers.reward(batch)
+            self.plan = token_advantages.logged(batches, self.plan, settings, data, bool(self._teachers))  # [all]
             if self._roofline:
                 trains = self.plan.step > settings.critic_warmup
                 epochs = settings.sample_epochs

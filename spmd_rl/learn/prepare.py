@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spmd_rl.batch import Batch
 from spmd_rl.data.seeds import counter_seed
 from spmd_rl.distributed import DataShard
 from spmd_rl.learn.advantages import Credit, Key, Metadata, keys
@@ -52,7 +53,7 @@ class Plan:
     run_lengths: np.ndarray
     """int64 [r]: sampled tokens"""
     advantages: np.ndarray
-    """float64 [r]: advantage of each of its tokens; before a token-level estimator, the reward of its turn"""
+    """float64 [r]: mean advantage of its tokens; before a token-level estimator, the reward of its turn"""
     weights: np.ndarray
     """float64 [n]: weight of each token of the sample in its mini-batch"""
     right: np.ndarray
@@ -98,6 +99,22 @@ class Plan:
     def columns(self) -> tuple[Any, ...]:
         """Everything: what ranks compare."""
         return tuple([getattr(self, name) for name in self.__slots__])
+
+    def with_advantages(self, batches: Sequence[Batch], data: DataShard) -> "Plan":
+        """[all] Return the plan with each run's mean advantage, as the batches have it now.
+
+        batches: this rank's mini-batches. data: its share of the policy's data.
+        """
+        here = (self.data_rank == data.rank).repeat(self.num_runs)
+        lengths = self.run_lengths[here]
+        runs = np.arange(len(lengths)).repeat(lengths)
+        tokens = [batch.advantages[batch.sampled.index].double().numpy() for batch in batches]
+        sums = np.bincount(runs, np.concatenate(tokens), len(lengths))
+        shards = data.gather("prepare: advantages", (sums / lengths).tolist())  # [all]
+        advantages = np.empty_like(self.advantages)
+        for shard, means in enumerate(shards):
+            advantages[(self.data_rank == shard).repeat(self.num_runs)] = means
+        return replace(self, advantages=advantages)
 
     def elsewhere(self, data: DataShard, hidden_size: int) -> "Plan":
         """The same plan for a role with other data shards: only `data_rank` differs. hidden_size: the role's."""

@@ -58,6 +58,18 @@ def finish(
     return metrics
 
 
+def logged(
+    batches: Sequence[Batch], plan: Plan, settings: AlgorithmConfig, data: DataShard, changed: bool = False
+) -> Plan:
+    """[all] Return the plan with the advantages of the batches, for the sample log, where these are not its own.
+
+    changed: whether more than `finish` has changed them.
+    """
+    shaped = settings.whiten_advantages or settings.advantage_clip is not None
+    differ = bool(token_advantage(settings) or settings.kl_reward_coef or shaped or changed)
+    return plan.with_advantages(batches, data) if differ else plan  # [all] the settings are agreed on
+
+
 def _of_critic(batches: Sequence[Batch], data: DataShard) -> dict[str, float]:
     """[all] Metrics of the values of all data shards and mini-batches."""
     errors = [batch.returns - batch.values for batch in batches]

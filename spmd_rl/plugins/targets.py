@@ -114,7 +114,8 @@ def _places(module: str) -> str:
     """Where a module was looked for, for people: the folders that are not Python's own."""
     folders = (entry or "." for entry in sys.path if not entry.startswith((sys.prefix, sys.base_prefix)))
     ours = ["spmd_rl itself"] if module.partition(".")[0] in PLUGINS else []
-    return ", ".join([*(folder for folder in folders if Path(folder).is_dir()), "what is installed", *ours])
+    there = dict.fromkeys(folder for folder in folders if Path(folder).is_dir())
+    return ", ".join([*there, "what is installed", *ours])
 
 
 def build_target(

@@ -177,6 +177,7 @@ class Collected:
             "rollout/error_share": self.table.error_share,
             "rollout/zero_variance": self.table.zero_variance_share,
             "tokens": int(answers["num_tokens"][sampled].sum()),
+            "generated_tokens": int(answers["num_answer_tokens"][sampled].sum()),
             **self.pace,
         }
         if self.cached is not None:

@@ -25,14 +25,18 @@ from spmd_rl.command_line import Parser, program
 from spmd_rl.config.run_identity import CONFIG_FILE, identity
 from spmd_rl.errors import plural, printable, reason, tell
 from spmd_rl.track import html_page as page
-from spmd_rl.track.render import CHARTS, SCORES
+from spmd_rl.track.charts import CHARTS, SCORES
 from spmd_rl.track.run_reader import RunData, read_run
 from spmd_rl.track.svg import Band, Point, Series, line_chart, text
 
 SEEDS = ("seed", "data.seed")
-KEYS = {key: name for name, key, _ in SCORES[1:] + SCORES[:1]} | {key: title for title, _, key, _ in CHARTS}
+KEYS = {
+    key: f"{chart.title}: {name}" if len(chart.lines) > 1 else chart.title
+    for chart in (SCORES, *CHARTS)
+    for key, name in chart.lines.items()
+}
 """Metrics that are drawn by default, and their titles."""
-TABLE_KEYS = tuple(KEYS)[:3]
+TABLE_KEYS = tuple(key for key in KEYS if "score" in key or "loss" in key)
 LESS_IS_BETTER = ("loss", "diff", "time/", "seconds", "bubble", "overhead", "kl")
 MAX_DIFFERING = 16
 WIDTH, HEIGHT = 760.0, 260.0
@@ -100,8 +104,12 @@ def _color(number: int, count: int) -> str:
 
 def differences(found: Sequence[Lane]) -> list[str]:
     """Return for each lane the settings in which the lanes differ. Example: `policy.lr=1e-05`."""
+    pipelines = [lane.runs[0].about.get("pipeline") for lane in found]
     settings = [_settings(lane.runs[0]) for lane in found]
     keys = sorted(set().union(*settings))
+    if len(set(pipelines)) > 1:  # each has settings that the other lacks
+        settings = [{"pipeline": name, **tree} for name, tree in zip(pipelines, settings, strict=True)]
+        keys = ["pipeline", *(key for key in keys if all(key in tree for tree in settings))]
     differing = [key for key in keys if len({str(tree.get(key)) for tree in settings}) > 1]
     more = f", and {len(differing) - MAX_DIFFERING} more" if len(differing) > MAX_DIFFERING else ""
     return [", ".join(f"{key}={tree.get(key)}" for key in differing[:MAX_DIFFERING]) + more for tree in settings]

@@ -27,11 +27,11 @@ from spmd_rl.config.batch_arithmetic import (
     tokens_per_turn,
 )
 from spmd_rl.config.checks import loaded_roles
-from spmd_rl.config.model_files import describe_model
+from spmd_rl.config.model_files import describe_model, num_weights
 from spmd_rl.config.phases import phase
 from spmd_rl.config.placement import Placement, ranks_do
 from spmd_rl.config.ranks import world_size
-from spmd_rl.config.schema import RlConfig, RlvrConfig
+from spmd_rl.config.schema import JobConfig, RlConfig, RlvrConfig
 from spmd_rl.data import Prompts
 from spmd_rl.data.prompts import with_line_breaks
 from spmd_rl.errors import UserError, plural, printable
@@ -280,9 +280,16 @@ def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
     return [
         ("run.dir", f"{folder}" + (f", which holds {held[-1]}: the run would go on from there" if held else "")),
         ("files", "config.yaml, metrics.jsonl, samples/, journal/, report.html"),
-        ("checkpoints", f"after steps {listed}; the newest {c.keep} are kept, the last one also as hf/"),
+        ("checkpoints", f"after steps {listed}; the newest {c.keep} are kept, the last one also as hf/{_disk(cfg)}"),
         ("trackers", ", ".join(trackers) or "none"),
     ]  # fmt: skip
+
+
+def _disk(cfg: JobConfig) -> str:
+    """Return the size of a checkpoint in words; nothing where the weights are not there, or only adapters are saved."""
+    count = 0 if cfg.policy.lora.rank else num_weights(model_folder(cfg.policy.model))
+    exported = count * (4 if dtype(cfg.policy.dtype) == "float32" else 2)
+    return f"; {12 * count / 1e9:.1f} GB each, {exported / 1e9:.1f} more for hf/" if count else ""
 
 
 def short(text: str) -> str:

@@ -5,13 +5,17 @@ from itertools import chain
 from pathlib import Path
 
 from spmd_rl.config.apply import apply
-from spmd_rl.config.batch_arithmetic import describe_batch, describe_evaluation, describe_rows
+from spmd_rl.config.batch_arithmetic import describe_batch, describe_evaluation, describe_held_out, describe_rows
 from spmd_rl.config.model_files import describe_model
 from spmd_rl.config.placement import Placement, ranks_do
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import EngineConfig, EvaluationConfig, JobConfig, PlacementConfig, RolloutConfig
+from spmd_rl.config.sections.data import DataConfig
+from spmd_rl.config.sections.models import EvaluatedModelConfig, PolicyConfig
+from spmd_rl.config.sections.teachers import TeachersConfig
 from spmd_rl.distributed import World
 from spmd_rl.track import goodput
+from spmd_rl.track.metrics import read_lines
 from spmd_rl.track.results import RESULTS
 from spmd_rl.track.svg import duration
 
@@ -27,7 +31,8 @@ def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
     tasks = generates[0] if generates else f"each trains {layout}"
     lines = [
         ("run", f"{cfg.run.name}, {cfg.steps or 'no training'}{' steps' * bool(cfg.steps)}, seed {cfg.seed}"),
-        ("model", f"{model}: {describe_model(model)}"),
+        ("model", f"{_measured(cfg) or model}: {describe_model(model)}"),
+        *apply((_adapters, _teachers), cfg),
         ("dtype", trained if cfg.steps else dtype),
         ("ranks", f"{ranks} on {nodes} node{'s' * (nodes > 1)} ({world.device.type}): {tasks}"),
         *chain.from_iterable(apply([partial(one, num_train, num_eval) for one in (_prompts, describe_rows)], cfg)),
@@ -35,7 +40,25 @@ def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
         *apply((partial(_evaluation, num_eval),), cfg),
         ("run.dir", cfg.run.dir),
     ]
-    return _aligned(lines)
+    return _aligned([line for line in lines if line[1]])
+
+
+def _measured(cfg: JobConfig) -> str | None:
+    """Return the checkpoint whose weights an evaluation takes in the place of the model's."""
+    return cfg.policy.checkpoint if isinstance(cfg.policy, EvaluatedModelConfig) else None
+
+
+def _adapters(policy: PolicyConfig) -> tuple[str, str]:
+    lora, targets = policy.lora, ", ".join(policy.lora.targets or ["all linear layers of the decoder layers"])
+    return "adapters", f"LoRA of rank {lora.rank} on {targets}; no other weight is trained" if lora.rank else ""
+
+
+def _teachers(teacher: TeachersConfig) -> tuple[str, str]:
+    named = [f"{domain or 'all'}: {one.model or 'the policy with a hint'}" for domain, one in teacher.by_domain.items()]
+    if not named:
+        return "teacher", ""
+    scores = "nothing else" if teacher.alone else "and from the scores or the rows' own answers"
+    return "teacher", f"{', '.join(named).removeprefix('all: ')}; the policy learns from {teacher.loss}, {scores}"
 
 
 def _tasks(layout: str, placement: PlacementConfig, engine: EngineConfig, steps: int = 0) -> str:
@@ -50,10 +73,12 @@ def _tasks(layout: str, placement: PlacementConfig, engine: EngineConfig, steps:
     return f"{each} trains {layout} and generates {generates}{ahead}" if steps else f"each generates {generates}"
 
 
-def _prompts(num_train: int, num_eval: int, rollout: RolloutConfig, steps: int) -> list[tuple[str, str]]:
+def _prompts(
+    num_train: int, num_eval: int, rollout: RolloutConfig, steps: int, data: DataConfig | None = None
+) -> list[tuple[str, str]]:
     epochs = steps * rollout.prompts_per_step / max(num_train, 1)
     train = f"{num_train} for training ({epochs:.3g} epochs)" if num_train else "tasks without end for training"
-    return [("prompts", f"{train}, {num_eval} held out")]
+    return [("prompts", f"{train}, {describe_held_out(num_eval, data)}")]
 
 
 def _evaluation(num_eval: int, eval: EvaluationConfig, steps: int = 0) -> tuple[str, str]:
@@ -78,6 +103,17 @@ def footer(run_dir: Path, steps: int) -> str:
         lines.append(("goodput", f"{100 * account.goodput:.1f} % of {duration(account.wall)}, {starts}"))
     lines.append(("compare", f"python -m spmd_rl compare {run_dir} OTHER_RUN_DIR"))
     return _aligned(lines)
+
+
+def interrupted(run_dir: Path) -> str:
+    """Say which finished steps a run that ends here has not saved, and how it goes on."""
+    latest = run_dir / "checkpoints" / "latest"
+    saved = int(latest.read_text().strip().removeprefix("step-")) if latest.exists() else 0
+    done = max((line["step"] for line in read_lines(run_dir / "metrics.jsonl")), default=0)
+    lost = f"steps {saved + 1} to {done} are lost" if done > saved else "no finished step is lost"
+    kept = f"the newest checkpoint is that of step {saved}" if saved else "there is no checkpoint yet"
+    place = f"step {saved}" if saved else "the start"
+    return f"{kept}, {lost} (checkpoint.every)\nthe same command goes on from {place}"
 
 
 def _aligned(lines: list[tuple[str, str]]) -> str:

@@ -24,10 +24,12 @@ _COLUMNS = (
     ("margin", "rewards/margins", "{:.3f}"),
     ("accuracy", "rewards/accuracies", "{:.3f}"),
     ("val loss", "val/loss", "{:.4f}"),
+    ("distill loss", "distill/loss", "{:.4f}"),
     ("over", "val/num_prompts", "{:.0f} prompts"),
     ("grad_norm", "actor/grad_norm", "{:.3g}"),
     ("length", "rollout/response_length/mean", "{:.1f}"),
-    ("tokens/s", "system/tokens_per_s", "{:.0f}"),
+    ("generated tokens/s", "system/generated_tps", "{:.1f}"),
+    ("tokens/s", "system/tps", "{:.0f}"),
     ("seconds", "time/total", "{:.1f}"),
 )
 

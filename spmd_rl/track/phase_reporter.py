@@ -12,7 +12,7 @@ from spmd_rl.distributed.wait_message import EVERY_SECONDS, FIRST_SECONDS, WaitM
 from spmd_rl.errors import tell
 
 WAITS = {
-    "start": "loading the models, starting the sidecars and the engine",
+    "start": "starting: loading the models, and what else the pipeline has",
     "restore": "loading the checkpoint",
     "publish": "publishing the weights to the engine",
     "save": "writing the checkpoint",

@@ -14,7 +14,7 @@ from typing import Any
 
 from spmd_rl.track import goodput, timeline
 from spmd_rl.track import html_page as page
-from spmd_rl.track.metrics import WARMUP_SCORE
+from spmd_rl.track.charts import CHARTS, SCORES, Chart
 from spmd_rl.track.run_reader import RunData, best_and_worst, plain_text, read_run
 from spmd_rl.track.samples import merged_files
 from spmd_rl.track.svg import Series, duration, label, line_chart, stacked_bars, thin
@@ -29,20 +29,13 @@ COLORS = dict(zip(PHASES, (f"var(--c{n})" for n in (1, 2, 3, 7, 8, 4, 6, 5)), st
 }
 NAMES = {"update": "train", "save": "checkpoint"}
 """Phases of the journal that have another name in metrics"""
-SCORES = (
-    ("training", "critic/score/mean", "var(--other)"),
-    ("held-out, sampled", "val/score/mean", "var(--c1)"),
-    ("held-out, greedy", "val/score_greedy/mean", "var(--c2)"),
-)
-WARMUP = ("warm-up, by demonstrations", WARMUP_SCORE, "var(--c5)")
-CHARTS = (
-    ("Gradient norm", "before clipping", "actor/grad_norm", "var(--c4)"),
-    ("Entropy", "nats per sampled token", "actor/entropy", "var(--c3)"),
-    ("Answer length", "tokens, mean", "rollout/response_length/mean", "var(--c1)"),
-    ("Engine against trainer", "mean |difference| of logprobs", "train_infer/abs_diff/mean", "var(--c5)"),
-    ("Idle share of generation", "rollout/bubble", "rollout/bubble", "var(--c8)"),
-    ("Throughput", "tokens per second, all ranks", "system/tokens_per_s", "var(--c6)"),
-)
+TILES = {
+    "val/score/mean": "score, held-out, sampled",
+    "val/score_greedy/mean": "score, held-out, greedy",
+    "critic/score/mean": "score, training",
+    "val/loss": "loss, held-out",
+}
+"""Metrics of which the page says the first and the last value"""
 BEST = "var(--c3)"
 """The colour of the best samples, where their score is above 0."""
 _MAX_BARS = 120
@@ -70,7 +63,7 @@ def render(run: RunData, steps: Sequence[int] | None = None) -> str:
     body = [
         _header(run),
         _tiles(run),
-        page.section("Scores", _scores(run)),
+        page.section("Scores", _chart(run, SCORES, width=1150, height=280)),
         page.section("Training", _charts(run)),
         page.section("Where the time goes", _times(run)),
         page.section("Timeline", _timeline(run)),
@@ -112,13 +105,15 @@ def _summary(run: RunData) -> str:
 
 def _tiles(run: RunData) -> str:
     tiles = []
-    for name, key, _ in SCORES[1:] + SCORES[:1]:
+    for key, name in TILES.items():
         if points := run.series(key):
-            tiles.append(page.tile(f"{points[0][1]:.2f} \u2192 {points[-1][1]:.2f}", f"score, {name}"))
+            tiles.append(page.tile(f"{points[0][1]:.2f} \u2192 {points[-1][1]:.2f}", name))
     if times := run.series("time/total"):
         tiles.append(page.tile(duration(sum(y for _, y in times) / len(times)), "per step, mean"))
-    if speed := run.series("system/tokens_per_s"):
+    if speed := run.series("system/tps"):
         tiles.append(page.tile(label(round(sum(y for _, y in speed) / len(speed))), "tokens per second, mean"))
+    if speed := run.series("system/generated_tps"):
+        tiles.append(page.tile(f"{sum(y for _, y in speed) / len(speed):.3g}", "generated tokens per second, mean"))
     if overhead := run.series("system/overhead"):
         tiles.append(
             page.tile(f"{100 * sum(y for _, y in overhead) / len(overhead):.1f} %", "coordination between ranks")
@@ -129,15 +124,15 @@ def _tiles(run: RunData) -> str:
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
-def _scores(run: RunData) -> str:
-    shown = [Series(name, color, points) for name, key, color in (*SCORES, WARMUP) if (points := run.series(key))]
-    keys = "".join(page.key(series.name, series.color) for series in shown)
-    return page.figure("Mean score", "by training step", keys, line_chart(shown, width=1150, height=280))
+def _chart(run: RunData, chart: Chart, **size: int) -> str:
+    lines = zip(chart.lines.items(), chart.colors, strict=True)
+    shown = [Series(name, color, points) for (key, name), color in lines if (points := run.series(key))]
+    keys = "".join(page.key(series.name, series.color) for series in shown) if len(chart.lines) > 1 else ""
+    return page.figure(chart.title, chart.note, keys, line_chart(shown, **size))
 
 
 def _charts(run: RunData) -> str:
-    charts = ((title, note, Series(title, color, run.series(key))) for title, note, key, color in CHARTS)
-    return _grid([page.figure(title, note, "", line_chart([series])) for title, note, series in charts])
+    return _grid([drawn for chart in CHARTS if (drawn := _chart(run, chart))])
 
 
 def _grid(figures: Sequence[str]) -> str:

@@ -2,19 +2,30 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from spmd_rl.errors import tell
 from spmd_rl.track.metrics import Values
 
 RESULTS = "evaluation.json"
 
 
 def write_results(directory: Path, found: Mapping[str, Values], about: Mapping[str, Any]) -> None:
-    """Write the numbers by domain, those of all domains as `all`, and what they are `about`: whole or not at all."""
+    """Write the numbers by domain, those of all domains as `all`, and what they are `about`: whole or not at all.
+
+    The numbers of an evaluation with another `about.key` are kept, in a file that is named by that key.
+    """
     draft = (directory / RESULTS).with_suffix(".tmp")
+    with suppress(OSError, msgspec.DecodeError):
+        earlier = msgspec.json.decode((directory / RESULTS).read_bytes(), type=dict)
+        if (key := earlier.get("key")) != about.get("key"):
+            kept = directory / f"evaluation-{key}.json"
+            os.replace(directory / RESULTS, kept)
+            tell(f"notice: {directory} holds an evaluation of {earlier.get('model')}; its numbers are now in {kept}")
     results = {domain or "all": values for domain, values in found.items()}
     draft.write_bytes(msgspec.json.format(msgspec.json.encode({**about, "results": results}), indent=2) + b"\n")
     os.replace(draft, directory / RESULTS)

@@ -84,6 +84,7 @@ class Run:
                 world.journal.watch(track._phase_reporter)
                 track._phase_reporter.start(lambda: call.name if (call := world.journal.inside) else "")
                 stack.callback(track._phase_reporter.close)
+            world.on_exit(lambda: tell(messages.interrupted(track.directory), lines=True))
             world.on_exit(track._merge_last)
             world.on_exit(track.write_report)
             world.on_exit(track._close_trackers)
@@ -114,7 +115,8 @@ class Run:
         """Add values to the step's line. No key may be added twice in a step.
 
         `reduce=None`: the values are equal on all ranks already; else they are reduced over the ranks that
-        have the key. The key `tokens`, the step's generated tokens, becomes `system/tokens_per_s`.
+        have the key. The keys `tokens` and `generated_tokens`, of the step, become `system/tps` and
+        `system/generated_tps`.
         """
         target = self.line if reduce is None else self._local.setdefault(reduce, {})
         assert not target.keys() & values.keys(), f"added twice in a step: {sorted(target.keys() & values.keys())}"
@@ -226,8 +228,11 @@ class Run:
         """Add what follows from the values of the line."""
         line = self.line
         line["system/overhead"] = line["time/coordination"] / line["time/total"]
-        if "tokens" in line:
-            line["system/tokens_per_s"] = line.pop("tokens") / line["time/total"]
+        if "warmup/loss" in line:  # the answers are demonstrations
+            del line["generated_tokens"]
+        for counted, speed in (("tokens", "system/tps"), ("generated_tokens", "system/generated_tps")):
+            if counted in line:
+                line[speed] = line.pop(counted) / line["time/total"]
         if bound := sum(seconds for key, seconds in line.items() if key.startswith("roofline/")):
             line["system/efficiency"] = bound / (line["time/total"] - line["time/eval"] - line["time/checkpoint"])
 

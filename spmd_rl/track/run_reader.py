@@ -1,6 +1,7 @@
 """Reads a run directory for the report and for comparisons, while the run goes on or after its end."""
 
 import heapq
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ class RunData:
     about: dict[str, Any]
     """Pipeline, git revision and package versions"""
     launch: dict[str, Any]
-    """Command, machine and time of the first start; empty where the journal does not have them"""
+    """Command, machine and time of the last start; empty where the journal does not have them"""
 
     def series(self, key: str) -> list[Point]:
         """Return (step, value) of each line that has a number under `key`."""
@@ -103,10 +104,11 @@ class _Scored(msgspec.Struct):
 
 
 def _launch(journal: Path) -> dict[str, Any]:
-    """Return the first `run` event of a journal, which `Run.open` writes."""
-    for index, event in enumerate(read_lines(journal)):
-        if event["event"] == "run":
-            return event
-        if index > 100:
-            break
-    return {}
+    """Return the last `run` event of a journal, which `Run.open` writes."""
+    try:
+        with open(journal, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            found = text.rfind(b'"event":"run"')
+            begin = text.rfind(b"\n", 0, max(found, 0)) + 1
+            return msgspec.json.decode(text[begin : text.find(b"\n", begin)]) if found >= 0 else {}
+    except (OSError, ValueError, msgspec.DecodeError):  # none, an empty one, a line that is cut off
+        return {}

@@ -4,6 +4,7 @@
 and `run.dir/swanlab` later. `tensorboard --logdir RUN_DIR/tensorboard` shows TensorBoard's event files.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,6 +14,8 @@ from typing import Any
 from spmd_rl.config.schema import TrackConfig
 from spmd_rl.errors import UserError
 from spmd_rl.process import in_background
+
+PROJECT = "spmd_rl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,8 @@ def wandb(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) ->
     """Open a Weights & Biases run, or continue the one of this id."""
     import wandb
 
-    run = wandb.init(**_run(run_dir, run_id, settings), dir=run_dir, mode=mode, settings=wandb.Settings(console="off"))
+    given = _run(run_dir, run_id, settings) | {"project": os.environ.get("WANDB_PROJECT") or PROJECT}
+    run = wandb.init(**given, dir=run_dir, mode=mode, settings=wandb.Settings(console="off"))
     return Tracker(lambda step, values: run.log(dict(values), step=step), run.finish)
 
 
@@ -85,4 +89,4 @@ def tensorboard(run_dir: Path, first_step: int) -> Tracker:
 
 def _run(run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that wandb and SwanLab share."""
-    return {"project": "spmd_rl", "name": run_dir.name, "id": run_id, "resume": "allow", "config": dict(settings)}
+    return {"project": PROJECT, "name": run_dir.name, "id": run_id, "resume": "allow", "config": dict(settings)}

@@ -107,9 +107,9 @@ def reverse_kl(student: Path, teacher: Path, pairs: list[tuple[str, str]]) -> fl
 def measure(model: Path, teacher: Path, seed: int) -> dict[str, float]:
     """What `MEASURED` names; `model` is a run's."""
     pairs, lines = answers(model, 4, seed), (model.parents[2] / "metrics.jsonl").read_text().splitlines()
-    steps = [step for step in map(json.loads, lines) if "system/tokens_per_s" in step]
+    steps = [step for step in map(json.loads, lines) if "system/tps" in step]
     score = sum(is_walk(*pair) for pair in pairs) / len(pairs)
-    tokens = sum(round(step["system/tokens_per_s"] * step["time/total"]) for step in steps)
+    tokens = sum(round(step["system/tps"] * step["time/total"]) for step in steps)
     return {"kl": reverse_kl(model, teacher, pairs), "score": score, "tokens": tokens}
 
 

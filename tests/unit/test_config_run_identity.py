@@ -144,3 +144,9 @@ def test_settings_that_a_resume_changes_are_kept_with_their_last_step(tmp_path):
     assert start(1e-5) == [first]
     saved(20)
     assert start(1e-6, 0.5) == [first, {"step": 20, "settings": {"policy.lr": 1e-5, "rollout.temperature": 1.0}}]
+
+
+def test_a_directory_that_is_given_names_the_run(tmp_path):
+    assert rlvr(f"run.dir={tmp_path}/sums").run.name == "sums"
+    assert rlvr(f"run.dir={tmp_path}/sums", "run.name=mine").run.name == "mine"
+    assert rlvr().run.name.startswith("smollm2-135m-instruct-")

@@ -4,6 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -88,6 +89,7 @@ def finished(groups: list[Group], **keys) -> dict[tuple[int, int], list[float]]:
         if algorithm.uses_critic:
             batches[0].values = values_of(batches[0])
         token_advantages.finish(batches, plan, algorithm, 0.0, data, seed=0)
+        logged = plan.with_advantages(batches, data)
     (batch,) = batches
     parts = zip(
         batch.keys.tolist(),
@@ -95,7 +97,12 @@ def finished(groups: list[Group], **keys) -> dict[tuple[int, int], list[float]]:
         batch.loss_mask.split(batch.starts.diff().tolist()),
         strict=True,
     )
-    return {tuple(key): values[mask].tolist() for key, values, mask in parts}
+    found = {tuple(key): values[mask].tolist() for key, values, mask in parts}
+    runs = np.split(logged.advantages * logged.run_lengths, logged.num_runs.cumsum())[:-1]
+    rows = zip(logged.keys.tolist(), runs, logged.num_sampled, strict=True)
+    means = {tuple(key): sum(own) / count for key, own, count in rows}
+    assert means == pytest.approx({key: fmean(values) for key, values in found.items()}, abs=1e-6)
+    return found
 
 
 def values_of(batch) -> torch.Tensor:

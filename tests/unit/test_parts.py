@@ -82,3 +82,15 @@ def test_an_interpreter_that_does_not_end_is_ended(tmp_path: Path) -> None:
     total = parts(tmp_path, "sum", "bad")
     assert f"bad: exit code 1; its last test: {BAD}leaves_a_thread" in total.stdout
     assert total.stdout.splitlines()[-1] == "1 passed, 1 failed"
+
+
+def test_the_end_names_the_programs_that_are_missing(tmp_path: Path) -> None:
+    (tmp_path / "one").write_text(
+        "skipped\ta\tno Chromium on this machine\nskipped\tb\tbwrap: bwrap is not installed\n"
+        "skipped\tc\tbwrap: no namespaces\npassed\td\t\nskipped\te\tneeds root\nended\texit code 0\n"
+    )
+    lines = parts(tmp_path, "sum", "one").stdout.splitlines()
+    assert lines[-2:] == [
+        "skipped for want of a program: bubblewrap 2, chromium 1; apt-get install bubblewrap chromium",
+        "1 passed, 0 failed",
+    ]

@@ -12,7 +12,9 @@ from spmd_rl.config.schema import RlvrConfig, RunConfig
 from spmd_rl.distributed import solo
 from spmd_rl.tools import report
 from spmd_rl.track import render
+from spmd_rl.track.messages import interrupted
 from spmd_rl.track.metrics import describe
+from spmd_rl.track.results import write_results
 from spmd_rl.track.run import Run
 from spmd_rl.track.run_reader import best_and_worst, read_run
 from spmd_rl.track.svg import Series, label, labels, line_chart, padded, smooth, thin, ticks
@@ -325,3 +327,33 @@ def test_scores_of_the_warm_up_are_those_of_demonstrations(tmp_path: Path) -> No
     assert "warm-up, by demonstrations" in render.render(run)
     told = describe(1, 6, lines[1])
     assert "  demonstrated score " in told and "  score " not in told and "  score " in describe(3, 6, lines[3])
+
+
+def test_a_supervised_run_shows_its_losses_and_the_last_command(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    rows = [{"step": n, "sft/loss": 3 / n, "val/loss": 4 / n, "val/rewards/margins": 0.5} for n in range(1, 5)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with open(run_dir / "journal" / "rank-0.jsonl", "a") as file:
+        file.write('{"t":1.5,"event":"run","command":"python -m spmd_rl.sft again","ranks":2,"step":0}\n')
+    page = draw(run_dir)
+    assert "Loss" in page.text and "Margin" in page.text and "Accuracy" not in page.text and "Entropy" not in page.text
+    assert "4.00 \u2192 1.00" in page.text and "python -m spmd_rl.sft again" in page.text
+
+
+def test_an_end_in_the_middle_says_what_is_lost(tmp_path: Path) -> None:
+    assert interrupted(tmp_path).startswith("there is no checkpoint yet, no finished step is lost")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 6}\n{"step": 7}\n')
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step-000005\n")
+    assert interrupted(tmp_path).splitlines() == [
+        "the newest checkpoint is that of step 5, steps 6 to 7 are lost (checkpoint.every)",
+        "the same command goes on from step 5",
+    ]
+
+
+def test_the_numbers_of_another_evaluation_stay(tmp_path: Path, capsys) -> None:
+    for key in ("a", "a", "b"):
+        write_results(tmp_path, {"": {"score/mean": 0.5}}, {"model": f"run/{key}", "key": key})
+    assert json.loads((tmp_path / "evaluation-a.json").read_text())["model"] == "run/a"
+    assert json.loads((tmp_path / "evaluation.json").read_text())["model"] == "run/b"
+    assert capsys.readouterr().err.count("its numbers are now in") == 1

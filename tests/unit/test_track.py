@@ -45,14 +45,15 @@ def test_a_step_is_one_line_with_all_it_measured(tmp_path: Path) -> None:
                 with world.phase("generate"):
                     time.sleep(0.03)
                 track.add({"actor/grad_norm": 0.5})
-                track.add({"tokens": 100}, reduce="sum")
+                track.add({"tokens": 100, "generated_tokens": 4}, reduce="sum")
                 track.add({"a": math.nan, "b": 2}, reduce="max")
     first, second = lines(tmp_path)
     assert (first["step"], second["step"], first["actor/grad_norm"], first["a"], first["b"]) == (0, 1, 0.5, None, 2)
     assert first["time/generate"] >= 0.03 and first["time/coordination"] >= 0.1 and first["time/train"] < 0.05
     assert first["time/checkpoint"] == 0
     assert first["system/overhead"] == pytest.approx(first["time/coordination"] / first["time/total"])
-    assert first["system/tokens_per_s"] == pytest.approx(100 / first["time/total"]) and "tokens" not in first
+    assert first["system/tps"] == pytest.approx(100 / first["time/total"]) and "tokens" not in first
+    assert first["system/generated_tps"] == pytest.approx(4 / first["time/total"])
     assert first["memory/generate/peak_bytes"] > 10**6
     for line in (first, second):
         parts = {key: value for key, value in line.items() if key.startswith("time/") and key != "time/total"}

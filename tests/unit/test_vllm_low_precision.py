@@ -2,6 +2,7 @@
 
 import json
 from array import array
+from contextlib import closing
 
 import pytest
 import torch
@@ -25,6 +26,70 @@ PROMPTS = (array("i", range(24, 64)), array("i", range(100, 107)))
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return tiny("qwen2", tmp_path_factory.mktemp("model"), **VLLM_SIZES)
+
+
+@pytest.fixture
+def onednn(monkeypatch):
+    """Kernels of oneDNN that sum INT8 exactly: stubs where this CPU's do not, for want of VNNI."""
+    from vllm import _custom_ops as ops
+
+    from spmd_rl.engine.vllm import low_precision
+
+    try:
+        low_precision.check_int8()
+    except UserError:
+        monkeypatch.setattr(ops, "create_onednn_scaled_mm", Packed)
+        monkeypatch.setattr(ops, "onednn_scaled_mm", exact_sums)
+
+
+@pytest.fixture(params=["onednn", "amx"])
+def kernels(request, monkeypatch, onednn):
+    """One kind of kernels that vLLM chooses on a CPU: oneDNN's and torch's, or those for AMX.
+
+    On a CPU without AMX the latter are stubs with their layouts and their dtypes.
+    """
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+    amx = request.param == "amx"
+    fits = (lambda n, k, dtype: k % 32 == 0 and n % 16 == 0) if amx else (lambda n, k, dtype: False)
+    monkeypatch.setattr(cpu, "check_cpu_sgl_kernel", fits)
+    fp8 = cpu.CPUFP8W8A8ScaledMMLinearKernel
+    monkeypatch.setattr(fp8, "is_supported", classmethod(lambda *_: (amx, None if amx else "not in this test")))
+    if amx and not torch.cpu._is_amx_tile_supported():
+        monkeypatch.setattr(torch.ops._C, "convert_weight_packed", torch.clone, raising=False)
+        monkeypatch.setattr(torch.ops._C, "int8_scaled_mm_with_quant", int8_of_amx, raising=False)
+    if amx and not ops.cpu_has_amx_fp8():
+        monkeypatch.setattr(torch.ops._C, "float8_linear_prepack_cpu", lambda *given: given, raising=False)
+        monkeypatch.setattr(torch.ops._C, "fp8_scaled_mm_with_quant", fp8_of_amx, raising=False)
+
+
+class Packed:
+    """A matrix [K, N] with the factors of its columns, in the place of oneDNN's handle."""
+
+    def __init__(self, weight, scales, dtype, dynamic, azp, size):
+        self.weight, self.scales, self.n = weight.float(), scales, weight.size(1)
+
+
+def exact_sums(packed, given, out, factors, azp, azp_adj, bias):
+    sums = (given.float() @ packed.weight) * factors * packed.scales.t()
+    out.copy_(sums if bias is None else sums + bias)
+
+
+def int8_of_amx(given, weight, scales, bias, dtype, packed):
+    assert given.dtype in (torch.bfloat16, torch.float16), "expect A to be bfloat16 or half"
+    assert weight.dtype == torch.int8 and packed
+    factors = given.float().abs().amax(1, keepdim=True).clamp_min(1e-7) / 127
+    sums = ((given.float() / factors).round() @ weight.float().t()) * factors * scales.t()
+    return (sums if bias is None else sums + bias).to(dtype)
+
+
+def fp8_of_amx(given, given_scales, by_token, weight, scales, bias, dtype):
+    assert given_scales is None and by_token and weight.dtype == torch.float8_e4m3fn
+    factors = given.float().abs().amax(1, keepdim=True).clamp_min(1e-7) / 448
+    values = (given.float() / factors).to(weight.dtype).float()
+    sums = (values @ weight.float().t()) * factors * scales.t()
+    return (sums if bias is None else sums + bias).to(dtype)
 
 
 def move(policy: Policy, version: int) -> None:
@@ -61,15 +126,13 @@ def from_disk(path, folder, policy: Policy, form: str, dtype: str, version: int)
         replica = replica_group(world, "vllm", 1)
         sizes = {"tp": 1, "max_running": 8, "kv_tokens": 2048, "local_rank": 0}
         llm = starting.start(folder, getattr(torch, dtype), world.device, replica=replica, **sizes)
-        engine = VllmEngine(llm, {})
-        engine.version = version
-        found = answers(engine, version)
-        engine.close()
-    return found
+        with closing(VllmEngine(llm, {})) as engine:
+            engine.version = version
+            return answers(engine, version)
 
 
 @pytest.mark.parametrize(("form", "dtype"), [(f, d) for f in W8A8 for d in ("bfloat16", "float32")])
-def test_what_is_published_is_what_a_checkpoint_holds_and_no_fault_passes(path, tmp_path, form, dtype) -> None:
+def test_what_is_published_is_what_a_checkpoint_holds_and_no_fault_passes(path, tmp_path, kernels, form, dtype) -> None:
     wanted, policy = {}, Policy(path, getattr(torch, dtype))
     for version in (1, 2):
         move(policy, version)
@@ -115,7 +178,10 @@ def off_by_one(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def test_a_packed_copy_of_before_ends_the_run(path) -> None:
+def test_a_packed_copy_of_before_ends_the_run(path, onednn, monkeypatch) -> None:
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+    monkeypatch.setattr(cpu, "check_cpu_sgl_kernel", lambda n, k, dtype: False)
     with vllm_engine(path, "bfloat16", quantization="w8a8_int8") as engine, solo() as world:
         policy = Policy(path, torch.bfloat16)
         publish = weights.build(policy, engine, world, quantization="w8a8_int8")
@@ -133,6 +199,16 @@ def test_a_packed_copy_of_before_ends_the_run(path) -> None:
             publish(1)
         kernel.process_weights_after_loading = kept
         publish(2)
+
+
+def test_a_cpu_whose_sums_saturate_is_refused_by_name(path, monkeypatch) -> None:
+    from vllm import _custom_ops as ops
+
+    monkeypatch.setattr(ops, "create_onednn_scaled_mm", Packed)
+    monkeypatch.setattr(ops, "onednn_scaled_mm", lambda packed, given, out, *_: out.fill_(2**15 * 64))
+    with pytest.raises(UserError, match="^engine.quantization: w8a8_int8 gives wrong sums on this CPU"):
+        with vllm_engine(path, "float32", quantization="w8a8_int8"):
+            pass
 
 
 @pytest.mark.parametrize("form", W8A8)

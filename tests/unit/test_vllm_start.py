@@ -7,7 +7,8 @@ import torch
 
 from spmd_rl.engine.arguments import check_args
 from spmd_rl.errors import UserError
-from tests.engines import needs_vllm
+from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
+from tests.models import tiny
 
 pytestmark = needs_vllm
 
@@ -85,3 +86,22 @@ def test_a_replica_that_got_no_request_gives_its_weights_memory_back(monkeypatch
             assert llm.calls == ["empty", ("wake_up", ["weights"])]
         assert llm.calls[2:] == ["empty", ("wake_up", ["kv_cache"]), ("sleep", 1)]
         assert llm.model_executor.sleeping_tags == {"weights", "kv_cache"}
+
+
+def test_what_fails_leaves_no_group_to_the_next(tmp_path, monkeypatch) -> None:
+    """In its start as well as in a test: the next engine of the process starts."""
+    from spmd_rl.engine.vllm import start
+
+    path = tiny("llama", tmp_path, **VLLM_SIZES)
+
+    def broken(llm):
+        raise ValueError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(start, "_in_stages", broken)
+        with pytest.raises(ValueError, match="on purpose"), vllm_engine(path):
+            pass
+    with pytest.raises(ZeroDivisionError), vllm_engine(path):
+        1 / 0
+    with vllm_engine(path) as engine:
+        assert engine.num_unfinished == 0

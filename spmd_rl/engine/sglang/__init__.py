@@ -21,7 +21,6 @@ ENGINE = EngineFacts(
     build=build,
     title="SGLang",
     package="sglang",
-    setup="make setup-sglang",
     axes=("tp",),
     takes_args=True,
     adapters=True,

@@ -20,7 +20,6 @@ ENGINE = EngineFacts(
     build=build,
     title="vLLM",
     package="vllm",
-    setup="make setup",
     axes=("tp", "pp"),
     takes_args=True,
     quantizations=("w8a8_fp8", "w8a8_int8"),

@@ -34,6 +34,8 @@ def build(
             shapes = shapes_by_rows(shapes, settings.quantization)
             args = low_precision.engine_args(settings.quantization, args)
             outputs = low_precision.Outputs(settings.quantization, dtype)
+            if world.device.type == "cpu" and settings.quantization == "w8a8_int8":
+                low_precision.check_int8()
         sleeps = sleeps and world.device.type != "cpu"
         llm = start(
             policy.model,

@@ -30,7 +30,7 @@ from spmd_rl.engine.sequence import SequenceState, TextOf, has_stop, no_text
 from spmd_rl.engine.vllm.adapter_slot import AdapterSlot
 from spmd_rl.engine.vllm.constrained import grammar_of
 from spmd_rl.engine.vllm.drafts import count_drafts
-from spmd_rl.engine.vllm.low_precision import Outputs, keep_scales
+from spmd_rl.engine.vllm.low_precision import Outputs
 from spmd_rl.engine.vllm.start import TIES, model_of, stop
 from spmd_rl.engine.vllm.weights import repack_heads, unpack_experts
 from spmd_rl.errors import RunFailed
@@ -61,8 +61,6 @@ class VllmEngine(HostedEngine):
         self._is_constrained, self._outputs = is_constrained, outputs
         self.llm = llm
         """vLLM itself, for a look inside where something is wrong."""
-        if outputs is not None:
-            keep_scales(self.model)
         config = llm.vllm_config
         kv_tokens = (config.cache_config.num_gpu_blocks - 1) * config.cache_config.block_size
         capacity = Capacity(config.scheduler_config.max_num_seqs, kv_tokens, config.model_config.max_model_len)

@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+from vllm import _custom_ops as ops
+from vllm.model_executor.kernels.linear import _POSSIBLE_INT8_KERNELS, CPUInt8ScaledMMLinearKernel
+from vllm.platforms import PlatformEnum
+from vllm.utils.torch_utils import set_default_torch_dtype
 
+from spmd_rl.errors import UserError
 from spmd_rl.model.low_precision import SCALE, W8A8
 
 COLUMNS = 64
@@ -36,27 +40,36 @@ def engine_args(form: str, args: Mapping[str, Any]) -> dict[str, Any]:
     return {**args, "hf_overrides": {**args.get("hf_overrides", {}), "quantization_config": config}}
 
 
-def keep_scales(model: nn.Module) -> None:
-    """Let INT8 kernels on the CPU keep the factors of their rows: they compute with them by their address.
+def check_int8() -> None:
+    """Check that this CPU sums INT8 exactly. UserError without VNNI: there oneDNN's sums of two products saturate."""
+    largest = torch.full((64, 64), 127, dtype=torch.int8)
+    packed = ops.create_onednn_scaled_mm(largest.t(), torch.ones(64, 1), torch.float32, True, False, 32)
+    given, factors, _ = ops.onednn_scaled_int8_quant(largest.float(), None, None, True)
+    sums = torch.empty(64, 64)
+    ops.onednn_scaled_mm(packed, given, sums, factors, None, None, None)
+    if not (sums == 64 * 127 * 127).all():
+        raise UserError(
+            "engine.quantization: w8a8_int8 gives wrong sums on this CPU, which has no VNNI instructions; "
+            "say w8a8_fp8, or int8, which rounds the weights alike and computes in policy.dtype"
+        )
 
-    vLLM frees them at the end of a reload, and would compute with whatever comes to lie there, in silence.
-    """
-    for module in model.modules():
-        kernel = getattr(getattr(module, "scheme", None), "kernel", None)
-        if isinstance(kernel, CPUInt8ScaledMMLinearKernel):
-            kernel.process_weights_after_loading = _Kept(kernel)
 
+class Int8Kernel(CPUInt8ScaledMMLinearKernel):
+    """vLLM's INT8 kernel on the CPU, for layers that hand on float32 too and for weights that are loaded again."""
 
-class _Kept:
-    """A kernel's `process_weights_after_loading` that keeps what the packed matrix refers to."""
-
-    def __init__(self, kernel: CPUInt8ScaledMMLinearKernel) -> None:
-        self._process = kernel.process_weights_after_loading
-        self._scale: Tensor | None = None
-
-    def __call__(self, layer: nn.Module) -> None:
-        self._process(layer)
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        with set_default_torch_dtype(layer.params_dtype):  # which it takes for that of the layer, and a reload leaves
+            if layer.params_dtype == torch.float32:  # the kernel for AMX takes bfloat16 and float16 alone
+                self.linear_method = self._apply_weights_onednn
+                self.process_weights_for_onednn(layer)
+            else:
+                super().process_weights_after_loading(layer)
+        # vLLM frees the factors at the end of a reload, and oneDNN computes with them by their address
         self._scale = layer.weight_scale
+
+
+# in the place of vLLM's list, which also has a kernel of AMD's that rounds the factors to bfloat16
+_POSSIBLE_INT8_KERNELS[PlatformEnum.CPU] = [Int8Kernel]
 
 
 class Outputs:

@@ -36,8 +36,8 @@ class Check:
 
 BACKEND = "pip install 'spmd-rl[{}]'; or run with train=fsdp2"
 """Cure for a training backend, given its name"""
-ENGINE = "pip install 'spmd-rl[{}]' for a GPU, {} for the CPU; or run with engine=native"
-"""Cure for an engine, given its package and what installs it for the CPU"""
+ENGINE = "{}; or run with engine=native"
+"""Cure for an engine, given what installs its package"""
 
 
 def backend_check(name: str) -> Check:
@@ -50,7 +50,7 @@ def engine_checks(name: str) -> list[Check]:
     """Return the checks of an engine; one with a package runs in a process of its own, and takes longer to start."""
     package = facts_of(name).package
     process, start, work = (name, 150, 60) if package else ("ranks", 30, 30)
-    cure = ENGINE.format(package, facts_of(name).setup) if package else REPORT
+    cure = ENGINE.format(facts_of(name).installation) if package else REPORT
     publish = f"{name}: publish"
     return [
         Check(f"{name}: start", "engines:start", process, start, "training step", cure, name),

@@ -27,7 +27,7 @@ def _check_package(name: str) -> None:
     if not facts.package:
         return
     if importlib.util.find_spec(facts.package) is None:
-        raise Skipped(f"{facts.title} is not installed ({ENGINE.format(facts.package, facts.setup)})")
+        raise Skipped(f"{facts.title} is not installed ({ENGINE.format(facts.installation)})")
     if found := unsupported(facts.package):
         raise Failed(f"{facts.title} {found[0]} is not supported", f"pip install '{found[1]}'; or engine=native")
 

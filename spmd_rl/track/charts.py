@@ -1,0 +1,72 @@
+"""The metrics that a report and a comparison draw: of these, the ones that a run has."""
+
+from typing import NamedTuple
+
+from spmd_rl.track.metrics import WARMUP_SCORE
+
+
+class Chart(NamedTuple):
+    """A chart with a line for each metric that a run has."""
+
+    title: str
+    note: str
+    lines: dict[str, str]
+    """Metric -> its name in the legend"""
+    colors: tuple[str, ...]
+    """of the lines, in their order"""
+
+
+SCORES = Chart(
+    "Mean score",
+    "by training step",
+    {
+        "critic/score/mean": "training",
+        "val/score/mean": "held-out, sampled",
+        "val/score_greedy/mean": "held-out, greedy",
+        WARMUP_SCORE: "warm-up, by demonstrations",
+    },
+    ("var(--other)", "var(--c1)", "var(--c2)", "var(--c5)"),
+)
+CHARTS = (
+    Chart(
+        "Loss",
+        "of the step's rows and of held-out ones",
+        {
+            "sft/loss": "training",
+            "dpo/loss": "training",
+            "reward_model/loss": "training",
+            "val/loss": "held-out",
+        },
+        ("var(--other)", "var(--other)", "var(--other)", "var(--c1)"),
+    ),
+    Chart(
+        "Accuracy",
+        "share of pairs in which the chosen answer has more",
+        {"rewards/accuracies": "training", "val/rewards/accuracies": "held-out"},
+        ("var(--other)", "var(--c1)"),
+    ),
+    Chart(
+        "Margin",
+        "chosen above rejected, mean",
+        {"rewards/margins": "training", "val/rewards/margins": "held-out"},
+        ("var(--other)", "var(--c1)"),
+    ),
+    Chart("Distance to the teacher", "teacher.loss, per token", {"distill/loss": "distill/loss"}, ("var(--c7)",)),
+    Chart("Gradient norm", "before clipping", {"actor/grad_norm": "actor/grad_norm"}, ("var(--c4)",)),
+    Chart("Entropy", "nats per sampled token", {"actor/entropy": "actor/entropy"}, ("var(--c3)",)),
+    Chart("Answer length", "tokens, mean", {"rollout/response_length/mean": "length"}, ("var(--c1)",)),
+    Chart(
+        "Engine against trainer",
+        "mean |difference| of logprobs",
+        {"train_infer/abs_diff/mean": "difference"},
+        ("var(--c5)",),
+    ),
+    Chart("Idle share of generation", "rollout/bubble", {"rollout/bubble": "idle"}, ("var(--c8)",)),
+    Chart(
+        "Throughput",
+        "tokens per second, all ranks",
+        {"system/tps": "all tokens", "system/generated_tps": "generated"},
+        ("var(--c6)", "var(--c1)"),
+    ),
+)
+"""All charts but that of the scores, in the order of the page"""
