@@ -171,9 +171,9 @@ class TrainConfig:
     """Keep a role's weights in host memory while it computes nothing, and its optimizer's state but for the step
     itself. The engine's weights leave the device while it does not generate. It has no effect on CPU."""
     deterministic: bool = False
-    """Compute forward and backward passes with torch's deterministic algorithms, which a rerun on a GPU needs to be
-    bitwise equal: no additions in any order, attention's backward pass included. Slower on a GPU; on a CPU reruns are
-    equal without it. Not for what kernels of vLLM or SGLang sample."""
+    """Compute forward and backward passes with torch's deterministic algorithms. A rerun on a GPU needs it to be
+    bitwise equal: attention's backward pass and sums over indices otherwise add in any order. Slower on a GPU; on a CPU
+    reruns are equal without it. It changes nothing in vLLM's and SGLang's own kernels."""
     stage: int = 3
     """DeepSpeed's ZeRO: what the ranks share out. 1: the optimizer's state; 2: gradients too; 3: weights too."""
     offload_optimizer: bool = False

@@ -14,9 +14,9 @@ def fix_workspace() -> None:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Have torch take deterministic algorithms, or raise where there is none; afterwards its settings are as before.
+    """Have torch take deterministic algorithms inside, and raise where there is none.
 
-    Not for the whole process: the engine samples with running sums, for which torch has no such algorithm on a GPU.
+    It is not set for the whole process: the engine samples with running sums, for which torch has none on a GPU.
     """
     chosen, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
