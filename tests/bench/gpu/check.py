@@ -18,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+from spmd_rl.model.smollm2 import default_dir, is_complete
 from tests.bench import show
 from tests.gpu.machine import DEVICE, REHEARSED, ROOT
 from tests.patience import patient
@@ -41,10 +42,14 @@ ITEMS = {
     "vllm": (300, (*TESTS, "-k", "leans_on and llama")),
 }
 """Name -> limit in seconds, arguments of Python; `{dir}` is the folder of the results."""
+OF_SMOLLM2 = ("demo", "run", "rerun", "bitwise")
+"""Items that need the demo's model: `python -m spmd_rl smollm2` fetches it."""
 
 
 def check(name: str, folder: Path) -> tuple[str, float]:
     """Run an item; return how it ended and its seconds."""
+    if name in OF_SMOLLM2 and not is_complete(default_dir()):
+        return "skipped: no SmolLM2", 0.0
     limit, arguments = patient(ITEMS[name][0]), [word.format(dir=folder) for word in ITEMS[name][1]]
     log, began = folder / f"{name.replace(' ', '_')}.log", time.monotonic()
     env = os.environ | {"OUT": str(folder), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
