@@ -28,7 +28,7 @@ from spmd_rl.train.adapters import Adapters
 from spmd_rl.train.base import ForwardArgs, Metrics, MicrobatchLoop
 from spmd_rl.train.dither import dither
 from spmd_rl.train.fsdp2 import shard
-from spmd_rl.train.fsdp2.deterministic import deterministic, fix_workspace
+from spmd_rl.train.fsdp2.deterministic import deterministic
 from spmd_rl.train.fsdp2.experts import spread_experts
 from spmd_rl.train.fsdp2.gather import Gather
 from spmd_rl.train.fsdp2.muon import matrices
@@ -70,8 +70,6 @@ class FSDP2Model(ABC):
         """
         self._layout, self._world, self._train, self._dtype = layout, layout.world, train, dtype
         self.device = layout.world.device
-        if train.deterministic:
-            fix_workspace()
         parts = stored_parts(model)
         self.hidden_size, self.size = model.config.get_text_config().hidden_size, ModelSize.of(model)
         self.module = model
