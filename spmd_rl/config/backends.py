@@ -20,6 +20,7 @@ OWN = (
     "activation_checkpointing",
     "reshard_after_forward",
     "compile",
+    "deterministic",
     "offload",
     "stage",
     "offload_optimizer",

@@ -7,7 +7,7 @@ distribution of the samples over the data shards, in (ticket, answer) order: not
 `balance.py` says which shard trains what; the plan does not know who generated a sample.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise

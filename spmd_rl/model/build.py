@@ -63,7 +63,7 @@ def shape_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
     """The same of a directory that may hold nothing but `config.json`. UserError if it is not read."""
     with _users_mistakes(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-        with _parameters_on_meta():
+        with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=packed.NAME, trust_remote_code=trust_remote_code
             )
@@ -96,8 +96,8 @@ def _users_mistakes(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Each parameter that a module registers moves to the meta device, before its module draws random values for it.
+def parameters_on_meta() -> Iterator[None]:
+    """Move each parameter that a module registers to the meta device, before the module draws random values for it.
 
     `torch.device("meta")` would take the buffers too, and nobody computes those a second time.
     """
@@ -113,6 +113,14 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give parameters (or shards) on the meta device memory on `device`, and move buffers there with their values."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # `to_empty` would forget them
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
 
 
 def weights_of(module: nn.Module, parts: Mapping[str, list[Part]] | None = None) -> dict[str, torch.Tensor]:

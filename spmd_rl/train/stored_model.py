@@ -91,11 +91,3 @@ def checkpoint_model(
     files = AdaptedFiles(folder, saved, parts, dtype) if has_adapters else CheckpointFiles(folder, saved, buffers)
     load = partial(load_weights, files=files, on_progress=on_progress)
     return Stored(model, load, lambda: files.bytes_read, partial(RegionReader, files=files), files)
-
-
-def materialize(model: torch.nn.Module, device: torch.device) -> None:
-    """Give the shards of a model on the meta device memory on `device`; buffers keep what was computed for them."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # `to_empty` would forget them
-    model.to_empty(device=device)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])

@@ -87,7 +87,7 @@ class Loop:
 
     def __init__(self, work: dict[str, Any]) -> None:
         AttentionInterface.register(ATTENTION, attention)
-        whole = build_model(work["model"], torch.float32, "cpu", attention=ATTENTION)
+        whole = build_model(work["model"], torch.float32, torch.get_default_device(), attention=ATTENTION)
         self._masters = [p.detach().clone().requires_grad_() for p in whole.parameters()]
         self.model = whole.to(getattr(torch, work["dtype"]))
         self._adamw = torch.optim.AdamW(
@@ -145,7 +145,7 @@ class Loop:
         hidden = self.model.base_model(
             input_ids=torch.tensor([ids]),
             position_ids=torch.tensor([positions]),
-            packing=Packing.of(torch.tensor(starts), torch.tensor(parents)),
+            packing=Packing.of(torch.tensor(starts), torch.tensor(parents), dtype=self.model.dtype),
             use_cache=False,
         ).last_hidden_state[0, torch.tensor(kept)]
         head = self.model.get_output_embeddings().weight
@@ -180,6 +180,7 @@ def read(path: str) -> tuple[list[list[int]], list[list[list[int]]], list[list[f
 
 
 def main() -> None:
+    torch.set_default_device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     gate, loop = Gate.connect(0), Loop(json.loads(Path(sys.argv[1]).read_text()))
     step, values = 1, {}
     while True:

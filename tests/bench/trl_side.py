@@ -77,11 +77,12 @@ def rewarder(work: dict) -> object:
 def config(work: dict, ranks: int) -> GRPOConfig:
     """The settings of our step in TRL's words."""
     samples = work["prompts_per_step"] * work["answers_per_prompt"]
+    on_cpu = not torch.accelerator.is_available()
     settings = {
         "output_dir": work["directory"],
-        "use_cpu": True,
+        "use_cpu": on_cpu,
         "bf16": work["dtype"] == "bfloat16",
-        "model_init_kwargs": {"dtype": "float32", "attn_implementation": "eager"},
+        "model_init_kwargs": {"dtype": "float32", "attn_implementation": "eager" if on_cpu else "sdpa"},
         "seed": work["seed"],
         "max_steps": work["steps"],
         "per_device_train_batch_size": samples // ranks,

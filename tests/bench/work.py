@@ -41,8 +41,8 @@ def loaded(overrides: Sequence[str]) -> RlvrConfig:
     """What these overrides stand for, on this machine."""
     cfg = load("rlvr", RlvrConfig, overrides)
     if cfg.policy.dtype == "auto":
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-        cfg.policy.dtype, _ = choose_dtype(device)
+        device = torch.accelerator.current_accelerator(check_available=True)
+        cfg.policy.dtype, _ = choose_dtype(device or torch.device("cpu"))
     return cfg
 
 

@@ -1,4 +1,4 @@
-"""Second half of the list: vLLM's promises with either of its runners, sleep beside a trainer, speed, the demo."""
+"""vLLM: what it promises with either of its model runners, sleep on a shared device, speed, the demo."""
 
 import os
 import subprocess
@@ -9,20 +9,24 @@ from array import array
 import pytest
 import torch
 
-from spmd_rl import engine as engines
 from spmd_rl import weights
 from spmd_rl.model.build import build_model, weights_of
+from spmd_rl.model.smollm2 import default_dir, is_complete
 from spmd_rl.types import Request
-from tests.engines import VLLM_SIZES, needs_vllm
-from tests.gpu.machine import ROOT, note, one_rank, random_model, trainer, vllm_settings
+from tests.engines import VLLM_SIZES, has_vllm, needs_vllm
+from tests.gpu.machine import DEVICE, REHEARSED, ROOT, note, seconds, shape, trainer, vllm
 from tests.gpu.machine import pytestmark as needs_gpu
 from tests.models import EXPERTS, tiny
+from tests.patience import patient
 
-pytestmark = [*needs_gpu, needs_vllm]
+pytestmark = [*needs_gpu, needs_vllm if REHEARSED else has_vllm]
+EAGER = {"enforce_eager": True}
+"""Settings with which it starts in seconds; graphs are captured where speed is measured."""
+GRAPHS = {} if REHEARSED else {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 
 
 def ask(engine, *requests: Request) -> dict[str, tuple[list[int], list[float]]]:
-    """Tokens and logprobs by id."""
+    """Generate the answers to these requests: tokens and logprobs by id."""
     for request in requests:
         engine.add(request)
     done = {}
@@ -35,84 +39,120 @@ def request(id: str, seed: int, temperature: float = 1.0, new: int = 16, prompt=
     return Request(id, array("i", prompt), new, temperature, seed)
 
 
-def promises(world, path) -> None:
-    """A seed alone decides, in any company; logprobs are the trainer's; the same weights twice, the same tokens."""
-    cfg = vllm_settings(path, max_running=64, kv_tokens=16384)
-    engine = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
+def promises(world, path, args) -> None:
+    """Check that a seed alone decides an answer, that logprobs are the trainer's, and that a reload changes nothing."""
+    began = time.perf_counter()
+    engine = vllm(world, path, max_running=64, kv_tokens=16384, args=args)
+    started = time.perf_counter() - began
     model = build_model(path, torch.float32, "cpu", attention="sdpa")
+    stored = {name: weight.to(torch.bfloat16) for name, weight in weights_of(model).items()}
     with engine.awake():
-        engine.load(weights_of(model.to(torch.bfloat16)).items(), version=1)
+        engine.load(stored.items(), version=1)
         alone = ask(engine, request("a", 7))["a"]
         crowd = ask(engine, *(request(f"x{i}", i, new=3 + i % 9) for i in range(40)), request("a", 7))["a"]
-        assert crowd[0] == alone[0]
         tokens, logprobs = ask(engine, request("g", 0, 0.0))["g"]
-        with torch.no_grad():
-            logits = model.float()(torch.tensor([[*range(3, 20), *tokens]])).logits[0, 16:-1].log_softmax(-1)
-        wanted = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        assert (torch.tensor(logprobs) - wanted).abs().mean() < 0.05
-        engine.load(weights_of(model.to(torch.bfloat16)).items(), version=2)
-        assert ask(engine, request("g2", 0, 0.0))["g2"][0] == tokens
+    with engine.awake():  # after a sleep
+        engine.load(stored.items(), version=2)
+        again = ask(engine, request("g2", 0, 0.0))["g2"][0]
+    with torch.no_grad():
+        for name, weight in weights_of(model).items():
+            weight.copy_(stored[name])
+        logits = model(torch.tensor([[*range(3, 20), *tokens]])).logits[0, 16:-1].log_softmax(-1)
+    wanted = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    difference = float((torch.tensor(logprobs) - wanted).abs().mean())
+    same = {"crowd_same": crowd[0] == alone[0], "again_same": again == tokens}
+    runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "")
+    note("promises", model=path.name, runner=runner, start_seconds=started, abs_diff=difference, **same)
     engine.close()
+    assert difference < 0.05 and all(same.values())
+
+
+def cycles(world, path) -> None:
+    """Check that an engine that sleeps gives its memory back while the trainer's cache is full.
+
+    Every other cycle generates nothing.
+    """
+    policy = trainer(world, path, offload=True)
+    engine = vllm(world, path, max_running=64, kv_tokens=16384, args=EAGER)
+    publish, asleep = weights.build(policy, engine, world, 1), []
+    room = 0 if REHEARSED else torch.accelerator.get_memory_info()[0] * 7 // 10
+    for version in range(3 if REHEARSED else 10):
+        hoard = [torch.empty(2**30, dtype=torch.uint8, device=DEVICE) for _ in range(room >> 30)]
+        del hoard  # torch keeps it
+        with engine.awake():
+            found = publish(version=version)
+            if version % 2:
+                ask(engine, request(f"r{version}", version))
+        if not REHEARSED:
+            torch.accelerator.empty_cache()
+        asleep.append(0 if REHEARSED else torch.accelerator.get_memory_info()[0])
+    lost = (asleep[1] - min(asleep[2:])) / 1e9
+    with engine.awake():
+        pass
+    wake = seconds(engine.awake().__enter__)
+    note("sleep", free_gb=asleep[-1] / 1e9, lost_gb=lost, wake_seconds=wake, **found)
+    engine.close()
+    assert lost < 0.25, asleep
+
+
+def decoding(world, path, name) -> None:
+    """Note the speed with graphs, as a share of the speed at which each step reads all weights once."""
+    policy, new = trainer(world, path, offload=True), 4 if REHEARSED else 128
+    began = time.perf_counter()
+    engine = vllm(world, path, max_running=256, kv_tokens=256 * 384, args=GRAPHS)
+    started = time.perf_counter() - began
+    weights.build(policy, engine, world, 0)(version=0)
+    with engine.awake():
+        for running in (8, 64, 256):
+            for round in range(2):  # the first one loads kernels
+                began = time.perf_counter()
+                done = ask(engine, *(request(f"{running}-{round}-{i}", i, new=new) for i in range(running)))
+                took = time.perf_counter() - began
+            floor, tokens = new * 2 * policy.size.read / 3e12, sum(len(ids) for ids, _ in done.values())
+            speed = {"tokens_per_s": tokens / took, "of_roofline": floor / took}
+            note("vllm decode", model=name, running=running, start_seconds=started, **speed)
+    engine.close()
+
+
+def alone(what: str, path, *args, runner: str = "") -> None:
+    """Run a function of this file in another process: a process can start vLLM's memory pool only once."""
+    code = (
+        "from pathlib import Path; from tests.gpu.machine import one_rank; from tests.gpu import test_b_vllm as tests\n"
+        f"path = Path({str(path)!r})\n"
+        f"with one_rank(path.parent / 'run') as world: tests.{what}(world, path, *{args!r})"
+    )
+    env = os.environ | ({"VLLM_USE_V2_MODEL_RUNNER": runner} if runner and not REHEARSED else {})
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True, timeout=patient(100))
 
 
 CASES = [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("qwen3_moe", EXPERTS["qwen3_moe"] | {"num_experts": 8})]
 
 
-@pytest.mark.parametrize("runner", ["0", "1"])
+@pytest.mark.parametrize("runner", ["1", "0"])
 @pytest.mark.parametrize(("kind", "sizes"), CASES, ids=[kind for kind, _ in CASES])
 def test_1_what_the_engine_leans_on(kind, sizes, runner, tmp_path):
-    """Each in a process of its own: vLLM's memory pool may be used once."""
-    path = tiny(kind, tmp_path / "model", **VLLM_SIZES | sizes)
-    code = (
-        "from pathlib import Path; from tests.gpu.machine import one_rank; from tests.gpu.test_b_vllm import promises\n"
-        f"with one_rank(Path({str(tmp_path / 'run')!r})) as world: promises(world, Path({str(path)!r}))"
-    )
-    env = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": runner}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True, timeout=300)
+    sizes = VLLM_SIZES | {"hidden_size": 256, "head_dim": 64} | sizes
+    args = GRAPHS if kind == "llama" else EAGER
+    alone("promises", tiny(kind, tmp_path / kind, **sizes), args, runner=runner)
 
 
-def test_2_thirty_cycles_beside_a_large_trainer(tmp_path):
-    """Every other cycle without a request: what sleeps gives its memory back, whatever the trainer has kept."""
-    path = random_model("1.7b", tmp_path / "model")
-    with one_rank(tmp_path / "run") as world:
-        policy = trainer(world, path, offload=True)
-        engine = engines.build(vllm_settings(path, max_running=64, kv_tokens=65536), world)
-        publish = weights.build(policy, engine, world, 1)
-        asleep = []
-        for version in range(30):
-            hoard = [torch.empty(2**30, dtype=torch.uint8, device=world.device) for _ in range(60)]
-            del hoard  # torch keeps it
-            with engine.awake():
-                publish(version=version)
-                if version % 2:
-                    ask(engine, request(f"r{version}", version))
-            torch.accelerator.empty_cache()
-            asleep.append(torch.accelerator.get_memory_info()[0])
-        note("sleep", free_gb=asleep[-1] / 1e9)
-        assert min(asleep[2:]) > asleep[1] - 2**28, asleep
-        engine.close()
+def test_2_cycles_beside_a_large_trainer(tmp_path):
+    alone("cycles", shape("1.7b", tmp_path / "model"))
 
 
 @pytest.mark.parametrize("name", ["0.5b", "1.7b"])
 def test_3_speed_of_decoding(name, tmp_path):
-    path = random_model(name, tmp_path / "model")
-    with one_rank(tmp_path / "run") as world:
-        policy = trainer(world, path, offload=True)
-        engine = engines.build(vllm_settings(path, max_running=1024, kv_tokens=1024 * 640), world)
-        weights.build(policy, engine, world, 0)(version=0)
-        with engine.awake():
-            ask(engine, request("warm", 0))
-            for running in (64, 256, 1024):
-                began = time.perf_counter()
-                done = ask(engine, *(request(f"{running}-{i}", i, new=256) for i in range(running)))
-                took = time.perf_counter() - began
-                tokens = sum(len(ids) for ids, _ in done.values())
-                # each step reads all weights once: what the memory's speed allows
-                floor = 256 * 2 * policy.size.read / 4.3e12
-                note("decode", model=name, running=running, tokens_per_s=tokens / took, of_roofline=floor / took)
-        engine.close()
+    alone("decoding", shape(name, tmp_path / "model"), name)
 
 
+@pytest.mark.skipif(not is_complete(default_dir()), reason="python -m spmd_rl smollm2")
 def test_4_the_demo_with_vllm(tmp_path):
-    args = ["+experiment=demo", "steps=12", "seed=0", "engine=vllm", "train.offload=true", f"run.dir={tmp_path}/run"]
-    subprocess.run([sys.executable, "-m", "spmd_rl.rlvr", *args], cwd=ROOT, check=True, timeout=500)
+    args = [
+        "+experiment=demo",
+        f"steps={1 if REHEARSED else 12}",
+        "seed=0",
+        "engine=vllm",
+        "train.offload=true",
+        f"run.dir={tmp_path}/run",
+    ]
+    subprocess.run([sys.executable, "-m", "spmd_rl.rlvr", *args], cwd=ROOT, check=True, timeout=patient(110))

@@ -1,5 +1,7 @@
 """No rank computes on the CPU where torch cannot use the machine's accelerator, unless its user asked for the CPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -83,6 +85,14 @@ def test_a_user_who_hides_the_devices_asks_for_the_cpu(machine, monkeypatch, nam
 def test_a_machine_without_one_computes_on_the_cpu(machine):
     machine([])
     assert membership().device.type == "cpu" and devices.devices(None).startswith("no accelerator")
+
+
+def test_the_doctor_measures_on_the_cpu_where_a_build_for_cuda_finds_no_device(monkeypatch):
+    def current(check_available=False):
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
+    assert devices.dtype(SimpleNamespace(measures=True)).startswith("bfloat16 at ")
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,10 @@ class TrainConfig:
     offload: bool = False
     """Keep a role's weights in host memory while it computes nothing, and its optimizer's state but for the step
     itself. The engine's weights leave the device while it does not generate. It has no effect on CPU."""
+    deterministic: bool = False
+    """Compute forward and backward passes with torch's deterministic algorithms. A rerun on a GPU needs it to be
+    bitwise equal: attention's backward pass and sums over indices otherwise add in any order. Slower on a GPU; on a CPU
+    reruns are equal without it. It changes nothing in vLLM's and SGLang's own kernels."""
     stage: int = 3
     """DeepSpeed's ZeRO: what the ranks share out. 1: the optimizer's state; 2: gradients too; 3: weights too."""
     offload_optimizer: bool = False
@@ -234,6 +238,8 @@ class TrainOverrides:
     """Compile the decoder layers."""
     offload: bool | None = None
     """Keep weights and optimizer state in host memory while they are not used."""
+    deterministic: bool | None = None
+    """Compute with torch's deterministic algorithms."""
     stage: int | None = None
     """DeepSpeed's ZeRO: 1, 2 or 3."""
     offload_optimizer: bool | None = None
@@ -266,6 +272,7 @@ class CriticConfig(TrainedModelConfig):
 
     lr: float = 1e-5
     """Peak learning rate."""
+    train: TrainOverrides = field(default_factory=TrainOverrides)
 
 
 @dataclass

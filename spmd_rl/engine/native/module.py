@@ -10,7 +10,7 @@ from transformers.initialization import no_init_weights
 from spmd_rl.engine.native.attention import ATTENTION
 from spmd_rl.errors import UserError
 from spmd_rl.hub import model_folder
-from spmd_rl.model.build import keep_float32
+from spmd_rl.model.build import keep_float32, materialize, parameters_on_meta
 
 
 def empty_module(
@@ -18,16 +18,17 @@ def empty_module(
 ) -> nn.Module:
     """A module made from `path/config.json` alone: no weight is read or initialised, buffers are right.
 
-    Buffers (rotary frequencies) come from the constructor, which is why this is not a module moved off `meta`.
+    Buffers (rotary frequencies) are computed on the CPU, as the trainer's are: a device's would differ in the last bit.
     UserError for an architecture this engine cannot run.
     """
     config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
     _check(config)
-    with torch.device(device), no_init_weights():
+    with parameters_on_meta(), no_init_weights():
         module = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=trust
         )
     keep_float32(module)
+    materialize(module, torch.device(device))
     module.tie_weights()
     return module.eval().requires_grad_(False)
 

@@ -41,7 +41,7 @@ def devices(bench: Bench) -> str:
 
 def dtype(bench: Bench) -> str:
     """Measure matrix products in bfloat16 against float32."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if not bench.measures:
         return "measured on the first rank of each node"
     size = 1024 if device.type == "cpu" else 8192

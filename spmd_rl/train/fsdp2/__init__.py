@@ -45,7 +45,7 @@ def build(role: RoleConfig, layout: Any, source: Any) -> Any:
 BACKEND = Backend(
     build=build,
     axes=("tp", "cp", "ep", "pp", "vpp", "dp_replicate"),
-    settings=("activation_checkpointing", "reshard_after_forward", "compile", "offload"),
+    settings=("activation_checkpointing", "reshard_after_forward", "compile", "deterministic", "offload"),
     optimizers=OPTIMIZERS,
     adapters=True,
     dtypes=("bfloat16", "float32", "float16"),

@@ -12,6 +12,7 @@ from spmd_rl.distributed import Layout
 from spmd_rl.model.logprobs import TokenHead, logit_factor
 from spmd_rl.train.accumulate import Critic, Policy
 from spmd_rl.train.base import ForwardArgs
+from spmd_rl.train.fsdp2.deterministic import fix_workspace
 from spmd_rl.train.fsdp2.model import FSDP2Model
 from spmd_rl.train.nf4 import packing
 from spmd_rl.train.row import aim, parts
@@ -58,6 +59,8 @@ def critic_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable
 
 def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     """[all] See `Backend.build`. The journal's line `loaded` counts the bytes that this rank has read."""
+    if role.train.deterministic:
+        fix_workspace()
     held = getattr(torch, role.held_dtype)
     stored = source(role, held, layout.world.progress)
     load = stored.load

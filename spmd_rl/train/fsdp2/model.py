@@ -7,7 +7,7 @@ the policy (`backend.py`) and the critic (`critic.py`) to say.
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.config.sections.models import TrainConfig, TrainedModelConfig
 from spmd_rl.devices import kind, to_device
 from spmd_rl.distributed import Layout
+from spmd_rl.model.build import materialize
 from spmd_rl.model.context import context_of
 from spmd_rl.model.differentiable import collect
 from spmd_rl.model.load import Region, local, owned_region
@@ -27,6 +28,7 @@ from spmd_rl.train.adapters import Adapters
 from spmd_rl.train.base import ForwardArgs, Metrics, MicrobatchLoop
 from spmd_rl.train.dither import dither
 from spmd_rl.train.fsdp2 import shard
+from spmd_rl.train.fsdp2.deterministic import deterministic
 from spmd_rl.train.fsdp2.experts import spread_experts
 from spmd_rl.train.fsdp2.gather import Gather
 from spmd_rl.train.fsdp2.muon import matrices
@@ -41,7 +43,6 @@ from spmd_rl.train.pipeline import Step
 from spmd_rl.train.replay import Replay
 from spmd_rl.train.row import Row, filled_up, row_of
 from spmd_rl.train.state import MODEL, OPTIMIZER, Shard, shards_of
-from spmd_rl.train.stored_model import materialize
 
 COMPILE_SECONDS = 3600.0
 """What compiling one shape may take without any progress."""
@@ -143,7 +144,7 @@ class FSDP2Model(ABC):
         self._adapters.begin(loop.is_trained)
         steps = stage.steps(loop.count, loop.is_trained)
         with self._adapters.hidden(loop.args.is_base):
-            walk(loop, self._layout, steps, forward, backward, self._compiling)
+            walk(loop, self._layout, steps, forward, backward, self._around)
         if loop.is_trained or not self._keep_gathered:
             shard.reshard(self.module)  # trained weights are about to change
         with self._world.collective(f"{loop.name}: sends"):  # [all]
@@ -212,9 +213,12 @@ class FSDP2Model(ABC):
         group = self._layout.group("cp")
         return collect(found, to_device(row.own, device), len(micro.sampled.index), group)  # [all]
 
-    def _compiling(self) -> AbstractContextManager[None]:
-        """Each shape of a micro-batch may have to be compiled."""
-        return self._world.journal.extend_timeout(COMPILE_SECONDS) if self._train.compile else nullcontext()
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """Enter what each forward and backward pass runs in: each shape of a micro-batch may have to be compiled."""
+        patience = self._world.journal.extend_timeout(COMPILE_SECONDS) if self._train.compile else nullcontext()
+        with patience, deterministic() if self._train.deterministic else nullcontext():
+            yield
 
     def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
         """See `ShardedModel`: bitwise what the forward pass computes with. adapters: see `Adapters.published`."""
