@@ -12,12 +12,8 @@ Which block of the answer is the program, and which outputs are equal, `spmd_rl.
 | function calls | the same, with `test_case_function`: a JSON argument a line, and the JSON result |
 
 A program that uses too much processor time, prints too much or crashes is wrong: 0.0. One that sleeps without end is a
-`timeout`. Tests get plain values alone from a program; a row whose tests need more, by their text or by what its gold
-answer does, is `unsupported`: it is left out. With `unproven` such rows are taken, and their tests run beside the
-program, which can make of them what it likes: each such verdict has the part `unproven`.
-
-A program has Python's standard library and the packages of `reward.<domain>.packages`; one that fails for want of
-another is wrong too, with the part `missing_package` and the package's name as `detail`, and the run counts these.
+`timeout`. What a verdict can be trusted for, and which rows are `unsupported`, docs/REWARDS.md says. A program that
+lacks a package is wrong too, with the part `missing_package` and the package's name as `detail`.
 
     reward.code.target=rewards.code:CodeReward reward.code.sandbox=auto reward.code.packages=[numpy,sympy]
 """
@@ -47,20 +43,17 @@ CHEATS = {
     __call__ = __getattr__ = __getitem__ = lambda self, *_, **__: self
 cheat = Anything()""",
     "ends the process": "import os\ndef cheat(*_, **__): os._exit(0)",
-    "ends a loop": "def cheat(*_, **__): raise StopIteration",
     "skips the test": "import unittest\ndef cheat(*_, **__): raise unittest.SkipTest",
     "looks at the caller": """import sys
 def cheat(*_, **__):
     frame = sys._getframe(1)
     while frame:
-        for name in ("expected", "want", "right", "result"):
-            if name in frame.f_locals: return frame.f_locals[name]
+        if "expected" in frame.f_locals: return frame.f_locals["expected"]
         frame.f_globals["same"] = frame.f_globals["abs"] = lambda *_: True
         frame = frame.f_back""",
     "patches modules": """import builtins, math, operator, unittest
-for kind in (unittest.TestCase,):
-    for name in dir(kind):
-        if name.startswith("assert"): setattr(kind, name, lambda *_, **__: None)
+for name in dir(unittest.TestCase):
+    if name.startswith("assert"): setattr(unittest.TestCase, name, lambda *_, **__: None)
 math.isclose = operator.eq = builtins.all = builtins.isinstance = lambda *_, **__: True
 builtins.AssertionError = StopIteration
 def cheat(*_, **__): return None""",
@@ -149,9 +142,7 @@ class CodeReward:
         if result.unsupported or not gold or not result.passed or all(result.passed):
             return result.unsupported
         beside = self._sandbox.check(*given, True).passed
-        return (
-            f"gold: the right answer passes beside its tests alone: {result.detail}" if beside and all(beside) else ""
-        )
+        return f"gold: it passes beside its tests alone ({result.detail})" if beside and all(beside) else ""
 
     def _run(self, code: str, pairs: list[tuple[str, str]]) -> tuple[list[bool], str]:
         """Return which inputs give the right output, none after the first endless one, and the last line of stderr of
@@ -201,9 +192,10 @@ class CodeReward:
         echo = "<think>```python\n1\n```</think>\n```python\nprint(sum(map(int, input().split())))\n```"
         calls = [{"stdin": "[1]\n[2]", "expected_stdout": "[1, 2]"}, {"stdin": "1\n2", "expected_stdout": "3"}]
         human = {"prompt": "def add(a, b):\n    ''' Sum. '''\n", "entry_point": "add"}
+        human["test"] = "def check(candidate):\n    assert candidate(1, 2) == 3"
         for extra, answer, score in (
-            (human | {"test": "def check(candidate):\n    assert candidate(1, 2) == 3"}, right, 1.0),
-            (human | {"test": "def check(candidate):\n    assert candidate(1, 2) == 3"}, wrong, 0.0),
+            (human, right, 1.0),
+            (human, wrong, 0.0),
             ({"test": "from solution import add\ndef test_add():\n    assert add(1, 2) == 3"}, right, 1.0),
             ({"case_type": "assert", "test_cases": [{"assert_code": "assert add(2, 2) == 4"}]}, wrong, 0.0),
             ({"case_type": "input", "test_cases": '[{"stdin": "1 2", "expected_stdout": "3.0"}]'}, echo, 1.0),
@@ -296,7 +288,6 @@ def _prelude(prompt: Any) -> str:
 
 
 def _last_function(prelude: str) -> str:
-    names = [node.name for node in ast.parse(prelude).body if isinstance(node, ast.FunctionDef)]
-    if not names:
-        raise ValueError("the row has a `check` but neither an `entry_point` nor a `prompt` with a function")
-    return names[-1]
+    if names := [node.name for node in ast.parse(prelude).body if isinstance(node, ast.FunctionDef)]:
+        return names[-1]
+    raise ValueError("the row has a `check` but neither an `entry_point` nor a `prompt` with a function")

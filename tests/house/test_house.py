@@ -23,9 +23,8 @@ BROAD_EXCEPT = {
     "envs/tool_calls.py": "a tool may raise anything: the model reads it as the tool's reply",
     "spmd_rl/track/tokens.py": "the tokenizers library raises Exception itself: it becomes a line of the page",
     "spmd_rl/sandbox/guest/program.py": "inside the sandbox: untrusted code may raise anything",
-    "spmd_rl/sandbox/guest/handed.py": "inside the sandbox: what code throws into a generator travels to it",
     "spmd_rl/sandbox/guest/serve.py": "inside the sandbox: what was raised travels to the other side",
-    "spmd_rl/sandbox/guest/stubs.py": "inside the sandbox: what a function of the tests raises travels to the code",
+    "spmd_rl/sandbox/guest/suite.py": "inside the sandbox: the text of what a test raised may not be had",
     "spmd_rl/sandbox/guest/testing.py": "inside the sandbox: a test may fail in any way",
 }
 """Files that may catch everything, because they record what they caught"""

@@ -32,16 +32,16 @@ def serve(job, rpc):
         except BaseException as error:  # noqa: BLE001 - untrusted code
             link.send(["failed", f"{type(error).__name__}: {error}"[:1000]])
             return
-        server = Server(names)
-        link.send(["ready", server.errors()])
+        program = Program(names)
+        link.send(["ready", program.errors()])
         while True:
             try:
-                link.send(server.answer(*link.receive()))
+                link.send(program.answer(*link.receive()))
             except (ValueError, MemoryError, RecursionError) as error:
                 link.send(["?", f"{type(error).__name__}: {error}"[:1000]])
 
 
-class Server:
+class Program:
     """Answers questions. It keeps each object that the tests have a number for."""
 
     def __init__(self, names):

@@ -19,7 +19,7 @@ import pytest
 from spmd_rl.sandbox.guest import values
 from spmd_rl.sandbox.guest.link import Gone, Link
 from spmd_rl.sandbox.guest.remote import REFUSED, Client, Refused, Remote
-from spmd_rl.sandbox.guest.serve import Server
+from spmd_rl.sandbox.guest.serve import Program
 from spmd_rl.sandbox.guest.survey import BadTests, Survey
 from tests.unit.sandbox.conftest import TIGHT
 
@@ -106,7 +106,7 @@ def ask(names: dict):
     """A client that asks a server in another thread."""
     ours, theirs = socket.socketpair()
     link = Link(theirs.fileno(), MOST)
-    server = Server(names)
+    server = Program(names)
     link.send(["ready", server.errors()])
 
     def serve():
