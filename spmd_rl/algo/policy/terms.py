@@ -15,9 +15,7 @@ def positive_sft(tokens: Tokens, *, sft_coef: float) -> Loss:
     Keys: `sft_coef`: weight of the term, >= 0; VAPO takes 0.1; `pass_score`: a score of at least this is right.
     Use: right answers are rare and must not be forgotten. A group that is right throughout teaches too.
     """
-    if tokens.right is None:
-        return torch.zeros_like(tokens.logprobs), {"actor/sft_loss": torch.zeros_like(tokens.logprobs)}
-    loss = -tokens.logprobs * tokens.right
+    loss = -tokens.logprobs * (torch.zeros_like(tokens.logprobs) if tokens.right is None else tokens.right)
     return sft_coef * loss, {"actor/sft_loss": loss.detach()}
 
 

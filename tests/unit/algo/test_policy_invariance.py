@@ -104,6 +104,7 @@ def tokens(model: TinyLM, rows: list[Row], padded: bool) -> Tokens:
         samples=torch.cat([torch.full_like(row.turns, i) for i, row in enumerate(rows)]),
         segments=torch.cat([row.turns + 1000 * i for i, row in enumerate(rows)]),
         marked=torch.cat([row.marked for row in rows]),
+        right=torch.cat([row.advantages.clamp(min=0) for row in rows]).to(dtype),
     )
 
 
