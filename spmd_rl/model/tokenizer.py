@@ -269,16 +269,17 @@ def load_tokenizer(
         if "trust_remote_code" in str(error):
             reason = "it brings Python code of its own; policy.trust_remote_code=true would run it"
         raise UserError(f"cannot load the tokenizer of {folder}: {reason}") from error
+    ends = _eos_ids(folder)
     _check_size(hf, folder)
     if chat_template_kwargs:
         _check_variables(chat_template_kwargs, hf.chat_template, folder)
-    return Tokenizer(hf, _eos_ids(folder), chat_template_kwargs)
+    return Tokenizer(hf, ends, chat_template_kwargs)
 
 
 def _check_size(hf: "PreTrainedTokenizerBase", folder: Path) -> None:
     """Refuse a tokenizer with tokens that the model has no row for, but for those that stand for images and the like,
     which no text has."""
-    size = vocabulary_size(folder)
+    size = vocabulary_size(folder) if (folder / "config.json").is_file() else None
     named = [str(token) for name, token in hf.special_tokens_map.items() if name not in hf.SPECIAL_TOKENS_ATTRIBUTES]
     added = [(id, str(token)) for id, token in hf.added_tokens_decoder.items() if str(token) not in named]
     id, token = max([*added, (hf.vocab_size - 1, "its last one")])

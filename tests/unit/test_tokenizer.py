@@ -145,3 +145,24 @@ def test_text_with_its_special_tokens(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     assert tokenizer.visible(tokenizer.render([Message("user", "hi")])) == "<s>user:hi<s>assistant:"
     assert tokenizer.visible([*tokenizer.encode("hi"), 257]) == "hi</s>"
+
+
+@pytest.mark.parametrize(("size", "fits"), [(258, True), (257, False), (100, False)])
+def test_a_tokenizer_beyond_its_model_is_refused(folder: Path, size: int, fits: bool) -> None:
+    (folder / "config.json").write_text(json.dumps({"text_config": {"vocab_size": size}}))
+    if fits:
+        assert load_tokenizer(folder).stop_ids
+        return
+    with pytest.raises(
+        UserError, match=rf"has more tokens than its model, which has {size}: '</s>' is number 257; give"
+    ):
+        load_tokenizer(folder)
+
+
+def test_a_token_for_images_may_lie_beyond_the_model(folder: Path) -> None:
+    """Gemma 3 has one such."""
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"extra_special_tokens": {"image_token": "<image>"}}
+    path.write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 258}))
+    assert load_tokenizer(folder).encode("<image>").tolist() == [258]
