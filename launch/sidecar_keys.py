@@ -4,7 +4,7 @@
     python -m spmd_rl sidecar_keys DIR --node desk      one more pair, in DIR/desk, such as for a status from there
 
 Existing keys are kept, and only the owner can read them. `DIR/allowed` lists the public keys that are served; remove a
-line to revoke one. Hosts read it when they start. `spmd_rl/curve_keys.py` says which file is whose.
+line to revoke one. Hosts read it when they start. `spmd_rl/base/curve_keys.py` says which file is whose.
 """
 
 import os
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import zmq
 
-from spmd_rl.command_line import Parser, program
-from spmd_rl.curve_keys import ALLOWED, CLIENT_SECRET, SERVER_PUBLIC, SERVER_SECRET, ClientKeys, HostKeys
-from spmd_rl.errors import UserError, tell
+from spmd_rl.base.command_line import Parser, program
+from spmd_rl.base.curve_keys import ALLOWED, CLIENT_SECRET, SERVER_PUBLIC, SERVER_SECRET, ClientKeys, HostKeys
+from spmd_rl.base.errors import UserError, tell
 
 
 def make(directory: Path, node: str | None = None) -> Path:

@@ -1,6 +1,6 @@
 """Code: whether the program in the answer passes the problem's tests. It runs in the sandbox, never in this process.
 
-Which block of the answer is the program, and which outputs are equal, `spmd_rl.plugins.code_answer` says.
+Which block of the answer is the program, and which outputs are equal, `spmd_rl.base.code_answer` says.
 `prompt.extra` says what is tested:
 
 | shape | keys |
@@ -31,7 +31,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-from spmd_rl.plugins.code_answer import program, same_output
+from spmd_rl.base.code_answer import program, same_output
 from spmd_rl.types import MISSING_PACKAGE, UNPROVEN, AnswerInfo, Message, Prompt, RunLimits, Sandbox, Verdict
 
 CHEATS = {

@@ -7,9 +7,9 @@ import sys
 from difflib import get_close_matches
 from pathlib import Path
 
+from spmd_rl.base.command_line import program
+from spmd_rl.base.errors import tell
 from spmd_rl.bundled import HOME
-from spmd_rl.command_line import program
-from spmd_rl.errors import tell
 
 PIPELINES = {name: name for name in ("rlvr", "agentic", "distill", "sft", "dpo", "reward_model", "evaluate")}
 LOOKS = {"plan": "tools.plan", "dry_run": "tools.dry_run"}

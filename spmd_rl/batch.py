@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.devices import to_device
+from spmd_rl.base.devices import to_device
 from spmd_rl.types import CandidateIds, Sample, Turn
 
 

@@ -25,7 +25,7 @@ def run(cfg: EvaluateConfig) -> None:
         sidecar.check_domains({prompt.domain for prompt in source.eval}, cfg.reward)
     section = cfg.envs or cfg.data
 
-    from spmd_rl.errors import tell
+    from spmd_rl.base.errors import tell
     from spmd_rl.job import Job
     from spmd_rl.learn import Evaluation, val_metrics
     from spmd_rl.placement import place_ranks

@@ -15,13 +15,13 @@ from types import MappingProxyType
 from typing import Any
 
 from spmd_rl import sidecar, train
+from spmd_rl.base.errors import UserError
 from spmd_rl.checkpoint import Checkpointer, HfExport, finished, problem_of
 from spmd_rl.checkpoint.checkpointer import Stateful
 from spmd_rl.config.schema import JobConfig
 from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World, agree_on_dtype, agree_on_start
-from spmd_rl.errors import UserError
 from spmd_rl.learn.frozen import FrozenRoles
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.rollout import Agent, RolloutSource

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from spmd_rl.process import adopt_orphans, kill_children
+from spmd_rl.base.process import adopt_orphans, kill_children
 from tests.patience import patient
 
 RESULTS = Path(os.environ.get("TEST_PARTS") or Path(__file__).parents[1] / "runs" / "tests")

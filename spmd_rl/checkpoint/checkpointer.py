@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from spmd_rl.base.errors import UserError, tell
 from spmd_rl.checkpoint import manifest
 from spmd_rl.checkpoint.directory import CheckpointDir
 from spmd_rl.checkpoint.manifest import EXPORT, Manifest, TornCheckpoint
@@ -24,7 +25,6 @@ from spmd_rl.checkpoint.unsealed import Unsealed
 from spmd_rl.config.resume import holds_run
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World
-from spmd_rl.errors import UserError, tell
 from spmd_rl.train.base import Role
 
 STATE = "state.json"

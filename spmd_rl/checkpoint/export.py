@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from spmd_rl.base.hub import model_folder
 from spmd_rl.distributed import World
-from spmd_rl.hub import model_folder
 from spmd_rl.train.base import CriticRole, PolicyRole
 
 MAX_SHARD_BYTES = 5 * 10**9

@@ -5,7 +5,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from spmd_rl.process import in_background
+from spmd_rl.base.process import in_background
 
 T = TypeVar("T")
 POLL_SECONDS = 1.0

@@ -1,12 +1,12 @@
 """Checks of adapters that an engine computes with: `engine.adapters`."""
 
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.hub import model_folder
 from spmd_rl.config.architectures import experts_in
 from spmd_rl.config.engines import facts_of, with_ability
 from spmd_rl.config.sections.engine import EngineConfig
 from spmd_rl.config.sections.models import PolicyConfig, ServedModelConfig
 from spmd_rl.config.sections.placement import PlacementConfig
-from spmd_rl.errors import UserError
-from spmd_rl.hub import model_folder
 
 MAX_RANK = 512
 """of vLLM"""

@@ -12,11 +12,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.targets import guarded, import_target, source_digest
 from spmd_rl.config.apply import apply
 from spmd_rl.config.sections.algorithm import OWN, AlgorithmConfig
 from spmd_rl.config.sections.rollout import SamplingConfig
-from spmd_rl.errors import UserError
-from spmd_rl.plugins.targets import guarded, import_target, source_digest
 
 CHOICES: Mapping[str, tuple[int, ...]] = {"loss": (1,), "advantage": (1, 3)}
 """The keys that may name a function of a user's own, each with the numbers of tensors that it may take."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 
 FULL = (
     "apertus arcee axk1 cohere deepseek_v2 deepseek_v3 diffllama ernie4_5 ernie4_5_moe flex_olmo gemma glm glm4 "

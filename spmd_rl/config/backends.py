@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.hub import model_folder
 from spmd_rl.config.sections.models import BACKENDS, RoleConfig, TrainConfig
-from spmd_rl.errors import UserError
-from spmd_rl.hub import model_folder
 
 OWN = (
     "activation_checkpointing",

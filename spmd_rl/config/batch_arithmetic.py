@@ -1,5 +1,6 @@
 """The arithmetic of a step: how many prompts, answers, samples and tokens go where. Torch-free."""
 
+from spmd_rl.base.errors import plural
 from spmd_rl.config.placement import Placement
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.sections.algorithm import AlgorithmConfig
@@ -10,7 +11,6 @@ from spmd_rl.config.sections.models import TrainConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import EvaluationConfig, RolloutConfig, SamplingConfig
 from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
-from spmd_rl.errors import plural
 
 
 def describe_batch(

@@ -8,6 +8,10 @@ import json
 import os
 from pathlib import Path
 
+from spmd_rl.base.curve_keys import ClientKeys, HostKeys
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.hub import TOKENIZERS, fetch_config, fetch_weights, hub_dataset, hub_id, model_folder
+from spmd_rl.base.targets import import_coroutine
 from spmd_rl.bundled import HOME
 from spmd_rl.config.adapter_checks import check_adapters
 from spmd_rl.config.algorithm_targets import check_algorithm
@@ -33,10 +37,6 @@ from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import EvaluationConfig, RolloutConfig, SamplingConfig
 from spmd_rl.config.sections.run import PlanConfig, SidecarConfig
 from spmd_rl.config.vocabulary import difference
-from spmd_rl.curve_keys import ClientKeys, HostKeys
-from spmd_rl.errors import UserError
-from spmd_rl.hub import TOKENIZERS, fetch_config, fetch_weights, hub_dataset, hub_id, model_folder
-from spmd_rl.plugins.targets import import_coroutine
 
 SHAPES = HOME / "configs" / "shapes"
 """Directories with the `config.json` of a model alone"""

@@ -3,12 +3,12 @@
 import importlib.util
 from typing import Any
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.packages import unsupported
 from spmd_rl.config.sections.engine import EngineConfig
 from spmd_rl.config.sections.env import WarmupConfig
 from spmd_rl.config.sections.rollout import SamplingConfig
 from spmd_rl.config.sections.teachers import TeachersConfig
-from spmd_rl.errors import UserError
 
 
 def check_constraint(

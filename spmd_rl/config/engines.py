@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.hub import model_folder
 from spmd_rl.bundled import HOME
 from spmd_rl.config.architectures import experts_in, has_windows
 from spmd_rl.config.packages import unsupported
 from spmd_rl.config.sections.engine import ENGINES, SIMULATED, EngineConfig
 from spmd_rl.config.sections.models import ServedModelConfig
-from spmd_rl.errors import UserError
-from spmd_rl.hub import model_folder
 
 
 @dataclass(frozen=True)

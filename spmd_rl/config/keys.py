@@ -10,8 +10,8 @@ from dataclasses import Field, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.known_names import hint
-from spmd_rl.errors import UserError
 
 TYPING_ERROR = 0.9
 """A key this like a known one was mistyped, not taken from another library."""

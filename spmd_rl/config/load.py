@@ -24,13 +24,13 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.bundled import HOME
 from spmd_rl.config.keys import check_keys, inline_field, key_types, leaves, type_name
 from spmd_rl.config.model_files import exported_model
 from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.config.run_identity import fill_run
 from spmd_rl.config.schema import HostConfig, JobConfig
-from spmd_rl.errors import UserError
 
 REMOTE_CODE = "policy.trust_remote_code"
 """Runs Python code that a model brings: only the command line turns it on, never a file that is passed on with a run"""

@@ -29,7 +29,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from spmd_rl.command_line import Parser, program
+from spmd_rl.base.command_line import Parser, program
+from spmd_rl.base.errors import Disagreement, RunFailed, UserError, one_line, printable, tell
+from spmd_rl.base.process import tell_torchrun
 from spmd_rl.config.apply import apply
 from spmd_rl.config.checks import check, check_plan, fetch_models
 from spmd_rl.config.docs import entries, options
@@ -44,8 +46,6 @@ from spmd_rl.config.schema import EvaluateConfig, RlConfig
 from spmd_rl.config.sections.run import PlanConfig, is_name
 from spmd_rl.config.unused import unused_settings
 from spmd_rl.config.values import require
-from spmd_rl.errors import Disagreement, RunFailed, UserError, one_line, printable, tell
-from spmd_rl.process import tell_torchrun
 
 ERROR_FILE = "error.txt"
 PLAN = "spmd_rl.tools.plan:show"

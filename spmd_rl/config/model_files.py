@@ -10,8 +10,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from spmd_rl.base.errors import UserError, one_line
 from spmd_rl.config.run_identity import saved_config
-from spmd_rl.errors import UserError, one_line
 
 WRITTEN_BYTES = 2**20
 """A file behind whose first mebibyte nothing was ever written holds no weights, whatever its size"""

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from spmd_rl.base.errors import tell
 from spmd_rl.config.ranks import rank
-from spmd_rl.errors import tell
 
 QUIET_SECONDS, LEAST_SECONDS = 2.0, 0.2
 """The age of the command, and of the phase, before its line."""

@@ -3,10 +3,10 @@
 import re
 from dataclasses import dataclass, field
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.values import numbers_in
-from spmd_rl.errors import UserError
 
 _SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]+)?)%")
 

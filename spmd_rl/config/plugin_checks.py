@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.process import contained
+from spmd_rl.base.targets import ENVIRONMENT, REWARDER, UNPROVIDED, PluginKind, build_target
 from spmd_rl.config.ranks import local_rank
 from spmd_rl.config.sections.algorithm import AlgorithmConfig
 from spmd_rl.config.sections.data import GENERATORS, DataConfig, RewardConfig, RewardsConfig
 from spmd_rl.config.sections.env import EnvConfig, EnvsConfig
 from spmd_rl.config.sections.run import JournalConfig
-from spmd_rl.errors import UserError
-from spmd_rl.plugins.targets import ENVIRONMENT, REWARDER, UNPROVIDED, PluginKind, build_target
-from spmd_rl.process import contained
 
 REWARDERS_PER_CORE, ENVIRONMENTS_PER_CORE = 64, 1024
 """The most workers for each core of a machine: rewarders that wait for servers need none of their own, and of

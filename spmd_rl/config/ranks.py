@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from itertools import accumulate
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 
 
 def rank() -> int:

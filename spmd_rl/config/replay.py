@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.hub import model_folder
 from spmd_rl.config.sections.algorithm import AlgorithmConfig
 from spmd_rl.config.sections.env import EnvsConfig, WarmupConfig
 from spmd_rl.config.sections.models import PolicyConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.config.vocabulary import digest
-from spmd_rl.errors import UserError
-from spmd_rl.hub import model_folder
 
 FOLDER, ABOUT = "rollouts", "about.json"
 """In a run directory, and in that folder"""

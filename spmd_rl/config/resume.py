@@ -13,10 +13,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.algorithm_targets import sources
 from spmd_rl.config.keys import flatten, to_dict
 from spmd_rl.config.run_identity import identity, saved_config
-from spmd_rl.errors import UserError
 
 MAY_CHANGE = (
     *("steps", "epochs", "eval.*", "engine.*", "train.*", "*.train.*", "placement.reference", "placement.teacher"),

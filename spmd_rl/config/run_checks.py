@@ -6,10 +6,10 @@ import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.ranks import rank, world_size
 from spmd_rl.config.resume import holds_run
 from spmd_rl.config.sections.run import CheckpointConfig, RunConfig, TrackConfig
-from spmd_rl.errors import UserError
 
 FOLDERS = ("checkpoints", "journal", "rollouts", "samples", "traces")
 FILES = ("config.yaml", "metrics.jsonl", "report.html")

@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 
 import yaml
 
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.hub import model_folder
 from spmd_rl.config.algorithm_targets import sources
 from spmd_rl.config.backends import backend
 from spmd_rl.config.engines import facts_of
 from spmd_rl.config.keys import flatten, to_dict
 from spmd_rl.config.sections.engine import ENGINES
 from spmd_rl.config.sections.models import BACKENDS
-from spmd_rl.errors import UserError
-from spmd_rl.hub import model_folder
 
 CONFIG_FILE = "config.yaml"
 WITHOUT_EFFECT_ON_RESULTS = (

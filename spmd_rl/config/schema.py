@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import ClassVar
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.generation import GenerationSettings
 from spmd_rl.config.model_files import trained_model
 from spmd_rl.config.sections.algorithm import AGENTIC_ADVANTAGES, OWN, AlgorithmConfig
@@ -40,7 +41,6 @@ from spmd_rl.config.sections.run import (
 from spmd_rl.config.sections.run import DeviceSpecConfig as DeviceSpecConfig
 from spmd_rl.config.sections.teachers import TeachersConfig
 from spmd_rl.config.values import at_least, require
-from spmd_rl.errors import UserError
 
 EVALUATE = "python -m spmd_rl.evaluate"
 

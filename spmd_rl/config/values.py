@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 from spmd_rl.types import unknown_fields
 
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")

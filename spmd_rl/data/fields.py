@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, TypeVar
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 from spmd_rl.types import Message
 
 ABSENT = object()

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.data.fields import plain
 from spmd_rl.data.rows import Record, parse_rows
-from spmd_rl.errors import UserError
 
 GZIP, PARQUET, BYTE_ORDER_MARK = b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf"
 

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from spmd_rl.base.errors import UserError, one_line
+from spmd_rl.base.hub import HubDataset, http_error
 from spmd_rl.data.files import table_row
 from spmd_rl.data.rows import Record, parse_rows
-from spmd_rl.errors import UserError, one_line
-from spmd_rl.hub import HubDataset, http_error
 
 DEFAULT_SPLITS = {"data.train": "train", "data.eval": "test"}
 

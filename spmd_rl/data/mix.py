@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from math import lcm
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 
 MAX_PERIOD = 100_000
 """Largest number of tickets after which the assignment may repeat: shares have up to five digits"""

@@ -19,6 +19,8 @@ from unicodedata import normalize
 
 from msgspec import to_builtins
 
+from spmd_rl.base.errors import UserError, tell
+from spmd_rl.base.hub import hub_dataset
 from spmd_rl.config.ranks import rank
 from spmd_rl.config.schema import DataConfig
 from spmd_rl.config.sections.data import GENERATORS, sources
@@ -29,8 +31,6 @@ from spmd_rl.data.hub import read_dataset
 from spmd_rl.data.mix import Mix
 from spmd_rl.data.rows import Record
 from spmd_rl.data.seeds import counter_seed
-from spmd_rl.errors import UserError, tell
-from spmd_rl.hub import hub_dataset
 from spmd_rl.types import Message, Prompt
 
 LATEX = "abla atural e earrow eg eq ewline exists geq i leq mid onumber ot otin parallel prec subseteq succ u warrow"

@@ -10,10 +10,10 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.sections.data import GENERATORS
 from spmd_rl.data.fields import plain
 from spmd_rl.data.rows import Record
-from spmd_rl.errors import UserError
 
 DOMAIN = "reasoning_gym"
 

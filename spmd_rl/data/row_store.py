@@ -21,6 +21,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.hub import hub_dataset
 from spmd_rl.config.run_identity import identity_hash
 from spmd_rl.config.sections.data import GENERATORS, SourcesConfig, sources
 from spmd_rl.data import reasoning_gym
@@ -30,8 +32,6 @@ from spmd_rl.data.files import BYTE_ORDER_MARK, read_records
 from spmd_rl.data.hub import dataset_records
 from spmd_rl.data.prompts import is_held_out
 from spmd_rl.data.seeds import counter_seed
-from spmd_rl.errors import UserError
-from spmd_rl.hub import hub_dataset
 from spmd_rl.types import Example
 
 Parse = Callable[[Any], Example]

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
+from spmd_rl.base.errors import Disagreement
 from spmd_rl.config.algorithm_targets import sources
 from spmd_rl.config.keys import flatten, to_dict
 from spmd_rl.config.run_identity import package_versions, unused_packages
 from spmd_rl.distributed.world import World
-from spmd_rl.errors import Disagreement
 
 NAMED = 3
 """The most differences that an error names."""

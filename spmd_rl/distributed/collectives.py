@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from spmd_rl.errors import RunFailed
+from spmd_rl.base.errors import RunFailed
 
 Meeting = Callable[[str], AbstractContextManager[int]]
 Reduction = Literal["sum", "max", "mean"]

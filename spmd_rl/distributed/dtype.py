@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from spmd_rl.base.errors import tell
 from spmd_rl.config.sections.models import ServedModelConfig
 from spmd_rl.distributed.world import World
-from spmd_rl.errors import tell
 
 CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 """Flags in /proc/cpuinfo of instructions that multiply bfloat16; the last is that of ARM."""

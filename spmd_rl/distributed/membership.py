@@ -18,10 +18,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.distributed import shared_group
 from spmd_rl.distributed.device_files import device_file, driver
 from spmd_rl.distributed.wait_message import waiting
-from spmd_rl.errors import UserError
 
 FOREVER = timedelta(days=365)
 """Timeout of stores and groups: what is a stall is decided by the watchdog, never by a library's clock."""

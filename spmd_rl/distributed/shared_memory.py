@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd_rl.errors import RunFailed
-from spmd_rl.process import running
+from spmd_rl.base.errors import RunFailed
+from spmd_rl.base.process import running
 
 ALIGNMENT = 64
 """Each published tensor begins at a multiple of so many bytes."""

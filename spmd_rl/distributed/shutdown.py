@@ -18,10 +18,10 @@ from typing import Literal, NoReturn, TypeVar
 import msgspec
 import torch.distributed as dist
 
+from spmd_rl.base.errors import printable
+from spmd_rl.base.process import running, tell_torchrun
 from spmd_rl.distributed.heartbeat import Heartbeats
 from spmd_rl.distributed.journal import Journal
-from spmd_rl.errors import printable
-from spmd_rl.process import running, tell_torchrun
 
 _CALLBACK_SECONDS = 3.0
 _PEER_SECONDS = _STORE_SECONDS = 1.0

@@ -16,6 +16,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from spmd_rl.base.errors import RunFailed, UserError
+from spmd_rl.base.process import running
 from spmd_rl.config.main import record
 from spmd_rl.distributed.collectives import Collectives
 from spmd_rl.distributed.heartbeat import Heartbeats
@@ -25,8 +27,6 @@ from spmd_rl.distributed.report import Peer
 from spmd_rl.distributed.shutdown import End, Shutdown, print_error
 from spmd_rl.distributed.signals import SignalThread
 from spmd_rl.distributed.watchdog import Watchdog
-from spmd_rl.errors import RunFailed, UserError
-from spmd_rl.process import running
 
 _UNWIND_SECONDS = 5
 

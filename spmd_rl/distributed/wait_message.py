@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-from spmd_rl.errors import tell
+from spmd_rl.base.errors import tell
 
 FIRST_SECONDS, EVERY_SECONDS = 20.0, 30.0
 """The wait before the first line, and the pause between two lines."""

@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from spmd_rl.base.process import die_with_parent
 from spmd_rl.distributed.collectives import Collectives
 from spmd_rl.distributed.journal import Journal
 from spmd_rl.distributed.membership import Membership, Rendezvous, form_group, host_backend, join, membership, mesh
 from spmd_rl.distributed.supervisor import Supervisor
-from spmd_rl.process import die_with_parent
 from spmd_rl.types import Node
 
 _JOIN_SECONDS = 600

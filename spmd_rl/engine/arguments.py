@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 
 
 def check_args(

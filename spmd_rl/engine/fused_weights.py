@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from spmd_rl.hub import model_folder
+from spmd_rl.base.hub import model_folder
 from spmd_rl.model.build import weights_of
 
 

@@ -10,10 +10,10 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.engine.base import Capacity, Engine, EngineCounts
 from spmd_rl.engine.given_adapters import GivenAdapters
 from spmd_rl.engine.sequence import SequenceState, TextOf, check
-from spmd_rl.errors import RunFailed
 from spmd_rl.model.fingerprint import finish, start
 from spmd_rl.types import Completion, Request
 

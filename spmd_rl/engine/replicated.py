@@ -22,9 +22,9 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
-from spmd_rl.errors import RunFailed
 from spmd_rl.types import Completion, Request
 
 STEPS_PER_TICK = 4

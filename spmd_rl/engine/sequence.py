@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.errors import RunFailed
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.types import CandidateIds, Completion, FinishReason, Request
 

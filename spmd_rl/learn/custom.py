@@ -14,9 +14,9 @@ from torch import Tensor
 
 from spmd_rl.algo import ADVANTAGES, POLICY_LOSSES, TOKEN_ADVANTAGES
 from spmd_rl.algo.inputs import Scored, Tokens
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.algorithm_targets import is_own, num_tensors, own_function
 from spmd_rl.config.schema import AlgorithmConfig
-from spmd_rl.errors import UserError
 
 
 def policy_loss(settings: AlgorithmConfig) -> Callable[[Tokens], tuple[Tensor, Mapping[str, Tensor]]]:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import msgspec
 
 from spmd_rl.algo.estimators import half_width, maj_at_k, pass_at_k
+from spmd_rl.base.errors import RunFailed, tell
 from spmd_rl.config.schema import EvaluateConfig, EvaluationConfig, RlConfig, SamplingConfig
 from spmd_rl.distributed import World
-from spmd_rl.errors import RunFailed, tell
 from spmd_rl.learn.sample_log import held_out
 from spmd_rl.rollout import Sampling, mean_parts, sum_parts
 from spmd_rl.track.metrics import Values

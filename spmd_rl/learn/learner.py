@@ -7,9 +7,9 @@ from typing import Any
 from spmd_rl.algo import AGGREGATIONS
 from spmd_rl.algo.kl import adaptive_coef
 from spmd_rl.algo.moments import Moments
+from spmd_rl.base.errors import tell
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig, RlConfig, RolloutConfig, TeachersConfig
-from spmd_rl.errors import tell
 from spmd_rl.learn import prepare, token_advantages
 from spmd_rl.learn.advantages import Credit, Samples, credit
 from spmd_rl.learn.custom import bind

@@ -21,11 +21,11 @@ from spmd_rl.algo import KL_ESTIMATORS, POLICY_TERMS
 from spmd_rl.algo.correction import correction, effective_share, mismatch
 from spmd_rl.algo.inputs import Tokens
 from spmd_rl.algo.values import value_loss
+from spmd_rl.base.errors import RunFailed, tell
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.config.sections.algorithm import BoundsConfig
 from spmd_rl.distributed import DataShard, World
-from spmd_rl.errors import RunFailed, tell
 from spmd_rl.learn.custom import bind, policy_loss
 from spmd_rl.train.base import BoundLoss, BoundValueLoss, Metrics, PolicyRole
 

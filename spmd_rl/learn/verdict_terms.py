@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from spmd_rl.algo.shaping import repetition_penalty
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import World
-from spmd_rl.errors import UserError
 from spmd_rl.learn.advantages import Key
 from spmd_rl.learn.custom import bind
 from spmd_rl.rollout.table import trajectories_of

@@ -12,7 +12,7 @@ header of the next speaker (GLM): then the last answer ends with the header that
 
 from collections.abc import Callable, Sequence
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 from spmd_rl.model.bridge import ANSWER, QUESTION
 from spmd_rl.types import Message
 

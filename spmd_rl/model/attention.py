@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from spmd_rl.devices import kind, to_device
+from spmd_rl.base.devices import kind, to_device
 
 NAME = "spmd_packed"
 SHORT = 64

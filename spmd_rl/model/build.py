@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from spmd_rl.errors import UserError
-from spmd_rl.hub import model_folder
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.hub import model_folder
 from spmd_rl.model import attention as packed
 from spmd_rl.model.stored import Part, stored_parts
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from spmd_rl.base.errors import RunFailed, UserError, one_line
+from spmd_rl.base.hub import model_folder
 from spmd_rl.config.sections.constraint import ConstraintConfig
-from spmd_rl.errors import RunFailed, UserError, one_line
-from spmd_rl.hub import model_folder
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
+from spmd_rl.base.devices import kind
 from spmd_rl.config.architectures import LOGIT_FACTORS
-from spmd_rl.devices import kind
 from spmd_rl.model.load import owned_region
 
 CHUNK, DEVICE_CHUNK = 2**21, 2**27

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 
 W8A8 = {"w8a8_int8": (torch.int8, 127), "w8a8_fp8": (torch.float8_e4m3fn, 448)}
 """Value of `engine.quantization` -> the dtype of the weights and its largest number"""

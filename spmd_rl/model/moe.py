@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
+from spmd_rl.base.devices import kind
 from spmd_rl.config.architectures import EXPERT_COUNTS
-from spmd_rl.devices import kind
 from spmd_rl.model.differentiable import exchange_rows
 
 ALIGNED_BYTES = 16

@@ -26,9 +26,9 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmd_rl.command_line import Parser, program
+from spmd_rl.base.command_line import Parser, program
+from spmd_rl.base.errors import UserError, tell
 from spmd_rl.config.schema import PolicyConfig
-from spmd_rl.errors import UserError, tell
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 
 
 class Part(NamedTuple):

@@ -18,10 +18,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spmd_rl.base.errors import UserError, one_line, tell
+from spmd_rl.base.hub import model_folder
 from spmd_rl.config.ranks import rank
 from spmd_rl.config.vocabulary import vocabulary_size
-from spmd_rl.errors import UserError, one_line, tell
-from spmd_rl.hub import model_folder
 from spmd_rl.model.answers import answer_end, answer_spans, header_of
 from spmd_rl.model.bridge import ANSWER, Bridge, find_bridge
 from spmd_rl.types import Conversation, Message, Prompt

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from statistics import fmean
 
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.config.sections.env import ACTION_FORMATS, EnvConfig, EnvsConfig
-from spmd_rl.errors import RunFailed
 from spmd_rl.rollout.episode import BudgetSpent, Context, abandoned
 from spmd_rl.rollout.prompt_text import first_messages, fresh_messages, next_messages
 from spmd_rl.types import AgentStep, EnvReply, Message, Sample, Session, SessionLost, Turn, Verdict

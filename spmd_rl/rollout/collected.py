@@ -15,9 +15,9 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 
+from spmd_rl.base.errors import RunFailed, tell
 from spmd_rl.config.schema import RewardsConfig, RolloutConfig
 from spmd_rl.distributed import World
-from spmd_rl.errors import RunFailed, tell
 from spmd_rl.rollout.coordinator import Coordinator
 from spmd_rl.rollout.filters import ADVICE
 from spmd_rl.rollout.step_plan import GroupSlice

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from spmd_rl.base.errors import tell
 from spmd_rl.config.generation import GenerationSettings
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
-from spmd_rl.errors import tell
 from spmd_rl.rollout.beside import Questions, QuestionShare
 from spmd_rl.rollout.claims import claims
 from spmd_rl.rollout.collected import Collected, RankReport, check_errors

@@ -12,11 +12,11 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from spmd_rl.base.errors import RunFailed, UserError
 from spmd_rl.config.sections.env import ACTION_FORMATS, EnvConfig, EnvsConfig, WarmupConfig
 from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.data import EnvTasks
 from spmd_rl.distributed import World
-from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.agent import Agent
 from spmd_rl.rollout.collected import Collected, whole

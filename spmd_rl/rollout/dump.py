@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.config.replay import ABOUT, step_file
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
-from spmd_rl.errors import RunFailed
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.rollout.episode import Sampling
 from spmd_rl.rollout.source import RolloutSource

@@ -29,7 +29,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from spmd_rl.errors import RunFailed, UserError, located, traceback_of
+from spmd_rl.base.errors import RunFailed, UserError, located, traceback_of
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.engine_loop import EngineLoop
 from spmd_rl.types import (

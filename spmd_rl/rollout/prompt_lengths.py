@@ -1,10 +1,10 @@
 """Prompts that do not fit are left out, or refused, before the first step: those that are longer than
 `rollout.max_prompt_tokens`, and rows that their reward cannot judge."""
 
+from spmd_rl.base.errors import UserError, tell
 from spmd_rl.config.schema import DataConfig, RewardsConfig, RolloutConfig
 from spmd_rl.data import Prompts
 from spmd_rl.distributed import World
-from spmd_rl.errors import UserError, tell
 from spmd_rl.model.tokenizer import Tokenizer, render_prompt
 from spmd_rl.sidecar.support import counted, find_unsupported, may_refuse
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from spmd_rl.base.errors import UserError, tell
 from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
 from spmd_rl.data.row_store import Examples, RowStore
 from spmd_rl.distributed import World
-from spmd_rl.errors import UserError, tell
 from spmd_rl.rollout.collected import Collected, whole
 from spmd_rl.types import Conversation, Example, Group, Prompt, Sample, Turn, Verdict
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import RolloutConfig
-from spmd_rl.errors import UserError
 
 
 class GroupSlice(NamedTuple):

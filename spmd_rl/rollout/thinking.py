@@ -8,8 +8,8 @@ forcing: s1 (arXiv 2501.19393); the closing tag at a limit: Qwen3 (arXiv 2505.09
 
 from array import array
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.sections.rollout import SamplingConfig
-from spmd_rl.errors import UserError
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.episode import Context, Episode, SoftLimit
 from spmd_rl.types import Sample

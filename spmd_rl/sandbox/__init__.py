@@ -17,7 +17,7 @@
 
 from collections.abc import Callable, Sequence
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 from spmd_rl.sandbox.base import BaseSandbox
 from spmd_rl.sandbox.bwrap import Bubblewrap
 from spmd_rl.sandbox.forkserver import ForkServer

@@ -31,7 +31,7 @@ import zoneinfo
 from collections.abc import Callable
 from pathlib import Path
 
-from spmd_rl.process import die_with_parent
+from spmd_rl.base.process import die_with_parent
 from spmd_rl.sandbox import confine
 from spmd_rl.sandbox.guest import suite
 from spmd_rl.sandbox.namespaces import NamespaceServer  # noqa: F401 - for `start`

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from spmd_rl.errors import tell
+from spmd_rl.base.errors import tell
 from spmd_rl.sandbox.forkserver import HostServer
 
 

@@ -14,10 +14,10 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from spmd_rl.command_line import Parser, program
-from spmd_rl.curve_keys import ClientKeys, check_bind
-from spmd_rl.errors import UserError, tell
-from spmd_rl.process import die_with_parent
+from spmd_rl.base.command_line import Parser, program
+from spmd_rl.base.curve_keys import ClientKeys, check_bind
+from spmd_rl.base.errors import UserError, tell
+from spmd_rl.base.process import die_with_parent
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.frames import receive_frame, send_frame
 from spmd_rl.sidecar.host import Host

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
-from spmd_rl.curve_keys import ClientKeys
+from spmd_rl.base.curve_keys import ClientKeys
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.host_client import Call, HostClient, HostLink
 from spmd_rl.sidecar.launcher import HostProcess

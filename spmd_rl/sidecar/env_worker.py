@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from spmd_rl.errors import UserError, located, printable, traceback_of
-from spmd_rl.plugins.targets import ENVIRONMENT, build_target, start_target
+from spmd_rl.base.errors import UserError, located, printable, traceback_of
+from spmd_rl.base.targets import ENVIRONMENT, build_target, start_target
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.env_replies import checked_reset, checked_step, packed
 from spmd_rl.sidecar.frames import receive_frame, send_frame

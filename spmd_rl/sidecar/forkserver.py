@@ -17,9 +17,9 @@ import signal
 import socket
 import sys
 
-from spmd_rl.errors import UserError
-from spmd_rl.plugins.targets import import_target
-from spmd_rl.process import adopt_orphans, die_with_parent, kill_children
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.process import adopt_orphans, die_with_parent, kill_children
+from spmd_rl.base.targets import import_target
 from spmd_rl.sidecar import env_worker, wire, worker
 from spmd_rl.sidecar.frames import receive_frame
 

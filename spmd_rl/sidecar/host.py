@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from spmd_rl.curve_keys import HostKeys
-from spmd_rl.errors import UserError, tell
+from spmd_rl.base.curve_keys import HostKeys
+from spmd_rl.base.errors import UserError, tell
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.env_pool import EnvPool
 from spmd_rl.sidecar.event_loop import EventLoop

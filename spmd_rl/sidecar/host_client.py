@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from spmd_rl.curve_keys import ClientKeys
-from spmd_rl.errors import tell
+from spmd_rl.base.curve_keys import ClientKeys
+from spmd_rl.base.errors import tell
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.launcher import HostProcess
 from spmd_rl.sidecar.sockets import open_dealer, received, send

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from spmd_rl.errors import RunFailed, UserError, tell
+from spmd_rl.base.errors import RunFailed, UserError, tell
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.frames import receive_frame, start_child
 from spmd_rl.sidecar.sockets import remove_socket

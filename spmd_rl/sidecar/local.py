@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
-from spmd_rl.plugins.targets import build_target, start_target
-from spmd_rl.process import Overtime, deadline
+from spmd_rl.base.process import Overtime, deadline
+from spmd_rl.base.targets import build_target, start_target
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.clients import OpenSession
 from spmd_rl.sidecar.env_worker import EnvSlot

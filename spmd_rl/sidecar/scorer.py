@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
-from spmd_rl.curve_keys import ClientKeys, check_bind, local_address
-from spmd_rl.errors import UserError
+from spmd_rl.base.curve_keys import ClientKeys, check_bind, local_address
+from spmd_rl.base.errors import UserError
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.clients import RemoteEnvironments, ScoreClient
 from spmd_rl.sidecar.launcher import HostProcess, env_pool_spec, pool_spec

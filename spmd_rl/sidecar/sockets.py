@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from spmd_rl.curve_keys import ZAP_DOMAIN, ClientKeys, HostKeys, limit_connection
-from spmd_rl.errors import UserError
+from spmd_rl.base.curve_keys import ZAP_DOMAIN, ClientKeys, HostKeys, limit_connection
+from spmd_rl.base.errors import UserError
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.event_loop import EventLoop
 

@@ -10,8 +10,8 @@ import msgspec
 import zmq
 from msgspec.structs import asdict
 
-from spmd_rl.curve_keys import ClientKeys
-from spmd_rl.errors import UserError
+from spmd_rl.base.curve_keys import ClientKeys
+from spmd_rl.base.errors import UserError
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.sockets import open_dealer
 

@@ -18,8 +18,8 @@ import time
 from collections import deque
 from pathlib import Path
 
-from spmd_rl.errors import tell
-from spmd_rl.process import adopt_orphans, die_with_parent, kill_children
+from spmd_rl.base.errors import tell
+from spmd_rl.base.process import adopt_orphans, die_with_parent, kill_children
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.frames import receive_frame, send_frame
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from spmd_rl.errors import UserError, tell
-from spmd_rl.plugins.targets import build_target, import_target
+from spmd_rl.base.errors import UserError, tell
+from spmd_rl.base.targets import build_target, import_target
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.types import Prompt, Rewarder
 

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
-from spmd_rl.errors import MAX_TRACEBACK, UserError, located, one_line, printable, traceback_of
-from spmd_rl.plugins.targets import build_target, start_target
+from spmd_rl.base.errors import MAX_TRACEBACK, UserError, located, one_line, printable, traceback_of
+from spmd_rl.base.targets import build_target, start_target
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.frames import receive_frame, send_frame
 from spmd_rl.sidecar.services import service_factories

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spmd_rl.command_line import Parser, program
+from spmd_rl.base.command_line import Parser, program
+from spmd_rl.base.errors import plural, printable, reason, tell
 from spmd_rl.config.run_identity import CONFIG_FILE, identity
-from spmd_rl.errors import plural, printable, reason, tell
 from spmd_rl.track import html_page as page
 from spmd_rl.track.charts import CHARTS, SCORES
 from spmd_rl.track.run_reader import RunData, read_run

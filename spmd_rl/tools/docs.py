@@ -8,7 +8,7 @@ A test checks that the file is current. The meaning of a setting stands below it
 from collections.abc import Iterator
 from itertools import groupby
 
-from spmd_rl.command_line import Parser, program
+from spmd_rl.base.command_line import Parser, program
 from spmd_rl.config.docs import SettingEntry, entries, options
 from spmd_rl.config.load import CONFIGS, build, compose
 from spmd_rl.config.pipelines import PIPELINES

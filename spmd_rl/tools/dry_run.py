@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.text import Text
 
 from spmd_rl import sidecar
+from spmd_rl.base.errors import UserError, plural, printable
+from spmd_rl.base.hub import model_folder
 from spmd_rl.config.batch_arithmetic import (
     describe_evaluation,
     describe_samples,
@@ -34,8 +36,6 @@ from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import JobConfig, RlConfig, RlvrConfig
 from spmd_rl.data import Prompts
 from spmd_rl.data.prompts import with_line_breaks
-from spmd_rl.errors import UserError, plural, printable
-from spmd_rl.hub import model_folder
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer, render_prompt
 from spmd_rl.sidecar.support import counted, unsupported
 from spmd_rl.tools import reward_audit

@@ -15,12 +15,12 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
+from spmd_rl.base.errors import RunFailed, UserError, plural, printable
 from spmd_rl.config.batch_arithmetic import describe_evaluation, describe_samples
 from spmd_rl.config.phases import phase
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import AgenticConfig
 from spmd_rl.data import EnvTasks
-from spmd_rl.errors import RunFailed, UserError, plural, printable
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.rollout import Demonstrator
 from spmd_rl.rollout.prompt_text import first_messages

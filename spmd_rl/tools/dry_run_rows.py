@@ -11,14 +11,14 @@ import statistics
 from rich.console import Console
 from rich.text import Text
 
+from spmd_rl.base.errors import UserError, printable
+from spmd_rl.base.hub import model_folder
 from spmd_rl.config.batch_arithmetic import describe_rows
 from spmd_rl.config.model_files import describe_model
 from spmd_rl.config.phases import phase
 from spmd_rl.config.supervised import RowsPipelineConfig
 from spmd_rl.data import Examples
 from spmd_rl.data.row_store import RowStore
-from spmd_rl.errors import UserError, printable
-from spmd_rl.hub import model_folder
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.tools.dry_run import SHOWN, dtype, outputs, short, table, without_torch
 

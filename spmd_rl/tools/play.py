@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from spmd_rl.command_line import program
+from spmd_rl.base.command_line import program
+from spmd_rl.base.errors import UserError, one_line, printable, tell
 from spmd_rl.config.checks import NO_ENVIRONMENT, check, fetch_models
 from spmd_rl.config.load import load
 from spmd_rl.config.main import parse
 from spmd_rl.config.schema import AgenticConfig
-from spmd_rl.errors import UserError, one_line, printable, tell
 from spmd_rl.rollout.prompt_text import first_messages, next_messages
 from spmd_rl.sidecar.local import LocalEnvironments, LocalScorer
 from spmd_rl.types import AgentStep, Environments, EnvReply, Message, Prompt, Sample, SessionLost

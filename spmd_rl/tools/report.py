@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmd_rl.command_line import Parser, at_least, program
-from spmd_rl.errors import UserError, reason, tell
+from spmd_rl.base.command_line import Parser, at_least, program
+from spmd_rl.base.errors import UserError, reason, tell
 from spmd_rl.track.render import write_report
 
 

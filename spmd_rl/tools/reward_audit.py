@@ -15,11 +15,11 @@ from statistics import fmean
 
 import msgspec
 
+from spmd_rl.base.errors import UserError, plural, printable
+from spmd_rl.base.process import Overtime, contained, deadline
+from spmd_rl.base.targets import build_target, guarded, start_target
 from spmd_rl.config.schema import RewardConfig
 from spmd_rl.data import Prompts
-from spmd_rl.errors import UserError, plural, printable
-from spmd_rl.plugins.targets import build_target, guarded, start_target
-from spmd_rl.process import Overtime, contained, deadline
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.sidecar.support import counted, unsupported

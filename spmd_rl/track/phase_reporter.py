@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from spmd_rl.base.errors import tell
 from spmd_rl.distributed.wait_message import EVERY_SECONDS, FIRST_SECONDS, WaitMessage
-from spmd_rl.errors import tell
 
 WAITS = {
     "start": "starting: loading the models, and what else the pipeline has",

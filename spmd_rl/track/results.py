@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from spmd_rl.errors import tell
+from spmd_rl.base.errors import tell
 from spmd_rl.track.metrics import Values
 
 RESULTS = "evaluation.json"

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import yaml
 
+from spmd_rl.base.errors import UserError, tell
 from spmd_rl.config.main import BEGAN
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.run_identity import write_config
 from spmd_rl.config.schema import JobConfig
 from spmd_rl.distributed import World
-from spmd_rl.errors import UserError, tell
 from spmd_rl.track import launch_info, messages, render
 from spmd_rl.track.goodput import Goodput
 from spmd_rl.track.memory import PhaseMemory

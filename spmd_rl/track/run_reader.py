@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.run_identity import saved_config
-from spmd_rl.errors import UserError
 from spmd_rl.track.metrics import read_lines, with_warmup_named
 from spmd_rl.track.svg import Point
 from spmd_rl.types import SCORED, SUSPECT

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from spmd_rl.errors import printable
+from spmd_rl.base.errors import printable
 
 MAX_POINTS = 300
 """A longer series is drawn as the means of this many equal slices."""

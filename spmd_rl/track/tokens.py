@@ -5,8 +5,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmd_rl.errors import UserError, one_line
-from spmd_rl.hub import model_folder
+from spmd_rl.base.errors import UserError, one_line
+from spmd_rl.base.hub import model_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.process import in_background
 from spmd_rl.config.schema import TrackConfig
-from spmd_rl.errors import UserError
-from spmd_rl.process import in_background
 
 PROJECT = "spmd_rl"
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.batch import Batch, Ragged, bounds_of
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
-from spmd_rl.errors import RunFailed
 from spmd_rl.model.constraint import Constraint, constraint_of
 from spmd_rl.train import averages
 from spmd_rl.train.base import BoundLoss, BoundValueLoss, ForwardArgs, Metrics, MicrobatchLoop, PolicyRole, ShardedModel

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 from spmd_rl.model.load import Region, WeightFiles
 from spmd_rl.model.lora import IN_NF4, MAGNITUDE, PREFIX, SCALING, A, Adapter, B
 from spmd_rl.model.stored import Part

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.distributed import Layout
-from spmd_rl.errors import UserError
 from spmd_rl.model.load import Fill, Region, WeightFiles, local, owned_region
 from spmd_rl.model.lora import IN_NF4, MAGNITUDE, PREFIX, SCALING, A, Adapter, B
 from spmd_rl.model.stored import Part

@@ -12,8 +12,8 @@ from itertools import starmap
 
 from torch import Tensor
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.batch import pack
-from spmd_rl.errors import UserError
 from spmd_rl.train.base import Role
 from spmd_rl.types import Sample, Turn, Verdict
 

@@ -13,9 +13,9 @@ weights of the replayed experts are the trainer's own router's, and so is their 
 import torch
 from torch import Tensor, nn
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.batch import Batch
 from spmd_rl.distributed import Layout
-from spmd_rl.errors import UserError
 from spmd_rl.model.moe import router_class, weights_of_chosen
 from spmd_rl.train.sharing import PrefixTree
 

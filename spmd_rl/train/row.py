@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmd_rl.base.devices import to_device
 from spmd_rl.batch import Batch
-from spmd_rl.devices import to_device
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.constraint import Allowed, Constraint
 from spmd_rl.model.logprobs import Candidates, Support, TokenHead

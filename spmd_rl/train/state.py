@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from spmd_rl.base.errors import UserError, one_line
 from spmd_rl.distributed import World
-from spmd_rl.errors import UserError, one_line
 from spmd_rl.model.load import MappedFiles, Region, overlap, within
 from spmd_rl.model.stored import Part
 

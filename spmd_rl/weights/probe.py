@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.batch import pack
 from spmd_rl.engine.base import Engine
-from spmd_rl.errors import RunFailed
 from spmd_rl.train.base import PolicyRole
 from spmd_rl.types import Completion, Request, Sample, Turn, Verdict
 

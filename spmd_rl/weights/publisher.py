@@ -10,9 +10,9 @@ from contextlib import nullcontext
 from itertools import pairwise
 from typing import TypeVar
 
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
-from spmd_rl.errors import RunFailed
 from spmd_rl.train.base import Metrics, PolicyRole
 from spmd_rl.weights import probe
 from spmd_rl.weights.collective import Buckets

@@ -2,9 +2,9 @@
 
 import torch
 
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
-from spmd_rl.errors import RunFailed
 from spmd_rl.weights import probe
 from spmd_rl.weights.collective import Buckets
 from spmd_rl.weights.publisher import PROBE, agree, decide

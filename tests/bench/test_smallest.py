@@ -28,7 +28,7 @@ SMALLEST = {
 WITH_TRL = ("against_trl", "to_score")
 CODE = """
 import importlib, sys
-for name in ("spmd_rl.plugins.targets", "spmd_rl.types", "tests.bench.gate", "rewards.reasoning_gym"):
+for name in ("spmd_rl.base.targets", "spmd_rl.types", "tests.bench.gate", "rewards.reasoning_gym"):
     importlib.import_module(name)
 print(*(m.__file__ for name, m in sys.modules.items() if name.partition(".")[0] in ("spmd_rl", "rewards", "tests")))
 """

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from spmd_rl.base.targets import build_target
 from spmd_rl.config import RlvrConfig
 from spmd_rl.data import Prompts
 from spmd_rl.data.seeds import counter_seed
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
 from spmd_rl.model.tokenizer import load_tokenizer
-from spmd_rl.plugins.targets import build_target
 from spmd_rl.track.svg import Series
 from spmd_rl.types import AnswerInfo, Prompt, Request
 from tests.bench import show, work

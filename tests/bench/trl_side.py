@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from spmd_rl.plugins.targets import build_target
+from spmd_rl.base.targets import build_target
 from spmd_rl.types import AnswerInfo, Message, Prompt
 from tests.bench.gate import Gate
 

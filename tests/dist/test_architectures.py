@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.architectures import ACCEPTED, SLIDING, WINDOWS, check_architecture
 from spmd_rl.config.schema import PolicyConfig, RlvrConfig, TrainConfig
-from spmd_rl.errors import UserError
 from spmd_rl.train import build_role
 from spmd_rl.train.packed_check import check_packing
 from tests.dist.harness import ROOT, run_ranks

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.backends import backend
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import World
-from spmd_rl.errors import UserError
 from spmd_rl.train import build_role
 from tests.dist.test_train_state import save
 from tests.models import EXPERTS, tiny

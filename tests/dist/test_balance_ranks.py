@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, World
-from spmd_rl.errors import RunFailed
 from spmd_rl.learn import losses, prepare
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.train.base import ForwardArgs

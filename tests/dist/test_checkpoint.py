@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.checkpoint import Checkpointer, manifest
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World
-from spmd_rl.errors import UserError
 from spmd_rl.model.load import local, owned_region
 from spmd_rl.train.state import SavedState, Shard, read_state, staged, write_state
 from tests.dist.harness import launch, run_ranks

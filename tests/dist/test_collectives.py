@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from spmd_rl.base.errors import RunFailed, UserError
 from spmd_rl.distributed import World, solo
-from spmd_rl.errors import RunFailed, UserError
 from tests.dist.harness import launch, run_ranks
 
 

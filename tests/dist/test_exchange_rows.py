@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.distributed import World
-from spmd_rl.errors import RunFailed
 from tests.dist.harness import run_ranks
 
 WIDTH = 13

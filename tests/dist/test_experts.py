@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import PolicyConfig, RlvrConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
-from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.model.moe import router_class, spread
 from spmd_rl.train import build_role

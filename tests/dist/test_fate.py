@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import RewardConfig, RlvrConfig
 from spmd_rl.distributed import World
-from spmd_rl.errors import UserError
 from spmd_rl.rollout import Sampling, expected
 from tests.dist.harness import Job, alive, family, launch, torchrun
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, make_rollouts

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.backends import backend, check_following
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
 from spmd_rl.config.sections.models import FollowingReferenceConfig, RoleConfig
 from spmd_rl.distributed import World
-from spmd_rl.errors import UserError
 from spmd_rl.train import Roles, build_role
 from tests.dist.harness import run_ranks
 from tests.models import tiny

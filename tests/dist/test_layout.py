@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.distributed import Layout, World, solo
-from spmd_rl.errors import UserError
 from tests.dist.harness import run_ranks
 
 

@@ -13,12 +13,12 @@ import torch
 from peft import LoraConfig as Peft
 from peft import PeftModel, get_peft_model
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.checkpoint import Checkpointer, HfExport
 from spmd_rl.config.schema import CheckpointConfig, PolicyConfig, TrainConfig
 from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.config.sections.models import ReferenceConfig, RoleConfig
 from spmd_rl.distributed import Layout, World
-from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model, weights_of
 from spmd_rl.model.lora import PREFIX
 from spmd_rl.tools.convert import main

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from spmd_rl import weights
+from spmd_rl.base.errors import RunFailed, UserError
 from spmd_rl.config.schema import CriticConfig, TrainConfig
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
-from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.train import build_role
 from spmd_rl.train.state import SavedState

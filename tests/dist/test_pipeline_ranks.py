@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
-from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.model.load import local
 from spmd_rl.train import build_role

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from spmd_rl import weights
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.config.schema import TrainConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
-from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model
 from spmd_rl.weights import Buckets, WeightReceiver
 from tests.dist.harness import run_ranks

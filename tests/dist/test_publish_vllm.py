@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from spmd_rl import weights
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.distributed import solo
-from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import weights_of
 from spmd_rl.train.fsdp2 import shard
 from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine

@@ -10,9 +10,9 @@ import torch
 
 from spmd_rl import engine as engines
 from spmd_rl import weights
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig, TrainConfig
 from spmd_rl.distributed import Layout
-from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model
 from spmd_rl.types import Request
 from tests.dist.harness import run_ranks

@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.batch import Batch, Ragged, bounds_of, pack
 from spmd_rl.distributed import World
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
-from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.model.moe import router_class
 from spmd_rl.types import Request, Sample, Turn, Verdict

@@ -8,9 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import PolicyConfig, RlvrConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
-from spmd_rl.errors import UserError
 from spmd_rl.model.constraint import Allowed
 from spmd_rl.model.load import local, share
 from spmd_rl.model.logprobs import Candidates, VocabularyShare, token_logprobs

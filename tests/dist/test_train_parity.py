@@ -11,9 +11,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import CriticConfig, PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
-from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model, weights_of
 from spmd_rl.model.load import local
 from spmd_rl.model.stored import stored_parts

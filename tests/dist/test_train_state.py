@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
-from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model
 from spmd_rl.model.load import local
 from spmd_rl.train.state import SavedState

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_rl.errors import printable
+from spmd_rl.base.errors import printable
 from tests.e2e.runs import EXACT, ROOT, Toy
 
 MINE = """

@@ -142,7 +142,7 @@ import hashlib, inspect, json, os, pathlib, runpy, sys
 from spmd_rl.bundled import HOME
 from spmd_rl.config import RlvrConfig
 from spmd_rl.config.load import load
-from spmd_rl.plugins.targets import import_target, source_digest
+from spmd_rl.base.targets import import_target, source_digest
 for place, targets in json.loads(sys.argv[1]).items():
     if not os.fork():
         os.chdir(place)
@@ -203,8 +203,8 @@ MISTAKES = {
 }
 TELL = """
 import sys
-from spmd_rl.errors import UserError
-from spmd_rl.plugins.targets import import_target
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.targets import import_target
 for target in sys.argv[1:]:
     try:
         import_target("key", target)
@@ -230,8 +230,8 @@ from spmd_rl.config import RlvrConfig
 from spmd_rl.config.load import load
 from spmd_rl.config.run_identity import identity_hash
 from spmd_rl.distributed.agreement import common_values
-from spmd_rl.errors import located, traceback_of
-from spmd_rl.plugins.targets import import_target
+from spmd_rl.base.errors import located, traceback_of
+from spmd_rl.base.targets import import_target
 given = ["data=jsonl_math", "data.train=rows.jsonl", "algorithm.loss=rewards.length:LengthReward"]
 cfg = load("rlvr", RlvrConfig, given)
 print(identity_hash(cfg), {name: value for name, value in common_values(cfg, {}).items() if name.startswith("source")})

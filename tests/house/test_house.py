@@ -14,8 +14,8 @@ from tests.house.sources import DOORS, FILES, PACKAGES, ROOT, Function, function
 MAX_FILE, MAX_DOOR, MAX_FUNCTION, MAX_PROTOCOL = 400, 60, 60, 10
 BROAD_EXCEPT = {
     "spmd_rl/sidecar/worker.py": "the sidecar worker",
-    "spmd_rl/process.py": "work in the background may raise anything: whoever waits for it gets it",
-    "spmd_rl/plugins/targets.py": "a plug-in's import and constructor, which the checks run before the worker does",
+    "spmd_rl/base/process.py": "work in the background may raise anything: whoever waits for it gets it",
+    "spmd_rl/base/targets.py": "a plug-in's import and constructor, which the checks run before the worker does",
     "spmd_rl/config/main.py": "the rank's main",
     "spmd_rl/tools/doctor/child.py": "a check may fail in any way: it becomes a line of the doctor's table",
     "spmd_rl/rollout/episode.py": "an episode may raise anything: it becomes a verdict of its sample",

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import zmq
 
-from spmd_rl.curve_keys import ClientKeys
+from spmd_rl.base.curve_keys import ClientKeys
 from spmd_rl.sidecar import wire
 
 GREETING, CURVE = (

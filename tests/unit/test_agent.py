@@ -5,9 +5,9 @@ from array import array
 
 import pytest
 
+from spmd_rl.base.errors import RunFailed, UserError
 from spmd_rl.config.sections.env import EnvConfig, EnvsConfig
 from spmd_rl.data import EnvTasks
-from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.bridge import Bridge
 from spmd_rl.rollout import Agent, Context, Sampling
 from spmd_rl.rollout.agent import find_action

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 from spmd_rl.types import Conversation, Message
 from tests.templates import FAMILIES, tokenizer
 

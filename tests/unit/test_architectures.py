@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.architectures import check_architecture
 from spmd_rl.config.engines import facts_of
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
-from spmd_rl.errors import UserError
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model
 from spmd_rl.types import Request

@@ -18,10 +18,10 @@ from rewards.general import GeneralReward
 from rewards.ifeval import IfevalReward
 from rewards.math_verify import MathReward
 from rewards.reasoning_gym import ReasoningGymReward
+from spmd_rl.base.errors import RunFailed
+from spmd_rl.base.targets import build_target
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.errors import RunFailed
-from spmd_rl.plugins.targets import build_target
 from spmd_rl.sandbox.forkserver import ForkServer
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.worker import judge

@@ -90,7 +90,7 @@ def test_a_wrong_row_is_one_line_with_file_and_line_before_torch_is_imported(tmp
     rows.write_text('{"question": "1 + 1?", "answer": "2"}\n{"question": "2 + 2?"}\n')
     code = (
         "import sys; from spmd_rl import evaluate; from spmd_rl.config import EvaluateConfig;"
-        "from spmd_rl.config.load import load; from spmd_rl.errors import UserError\n"
+        "from spmd_rl.config.load import load; from spmd_rl.base.errors import UserError\n"
         f"try: evaluate.run(load('evaluate', EvaluateConfig, ['data=jsonl_math', 'data.eval={rows}']))\n"
         "except UserError as error: print(error, 'torch' in sys.modules)"
     )

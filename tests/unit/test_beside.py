@@ -5,11 +5,11 @@ from itertools import count
 
 import pytest
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config import AgenticConfig, RlvrConfig
 from spmd_rl.config.load import load
 from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.distributed import World, solo
-from spmd_rl.errors import UserError
 from spmd_rl.learn import Evaluation
 from spmd_rl.rollout import BesideRollouts, Sampling
 from spmd_rl.rollout.engine_loop import BEHIND

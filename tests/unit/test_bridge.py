@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.episode import Budget, Context, Sampling
 from spmd_rl.types import Message, Prompt, Turn

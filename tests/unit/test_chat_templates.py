@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.episode import Budget, Context, Sampling
 from spmd_rl.types import Message, Prompt, Turn

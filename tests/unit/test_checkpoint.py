@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.checkpoint import Checkpointer, finished
 from spmd_rl.checkpoint.directory import CheckpointDir
 from spmd_rl.checkpoint.export import write_hf
 from spmd_rl.checkpoint.manifest import Manifest, TornCheckpoint
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World, solo
-from spmd_rl.errors import UserError
 from spmd_rl.train.state import SavedState, Shard, TensorSpec, read_state, staged, write_safetensors, write_state
 
 FILE = "policy/00000.safetensors"

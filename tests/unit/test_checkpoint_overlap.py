@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.checkpoint.unsealed import Unsealed
 from spmd_rl.distributed import solo
-from spmd_rl.errors import UserError
 from tests.unit.test_checkpoint import Job, names, resumed
 
 

@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.batch import pack
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
-from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model, weights_of
 from spmd_rl.model.moe import router_class
 from spmd_rl.model.stored import stored_parts

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from spmd_rl.plugins.code_answer import program, same_output
+from spmd_rl.base.code_answer import program, same_output
 
 F = "def add(a, b):\n    return a + b\n"
 MAIN = "a, b = map(int, input().split())\nprint(a + b)\n"

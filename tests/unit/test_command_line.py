@@ -3,8 +3,8 @@
 import pytest
 
 from launch import sidecar_keys
-from spmd_rl.command_line import Parser, at_least
-from spmd_rl.errors import one_line, printable, tell
+from spmd_rl.base.command_line import Parser, at_least
+from spmd_rl.base.errors import one_line, printable, tell
 from spmd_rl.tools import compare, convert, report
 from spmd_rl.tools.doctor import __main__ as doctor
 from spmd_rl.tools.simulate import __main__ as simulate

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.batch_arithmetic import describe_batch
 from spmd_rl.config.checks import check, check_plan
 from spmd_rl.config.load import CONFIGS, chosen, load
@@ -13,7 +14,6 @@ from spmd_rl.config.run_identity import write_config
 from spmd_rl.config.schema import EvaluateConfig, RlvrConfig
 from spmd_rl.config.sections.data import files
 from spmd_rl.config.unused import unused_settings
-from spmd_rl.errors import UserError
 from tests.fake_hub import NO_TENSORS
 from tests.unit.test_config_load import DOORS
 

@@ -8,11 +8,11 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.keys import flatten, leaves, to_dict, type_name
 from spmd_rl.config.load import CONFIGS, build, experiment_doors, load
 from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.config.schema import AgenticConfig, RlvrConfig, RolloutConfig
-from spmd_rl.errors import UserError
 
 
 def rlvr(*overrides: str, **kwargs: str) -> RlvrConfig:

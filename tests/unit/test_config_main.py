@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOOR = '''"""A door that only fails."""
 import errno, os, sys
 from spmd_rl.config import RlvrConfig, main
-from spmd_rl.errors import RunFailed, UserError
+from spmd_rl.base.errors import RunFailed, UserError
 
 def run(cfg):
     how = os.environ.get("HOW", "well")

@@ -5,11 +5,11 @@ import json
 import pytest
 import yaml
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.load import load
 from spmd_rl.config.resume import continue_run, holds_run
 from spmd_rl.config.run_identity import write_config
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.errors import UserError
 
 
 def rlvr(*overrides: str) -> RlvrConfig:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from spmd_rl.base.errors import RunFailed, UserError
 from spmd_rl.batch import pack
 from spmd_rl.config.constraint_checks import check_constraint
 from spmd_rl.config.schema import EngineConfig, PolicyConfig, TrainConfig
@@ -20,7 +21,6 @@ from spmd_rl.config.sections.teachers import TeachersConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
-from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.model.constraint import accept, constraint_of
 from spmd_rl.model.tokenizer import load_tokenizer

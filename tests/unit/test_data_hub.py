@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import DataConfig
 from spmd_rl.data import Prompts
-from spmd_rl.errors import UserError
 
 
 class NotFound(FileNotFoundError):

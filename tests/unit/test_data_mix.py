@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import DataConfig
 from spmd_rl.data import Prompts
 from spmd_rl.data.mix import MAX_PERIOD, Mix
-from spmd_rl.errors import UserError
 from spmd_rl.types import Message, Prompt
 
 SHARES = {"math": 0.4, "code": 0.3, "general": 0.3}

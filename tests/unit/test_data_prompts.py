@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import DataConfig
 from spmd_rl.data import Prompts, content_id, counter_seed
 from spmd_rl.data.prompts import is_held_out
-from spmd_rl.errors import UserError
 from spmd_rl.types import ImagePart, Message, Prompt, TextPart
 
 DATA = Path(__file__).parents[3] / "shared" / "data"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.data.fields import plain
 from spmd_rl.data.reasoning_gym import generate
-from spmd_rl.errors import UserError
 
 UNSUPPORTED = {"arc_agi", "rearc", "composite"}  # composite has no problems of its own
 SLOW = {"knight_swap", "sudoku", "rush_hour"}

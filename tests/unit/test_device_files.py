@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.distributed import device_files
 from spmd_rl.distributed.device_files import HIDING, device_file, driver
 from spmd_rl.distributed.membership import membership
-from spmd_rl.errors import UserError
 from spmd_rl.tools.doctor import devices
 from spmd_rl.tools.doctor.checks import Failed
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.errors import UserError
 from spmd_rl.tools.dry_run import show
 from tests.models import tiny
 from tests.patience import patient

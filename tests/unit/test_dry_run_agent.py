@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import AgenticConfig
-from spmd_rl.errors import UserError
 from spmd_rl.tools.dry_run_agent import show
 from tests.models import tiny
 

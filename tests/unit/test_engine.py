@@ -8,12 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spmd_rl import engine as engines
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import EngineConfig, RlvrConfig
 from spmd_rl.engine.base import EngineCounts
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.kv import BLOCK, blocks_for
 from spmd_rl.engine.native.module import empty_module
-from spmd_rl.errors import UserError
 from spmd_rl.types import Completion, Request
 from tests.models import tiny
 

@@ -9,10 +9,10 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
 from spmd_rl.engine.sequence import text_of_model
-from spmd_rl.errors import RunFailed
 from spmd_rl.types import Completion, Request
 from tests.engines import VLLM_SIZES, needs_sglang, needs_vllm, sglang_engine, vllm_engine
 from tests.models import KINDS, tiny

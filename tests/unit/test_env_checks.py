@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.plugin_checks import check_envs
 from spmd_rl.config.sections.env import EnvConfig, EnvsConfig
 from spmd_rl.config.sections.run import JournalConfig
-from spmd_rl.errors import UserError
 
 HERE = Path(__file__).parent
 

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.checks import check_episode
 from spmd_rl.config.schema import RolloutConfig
-from spmd_rl.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.checkpoint import manifest
 from spmd_rl.checkpoint.manifest import Manifest, TornCheckpoint
 from spmd_rl.config.load import load
 from spmd_rl.config.model_files import check_weights, num_weights
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.errors import UserError
 from spmd_rl.train.state import FORMAT, SavedState, Shard, write_state
 from tests.unit.test_checkpoint import resumed, saved
 

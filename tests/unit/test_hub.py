@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.hub import HubDataset, hub_dataset, hub_id, model_folder
+from spmd_rl.base.hub import HubDataset, hub_dataset, hub_id, model_folder
 from tests.fake_hub import COMMIT, fake_hub
 
 SCRIPT = """
 import json, os, sys
-from spmd_rl.errors import UserError
-from spmd_rl.hub import fetch_config, fetch_weights, model_folder
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.hub import fetch_config, fetch_weights, model_folder
 def files(name): return sorted(os.listdir(model_folder(name)))
 try:
     name = fetch_config("policy.model", sys.argv[1])

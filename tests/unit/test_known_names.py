@@ -4,11 +4,11 @@ import re
 
 import pytest
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.keys import leaves
 from spmd_rl.config.known_names import ABSENT, RENAMED, hint
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.errors import UserError
 
 KEYS = {leaf.key for leaf in leaves(RlvrConfig)}
 SECTIONS = {key.split(".")[0] for key in KEYS}

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 import torch
 
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.batch import pack
 from spmd_rl.config.schema import AlgorithmConfig, RlvrConfig
 from spmd_rl.config.sections.algorithm import BoundsConfig
 from spmd_rl.distributed import Layout, solo
-from spmd_rl.errors import RunFailed
 from spmd_rl.learn import Evaluation, Imitation, Learner, losses, sample_log
 from spmd_rl.train import Roles
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict

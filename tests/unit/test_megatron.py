@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.backends import backend
 from spmd_rl.config.packages import installed, requirements
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
 from spmd_rl.config.sections.models import CriticConfig, RoleConfig
-from spmd_rl.errors import UserError
 from spmd_rl.train.megatron import ARCHITECTURES
 from tests.models import EXPERTS, tiny
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.model.constraint import Allowed
 from spmd_rl.model.logprobs import Candidates, token_logprobs

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.architectures import check_architecture
 from spmd_rl.config.sections.models import ModelConfig, RoleConfig, TrainConfig
-from spmd_rl.errors import UserError
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model, build_on_meta, model_directory
 from spmd_rl.model.load import WeightFiles, load_weights

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import DataConfig
 from spmd_rl.config.sections.preference import LabelledConfig
 from spmd_rl.config.sections.rows import RowsConfig
 from spmd_rl.data import Examples, Prompts
-from spmd_rl.errors import UserError
 from spmd_rl.model.tokenizer import Tokenizer, render_prompt
 from tests.templates import tokenizer
 

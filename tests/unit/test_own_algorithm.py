@@ -7,11 +7,11 @@ import torch
 
 from spmd_rl.algo import ADVANTAGES, POLICY_LOSSES, TOKEN_ADVANTAGES
 from spmd_rl.algo.inputs import Scored, Tokens
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.algorithm_targets import check_algorithm, sources
 from spmd_rl.config.run_identity import identity_hash
 from spmd_rl.config.schema import AlgorithmConfig, RlvrConfig
 from spmd_rl.config.unused import unread_algorithm_keys
-from spmd_rl.errors import UserError
 from spmd_rl.learn.custom import answer_advantage, bind, policy_loss, token_advantage
 
 MINE = """

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.ranks import deal_layers
-from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.train.fsdp2.stages import cut
 from spmd_rl.train.pipeline import Step, forward_only, most_in_flight, one_forward_one_backward

@@ -7,12 +7,12 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.generation import GenerationSettings
 from spmd_rl.config.placement import Placement, ranks_do
 from spmd_rl.config.sections.data import RewardsConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import RolloutConfig
-from spmd_rl.errors import UserError
 from spmd_rl.placement.colocated import colocated
 from spmd_rl.rollout.pace import oldest_version
 

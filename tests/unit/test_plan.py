@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.backends import backend
 from spmd_rl.config.checks import check_plan
 from spmd_rl.config.load import CONFIGS, load
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.errors import UserError
 from spmd_rl.model.size import ModelSize
 from spmd_rl.tools.plan import show
 from spmd_rl.tools.plan.memory_tracker import MemoryTracker

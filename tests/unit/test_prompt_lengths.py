@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config import RlvrConfig
 from spmd_rl.config.schema import RewardConfig
 from spmd_rl.data import Prompts
-from spmd_rl.errors import UserError
 from spmd_rl.rollout.prompt_lengths import fit_prompts
 from spmd_rl.sidecar.support import find_unsupported
 from spmd_rl.types import Message, Prompt

@@ -8,10 +8,10 @@ import torch
 import xxhash
 
 from spmd_rl import weights
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.distributed import solo
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
-from spmd_rl.errors import RunFailed
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model
 from spmd_rl.model.fingerprint import checksum, fingerprint

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from spmd_rl import weights
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
 from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.distributed import Layout, solo
-from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model
 from spmd_rl.types import Request
 from spmd_rl.weights.adapter_source import AdapterSource

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from spmd_rl import weights
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.distributed import solo
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
-from spmd_rl.errors import RunFailed
 from spmd_rl.weights.quantized import FORMATS, quantized
 from tests.models import EXPERTS, tiny
 from tests.unit.test_publish import Policy

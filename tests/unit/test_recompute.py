@@ -5,8 +5,8 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import TrainConfig
-from spmd_rl.errors import UserError
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model
 from spmd_rl.train.recompute import recompute

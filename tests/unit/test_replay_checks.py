@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.apply import apply
 from spmd_rl.config.load import load
 from spmd_rl.config.replay import about_samples, check_replay
 from spmd_rl.config.schema import AgenticConfig, RlvrConfig
-from spmd_rl.errors import UserError
 from tests.models import tiny
 
 

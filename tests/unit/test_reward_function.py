@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.targets import build_target
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.errors import UserError
-from spmd_rl.plugins.targets import build_target
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.worker import call_mode, judge
 from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict

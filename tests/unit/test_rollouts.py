@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
+from spmd_rl.base.errors import RunFailed, UserError
 from spmd_rl.config import RlvrConfig
 from spmd_rl.distributed import World, solo
-from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.rollout import BudgetSpent, Context, Sampling, engine_loop
 from spmd_rl.types import Completion, Request, Sample, Verdict
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, make_rollouts, tickets_of

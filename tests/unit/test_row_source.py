@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.sections.preference import PairsConfig
 from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
 from spmd_rl.data import Examples
 from spmd_rl.distributed.solo import solo
-from spmd_rl.errors import UserError
 from spmd_rl.rollout import RowSource
 from spmd_rl.rollout.row_source import CHOSEN, MISMATCHED, REJECTED, num_empty
 from spmd_rl.types import Conversation

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.sections.preference import LabelledConfig, PairsConfig
 from spmd_rl.config.sections.rows import RowsConfig
 from spmd_rl.data import Examples
-from spmd_rl.errors import UserError
 from spmd_rl.types import Conversation, Message
 
 ROWS = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(20)]

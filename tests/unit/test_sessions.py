@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from spmd_rl import sidecar
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import RewardsConfig
 from spmd_rl.config.sections.env import EnvConfig, EnvsConfig
-from spmd_rl.errors import UserError
 from spmd_rl.sidecar.status import fetch_status, to_table
 from spmd_rl.types import Node, SessionLost
 from tests.patience import patient

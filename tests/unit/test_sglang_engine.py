@@ -12,9 +12,9 @@ import numpy
 import pytest
 import torch
 
+from spmd_rl.base.errors import RunFailed, UserError
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
-from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.types import Completion, Request
 from tests.engines import needs_sglang, sglang_engine

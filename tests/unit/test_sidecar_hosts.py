@@ -15,9 +15,9 @@ import pytest
 
 from launch import sidecar_keys
 from spmd_rl import sidecar
+from spmd_rl.base.curve_keys import ClientKeys
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.sections.run import SidecarConfig
-from spmd_rl.curve_keys import ClientKeys
-from spmd_rl.errors import UserError
 from spmd_rl.sidecar.__main__ import main
 from spmd_rl.sidecar.status import fetch_status
 from tests.patience import patient

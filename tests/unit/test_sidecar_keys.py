@@ -10,11 +10,12 @@ import pytest
 import zmq
 
 from launch import sidecar_keys
-from spmd_rl import curve_keys, sidecar
+from spmd_rl import sidecar
+from spmd_rl.base import curve_keys
+from spmd_rl.base.curve_keys import ClientKeys, HostKeys
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.checks import check_sidecar
 from spmd_rl.config.sections.run import SidecarConfig
-from spmd_rl.curve_keys import ClientKeys, HostKeys
-from spmd_rl.errors import UserError
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.sockets import send
 from spmd_rl.sidecar.status import fetch_status

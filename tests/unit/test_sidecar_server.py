@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from spmd_rl import sidecar
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import RewardConfig, RewardsConfig
-from spmd_rl.errors import UserError
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.frames import receive_frame, send_frame
 from spmd_rl.sidecar.reward_server import free_port

@@ -13,7 +13,7 @@ import pytest
 
 from launch import sidecar_keys
 from spmd_rl import sidecar
-from spmd_rl.curve_keys import ClientKeys
+from spmd_rl.base.curve_keys import ClientKeys
 from spmd_rl.sidecar.status import fetch_status
 from tests.patience import patient
 from tests.unit.sidecar_helpers import ask, free_address, host_of, numbers, private_node, rewards

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 from spmd_rl.rollout import coordinator
 from spmd_rl.tools.simulate import __main__ as simulate
 from spmd_rl.tools.simulate.cluster import Cluster

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 from spmd_rl.model import smollm2
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.types import Message

@@ -6,11 +6,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmd_rl import weights
+from spmd_rl.base.errors import UserError
 from spmd_rl.checkpoint.export import write_hf
 from spmd_rl.distributed import solo
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
-from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model, build_on_meta, weights_of
 from spmd_rl.model.load import WeightFiles, load_weights, mismatch
 from tests.models import EXPERTS, tiny

@@ -3,9 +3,9 @@
 import pytest
 
 from rewards.judge import JudgeReward
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import AgenticConfig
-from spmd_rl.errors import UserError
 from spmd_rl.types import unknown_fields
 
 FIELDS = "{instruction}, {suffix}, {reminder}, {history}, {turn}, {turns_left}, {max_tokens}, {observation}"

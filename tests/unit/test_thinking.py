@@ -7,12 +7,12 @@ from random import Random
 
 import pytest
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.batch import pack
 from spmd_rl.config.checks import check_episode
 from spmd_rl.config.sections.env import EnvConfig, EnvsConfig
 from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.data import counter_seed
-from spmd_rl.errors import UserError
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.rollout.episode import Budget, Context, Sampling, play
 from spmd_rl.rollout.thinking import thinking

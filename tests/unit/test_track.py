@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import RlvrConfig, RunConfig, TrackConfig
 from spmd_rl.distributed import solo
-from spmd_rl.errors import UserError
 from spmd_rl.track.metrics import MetricsFile, combine
 from spmd_rl.track.run import Run
 from spmd_rl.track.samples import SampleLog, SampleRow

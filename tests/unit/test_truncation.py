@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.batch import pack
 from spmd_rl.config.schema import EvalConfig, RolloutConfig
 from spmd_rl.engine.native.sampling import sample_truncated, uniform
 from spmd_rl.engine.sequence import SequenceState, has_stop
-from spmd_rl.errors import UserError
 from spmd_rl.types import CandidateIds, Request, Sample, Turn, Verdict
 
 CUTS = [(3, 1.0, 0.0), (12, 0.7, 0.0), (12, 1.0, 0.2), (5, 0.8, 0.1), (1, 0.5, 0.9), (99, 1.0, 0.0), (12, 1e-9, 0.0)]

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.load import load
 from spmd_rl.config.plugin_checks import check_reward_weights
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.config.sections.algorithm import AlgorithmConfig
 from spmd_rl.config.sections.data import RewardConfig, RewardsConfig
 from spmd_rl.distributed import solo
-from spmd_rl.errors import UserError
 from spmd_rl.learn.verdict_terms import verdict_terms
 from spmd_rl.types import Verdict
 from tests.unit.test_learner import FakeBackend, learner_of

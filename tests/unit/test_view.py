@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import yaml
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import AlgorithmConfig
-from spmd_rl.errors import UserError
 from spmd_rl.learn import sample_log
 from spmd_rl.tools.view import __main__ as command
 from spmd_rl.tools.view.runs import RunIndex

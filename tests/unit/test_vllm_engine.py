@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from spmd_rl.errors import RunFailed
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.model.build import build_model
 from spmd_rl.types import Completion, Request
 from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine

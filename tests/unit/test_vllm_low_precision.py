@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from spmd_rl import weights
+from spmd_rl.base.errors import RunFailed, UserError
 from spmd_rl.distributed import solo
 from spmd_rl.engine.replicated import replica_group
-from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.low_precision import SCALE, W8A8, by_rows, shapes_by_rows
 from spmd_rl.types import Request
 from spmd_rl.weights import probe

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.engine.arguments import check_args
-from spmd_rl.errors import UserError
 from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
 from tests.models import tiny
 

@@ -10,7 +10,7 @@ import zmq
 
 from launch import sidecar_keys
 from spmd_rl import sidecar
-from spmd_rl.curve_keys import ClientKeys
+from spmd_rl.base.curve_keys import ClientKeys
 from spmd_rl.sidecar import wire
 from spmd_rl.types import AnswerInfo, EnvReply, Verdict
 from tests import sockets

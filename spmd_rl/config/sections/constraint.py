@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.values import require
-from spmd_rl.errors import UserError
 
 UNREAD = (
     *("allOf", "contains", "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains", "not"),

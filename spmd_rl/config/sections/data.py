@@ -8,9 +8,9 @@ from glob import glob, has_magic
 from os.path import expanduser
 from typing import Any, ClassVar
 
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.hub import hub_dataset
 from spmd_rl.config.values import above, at_least, check_fields, numbers_in, one_of, require, within
-from spmd_rl.errors import UserError
-from spmd_rl.hub import hub_dataset
 
 MOST_CPUS = 10_000
 DEVICES = re.compile(r"cpu|[\w.:/-]+(,[\w.:/-]+)*")

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.sections.data import SANDBOXES, cpu_numbers
 from spmd_rl.config.values import above, at_least, check_fields, one_of, require
-from spmd_rl.errors import UserError
 
 MODES = ("process", "thread")
 ON_ERROR = ("mask", "zero", "raise")

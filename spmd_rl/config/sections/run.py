@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from os.path import expanduser
 from pathlib import Path
 
+from spmd_rl.base.curve_keys import check_bind, check_connect, on_loopback
 from spmd_rl.config.values import above, at_least, one_of, require
-from spmd_rl.curve_keys import check_bind, check_connect, on_loopback
 
 
 @dataclass

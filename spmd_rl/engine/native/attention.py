@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.engine.native.kv import KVPool
-from spmd_rl.errors import UserError
 
 ATTENTION = "spmd_paged"
 

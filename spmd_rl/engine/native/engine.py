@@ -17,6 +17,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
+from spmd_rl.base.errors import RunFailed, UserError
 from spmd_rl.engine.base import Capacity, Engine
 from spmd_rl.engine.checked_weights import CheckedWeights
 from spmd_rl.engine.native.attention import Bucket, Paged
@@ -25,7 +26,6 @@ from spmd_rl.engine.native.routing import ChosenExperts
 from spmd_rl.engine.native.sampling import cut_off, draw
 from spmd_rl.engine.native.scheduler import RunningSequence, Scheduler
 from spmd_rl.engine.sequence import TextOf, check, has_stop, no_text
-from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import weights_of
 from spmd_rl.model.constraint import Constraint
 from spmd_rl.model.size import head_dim, num_kv_heads

@@ -7,9 +7,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.hub import model_folder
 from spmd_rl.engine.native.attention import ATTENTION
-from spmd_rl.errors import UserError
-from spmd_rl.hub import model_folder
 from spmd_rl.model.build import keep_float32, materialize, parameters_on_meta
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spmd_rl.devices import to_device
+from spmd_rl.base.devices import to_device
 from spmd_rl.engine.sequence import SequenceState
 from spmd_rl.model.constraint import Allowed, Constraint, accept
 

@@ -25,6 +25,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from torch import Tensor, nn
 
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.engine.base import Capacity
 from spmd_rl.engine.checked_weights import CheckedWeights
 from spmd_rl.engine.fused_weights import plain_weights
@@ -32,7 +33,6 @@ from spmd_rl.engine.hosted import HostedEngine
 from spmd_rl.engine.sequence import SequenceState, TextOf, has_stop, no_text
 from spmd_rl.engine.sglang.adapter_slot import SglangAdapter
 from spmd_rl.engine.sglang.start import HostedScheduler, stop
-from spmd_rl.errors import RunFailed
 from spmd_rl.types import Completion, FinishReason, Request
 
 FUSIONS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

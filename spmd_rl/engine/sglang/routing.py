@@ -20,7 +20,7 @@ from sglang.srt.state_capturer.base import BaseDeviceCache
 from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer, get_global_experts_capturer
 from torch import Tensor, nn
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 
 
 class RecordedExperts(RoutedExpertsCapturer):

@@ -21,6 +21,7 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from spmd_rl.base.errors import RunFailed
 from spmd_rl.data import counter_seed
 from spmd_rl.engine.base import Capacity
 from spmd_rl.engine.checked_weights import CheckedWeights
@@ -33,7 +34,6 @@ from spmd_rl.engine.vllm.drafts import count_drafts
 from spmd_rl.engine.vllm.low_precision import Outputs
 from spmd_rl.engine.vllm.start import TIES, model_of, stop
 from spmd_rl.engine.vllm.weights import repack_heads, unpack_experts
-from spmd_rl.errors import RunFailed
 from spmd_rl.types import Completion, FinishReason, Request
 
 TEMPERATURES = (0.01, 2.0)

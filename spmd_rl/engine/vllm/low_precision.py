@@ -14,7 +14,7 @@ from vllm.model_executor.kernels.linear import _POSSIBLE_INT8_KERNELS, CPUInt8Sc
 from vllm.platforms import PlatformEnum
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 from spmd_rl.model.low_precision import SCALE, W8A8
 
 COLUMNS = 64

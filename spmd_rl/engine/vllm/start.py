@@ -22,11 +22,11 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
+from spmd_rl.base.hub import model_folder
 from spmd_rl.config.sections.rollout import MAX_TOP_K
 from spmd_rl.engine.arguments import check_args
 from spmd_rl.engine.as_world import as_world
 from spmd_rl.engine.vllm.drafts import engine_args
-from spmd_rl.hub import model_folder
 
 CPU_BLOCK = 32
 """Tokens of a KV block on the CPU, where vLLM's own 128 would round short prompts up fourfold and share none."""

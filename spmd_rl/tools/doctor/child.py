@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from spmd_rl.errors import UserError, one_line
-from spmd_rl.process import die_with_parent
+from spmd_rl.base.errors import UserError, one_line
+from spmd_rl.base.process import die_with_parent
 from spmd_rl.tools.doctor.checks import REPORT, Check, CheckOutcome, Failed, Options, Skipped
 
 SETTING = "mend the setting that the message names"

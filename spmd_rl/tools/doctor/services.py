@@ -6,8 +6,8 @@ from collections.abc import Callable
 from tempfile import TemporaryDirectory
 
 from spmd_rl import sandbox
+from spmd_rl.base.errors import one_line
 from spmd_rl.config.schema import RewardConfig, RewardsConfig
-from spmd_rl.errors import one_line
 from spmd_rl.sidecar import connect
 from spmd_rl.tools.doctor.checks import Failed, Options, Skipped
 from spmd_rl.types import AnswerInfo, Node, Prompt, Verdict

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spmd_rl.errors import printable
+from spmd_rl.base.errors import printable
 from spmd_rl.tools.doctor.checks import CHECKS, CheckOutcome
 
 STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}

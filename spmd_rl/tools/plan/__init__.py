@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from spmd_rl.base.hub import model_folder
 from spmd_rl.config.placement import Placement
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import PlanConfig, RlConfig
-from spmd_rl.hub import model_folder
 from spmd_rl.model.build import shape_on_meta
 from spmd_rl.model.size import ModelSize
 from spmd_rl.tools.plan.engine import EngineBytes, dtype_of, engine_bytes

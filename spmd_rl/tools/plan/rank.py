@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from spmd_rl.base.devices import cpu_as
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.hub import model_folder
 from spmd_rl.batch import Batch
 from spmd_rl.config.backends import backend
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
@@ -24,10 +27,7 @@ from spmd_rl.config.phases import phase as progress
 from spmd_rl.config.schema import RlConfig
 from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.models import RoleConfig
-from spmd_rl.devices import cpu_as
 from spmd_rl.distributed.dtype import choose_dtype
-from spmd_rl.errors import UserError
-from spmd_rl.hub import model_folder
 from spmd_rl.learn.losses import bind_loss, bind_value_loss
 from spmd_rl.learn.token_advantages import needs_old_logprobs
 from spmd_rl.model.build import shape_on_meta

@@ -17,10 +17,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from spmd_rl.command_line import Parser, at_least, program
+from spmd_rl.base.command_line import Parser, at_least, program
+from spmd_rl.base.errors import UserError, reason, tell
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.config.values import require
-from spmd_rl.errors import UserError, reason, tell
 from spmd_rl.tools.simulate.engine import Speed
 from spmd_rl.tools.simulate.lengths import Lengths, long_tail, recorded
 from spmd_rl.tools.simulate.policies import POLICIES, PolicyResult, play

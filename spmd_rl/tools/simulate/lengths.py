@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import NormalDist, fmean
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.data.seeds import counter_seed
-from spmd_rl.errors import UserError
 
 Law = Callable[[float], int]
 """Standard normal deviate -> answer tokens, rising."""

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 from spmd_rl.track.run_reader import RunData, read_run
 from spmd_rl.track.samples import merged_files
 

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 import yaml
 
-from spmd_rl.errors import UserError, one_line, tell
+from spmd_rl.base.errors import UserError, one_line, tell
 from spmd_rl.tools.view.runs import RunIndex, files, overview
 from spmd_rl.tools.view.trajectories import listed, rows, whole
 from spmd_rl.track.html_page import PALETTE

@@ -17,7 +17,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from spmd_rl.errors import UserError, printable
+from spmd_rl.base.errors import UserError, printable
 from spmd_rl.tools.view.runs import KINDS, RunIndex, files, title
 from spmd_rl.tools.view.trajectories import TrajectoryRow, rows, whole
 from spmd_rl.track.run_reader import RunData, plain_text

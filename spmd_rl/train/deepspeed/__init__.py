@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.backends import Backend
 from spmd_rl.config.packages import installed, unsupported
 from spmd_rl.config.sections.models import RoleConfig
-from spmd_rl.errors import UserError
 
 ROUTING = ("router_replay", "router_aux_coef", "router_bias_update_speed")
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spmd_rl.base.devices import to_device
 from spmd_rl.batch import Batch
 from spmd_rl.config.sections.models import RoleConfig
-from spmd_rl.devices import to_device
 from spmd_rl.distributed import Layout
 from spmd_rl.model.load import Fill
 from spmd_rl.model.logprobs import TokenHead, logit_factor

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spmd_rl.base.devices import kind
 from spmd_rl.config.sections.models import TrainConfig
-from spmd_rl.devices import kind
 from spmd_rl.distributed import World
 
 IMPORT_SECONDS = 600.0

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.architectures import SCALES_HIDDEN_STATES
 from spmd_rl.config.backends import Backend
 from spmd_rl.config.sections.models import OPTIMIZERS, RoleConfig
-from spmd_rl.errors import UserError
 
 
 def refuse(role: RoleConfig, model: dict[str, Any]) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.ranks import check_experts
 from spmd_rl.distributed import Layout
-from spmd_rl.errors import UserError
 from spmd_rl.model.moe import is_supported, num_experts, spread, stacked_experts
 
 

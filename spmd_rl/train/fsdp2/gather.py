@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spmd_rl.devices import kind
+from spmd_rl.base.devices import kind
 from spmd_rl.distributed import Layout
 from spmd_rl.train.fsdp2.tensor_parallel import shape_of_share, whole
 

@@ -12,10 +12,10 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from spmd_rl.base.devices import kind, to_device
 from spmd_rl.batch import Batch
 from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.config.sections.models import TrainConfig, TrainedModelConfig
-from spmd_rl.devices import kind, to_device
 from spmd_rl.distributed import Layout
 from spmd_rl.model.build import materialize
 from spmd_rl.model.context import context_of

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.sections.models import TrainedModelConfig
 from spmd_rl.distributed import Layout
-from spmd_rl.errors import UserError
 from spmd_rl.model.moe import probabilities, router_class
 from spmd_rl.train.expert_load import ExpertLoad
 from spmd_rl.train.fsdp2.shard import decoder_layers

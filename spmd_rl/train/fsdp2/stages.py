@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.architectures import SCALES_HIDDEN_STATES
 from spmd_rl.config.ranks import deal_layers
 from spmd_rl.distributed import Layout
-from spmd_rl.errors import UserError
 from spmd_rl.train.fsdp2.shard import decoder_layers
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.distributed import Layout
-from spmd_rl.errors import UserError
 from spmd_rl.model.differentiable import gather_rows, sum_rows
 from spmd_rl.model.load import local, owned_region, share
 from spmd_rl.model.logprobs import TokenHead

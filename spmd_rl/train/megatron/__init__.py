@@ -3,10 +3,10 @@
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.backends import Backend
 from spmd_rl.config.packages import installed, unsupported
 from spmd_rl.config.sections.models import RoleConfig
-from spmd_rl.errors import UserError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
 """The types of models that it trains: modules of `architectures/`, each of which says where a model's weights lie."""

@@ -4,9 +4,9 @@ from importlib import import_module
 
 import torch
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
-from spmd_rl.errors import UserError
 from spmd_rl.train.accumulate import Critic, Policy
 from spmd_rl.train.megatron import architectures
 from spmd_rl.train.megatron.model import MegatronModel

@@ -9,10 +9,10 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor, nn
 
+from spmd_rl.base.devices import kind, to_device
 from spmd_rl.batch import Batch
 from spmd_rl.config.ranks import check_experts, deal_layers
 from spmd_rl.config.sections.models import RoleConfig
-from spmd_rl.devices import kind, to_device
 from spmd_rl.distributed import Layout
 from spmd_rl.model.context import context_of
 from spmd_rl.model.differentiable import collect

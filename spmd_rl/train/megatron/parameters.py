@@ -8,7 +8,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 from spmd_rl.model.load import Region, WeightFiles, is_ignored, overlap, within
 from spmd_rl.model.lora import PREFIX
 from spmd_rl.train.megatron.mapping import Piece, Rule

@@ -17,8 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.values import require
-from spmd_rl.errors import UserError
 from spmd_rl.tools.simulate import __main__ as simulate
 from tests.bench.virtual import placement_picture
 from tests.bench.virtual.comparison import SYNCHRONOUS, Comparison, Outcome

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 from spmd_rl.tools.simulate import __main__ as simulate
 from tests.bench.virtual import placement
 from tests.bench.virtual.carried import Carried, carried_scene

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from spmd_rl.base.errors import UserError
 from spmd_rl.data.seeds import counter_seed
-from spmd_rl.errors import UserError
 from spmd_rl.rollout.pace import oldest_version
 from spmd_rl.rollout.step_plan import Cursor
 from spmd_rl.tools.simulate.cluster import Cluster, VirtualStep

@@ -12,8 +12,8 @@ from envs.nim import NimEnv
 from envs.tictactoe import TicTacToeEnv
 from envs.tools import ToolsEnv
 from envs.webshop import WebShopEnv
-from spmd_rl.errors import UserError
-from spmd_rl.plugins.targets import start_target
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.targets import start_target
 from spmd_rl.sandbox import open_sandbox
 from spmd_rl.sidecar.env_replies import checked_reset, checked_step, packed
 from spmd_rl.types import EnvReply

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.errors import UserError
-from spmd_rl.plugins.targets import build_target
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.targets import build_target
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.types import AnswerInfo
 from tests.patience import patient
@@ -19,7 +19,7 @@ from tests.unit.rewards.helpers import ROOT, score, server
 from tests.unit.rewards.reward_models import looks_for_a_four
 
 FILES = sorted(path for path in (ROOT / "rewards").glob("*.py") if path.stem != "__init__")
-LEAVES = {"spmd_rl.types", "spmd_rl.plugins.code_answer"}
+LEAVES = {"spmd_rl.types", "spmd_rl.base.code_answer"}
 PARTS = {
     "correct": {"target": "rewards.math_verify:MathReward"},
     "form": {"target": "rewards.format:FormatReward", "args": {"form": "boxed"}, "weight": 0.1},

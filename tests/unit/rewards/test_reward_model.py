@@ -10,8 +10,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rewards.reward_model import ModelReward
 from spmd_rl import sidecar
+from spmd_rl.base.errors import UserError
 from spmd_rl.config.schema import RewardConfig, RewardsConfig
-from spmd_rl.errors import UserError
 from spmd_rl.types import AnswerInfo, Message, Prompt
 from tests.models import tiny
 from tests.unit.rewards.helpers import INFO

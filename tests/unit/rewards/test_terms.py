@@ -9,8 +9,8 @@ from rewards.composite import CompositeReward
 from rewards.format import FORMS, FormatReward
 from rewards.length import LengthReward
 from rewards.repetition import RepetitionReward
-from spmd_rl.errors import UserError
-from spmd_rl.plugins.targets import build_target
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.targets import build_target
 from spmd_rl.sidecar.wire import ScoreInput
 from spmd_rl.sidecar.worker import call_mode, judge_batch
 from spmd_rl.types import AnswerInfo, Verdict

@@ -6,9 +6,9 @@ import resource
 import pytest
 
 from spmd_rl import sandbox as package
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.targets import build_target
 from spmd_rl.config.schema import RewardConfig
-from spmd_rl.errors import UserError
-from spmd_rl.plugins.targets import build_target
 from spmd_rl.sandbox import open_sandbox
 from spmd_rl.sandbox.bwrap import Bubblewrap
 from spmd_rl.sandbox.forkserver import ForkServer

@@ -3,7 +3,7 @@
 import pytest
 
 from rewards.code import CodeReward, missing_package
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 from spmd_rl.sandbox import open_sandbox
 from spmd_rl.sandbox.bwrap import Bubblewrap
 from spmd_rl.sandbox.forkserver import ForkServer

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from spmd_rl.errors import tell
+from spmd_rl.base.errors import tell
 
 ALIKE = 0.7
 """An unknown option that is as like a known one as this was mistyped."""

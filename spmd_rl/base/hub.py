@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmd_rl.errors import UserError, one_line
+from spmd_rl.base.errors import UserError, one_line
 
 PREFIX = "hf:"
 """Says that a name is one of the hub even where it looks like a path"""

@@ -18,7 +18,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from spmd_rl.errors import UserError
+from spmd_rl.base.errors import UserError
 
 SERVER_SECRET, SERVER_PUBLIC, CLIENT_SECRET, ALLOWED = "server.secret", "server.public", "client.secret", "allowed"
 ZAP_DOMAIN = b"sidecar"

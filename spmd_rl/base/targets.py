@@ -16,9 +16,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.base.errors import UserError, located, one_line, traceback_of
+from spmd_rl.base.reward_function import reward_of
 from spmd_rl.bundled import PLUGINS
-from spmd_rl.errors import UserError, located, one_line, traceback_of
-from spmd_rl.plugins.reward_function import reward_of
 
 SERVICES = frozenset({"sandbox", "http", "url", "embed"})
 """The names of constructor parameters that stand for services of a sidecar (`sidecar/services.py`)."""
