@@ -2,7 +2,7 @@
 # make demo-agent  the same model learns to cross a frozen lake, then tries Sokoban
 # make test    what CI runs
 # make test-gpu  what only a GPU can show, in a few minutes on one; make gpu-check, first, whether this card computes right
-# make bench   the benchmarks of tests/bench, one after the other: half an hour on a quiet machine
+# make bench   the benchmarks of bench, one after the other: half an hour on a quiet machine
 VENV ?= .venv
 PYTHON ?= python3.11
 RANKS ?= 2
@@ -38,10 +38,10 @@ setup-test: $(BIN)/.setup-test
 TRL := .venv-trl
 BENCHMARKS := publish coordination bare against_trl to_score
 
-$(TRL)/bin/.setup: tests/bench/trl.txt launch/constraints-cpu.txt
+$(TRL)/bin/.setup: bench/trl.txt launch/constraints-cpu.txt
 	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL) || python3 -m venv $(TRL)
 	$(subst $(BIN)/,$(TRL)/bin/,$(PIP)) torch==2.13.0
-	$(subst $(BIN)/,$(TRL)/bin/,$(PIP)) --requirement tests/bench/trl.txt
+	$(subst $(BIN)/,$(TRL)/bin/,$(PIP)) --requirement bench/trl.txt
 	touch $@
 
 # SGLang for the CPU, in an environment of its own: it needs Triton, with which vLLM takes another road.
@@ -74,7 +74,7 @@ demo-agent: model
 # Seven parts, four at a time, though there may be two cores: each waits much of its time for processes that it started.
 # Each has a limit as a whole, which a hang cannot outlive (tests/parts.py), and all of them end after 80 minutes.
 PARTS := units plugs walls runs ends layouts rest
-TESTS_plugs := tests/unit/envs tests/unit/rewards $(foreach name,config session view play simulate,$(wildcard tests/unit/test_$(name)*))
+TESTS_plugs := tests/unit/envs tests/unit/rewards $(foreach name,config session view play,$(wildcard tests/unit/test_$(name)*))
 TESTS_walls := tests/unit/sandbox $(wildcard tests/unit/test_sidecar*)
 TESTS_units := tests/unit $(addprefix --ignore ,$(TESTS_plugs) $(TESTS_walls))
 TESTS_ends := $(foreach name,kills stalls split mistakes agents doctor wheel,tests/e2e/test_$(name).py)
@@ -101,7 +101,7 @@ test-gpu:
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 gpu-check:
-	$(BIN)/python -m tests.bench.gpu.check $(ARGS)
+	$(BIN)/python -m bench.gpu.check $(ARGS)
 
 # All that SGLang's engine is tested by, in its own environment: four minutes to set it up, and about twenty to run.
 test-sglang: setup-sglang
@@ -112,7 +112,7 @@ test-slow: setup-bench model test-sglang
 
 bench: setup-bench model
 	set -e; for name in $(BENCHMARKS); do \
-		$(BIN)/python -m tests.bench.$$name --json runs/bench/$$name.json --svg runs/bench/$$name.svg $(ARGS); \
+		$(BIN)/python -m bench.$$name --json runs/bench/$$name.json --svg runs/bench/$$name.svg $(ARGS); \
 	done
 
 lint: $(BIN)/.setup-test

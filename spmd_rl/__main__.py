@@ -14,7 +14,7 @@ from spmd_rl.bundled import HOME
 PIPELINES = {name: name for name in ("rlvr", "agentic", "distill", "sft", "dpo", "reward_model", "evaluate")}
 LOOKS = {"plan": "tools.plan", "dry_run": "tools.dry_run"}
 """Tools that take a pipeline's whole command line: `plan rlvr key=value` is `rlvr --plan key=value`."""
-OTHERS = ("doctor", "audit", "play", "view", "compare", "report", "convert", "simulate", "docs")
+OTHERS = ("doctor", "audit", "play", "view", "compare", "report", "convert", "docs")
 TOOLS = {
     **LOOKS,
     **{name: f"tools.{name}" for name in OTHERS},

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from bench.router_noise import add_noise
 from spmd_rl.base.errors import UserError
 from spmd_rl.batch import Batch, Ragged, bounds_of, pack
 from spmd_rl.distributed import World
@@ -15,7 +16,6 @@ from spmd_rl.engine.native.module import empty_module
 from spmd_rl.model.build import build_model
 from spmd_rl.model.moe import router_class
 from spmd_rl.types import Request, Sample, Turn, Verdict
-from tests.bench.router_noise import add_noise
 from tests.dist.harness import run_ranks
 from tests.dist.test_train_parity import AS_GRADIENT, HUGE, as_stored, exported
 from tests.models import EXPERTS, tiny

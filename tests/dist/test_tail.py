@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.bench.rollout import ANSWERS, PROMPTS, lengths, measure, simulated
+from bench.rollout import ANSWERS, PROMPTS, lengths, measure, simulated
 
 STEPS = 10
 

@@ -1,4 +1,4 @@
-"""The first 20 losses and margins of DPO on pairs of hh-rlhf are TRL's, frozen by `tests/bench/trl_dpo.py`.
+"""The first 20 losses and margins of DPO on pairs of hh-rlhf are TRL's, frozen by `bench/trl_dpo.py`.
 
 python -m tests.e2e.test_hh_rlhf > pairs.jsonl    # what TRL was given: the rows in the order of our steps
 """

@@ -37,6 +37,6 @@ def test_all_bodies_run_on_the_cpu(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_the_check_of_a_card_runs_on_the_cpu(tmp_path):
-    check = ("-m", "tests.bench.gpu.check", "--dir", str(tmp_path / "out"))
+    check = ("-m", "bench.gpu.check", "--dir", str(tmp_path / "out"))
     table = rehearse(tmp_path / "out", 2400, *check).partition("A rehearsal on the CPU")[2]
     assert "| bitwise " in table and "FAILED" not in table

@@ -7,7 +7,6 @@ from spmd_rl.base.command_line import Parser, at_least
 from spmd_rl.base.errors import one_line, printable, tell
 from spmd_rl.tools import compare, convert, report
 from spmd_rl.tools.doctor import __main__ as doctor
-from spmd_rl.tools.simulate import __main__ as simulate
 from spmd_rl.tools.view import __main__ as view
 
 
@@ -29,8 +28,6 @@ from spmd_rl.tools.view import __main__ as view
         (convert.main, ["to-hf", "a", "b", "--modle", "x"], "--modle: unknown option"),
         (doctor.main, ["--wait", "nan"], "--wait: must be at least 0, not 'nan'"),
         (doctor.main, ["--onyl", "x"], "--onyl: unknown option; did you mean --only?"),
-        (simulate.main, ["--replica", "8"], "--replica: unknown option; did you mean --replicas?"),
-        (simulate.main, ["--median", "-1"], "--median: must be at least 1, not '-1'"),
         (sidecar_keys.main, ["a", "--nodes", "x"], "--nodes: unknown option; did you mean --node?"),
     ],
 )

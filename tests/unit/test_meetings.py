@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 
+from bench.virtual.simulate.store import CountingStore
 from spmd_rl.config import RlvrConfig
 from spmd_rl.learn import Evaluation
 from spmd_rl.placement import generator as generators
@@ -25,7 +26,6 @@ from spmd_rl.placement.trainers import LentReplica, MetRollouts
 from spmd_rl.rollout import Services, coordinator, engine_loop
 from spmd_rl.rollout.ahead import Replicas, StepsAhead
 from spmd_rl.rollout.player import Player
-from spmd_rl.tools.simulate.store import CountingStore
 from spmd_rl.types import Verdict
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.bench.sidecar import back, kill, latency, rate, scorer, workers_of
+from bench.sidecar import back, kill, latency, rate, scorer, workers_of
 
 
 @pytest.mark.slow

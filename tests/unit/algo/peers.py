@@ -1,6 +1,6 @@
 """Thirty inputs a loss, and what ours make of them: `test_peers.py` holds it to the frozen values of other libraries.
 
-`freeze_peers.py` writes their values, by their own functions; `python -m tests.bench.second_opinion` runs TRL's anew.
+`freeze_peers.py` writes their values, by their own functions; `python -m bench.second_opinion` runs TRL's anew.
 """
 
 import random
