@@ -20,7 +20,7 @@ LENGTHS = (3, 2)
 """Numbers of last tokens that are looked up, the first that is found counts"""
 SIZE = array("i").itemsize
 MOST_ROWS = 8
-"""With more requests drafts cost more than they save on the CPU: docs/lab/2026-11-26-drafts-and-priorities.md."""
+"""With more requests drafts cost more than they save on the CPU: lab/2026-11-26-drafts-and-priorities.md."""
 
 
 def engine_args(num_tokens: int, cpu: bool) -> dict[str, Any]:
