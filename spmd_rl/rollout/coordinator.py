@@ -12,7 +12,7 @@ Every replica has a `Coordinator` over the store that all share; the rules are f
 `rollout.accept` names the rule that ends a step, each a subclass. The number of store operations per ticket does not
 grow with the number of replicas, and all replicas together look `POLLS_PER_SECOND` times a second for news.
 
-It knows no engines, prompts, scores or turns. `bench.virtual.simulate` drives this code with a store and a clock of its own.
+It knows no engines, prompts, scores or turns. `bench.virtual.simulate` drives this code on a virtual clock.
 """
 
 import math
