@@ -280,7 +280,9 @@ def _check_size(hf: "PreTrainedTokenizerBase", folder: Path) -> None:
     """Refuse a tokenizer with tokens that the model has no row for, but for those that stand for images and the like,
     which no text has."""
     size = vocabulary_size(folder) if (folder / "config.json").is_file() else None
-    named = [str(token) for name, token in hf.special_tokens_map.items() if name not in hf.SPECIAL_TOKENS_ATTRIBUTES]
+    # those of the object have its names for images too
+    own = type(hf).SPECIAL_TOKENS_ATTRIBUTES
+    named = [str(token) for name, token in hf.special_tokens_map.items() if name not in own]
     added = [(id, str(token)) for id, token in hf.added_tokens_decoder.items() if str(token) not in named]
     id, token = max([*added, (hf.vocab_size - 1, "its last one")])
     if size is not None and id >= size:
