@@ -82,9 +82,10 @@ TYPES = {
         "process_weights_after_loading": NOTHING
     },
     "vllm.model_executor.layers.fused_moe:UnquantizedFusedMoEMethod": {"moe_kernel": NOTHING},
-    "vllm.model_executor.kernels.linear.scaled_mm.cpu:CPUInt8ScaledMMLinearKernel": {
-        "process_weights_after_loading": NOTHING
-    },
+    "vllm._custom_ops": dict.fromkeys(
+        ("create_onednn_scaled_mm", "onednn_scaled_int8_quant", "onednn_scaled_mm"), NOTHING
+    ),
+    "vllm.platforms.interface:PlatformEnum": {"CPU": NOTHING},
 }  # fmt: skip
 """Class or module -> its attributes that are used -> what they hold, or return; several where the device decides."""
 OURS = {(EXECUTOR, "world")}

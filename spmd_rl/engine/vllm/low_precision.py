@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm import _custom_ops as ops
-from vllm.model_executor.kernels.linear import _POSSIBLE_INT8_KERNELS, CPUInt8ScaledMMLinearKernel
-from vllm.platforms import PlatformEnum
+from vllm.model_executor.kernels.linear import _POSSIBLE_INT8_KERNELS
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+from vllm.platforms.interface import PlatformEnum
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from spmd_rl.base.errors import UserError
