@@ -70,7 +70,7 @@ TELLTALES = re.compile(
     r"|set(?:trace|profile)\b|/proc/|\bSkipTest\b|pytest\.(?:skip|exit|xfail)|sys\.modules|meta_path"
     r"|setattr\((?:builtins|unittest|pytest)\b|\b(?:builtins|unittest|pytest|math|operator|json)(?:\.\w+)+ *=[^=]"
 )
-"""What honest programs hardly ever need."""
+"""Expressions that honest programs hardly ever need."""
 
 
 class CodeReward:

@@ -1,4 +1,4 @@
-"""What runs in a confined process beside untrusted code. Standard library only, and Python 3.8 or later (the system's).
+"""The code of confined processes, beside untrusted code. Standard library only, and Python 3.8 or later (the system's).
 
 `main` reads the job. A check has two processes with a `link` between that carries plain `values`: in `testing` tests
 run, for which a `remote` stands for each thing of the program, which `serve` executes. `survey` and its `flow` decide

@@ -197,7 +197,7 @@ def _own_error(name, bases, client):
 
 
 def _of_library(module, name=""):
-    """Return a class of exceptions that Python has, None if it is none of those that only say what went wrong."""
+    """Return a class of exceptions of Python's library, None if tests may not get it."""
     return getattr(sys.modules[module], name, None) if module in LIBRARY and module in sys.modules else None
 
 

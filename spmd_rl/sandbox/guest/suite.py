@@ -11,7 +11,7 @@ from spmd_rl.sandbox.guest.survey import BadTests
 
 PLUGINS = "cacheprovider terminal junitxml pastebin doctest faulthandler stepwise legacypath setuponly setupplan"
 PLUGINS += " unraisableexception threadexception warnings"
-"""Those of pytest's own that tests do not need."""
+"""Plug-ins of pytest's own that tests do not need."""
 OPTIONS = ["--noconftest", "--assert=plain", "--capture=no", "--rootdir=.", "-c", os.devnull]
 
 

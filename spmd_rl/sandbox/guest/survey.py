@@ -204,7 +204,7 @@ class Survey:
         return self._changes(node.value) if not isinstance(node.ctx, ast.Load) else ""
 
     def _changes(self, node):
-        """Return why a change of a value is none of the program's."""
+        """Return why a change by the tests would have to reach the program."""
         is_part = isinstance(node, (ast.Attribute, ast.Call)) and not self.makes(node) and self.root(node)
         return "values: the tests change what the program has" if is_part else ""
 

@@ -24,7 +24,7 @@ LEAVES = {
     Fraction: lambda it: ["F", it.numerator, it.denominator],
 }
 FAULTS = ValueError, TypeError, ArithmeticError, LookupError, RecursionError, MemoryError
-"""Exceptions that a message raises which is none."""
+"""Exceptions that a malformed message raises."""
 
 
 def encode(value, other, seen=None):
