@@ -14,7 +14,7 @@ from spmd_rl.config.sections.data import RewardsConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.placement.colocated import colocated
-from spmd_rl.rollout.pace import oldest_version
+from spmd_rl.rollout.pace import last_use, oldest_version
 
 RANKS = "ranks as 0-3 or 0,2,4-7, or a share as 25%"
 
@@ -148,3 +148,8 @@ def test_what_drives_an_engine_is_closed_before_it(monkeypatch: pytest.MonkeyPat
         job = MagicMock(cfg=cfg, stack=stack, starting=nullcontext, connect=lambda debug: (None, None))
         stack.enter_context(colocated(job))
     assert closed == ["rollouts", "engine"]
+
+
+def test_rejected_tickets_bring_forward_those_that_follow() -> None:
+    """Of steps of 4 tickets, the one at position 7 belongs to the next step, or to this one where 4 are rejected."""
+    assert [last_use(3, 7, rejected, per_step=4) for rejected in (0, 3, 4, 9)] == [4, 4, 3, 3]
