@@ -45,12 +45,12 @@ def open_dealer(
 
 
 def open_router(
-    context: zmq.Context, keys: HostKeys | None, address: str, max_bytes: int, max_unsent: int, owner: str = "sidecar"
+    context: zmq.Context, keys: HostKeys | None, address: str, max_bytes: int, max_unsent: int
 ) -> tuple[zmq.Socket, str]:
     """Bind a ROUTER at an address that `check_address` has let pass; return it and the address, with a port.
 
-    max_bytes: of a frame. max_unsent: messages that wait for one peer to read. owner: for the UserError if the address
-    is taken or its directory is not ours.
+    max_bytes: of a frame. max_unsent: messages that wait for one peer to read. UserError if the address is taken or its
+    directory is not ours.
     """
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
@@ -68,7 +68,7 @@ def open_router(
             path.unlink(missing_ok=True)
         router.bind(address)
     except (OSError, zmq.ZMQError) as error:
-        raise UserError(f"{owner}: cannot listen on {address}: {error.strerror}") from None
+        raise UserError(f"sidecar: cannot listen on {address}: {error.strerror}") from None
     if path is None:
         port = router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         address = f"{address.rpartition(':')[0]}:{port}"
@@ -84,14 +84,11 @@ def send(dealer: zmq.Socket, message: msgspec.Struct) -> bool:
     return True
 
 
-def received(sock: zmq.Socket, limit: int = FRAMES_PER_ROUND, copy: bool = True) -> Iterator[list]:
-    """Yield the multipart messages that have arrived, without blocking, at most `limit` of them.
-
-    Their parts are bytes, and without `copy` frames, which know their connection.
-    """
+def received(sock: zmq.Socket, limit: int = FRAMES_PER_ROUND) -> Iterator[list[bytes]]:
+    """Yield the multipart messages that have arrived, without blocking, at most `limit` of them."""
     for _ in range(limit):
         try:
-            yield sock.recv_multipart(zmq.NOBLOCK, copy=copy)
+            yield sock.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return
 
