@@ -121,11 +121,7 @@ class Learner:
             if self._teachers and self._teachers.hints:
                 packed.hints = self._teachers.hints(packed, collected.groups)
             batches = redistribute(packed, self.plan, self._num_updates, data, self._world)  # [all]
-            # With one update on samples of the current version, the update itself computes these very numbers.
-            proximal = settings.old_logprobs == "trainer"  # else the engine's logprobs take their place
-            several = self._num_updates * settings.sample_epochs > 1
-            needs_old = proximal and (several or self.plan.stale)
-            needs_old = needs_old or self._monitor.stops or token_advantages.needs_old_logprobs(settings)
+            needs_old = self._needs_old(self.plan)
             if needs_old or self._reference or self._critic:
                 with self._world.phase("logprobs"):
                     fill_in(  # [all]
@@ -140,8 +136,8 @@ class Learner:
                     )
             self._oldest, self._monitored = float(collected.table.answers["lag"].max(initial=0)), needs_old
             if needs_old:
-                found = measure_mismatch(batches, settings.correction.level, data)  # [all]
-                self._monitor.check(self.plan.step, found | {"rollout/lag/max": self._oldest})
+                mismatch = measure_mismatch(batches, settings.correction.level, data)  # [all]
+                self._monitor.check(self.plan.step, mismatch | {"rollout/lag/max": self._oldest})
             kl_reward_coef = settings.kl_reward_coef * self._kl_factor
             self._take_kl(batches, found, kl_reward_coef)  # [all]
             self._prepared = token_advantages.finish(  # [all]
@@ -158,6 +154,16 @@ class Learner:
                 epochs = settings.sample_epochs
                 self._prepared |= self._roofline.metrics(collected, self.plan, needs_old, epochs * trains, epochs)
         return batches
+
+    def _needs_old(self, plan: prepare.Plan) -> bool:
+        """Return True if the policy's logprobs before the update are read; alike on all ranks."""
+        settings = self._settings
+        # with one update on samples of the current version, the update itself computes these very numbers
+        several = self._num_updates * settings.sample_epochs > 1
+        proximal = settings.old_logprobs == "trainer"  # else the engine's logprobs take their place
+        if proximal and (several or plan.stale):
+            return True
+        return self._monitor.stops or token_advantages.needs_old_logprobs(settings)
 
     def _take_kl(self, batches: list[Batch], found: Credit, coef: float) -> None:
         """[all] Take the KL to the reference from the rewards of answers or turns, before their baseline."""

@@ -59,6 +59,7 @@ class Int8Kernel(CPUInt8ScaledMMLinearKernel):
     """vLLM's INT8 kernel on the CPU, for layers that hand on float32 too and for weights that are loaded again."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Pack the weights of a layer for its dtype, and keep the factors of its rows."""
         with set_default_torch_dtype(layer.params_dtype):  # which it takes for that of the layer, and a reload leaves
             if layer.params_dtype == torch.float32:  # the kernel for AMX takes bfloat16 and float16 alone
                 self.linear_method = self._apply_weights_onednn
