@@ -12,7 +12,7 @@ Which block of the answer is the program, and which outputs are equal, `spmd_rl.
 | function calls | the same, with `test_case_function`: a JSON argument a line, and the JSON result |
 
 A program that uses too much processor time, prints too much or crashes is wrong: 0.0. One that sleeps without end is a
-`timeout`. What a verdict can be trusted for, and which rows are `unsupported`, docs/REWARDS.md says. A program that
+`timeout`. What a verdict can be trusted for, and which rows are `unsupported`, docs/CODE.md says. A program that
 lacks a package is wrong too, with the part `missing_package` and the package's name as `detail`.
 
     reward.code.target=rewards.code:CodeReward reward.code.sandbox=auto reward.code.packages=[numpy,sympy]

@@ -2,7 +2,7 @@
 
     for entry in entries(RlvrConfig, build(RlvrConfig, compose("rlvr"))): print(entry.key, entry.value, entry.doc)
 
-`markdown.py` makes docs/CONFIG.md of it, and `main.py` the text of `--help`.
+`tools/docs.py` makes a page of it, and `main.py` the text of `--help`.
 """
 
 import ast
