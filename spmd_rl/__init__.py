@@ -1,6 +1,6 @@
 """Reinforcement learning for language models as one program that every rank runs.
 
-This file only sets the environment that must stand before torch (and its OpenMP) is loaded. A user's own value wins.
+This file only sets environment variables that torch and OpenMP read as they are loaded; a value of the user's wins.
 """
 
 import os

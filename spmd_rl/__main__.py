@@ -23,11 +23,11 @@ TOOLS = {
     "smollm2": "model.smollm2",
 }
 MODULES = PIPELINES | TOOLS
-"""What each name stands for in `spmd_rl`."""
+"""Modules below `spmd_rl`, by the name of the pipeline or tool."""
 
 
 def main() -> int:
-    """List what there is, or run what the command line names as `python -m` would. Returns an exit code or exits."""
+    """List pipelines and tools, or run the named one like `python -m`. Returns an exit code or exits."""
     name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         print(f"usage: {program('NAME')} [argument ...]; NAME --help says more")
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def _about(module: str) -> str:
-    """The first line of a module's docstring, without an import."""
+    """Return the first line of a module's docstring without importing it."""
     first, *rest = module.split(".")
     path = (HOME if first == "bundled" else Path(__file__).with_name(first)).joinpath(*rest)
     files = path / "__main__.py", path / "__init__.py", path.with_suffix(".py")

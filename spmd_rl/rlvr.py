@@ -3,15 +3,15 @@
     torchrun --nproc-per-node 2 -m spmd_rl.rlvr +experiment=demo rollout.temperature=0.9
     python -m spmd_rl.rlvr +experiment=demo debug=true
 
-Marked lines are collectives, [all] of all ranks, [train] of those that train; after `place.generate` these are all.
-None may stand behind a condition that could differ between its ranks.
+Marked lines are collectives, [all] of all ranks, [train] of the trainer ranks, the only ones left after
+`place.generate`. Never put one behind a condition that may differ between its ranks.
 """
 
 from spmd_rl.config import RlvrConfig, main
 
 
 def run(cfg: RlvrConfig) -> None:
-    """Train for `cfg.steps` steps, or what is left of them."""
+    """Train until step `cfg.steps`, from the newest checkpoint if there is one."""
     from spmd_rl import sidecar
     from spmd_rl.data import Prompts
 

@@ -1,8 +1,8 @@
 """Balance: which data shard trains each sample, so that the slowest shard has the least work.
 
-It knows samples by their ticket, unit and numbers of tokens, and no advantages. Work is counted in integers, and the
-order of the samples breaks ties, never a rank: so gradients are summed in the same order whoever generated a sample.
-Left out: memory (the micro-batches' token budget is a rank's own) and ranks of unequal speed.
+It sees tickets, units and token counts, never advantages. Work is counted in integers and ties go by the samples'
+order, not by rank, so the order of gradient sums does not depend on which rank generated a sample. Left out: memory
+(each rank's micro-batches have a token budget) and ranks of unequal speed.
 """
 
 import heapq
@@ -19,11 +19,12 @@ Part = tuple[int, int, tuple[int, ...]]
 Solution = tuple[int, int, list[Part]]
 """(lightest - heaviest part, smallest index, parts, heaviest first): sorted, the largest difference comes first."""
 WORTH_SPREADING = 100
-"""Units are spread to win one part in so many of all work, not for less."""
+"""Smallest gain, as one part in so much of all work, for which units of a ticket are separated."""
 
 
 def divide(tickets: np.ndarray, num_updates: int) -> np.ndarray:
-    """The mini-batch of each sample: tickets (int64 [n], those of one side by side) in order, as evenly as they go."""
+    """Return the mini-batch of each sample. tickets: int64 [n], equal ones adjacent; divided in order, as evenly as
+    possible."""
     if num_updates == 1:
         return np.zeros(len(tickets), np.int64)
     places = begins(tickets).cumsum() - 1
@@ -31,7 +32,8 @@ def divide(tickets: np.ndarray, num_updates: int) -> np.ndarray:
 
 
 def assign(samples: np.ndarray, bounds: Sequence[int], num_shards: int, hidden_size: int) -> tuple[np.ndarray, float]:
-    """The data shard of each sample, int64 [n], and the work of the slowest over the mean, summed over mini-batches.
+    """Return the data shard of each sample, int64 [n], and the work of the slowest over the mean, summed over
+    mini-batches.
 
     samples: int64 [n, 4], see `spread`. bounds: where each mini-batch begins, and n. Every mini-batch is balanced by
     itself: ranks wait for each other at the end of each.
@@ -47,15 +49,14 @@ def assign(samples: np.ndarray, bounds: Sequence[int], num_shards: int, hidden_s
 
 
 def spread(samples: np.ndarray, num_shards: int, hidden_size: int) -> tuple[np.ndarray, list[int]]:
-    """The shard that trains each sample, int64 [n], and each shard's work; it computes the prompt of a ticket once.
+    """Return the shard that trains each sample, int64 [n], and each shard's work, which counts a ticket's prompt once.
 
     samples: int64 [n, 4], (ticket, unit, tokens of the prompt, all tokens); those of a ticket are neighbours, and begin
     with the same prompt.
 
-    Tickets stay whole, or every unit goes where it fits: whichever leaves the slowest shard less to do. Many shards and
-    few tickets ask for the second, and pay for it with prompts that several shards compute. It is tried only where
-    whole tickets leave more than one part in `WORTH_SPREADING` to win: there are many more samples than tickets to walk
-    over.
+    Tickets stay whole, or units are placed one by one if that leaves the slowest shard less work, as with many shards
+    and few tickets; several shards then compute the same prompt. Units are tried only if whole tickets leave more than
+    one part in `WORTH_SPREADING` to gain, because there are many more samples than tickets.
     """
     tickets, units, prompts, totals = samples.T
     first = begins(tickets)
@@ -79,14 +80,14 @@ def spread(samples: np.ndarray, num_shards: int, hidden_size: int) -> tuple[np.n
 
 
 def _sums(places: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """The sum of the values at each place below `size`; in integers."""
+    """Return the integer sum of the values at each place below `size`."""
     sums = np.zeros(size, np.int64)
     np.add.at(sums, places, values)
     return sums
 
 
 def begins(tickets: np.ndarray) -> np.ndarray:
-    """Where another ticket begins: bool [n] for tickets [n], those of one side by side."""
+    """Return a mask of the samples that begin a ticket: bool [n]. tickets: int64 [n], equal ones adjacent."""
     first = np.ones(len(tickets), np.bool_)
     np.not_equal(tickets[1:], tickets[:-1], out=first[1:])
     return first
@@ -103,7 +104,7 @@ def workload(num_tokens: Count, hidden_size: int) -> Count:
 
 
 def partition(costs: Sequence[int], num_parts: int) -> list[int]:
-    """The part, 0 ... `num_parts` - 1, of each item, such that the heaviest part is light.
+    """Return the part, 0 ... `num_parts` - 1, of each item, such that the heaviest part is light.
 
     The largest differencing method (Karmarkar and Karp, 1982; for many parts see Korf, IJCAI 2009, section 2.3): of all
     partial solutions, the two with the largest difference between their heaviest and lightest part are united, heavy
