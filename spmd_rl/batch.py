@@ -68,7 +68,8 @@ Entries = Tensor | Ragged
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Indices of the N sampled tokens of a batch. Unlike a boolean mask, an index on a device needs no synchronisation."""
+    """Indices of the N sampled tokens of a batch. Unlike a boolean mask, an index on a device needs no
+    synchronisation."""
 
     index: Tensor
     """int64 [N]: position of each token of the loss mask, in order"""

@@ -123,7 +123,8 @@ class FrozenRoles:
         return send(f"{name}: found", share, columns, back, world)  # [all]
 
     def _routes(self, name: str, requests: Sequence[LogprobRequest]) -> tuple[Route, Route]:
-        """Return the routes to the role's data shards and back. With equal counts, shard i of the role serves shard i."""
+        """Return the routes to the role's data shards and back. With equal counts, shard i of the role serves
+        shard i."""
         here, there = (DataShard(self._world, self._facts[one][0]) for one in ("policy", name))
         rows = np.array([row for one in requests for row in one.samples], np.int64).reshape(-1, 5)
         shards = to = np.arange(here.size).repeat([len(one.samples) for one in requests])

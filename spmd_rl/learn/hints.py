@@ -27,7 +27,8 @@ class Hints:
         self._templates, self._render = dict(templates), render
 
     def __call__(self, batch: Batch, groups: Iterable[Group]) -> Ragged:
-        """Return the token ids of the teacher's prompt for each sample of a batch; empty if it is the policy's prompt."""
+        """Return the token ids of the teacher's prompt for each sample of a batch; empty if it is the policy's
+        prompt."""
         prompts = {group.ticket: group.prompt for group in groups}
         found = {ticket: self._ids(prompts[ticket]) for ticket in set(batch.keys[:, 0].tolist())}
         lists = [found[ticket] for ticket in batch.keys[:, 0].tolist()]

@@ -212,7 +212,8 @@ class Learner:
                 self._reference.follow(self._policy)  # [all]
 
     def _own_metrics(self, mean: Metrics) -> Metrics:
-        """Return the metrics of the plan and of the learner's state. Adapts the KL coefficient to the step's mean KL."""
+        """Return the metrics of the plan and of the learner's state. Adapts the KL coefficient to the step's
+        mean KL."""
         plan, settings = self.plan, self._settings
         own: Metrics = {"actor/empty_steps": self._num_empty_steps} | plan.metrics()
         if len(plan.keys):
