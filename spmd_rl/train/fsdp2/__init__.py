@@ -9,7 +9,7 @@ from spmd_rl.config.sections.models import OPTIMIZERS, RoleConfig
 
 
 def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
-    """See `Backend.refuse`."""
+    """Raise a UserError for settings that this backend does not support."""
     train = role.train
     if train.compile and train.activation_checkpointing != "none":
         # torch may meet a layer's second pass with another graph than its first, and then refuses
@@ -36,7 +36,7 @@ def _refuse_with_adapters(role: RoleConfig, section: str) -> None:
 
 
 def build(role: RoleConfig, layout: Any, source: Any) -> Any:
-    """[all] See `Backend.build`."""
+    """[all] Build the role on this backend, see `Backend.build`."""
     from spmd_rl.train.fsdp2.backend import build
 
     return build(role, layout, source)

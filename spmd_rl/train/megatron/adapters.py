@@ -1,13 +1,13 @@
-"""Adapters on Megatron, whose linear layers are several of the checkpoint's in one, and cut.
+"""Adapters on Megatron, whose linear layers fuse several layers of the checkpoint, and are sharded.
 
     adapters = MegatronAdapters(role.lora, module, rules, layout.key)
     parameters = parameters_of(adapters.rules, ...)
     adapters.attach(chunks, shapes, groups.tp, head_dim)
 
-Each linear layer of the checkpoint has an `A` and a `B`, whole on all ranks that share a layer out, so that they are
-stored as they are elsewhere. What they add is computed beside the frozen layer: of its input by all `A` in one product,
-of which ranks give each other the few columns, and then by those rows of the `B` that are this rank's outputs. So each
-rank has a term of their gradients, which Megatron sums as it does those of norms.
+Each linear layer of the checkpoint has an `A` and a `B`, replicated on the tensor-parallel ranks, so that they are
+stored as in other backends. The frozen layer's input is multiplied by all `A` in one product, whose few columns the
+ranks exchange, and then by the rows of `B` for this rank's outputs. So each rank has a term of their gradients, which
+Megatron sums as it does those of norms.
 """
 
 import re
@@ -31,11 +31,11 @@ from spmd_rl.train.megatron.mapping import Piece, Rule, Shapes, TensorShare, Who
 from spmd_rl.train.megatron.parameters import LAYERS, Experts
 
 INSIDE = ".adapters."
-"""In names of parameters, between Megatron's of a linear layer and ours of an adapter"""
+"""Separator in parameter names between Megatron's linear layer and our adapter"""
 
 
 class MegatronAdapters(StoredAdapters):
-    """Those of one model; none where `settings` say so."""
+    """Adapters of one model; none without `settings`."""
 
     def __init__(self, settings: LoraConfig, module: nn.Module, rules: Mapping[str, Rule], key: str) -> None:
         """module: of transformers, for the names of its layers. key: of the layout. See `train.adapters.Adapters`."""
@@ -43,7 +43,7 @@ class MegatronAdapters(StoredAdapters):
         self._is_on = True
         kinds = {re.sub(r"\.\d+\.", ".{}.", layer) for layer in self.layers}
         self.rules: dict[str, Rule] = {}
-        """The model's, each behind those of its adapters"""
+        """Rules of the model, each after those of its adapters"""
         for name, rule in rules.items():
             for layer, _, kind in (stored.rpartition(".") for stored in rule.names):
                 if name.startswith(LAYERS) and kind == "weight" and layer in kinds:
@@ -53,7 +53,7 @@ class MegatronAdapters(StoredAdapters):
             self.rules[name] = rule
 
     def trains(self, name: str) -> bool:
-        """Whether a parameter is trained."""
+        """Return True if a parameter is trained."""
         return not self.layers or INSIDE in name
 
     def attach(
@@ -64,7 +64,7 @@ class MegatronAdapters(StoredAdapters):
         head_dim: int,
         experts: Experts,
     ) -> None:
-        """Put this rank's into the chunks that are here. group: of the ranks that share a layer out."""
+        """Put this rank's adapters into its chunks. group: of the tensor-parallel ranks."""
         share = TensorShare(group.rank(), group.size(), head_dim)
         fused = {name.partition(INSIDE)[0] for name in self.rules if INSIDE in name}
         for chunk, layers in chunks.items() if fused else ():
@@ -84,17 +84,17 @@ class MegatronAdapters(StoredAdapters):
 
     @contextmanager
     def hidden(self, hides: bool) -> Iterator[None]:
-        """Within, the model is the one without adapters."""
+        """Make the model the one without adapters inside."""
         self._is_on = not hides
         yield
         self._is_on = True
 
 
 class FusedAdapters(nn.Module):
-    """What is added to one of Megatron's linear layers."""
+    """Adapters of one of Megatron's linear layers."""
 
     def __init__(self, linear: nn.Module, pieces: list[Piece], settings: LoraConfig, group: dist.ProcessGroup) -> None:
-        """pieces: of its weight, those that have adapters."""
+        """pieces: of its weight, with adapters."""
         super().__init__()
         self._group, self._scaling = group, settings.scaling
         is_whole = isinstance(linear, nn.Linear)  # of which each rank has its own tokens

@@ -27,7 +27,7 @@ NAMES = llama.AROUND | ATTENTION | llama.MLP | qwen3_moe.MIXTURE | MIXTURE
 
 
 def options(config: Any) -> dict[str, Any]:
-    """See `architectures`."""
+    """Return the `TransformerConfig` fields that differ from Llama's."""
     rope = config.rope_parameters
     scales = rope["rope_type"] != "default"  # attention too, if the model says so
     return {
