@@ -17,7 +17,7 @@ CORRECTION_LEVELS = {
     "sequence": lambda tokens, difference: run_sums(difference, tokens.samples),
     "geometric": lambda tokens, difference: run_means(difference, tokens.samples),
 }
-"""What one weight covers: `segment` and `geometric` are geometric means, `sequence` is the product over a sample"""
+"""Scope of one weight: `segment` and `geometric` are geometric means, `sequence` is the product over a sample"""
 
 
 def raw_weights(tokens: Tokens, level: str) -> Tensor:

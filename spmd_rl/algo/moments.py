@@ -21,7 +21,7 @@ class Moments:
     count: float = 0.0
     mean: float = 0.0
     m2: float = 0.0
-    """sum of (value - mean)^2"""
+    """sum of the squared deviations, (value - mean)^2"""
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor | None = None) -> "Moments":
@@ -63,7 +63,7 @@ def whiten(values: Tensor, moments: Moments) -> Tensor:
         x' = (x - mean) / (std + 1e-6)
 
     Source: REINFORCE++ (arXiv 2501.03262, global advantage normalisation); std with Bessel's correction.
-    Use: PPO and REINFORCE++, whose advantages have no scale of their own.
+    Use: PPO and REINFORCE++, whose advantages have no fixed scale.
 
     values: float [N], any part of the values that `moments` describe. Returns [N], dtype of `values`. Equal values, and
     one alone, become 0.

@@ -69,7 +69,7 @@ def counts_above(keys: Tensor, thresholds: Tensor) -> Tensor:
 
 
 def threshold(count_above: Callable[[Tensor], Tensor], wanted: int) -> float:
-    """Find the lowest threshold above which lie at most `wanted` keys; fewer only where keys are equal.
+    """Find the lowest threshold with at most `wanted` keys above it; fewer only where keys are equal.
 
     count_above: maps thresholds (float32 [k]) to the number of keys of the global batch above each (int64 [k]). It is
     called at most 4 times, and equally often on every rank, as only global counts decide. The search is over the bit
@@ -87,6 +87,6 @@ def threshold(count_above: Callable[[Tensor], Tensor], wanted: int) -> float:
 
 
 def _float(patterns: Tensor) -> Tensor:
-    """Return the float32 of each ordered bit pattern; negative patterns stand for negative floats."""
+    """Return the float32 of each ordered bit pattern; negative patterns are negative floats."""
     bits = torch.where(patterns < 0, -patterns | -0x80000000, patterns)
     return bits.to(torch.int32).view(torch.float32)

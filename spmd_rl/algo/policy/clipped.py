@@ -69,7 +69,7 @@ def gspo(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
 
         L_t = -min(s_i A_t, clip(s_i, 1 - clip_low, 1 + clip_high) A_t),    s_i = exp(mean over t in i of log r_t)
 
-    The sample's value stands at each of its tokens, so `seq-mean-token-mean` gives the paper's objective; the gradient
+    The sample's value is repeated at each of its tokens, so `seq-mean-token-mean` gives the paper's objective; the gradient
     of s_i reaches every token of the sample.
 
     Source: Group Sequence Policy Optimization (arXiv 2507.18071, eq. 5 and 7).
