@@ -52,7 +52,8 @@ def main() -> int:
         tell(f"error: {name}: no pipeline or tool; did you mean {near}?")
         return 2
     if not sys.flags.safe_path:
-        sys.path[0] = os.getcwd()  # for a script it is the folder of that
+        # For a script, Python puts the script's folder there instead.
+        sys.path[0] = os.getcwd()
     runpy.run_module(f"spmd_rl.{MODULES[name]}", run_name="__main__", alter_sys=True)
     return 0
 

@@ -22,7 +22,8 @@ def run(cfg: AgenticConfig) -> None:
     tasks = EnvTasks(cfg.env, cfg.eval.prompts)
     with Job.open(cfg, {"env": tasks.eval}, tasks, cfg.env.chat_template_kwargs, cfg.env) as job:  # [all]
         place = place_ranks(job)  # [all] who trains and who generates: `placement.mode`
-        if place.generate:  # a rank that does nothing else
+        # A rank with `generate` has no part in training.
+        if place.generate:
             place.generate()
             return
         rollouts, publish, world, track = place.rollouts, place.publish, place.world, job.track

@@ -15,7 +15,8 @@ def run(cfg: DpoConfig) -> None:
     """Train for `cfg.steps` steps or `cfg.epochs`, from the newest checkpoint if there is one."""
     from spmd_rl.data import Examples
 
-    examples = Examples.load(cfg.data, cfg.row_kind)  # before torch: a mistake is told within seconds
+    # Validate rows before importing torch, so that a mistake in a row fails within a second.
+    examples = Examples.load(cfg.data, cfg.row_kind)
     end = cfg.count_rows(len(examples.train))
 
     from spmd_rl.job import Job

@@ -92,7 +92,8 @@ class Job:
         with opened as world, world.resources() as stack:  # [all]
             agree_on_start(world, cfg, rows)  # [all]
             job = cls(cfg, source, tokenizer, world, stack, envs)
-            if cfg.steps:  # an evaluation has none
+            # An evaluation has no steps.
+            if cfg.steps:
                 done = finished(cfg.checkpoint, run_dir, cfg.steps, world)  # [all]
                 job.is_over = done is not None
                 if job.is_over and world.rank == 0:
@@ -166,7 +167,6 @@ class Job:
         """[all] Publish the weights of step `start` to the generator ranks."""
         place.on_start(start)  # [all]
         if place.publish:
-            with self.world.journal.extend_timeout(
-                self.cfg.journal.start_seconds
-            ):  # an engine's first step may compile
+            # An engine's first step may compile kernels.
+            with self.world.journal.extend_timeout(self.cfg.journal.start_seconds):
                 place.publish(version=start)  # [train] verified

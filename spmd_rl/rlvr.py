@@ -15,7 +15,8 @@ def run(cfg: RlvrConfig) -> None:
     from spmd_rl import sidecar
     from spmd_rl.data import Prompts
 
-    prompts = Prompts.load(cfg.data)  # before torch: a mistake in a row is told within a second
+    # Validate rows before importing torch, so that a mistake in a row fails within a second.
+    prompts = Prompts.load(cfg.data)
     sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
 
     from spmd_rl.job import Job
@@ -25,7 +26,8 @@ def run(cfg: RlvrConfig) -> None:
     rows = {"data.train": prompts.train, "data.eval": prompts.eval}
     with Job.open(cfg, rows, prompts, cfg.data.chat_template_kwargs) as job:  # [all]
         place = place_ranks(job)  # [all] who trains and who generates: `placement.mode`
-        if place.generate:  # a rank that does nothing else
+        # A rank with `generate` has no part in training.
+        if place.generate:
             place.generate()
             return
         rollouts, publish, world, track = place.rollouts, place.publish, place.world, job.track

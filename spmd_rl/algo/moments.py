@@ -29,7 +29,8 @@ class Moments:
         chosen = (values if mask is None else values[mask]).detach().double()
         if not chosen.numel():
             return cls()
-        mean = chosen[0] + (chosen - chosen[0]).mean()  # equal values have exactly this mean
+        # Shifted by the first value, so that equal values have exactly their mean and no variance.
+        mean = chosen[0] + (chosen - chosen[0]).mean()
         return cls(float(chosen.numel()), float(mean), float((chosen - mean).square().sum()))
 
     def merge(self, other: "Moments") -> "Moments":

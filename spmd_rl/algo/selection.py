@@ -75,7 +75,8 @@ def threshold(count_above: Callable[[Tensor], Tensor], wanted: int) -> float:
     called at most 4 times, and equally often on every rank, as only global counts decide. The search is over the bit
     patterns of float32, which have the order of the floats.
     """
-    low, high = -INF, INF  # ordered patterns of -inf and inf; at `high` the count is 0, so it always qualifies
+    # Ordered patterns of -inf and inf; the count above `high` is 0, so it always qualifies.
+    low, high = -INF, INF
     while low < high:
         step = -(-(high - low) // WAYS)
         tried = torch.arange(low, high, step)

@@ -35,7 +35,8 @@ def plain_weights(
     """
     fused = {part: (one, parts) for one, parts in fusions.items() for part in parts}
     named = model.named_parameters(remove_duplicate=False)
-    parameters = {name.replace(".base_layer.", "."): tensor for name, tensor in named}  # so called beside an adapter
+    # Wrapped layers of adapters have this part in their names.
+    parameters = {name.replace(".base_layer.", "."): tensor for name, tensor in named}
     for name, shape in shapes.items():
         *stem, module, kind = name.split(".")
         one, parts = fused.get(module, (module, [module]))

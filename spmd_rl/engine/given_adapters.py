@@ -45,7 +45,8 @@ class GivenAdapters(ABC):
         self.given = {}
         for name, tensor in weights:
             if name.startswith(PREFIX):
-                self.given[name] = tensor.detach().to("cpu", copy=True).contiguous()  # an engine may write to its own
+                # A copy, because an engine may write to the tensor that it gets.
+                self.given[name] = tensor.detach().to("cpu", copy=True).contiguous()
             else:
                 yield name, tensor
 

@@ -28,7 +28,8 @@ def undisturbed(prefix: str) -> Iterator[None]:
     precision = torch.get_float32_matmul_precision()
     states = random.getstate(), numpy.random.get_state()
     muted = logging.root.manager.disable
-    logging.disable(max(muted, logging.WARNING))  # torch speaks of what an engine looks for and does not need
+    # torch warns of packages that an engine looks for and does not need.
+    logging.disable(max(muted, logging.WARNING))
     try:
         with torch.random.fork_rng(**_devices()), warnings.catch_warnings():
             warnings.simplefilter("ignore")

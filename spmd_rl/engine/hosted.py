@@ -47,7 +47,8 @@ class HostedEngine(Engine):
         """Description of a tensor that changed since the load: requests are refused until it is empty."""
         self._aborted: list[Completion] = []
         self.num_added = 0
-        self._first: str | None = None  # the first request since the load: none has computed anything it could reuse
+        # The first request since the load must find an empty cache: a hit proves that old keys survived.
+        self._first: str | None = None
         self.checksums: dict[str, bytes] = {}
         self._num_awake = 0
         self._cache_sleeps = False
@@ -119,18 +120,21 @@ class HostedEngine(Engine):
             yield
         finally:
             self._num_awake -= 1
-        if self._sleeps and self._num_awake == 0:  # not with an exception pending: the process is about to end
+        # Not with an exception pending: the process is about to end.
+        if self._sleeps and self._num_awake == 0:
             self._sleep()
 
     def _wake(self, tag: str) -> None:
         """Reallocate `weights` or `kv_cache` on the device."""
-        torch.accelerator.empty_cache()  # the package allocates past torch, which may keep what the trainer has freed
+        # The package allocates outside torch, whose cache may still hold memory that the trainer freed.
+        torch.accelerator.empty_cache()
         self._restore(tag)
         self._cache_sleeps = self._cache_sleeps and tag != "kv_cache"
 
     def _sleep(self) -> None:
         """Copy the weights to host memory, bit by bit, and drop the KV cache."""
-        if self._cache_sleeps:  # a package may count as asleep until all is awake, and would not let the weights go
+        # A package may count as asleep until all parts are awake, and would then refuse to offload the weights.
+        if self._cache_sleeps:
             self._wake("kv_cache")
         self._release()
         self._cache_sleeps = True

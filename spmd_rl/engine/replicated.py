@@ -76,7 +76,8 @@ class ReplicatedEngine:
         """[all] Follow the first rank inside, see `Engine`. RunFailed on a rank with other answers."""
         if self.leads:
             self._driving = True
-            yield  # an exception leaves from here, and meets nobody
+            # No collective on an exception: the other ranks may not be waiting here.
+            yield
             assert self.num_unfinished == 0, "driven() ends with requests under way"
             self._tick(end=True)  # [all]
             self._driving = False

@@ -281,7 +281,8 @@ def _advantages(
     kl: Tensor | None,
 ) -> tuple[np.ndarray, Runs, Tensor, Moments]:
     """Return the first fields of `Credit` after the data. kl: see `Credit.less`; other parameters as in `shape`."""
-    estimator = answer_advantage(settings)  # a token-level estimator starts from the scores
+    # A token-level estimator starts from the scores themselves.
+    estimator = answer_advantage(settings)
     if not (settings.credits_steps or (len(data.steps) and token_advantage(settings))):
         runs = whole_samples(data)
         if kl is not None:
@@ -296,7 +297,8 @@ def _advantages(
     if kl is not None:
         scored = replace(scored, scores=scored.scores - kl)
     values = estimator(scored) if estimator else scored.scores
-    if settings.normalises and estimator:  # returns: the scores of steps
+    # With an estimator of steps the returns are normalised, not the scores.
+    if settings.normalises and estimator:
         values, running = normalised(values, scored.groups, data.domains[scored.trajectories], settings, running)
     return values.numpy(), runs, scores, running
 

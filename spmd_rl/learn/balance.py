@@ -67,12 +67,14 @@ def spread(samples: np.ndarray, num_shards: int, hidden_size: int) -> tuple[np.n
     whole = np.array(partition(costs.tolist(), num_shards), np.int64)
     work = _sums(whole, costs, num_shards).tolist()
     to_win = max(work) * num_shards - sum(work)
-    if to_win > max(sum(work) // WORTH_SPREADING, min(shared.tolist(), default=0)):  # else a prompt more cannot pay
+    # A gain below the cheapest prompt cannot pay for computing it twice.
+    if to_win > max(sum(work) // WORTH_SPREADING, min(shared.tolist(), default=0)):
         width = 1 + units.max(initial=0)
         names, number = np.unique(groups * width + units, return_inverse=True)
         alone = _sums(number, own, len(names)) + shared[names // width]
         apart = np.array(partition(alone.tolist(), num_shards), np.int64)[number]
-        shards, prompts_of = np.divmod(np.unique(apart * len(shared) + groups), len(shared))  # each once on a shard
+        # A ticket's prompt counts once on each shard.
+        shards, prompts_of = np.divmod(np.unique(apart * len(shared) + groups), len(shared))
         apart_work = (_sums(apart, own, num_shards) + _sums(shards, shared[prompts_of], num_shards)).tolist()
         if max(apart_work) < max(work):
             return apart, apart_work
@@ -112,7 +114,8 @@ def partition(costs: Sequence[int], num_parts: int) -> list[int]:
     surplus parts stay empty. O(n log n) for n items, in practice.
     """
     ascending = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)[::-1]
-    singles = [(-costs[i], i, (i,)) for i in ascending]  # partial solutions of one item: the heaviest is the last
+    # Each item alone is a partial solution, the heaviest one last.
+    singles = [(-costs[i], i, (i,)) for i in ascending]
     solutions: list[Solution] = []
 
     def take() -> tuple[int, list[Part]]:
@@ -145,12 +148,15 @@ def _unite(a: list[Part], b: list[Part], num_parts: int) -> list[Part]:
     """Two partial solutions as one, heaviest part first. Their empty parts are not written down."""
     if len(a) < len(b):
         a, b = b, a
-    if len(b) == 1:  # by far the most frequent case
+    # By far the most frequent case.
+    if len(b) == 1:
         insort(a, b[0] if len(a) < num_parts else _add(a.pop(), b[0]))
         return a
-    apart = num_parts - len(b)  # so many of `a`'s heaviest parts meet an empty part of `b`
+    # The heaviest parts of `a` are united with empty parts of `b`.
+    apart = num_parts - len(b)
     together = [_add(x, y) for x, y in zip(a[apart:], reversed(b), strict=False)]
-    lonely = b[: num_parts - len(a)]  # and these of `b` an empty part of `a`
+    # The remaining parts of `b` are united with empty parts of `a`.
+    lonely = b[: num_parts - len(a)]
     return sorted(a[:apart] + together + lonely)
 
 

@@ -143,7 +143,8 @@ class Evaluation:
         if failed:
             line = f"{len(failed)} of {len(answers)} held-out answers of step {step} got no score"
             line += f"; the first: {next(filter(None, failed), 'no reason is known')}"
-            if not self.steps and len(failed) > self.error_budget * len(answers):  # alike on all ranks
+            # Equal on all ranks, so all raise together.
+            if not self.steps and len(failed) > self.error_budget * len(answers):
                 raise RunFailed(f"reward.error_budget={self.error_budget:g}: {line}")
             if rank == 0:
                 tell(f"warning: {line}; val/* leave them out")

@@ -123,7 +123,8 @@ class Learner:
                 packed.hints = self._teachers.hints(packed, collected.groups)
             batches = redistribute(packed, self.plan, self._num_updates, data, self._world)  # [all]
             # With one update on samples of the current version, the update itself computes these very numbers.
-            proximal = settings.old_logprobs == "trainer"  # else the engine's logprobs take their place
+            # Otherwise the engine's logprobs are the proximal policy's.
+            proximal = settings.old_logprobs == "trainer"
             several = self._num_updates * settings.sample_epochs > 1
             needs_old = proximal and (several or self.plan.stale)
             needs_old = needs_old or self._monitor.stops or token_advantages.needs_old_logprobs(settings)

@@ -97,7 +97,8 @@ def _loss(
     if correct is not None:
         weights, more = correct(tokens)
         loss, quantities = loss * weights, quantities | more
-        del quantities["train_infer/ratio"]  # which `mismatch` has
+        # `mismatch` reports the same ratio.
+        del quantities["train_infer/ratio"]
     for term in terms:
         extra, more = term(tokens)
         loss, quantities = loss + extra, quantities | more
@@ -250,7 +251,8 @@ class MismatchMonitor:
             if bound is None or value is None:
                 continue
             inside = value <= bound if side == "above" else value >= bound
-            if not inside:  # a NaN is not
+            # A NaN is outside, too.
+            if not inside:
                 outside[key] = f"step {step}: {name} is {value:.4g}, {side} algorithm.bounds.{key}={bound:g}"
         if outside and self.stops:
             raise RunFailed("; ".join(outside.values()))

@@ -85,7 +85,8 @@ class Plan:
         """Return the samples of this rank that train, in order."""
         samples = {sample.key: sample for group in groups for sample in group.samples}
         keys = map(tuple, self.keys[self.src_rank == rank].tolist())
-        return [samples[key] for key in keys if key in samples]  # all are, if the ranks agree
+        # All samples are present if the ranks agree on the plan.
+        return [samples[key] for key in keys if key in samples]
 
     def visits(self, num_epochs: int, seed: int) -> list[int]:
         """Return the mini-batch of each optimizer step: all non-empty ones in order, then each further epoch in random

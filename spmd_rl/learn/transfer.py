@@ -93,7 +93,8 @@ def send(
     copies = _Copies(route, world)
     numbers = {tuple(key): number for number, key in enumerate(batch.keys.tolist())}
     keys = map(tuple, route.keys[copies.sent].tolist())
-    leaving = batch.select([numbers[key] for key in keys if key in numbers])  # all are, if the ranks agree
+    # All samples are present if the ranks agree on the plan.
+    leaving = batch.select([numbers[key] for key in keys if key in numbers])
     present: Columns = {
         key: (column, value)
         for key, column, value in leaving.columns()
@@ -198,14 +199,17 @@ def redistribute(packed: Batch, plan: Plan, num_updates: int, data: DataShard, w
     packed: those that this rank has (`Plan.samples_of`). data: this rank's shard of the policy's. RunFailed, on all
     ranks alike, unless they have the same plan.
     """
-    packed.advantages = packed.weights = None  # every rank has them, in the plan
+    # Every rank has these numbers in the plan, so they need no transfer.
+    packed.advantages = packed.weights = None
     with world.phase("coordination"):
         batch = transfer("prepare: samples", packed, Route.of(plan, data), world, plan.columns())  # [all]
     mine = plan.data_rank == data.rank
     batch.weights = _at_sampled(plan.weights[mine].astype(np.float32), plan.num_sampled[mine], batch)
-    if plan.right.any():  # on all ranks alike
+    # Equal on all ranks.
+    if plan.right.any():
         batch.right = _at_sampled(plan.right[mine].astype(np.float32), plan.num_sampled[mine], batch)
-    if len(plan.turns) != plan.num_answers:  # on all ranks alike
+    # Equal on all ranks.
+    if len(plan.turns) != plan.num_answers:
         runs = mine.repeat(plan.num_runs)
         batch.turns = _at_sampled(plan.turns[runs], plan.run_lengths[runs], batch)
         batch.trajectories = torch.from_numpy(plan.trajectories[mine])

@@ -303,7 +303,8 @@ def packed_attention(
         raise ValueError(f"a sequence of {packing.max_seen} tokens exceeds the sliding window of {sliding_window}")
     assert attention_mask is None and query.shape[0] == 1
     width = value.shape[-1]
-    if width < key.shape[-1]:  # latent attention: what exchanges or reads both wants them alike
+    # Latent attention has narrower values, but the exchange and the kernels need equal widths.
+    if width < key.shape[-1]:
         value = F.pad(value, (0, key.shape[-1] - width))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if packing.exchange:
@@ -318,7 +319,8 @@ def packed_attention(
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -> Tensor:
     """[T, H, D], [T, Hkv, D], [T, Hkv, D] -> [T, H, D], block by block of right-padded rows."""
     dtype = q.dtype
-    if kind(q.device) == "cpu" and dtype == torch.bfloat16:  # its backward kernel is four times faster in float32
+    # On a CPU the backward kernel in float32 is four times as fast as in bfloat16.
+    if kind(q.device) == "cpu" and dtype == torch.bfloat16:
         q, k, v = q.float(), k.float(), v.float()
     outs = []
     for block in packing.blocks:
@@ -339,7 +341,8 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -
 def _scatter(x: Tensor, rows: Rows) -> Tensor:
     """[T, H, D] -> [num_rows, H, length, D], zero to the right of each run."""
     size = rows.num_rows * rows.length
-    if rows.whole and size == x.shape[0]:  # all of one length: nothing to move
+    # All rows have one length: nothing to move.
+    if rows.whole and size == x.shape[0]:
         padded = x
     else:
         mine = x if rows.whole else x.index_select(0, rows.tokens)

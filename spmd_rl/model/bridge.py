@@ -45,7 +45,8 @@ def find_bridge(
     before, _, after = chat_text([question, Message("assistant", ANSWER), *messages]).partition(ANSWER)
     thinking = f"{THOUGHT}\n</think>\n\n{ANSWER}"
     told = chat_text([question, Message("assistant", f"<think>\n{thinking}"), *messages])
-    if asked.rstrip().endswith("<think>"):  # the template has begun the thought, so that every answer has one
+    # The template itself begins the thought, so every answer has one.
+    if asked.rstrip().endswith("<think>"):
         before = told.partition(THOUGHT)[0]
     # a model samples the space that some templates put in front of an answer
     return Bridge(encode(after), before.rstrip() == asked.rstrip(), thinking in told)

@@ -117,7 +117,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Allocate parameters (or shards) of the meta device on `device`, and move buffers there with their values."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # `to_empty` would forget them
+    # `to_empty` drops the values of buffers.
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])

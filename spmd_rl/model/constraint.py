@@ -104,9 +104,11 @@ def _compiled(key: str, text: str, model: str, trust_remote_code: bool) -> Const
             return Constraint(compiler.compile_json_schema(text, any_whitespace=False))
         if key == "regex":
             return Constraint(compiler.compile_regex(text))
-        texts = [json.dumps(one, ensure_ascii=False) for one in json.loads(text)]  # quoted as in grammars
+        # Grammars quote choices like JSON strings.
+        texts = [json.dumps(one, ensure_ascii=False) for one in json.loads(text)]
         return Constraint(compiler.compile_grammar(f"root ::= {' | '.join(texts)}"))
-    except RuntimeError as error:  # all that xgrammar raises
+    # xgrammar raises nothing more specific.
+    except RuntimeError as error:
         raise UserError(f"rollout.constraint.{key}: {one_line(error)}") from None
 
 

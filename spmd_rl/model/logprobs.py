@@ -51,7 +51,8 @@ class Candidates(NamedTuple):
     def cut(self, x: Tensor, first: int, value: float) -> None:
         """Set tokens outside the list to `value` in place, see `Support`."""
         (num_rows, width), places = x.shape, self.ids - first
-        gone = torch.zeros(num_rows, width + 1, dtype=torch.bool, device=x.device)  # the last place is nobody's
+        # The additional last column takes the ids outside this part.
+        gone = torch.zeros(num_rows, width + 1, dtype=torch.bool, device=x.device)
         gone[self.rows] = True
         gone[self.rows, torch.where((places >= 0) & (places < width), places, width)] = False
         x.masked_fill_(gone[:, :width], value)
@@ -217,7 +218,8 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         first = share.first if share else 0
-        targets = targets - first  # token ids count from this rank's first row on, and those of others lie outside
+        # Count ids from this rank's first row; targets of other ranks are then out of range.
+        targets = targets - first
         top = hidden.new_full((len(hidden),), -torch.inf, dtype=dtype)
         total, spread = (hidden.new_zeros(len(hidden), dtype=dtype) for _ in range(2))
         chosen = hidden.new_zeros(targets.shape, dtype=dtype)
@@ -240,7 +242,8 @@ class _TokenLogprobs(torch.autograd.Function):
         log_z, entropy = total.log() + top, total.log() - spread / total
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.temperature, ctx.support, ctx.first = temperature, support, first
-        ctx.set_materialize_grads(False)  # None, not zeros, for an output that no loss uses
+        # None instead of zeros for an output that no loss uses, which skips its work.
+        ctx.set_materialize_grads(False)
         return chosen - log_z[:, None], entropy
 
     @staticmethod

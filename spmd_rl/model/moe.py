@@ -95,7 +95,8 @@ def _forward(experts: nn.Module, group: dist.ProcessGroup, hidden: Tensor, chose
     counts = torch.bincount(chosen.flatten(), minlength=experts.num_experts).view(group.size(), -1)
     incoming = torch.empty_like(counts)
     dist.all_to_all_single(incoming, counts, group=group)
-    sent, received = torch.stack([counts, incoming]).tolist()  # the one place where a device is waited for
+    # The only synchronisation with the device: sizes of messages must be known on the host.
+    sent, received = torch.stack([counts, incoming]).tolist()
     lengths = [sum(row) for row in sent], [sum(row) for row in received]
     rows = exchange_rows(hidden[order // top_k], *lengths, group)
     # from each rank a run of rows for each expert; the experts want one run each

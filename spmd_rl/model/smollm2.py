@@ -162,7 +162,8 @@ def convert(gguf_path: Path, out: Path) -> None:
     write_json(out / "config.json", CONFIG)
     write_json(out / "generation_config.json", ids)
     write_tokenizer(reader, ids, out)
-    (out / "model.safetensors").chmod(0o644)  # safetensors leaves 0600; others may read the rest
+    # safetensors creates the file with mode 0600, but other users may read the directory.
+    (out / "model.safetensors").chmod(0o644)
     sizes = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
     write_json(out / MANIFEST, {"wheel_sha256": WHEEL_SHA256, "format": FORMAT, "files": sizes})
 

@@ -107,7 +107,8 @@ class Tokenizer:
             line = f"no token that ends generation ({', '.join(self._ends())}) follows an answer in its chat template"
             if rank() == 0:
                 tell(f"warning: {self.name}: {line}: where an answer ends is not learnt")
-        if pieces and not pieces[0][0]:  # nothing predicts a first token
+        # The first token of a text has no prediction.
+        if pieces and not pieces[0][0]:
             pieces[0] = pieces[0][1][:1], pieces[0][1][1:]
         return pieces
 
@@ -161,7 +162,8 @@ class Tokenizer:
         text = self._chat_text(messages)
         if not self._hf.chat_template:
             return array("i", self._hf(text).input_ids)
-        return self.encode(text)  # the template has written its own special tokens, BOS included
+        # The template has written its special tokens itself, including BOS.
+        return self.encode(text)
 
     def _chat_text(self, messages: Sequence[Message], prompts: bool = True) -> str:
         """Return a conversation, by default up to the beginning of the model's answer. UserError: the template refuses
@@ -265,7 +267,8 @@ def load_tokenizer(
         raise UserError(f"no such model directory: {folder}")
     try:
         hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:  # what transformers lets through for broken files
+    # transformers raises all of these for broken files.
+    except (OSError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
         if "trust_remote_code" in str(error):
             reason = "it brings Python code of its own; policy.trust_remote_code=true would run it"
@@ -311,7 +314,8 @@ def _check_variables(given: Mapping[str, Any], template: str | None, folder: Pat
     try:
         used = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
     except TemplateError:
-        return  # a tag of transformers' own, such as `generation`
+        # A tag of transformers such as `generation`, unknown to plain jinja.
+        return
     if unused := [name for name in given if name not in used]:
         known = ", ".join(sorted(used - {"messages", "add_generation_prompt"})) or "none"
         raise UserError(

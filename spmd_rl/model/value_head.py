@@ -77,4 +77,5 @@ class _ValueHead(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         if self.gives_fingerprint:
             return hidden.float().sum(-1, keepdim=True) / hidden.shape[-1] ** 0.5
-        return super().forward(hidden).clone()  # a view, which a product with three dimensions is, would make FSDP warn
+        # FSDP warns about a view as a module's output, which a product of three dimensions is.
+        return super().forward(hidden).clone()

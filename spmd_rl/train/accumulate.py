@@ -59,7 +59,8 @@ class BaseRole:
             MicrobatchLoop(name=name, count=count, is_trained=False, args=args, select=select, finish=finish)
         )
         columns = torch.zeros(num_columns, batch.num_tokens, device=batch.token_ids.device)
-        with self._world.collective(f"{name}: results"):  # where a rank waits whose device waits for another rank
+        # Copying results to the host waits for the device, which may wait for another rank.
+        with self._world.collective(f"{name}: results"):
             for places, outputs in found:
                 for column, output in zip(columns, outputs, strict=True):
                     column[places] = output.to(column.device)
@@ -75,7 +76,8 @@ class BaseRole:
         sums["grad_square"] = self.model.grad_square()  # [all]
         greatest = {name: sums.pop(name) for name in sorted(sums) if averages.is_extreme(name)}
         sums = self._world.reduce("update: gradient norm and averages", sums, op="sum")  # [all]
-        if greatest:  # the loss has the same quantities on all ranks
+        # The loss has the same metrics on all ranks, so this branch is equal everywhere.
+        if greatest:
             greatest = self._world.reduce("update: extremes", greatest, op="max")  # [all]
         norm = math.sqrt(sums.pop("grad_square"))
         lr = self.lr_factor * learning_rate(
@@ -85,7 +87,8 @@ class BaseRole:
             warmup=settings.warmup_steps,
             total=self._role.total_updates,
         )
-        skipped = not math.isfinite(norm)  # the same number on every rank, so the same branch
+        # The norm is the same number on every rank, so all ranks take the same branch.
+        skipped = not math.isfinite(norm)
         self.model.step(lr, None if skipped else norm)  # [all]
         self._count(skipped, settings.max_skipped_updates)
         total, num_tokens = sums.pop("loss"), max(1.0, sums.pop("num_tokens"))
@@ -113,12 +116,14 @@ class BaseRole:
         self.model.run(
             MicrobatchLoop(name="update", count=count, is_trained=True, args=args, select=select, finish=finish)
         )
-        with self._world.collective("update: results"):  # where a rank waits whose device waits for another rank
+        # Copying results to the host waits for the device, which may wait for another rank.
+        with self._world.collective("update: results"):
             return {name: float(value) for name, value in sums.items()}, count
 
     def _of_block(self, sums: dict[str, float]) -> dict[str, float]:
         """[all] Return a data shard's sums on one of its ranks, and zeros under the same names on the others."""
-        if self.layout.size("pp") > 1:  # the last stage alone knows the names
+        # Only the last stage computes the loss, and so knows the names of its metrics.
+        if self.layout.size("pp") > 1:
             src = self._world.size - 1
             names = self._world.broadcast("update: names of averages", sorted(sums), src)  # [all]
             sums = {name: sums.get(name, averages.nothing(name)) for name in names}
@@ -150,7 +155,8 @@ class BaseRole:
         """Keep the weights on the device inside. The optimizer's state is there only in its step, `save` and `load`."""
         self.model.wake()
         yield
-        self.model.sleep()  # not in a `finally`: an error ends the job, and a broken device would hang or hide it
+        # Not in a `finally`: an error ends the job, and copying from a broken device would hang or hide it.
+        self.model.sleep()
 
     def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
         """Yield every weight whole, see `PolicyRole`. adapters: see `Adapters.published`, of backends with adapters."""

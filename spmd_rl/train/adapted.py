@@ -58,7 +58,8 @@ class AdaptedFiles(WeightFiles):
 
     def read(self, name: str, region: Region) -> torch.Tensor:
         """Return a region of a merged weight, see `WeightFiles`."""
-        if MODEL + name in self._saved.tensors:  # trained beside the adapters
+        # Weights that were trained in addition to the adapters, such as a value head.
+        if MODEL + name in self._saved.tensors:
             return self._saved.read(MODEL + name, region)
         adapter = self._adapters.get(name)
         if adapter is None:
@@ -79,7 +80,8 @@ def write_adapter(saved: SavedState, model_dir: Path, path: Path, dtype: torch.d
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(model_dir),
         "r": one.a.shape[0],
-        "lora_alpha": one.scaling * one.a.shape[0],  # with the plain factor, alpha / r, whichever it was trained with
+        # peft computes alpha / r, so alpha is chosen to give this scaling for either kind of scaling in training.
+        "lora_alpha": one.scaling * one.a.shape[0],
         "target_modules": sorted({layer.rpartition(".")[2] for layer in adapters}),
         "use_dora": one.magnitude is not None,
         "inference_mode": True,

@@ -96,7 +96,8 @@ class StoredAdapters(SavedScaling):
         for name, tensor in wholes:
             layer = PREFIX + name.removesuffix(".weight")
             if adapters == "merged" and name.startswith(PREFIX):
-                known[name] = tensor.clone()  # it is gone with the next one
+                # A published tensor is valid only until the next one.
+                known[name] = tensor.clone()
             elif layer + A in known:
                 adapter = Adapter(known.pop(layer + A), known.pop(layer + B), self.settings.scaling)
                 yield name, merged(adapter, tensor, name, len(tensor))
@@ -126,12 +127,14 @@ class Adapters(SavedScaling):
         inject_adapter_in_model(
             Peft(
                 r=settings.rank,
-                lora_alpha=settings.rank * settings.scaling,  # with peft's own factor of either kind
+                # peft divides by the rank, so this gives our scaling, plain or rank-stabilised.
+                lora_alpha=settings.rank * settings.scaling,
                 target_modules=[f"model.{name}" for name in names],
                 lora_dropout=settings.dropout,
                 use_dora=settings.dora,
             ),
-            nn.ModuleDict({"model": model}),  # by a mixture's type peft would take experts for layers of these names
+            # The wrapper hides the model type: for a mixture's type peft would take experts for layers of these names.
+            nn.ModuleDict({"model": model}),
         )
         self.layers = {name: model.get_submodule(name) for name in names}
         for layer in self.layers.values() if settings.base else ():
@@ -192,7 +195,8 @@ class Adapters(SavedScaling):
                 local(p).copy_(first_value(name, p.shape)[owned_region(p)])
             elif name.endswith(OWN_MAGNITUDE):
                 layer = self._model.get_submodule(name.removesuffix(OWN_MAGNITUDE))
-                local(p).copy_(local(layer.base_layer.weight).to(p.dtype).norm(dim=1))  # whose rows ranks share alike
+                # Row norms of the frozen weight; ranks shard both tensors by rows in the same way.
+                local(p).copy_(local(layer.base_layer.weight).to(p.dtype).norm(dim=1))
 
     def published(self, wholes: Iterable[tuple[str, Tensor]], adapters: str) -> Iterator[tuple[str, Tensor]]:
         """Yield all parameters whole, as an engine receives them.
@@ -208,7 +212,8 @@ class Adapters(SavedScaling):
             layer = name.removesuffix(f"{BASE}.weight")
             if self.settings.base and layer != name:
                 columns = self.layers[layer].base_layer.in_features
-                tensor = unpack(tensor.to(torch.uint8), columns, tensor.dtype)  # bytes have come as numbers
+                # A gather returns the bytes as numbers of the compute dtype.
+                tensor = unpack(tensor.to(torch.uint8), columns, tensor.dtype)
             yield name, tensor
 
     def _merged(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -219,8 +224,10 @@ class Adapters(SavedScaling):
             if layer not in self.layers:
                 yield name, tensor
                 continue
-            known[name.removeprefix(layer)] = tensor.clone()  # it is gone with the next one
-            if len(known) == 3 + self.settings.dora:  # one layer's come together
+            # A published tensor is valid only until the next one.
+            known[name.removeprefix(layer)] = tensor.clone()
+            # The tensors of one layer come together: weight, `A`, `B`, and with DoRA the magnitude.
+            if len(known) == 3 + self.settings.dora:
                 a, b, *magnitude = (known[ending] for ending in ENDINGS if ending in known)
                 adapter = Adapter(a, b, self.settings.scaling, *magnitude)
                 weight = known[f"{BASE}.weight"]
@@ -236,7 +243,8 @@ class Adapters(SavedScaling):
     def begin(self, is_trained: bool) -> None:
         """Turn dropout of the adapters' inputs on or off; no effect without `dropout`."""
         for layer in self.layers.values() if self.settings.dropout else ():
-            layer.lora_dropout[NAME].train(is_trained)  # until the next call: a layer may be computed a second time
+            # Stays set until the next call, because recomputation runs a layer a second time.
+            layer.lora_dropout[NAME].train(is_trained)
 
     @contextmanager
     def drawn(self, num_steps: int, microbatch: int, layout: Layout) -> Iterator[None]:

@@ -42,7 +42,8 @@ class ExpertLoad:
 
         Each layer calls this, because recomputation in the backward pass runs it again after other rows.
         """
-        if routed is not None:  # between the blocks of a layer each rank along `tp` has a run of the tokens
+        # Between the blocks of a layer each tensor-parallel rank has a span of the tokens.
+        if routed is not None:
             routed = routed.view(self._layout.size("tp"), -1)[self._layout.rank("tp")]
         self._is_real = routed
 
@@ -66,7 +67,8 @@ class ExpertLoad:
         self._sum(found)  # [all]
         num_experts, num_tokens = len(load), found[-1].clamp(min=1)
         share = found[:num_experts] / (num_tokens * chosen.shape[1])
-        loss = num_experts * (share * sums).sum() / num_tokens  # this rank's term: the other factors are global
+        # This rank's term of the loss: the other factors are global.
+        loss = num_experts * (share * sums).sum() / num_tokens
         return _AddLoss.apply(weights, self._scale * loss)
 
     def _sum(self, values: Tensor) -> None:

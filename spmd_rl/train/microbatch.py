@@ -42,7 +42,8 @@ def plan(batch: Batch, budget: int) -> list[list[int]]:
     groups = list(members.values())
     bins = fill(list(needs.values()), budget)
     chosen = [sorted((s for i in one for s in groups[i]), key=lambda s: (keys[s], s)) for one in bins]
-    return sorted(chosen, key=lambda one: -_cost([paths[s] for s in one]))  # equal ones stay in order
+    # A stable sort: equal costs keep their order on all ranks.
+    return sorted(chosen, key=lambda one: -_cost([paths[s] for s in one]))
 
 
 def _cost(paths: list[list[tuple[int, int]]]) -> int:

@@ -47,7 +47,8 @@ class Offload:
             for host, device in self._pieces():
                 host.copy_(device, non_blocking=True)
         if on_device:
-            torch.accelerator.synchronize()  # the copies, and whatever other streams still read
+            # Wait for the copies, and for other streams that still read the storage.
+            torch.accelerator.synchronize()
         for storage in self._storages:
             storage.resize_(0)
         self._on_host, self._changed = True, False

@@ -34,7 +34,8 @@ def check_packing(model: str, role: Role, dtype: str) -> None:
     with role.awake():
         between, exchanged, alone = (_answer(role, row) for row in ((A, ASKED, B), (B, ASKED, A), (ASKED,)))  # [all]
         found = _means(role, exchanged=between - exchanged, alone=between - alone)  # [all]
-        if found["exchanged"] > EXCHANGED:  # the same number on every rank
+        # The same number on every rank, so all raise together.
+        if found["exchanged"] > EXCHANGED:
             by_rounding = _answer(role, (ASKED, A, B)) - _answer(role, (ASKED, B, A))  # [all]
             limits["exchanged"] = max(EXCHANGED, ROUNDING * _means(role, rounding=by_rounding)["rounding"])  # [all]
     for name, limit in limits.items():

@@ -60,7 +60,8 @@ class Replay:
 
         Each layer calls this, because recomputation in the backward pass runs it again after other rows.
         """
-        if chosen is not None:  # between the blocks of a layer each rank along `tp` has a run of the tokens
+        # Between the blocks of a layer each tensor-parallel rank has a span of the tokens.
+        if chosen is not None:
             chosen = chosen.unflatten(0, (self._layout.size("tp"), -1))[self._layout.rank("tp")]
         self._chosen = chosen
 

@@ -67,7 +67,8 @@ def row_of(
     targets = micro.sampled.index
     assert bool((micro.position_ids[targets] > 0).all()), "a sequence's first token has no logprob"
     tree = share_prefixes(micro)
-    num_tokens = len(tree.token_ids) if int(micro.keys[0, 0]) >= 0 else 0  # a dummy has none
+    # A dummy micro-batch has only padding.
+    num_tokens = len(tree.token_ids) if int(micro.keys[0, 0]) >= 0 else 0
     split = tp * (1 if context is None else context.granule)
     tree = rounded(tree, math.lcm(granule(len(tree.token_ids)), split))
     keep = tree.gather_index[targets - 1]
@@ -120,7 +121,8 @@ def _support(micro: Batch, row: Row, constraint: Constraint | None, device: torc
     if micro.candidate_ids is not None:
         lists = micro.candidate_ids.index_select(0, row.targets)
         return Candidates(to_device(lists.owners, device), to_device(lists.values.long(), device))
-    if constraint is None or int(micro.keys[0, 0]) < 0:  # a dummy answers nothing
+    # A dummy micro-batch has no answer to follow.
+    if constraint is None or int(micro.keys[0, 0]) < 0:
         return None
     sampled = micro.sampled
     answers = micro.token_ids[sampled.index].split(sampled.runs.bincount().tolist())

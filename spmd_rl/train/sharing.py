@@ -142,7 +142,8 @@ def _tree(rows: Sequence[_Row]) -> list[Segment]:
         first, last, begin, parent = todo.pop()
         users = sorted((row.sample, len(row.ids)) for row in rows[first:last])
         end, parts = _parting(rows, shared, first, last)
-        while len(parts) == 1:  # the others end here: no branch
+        # The other rows end here, so this is no branch.
+        while len(parts) == 1:
             end, parts = _parting(rows, shared, *parts[0])
         if end > begin:
             segments.append(Segment(begin, end, parent, tuple((sample, min(n, end)) for sample, n in users)))

@@ -102,7 +102,8 @@ def write_safetensors(
         file.write(len(text).to_bytes(8, "little") + text)
         coming = iter(tensors)
         for name, spec in specs.items():
-            given, tensor = next(coming, (None, None))  # one that ends early would leave a hole in the file
+            # An iterator that ends early would leave a hole in the file.
+            given, tensor = next(coming, (None, None))
             assert given == name and (tensor.dtype, tuple(tensor.shape)) == spec, (given, name)
             file.seek(8 + len(text) + begins[name])
             file.write(tensor.contiguous().flatten().view(torch.uint8).numpy())

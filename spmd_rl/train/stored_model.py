@@ -42,7 +42,8 @@ def stored_model(role: RoleConfig, dtype: torch.dtype, on_progress: Callable[[],
     if is_critic:
         files = ValueHeadFiles(files, head_weights(with_value_head(model, role.value_bias)))
     load, reader = partial(load_weights, files=files, on_progress=on_progress), partial(RegionReader, files=files)
-    if mismatch(model, files):  # transformers renames and merges some weights as it loads them: experts, for one
+    # transformers renames and merges some weights on loading (experts, for one), so regions cannot be read by name.
+    if mismatch(model, files):
         whole = build_model(folder, dtype, "cpu", role.trust_remote_code, files.head if is_critic else ())
         model, load, reader = (files.fill(whole, role.value_bias) if is_critic else whole), None, None
     return Stored(model, load, lambda: files.bytes_read, reader, files)
@@ -56,7 +57,8 @@ class CheckpointFiles(WeightFiles):
         super().__init__(folder)
         self._saved, prefix = saved, len(MODEL)
         self._trained = {name[prefix:]: spec for name, spec in saved.tensors.items() if name.startswith(MODEL)}
-        self._names = self._trained.keys() | (super().names & buffers)  # no other: one may be tied to what was trained
+        # Only buffers: another stored weight may be tied to a trained one, and is then stale.
+        self._names = self._trained.keys() | (super().names & buffers)
 
     @property
     def names(self) -> Collection[str]:

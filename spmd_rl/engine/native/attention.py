@@ -47,7 +47,8 @@ class Paged:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Store key and value [T, KVH, D] and return what query [T, H, D] reads: [T, H, D]."""
-        self.pool.write(layer, self.slots, key, value)  # of all rows first: a row may read what another one brings
+        # Write all rows first: a row may read blocks that another row of this batch fills.
+        self.pool.write(layer, self.slots, key, value)
         heads = (key.shape[1], query.shape[1] // key.shape[1])
         parts = []
         for bucket in self.buckets:

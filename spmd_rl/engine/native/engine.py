@@ -119,7 +119,8 @@ class NativeEngine(Engine):
 
         `weights` is always read to its end, because other ranks may be gathering it with us.
         """
-        self._scheduler.forget()  # a cached key would outlive its weights
+        # Cached keys belong to the old weights.
+        self._scheduler.forget()
         self._version = None
         checked = CheckedWeights(weights, {name: weight.shape for name, weight in self._weights.items()})
         for name, tensor in checked:
@@ -143,7 +144,8 @@ class NativeEngine(Engine):
             yield
         finally:
             self._num_awake -= 1
-        if self.offloads and self._num_awake == 0:  # not with an exception pending: the process is about to end
+        # Not with an exception pending: the process is about to end.
+        if self.offloads and self._num_awake == 0:
             self._sleep()
 
     def close(self) -> None:
@@ -197,7 +199,8 @@ class NativeEngine(Engine):
         )
         if self._experts:
             for row, chosen in zip(rows, self._experts.at(self._tensor(last)), strict=True):
-                if row.token_ids:  # else it was the prompt's last token that was fed
+                # Without a sampled token the last fed token was the prompt's.
+                if row.token_ids:
                     row.experts.extend(chosen)
         logits = output.logits[0, : len(rows)]
         if self._constraint:

@@ -46,7 +46,8 @@ class KVPool:
         self._dtype, self._device = dtype, device
         self._references = [0] * self.num_blocks
         self._free: list[int] = []
-        self._unused: dict[int, None] = {}  # blocks that nobody holds, with a key; the longest unused one first
+        # Cached blocks without references, the least recently used first.
+        self._unused: dict[int, None] = {}
         self._keys: dict[int, bytes] = {}
         self._cached: dict[bytes, int] = {}
         self.wake()
@@ -66,7 +67,8 @@ class KVPool:
     def forget(self) -> None:
         """Drop the cache, which belongs to other weights. Holders of blocks keep them."""
         free = [block for block in range(self.num_blocks) if not self._references[block]]
-        self._free = free[::-1]  # a stack, lowest block on top: pages are touched late
+        # A stack with the lowest block on top, so that memory pages are touched late.
+        self._free = free[::-1]
         self._unused.clear()
         self._keys.clear()
         self._cached.clear()

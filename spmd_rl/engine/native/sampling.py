@@ -83,7 +83,8 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
     chunk_masses = masses.sum(dim=-1).double()
     chunk, rest = _draw(chunk_masses, uniforms)
     within, _ = _draw(masses[torch.arange(num_rows, device=logits.device), chunk].double(), rest)
-    tokens = (chunk * CHUNK + within).clamp_(max=num_tokens - 1)  # beyond only in a row of NaN
+    # Out of range only for a row with a NaN.
+    tokens = (chunk * CHUNK + within).clamp_(max=num_tokens - 1)
     tokens[greedy] = best
     chosen = logits.gather(-1, tokens[:, None]).float().div(scale).sub(top)[:, 0]
     return tokens, chosen - chunk_masses.sum(dim=-1).log().float()
@@ -100,7 +101,8 @@ def sample_truncated(
     """
     scaled = logits.float() / temperatures[:, None]
     values, ids = scaled.topk(min(int(top_k.max()), logits.shape[-1]), dim=-1)
-    masses = values.sub(values[:, :1]).double().exp()  # descending, the first is 1
+    # Values are descending, so subtracting the first makes its mass 1, without overflow.
+    masses = values.sub(values[:, :1]).double().exp()
     rank = torch.arange(masses.shape[-1], device=logits.device)
     masses[(rank >= top_k[:, None]) | (masses < min_p[:, None])] = 0.0
     sums = masses.cumsum(dim=-1)

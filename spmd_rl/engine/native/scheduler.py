@@ -79,7 +79,8 @@ class Scheduler:
             request = self._waiting[0][-1]
             num_tokens = len(request.prompt_ids)
             keys = block_keys(request.prompt_ids)
-            found = self._pool.find(keys[: (num_tokens - 1) // BLOCK])  # the last token's logits are asked for
+            # Never all of the prompt: the last token must be computed for its logits.
+            found = self._pool.find(keys[: (num_tokens - 1) // BLOCK])
             num_own = blocks_for(num_tokens + request.max_new_tokens - 1) - len(found)
             if num_own > self._pool.num_free:
                 self._pool.drop(found)

@@ -49,7 +49,8 @@ class SglangAdapter(GivenAdapters):
             done = manager.load_lora_adapter_from_tensors(self.ref, own, self.config)
             if not done.success:
                 return [f"SGLang did not take the adapter: {done.error_message}"]
-            manager.fetch_new_loras({self.ref.lora_id})  # which it would leave to the first request
+            # SGLang would load the adapter only with the first request.
+            manager.fetch_new_loras({self.ref.lora_id})
         return []
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
@@ -69,4 +70,5 @@ class SglangAdapter(GivenAdapters):
                     yield key + A, a[place * rank : (place + 1) * rank]
                     yield key + B, rows[:, :rank]
                 elif key + B not in self.given and bool(torch.count_nonzero(rows)):
-                    yield key + B, rows  # which nobody gave
+                    # Nonzero although never published: yielded so that the comparison fails.
+                    yield key + B, rows

@@ -61,8 +61,10 @@ class SglangEngine(HostedEngine):
         """SGLang's scheduler, for debugging."""
         self._replica = replica
         self._sampler = scheduler.tp_worker.model_runner.sampler
-        self._rids: dict[str, str] = {}  # SGLang's names: an id may come again while SGLang still drops the last one
-        max_tokens = scheduler.max_req_len - 1  # it would cut short what is longer
+        # SGLang's names differ from ours: an id may be used again while SGLang still drops the old request.
+        self._rids: dict[str, str] = {}
+        # SGLang would truncate longer requests.
+        max_tokens = scheduler.max_req_len - 1
         capacity = Capacity(scheduler.max_running_requests, scheduler.max_total_num_tokens, max_tokens)
         super().__init__(capacity, shapes, sleeps, text_of, slot)
 
@@ -73,7 +75,8 @@ class SglangEngine(HostedEngine):
             raise ValueError(f"request {request.id}: negative temperature {request.temperature}")
         row, recorder = self.begin(request), self._sampler.experts
         row.num_experts = recorder.per_token if recorder else 0
-        rid = self._rids[request.id] = f"{self.num_added:012d}"  # of one length: an abort goes by how a name begins
+        # Names of equal length, because SGLang aborts by prefix.
+        rid = self._rids[request.id] = f"{self.num_added:012d}"
         self._sampler.rows[rid] = row
         sampling = SamplingParams(max_new_tokens=request.max_new_tokens, ignore_eos=True)
         sampling.normalize(None)
@@ -126,7 +129,8 @@ class SglangEngine(HostedEngine):
             row = self._sampler.rows.get(req.rid)
             if row is None:
                 continue
-            new = len(req.output_ids) > len(row.token_ids)  # else part of a long prompt
+            # False while SGLang computes part of a long prompt.
+            new = len(req.output_ids) > len(row.token_ids)
             if new and (reason := self._extend(row, req)):
                 self._end(row.request.id, ended=req.finished())
                 ended.append(row.completion(reason))
@@ -137,7 +141,8 @@ class SglangEngine(HostedEngine):
     def _extend(self, row: SequenceState, req: Req) -> FinishReason | None:
         """Append the new token; return the reason to stop, if any."""
         drawn = self._sampler.drawn[req.rid]
-        if row.token_ids:  # else it was the prompt's last token that was fed
+        # Without a sampled token the last fed token was the prompt's.
+        if row.token_ids:
             row.experts.extend(drawn.experts)
         else:
             self.count_prompt(row.request, req.cached_tokens)
@@ -195,7 +200,8 @@ class SglangEngine(HostedEngine):
         self.scheduler.weight_updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[tag]))
 
     def _release(self) -> None:
-        for _ in range(IDLE_TURNS):  # it wants to have been idle
+        # SGLang flushes only after some idle turns.
+        for _ in range(IDLE_TURNS):
             self.scheduler.turn()
         tags = ["kv_cache", "weights"]
         self.scheduler.weight_updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))

@@ -79,7 +79,8 @@ def _without(packages: tuple[str, ...]) -> Iterator[None]:
     if "torchvision" in absent:
         from transformers.utils import is_torchvision_available
 
-        is_torchvision_available()  # which remembers that it is not
+        # Called so that transformers remembers that torchvision is missing.
+        is_torchvision_available()
     sys.meta_path.insert(0, finder)
     _Absent.importing = True
     try:
@@ -102,7 +103,8 @@ class _Finder:
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = _AbsentModule(spec.name)
-        module.__version__ = "9.0"  # what is asked for is whether it is old
+        # SGLang only checks for a minimum version.
+        module.__version__ = "9.0"
         return module
 
     def exec_module(self, module: ModuleType) -> None:

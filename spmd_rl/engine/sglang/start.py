@@ -35,7 +35,8 @@ from spmd_rl.model.constraint import Constraint
 ALWAYS = {
     "skip_tokenizer_init": True,
     "load_format": "dummy",
-    "sampling_backend": "pytorch",  # ours takes its place
+    # Our sampler replaces it.
+    "sampling_backend": "pytorch",
     "disable_overlap_schedule": True,
     "disable_radix_cache": False,
     "schedule_policy": "fcfs",
@@ -102,7 +103,8 @@ class HostedScheduler(Scheduler):
 
     def turn(self) -> ScheduleBatch | None:
         """Run one turn of SGLang's loop; return the computed batch, or None if there was no work."""
-        with unpinned() if self.enable_lora else nullcontext():  # adapters are computed with in pinned memory
+        # SGLang computes adapters with pinned memory.
+        with unpinned() if self.enable_lora else nullcontext():
             return self._turn()
 
     def _turn(self) -> ScheduleBatch | None:
@@ -180,10 +182,12 @@ def start(
 
 def stop(replica: dist.ProcessGroup) -> None:
     """Leave SGLang's groups and ours for it, without communication; the default group remains."""
-    set_global_expert_location_metadata(None, allow_overwrite=True)  # or another mixture could not start
+    # Otherwise another mixture could not start in this process.
+    set_global_expert_location_metadata(None, allow_overwrite=True)
     if not dist.is_initialized():
         return
-    with suppress(AssertionError):  # an older group is gone already
+    # SGLang may have dropped an older group already.
+    with suppress(AssertionError):
         parallel_state.destroy_model_parallel()
         if parallel_state._WORLD is not None:
             parallel_state._WORLD.destroy()

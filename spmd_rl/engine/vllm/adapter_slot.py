@@ -68,7 +68,8 @@ class AdapterSlot(GivenAdapters):
                     yield key + A, a[0, 0, :rank]
                     yield key + B, b[0, 0, :, :rank]
                 elif bool(torch.count_nonzero(b)):
-                    yield key + B, b[0, 0]  # which nobody gave
+                    # Nonzero although never published: yielded so that the comparison fails.
+                    yield key + B, b[0, 0]
 
     def close(self) -> None:
         """Remove the adapter's directory; idempotent."""

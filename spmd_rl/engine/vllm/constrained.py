@@ -17,7 +17,8 @@ from spmd_rl.types import Request
 
 def constrain(llm: LLMEngine, constraint: Constraint) -> None:
     """Apply a constraint to answers of a started vLLM: those of requests with `grammar_of`."""
-    llm.input_processor.structured_outputs_config = None  # by which it would look for a tokenizer
+    # With this configuration vLLM would load a tokenizer.
+    llm.input_processor.structured_outputs_config = None
     llm.engine_core.engine_core.structured_output_manager.backend = _Grammars(constraint)
 
 

@@ -29,7 +29,8 @@ def engine_args(num_tokens: int, cpu: bool) -> dict[str, Any]:
     if not num_tokens:
         return {}
     lookup: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": max(LENGTHS), "prompt_lookup_min": min(LENGTHS)}
-    if cpu:  # where it lacks numba; elsewhere it looks up on the device, whatever the number of requests
+    # vLLM's lookup lacks numba on the CPU; elsewhere it runs on the device, for any number of requests.
+    if cpu:
         lookup = {"method": "custom_class", "model": f"{Lookup.__module__}.{Lookup.__qualname__}"}
         rejection_sampler.expand_batch_to_tokens = _expanded
     return {"speculative_config": {"num_speculative_tokens": num_tokens, **lookup}}
@@ -86,6 +87,7 @@ def draft(text: bytes, most: int) -> array:
 def _find(tokens: bytes, text: bytes) -> int | None:
     """Return the last position where `tokens` end in a text with something after them."""
     at = text.rfind(tokens, 0, -SIZE)
-    while at > 0 and at % SIZE:  # not at the border of a token
+    # A match of bytes that does not begin at a token is none.
+    while at > 0 and at % SIZE:
         at = text.rfind(tokens, 0, at + len(tokens) - 1)
     return None if at < 0 else at + len(tokens)

@@ -93,7 +93,8 @@ class VllmEngine(HostedEngine):
             temperature=request.temperature,
             seed=_seed(request),
             max_tokens=request.max_new_tokens,
-            stop_token_ids=[id for id in request.stop_ids if id < self._num_ids],  # else vLLM refuses the request
+            # vLLM refuses requests with stop ids outside the vocabulary.
+            stop_token_ids=[id for id in request.stop_ids if id < self._num_ids],
             ignore_eos=True,
             top_k=request.top_k,
             top_p=request.top_p,
@@ -142,7 +143,8 @@ class VllmEngine(HostedEngine):
                         f"rollout.top_k={request.top_k}: vLLM drew among more than {len(candidates)} tokens, "
                         "as the logits of many are equal; which ones it does not report"
                     )
-            row.append(token, found.logprobs[begin], self.version, candidates)  # the sampled one stands first
+            # vLLM lists the sampled token first.
+            row.append(token, found.logprobs[begin], self.version, candidates)
             if has_stop(row, self.text_of):
                 if new.finish_reason is None:
                     self.llm.abort_request([request.id])
@@ -217,7 +219,8 @@ class VllmEngine(HostedEngine):
 def _seed(request: Request) -> int:
     """Return a request's seed, another one for a continued answer, which would else repeat the first draws."""
     seed = counter_seed(request.seed, request.num_begun) if request.num_begun else request.seed
-    return seed % 2**63  # vLLM reads -1 as none, and some of its runners keep signed words
+    # vLLM takes -1 for no seed, and some of its runners store signed words.
+    return seed % 2**63
 
 
 def _candidate_ids(ids: Sequence[int], logprobs: Sequence[float]) -> list[int]:

@@ -15,9 +15,12 @@ FORCED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Variables that keep vLLM in this process."""
 
 DEFAULTS = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it pins the threads that the trainer computes with
-    "VLLM_NO_USAGE_STATS": "1",  # else a thread reports to its makers
-    "VLLM_CONFIGURE_LOGGING": "0",  # else its own handlers, and a record factory for the whole process
+    # Otherwise vLLM pins the threads that the trainer also computes with.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Otherwise a thread reports usage to vLLM's makers.
+    "VLLM_NO_USAGE_STATS": "1",
+    # Otherwise vLLM installs log handlers, and a record factory for the whole process.
+    "VLLM_CONFIGURE_LOGGING": "0",
 }
 """Defaults of variables; a user's value wins."""
 
@@ -39,6 +42,7 @@ def hosted(device_type: str, pp: int = 1) -> Iterator[None]:
     for name, value in (DEFAULTS | RUNNERS.get(device_type if pp == 1 else "cpu", {})).items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its steps at tp > 1
+    # vLLM's steps at tp > 1 call deprecated functions.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     with undisturbed("VLLM_"):
         yield

@@ -59,8 +59,10 @@ class Int8Kernel(CPUInt8ScaledMMLinearKernel):
     """vLLM's INT8 kernel on the CPU, extended to float32 outputs and to reloaded weights."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        with set_default_torch_dtype(layer.params_dtype):  # which it takes for that of the layer, and a reload leaves
-            if layer.params_dtype == torch.float32:  # the kernel for AMX takes bfloat16 and float16 alone
+        # vLLM takes the default dtype for the layer's, and a reload does not set it.
+        with set_default_torch_dtype(layer.params_dtype):
+            # The AMX kernel supports only bfloat16 and float16.
+            if layer.params_dtype == torch.float32:
                 self.linear_method = self._apply_weights_onednn
                 self.process_weights_for_onednn(layer)
             else:

@@ -40,7 +40,8 @@ MAX_LOGPROBS = 2 * MAX_TOP_K + TIES
 ALWAYS = {
     "skip_tokenizer_init": True,
     "load_format": "dummy",
-    "generation_config": "vllm",  # not the model's: it would stop and sample by that
+    # The model's generation config would change stop tokens and sampling.
+    "generation_config": "vllm",
     "distributed_executor_backend": "external_launcher",
     "disable_custom_all_reduce": True,
     "enable_prefix_caching": True,
@@ -49,7 +50,8 @@ ALWAYS = {
     "max_logprobs": MAX_LOGPROBS,
     "seed": 0,
     "disable_log_stats": True,
-    "gpu_memory_utilization": 0.01,  # it asks for that share to be free, although the cache's size is given in bytes
+    # vLLM requires this share of memory to be free, although the cache's size is set in bytes.
+    "gpu_memory_utilization": 0.01,
 }
 """Arguments that the engine depends on."""
 DEFAULTS = {"async_scheduling": False}
@@ -103,7 +105,8 @@ def start(
     check_args(args := dict(args or {}), EngineArgs, OURS, ALWAYS, REASONS)
     cpu = device.type == "cpu"
     block = CPU_BLOCK if cpu else BLOCK
-    num_blocks = -(-kv_tokens // block) + 1  # vLLM keeps one to itself
+    # vLLM reserves one block.
+    num_blocks = -(-kv_tokens // block) + 1
     config = EngineArgs(
         model=str(model_folder(path)),
         trust_remote_code=trust,
@@ -131,7 +134,8 @@ def start(
         def _distributed_args(self) -> tuple[str, int, int]:
             return f"env://:{secrets.token_hex(8)}", dist.get_rank(), local_rank
 
-    if cpu:  # else a C++ compiler must be there, for a function that counts ranks nobody asked for
+    # Otherwise vLLM compiles an unused function, which needs a C++ compiler.
+    if cpu:
         type(current_platform).simple_compile_backend = "eager"
     with _memory_unbound(), as_world(replica):
         llm = LLMEngine(config, executor_class=Executor, log_stats=False, multiprocess_mode=False)
@@ -168,7 +172,8 @@ def _in_stages(llm: LLMEngine) -> None:
         return
     core, runner = llm.engine_core.engine_core, llm.model_executor.driver_worker.model_runner
     core.batch_queue, core.step_fn = None, core.step
-    if runner.intermediate_tensors is None and not parallel_state.get_pp_group().is_first_rank:  # no warm-up made them
+    # Without a warm-up the buffers of later stages do not exist yet.
+    if runner.intermediate_tensors is None and not parallel_state.get_pp_group().is_first_rank:
         size, dtype, device = runner.max_num_tokens, runner.model_config.dtype, runner.device
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(size, dtype, device)
 
@@ -197,7 +202,8 @@ def stop(llm: LLMEngine) -> None:
     if not dist.is_initialized():
         return
     replica = llm.model_executor.world
-    with suppress(AssertionError):  # an older group is gone already
+    # vLLM may have dropped an older group already.
+    with suppress(AssertionError):
         parallel_state.destroy_model_parallel()
         if parallel_state._WORLD is not None:
             parallel_state._WORLD.destroy()

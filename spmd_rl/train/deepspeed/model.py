@@ -116,7 +116,8 @@ class DeepSpeedModel:
                 losses[:] = [loop.finish(step.microbatch, micro, self._outputs(micro, loop.args))]
 
         def backward(step: Step) -> None:
-            self._engine.backward(losses.pop() * self._world.size)  # which divides by it
+            # DeepSpeed divides the loss by the number of ranks; gradients here are sums.
+            self._engine.backward(losses.pop() * self._world.size)
 
         self._adapters.begin(loop.is_trained)
         with self._adapters.hidden(loop.args.is_base):
@@ -184,7 +185,8 @@ class DeepSpeedModel:
         prefixes = {MODEL: ""} | {f"{OPTIMIZER}{moment}/": moment for moment in MOMENTS}
         for name, own in self._partition.held.items():
             for prefix, moment in prefixes.items():
-                found += shards_of(prefix, None, (), self._parts[name], False)  # also what is elsewhere as a whole
+                # Every rank lists every tensor, also those without a part on this rank.
+                found += shards_of(prefix, None, (), self._parts[name], False)
                 for region, piece in pieces(self._shapes[name], own, self._partition.tensor(name, moment)):
                     found += shards_of(prefix, piece, region, self._parts[name], True)
         return found

@@ -37,7 +37,8 @@ class Partition:
     def _held(self, p: Parameter) -> slice:
         if not self._is_whole:
             return weights_here(p, self._group)[0]
-        if p._hp_mapping is None:  # stages 1 and 2 cut all of them together
+        # Stages 1 and 2 partition one flat tensor of all parameters, so this rank may hold nothing of this one.
+        if p._hp_mapping is None:
             return slice(0, 0)
         address = p._hp_mapping.lp_fragment_address
         return slice(address.start, address.start + address.numel)
@@ -54,7 +55,8 @@ class Partition:
         utils = self._utils
         found = utils.safe_get_local_optimizer_state(p, moment) if moment else utils.safe_get_local_fp32_param(p)
         found = found.detach()
-        self._copies.append((p, moment, found))  # on a device it is a copy of what lies on the host
+        # On a device this is a copy of the tensor on the host; `refresh` writes it back.
+        self._copies.append((p, moment, found))
         return found[: own.stop - own.start]
 
     def gradients(self) -> list[Tensor]:
@@ -96,7 +98,8 @@ def weights_here(p: Parameter, group: dist.ProcessGroup) -> tuple[slice, Tensor]
     """Return the range of a parameter's flat elements on this rank in the compute dtype, and the live elements."""
     if not hasattr(p, "ds_id"):
         return slice(0, p.numel()), p.data.view(-1)
-    size = p.ds_tensor.numel()  # stage 3 cuts each parameter into equal parts, the last ones padded
+    # Stage 3 partitions each parameter into equal parts; the last ones are padded.
+    size = p.ds_tensor.numel()
     begin = min(dist.get_rank(group) * size, p.ds_numel)
     own = slice(begin, min(begin + size, p.ds_numel))
     return own, p.ds_tensor.data[: own.stop - own.start]

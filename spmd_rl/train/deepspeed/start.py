@@ -59,18 +59,23 @@ class DataParallel:
 
 def start(world: World) -> ModuleType:
     """Import DeepSpeed and let it use the existing process groups."""
-    os.environ.setdefault("DS_ACCELERATOR", kind(world.device))  # or it looks for devices itself, and warns
-    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # a run of one rank has no launcher
+    # Without it DeepSpeed searches for devices, and warns.
+    os.environ.setdefault("DS_ACCELERATOR", kind(world.device))
+    # A run of one rank has no launcher that sets it.
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
     with world.journal.extend_timeout(IMPORT_SECONDS):
         import deepspeed
         from deepspeed.runtime.zero import partitioned_param_coordinator
 
     # a check of itself, in stage 3, that meets all ranks of the job, of which some may not train
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it writes to stdout
-    warnings.filterwarnings("ignore", "`torch.distributed.*deprecated", FutureWarning)  # names that it calls
+    # DeepSpeed logs to stdout.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # DeepSpeed calls deprecated names of torch.distributed.
+    warnings.filterwarnings("ignore", "`torch.distributed.*deprecated", FutureWarning)
     if not deepspeed.comm.is_initialized():
-        deepspeed.ops.__compatible_ops__ = {}  # or it compiles an all-reduce in shared memory, for a minute
+        # Otherwise DeepSpeed compiles a shared-memory all-reduce for a minute.
+        deepspeed.ops.__compatible_ops__ = {}
         deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
     return deepspeed
 
@@ -96,7 +101,8 @@ def settings(train: TrainConfig, dtype: torch.dtype, on_device: bool) -> dict[st
         # or, from then on, every linear layer of this process is another one, which adds its bias in place: with
         # selective checkpointing that changes what was kept, and gradients of any backend are wrong in silence
         "memory_efficient_linear": False,
-        "stage3_param_persistence_threshold": 0,  # what is kept gathered would have to be refreshed after a load
+        # Parameters that stay gathered would be stale after a load.
+        "stage3_param_persistence_threshold": 0,
     }
     if train.offload_optimizer:
         zero["offload_optimizer"] = host

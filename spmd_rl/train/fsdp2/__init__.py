@@ -16,7 +16,8 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
         raise UserError(f"{role.key}.compile: not together with activation_checkpointing")
     if train.compile and (axis := next((axis for axis in ("tp", "cp", "ep", "pp") if train.axes[axis] > 1), "")):
         raise UserError(f"{role.key}.compile: not together with {axis} > 1")
-    if train.pp > 1 and (kind := model.get("model_type")) in SCALES_HIDDEN_STATES:  # each stage would
+    # Each stage would scale its input again.
+    if train.pp > 1 and (kind := model.get("model_type")) in SCALES_HIDDEN_STATES:
         raise UserError(f"{role.key}.pp: {kind} scales its hidden states; must be 1")
     if role.dtype == "float16" and getattr(role.own, "router_aux_coef", 0):
         raise UserError(

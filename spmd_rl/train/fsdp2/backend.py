@@ -64,7 +64,8 @@ def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     held = getattr(torch, role.held_dtype)
     stored = source(role, held, layout.world.progress)
     load = stored.load
-    if role.lora.base and stored.reader is not None:  # as long as the model has the shapes that are stored
+    # Make the reader while the model still has the stored shapes: packing changes them.
+    if role.lora.base and stored.reader is not None:
         load = packing(stored.reader(stored.model), layout.world.progress)
     built = (critic_of if role.name == "critic" else policy_of)(stored.model, layout, role, load)
     layout.world.journal.note("loaded", role=role.name, bytes=stored.num_bytes())

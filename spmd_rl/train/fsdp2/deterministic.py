@@ -20,7 +20,8 @@ def deterministic() -> Iterator[None]:
     """
     chosen, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads what nothing has written
+    # Filling uninitialised memory costs time, and no code here reads it before it is written.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:

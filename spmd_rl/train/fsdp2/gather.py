@@ -21,7 +21,8 @@ BUCKET_BYTES = 2**25
 DEVICE_BUCKET_BYTES = 2**28
 """Bytes per gather on devices, where launch latency dominates and grows with the number of ranks."""
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+# torch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 Bucket = list[tuple[str, DTensor]]
@@ -55,7 +56,8 @@ class Gather:
         device = bucket[0][1].to_local().device
         mine = buffers.take("mine", sum(pieces), self._dtype, device)
         for (_, p), part in zip(bucket, mine.split(pieces), strict=True):
-            shard = p.to_local().flatten()  # shorter than the piece on the last ranks
+            # FSDP's shards on the last ranks are shorter than the piece.
+            shard = p.to_local().flatten()
             part[: shard.numel()].copy_(shard)
         gathered, group = mine, _group(bucket[0][1], self._layout)
         size = 1 if group is None else group.size()
@@ -65,7 +67,8 @@ class Gather:
                 _all_gather(gathered, mine, group=group)
         columns = gathered.view(size, -1).split(pieces, dim=1)
         for (name, p), column in zip(bucket, columns, strict=True):
-            if size > 1 and len(bucket) > 1:  # else it lies in one piece already, and may be of many gigabytes
+            # A single parameter is contiguous already, and its copy could take gigabytes.
+            if size > 1 and len(bucket) > 1:
                 column = buffers.take("whole", column.numel(), self._dtype, device).view(column.shape).copy_(column)
             yield name, _whole(column, p, self._layout)
 
@@ -75,7 +78,8 @@ def _whole(column: Tensor, parameter: DTensor, layout: Layout) -> Tensor:
     axis, dim, shape = _axis(parameter), _dim(parameter), shape_of_share(parameter, layout)
     # Ranks along `ep` are neighbours, and each of them has experts of its own, which it shares with those of other `ep`
     parts = column.view(layout.size(axis), -1, column.shape[1]).transpose(0, 1)
-    if dim == 0:  # the last shards are shorter
+    # Shards of the first dimension are end to end, and only the last ones are shorter.
+    if dim == 0:
         return parts.reshape(len(parts), -1)[:, : shape.numel() // len(parts)].reshape(shape)
     # shards of one size, one after the other: each row of the whole has a part in each
     local = parameter.to_local().shape
@@ -100,7 +104,8 @@ def _piece(parameter: DTensor, layout: Layout) -> int:
     """Return the elements of the largest shard: FSDP splits a dimension like `torch.chunk`."""
     shape, dim, size = list(shape_of_share(parameter, layout)), _dim(parameter), layout.size(_axis(parameter))
     if _axis(parameter) == "expert_fsdp":
-        shape[0] //= layout.size("ep")  # which has cut before
+        # Expert parallelism split the first dimension before FSDP.
+        shape[0] //= layout.size("ep")
     return -(-shape[dim] // size) * (math.prod(shape) // max(1, shape[dim]))
 
 

@@ -89,12 +89,14 @@ class FSDP2Model(ABC):
         self._pipeline = Pipeline(model, layout, dtype, train.vpp)  # [all]
         recomputed = "none" if optimizer is None else train.activation_checkpointing
         for layer in shard.decoder_layers(model) if train.compile else ():
-            layer.compile()  # before it is sharded: FSDP's hooks stay outside of the graph
+            # Compile before sharding, so that FSDP's hooks stay outside of the graph.
+            layer.compile()
         # A gathered layer holds the weights until the next update: whoever has room need not gather it again
         on_device = kind(self.device) != "cpu"
         costly = not on_device or layout.size("pp") > 1
         self._keep_gathered = costly if train.reshard_after_forward is None else not train.reshard_after_forward
-        watch(self._replay, model)  # before whoever counts the choices
+        # The replay must replace choices before the load counters see them.
+        watch(self._replay, model)
         self._routing = Routing(model, layout, optimizer) if optimizer is not None else None
         spread_experts(model, layout)  # [all]
         parallelize(model, layout)  # [all]
@@ -146,7 +148,8 @@ class FSDP2Model(ABC):
         with self._adapters.hidden(loop.args.is_base):
             walk(loop, self._layout, steps, forward, backward, self._around)
         if loop.is_trained or not self._keep_gathered:
-            shard.reshard(self.module)  # trained weights are about to change
+            # Gathered copies are about to become stale.
+            shard.reshard(self.module)
         with self._world.collective(f"{loop.name}: sends"):  # [all]
             stage.finish()
 
@@ -156,7 +159,8 @@ class FSDP2Model(ABC):
 
     def grad_square(self) -> float:
         """Return this rank's term of the squared gradient norm."""
-        self._moments.to_device()  # not before: what the micro-batches held is free again
+        # Only now: the memory of the micro-batches is free again.
+        self._moments.to_device()
         return self._optimizer.local_grad_square(1 / self._loss_scale.factor)  # [all]
 
     def step(self, lr: float, norm: float | None) -> None:
@@ -169,14 +173,16 @@ class FSDP2Model(ABC):
             self._moments.changed()
         self._loss_scale.update(skipped=norm is None)
         self._optimizer.zero_grad()
-        if self.offloads:  # the next update's micro-batches may need the room
+        # The next update's micro-batches may need the memory.
+        if self.offloads:
             with self._world.journal.kind("copy"):
                 self._moments.to_host()
 
     def metrics(self) -> Metrics:
         """Return further metrics of the last update."""
         found: Metrics = {}
-        if self._optimizer.rounds:  # alike on all ranks
+        # Equal on all ranks, so the collective is safe.
+        if self._optimizer.rounds:
             changed = self._world.reduce("update: changed weights", {"changed": self._changed}, op="sum")  # [all]
             found["changed_share"] = changed["changed"] / self._num_trained
         if self._loss_scale.is_used:
@@ -264,13 +270,15 @@ class FSDP2Model(ABC):
             if self._loss_scale.is_used:
                 found += [Shard(f"{OPTIMIZER}loss_scale", (2,), (0,), self._loss_scale.state, self._world.rank == 0)]
             found += self._adapters.state(self._world.rank == 0)
-            for name, bias in self._routing.biases().items():  # alike on all ranks
+            # Biases are equal on all ranks.
+            for name, bias in self._routing.biases().items():
                 found += shards_of(MODEL, bias, _whole(bias.shape), self._parts[name], self._world.rank == 0)
         for name, held in self._pipeline.held.items():
             if held.is_trained or optimizer is None:
                 here = name in weights
                 own = owned_region(weights[name]) if here else _whole(held.shape)
-                copy = zlib.crc32(name.encode()) % self._layout.size("dp_replicate")  # which share the work
+                # The copies of the model share the work: a hash of the name picks one.
+                copy = zlib.crc32(name.encode()) % self._layout.size("dp_replicate")
                 is_mine = here and counts_once(name, weights[name], self._layout, self._pipeline, copy)
                 kinds = optimizer.kinds(name) if optimizer is not None else ()
                 kept = {f"{OPTIMIZER}{kind}/": moments.get(f"{name}.{kind}") for kind in kinds}

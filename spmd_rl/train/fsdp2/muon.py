@@ -86,7 +86,8 @@ class Muon:
         known = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         for name, grad in known.items():
             buffer = local(self.buffers[name]).lerp_(local(grad), 1 - self._momentum)
-            local(grad).lerp_(buffer, self._momentum)  # Nesterov's
+            # Nesterov momentum.
+            local(grad).lerp_(buffer, self._momentum)
         for name, direction in self._directions(known):
             p = self._parameters[name]
             rows, columns = direction.shape[-2] // self._pieces[name], direction.shape[-1]
@@ -101,7 +102,8 @@ class Muon:
         mine = torch.empty(0)
         for number, (name, whole) in enumerate(gather.whole(gradients)):  # [all]
             if number % size == rank:
-                mine = whole.clone()  # the gather's own is gone with the next one
+                # The gather's buffer is overwritten by the next parameter.
+                mine = whole.clone()
             turn.append((name, whole.shape))
             if len(turn) == size or number == len(gradients) - 1:
                 yield from self._dealt_out(turn, mine, group, rank)  # [all]

@@ -54,7 +54,8 @@ class Optimizer:
         others = {name: p for name, p in self._parameters.items() if name not in matrices}
         self._muon = Muon({n: p for n, p in self._parameters.items() if n in matrices}, matrices, layout, settings)
         self._moments = {f"{name}.{m}": torch.zeros_like(p) for name, p in others.items() for m in MOMENTS}
-        self._adamw = AdamW(  # of a pipeline stage all parameters may be frozen
+        # All parameters of a pipeline stage may be frozen, and torch refuses an empty list.
+        self._adamw = AdamW(
             [self._shards[name] for name in others] or [torch.zeros(0)],
             lr=settings.lr,
             betas=(settings.betas[0], settings.betas[1]),
@@ -62,7 +63,8 @@ class Optimizer:
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        for name in others:  # torch makes it in the first step: too late for a checkpoint before
+        # torch creates the state in the first step, too late for a checkpoint before it.
+        for name in others:
             shard, moments = self._shards[name], {m: local(self._moments[f"{name}.{m}"]) for m in MOMENTS}
             self._adamw.state[shard] = {"step": torch.zeros((), device=shard.device), **moments}
         self._steps = torch.zeros(())

@@ -95,7 +95,8 @@ class Pipeline:
         if not self.is_last:
             gradient = torch.empty_like(output)
             self._receive(gradient, "up")
-        if output.requires_grad:  # all before it may be frozen
+        # No gradient if all layers before are frozen.
+        if output.requires_grad:
             output.backward(gradient)
         if received is not None:
             self._send(received.grad, "up")

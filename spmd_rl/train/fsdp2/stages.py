@@ -46,7 +46,8 @@ class _End(PassThrough):
     """Placeholder for the output embedding."""
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return hidden_states.clone()  # of a view FSDP would warn
+        # FSDP warns about a view as a module's output.
+        return hidden_states.clone()
 
 
 class Chunks:
@@ -85,7 +86,8 @@ def cut(model: nn.Module, layout: Layout, vpp: int = 1) -> tuple[dict[str, Held]
     dealt = deal_layers(layout.key, len(layers), num_stages, vpp)
     if num_stages == 1:
         return {name: Held((0,), p.shape, p.requires_grad) for name, p in model.named_parameters()}, Chunks(model, {})
-    if model.config.get_text_config().model_type in SCALES_HIDDEN_STATES:  # each stage would
+    # Each stage would scale its input again.
+    if model.config.get_text_config().model_type in SCALES_HIDDEN_STATES:
         raise UserError(f"{layout.key}.pp: {type(model).__name__} scales its hidden states; must be 1")
     place_of = {layers[i]: place for place, mine in enumerate(dealt) for i in mine}
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
@@ -97,7 +99,8 @@ def cut(model: nn.Module, layout: Layout, vpp: int = 1) -> tuple[dict[str, Held]
         for p in module.parameters():
             holders[p].add(number)
     odd = [name for name, p in model.named_parameters() if p not in holders]
-    odd += [name for name, _ in model.named_buffers() if name in model.state_dict()]  # would be exported too
+    # Saved buffers would be exported too.
+    odd += [name for name, _ in model.named_buffers() if name in model.state_dict()]
     if odd or embedding not in around:
         raise UserError(f"{layout.key}.pp: {type(model).__name__} has {odd or 'weights'} beside its layers; must be 1")
     held = {name: Held(tuple(sorted(holders[p])), p.shape, p.requires_grad) for name, p in model.named_parameters()}
@@ -107,7 +110,8 @@ def cut(model: nn.Module, layout: Layout, vpp: int = 1) -> tuple[dict[str, Held]
             tied = next((p for p in module.parameters() if stage in holders[p]), None)
             model.set_submodule(name, (_End if module is output else PassThrough)(tied))
             gone += [] if tied is not None else [re.escape(name)]
-    if gone:  # a checkpoint's other weights are no reason to refuse it
+    # Ignored weights in a checkpoint are no reason to refuse the model.
+    if gone:
         known = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = [*known, rf"^({'|'.join(gone)})\."]
     return held, Chunks(model, {m: place // num_stages for m, place in place_of.items() if stage_of[m] == stage})

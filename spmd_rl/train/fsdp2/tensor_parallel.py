@@ -54,7 +54,8 @@ def parallelize(model: nn.Module, layout: Layout) -> None:
             for linear in wrapped(modules[name], "lora_B"):
                 _share_outputs(linear, mesh, copies if name.endswith(KEYS_AND_VALUES) else 1)
         elif style == ROWS:
-            for linear in wrapped(modules[name], "lora_A"):  # `lora_B` gets the sum of what ranks make of their inputs
+            # `lora_A` computes partial sums over sharded inputs; `lora_B` gets their sum.
+            for linear in wrapped(modules[name], "lora_A"):
                 _share_inputs(linear, mesh, group)
     for block in _blocks(planned, ROWS):
         modules[block].register_forward_pre_hook(partial(_gather_tokens, group), with_kwargs=True)
@@ -100,7 +101,8 @@ def _copies_of_keys(model: nn.Module, layout: Layout, planned: Mapping[str, str]
     sizes = {"attention heads": heads, "key-value heads": kv_heads}
     units = config.intermediate_size
     if all(block.endswith("attn") for block in _blocks(planned, ROWS)):
-        units = 0  # experts alone, which are not cut
+        # All feed-forward layers are mixtures, whose experts are not sharded here.
+        units = 0
     else:
         sizes["feed-forward units"] = units
     apart = all(any(name.endswith(projection) for name in planned) for projection in KEYS_AND_VALUES)
@@ -159,7 +161,8 @@ def _share_vocabulary(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGro
 def _share_look_up(embedding: nn.Embedding, group: dist.ProcessGroup) -> None:
     """Make each rank look up its part of the embedding, which is distributed already."""
     own = owned_region(embedding.weight)[0]
-    if embedding.padding_idx is not None:  # its row gets no gradient
+    # The padding row gets no gradient.
+    if embedding.padding_idx is not None:
         inside = own.start <= embedding.padding_idx < own.stop
         embedding.padding_idx = embedding.padding_idx - own.start if inside else None
     embedding.forward = partial(_look_up, embedding, own, group)
@@ -188,7 +191,8 @@ def _sum_of_inputs(linear: nn.Linear, group: dist.ProcessGroup, x: Tensor) -> Te
 def _look_up(embedding: nn.Embedding, own: slice, group: dist.ProcessGroup, token_ids: Tensor) -> Tensor:
     """[all] [1, t] -> [1, t / size, h]: one rank has a token's row, the others add zeros."""
     outside = (token_ids < own.start) | (token_ids >= own.stop)
-    with _local_weight(embedding):  # some families scale what they look up
+    # The module's own forward runs, because some families scale the embeddings.
+    with _local_weight(embedding):
         found = type(embedding).forward(embedding, (token_ids - own.start).masked_fill(outside, 0))
     return sum_rows(found.masked_fill(outside[..., None], 0.0)[0], group)[None]
 
@@ -252,7 +256,8 @@ def whole(tensor: Tensor, parameter: Tensor, layout: Layout) -> Tensor:
     if dim is None:
         return tensor
     size, length = layout.size("tp"), parameter.shape[dim]
-    piece = -(-length // size)  # of the first ranks; the last may hold less
+    # Size on the first ranks; the last may have fewer.
+    piece = -(-length // size)
     shape = [*tensor.shape[:dim], piece, *tensor.shape[dim + 1 :]]
     mine = tensor.new_zeros(shape)
     mine.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)

@@ -67,7 +67,8 @@ def _check_model(role: RoleConfig, model: dict[str, Any]) -> None:
 def _check_latent(role: RoleConfig, model: dict[str, Any]) -> None:
     """Raise a UserError for a DeepSeek-V3 type model with settings other than the defaults of DeepSeek-V3."""
     chosen, groups, of_groups = (model.get(key, n) for key, n in GROUPS.items())
-    limits = of_groups < groups and chosen // of_groups != 2  # Megatron judges a group by so many experts
+    # Megatron scores a group by its best `chosen // of_groups` experts, transformers by its best two.
+    limits = of_groups < groups and chosen // of_groups != 2
     odd = {
         "q_lora_rank": model.get("q_lora_rank", 1536) is None,
         "rope_interleave": not model.get("rope_interleave", True),
@@ -81,7 +82,8 @@ def _check_latent(role: RoleConfig, model: dict[str, Any]) -> None:
 def build(role: RoleConfig, layout: Any, source: Any) -> Any:
     """[all] Build the role on Megatron; only sizes are read from the module of `source`."""
     with layout.world.journal.extend_timeout(IMPORT_SECONDS), catch_warnings():
-        simplefilter("ignore")  # Megatron names all that it could use and does not find
+        # Megatron warns of every optional package that it does not find.
+        simplefilter("ignore")
         from spmd_rl.train.megatron.backend import build
 
     return build(role, layout, source)

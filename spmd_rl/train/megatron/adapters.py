@@ -75,7 +75,8 @@ class MegatronAdapters(StoredAdapters):
                     own = [one for one in pieces if one.name.removesuffix(".weight") in self.layers]
                     linear.adapters = FusedAdapters(linear, own, self.settings, group)
                     linear.register_forward_hook(self._add)
-            if chunk.pre_process:  # layers that are computed again have gradients only where their input has
+            # Recomputed layers have gradients only if their input requires one.
+            if chunk.pre_process:
                 chunk.embedding.register_forward_hook(lambda _, __, hidden: hidden.requires_grad_())
 
     def _add(self, linear: nn.Module, args: tuple[Tensor], found: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
@@ -97,7 +98,8 @@ class FusedAdapters(nn.Module):
         """pieces: of its weight, with adapters."""
         super().__init__()
         self._group, self._scaling = group, settings.scaling
-        is_whole = isinstance(linear, nn.Linear)  # of which each rank has its own tokens
+        # Each rank computes its own tokens with a replicated layer.
+        is_whole = isinstance(linear, nn.Linear)
         self._exchange = sum_rows if isinstance(linear, RowParallelLinear) else None if is_whole else gather_rows
         first, count = {}, 0
         make = partial(torch.empty, device=linear.weight.device)
@@ -107,8 +109,10 @@ class FusedAdapters(nn.Module):
             self.a[own] = nn.Parameter(make(settings.rank, columns))
             self.b[own] = nn.Parameter(make(rows, settings.rank))
         for parameter in self.parameters():
-            parameter.sequence_parallel = True  # its gradient is a term of a sum over ranks
-        rows_of = torch.full((len(linear.weight),), count)  # by default that of zeros
+            # Its gradient on a rank is a term of a sum over ranks, which Megatron computes for this mark.
+            parameter.sequence_parallel = True
+        # Rows without an adapter use an additional row of zeros.
+        rows_of = torch.full((len(linear.weight),), count)
         for one in pieces:
             rows, self._columns = one.stored
             rows_of[one.region[0]] = first[one.name] + torch.arange(rows.start, rows.stop)

@@ -128,7 +128,8 @@ class Heads(Rule):
     def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
         """Yield the pieces of stored tensors in a rank's parameter."""
         num_groups = shapes(self.names[1])[0] // share.head_dim
-        counts = [shapes(name)[0] // num_groups for name in self.names]  # rows of a key-value head
+        # Rows of one key-value head in each tensor.
+        counts = [shapes(name)[0] // num_groups for name in self.names]
         own = num_groups // share.size
         for group in range(own):
             place = group * sum(counts)

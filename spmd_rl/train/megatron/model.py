@@ -93,7 +93,8 @@ class MegatronModel:
             trained = {name for name, rule, *_ in parameters if own and self._trains(name) and not rule.is_buffer}
             for name, tensor in local.items():
                 tensor.requires_grad_(name in trained)
-                tensor.detach().zero_()  # what no stored tensor fills is never read, but must be finite
+                # Padding that no stored tensor fills is never used, but must be finite: 0 * NaN is NaN.
+                tensor.detach().zero_()
             self._optimizer = own and DistributedAdamW(self._chunks, self._config, own, self._groups)
             about = (shapes.__getitem__, layout, self._groups, head_dim(config))
             self._tensors = Tensors(parameters, local, trained, self._dtype, *about)
@@ -131,7 +132,8 @@ class MegatronModel:
         """Run the micro-batches by Megatron's schedules: 1F1B over stages, interleaved with several chunks."""
         num_stages, num_chunks = self._layout.size("pp"), len(self._chunks)
         count = loop.count
-        if num_chunks > 1:  # its interleaved schedule wants whole rounds; what is more is without weight
+        # Megatron's interleaved schedule needs whole rounds; the additional micro-batches have weight 0.
+        if num_chunks > 1:
             count = -(-count // num_stages) * num_stages
         chunks = self._optimizer.wrapped if loop.is_trained else self._chunks
         stages = {}
@@ -148,7 +150,8 @@ class MegatronModel:
                 data_iterator=[iter(range(count)) for _ in chunks],
                 model=list(chunks),
                 num_microbatches=count,
-                seq_length=1,  # of no effect: stages say how long each micro-batch is
+                # No effect: the stages exchange the shapes of each micro-batch.
+                seq_length=1,
                 micro_batch_size=1,
                 forward_only=not loop.is_trained,
                 pg_collection=self._groups,

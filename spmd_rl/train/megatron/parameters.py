@@ -109,7 +109,8 @@ def local_parameters(chunks: Mapping[GPTModel, range], experts: Experts, owner: 
                 place, rest = after.split(".", 1)
                 name = f"{before}{EXPERTS}{first + int(place)}.{rest}"
                 parameter.allreduce = (
-                    False  # its gradients are summed over the ranks that have it, tensor-parallel or not
+                    # Its gradients are summed over all ranks that have it, tensor-parallel or not.
+                    False
                 )
             found[name] = parameter
     return found

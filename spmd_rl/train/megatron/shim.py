@@ -62,7 +62,8 @@ class _Messages:
         sent = (tensor_send_prev, prev_pipeline_rank, 0), (tensor_send_next, next_pipeline_rank, 1)
         for tensor, rank, tag in sent:
             if tensor is not None:
-                copy = tensor.detach().clone()  # the schedule frees what it has sent
+                # The schedule frees a tensor's data after it was sent.
+                copy = tensor.detach().clone()
                 self._sent.append((dist.isend(copy, rank, group, tag), copy))
         received = (tensor_recv_prev, prev_pipeline_rank, 1), (tensor_recv_next, next_pipeline_rank, 0)
         return [dist.irecv(tensor, rank, group, tag) for tensor, rank, tag in received if tensor is not None]
@@ -97,7 +98,8 @@ class _OnCPU(TorchFunctionMode):
         if device is not None and not isinstance(device, int) and torch.device(device).type == "cuda":
             kwargs = {**kwargs, "device": "cpu"}
         found = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.type and isinstance(found, str):  # it tells dtypes apart by such names
+        # Megatron compares dtypes by these names.
+        if func is torch.Tensor.type and isinstance(found, str):
             return found.replace("torch.", "torch.cuda.", 1)
         return found
 

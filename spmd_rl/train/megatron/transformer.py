@@ -39,7 +39,8 @@ from spmd_rl.train.expert_load import ExpertLoad
 from spmd_rl.train.megatron.parameters import Experts
 from spmd_rl.train.replay import Replay
 
-if not isinstance(multi_latent_attention.TELinear, type):  # no Transformer Engine, for whose classes it asks
+# Without Transformer Engine these names are no classes, but the module asks for them.
+if not isinstance(multi_latent_attention.TELinear, type):
     multi_latent_attention.HAVE_TE = False
 RANDOM = "model-parallel-rng"
 """Megatron's name of a random number state"""
@@ -69,7 +70,8 @@ class Norm(nn.Module):
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel  # its gradient is a term of a sum over ranks
+        # Its gradient on a rank is a term of a sum over ranks, which Megatron computes for this mark.
+        self.weight.sequence_parallel = config.sequence_parallel
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,7 +155,8 @@ class Head(nn.Module):
         if self._group.size() > 1:
             hidden, first = gather_rows(hidden, self._group), self._group.rank() * len(weight)  # [all]
             share = VocabularyShare(first, self._group)
-        own = weight[: self._vocab_size - first]  # the rest is filling
+        # The last rows of the last rank are padding.
+        own = weight[: self._vocab_size - first]
         about = (self.targets, self.temperature, self.support, self.top, share)
         return head_outputs(hidden[self.keep], own, *about)[:, None], None  # [all]
 
@@ -181,7 +184,8 @@ def follow(chunk: GPTModel, module: nn.Module, device: torch.device, group: dist
     if not chunk.config.multi_latent_attention:
         chunk.rotary_pos_emb = Rotary(rotary, device)
         return
-    chunk.config.rope_type = "yarn"  # Megatron's name of what gives a factor too
+    # Megatron's name of the rotary type that also has a factor.
+    chunk.config.rope_type = "yarn"
     for layer in chunk.decoder.layers:
         layer.self_attention.rotary_pos_emb = LatentRotary(rotary, device)
 
@@ -251,7 +255,8 @@ def config_of(
     stages: dict[str, Any] = {}
     if vpp > 1:
         stages = {"virtual_pipeline_model_parallel_size": vpp}
-    if pp > 1:  # micro-batches are of different lengths
+    # Stages must exchange shapes, because micro-batches differ in length.
+    if pp > 1:
         stages |= {"pipeline_dtype": dtype, "variable_seq_lengths": True}
     if train.activation_checkpointing == "full":
         stages |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -277,7 +282,8 @@ def config_of(
         "context_parallel_size": layout.size("cp"),
         "use_cpu_initialization": layout.world.device.type == "cpu",
         "perform_initialization": False,
-        "calculate_per_token_loss": True,  # before gradients have their buffers, or these divide by the data shards
+        # Otherwise the gradient buffers divide by the number of data shards.
+        "calculate_per_token_loss": True,
         "expert_model_parallel_size": layout.size("ep"),
         "expert_tensor_parallel_size": 1,
         "moe_token_dispatcher_type": "alltoall",
@@ -319,7 +325,8 @@ def chunks_of(
         )
         if is_last:
             model.output_layer = Head(model.output_layer.weight, vocab_size, groups)
-        model.to(torch.cuda.current_device())  # routers and what makes latents are made on the CPU
+        # Routers and projections of latents are created on the CPU regardless of the configuration.
+        model.to(torch.cuda.current_device())
         made[model] = dealt[place]
     return made
 
@@ -328,7 +335,8 @@ def _prepare_process() -> None:
     """Set up Megatron's global state, once a process: sequence-parallel layers need it."""
     tracker = get_cuda_rng_tracker()
     if RANDOM not in tracker.get_states():
-        tracker.add(RANDOM, 0)  # nothing random is drawn
+        # Megatron asks for this state although nothing random is drawn.
+        tracker.add(RANDOM, 0)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 

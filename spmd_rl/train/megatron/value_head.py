@@ -29,7 +29,8 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(1, config.hidden_size, **how))
         self.bias = nn.Parameter(torch.empty(1, **how)) if has_bias else None
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # its gradient is a term of a sum over ranks
+            # Its gradient on a rank is a term of a sum over ranks, which Megatron computes for this mark.
+            parameter.sequence_parallel = config.sequence_parallel
         self._group = groups.tp
         self.keep: Tensor | None = None
         """Tokens to compute, see `transformer.Head`"""
