@@ -123,7 +123,6 @@ class Learner:
                 packed.hints = self._teachers.hints(packed, collected.groups)
             batches = redistribute(packed, self.plan, self._num_updates, data, self._world)  # [all]
             # With one update on samples of the current version, the update itself computes these very numbers.
-            # Otherwise the engine's logprobs are the proximal policy's.
             proximal = settings.old_logprobs == "trainer"
             several = self._num_updates * settings.sample_epochs > 1
             needs_old = proximal and (several or self.plan.stale)

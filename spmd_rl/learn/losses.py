@@ -87,6 +87,7 @@ def _loss(
 ) -> PerToken:
     """Token loss; `bind_loss` fills the keyword arguments to make a `BoundLoss`."""
     tokens, order = tokens_of(batch, logprobs, entropy)
+    # With `old_logprobs=engine` the engine's logprobs are the proximal policy's.
     loss, quantities = surrogate(replace(tokens, old_logprobs=tokens.rollout_logprobs) if from_engine else tokens)
     quantities = dict(quantities) | {
         "actor/entropy": tokens.entropy.detach(),

@@ -128,6 +128,7 @@ class _Copies:
         self._row, self._to = np.arange(len(to)).repeat(to.shape[1]), to.flatten()
         self._from, self._lengths = route.src_rank[self._row], route.lengths
         self.world = world
+        # Stable sorts on both sides: sender and receiver then agree on the order without a message.
         leaving = np.flatnonzero(self._from == world.rank)
         self.sent = self._row[leaving[self._to[leaving].argsort(kind="stable")]]
         """rows of the route that this rank sends, by the rank that they go to"""
@@ -151,6 +152,7 @@ class _Copies:
     def in_order(self, arrived: dict[str, Entries], columns: dict[str, Column]) -> dict[str, Entries]:
         """Return the columns of `received`, by row of the route."""
         order = self.received.argsort(kind="stable")
+        # Rows often arrive in order already: save the copy of all columns.
         if (order[1:] > order[:-1]).all():
             return arrived
         lengths, rows = torch.from_numpy(self._lengths[self.received]), torch.from_numpy(order)
@@ -188,6 +190,7 @@ def _from_bytes(rows: Tensor, columns: Columns) -> dict[str, Tensor]:
     """Return the columns that `_to_bytes` packed into `rows`, shaped like `columns`."""
     parts = rows.split([_width(column) for column, _ in columns.values()], 1)
     return {
+        # A copy, because a view of bytes at an odd offset cannot be reinterpreted as a wider dtype.
         key: part.clone(memory_format=torch.contiguous_format).flatten().view(column.dtype).reshape(-1, *column.shape)
         for (key, (column, _)), part in zip(columns.items(), parts, strict=True)
     }

@@ -77,6 +77,7 @@ def keep_float32(model: nn.Module) -> None:
     names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     for name, buffer in model.named_buffers():
         if any(part in name for part in names):
+            # A router's correction bias in bfloat16 could change the chosen experts.
             buffer.data = buffer.data.float()
 
 

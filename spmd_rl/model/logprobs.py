@@ -254,6 +254,7 @@ class _TokenLogprobs(torch.autograd.Function):
         support = ctx.support
         scaled = (hidden.new_zeros(targets.shape, dtype=log_z.dtype) if grad is None else grad) / ctx.temperature
         of_rows = scaled.sum(1, keepdim=True)
+        # Accumulated over chunks in float32; each row of the weight is in one chunk, so its gradient needs no sum.
         hidden_grad, weight_grad = torch.zeros_like(hidden, dtype=log_z.dtype), torch.empty_like(weight)
         for begin, end in _chunks(hidden, weight):
             log_p = (hidden @ weight[begin:end].T).to(log_z.dtype).div_(ctx.temperature).sub_(log_z[:, None])
@@ -285,6 +286,7 @@ def _combined(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """[all] Return the statistics over the whole vocabulary from each rank's: four numbers per row are exchanged, and
     one per further target."""
+    # All ranks rescale their sums to the same maximum before the sum over ranks.
     highest = top.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     # a target is chosen on one rank, 0 elsewhere

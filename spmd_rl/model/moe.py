@@ -91,6 +91,7 @@ def is_supported(experts: nn.Module) -> bool:
 def _forward(experts: nn.Module, group: dist.ProcessGroup, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """[all] Compute the experts' outputs with exchange of tokens, see `stacked_experts`."""
     top_k = chosen.shape[1]
+    # A stable order: each expert gets its tokens in the order of the row.
     order = torch.argsort(chosen.flatten(), stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=experts.num_experts).view(group.size(), -1)
     incoming = torch.empty_like(counts)
@@ -125,6 +126,7 @@ def grouped_linear(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
     All of `weights` gets a gradient, even without rows.
     """
     widths = {width * rows.element_size() % ALIGNED_BYTES for width in weights.shape[1:]}
+    # The grouped product is for devices, aligned rows and dtypes below float64.
     if kind(rows.device) == "cpu" or rows.dtype == torch.float64 or widths != {0}:
         groups = zip(rows.split(counts), weights.unbind(), strict=True)
         return torch.cat([F.linear(some, weight) for some, weight in groups])

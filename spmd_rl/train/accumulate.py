@@ -74,6 +74,7 @@ class BaseRole:
         sums, count = self.accumulate(batch, args, loss)
         sums = self._of_block(sums)  # [all]
         sums["grad_square"] = self.model.grad_square()  # [all]
+        # Sorted, so that all ranks reduce in the same order.
         greatest = {name: sums.pop(name) for name in sorted(sums) if averages.is_extreme(name)}
         sums = self._world.reduce("update: gradient norm and averages", sums, op="sum")  # [all]
         # The loss has the same metrics on all ranks, so this branch is equal everywhere.
@@ -107,6 +108,7 @@ class BaseRole:
             micro = micro.to(self._world.device)
             per_token, quantities = loss(*outputs, micro)
             total = (per_token * micro.weights[micro.sampled.index]).sum()
+            # Dummies beyond this rank's own bins run for the collectives alone and must not count in averages.
             columns = {"loss": total, "num_tokens": torch.ones_like(per_token), **quantities}
             for name, values in columns.items():
                 sums[name] = averages.joined(name, sums.get(name), values.detach() if i < len(bins) else None)
@@ -135,6 +137,7 @@ class BaseRole:
         """[all] Broadcast columns from the last pipeline stage to all stages."""
         if self.layout.size("pp") == 1:
             return columns
+        # The group's collectives need tensors on its device, but columns may be on the CPU.
         sent = columns.to(self._world.device).contiguous()
         dist.broadcast(sent, group=self.layout.group("pp"), group_src=self.layout.size("pp") - 1)  # [all] of the line
         return sent.to(columns.device)
@@ -290,6 +293,7 @@ def walk(
         name = f"{loop.name}: {way}{part}micro-batch {step.microbatch + 1}/{loop.count}"
         with layout.collective(name), beside():  # [stage]
             (forward if step.is_forward else backward)(step)
+            # In training a micro-batch ends with its backward pass.
             if not (loop.is_trained and step.is_forward):
                 pace.keep()
         layout.world.progress()

@@ -25,6 +25,7 @@ def joined(name: str, before: Tensor | float | None, values: Tensor | None) -> T
     before = nothing(name) if before is None else before
     if values is None or not values.numel():
         return before
+    # float64: rounding in long float32 sums would show in the means.
     values = values.double()
     if not is_extreme(name):
         return before + values.sum()

@@ -48,6 +48,7 @@ def draw(logits: Tensor, rows: Sequence[SequenceState]) -> tuple[list[int], list
     requests, device = [row.request for row in rows], logits.device
     temperatures = torch.tensor([request.temperature for request in requests], device=device)
     draws = [uniform(row.request.seed, row.request.num_begun + len(row.token_ids)) for row in rows]
+    # float64, because a uniform of 53 bits would round up to 1 in float32.
     uniforms = torch.tensor(draws, dtype=torch.float64, device=device)
     cut = [i for i, request in enumerate(requests) if request.truncated]
     tokens, logprobs, candidates = [0] * len(rows), [0.0] * len(rows), [[] for _ in rows]
@@ -80,6 +81,7 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
     top = buffer.amax(dim=-1, keepdim=True)
     best = buffer[greedy].argmax(dim=-1)
     masses = buffer.sub_(top).exp_().unflatten(1, (-1, CHUNK))
+    # The sum over chunks is float64: over the whole vocabulary float32 would lose small masses.
     chunk_masses = masses.sum(dim=-1).double()
     chunk, rest = _draw(chunk_masses, uniforms)
     within, _ = _draw(masses[torch.arange(num_rows, device=logits.device), chunk].double(), rest)

@@ -98,10 +98,8 @@ def start(
     drafts: int = 0,
     args: Mapping[str, Any] | None = None,
 ) -> LLMEngine:
-    """[replica] Start vLLM with unset weights over the ranks of `replica`.
-
-    args: the user's arguments of `EngineArgs`; UserError for one that is unknown, or ours.
-    """
+    """[replica] Start vLLM with unset weights over the ranks of `replica`. args: the user's arguments of `EngineArgs`;
+    UserError for one that is unknown, or ours."""
     check_args(args := dict(args or {}), EngineArgs, OURS, ALWAYS, REASONS)
     cpu = device.type == "cpu"
     block = CPU_BLOCK if cpu else BLOCK

@@ -84,6 +84,7 @@ class DeepSpeedModel:
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if self._optimizer is not None:
             self._partition = Partition(self._deepspeed.utils, self._engine, trained, group)
+            # DeepSpeed creates optimizer state in the first step, too late for a checkpoint before it.
             self._optimizer.begin(self._partition.flats)
             for name, own in self._partition.held.items():
                 for region, piece in pieces(self._shapes[name], own, self._partition.tensor(name)):
@@ -110,6 +111,7 @@ class DeepSpeedModel:
 
         def forward(step: Step) -> None:
             if loop.is_trained:
+                # The boundary marks the last micro-batch, after which DeepSpeed may step.
                 self._engine.set_gradient_accumulation_boundary(step.microbatch == loop.count - 1)
             micro = loop.select(step.microbatch)
             with self._adapters.drawn(num_steps, step.microbatch, self._layout):

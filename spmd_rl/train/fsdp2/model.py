@@ -65,8 +65,7 @@ class FSDP2Model(ABC):
     ) -> None:
         """[all] Take over `model`: whole, or on the meta device with `load` to fill this rank's shards.
 
-        dtype: compute dtype. Parameters that require a gradient are float32; frozen ones may be of
-        any dtype. Without `optimizer` all of them are frozen.
+        dtype: compute dtype. Trained parameters are float32, frozen ones of any dtype; all without `optimizer`.
         """
         self._layout, self._world, self._train, self._dtype = layout, layout.world, train, dtype
         self.device = layout.world.device
@@ -95,8 +94,7 @@ class FSDP2Model(ABC):
         on_device = kind(self.device) != "cpu"
         costly = not on_device or layout.size("pp") > 1
         self._keep_gathered = costly if train.reshard_after_forward is None else not train.reshard_after_forward
-        # The replay must replace choices before the load counters see them.
-        watch(self._replay, model)
+        watch(self._replay, model)  # before the load counters see the choices
         self._routing = Routing(model, layout, optimizer) if optimizer is not None else None
         spread_experts(model, layout)  # [all]
         parallelize(model, layout)  # [all]

@@ -85,10 +85,12 @@ class Optimizer:
         grads = self._local_grads()
         if factor != 1.0 and grads:
             torch._foreach_mul_(list(grads.values()), factor)
+        # Before the norm: a tied weight's gradient is a sum over its two stages.
         self._pipeline.sum_tied(grads)
         repeated = {name: grad for name, grad in grads.items() if is_repeated(self._parameters[name])}
         if self._layout.size("tp") > 1:
             complete_gradients(repeated, self._layout)
+        # Replicated gradients are equal on several ranks, and must enter the norm once.
         counted = [grad for name, grad in grads.items() if self.counts_here(name)]
         return float(torch.stack(torch._foreach_norm(counted)).double().square().sum()) if counted else 0.0
 

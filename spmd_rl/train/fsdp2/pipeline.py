@@ -76,6 +76,7 @@ class Pipeline:
         size]."""
         hidden = torch.empty(1, num_tokens, self._width, dtype=self._dtype, device=self._layout.world.device)
         self._receive(hidden, "down")
+        # A leaf of this stage's graph, whose gradient goes back to the previous chunk.
         self._received = hidden.requires_grad_(torch.is_grad_enabled())
         return self._received
 
@@ -114,6 +115,7 @@ class Pipeline:
         dist.recv(tensor, group=group, group_src=source % self.num_stages)
 
     def _send(self, tensor: Tensor, way: str) -> None:
+        # A sent tensor must stay alive until the send is complete.
         self._sends = [(work, sent) for work, sent in self._sends if not work.is_completed()]
         tensor, target = tensor.contiguous(), self.stage + (1 if way == "down" else -1)
         group = self._groups[way, not 0 <= target < self.num_stages]
@@ -157,5 +159,6 @@ class Pipeline:
 
     def sum_tied(self, gradients: Mapping[str, Tensor]) -> None:
         """[all] Set the gradient of a weight that two stages hold to the sum over both, in place on both."""
+        # Both stages must run these collectives in the same order.
         for name in sorted(self._tied() & gradients.keys()):
             dist.all_reduce(gradients[name], group=self._tied_group)

@@ -41,6 +41,7 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
         "mp_policy": policy(copies * num_shards),
         "shard_placement_fn": lambda p: placement(p.shape, num_shards),
     }
+    # Experts are sharded over `expert_fsdp` alone, so they need a separate mesh.
     apart = set(stacked_experts(model).values()) if layout.shares_experts else set()
     for experts in apart:
         fully_shard(
@@ -51,6 +52,7 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
             reshard_after_forward=not keep_gathered,
             shard_placement_fn=lambda p: placement(local(p).shape, layout.size("expert_fsdp")),
         )
+    # Before FSDP, so that its hooks surround the checkpointed layer.
     recompute(model, recomputed)
     for layer in layers:
         fully_shard(layer, reshard_after_forward=not keep_gathered, **common)

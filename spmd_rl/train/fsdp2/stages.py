@@ -110,7 +110,7 @@ def cut(model: nn.Module, layout: Layout, vpp: int = 1) -> tuple[dict[str, Held]
             tied = next((p for p in module.parameters() if stage in holders[p]), None)
             model.set_submodule(name, (_End if module is output else PassThrough)(tied))
             gone += [] if tied is not None else [re.escape(name)]
-    # Ignored weights in a checkpoint are no reason to refuse the model.
+    # Weights of other stages in a checkpoint must not count as unexpected.
     if gone:
         known = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = [*known, rf"^({'|'.join(gone)})\."]
