@@ -134,7 +134,6 @@ def _exclude_baselines(samples: np.ndarray, judged: np.ndarray, greedy_answer: i
 
 
 def _baselines(samples: np.ndarray, reasons: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Return the score of each answer's baseline."""
     baselines = samples[reasons == BASELINE]
     order = baselines["ticket"].argsort()
     return baselines["score"][order[np.searchsorted(baselines["ticket"], answers["ticket"], sorter=order)]]

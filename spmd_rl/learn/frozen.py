@@ -169,14 +169,12 @@ class RemoteRole:
 
 
 def _samples(batch: Batch) -> list[list[int]]:
-    """Return the rows of `LogprobRequest.samples`."""
     mask, bounds = batch.loss_mask.numpy(), pairwise(batch.starts.tolist())
     rows = zip(batch.keys.tolist(), batch.units.tolist(), bounds, strict=True)
     return [[ticket, unit, int(mask[a:b].argmax()), b - a, answer] for (ticket, answer), unit, (a, b) in rows]
 
 
 def _empty(names: Sequence[str]) -> FrozenBatch:
-    """Return a batch without samples that has these columns."""
     known = {one.name: one.metadata["column"] for one in fields(FrozenBatch)[1:]}
     made = {name: torch.empty(0, *known[name].shape, dtype=known[name].dtype) for name in names}
     zero = torch.zeros(1, dtype=torch.int64)

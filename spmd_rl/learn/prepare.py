@@ -192,7 +192,6 @@ def _mean(scores: Tensor) -> float:
 
 
 def _reasons(data: Metadata, masked: Mapping[int, str]) -> tuple[tuple[Key, str], ...]:
-    """Return the reasons why the samples of these answers do not train."""
     rows = np.flatnonzero(np.isin(data.owners, list(masked))) if masked else np.empty(0, np.int64)
     reasons = [masked[owner] for owner in data.owners[rows].tolist()]
     return tuple(zip(keys(data.samples[rows]), reasons, strict=True))

@@ -62,7 +62,6 @@ class Ranking(Judging):
 
 
 def _label_loss(values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Return the `BoundValueLoss` of labels."""
     labels = batch.rollout_logprobs[batch.sampled.index]
     right = (values.detach() > 0) == (labels > 0)
     return binary(values, labels), {"rewards/mean": values.detach(), "rewards/accuracies": right.to(values.dtype)}

@@ -173,7 +173,6 @@ def _send_ragged(name: str, column: Column, value: Ragged, sizes: Tensor, leavin
 
 
 def _width(column: Column) -> int:
-    """Return the bytes of an entry."""
     return prod(column.shape) * column.dtype.itemsize
 
 
@@ -321,7 +320,6 @@ class RoleShards:
 
 
 def _ranks(data: DataShard) -> list[tuple[int, ...]]:
-    """Return the ranks of each shard's block."""
     return [data.ranks_of(shard) for shard in range(data.size)]
 
 

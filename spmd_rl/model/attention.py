@@ -165,7 +165,6 @@ def _paths(runs: list[range], parents: list[int]) -> list[list[range]]:
 
 
 def _total(path: Sequence[range]) -> int:
-    """Return the number of tokens of a path."""
     return sum(map(len, path))
 
 
@@ -273,7 +272,6 @@ def _token_indices(rows: list[list[range]]) -> Tensor:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Return a copy of these dataclasses with their tensors on `device`."""
     if isinstance(value, Tensor):
         return to_device(value, device)
     if isinstance(value, tuple):

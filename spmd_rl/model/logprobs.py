@@ -277,6 +277,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _moved(top: Tensor, higher: Tensor, total: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums relative to `top`, rescaled to a higher maximum."""
+    # The maximum is -inf before the first chunk, and -inf - -inf would be NaN.
     fall = torch.where(top == -torch.inf, 0.0, top - higher)
     return total * fall.exp(), fall.exp() * (spread + fall * total)
 

@@ -95,6 +95,7 @@ def _forward(experts: nn.Module, group: dist.ProcessGroup, hidden: Tensor, chose
     order = torch.argsort(chosen.flatten(), stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=experts.num_experts).view(group.size(), -1)
     incoming = torch.empty_like(counts)
+    # Counts first: each rank must know how many rows it receives.
     dist.all_to_all_single(incoming, counts, group=group)
     # The only synchronisation with the device: sizes of messages must be known on the host.
     sent, received = torch.stack([counts, incoming]).tolist()

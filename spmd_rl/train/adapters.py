@@ -43,6 +43,7 @@ class SavedScaling:
 
     def __init__(self, settings: LoraConfig) -> None:
         self.settings = settings
+        # float64, so that the comparison after a load is exact.
         self._saved_scaling = torch.tensor(settings.scaling if settings.rank else 0.0, dtype=torch.float64)
 
     def state(self, is_mine: bool) -> list[Shard]:
@@ -207,7 +208,6 @@ class Adapters(SavedScaling):
         return (self._merged if adapters == "merged" else self._scaled)(self._unpacked(wholes))
 
     def _unpacked(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all parameters, with 4-bit weights unpacked."""
         for name, tensor in wholes:
             layer = name.removesuffix(f"{BASE}.weight")
             if self.settings.base and layer != name:

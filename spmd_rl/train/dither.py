@@ -90,6 +90,7 @@ def _uniform(counters: Tensor) -> Tensor:
     for factor in (-0xAE502812AA7333, -0x3B314601E57A13AD):
         bits = bits * factor
         bits = bits ^ _high(bits)
+    # 24 bits are exact in the mantissa of float32.
     return (bits & 0xFFFFFF).float() / 2**24
 
 

@@ -113,6 +113,5 @@ def packing(read: RegionReader, on_progress: Callable[[], object]) -> Callable[[
 
 
 def _sizes(columns: int) -> tuple[int, int]:
-    """Return the bytes of a row's numbers, and of its factors."""
     blocks = -(-columns // BLOCK)
     return blocks * BLOCK // 2, 2 * blocks

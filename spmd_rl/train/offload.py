@@ -42,6 +42,7 @@ class Offload:
         if not self._blocks:
             total = sum(self._sizes)
             sizes = [min(BLOCK_BYTES, total - begin) for begin in range(0, total, BLOCK_BYTES)]
+            # Only copies to and from pinned memory are asynchronous.
             self._blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=on_device) for size in sizes]
         if self._changed:
             for host, device in self._pieces():
@@ -50,6 +51,7 @@ class Offload:
             # Wait for the copies, and for other streams that still read the storage.
             torch.accelerator.synchronize()
         for storage in self._storages:
+            # Frees the memory, while tensors keep referring to the storage.
             storage.resize_(0)
         self._on_host, self._changed = True, False
 
@@ -77,5 +79,4 @@ class Offload:
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:
-    """Return all bytes of a storage, uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

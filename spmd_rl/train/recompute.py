@@ -43,6 +43,7 @@ def recompute(model: nn.Module, mode: str) -> None:
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the contexts of a layer's forward pass and of its recomputation. Each counts matrix products
     separately."""
+    # The recomputation must skip and save the same products as the forward pass.
     numbers = {False: count(), True: count()}
     return create_selective_checkpoint_contexts(partial(_policy, numbers))
 

@@ -93,6 +93,7 @@ def prefix_segments(batch: Batch) -> list[Segment]:
         by_ticket[ticket].append(_Row(sample, ids[span], mask[span]))
     found: list[Segment] = []
     for rows in by_ticket.values():
+        # Sorted rows share with each other no more than their neighbours do.
         tree, before = _tree(sorted(rows, key=_Row.bytes)), len(found)
         found += [replace(s, parent=s.parent + before if s.parent >= 0 else -1) for s in tree]
     order = sorted(range(len(found)), key=lambda i: (found[i].users[0][0], found[i].begin))

@@ -215,7 +215,6 @@ class NativeEngine(Engine):
         return ended
 
     def _finish_reason(self, row: RunningSequence) -> FinishReason | None:
-        """Return the reason to stop after the last token, if any."""
         if row.token_ids[-1] in row.request.stop_ids or has_stop(row, self._text_of):
             return "stop"
         return "length" if len(row.token_ids) == row.request.max_new_tokens else None

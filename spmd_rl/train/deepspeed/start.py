@@ -111,11 +111,13 @@ def settings(train: TrainConfig, dtype: torch.dtype, on_device: bool) -> dict[st
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
+        # `GatedAdamW` clips: its factor includes the clipping by the global norm.
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
+        # Sums in bfloat16 would lose what micro-batches and ranks add.
         "communication_data_type": "fp32",
         "zero_optimization": zero,
     }

@@ -107,6 +107,7 @@ class Optimizer:
             torch._foreach_mul_(list(grads.values()), self._max_norm / norm)
         self._muon.step(lr)  # [all]
         for name, shard in self._shards.items():
+            # AdamW steps plain local shards, which need plain local gradients.
             shard.grad = grads.get(name)
         for group in self._adamw.param_groups:
             group["lr"] = lr

@@ -342,7 +342,6 @@ def _prepare_process() -> None:
 
 
 def _layer(config: TransformerConfig, is_mixture: bool) -> ModuleSpec:
-    """Return the modules of a layer."""
     spec: ModuleSpec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if is_mixture else None,
         multi_latent_attention=config.multi_latent_attention,
