@@ -157,7 +157,7 @@ SECTIONS = (
 
 
 def markdown() -> str:
-    """Return the whole page."""
+    """Return the page of all algorithms."""
     return "\n".join([INTRO, OWN, *(line for section in SECTIONS for line in _section(section))])
 
 
