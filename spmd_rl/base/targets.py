@@ -66,7 +66,7 @@ def import_target(key: str, target: str) -> Callable[..., Any]:
 
 
 def import_coroutine(key: str, target: str) -> Callable[[Any], Coroutine[Any, Any, Any]]:
-    """Import the one-argument `async def` that settings key `key` names. UserError, in one line, if it does not exist."""
+    """Import the one-argument `async def` that settings key `key` names. UserError, in one line, if it is missing."""
     module_name, name, file, found = _import(key, target)
     if not inspect.iscoroutinefunction(found):
         raise UserError(f"{key}: {target} cannot be used: {module_name} has no `async def {name}` ({file})")
