@@ -23,7 +23,7 @@ class EngineConfig:
     tp: int = 1
     """Number of neighbouring ranks that share one copy of the engine (a replica) by tensor parallelism."""
     pp: int = 1
-    """With `engine=vllm`: number of pipeline stages of a replica, of `tp` ranks each, for models that `tp` alone cannot
+    """Number of pipeline stages of a replica under `engine=vllm`, of `tp` ranks each, for models that `tp` alone cannot
     hold. Each stage has some of the layers, and stages take turns.
     """
     max_running: int = 64
@@ -36,12 +36,12 @@ class EngineConfig:
     row, and computes in it. Correct for any by `algorithm.correction.level=token`.
     """
     drafts: int = 0
-    """With `engine=vllm`: number of draft tokens, those that followed an answer's last ones before, that are verified
+    """Number of draft tokens under `engine=vllm`, those that followed an answer's last ones before, that are verified
     at once in fewer steps. The tokens differ from those without drafts but have the same distribution. Large batches on
     CPUs are faster without.
     """
     adapters: bool = False
-    """With `policy.lora`, on `vllm` and `sglang`: answer with adapters on the frozen weights, so that after the first
+    """Answer with adapters on the frozen weights, on `vllm` and `sglang` with `policy.lora`, so that after the first
     publish only adapters are sent. Default: each publish sends whole weights, with adapters merged into them.
     """
     args: dict[str, Any] = field(default_factory=dict)
