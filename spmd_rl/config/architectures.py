@@ -37,7 +37,6 @@ POSITIONS |= dict.fromkeys(("longrope", "su"), "original_max_position_embeddings
 its neighbours
 """
 REASONS = {
-    # A recurrent state would carry over from one packed sequence into the next.
     "has layers with a state, which runs on from one sequence into the next": (
         "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h "
         "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba "

@@ -191,7 +191,6 @@ def check_replicas(engine: EngineConfig, placement: PlacementConfig, policy: Ser
         raise UserError(f"{key}: {engine.ranks} does not divide {num_ranks} ranks")
     train = set(ranks.train)
     for replica in zip(*[iter(ranks.generate)] * engine.ranks, strict=True):
-        # A replica that trains in part would switch weights while its other ranks still generate.
         if 0 < len(train.intersection(replica)) < engine.ranks:
             raise UserError(f"placement.train: of the replica on ranks {replica} ({key}) all must train, or none")
     if engine.pp > 1:

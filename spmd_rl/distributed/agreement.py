@@ -33,7 +33,7 @@ def agree_on_start(world: World, cfg: Any, data: Mapping[str, Sequence[Any]]) ->
     """
     values = _values(cfg)
     rows = {name: [[row.id, _digest(row)] for row in found] for name, found in data.items()}
-    # Digests first: rows may be gigabytes, and are gathered only after a mismatch.
+    # One digest first: settings and rows are gathered only after a mismatch.
     digests = world.gather("start: settings, versions and data", _digest([values, rows]))  # [all]
     if len(set(digests)) == 1:
         return

@@ -40,7 +40,7 @@ def choose_dtype(device: torch.device) -> tuple[str, str]:
         flags = cpu_flags(path.read_text()) if path.exists() else frozenset()
         return choose_cpu_dtype(flags, os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
     supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
-    # torch counts emulated bfloat16 as supported, but emulation is slower than float32.
+    # torch counts emulated bfloat16 as supported, but emulation brings no speed.
     if supported is not None and supported(including_emulation=False):
         return "bfloat16", f"this {device.type} device multiplies it"
     return "float32", f"this {device.type} device does not multiply bfloat16"

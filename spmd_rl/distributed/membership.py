@@ -169,7 +169,6 @@ def _agree_on_nonce(store: dist.Store, rank: int, size: int) -> str:
         store.add(f"met/{nonce}", 1)
         return nonce
     answered: set[bytes] = set()
-    # Rank 0 waits until all have read the answer: its process holds the store's last keys.
     while store.add(f"met/{word}", 0) < size - 1:
         for key in filter(lambda key: store.check([key]), (f"asks/{peer}" for peer in range(1, size))):
             if (asked := store.get(key)) not in answered:

@@ -26,7 +26,7 @@ from spmd_rl.base.process import running
 
 ALIGNMENT = 64
 """Alignment of published tensors, in bytes."""
-# sem_t has 32 bytes on Linux; one cache line for each keeps ranks from sharing lines.
+# sem_t has 32 bytes in 64-bit glibc; one cache line for each keeps ranks from sharing lines.
 _SEMAPHORE_BYTES = 64
 _LEAST_BYTES = 1 << 16
 _POLL_SECONDS = 0.02
@@ -104,7 +104,7 @@ class SharedMemory:
         self._outgrown: list[int] = []
         self._files: list[tuple[int, tuple[Tensor, ...]]] = [(0, ()) for _ in range(size)]
         self._semaphores.meet()  # [all]
-        # All ranks have mapped it: from now on no name or descriptor keeps it alive after the run.
+        # All ranks have mapped the memory, which the kernel frees with the last mapping.
         if fd is not None:
             os.close(fd)
 

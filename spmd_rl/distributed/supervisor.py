@@ -91,7 +91,7 @@ class Supervisor:
         self._journal.note("error", text=text)
         if self._me.size == 1:
             self._stop()
-        # Destructors may hang while the interpreter exits (NCCL's do), and would delay the other ranks.
+        # Destructors may hang while the interpreter exits, and would delay the other ranks.
         else:
             faulthandler.dump_traceback_later(_UNWIND_SECONDS, exit=True)
         if gone and isinstance(error, Exception):  # which explains more than where we noticed
