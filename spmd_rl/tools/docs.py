@@ -2,7 +2,7 @@
 
     python -m spmd_rl docs > docs/CONFIG.md
 
-A test checks that the file is current. The meaning of a setting stands below its field in `sections/`.
+A test checks that the file is current. The meaning of a setting is the docstring of its field in `sections/`.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ Choose from a group with `group=option` (`+experiment=option`).
 
 
 def markdown() -> str:
-    """Return the whole page."""
+    """Return the whole page as Markdown."""
     return "\n".join([INTRO, *_groups(), *(line for name in PIPELINES for line in _pipeline(name))])
 
 
