@@ -24,7 +24,7 @@ Choose from a group with `group=option` (`+experiment=option`).
 
 
 def markdown() -> str:
-    """Return the whole page."""
+    """Return the whole page as Markdown."""
     return "\n".join([INTRO, *_groups(), *(line for name in PIPELINES for line in _pipeline(name))])
 
 
