@@ -11,7 +11,7 @@ import pytest
 
 from tests.house.sources import DOORS, FILES, PACKAGES, ROOT, Function, functions, rel, source_of, tree
 
-MAX_FILE, MAX_DOOR, MAX_FUNCTION, MAX_PROTOCOL = 400, 60, 60, 10
+MAX_FILE, MAX_DOOR, MAX_FUNCTION, MAX_PROTOCOL = 600, 60, 60, 10
 BROAD_EXCEPT = {
     "spmd_rl/sidecar/worker.py": "the sidecar worker",
     "spmd_rl/base/process.py": "work in the background may raise anything: whoever waits for it gets it",
