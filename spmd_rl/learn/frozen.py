@@ -1,6 +1,6 @@
 """Frozen roles on separate ranks (`placement.reference`, `placement.teacher`) that compute for the trainer ranks.
 
-    roles = frozen.beside(built)     # [train] they look as if they lay on the policy's ranks, in its layout
+    roles = frozen.beside(built)     # [train] proxies on the policy's ranks, in its layout
     frozen.serve(own)                # [frozen] compute until the run is over
 
 A request is a meeting of all ranks of the job: the leaders of the policy's data shards name the samples that they have,

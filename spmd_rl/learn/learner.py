@@ -122,9 +122,8 @@ class Learner:
             if self._teachers and self._teachers.hints:
                 packed.hints = self._teachers.hints(packed, collected.groups)
             batches = redistribute(packed, self.plan, self._num_updates, data, self._world)  # [all]
-            # With one update on samples of the current version, the update itself computes these very numbers.
             proximal = settings.old_logprobs == "trainer"
-            several = self._num_updates * settings.sample_epochs > 1
+            several = self._num_updates * settings.sample_epochs > 1  # a single update computes these numbers itself
             needs_old = proximal and (several or self.plan.stale)
             needs_old = needs_old or self._monitor.stops or token_advantages.needs_old_logprobs(settings)
             if needs_old or self._reference or self._critic:
