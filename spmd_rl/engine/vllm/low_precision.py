@@ -59,6 +59,7 @@ class Int8Kernel(CPUInt8ScaledMMLinearKernel):
     """vLLM's INT8 kernel on the CPU, extended to float32 outputs and to reloaded weights."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Pack a layer's weights for the kernel of its dtype."""
         # vLLM takes the default dtype for the layer's, and a reload does not set it.
         with set_default_torch_dtype(layer.params_dtype):
             # The AMX kernel supports only bfloat16 and float16.
