@@ -165,7 +165,7 @@ class Batch(_Remembered):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples, S."""
+        """Number of samples in the batch, S."""
         return len(self.keys)
 
     def columns(self) -> Iterator[tuple[str, Column, Entries]]:

@@ -19,7 +19,7 @@ def run(cfg: EvaluateConfig) -> None:
     from spmd_rl.config.run_identity import answers_key
     from spmd_rl.data import EnvTasks, Prompts
 
-    # before torch: a mistake in a row is told within a second
+    # Validate rows before importing torch, so that a mistake in a row fails within a second.
     source = EnvTasks(cfg.env, cfg.eval.prompts) if cfg.envs else Prompts.load(cfg.data, trains=False)
     if not cfg.envs:
         sidecar.check_domains({prompt.domain for prompt in source.eval}, cfg.reward)

@@ -15,7 +15,7 @@ from spmd_rl.types import Completion, Request
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Limits of an engine."""
+    """Limits of an engine's requests and cache."""
 
     max_running: int
     """Requests decoded at the same time."""
@@ -52,7 +52,7 @@ class Engine(Protocol):
     """
 
     capacity: Capacity
-    """Limits, fixed at construction."""
+    """Limits of the engine, fixed at construction."""
     leads: bool = True
     """True if this rank is the first of its replica."""
     token_counts: EngineCounts

@@ -61,7 +61,7 @@ class ReplicatedEngine:
         self.capacity, self.token_counts = engine.capacity, engine.token_counts
         self.leads = world.rank % num_ranks == 0
         self.engine = engine
-        """Engine of this rank."""
+        """Engine of this rank in the replica."""
         self._world = world
         index = world.rank // num_ranks
         block = range(index * num_ranks, (index + 1) * num_ranks)

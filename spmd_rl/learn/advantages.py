@@ -35,7 +35,7 @@ class Samples(Protocol):
 
     step: int
     groups: Sequence[Group]
-    """Groups of this rank."""
+    """Groups that this rank generated."""
     table: SampleTable
     """Table of all samples, equal on all ranks."""
 

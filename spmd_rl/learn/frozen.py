@@ -1,11 +1,11 @@
 """Frozen roles on separate ranks (`placement.reference`, `placement.teacher`) that compute for the trainer ranks.
 
-    roles = frozen.beside(built)     # [train] they look as if they lay on the policy's ranks, in its layout
+    roles = frozen.beside(built)     # [train] proxies on the policy's ranks, in its layout
     frozen.serve(own)                # [frozen] compute until the run is over
 
-A request is a meeting of all ranks of the job: the leaders of the policy's data shards name the samples that they have,
-tokens travel to the data shards of the role, and the columns that it finds travel back. Between two of them those
-ranks wait in a collective of the hosts, for as long as it takes: any rank's progress tells the watchdog from a stall.
+Every request is a collective of all ranks of the job: the leaders of the policy's data shards name their samples, the
+tokens go to the role's data shards, and the computed columns come back. Between requests the role's ranks wait in a
+host collective without a limit: the progress of any rank shows the watchdog that this is no stall.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -142,7 +142,7 @@ class RemoteRole:
     """None, because the role never follows the policy."""
 
     def __init__(self, frozen: FrozenRoles, name: str, layout: Layout, facts: Facts) -> None:
-        """layout: of the policy."""
+        """layout: of the policy, whose ranks use this."""
         self._frozen, self._name, self.layout = frozen, name, layout
         self.hidden_size, self.size = facts[1], ModelSize(**facts[2])
 

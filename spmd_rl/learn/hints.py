@@ -16,7 +16,7 @@ from spmd_rl.batch import Batch, Ragged, as_tensor, bounds_of, positions
 from spmd_rl.types import Group, Message, Prompt, TextPart
 
 Render = Callable[[Sequence[Message]], array]
-"""Type of `Tokenizer.render`."""
+"""Function like `Tokenizer.render`: messages to token ids."""
 
 
 class Hints:

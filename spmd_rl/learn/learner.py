@@ -15,6 +15,7 @@ from spmd_rl.learn.advantages import Credit, Samples, credit
 from spmd_rl.learn.custom import bind
 from spmd_rl.learn.hints import Render
 from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, mean_over, measure_mismatch, update
+from spmd_rl.learn.prepare import Plan
 from spmd_rl.learn.roofline import Roofline
 from spmd_rl.learn.teachers import Teachers
 from spmd_rl.learn.transfer import RoleShards, fill_in, give_advantages, redistribute
@@ -58,7 +59,7 @@ class Learner:
         self._monitor = MismatchMonitor(algorithm.bounds, world)
         self._oldest = 0.0  # age of a token of the step, in versions
         self._monitored = False
-        self.plan: prepare.Plan | None = None
+        self.plan: Plan | None = None
         """Plan of the last `prepare`; the sample log reads it."""
         self._num_empty_steps = 0
         self._num_flat_steps = 0
@@ -156,7 +157,7 @@ class Learner:
                 self._prepared |= self._roofline.metrics(collected, self.plan, needs_old, epochs * trains, epochs)
         return batches
 
-    def _needs_old(self, plan: prepare.Plan) -> bool:
+    def _needs_old(self, plan: Plan) -> bool:
         """Return True if the policy's logprobs before the update are read; alike on all ranks."""
         settings = self._settings
         # with one update on samples of the current version, the update itself computes these very numbers

@@ -240,7 +240,7 @@ def _block(rows: list[list[_Piece]], num_queries: int, num_keys: int, share: Sha
     keys = _rows([[*row[0].before, *(piece.own for piece in row)] for row in rows], num_keys, share)
     if not has_path:
         return Block(queries, keys, None)
-    # A query sees the path, and of its own piece what is not after it: never a pad, nor another piece beside it.
+    # A query sees the path and its own piece up to itself: no padding, and no other piece of the same row.
     paths = torch.tensor([_total(row[0].before) for row in rows])[:, None]
     lengths = [[len(piece.own) for piece in row] for row in rows]
     first = torch.zeros(queries.num_rows, queries.length, dtype=torch.int64)

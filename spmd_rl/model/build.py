@@ -68,6 +68,7 @@ def shape_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
                 config, dtype=dtype, attn_implementation=packed.NAME, trust_remote_code=trust_remote_code
             )
     keep_float32(model)
+    # Training never decodes, and a cache would hold the keys and values of all layers.
     model.config.use_cache = False
     return model.eval()
 

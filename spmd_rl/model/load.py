@@ -73,7 +73,7 @@ class WeightFiles(MappedFiles):
 
     @property
     def names(self) -> Collection[str]:
-        """Names of all tensors."""
+        """Names of all stored tensors."""
         return self._files.keys()
 
     def file_of(self, name: str) -> Path:

@@ -13,7 +13,7 @@ class ModelSize:
     """Counts of numbers, independent of dtype."""
 
     parameters: int
-    """Number of all parameters."""
+    """Number of parameters of the model."""
     read: int
     """Parameters that a decode step reads: all except a table from which only the tokens' rows are read."""
     per_token: int

@@ -57,7 +57,7 @@ def _parts(model: nn.Module, name: str, shape: torch.Size, stored: Mapping[str, 
     step = next(iter(rows), 1)
     if not fits or len(stored) * step != shape[0] * shape[1]:
         raise UserError(f"policy.model: how {type(model).__name__} stores {name} is not supported")
-    # transformers itself says which slice is whose: of numbers that tell where they lie
+    # transformers converts an index tensor, whose result shows which slice belongs to which stored name.
     pieces = shape[1] // step
     numbers = torch.arange(shape[0] * pieces).view(shape[0], pieces, 1)
     parts = []

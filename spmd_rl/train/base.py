@@ -198,7 +198,7 @@ class MicrobatchLoop:
     """One forward, or forward and backward, over the micro-batches; equally many on every rank."""
 
     name: str
-    """name in the journal"""
+    """name of the loop in the journal"""
     count: int
     is_trained: bool
     """forward and backward with accumulated gradients; else forward alone, without gradient"""

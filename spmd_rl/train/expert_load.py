@@ -105,7 +105,7 @@ class ExpertLoad:
             loss = (load * shares).sum(1) / (even * num_tokens)
             values = torch.stack([load.amax(1) / even, entropy / num_tokens, loss]).sum(1).tolist()
             sums = dict(zip(METRICS, values, strict=True)) | {"layers": len(totals)}
-        # Each stage of a pipeline has layers of its own, and all its ranks the same numbers
+        # Each pipeline stage has other layers, and all its ranks the same numbers.
         found = self._layout.world.reduce("update: routing", sums, op="sum")  # [all]
         return {name: found[name] / found["layers"] for name in METRICS} | {"moe/dropped": 0.0}
 

@@ -35,7 +35,7 @@ class Row(NamedTuple):
     """Tokens of a micro-batch for this rank's part of the model, on the CPU."""
 
     token_ids: Tensor
-    """int64 [t], with padding"""
+    """int64 [t], with padding at the end"""
     position_ids: Tensor
     """int64 [t], within each sample"""
     packing: Packing

@@ -53,7 +53,7 @@ class Paged:
         parts = []
         for bucket in self.buckets:
             keys, values = self.pool.read(layer, bucket.tables)
-            # The query heads of one key head stand where queries of one sequence would: no key is repeated.
+            # The query heads of one key head are treated as queries of one sequence, so that no key is repeated.
             q = query[bucket.tokens].unflatten(1, heads).unflatten(0, (len(bucket.tables), -1)).transpose(1, 2)
             out = F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, attn_mask=bucket.mask, scale=scaling)
             parts.append(out.unflatten(2, q.shape[2:4]).transpose(1, 2).flatten(2, 3).flatten(0, 1))

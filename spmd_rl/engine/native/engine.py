@@ -61,7 +61,7 @@ class NativeEngine(Engine):
         self._constraint = constraint
         self._text_of = text_of
         self.model = module
-        """Module of the engine."""
+        """Module that the engine computes with."""
         self._parts = stored_parts(module)
         self._weights = weights_of(module, self._parts)
         config, weight = module.config, next(module.parameters())

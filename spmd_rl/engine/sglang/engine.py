@@ -58,7 +58,7 @@ class SglangEngine(HostedEngine):
         replica: the group of its ranks. text_of: needed for requests with stop strings. slot: see `HostedEngine`.
         """
         self.scheduler = scheduler
-        """SGLang's scheduler, for debugging."""
+        """SGLang's scheduler, exposed for debugging."""
         self._replica = replica
         self._sampler = scheduler.tp_worker.model_runner.sampler
         # SGLang's names differ from ours: an id may be used again while SGLang still drops the old request.

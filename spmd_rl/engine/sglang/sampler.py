@@ -43,7 +43,7 @@ class CountedSampler(Sampler):
     def forward(self, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return tokens int64 [R] from logits [R, V]."""
         logits = logits_output.next_token_logits
-        # Those whose answer has ended are computed once more, and thrown away
+        # SGLang computes requests once more after their answer has ended; the tokens are dropped.
         kept = [(i, rid) for i, rid in enumerate(self.batch) if rid in self.rows]
         tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
         self.drawn = {}

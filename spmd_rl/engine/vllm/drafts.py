@@ -57,7 +57,7 @@ class Lookup:
     """Proposer of drafts for vLLM's runner on the CPU."""
 
     def __init__(self, config: Any) -> None:
-        """config: settings of vLLM."""
+        """config: all of vLLM's settings."""
         self._num_tokens = config.speculative_config.num_speculative_tokens
 
     def propose(

@@ -61,7 +61,7 @@ class VllmEngine(HostedEngine):
         """
         self._is_constrained, self._outputs = is_constrained, outputs
         self.llm = llm
-        """vLLM's engine, for debugging."""
+        """vLLM's engine, exposed for debugging."""
         config = llm.vllm_config
         kv_tokens = (config.cache_config.num_gpu_blocks - 1) * config.cache_config.block_size
         capacity = Capacity(config.scheduler_config.max_num_seqs, kv_tokens, config.model_config.max_model_len)

@@ -53,7 +53,7 @@ class DataParallel:
         return 1
 
     def get_model_parallel_rank(self) -> int:
-        """Return 0, on every rank."""
+        """Return 0, the rank in a group of one."""
         return 0
 
 

@@ -90,7 +90,7 @@ class FSDP2Model(ABC):
         for layer in shard.decoder_layers(model) if train.compile else ():
             # Compile before sharding, so that FSDP's hooks stay outside of the graph.
             layer.compile()
-        # A gathered layer holds the weights until the next update: whoever has room need not gather it again
+        # Gathered weights stay valid until the next update: with enough memory they need no second gather.
         on_device = kind(self.device) != "cpu"
         costly = not on_device or layout.size("pp") > 1
         self._keep_gathered = costly if train.reshard_after_forward is None else not train.reshard_after_forward

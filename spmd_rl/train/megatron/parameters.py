@@ -47,11 +47,11 @@ class Experts(NamedTuple):
     """Expert layers of a model."""
 
     count: int
-    """experts per mixture layer"""
+    """number of experts per mixture layer"""
     size: int
     """number of ranks that share the experts"""
     first: int = 0
-    """first mixture layer"""
+    """number of the first mixture layer"""
 
     def are_in(self, layer: int) -> bool:
         """Return True if a layer is a mixture."""

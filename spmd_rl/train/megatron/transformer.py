@@ -88,7 +88,7 @@ class LatentNorm(Norm):
 
 
 class PackedAttention(nn.Module):
-    """Replacement of Megatron's `DotProductAttention`."""
+    """Packed attention in place of Megatron's `DotProductAttention`."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
