@@ -80,6 +80,7 @@ class Backend:
             raise UserError(
                 f"{role.section or role.name}.lora.base: {role.lora.base} only with train={able}, without tp, pp and ep"
             )
+        # `find_spec` does not import: peft would import torch.
         if role.lora.rank and importlib.util.find_spec("peft") is None:
             raise UserError(
                 f"{role.section or role.name}.lora.rank: peft is not installed here; pip install 'spmd-rl[lora]'"

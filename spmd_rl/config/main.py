@@ -70,6 +70,7 @@ def main(
     preview: function, or `module:function`, that `--dry-run` calls instead of `run`; `--plan` is the same for all.
     """
     argv = sys.argv[1:] if argv is None else argv
+    # Before anything is loaded: an evaluation has other sections, and its own checks.
     if NO_STEPS in argv and issubclass(schema, RlConfig):
         return _evaluate(schema, argv)
     exit_ = Exit(given_run_dir(pipeline, argv))
@@ -166,6 +167,7 @@ class Exit:
         """
         line, report = printable(" ".join(line.split())), printable(report)
         if not self.started and local_rank() != 0:
+            # All ranks of a node make the same mistake; local rank 0 prints it once, and torchrun ends the others.
             time.sleep(GRACE_SECONDS)
         tell_torchrun(report if printed else f"error: {line}")
         first = self.folder is None or record(self.folder, line, "" if printed else report)
@@ -208,11 +210,13 @@ def record(folder: Path, line: str, report: str = "") -> bool:
         except FileExistsError:
             if fresh(path):
                 return path.read_text().partition("\n")[0] != line
+            # The file is from an earlier start, so this rank is the first of this one.
             os.replace(draft, path)
         finally:
             draft.unlink(missing_ok=True)
     except OSError:
-        pass  # nowhere to write: the line on stderr must do
+        # Without a writable directory the line on stderr must do.
+        pass
     return True
 
 
@@ -277,7 +281,8 @@ def parse(pipeline: str, schema: type, argv: Sequence[str]) -> argparse.Namespac
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--plan", action="store_true")
-    parser.add_argument("--resolve", action="store_true")  # what --cfg prints is always resolved
+    # Hydra's users pass --resolve; the output of --cfg is always resolved.
+    parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--multirun", "-m", action="store_true")
