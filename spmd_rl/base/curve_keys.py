@@ -30,7 +30,7 @@ _TCP = re.compile(r"tcp://(\*|\[[^]]+]|[0-9.]+)(?::(\d{1,5}))?")
 
 
 def check_bind(bind: str, keyed: bool) -> None:
-    """UserError unless a sidecar may listen at `bind`: `ipc`, loopback, or with keys any address of this machine."""
+    """Raise UserError unless a sidecar may listen at `bind`: `ipc`, loopback, or with keys any local address."""
     if bind == "ipc":
         return
     match = _TCP.fullmatch(bind)
@@ -46,7 +46,7 @@ def check_bind(bind: str, keyed: bool) -> None:
 
 
 def check_connect(key: str, address: str) -> None:
-    """UserError, which names `key`, unless `address` is one to connect to: `tcp://HOST:PORT`."""
+    """Raise UserError, which names `key`, unless `address` has the form `tcp://HOST:PORT`."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     named = re.fullmatch(r"[\w.-]+", host, re.ASCII) or is_address(host)
     is_port = port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65536

@@ -39,9 +39,9 @@ class Backend:
     its section), its `Layout` and a `stored_model.Source`, which it may call for a module of transformers.
     """
     axes: tuple[str, ...] = ()
-    """supported ones of `AXES`"""
+    """Axes among `AXES` that it supports"""
     settings: tuple[str, ...] = ()
-    """supported ones of `OWN`"""
+    """Settings among `OWN` that it supports"""
     optimizers: tuple[str, ...] = ("adamw",)
     adapters: bool = False
     """True if it trains the adapters of `policy.lora`"""

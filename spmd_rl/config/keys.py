@@ -19,7 +19,7 @@ UNLIKE = 0.5
 """Similarity below which no known key is suggested."""
 
 PLACEHOLDERS = {"reward": {"<domain>": {}}, "env": {"<tag>": {}}, "teacher": {"<domain>": {}}}
-"""Placeholders of inline entries"""
+"""Placeholders for the names of inline entries"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,6 @@ def main(
     preview: function, or `module:function`, that `--dry-run` calls instead of `run`; `--plan` is the same for all.
     """
     argv = sys.argv[1:] if argv is None else argv
-    # Before anything is loaded: an evaluation has other sections, and its own checks.
     if NO_STEPS in argv and issubclass(schema, RlConfig):
         return _evaluate(schema, argv)
     exit_ = Exit(given_run_dir(pipeline, argv))
@@ -79,8 +78,7 @@ def main(
         if asked.help:
             return say(help_text(pipeline, schema, run, asked))
         if shows := asked.cfg or asked.dry_run or asked.plan:
-            # A preview writes nothing, not even its error.
-            exit_.folder = None
+            exit_.folder = None  # a preview writes nothing, not even its error
         cfg = load(pipeline, schema, asked.overrides, asked.config_dir, asked.config_name)
         if asked.cfg:
             return say(to_yaml(to_dict(cfg)))
@@ -104,8 +102,7 @@ def main(
         exit_.start()
         fetch_models(cfg.roles)
         run(cfg)
-        # Otherwise the interpreter searches torch's modules for cycles on exit, for a second or more.
-        gc.freeze()
+        gc.freeze()  # or the interpreter searches torch's modules for cycles on exit, for a second or more
     except KeyboardInterrupt:
         exit_.leave(130, "interrupted" if rank() == 0 else "")
     except UserError as error:

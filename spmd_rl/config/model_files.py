@@ -75,7 +75,7 @@ def shapes(path: Path) -> Iterator[list[int]]:
 
 
 def _is_written(path: Path) -> bool:
-    """Return True unless only a hole follows the first mebibyte; True if the file system cannot tell."""
+    """Return True unless only a hole follows the first mebibyte; also if the file system does not report holes."""
     # An interrupted download with preallocation leaves a file of full size that is mostly a hole.
     if (size := path.stat().st_size) <= WRITTEN_BYTES:
         return True

@@ -16,7 +16,7 @@ class Placement:
     """The tasks of a job's ranks."""
 
     train: tuple[int, ...]
-    """training ranks, ascending"""
+    """numbers of the training ranks, ascending"""
     generate: tuple[int, ...]
     """generator ranks, ascending; the training ranks if placement is colocated, all with `lent`"""
     frozen: dict[str, tuple[int, ...]] = field(default_factory=dict)

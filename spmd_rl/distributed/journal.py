@@ -208,7 +208,7 @@ class Journal:
                 raise
 
     def close(self) -> None:
-        """Close the journal's file."""
+        """Close the file of this journal."""
         os.close(self._fd)
 
     def _charge(self) -> None:

@@ -31,7 +31,7 @@ class TableRow:
 
     @property
     def total(self) -> int:
-        """Total number of bytes."""
+        """Total number of bytes in this phase."""
         return sum(self.columns.values())
 
 
