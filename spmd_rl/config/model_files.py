@@ -56,6 +56,7 @@ def check_weights(key: str, folder: Path) -> None:
     """Raise a `UserError` that names the setting `key` if a safetensors file of a directory is cut off or damaged."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
+            # Opening a file checks its header against its size, which finds interrupted downloads.
             list(shapes(path))
             fault = "" if _is_written(path) else "nothing was ever written behind its first mebibyte"
         except (OSError, SafetensorError) as error:
