@@ -12,6 +12,7 @@ MAX_BITS = 4096
 
 
 def _round(number: float, digits: int = 0) -> float:
+    # `round` with a huge negative number of digits would build a huge power of ten.
     if not 0 <= digits <= 30:
         raise ValueError("round takes 0 to 30 digits")
     return round(number, digits) if digits else round(number)

@@ -274,6 +274,7 @@ def _restaurants(rng: random.Random, customer: Customer) -> dict[str, dict[str, 
     first = {name: customer.wishes[name] for name in OF_A_RESTAURANT}
     second = first | {customer.flexible: customer.second}
     places = [{name: rng.choice(WISHES[name]) for name in OF_A_RESTAURANT} for _ in names]
+    # Room for the second choice, and for the first, which half of the towns have.
     places = [place for place in places if place != first][2:]
     places += [second] + [first] * (rng.random() < 0.5)
     rng.shuffle(places)

@@ -55,7 +55,8 @@ class FrozenLake(Oracle):
         cells = range(size * size)
         self._next = [[self._neighbour(cell, way) for way in DIRECTIONS] for cell in cells]
         self._over = True
-        self._draw(Random(0), TRIALS)  # reports impossible settings at once
+        # Reports impossible settings at once, instead of at a reset.
+        self._draw(Random(0), TRIALS)
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """Draw the board of this seed."""

@@ -54,6 +54,7 @@ class GameEnv(ABC):
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """Set up the game; the opponent moves if it begins."""
+        # A generator of this game alone: other environments in the process must not shift its draws.
         self._rng = random.Random(seed)
         self._position, model_begins = self.begin(self._rng)
         said = "" if model_begins else self._answer()

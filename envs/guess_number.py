@@ -28,6 +28,7 @@ class GuessNumberEnv:
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Answer a guess. A text that is no number in the range costs no guess."""
         text = action.strip()
+        # The length bound keeps `int` away from texts of thousands of digits, which it refuses with an error.
         guess = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
         valid, before = 1 <= guess <= self._largest, (self._low, self._high)
         if valid:

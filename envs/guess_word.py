@@ -83,6 +83,7 @@ def _fits(word: str, known: list[str]) -> bool:
 
 def mark(guess: str, secret: str) -> str:
     """Return the marks of a guess. A letter is marked as often as the word has it, right places first."""
+    # Right places first: a repeated letter must not be marked Y for a place that is already right.
     marks = ["G" if a == b else "-" for a, b in zip(guess, secret, strict=True)]
     left = [b for a, b in zip(guess, secret, strict=True) if a != b]
     for i, letter in enumerate(guess):

@@ -21,9 +21,7 @@ class NimEnv(GameEnv):
 A move is two numbers: the pile, counted from 1, and how many stones to take from it, such as 2 3."""
 
     def __init__(self, piles: int = 3, stones: int = 5, skill: float = 0.5) -> None:
-        """Set the size of the game; `stones`: the largest pile at the start. ValueError if it is too large to be
-        searched.
-        """
+        """Set the size of the game; `stones`: the largest pile at the start. ValueError beyond 5 piles of 9."""
         super().__init__(skill)
         if not (1 <= piles <= 5 and 1 <= stones <= 9):
             raise ValueError(f"piles={piles}, stones={stones}: at most 5 piles of 9 stones")

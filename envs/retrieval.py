@@ -49,4 +49,5 @@ class Bm25:
         for word in words(query):
             for i, weight in self._postings.get(word, ()):
                 scores[i] += weight
+        # Ties by index: an order by hash would differ between processes.
         return sorted(scores, key=lambda i: (-scores[i], i))[:limit]

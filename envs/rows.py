@@ -9,6 +9,7 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     """Return the rows of a JSONL file. ValueError, which names the file, if it has none or a line is no JSON object."""
     rows = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        # Empty lines are common at the end of JSONL files.
         if line.strip():
             try:
                 row = json.loads(line)

@@ -65,7 +65,8 @@ class Sokoban(Oracle):
             height, width = (size, size) if isinstance(size, int) else size
             walk = int(1.7 * (height + width)) if walk is None else walk
             self._maker = LevelMaker(height, width, num_boxes, min_pushes, search_depth, walk, turn)
-            self._maker.make(generator(0, "level"), TRIALS)  # reports impossible settings at once
+            # Reports impossible settings at once, instead of at a reset.
+            self._maker.make(generator(0, "level"), TRIALS)
         self._max_steps, self._letters, self._observation = max_steps, letters, observation
         self._spellings = spellings(ACTIONS)
         self._over = True

@@ -176,6 +176,7 @@ class LevelMaker:
                             seen[state] = found[state] = None
             if not found:
                 return
+            # A sample, since the number of states grows exponentially with boxes and pulls.
             layer = found if len(found) <= LAYER else dict.fromkeys(random.sample(list(found), LAYER))
             if pulls >= self.min_pushes:
                 yield [state for state in layer if not state[0] & targets]

@@ -20,6 +20,7 @@ def solve(level: Level, max_states: int = 200_000) -> list[str] | None:
     done: set[State] = set()
     while queue and len(steps_to) <= max_states:
         _, steps, state = heappop(queue)
+        # The queue may hold older, longer ways to a state.
         if state in done:
             continue
         if state[0] == level.targets:
@@ -58,6 +59,7 @@ class _Search:
     def estimate(self, boxes: int) -> int | None:
         """Return a lower bound of the remaining steps; None if a box can never reach a target."""
         pushes = [self._pushes_to_target.get(box) for box in cells(boxes)]
+        # Each box needs at least these pushes, so the bound never exceeds the true number of steps.
         return None if None in pushes else sum(pushes)
 
     def pushes(self, boxes: int, player: int) -> Iterator[tuple[State, int, str, int]]:
@@ -81,7 +83,8 @@ class _Search:
 
     def retrace(self, came: dict[State, tuple[State, int, str]], state: State) -> list[str]:
         """Return the words that led to a state: for each push, the walk to the box, and the push."""
-        words: list[str] = []  # from the last to the first
+        # Collected from the last word to the first.
+        words: list[str] = []
         while state in came:
             state, box, word = came[state]
             boxes, player = state

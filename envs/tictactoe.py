@@ -34,6 +34,7 @@ Your mark is X, the opponent's is O. A move is the number of a free cell, 1 to 9
     def outcome(self, position: tuple[str, str]) -> int:
         """Return -1 if the other player has three in a row, else 0."""
         board, mark = position
+        # Only the player who has just moved can have completed a line.
         return -any(all(board[cell] == OTHER[mark] for cell in line) for line in LINES)
 
     def show(self, position: tuple[str, str]) -> str:

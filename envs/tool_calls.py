@@ -74,6 +74,7 @@ def read_calls(action: str) -> list[ToolCall]:
 def _call(text: str) -> ToolCall:
     try:
         found = json.loads(text)
+    # Deep nesting in a model's JSON exceeds Python's recursion limit.
     except (ValueError, RecursionError) as error:
         raise BadCall(f"the call is not valid JSON: {error}") from None
     if isinstance(found, dict) and isinstance(found.get("function"), dict):

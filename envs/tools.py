@@ -110,6 +110,7 @@ class ToolsEnv:
         box = Toolbox.of(self._own)
         for schema in self._mcp.tools() if self._mcp else ():
             name = schema["function"]["name"]
+            # The default argument binds this iteration's name.
             box.add(schema, lambda arguments, name=name: self._mcp.call(name, arguments))
         return box
 

@@ -27,12 +27,12 @@ _ACTION = re.compile(r"\s*(search|click)\s*\[(.*)\]\s*", re.DOTALL | re.IGNORECA
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The customer's current page."""
+    """The current page of the customer."""
 
     name: str
     """Kind of page: search, results, item, description, features, reviews or end."""
     words: str = ""
-    """Words of the search."""
+    """Words of the current search."""
     number: int = 1
     """Number of the page of results."""
     asin: str = ""

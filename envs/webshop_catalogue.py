@@ -148,6 +148,7 @@ def open_shop(seed: int, num_products: int) -> Shop:
     """Draw a shop, once a process: the same for the same arguments everywhere."""
     rng = random.Random(seed)
     kinds = [(name, query) for name, department in _DEPARTMENTS.items() for query in department.kinds]
+    # Sorted below, since the order of a set of texts differs between processes.
     asins: set[str] = set()
     while len(asins) < num_products:
         asins.add("B0" + "".join(rng.choices("ABCDEFGHJKLMNPQRSTUVWXYZ0123456789", k=8)))

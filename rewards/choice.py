@@ -94,6 +94,7 @@ class ChoiceReward:
 def letters(answer: str, choices: tuple[str, ...] = ()) -> set[str]:
     """Return the letters of an answer; empty if its thinking never ended or it gives none."""
     *_, text = answer.rpartition("</think>")
+    # Thoughts without an end leave no answer to read.
     if "<think>" in text:
         return set()
     marked = [WRAP.sub("", match[1] or match[2] or "").strip() for match in MARKED.finditer(text)]

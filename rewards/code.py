@@ -136,6 +136,7 @@ class CodeReward:
         return "" if self._unproven or stdin_cases(prompt.extra) else self._reason(prompt)
 
     def _reason(self, prompt: Prompt) -> str:
+        # By content: the check runs the gold answer, so its result is kept for all answers to a row.
         key = blake2b(repr(prompt.extra).encode()).digest()
         if key not in self._reasons:
             self._reasons[key] = self._examined(prompt)

@@ -81,6 +81,7 @@ class CompositeReward:
     def _sum(self, verdicts: Mapping[str, Verdict]) -> Verdict:
         terms: dict[str, float] = {}
         for name, verdict in verdicts.items():
+            # A failure is no zero: it takes the answer out of its group's baseline.
             if not verdict.scored:
                 return Verdict(verdict.status, detail=f"{name}: {verdict.detail}")
             terms |= {name: verdict.score} | {f"{name}.{term}": value for term, value in verdict.parts.items()}

@@ -34,6 +34,7 @@ class FormatReward:
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """Match the whole answer with the pattern."""
+        # `fullmatch`: text after the closing tag breaks the form.
         score = float(self._pattern.fullmatch(answer) is not None)
         return Verdict("ok", score, {"well_formed": score})
 

@@ -100,6 +100,7 @@ def final_answer(answer: str) -> tuple[str, bool]:
 
 def words(text: str) -> list[str]:
     """Return the lower-case words of a text without LaTeX's text commands, punctuation and articles."""
+    # NFC, since the same accented letter has several encodings.
     text = normalize("NFC", re.sub(r"\\(?:text|textbf|mathrm)\b", " ", text).casefold())
     found = [number(word) for word in WORD.findall(text)]
     return [word for word in found if word not in ("a", "an", "the")][-MAX_WORDS:] or found[-MAX_WORDS:]

@@ -37,6 +37,7 @@ class IfevalReward:
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """Run each check. ValueError for an instruction that is not one of the 25, or lacks an argument."""
         *_, text = answer.rpartition("</think>")
+        # Thoughts without an end leave no answer to check.
         text = "" if "<think>" in text else text
         texts = forms(text) if self._loose else [text]
         followed = [

@@ -109,6 +109,7 @@ class JudgeReward:
         self._spent["tokens"] += used
         score = self._replies[text] = SCALES[self._scale](said, self._points)
         if len(self._replies) > MAX_CACHED:
+            # Dicts keep insertion order, so the oldest reply goes first.
             del self._replies[next(iter(self._replies))]
         return score
 

@@ -49,7 +49,8 @@ class ReasoningGymReward:
             raise ValueError(f"extract={extract}: known are {', '.join(EXTRACT)}")
         self._extract = EXTRACT[extract]
         self._strict = strict
-        self._scorer = lru_cache(maxsize=None)(get_score_answer_fn)  # one per task
+        # One scorer per task.
+        self._scorer = lru_cache(maxsize=None)(get_score_answer_fn)
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """Score the extracted part of the answer."""

@@ -46,6 +46,7 @@ class RemoteReward:
             return verdict
         numbers = {"score": reply.get("score"), **reply.get("parts", {})}
         for name, number in numbers.items():
+            # A bool is an int in Python, but a server that sends one has made a mistake.
             if isinstance(number, bool) or not isinstance(number, int | float):
                 raise ValueError(f"`{name:.100}` is not a number: {number!r:.100}")
         return Verdict(status, float(numbers.pop("score")), numbers, verdict.detail)

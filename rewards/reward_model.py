@@ -139,6 +139,7 @@ class ModelReward:
         tools = messages[0].pop("tools", None) if messages else None
         messages.append({"role": "assistant", "content": answer})
         text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        # From the right: the prompt may contain the same text.
         begin = text.rindex(answer) if borders else 0
         cuts = pairwise([0, *(begin + border for border in borders), len(text)])
         pieces = [self._tokenizer(text[a:b], add_special_tokens=False)["input_ids"] for a, b in cuts]

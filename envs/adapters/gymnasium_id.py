@@ -36,6 +36,7 @@ class GymnasiumEnv:
         import gymnasium
 
         env = gymnasium.make(id, **(args or {}))
+        # The render modes are known only after a first construction.
         if "render_mode" not in (args or {}) and "ansi" in env.metadata.get("render_modes", ()):
             env.close()
             env = gymnasium.make(id, **{**(args or {}), "render_mode": "ansi"})
@@ -89,6 +90,7 @@ class GymnasiumEnv:
         except ValueError:
             return False, None
         if isinstance(self._space, self._spaces.Discrete):
+            # JSON's true is an int in Python.
             return isinstance(value, int) and not isinstance(value, bool) and self._space.contains(value), value
         import numpy
 

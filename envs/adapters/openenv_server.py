@@ -100,6 +100,7 @@ class OpenEnvServer:
         if reply.get("type") != "observation":
             raise RuntimeError(f"{self._url}: {found.get('code', '')} {found.get('message', str(reply)[:200])}".strip())
         reward = float(found.get("reward") or 0.0)
+        # NaN would spread through the group's mean to all its advantages.
         if not isfinite(reward):
             raise RuntimeError(f"{self._url}: the reward is {reward}")
         return self._text(found.get("observation")), reward, bool(found.get("done"))

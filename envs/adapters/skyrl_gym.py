@@ -26,6 +26,7 @@ class SkyRlGymEnv:
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """Make the environment of a row."""
         self.close()
+        # A copy, since `pop` below would change the shared row.
         row = dict(self._rows[seed % len(self._rows)])
         prompt = row.pop("prompt", "")
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]

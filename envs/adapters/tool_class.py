@@ -73,6 +73,7 @@ class ToolClassEnv:
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Call the tools that the action names; a text without a call ends the episode."""
         reply, total = self._tools.play(action), self._total()
+        # The increase, so that the sum over steps is the episode's reward.
         gained, self._earned = total - self._earned, total
         metrics = {
             "success": float(_value(self._played, "success", total >= 1.0)),

@@ -100,6 +100,7 @@ def spelled(char: str) -> str:
     if not form:
         return char
     inner = "".join(chr(int(code, 16)) for code in codes.split())
+    # A decomposition may itself contain characters outside ASCII.
     inner = "".join(one if one.isascii() else spelled(one) for one in inner)
     if form == "<fraction":
         return "\\frac{" + inner.replace("/", "}{") + "}"

@@ -61,6 +61,7 @@ def program(answer: str, tests: str = "") -> str | None:
 
     `tests`: the text of its tests, with the name that they ask for; empty for a program that reads standard input.
     """
+    # A program in the thoughts is a draft, not the answer.
     text = answer.replace("\r\n", "\n").rpartition("</think>")[2]
     text = re.split(r"^[ \t]*<think>", text, maxsplit=1, flags=re.MULTILINE)[0]
     found = list(_blocks(text))
@@ -170,7 +171,8 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         language = _LANGUAGE.match(opened["info"])[1].lower().strip(".-")
         before = text[text.rfind("\n", 0, opened.start()) + 1 : opened.start()]
         if not _LIST.fullmatch(before.strip(" \t>")) and not _PYTHON.fullmatch(language):
-            position = opened.end()  # a fence in a sentence
+            # A fence within a sentence opens no block.
+            position = opened.end()
             continue
         begin = min(opened.end() + 1, len(text))
         end, position = _end(text, begin, opened["fence"])

@@ -26,6 +26,7 @@ class Parser(argparse.ArgumentParser):
     """A parser without abbreviations, whose errors print no usage."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        # An abbreviation would change its meaning with every new option.
         super().__init__(*args, **options, allow_abbrev=False)
         self._words: list[str] = []
 

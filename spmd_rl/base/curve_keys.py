@@ -30,7 +30,7 @@ _TCP = re.compile(r"tcp://(\*|\[[^]]+]|[0-9.]+)(?::(\d{1,5}))?")
 
 
 def check_bind(bind: str, keyed: bool) -> None:
-    """UserError unless a sidecar may listen at `bind`: `ipc`, loopback, or with keys any address of this machine."""
+    """Raise UserError unless a sidecar may listen at `bind`: `ipc`, loopback, or with keys any local address."""
     if bind == "ipc":
         return
     match = _TCP.fullmatch(bind)
@@ -46,7 +46,7 @@ def check_bind(bind: str, keyed: bool) -> None:
 
 
 def check_connect(key: str, address: str) -> None:
-    """UserError, which names `key`, unless `address` is one to connect to: `tcp://HOST:PORT`."""
+    """Raise UserError, which names `key`, unless `address` has the form `tcp://HOST:PORT`."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     named = re.fullmatch(r"[\w.-]+", host, re.ASCII) or is_address(host)
     is_port = port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65536
@@ -90,7 +90,8 @@ class HostKeys:
         allowed = {}
         for number, line in enumerate(_read(path, key, private=True).splitlines(), 1):
             public, _, name = line.strip().partition(" ")
-            if public not in ("", "#"):  # "#" is also one of the characters of a key
+            # "#" is also one of the characters of a Z85 key, so only a separate "#" marks a comment.
+            if public not in ("", "#"):
                 allowed[z85.decode(_key(public, f"{key}: {path}:{number}"))] = name.strip()
         if not allowed:
             raise UserError(
@@ -150,6 +151,7 @@ def _read(path: Path, key: str, private: bool) -> str:
         with path.open() as file:
             status = os.fstat(file.fileno())
             mode = stat.S_IMODE(status.st_mode)
+            # The open file is checked, not its name: it cannot be swapped in between.
             if status.st_uid not in (os.geteuid(), 0) or mode & (0o077 if private else 0o022):
                 raise UserError(f"{key}: {path} must be your own, with mode 0600; it has {mode:04o}")
             return file.read(1 << 20)

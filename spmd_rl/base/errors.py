@@ -89,6 +89,7 @@ def located(error: BaseException) -> str:
 def traceback_of(error: BaseException) -> str:
     """Return the traceback of an exception from the user's code on, in at most `MAX_TRACEBACK` characters."""
     tb = error.__traceback__
+    # The frames of this package say nothing about a mistake in the user's code.
     while tb is not None and _is_ours(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     text = "".join(traceback.format_exception(type(error), error, tb)).encode("utf-8", "replace").decode()

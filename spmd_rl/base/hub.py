@@ -105,6 +105,7 @@ def fetch_config(key: str, name: str, wait: bool = False) -> str:
     found = hub_id(name)
     if found is None:
         return name
+    # Local rank 0 downloads; the others poll the cache, since no process group exists yet.
     while wait and not _cached(*found):
         time.sleep(POLL_SECONDS)
     folder = _cached(*found, SMALL_FILES) or _download(key, *found, SMALL_FILES)

@@ -99,6 +99,7 @@ def in_background(name: str, work: Callable[[], T]) -> Future[T]:
         try:
             future.set_result(work())
         except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
+            # Also for KeyboardInterrupt and the like: the waiting thread must not block forever.
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -115,6 +116,7 @@ def contained(work: Callable[[Callable[[str], None]], None], seconds: float) -> 
         stream.flush()
     lines, says = os.pipe()
     end, ends = os.pipe()
+    # Taken before the fork: afterwards the parent may be gone, and the pid another one.
     rank = os.getpid()
     # Two forks: the keeper survives the work whatever it does, adopts its orphans and kills them.
     if (keeper := os.fork()) == 0:

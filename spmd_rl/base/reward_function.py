@@ -84,6 +84,7 @@ class BatchFunctionReward:
         """Score all answers in one call. KeyError where a row lacks what a parameter asks for."""
         names = set(self._columns)
         if self._takes_all:
+            # TRL passes columns as lists, so a column must exist in all rows of the batch.
             shared = set.intersection(*(set(prompt.extra) for prompt in prompts))
             names |= {*GOLD, "answer", *shared} - {TRL, *self._given}
         columns = {name: [_column(prompt, name) for prompt in prompts] for name in names}
@@ -95,7 +96,8 @@ class BatchFunctionReward:
 
 def reward_of(function: Callable[..., Any], given: Mapping[str, Any]) -> FunctionReward | BatchFunctionReward:
     """Return the rewarder of a function; `given` are the arguments that are always the same."""
-    inspect.signature(function).bind_partial(**given)  # TypeError for an argument that it does not take
+    # Raises TypeError for an argument that the function does not take.
+    inspect.signature(function).bind_partial(**given)
     takes_many = TRL in inspect.signature(function).parameters
     return (BatchFunctionReward if takes_many else FunctionReward)(function, given)
 

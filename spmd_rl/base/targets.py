@@ -88,7 +88,7 @@ def _import(key: str, target: str) -> tuple[str, str, str, Any]:
             module = importlib.import_module(_found_as(module_name))
         except ModuleNotFoundError as error:
             # A missing module that the target itself imports is the user's next mistake, not a wrong search path.
-            if f"{module_name}.".startswith(f"{error.name}."):  # not one that it imports
+            if f"{module_name}.".startswith(f"{error.name}."):
                 error.msg += f"; looked in {_places(module_name)}"
             raise
         return module_name, name, getattr(module, "__file__", None) or "no file", getattr(module, name, None)
@@ -145,7 +145,8 @@ def build_target(
     provided = {name: services[name]() for name in wanted if name in services}
     names = dict(_parameters(constructor))
     if "services" in names:
-        provided["services"] = services  # for parts of its own
+        # The factories themselves, for parts that a plug-in builds on its own.
+        provided["services"] = services
     if "build" in names and "build" not in args:
         provided["build"] = partial(build_target, kind=kind, services=services)
     with _user_code(f"{key}: {target} cannot be {'built' if is_class else 'called'} with {section}.args={dict(args)}"):
@@ -199,10 +200,10 @@ def _user_code(line: str) -> Iterator[None]:
     """Turn every exception of a user's import or constructor into a UserError: `line`, then the cause."""
     try:
         yield
-    except UserError as error:  # of a part
+    except UserError as error:
         raise UserError(f"{line}: {error}") from error
     # A module that exits on import cannot be used either: SystemExit is no Exception.
-    except (Exception, SystemExit) as error:  # a module or class that exits is one that cannot be used
+    except (Exception, SystemExit) as error:
         raise UserError(f"{line}: {one_line(error)}") from error
 
 

@@ -70,7 +70,8 @@ class Checkpointer:
         self._cfg, self._run_dir, self._world = cfg, run_dir, world
         self._dir = CheckpointDir(run_dir / "checkpoints")
         self._roles, self._parts, self._export = dict(roles), dict(parts), export
-        self._unsealed: Unsealed[Hashed] | None = None  # on all ranks alike
+        # Alike on all ranks, since it decides whether they meet.
+        self._unsealed: Unsealed[Hashed] | None = None
 
     def maybe_save(self, step: int, last: bool = False) -> None:
         """[all] Save if `step` is due, or `last`. UserError on all ranks if any could not write.
@@ -165,6 +166,7 @@ class Checkpointer:
             "roles": {name: role.counters() for name, role in self._roles.items()},
             "parts": {name: part.state() for name, part in self._parts.items()},
         }
+        # Sorted keys: equal states must have equal bytes on all ranks.
         encoded = msgspec.json.encode(state, order="sorted")
         self._world.agree("save: state", hashlib.blake2b(encoded, digest_size=16).hexdigest())
         return msgspec.json.format(encoded, indent=1)
@@ -183,6 +185,7 @@ class Checkpointer:
         """Write the manifest and move the checkpoint to its final name, on rank 0."""
         if self._world.rank != 0:
             return
+        # A file that no rank reported would have no hash, and make the checkpoint torn.
         assert manifest.list_files(temporary).keys() == complete.files.keys(), "somebody wrote what it did not say"
         complete.write(temporary)
         # Names live in directories: without their own fsync, files could vanish after a power loss.

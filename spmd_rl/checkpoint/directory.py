@@ -69,6 +69,7 @@ class CheckpointDir:
         if final.exists():
             os.rename(final, replaced)
         os.rename(temporary, final)
+        # The rename itself must be on the disk before `latest` names it.
         flush(self.root)
         os.replace(pointer, self.root / "latest")
         flush(self.root)

@@ -112,6 +112,7 @@ def copy_side_files(model_dir: Path, path: Path, dtype: str) -> None:
             shutil.copyfile(source, path / source.name)
     config_file = path / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
+    # `torch_dtype` is the old name of `dtype` in transformers; both together could contradict each other.
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -105,7 +105,7 @@ def list_files(directory: Path) -> dict[str, int]:
             relative = path.relative_to(directory).as_posix()
             # The export may have been moved elsewhere and replaced by a link.
             if relative == EXPORT and path.is_symlink():
-                continue  # moved elsewhere
+                continue
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
                 raise TornCheckpoint(f"{relative} is not a plain file")
             if path.is_file() and relative != NAME:

@@ -16,6 +16,7 @@ def write_streamed(
 
     `path` exists. A larger tensor gets a separate file. OSError from the file system.
     """
+    # Files are planned from the specs first, since each name contains their number.
     files: list[dict[str, TensorSpec]] = [{}]
     held = 0
     for name, spec in specs.items():

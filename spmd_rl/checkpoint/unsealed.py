@@ -29,6 +29,7 @@ class Unsealed(Generic[T]):
     def result(self, on_progress: Callable[[], object]) -> T:
         """Wait for `write` and return its result, or raise its exception; call `on_progress` after each part."""
         seen = self._moved
+        # Polled, so that a write that makes progress is no stall, and one that hangs is.
         while not wait([self._written], POLL_SECONDS).done:
             if self._moved != seen:
                 seen = self._moved

@@ -41,6 +41,7 @@ def is_own(algorithm: AlgorithmConfig, choice: str) -> bool:
 def num_tensors(algorithm: AlgorithmConfig, choice: str) -> int:
     """Return the number of arguments of a user's own function before its settings."""
     function, known = _import(algorithm, choice), {**vars(algorithm), **algorithm.args}
+    # Tensors come first: parameters without a default whose name is no setting.
     first = [p for p in _plain(function) if p.kind is not p.KEYWORD_ONLY and p.default is p.empty]
     return len([p for p in first if p.name not in known])
 

@@ -122,6 +122,7 @@ def _reasons(kind: str, config: dict[str, Any]) -> Iterator[str]:
         yield "is not known to keep packed sequences apart"
     if other := {*map(str, config.get("layer_types") or ())} - LAYERS:
         yield f"has {', '.join(sorted(other))} layers"
+    # Unknown rotary positions may depend on the whole row instead of each packed sequence.
     if other := {name for name, _ in _positions(config)} - {*POSITIONS}:
         yield f"has rotary positions of the type {', '.join(sorted(other))}"
     if config.get("use_bidirectional_attention") or config.get("is_causal") is False:

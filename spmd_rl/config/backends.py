@@ -39,9 +39,9 @@ class Backend:
     its section), its `Layout` and a `stored_model.Source`, which it may call for a module of transformers.
     """
     axes: tuple[str, ...] = ()
-    """supported ones of `AXES`"""
+    """Axes among `AXES` that it supports"""
     settings: tuple[str, ...] = ()
-    """supported ones of `OWN`"""
+    """Settings among `OWN` that it supports"""
     optimizers: tuple[str, ...] = ("adamw",)
     adapters: bool = False
     """True if it trains the adapters of `policy.lora`"""
@@ -80,6 +80,7 @@ class Backend:
             raise UserError(
                 f"{role.section or role.name}.lora.base: {role.lora.base} only with train={able}, without tp, pp and ep"
             )
+        # `find_spec` does not import: peft would import torch.
         if role.lora.rank and importlib.util.find_spec("peft") is None:
             raise UserError(
                 f"{role.section or role.name}.lora.rank: peft is not installed here; pip install 'spmd-rl[lora]'"

@@ -23,6 +23,7 @@ def describe_batch(
 ) -> list[tuple[str, str]]:
     """Return the arithmetic of a step as names and texts."""
     samples = rollout.prompts_per_step * rollout.answers_per_prompt
+    # Training and generation may use different ranks, so shards and replicas are counted apart.
     ranks, turns = Placement.of(placement, world_size()), has_turns(rollout, plays=env is not None)
     shards, replicas = max(1, len(ranks.train) // train.ranks_per_shard), max(1, len(ranks.generate) // engine.tp)
     running, epochs = replicas * engine.max_running, algorithm.sample_epochs if algorithm else 1

@@ -59,8 +59,10 @@ def _yaml(value: Any) -> str:
 def field_docs(section: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass, its own or inherited, as one line."""
     docs: dict[str, str] = {}
+    # Later bases first, so that earlier ones override them, as in Python's attribute lookup.
     for base in reversed(section.__bases__):
         docs |= field_docs(base) if is_dataclass(base) else {}
+    # Python keeps no docstrings of attributes, so they are read from the source.
     body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body  # type: ignore[attr-defined]
     for field, text in pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):

@@ -111,6 +111,7 @@ class EngineFacts:
 
     def check_model(self, key: str, folder: Path, name: str) -> None:
         """Raise a UserError if this engine, called `name`, cannot run the attention of the model in `folder`."""
+        # From `config.json` alone, before the weights are fetched.
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         kind = config.get("model_type")
         if has_windows(config) and not self.sliding_windows:

@@ -19,7 +19,7 @@ UNLIKE = 0.5
 """Similarity below which no known key is suggested."""
 
 PLACEHOLDERS = {"reward": {"<domain>": {}}, "env": {"<tag>": {}}, "teacher": {"<domain>": {}}}
-"""Placeholders of inline entries"""
+"""Placeholders for the names of inline entries"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,8 @@ def check_keys(values: Mapping[str, Any], schema: type, pipelines: Mapping[str, 
     check(values, schema, "")
     if unknown:
         own = [leaf.key for leaf in leaves(schema, values)]
-        first_last = reversed(list(pipelines.items()))  # the first that has a key is the one that is named
+        # Reversed, so that the error names the first pipeline that has the key.
+        first_last = reversed(list(pipelines.items()))
         others = {leaf.key: name for name, other in first_last for leaf in leaves(other, values)}
         hints = {
             key: f"python -m spmd_rl.{others[key]} has it" if key in others else _hint(key, own) for key in unknown

@@ -209,7 +209,7 @@ def hint(key: str) -> str | None:
         if name in ABSENT:
             return f"there is no such setting: {ABSENT[name]}"
     # The section alone decides in `optim.betas` or `lora.rank`.
-    for section in parts[:-1]:  # `optim.betas`, `lora.rank`: the section says enough
+    for section in parts[:-1]:
         if section in ABSENT:
             return f"there is no such setting: {ABSENT[section]}"
     return None

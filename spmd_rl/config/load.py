@@ -147,6 +147,7 @@ def compose(
         config_name = pipeline
     added = (GROUP_WITHOUT_DEFAULT,) if config_name else tuple(groups)
     try:
+        # The Compose API leaves the working directory and logging alone, unlike `hydra.main`.
         with initialize_config_dir(str(primary), version_base="1.3"):
             lines = [normalize_override(line, groups, added) for line in overrides]
             values = hydra_compose(config_name, overrides=[*searched, *lines])
@@ -168,6 +169,7 @@ def compose(
     with open_dict(values):
         values.pop("about", None)
     said = {line.lstrip("+").partition("=")[0] for line in overrides}
+    # A YAML file may come from another person; running code needs the user's own word.
     if OmegaConf.select(values, REMOTE_CODE) and REMOTE_CODE not in said:
         raise UserError(f"{REMOTE_CODE}: a YAML file turns it on, which others may have written; say it on the line")
     schema = PIPELINES.get(pipeline)

@@ -78,8 +78,7 @@ def main(
         if asked.help:
             return say(help_text(pipeline, schema, run, asked))
         if shows := asked.cfg or asked.dry_run or asked.plan:
-            # A preview writes nothing, not even its error.
-            exit_.folder = None
+            exit_.folder = None  # a preview writes nothing, not even its error
         cfg = load(pipeline, schema, asked.overrides, asked.config_dir, asked.config_name)
         if asked.cfg:
             return say(to_yaml(to_dict(cfg)))
@@ -103,8 +102,7 @@ def main(
         exit_.start()
         fetch_models(cfg.roles)
         run(cfg)
-        # Otherwise the interpreter searches torch's modules for cycles on exit, for a second or more.
-        gc.freeze()
+        gc.freeze()  # or the interpreter searches torch's modules for cycles on exit, for a second or more
     except KeyboardInterrupt:
         exit_.leave(130, "interrupted" if rank() == 0 else "")
     except UserError as error:
@@ -166,6 +164,7 @@ class Exit:
         """
         line, report = printable(" ".join(line.split())), printable(report)
         if not self.started and local_rank() != 0:
+            # All ranks of a node make the same mistake; local rank 0 prints it once, and torchrun ends the others.
             time.sleep(GRACE_SECONDS)
         tell_torchrun(report if printed else f"error: {line}")
         first = self.folder is None or record(self.folder, line, "" if printed else report)
@@ -208,11 +207,13 @@ def record(folder: Path, line: str, report: str = "") -> bool:
         except FileExistsError:
             if fresh(path):
                 return path.read_text().partition("\n")[0] != line
+            # The file is from an earlier start, so this rank is the first of this one.
             os.replace(draft, path)
         finally:
             draft.unlink(missing_ok=True)
     except OSError:
-        pass  # nowhere to write: the line on stderr must do
+        # Without a writable directory the line on stderr must do.
+        pass
     return True
 
 
@@ -277,7 +278,8 @@ def parse(pipeline: str, schema: type, argv: Sequence[str]) -> argparse.Namespac
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--plan", action="store_true")
-    parser.add_argument("--resolve", action="store_true")  # what --cfg prints is always resolved
+    # Hydra's users pass --resolve; the output of --cfg is always resolved.
+    parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--multirun", "-m", action="store_true")

@@ -56,6 +56,7 @@ def check_weights(key: str, folder: Path) -> None:
     """Raise a `UserError` that names the setting `key` if a safetensors file of a directory is cut off or damaged."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
+            # Opening a file checks its header against its size, which finds interrupted downloads.
             list(shapes(path))
             fault = "" if _is_written(path) else "nothing was ever written behind its first mebibyte"
         except (OSError, SafetensorError) as error:
@@ -75,7 +76,7 @@ def shapes(path: Path) -> Iterator[list[int]]:
 
 
 def _is_written(path: Path) -> bool:
-    """Return True unless only a hole follows the first mebibyte; True if the file system cannot tell."""
+    """Return True unless only a hole follows the first mebibyte; also if the file system does not report holes."""
     # An interrupted download with preallocation leaves a file of full size that is mostly a hole.
     if (size := path.stat().st_size) <= WRITTEN_BYTES:
         return True

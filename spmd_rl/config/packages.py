@@ -28,6 +28,7 @@ def requirements() -> Iterator[Requirement]:
             lines = metadata.requires("spmd-rl") or []
     for line in lines:
         requirement = Requirement(line)
+        # Requirements of the extra `test` evaluate to true, and are skipped.
         if requirement.marker is None or not requirement.marker.evaluate({"extra": "test"}):
             yield requirement
 

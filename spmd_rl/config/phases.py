@@ -25,6 +25,7 @@ def phase(text: str, speaks: bool | None = None) -> Iterator[None]:
     """
     wait = max(LEAST_SECONDS, BEGAN + QUIET_SECONDS - time.monotonic())
     timer = threading.Timer(wait, tell, (f"{text} ...",))
+    # A daemon, so that a pending line never delays the exit.
     timer.daemon = True
     if rank() == 0 if speaks is None else speaks:
         timer.start()

@@ -16,7 +16,7 @@ class Placement:
     """The tasks of a job's ranks."""
 
     train: tuple[int, ...]
-    """training ranks, ascending"""
+    """numbers of the training ranks, ascending"""
     generate: tuple[int, ...]
     """generator ranks, ascending; the training ranks if placement is colocated, all with `lent`"""
     frozen: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -96,6 +96,7 @@ def _ranks(
         count = round(float(share[1]) / 100 * len(among))
         if not 0 < count < len(among):
             raise UserError(f"placement.{key}: {text} of {len(among)} ranks is {count}; each side needs one")
+        # From opposite ends, so that two shares do not overlap.
         return among[:count] if key == "train" else among[-count:]
     like = "ranks as 0-3 or 0,2,4-7, or a share as 25%"
     return tuple(numbers_in(f"placement.{key}", text, len(everyone), "rank", like))

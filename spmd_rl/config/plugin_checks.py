@@ -112,6 +112,7 @@ def _check_plugins(what: str, plugins: list[PluginSetting], workers: Mapping[str
             f"{largest}: {workers[largest]} (all {what}: {total}) is too many for the {cores} cores of "
             f"this machine: at most {most} processes"
         )
+    # Once per node: each rank would import and build the same plug-ins at the same time.
     if local_rank() == 0:
         build_plugins(plugins)
 

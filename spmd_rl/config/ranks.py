@@ -104,6 +104,7 @@ def deal_layers(section: str, num_layers: int, num_stages: int, vpp: int = 1) ->
             f"layers; at most {most}"
         )
     counts, costs = [1] * num_chunks, [1] * num_chunks
+    # The input embedding counts as a layer of the first chunk, the output embedding as one of the last.
     costs[0] += 1
     costs[-1] += 1
     for _ in range(num_layers - num_chunks):

@@ -22,6 +22,7 @@ def about_samples(
 ) -> dict[str, Any]:
     """Return the properties of all samples under these settings that training relies on."""
     return {
+        # Samples hold token ids, which mean nothing in another vocabulary.
         "the vocabulary of policy.model": digest(model_folder(policy.model)),
         "rollout.answers_per_prompt": rollout.answers_per_prompt,
         "rollout.temperature": rollout.temperature,

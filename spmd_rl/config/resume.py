@@ -70,7 +70,8 @@ def continue_run(cfg: Any, pipeline: str) -> list[str]:
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys that differ, among those that count."""
     counted = [key for key in (*identity(now), *identity(then)) if key not in ("steps", "epochs")]
-    horizon = "epochs" if now.get("epochs") else "steps"  # which follows from the other
+    # `steps` follows from `epochs` if these are given, so only one of them is compared.
+    horizon = "epochs" if now.get("epochs") else "steps"
     tuned = [key for key in now if key == horizon or key.startswith("eval.")]
     for key in dict.fromkeys([*counted, *tuned]):
         if then.get(key) != now.get(key):
@@ -87,7 +88,8 @@ def _refusal(key: str, then: Mapping[str, Any], now: Mapping[str, Any], folder: 
     if not latest.exists():
         return line + "or choose another run.dir"
     checkpoint = latest.with_name(latest.read_text(encoding="utf-8").strip())
-    if key.startswith(("data.", "policy.model")):  # a checkpoint counts the prompts of its own data
+    # A checkpoint counts the prompts of its own data, so other data needs a new run from its weights.
+    if key.startswith(("data.", "policy.model")):
         return line + f"or begin another run with its weights: policy.model={checkpoint}/hf run.dir=NEW"
     return line + f"or begin another run where it stands: checkpoint.resume={checkpoint} run.dir=NEW"
 

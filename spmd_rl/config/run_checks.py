@@ -57,6 +57,7 @@ def check_writable(folder: Path) -> None:
 
 def check_wandb(track: TrackConfig) -> None:
     """Check that `track.wandb=online` finds a key; wandb itself would ask for one, or wait for twenty seconds."""
+    # Only rank 0 logs to trackers.
     if track.wandb != "online" or rank() != 0 or any(os.environ.get(name) for name in WANDB_KEYS):
         return
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname

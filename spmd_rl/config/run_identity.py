@@ -130,6 +130,7 @@ def write_config(cfg: Any, directory: str | Path, pipeline: str) -> None:
         about["until"] = until
     path = Path(directory) / CONFIG_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A rename shows the file completely or not at all.
     draft = path.with_suffix(".tmp")
     draft.write_text(to_yaml({**to_dict(cfg), "about": about}))
     os.replace(draft, path)
@@ -146,7 +147,7 @@ def _until(cfg: Any, directory: Path) -> list[dict[str, Any]]:
     step, now, then = int(digits[0]), identity(to_dict(cfg)), identity(saved)
     changed = {key: then[key] for key in then if key in now and then[key] != now[key]}
     # A start that trained nothing is between the two.
-    if until and until[-1]["step"] == step:  # a start that trained nothing lies between
+    if until and until[-1]["step"] == step:
         changed |= until.pop()["settings"]
     changed = {key: value for key, value in changed.items() if now.get(key) != value}
     return [*until, {"step": step, "settings": changed}] if changed else until

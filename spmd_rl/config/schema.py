@@ -137,6 +137,7 @@ class RlConfig(PipelineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # A replay has no engine that could answer held-out prompts.
         if self.rollout.replay:
             self.eval.every = 0
         if self.publish.probe_every is None:

@@ -33,6 +33,7 @@ class RowsPipelineConfig(PipelineConfig):
         """
         if self.epochs is None:
             return None
+        # A part of an epoch ends within a step, so rows are counted, not steps.
         total = max(1, round(self.epochs * num_rows))
         self.steps = -(-total // self.data.rows_per_step)
         return total

@@ -156,7 +156,8 @@ IDLE = (
 def unread_algorithm_keys(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     """Yield each key of `algorithm` that none of the chosen functions reads, with the reason."""
     for choice, known in (("advantage", ADVANTAGES), ("loss", LOSSES), ("loss", CHOICES), ("loss_agg", LOSS_AGGS)):
-        for key in {key for keys in known.values() for key in keys} - {"gamma", "pass_score"}:  # read elsewhere too
+        # `gamma` and `pass_score` are read by other functions too.
+        for key in {key for keys in known.values() for key in keys} - {"gamma", "pass_score"}:
             readers = [name for name, keys in known.items() if key in keys]
             if choice != "loss_agg" and is_own(algorithm, choice) and key in parameters(algorithm, choice):
                 continue

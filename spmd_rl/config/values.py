@@ -22,6 +22,7 @@ def one_of(section: Any, **known: Sequence[str]) -> None:
     """
     for key, names in known.items():
         value = getattr(section, key)
+        # OmegaConf converts the boolean of a str field to `False` or `True`.
         if (word := {"False": "off", "True": "on"}.get(value)) in names:
             setattr(section, key, value := word)
         if value is not None and value not in names:

@@ -12,6 +12,7 @@ def difference(one: Path, other: Path) -> str:
     if one == other or not all(file.is_file() for file in files):
         return _sizes(one, other)
     texts = [file.read_bytes() for file in files]
+    # Equal files need no parsing.
     mine, theirs = ({}, {}) if texts[0] == texts[1] else map(_tokens, texts)
     odd = sorted(number for number in mine.keys() | theirs.keys() if mine.get(number) != theirs.get(number))
     if not odd:

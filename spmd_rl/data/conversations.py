@@ -111,7 +111,7 @@ def _pair(data: dict[str, Any], cfg: SourcesConfig) -> tuple[Conversation, Conve
         return chosen, rejected
     texts = [take_text(data, side) for side in SIDES]
     # Only whole words are shared: a tokenizer may merge letters across a cut within a word.
-    shared = len(re.match(r"(?:.*(?=\s))?", texts[0][: _shared(*texts)], re.DOTALL)[0])  # whole words
+    shared = len(re.match(r"(?:.*(?=\s))?", texts[0][: _shared(*texts)], re.DOTALL)[0])
     chosen, rejected = (
         Conversation((Message("user", text[:shared]), Message("assistant", text[shared:])), 1, is_plain=True)
         for text in texts

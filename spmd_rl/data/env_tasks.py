@@ -46,6 +46,7 @@ class EnvTasks:
         return _task(tag, counter_seed(seed, "env", "demonstration", tag, index) % (1 << SEED_BITS), False)
 
     def _held_out(self, tag: str, index: int) -> Prompt:
+        # The highest bit keeps held-out seeds apart from training seeds.
         return _task(tag, (1 << SEED_BITS) + counter_seed("env", "eval", tag, index) % (1 << SEED_BITS), True)
 
     def fingerprint(self) -> str:

@@ -38,6 +38,7 @@ def _load(source: HubDataset, split: str, name: str, key: str) -> Any:
             "pip install 'spmd-rl[data]'"
         ) from None
     if not sys.stderr.isatty():
+        # Progress bars fill log files with control characters.
         datasets.disable_progress_bars()
     try:
         return datasets.load_dataset(source.repo, source.config, split=split, revision=source.revision)

@@ -34,6 +34,7 @@ def read_judge(data: dict[str, Any]) -> str:
     name, cases = next(((name, cases) for name, cases in found if cases is not None), ("", None))
     if cases is None:
         return ""
+    # A row has one `test_case_function`, so its tests must agree on it.
     functions = {case.get("fn_name") or "" for case in cases}
     if len(functions) > 1:
         raise BrokenRow(f"`{name}` calls more than one function")

@@ -28,6 +28,7 @@ class Mix:
         """Take relative shares, at least one above 0, from settings key `key`. UserError if their period exceeds
         `MAX_PERIOD` tickets.
         """
+        # Fractions: floats such as 0.1 would have no common period.
         exact = {domain: Fraction(str(share)) for domain, share in sorted(shares.items()) if share > 0}
         assert exact, "no share is above 0"
         scaled = {domain: share / sum(exact.values()) for domain, share in exact.items()}

@@ -73,7 +73,8 @@ class Prompts:
                 tell(f"data.{key}: \\n is read as a line break")
         rows = list(_read(cfg.train, "data.train", cfg)) if cfg.train and (trains or not cfg.eval) else []
         eval_rows = list(_read(cfg.eval, "data.eval", cfg)) if cfg.eval else []
-        if trains or not (cfg.train and cfg.eval):  # else settings may be about rows that are not read
+        # Otherwise settings may refer to rows that are not read.
+        if trains or not (cfg.train and cfg.eval):
             _check_names([*rows, *eval_rows], cfg)
         train = _distinct(rows)
         held_out = [(_content(row), row) for row in eval_rows]
@@ -178,6 +179,7 @@ def with_line_breaks(text: str) -> str:
 
 def is_held_out(content: str, holdout: float) -> bool:
     """Return True if a content id falls into the held-out share; the same in every run."""
+    # By content: a row stays on its side if the dataset grows or is reordered.
     return int(content[:16], 16) < holdout * 2**64
 
 

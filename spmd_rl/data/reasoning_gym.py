@@ -26,14 +26,16 @@ def generate(task: str, size: int, seed: int, args: Mapping[str, Any], key: str)
         entry = plain(item)
         if index == 0:
             _check_scorer(dataset, task, item, entry, key)
-        truth = "" if item["answer"] is None else str(item["answer"])  # None: more than one answer is right
+        # None means that several answers are right.
+        truth = "" if item["answer"] is None else str(item["answer"])
         yield Record(
             f"{GENERATORS}{task}[{index}]", item["question"], truth, DOMAIN, None, {"task": task, "entry": entry}
         )
 
 
 def _create(task: str, size: int, seed: int, args: Mapping[str, Any], key: str) -> Any:
-    import reasoning_gym  # takes a second, so only where it is needed
+    # The import takes a second, so it happens only on demand.
+    import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
@@ -47,7 +49,8 @@ def _create(task: str, size: int, seed: int, args: Mapping[str, Any], key: str) 
             raise UserError(f"data.args.{name}: {task} has no such parameter; it has {', '.join(sorted(known))}")
     try:
         return reasoning_gym.create_dataset(task, size=size, seed=seed, **args)
-    except (AssertionError, TypeError, ValueError) as error:  # its own checks are asserts
+    # reasoning-gym's own checks are asserts.
+    except (AssertionError, TypeError, ValueError) as error:
         raise UserError(f"data.args: {task} refuses {dict(args)}: {error or 'a failed check of its own'}") from error
 
 

@@ -161,7 +161,8 @@ class Examples:
     def _read(self, source: str | None, key: str, cfg: SourcesConfig, parse: Parse, holdout: float) -> None:
         """Add the rows of a source; the share `holdout`, by content, is held out."""
         for name in sources(source):
-            path, files = Path(name).expanduser(), [{}, {}]  # by store: the numbers of the file and of a temporary one
+            # For each store, the numbers of its file and of a temporary one.
+            path, files = Path(name).expanduser(), [{}, {}]
             for where, record, offset in _records(name, path, key, cfg):
                 try:
                     parse(record)

@@ -168,6 +168,7 @@ def _ground_truth(data: dict[str, Any], columns: Mapping[str, str | None], there
     value = data[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value in (math.inf, -math.inf):
         raise BrokenRow(f"`{name}` is {kind(value)}, not text or a number")
+    # NaN is the only value that differs from itself.
     if value != value:
         raise BrokenRow(f"`{name}` is {kind(value)}: leave the row out")
     text = encodable(value if isinstance(value, str) else spelled(value), name)

@@ -24,4 +24,5 @@ def _encode(part: int | str) -> str:
         text = str(part)
         return f"i{len(text)}:{text},"
     assert type(part) is str, f"counter_seed takes int and str, not {part!r}"
-    return f"s{len(part.encode())}:{part},"  # the length of its UTF-8
+    # The length is that of the UTF-8 bytes.
+    return f"s{len(part.encode())}:{part},"

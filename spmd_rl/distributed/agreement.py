@@ -45,6 +45,7 @@ def agree_on_start(world: World, cfg: Any, data: Mapping[str, Sequence[Any]]) ->
     if not lines:
         lines = [_rows(name, theirs) for name, theirs in _gathered(world, rows).items() if theirs[1:] != theirs[:-1]]
     more = f"; and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
+    # All ranks have gathered the same values, so all raise the same error.
     raise Disagreement("; ".join(lines[:NAMED]) + more)
 
 

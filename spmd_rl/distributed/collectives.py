@@ -21,7 +21,8 @@ from spmd_rl.base.errors import RunFailed
 Meeting = Callable[[str], AbstractContextManager[int]]
 Reduction = Literal["sum", "max", "mean"]
 
-_HEAD = struct.Struct("<q64s")  # sequence number, name
+# Head of a record: sequence number and name.
+_HEAD = struct.Struct("<q64s")
 _LENGTH = struct.Struct("<Q")
 _FRAME = 1024
 """Size of a record, in bytes, up to which one all-gather suffices; longer ones need a second."""
@@ -79,7 +80,7 @@ class Collectives:
         odd = [rank for rank, digest in enumerate(digests) if digest != common]
         if odd:
             # All ranks compare the same digests, so all of them reach this second gather, or none.
-            shown = self.gather(name, _Brief().repr(value))  # all ranks see the same digests, and come here
+            shown = self.gather(name, _Brief().repr(value))
             found, expected = shown[odd[0]], shown[digests.index(common)]
             raise RunFailed(f"{name}: ranks {odd} differ from the others: {found} instead of {expected}")
 
@@ -128,6 +129,7 @@ def _digest(value: Any) -> bytes:
 def _gather(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
     """[all] Return the payload of each rank, by rank, in one operation if all fit a frame."""
     inline = _FRAME - _LENGTH.size
+    # One fixed-size operation for short records: a first exchange of sizes would double the latency.
     frames = _all_gather(group, _LENGTH.pack(len(payload)) + payload[:inline], _FRAME)
     lengths = [_LENGTH.unpack_from(frame)[0] for frame in frames]
     if max(lengths) <= inline:

@@ -40,7 +40,7 @@ def _has_large_gpu() -> bool:
     sizes = []
     for path in (ROOT / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
         # Devices that were not assigned to this container or job are unreadable.
-        with suppress(OSError):  # a device that this container or job was not given
+        with suppress(OSError):
             sizes += re.findall(r"^simd_count (\d+)$", path.read_text(), re.MULTILINE)
     return not sizes or max(map(int, sizes)) > INTEGRATED_SIMDS
 

@@ -34,6 +34,7 @@ class Heartbeats:
         """Publish this rank's position; return the total progress of all ranks since the start."""
         journal = self._journal
         self._store.set(f"beat/{self.me.rank}", msgspec.msgpack.encode(self.own_heartbeat().state))
+        # A rank that may be slow counts as progress, so that no watchdog sees a stall.
         journal.progress += journal.excused()
         progress = journal.progress
         increment, self._reported = progress - self._reported, progress

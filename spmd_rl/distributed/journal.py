@@ -90,7 +90,7 @@ class Journal:
                 watcher.exit(name)
             self._write("exit", phase=name)
             # Charged after the write, so that the phase pays for its own lines.
-            self._charge()  # what it takes to write this is the phase's too
+            self._charge()
             left = self._phases.pop()
             assert left == name, f"phase {left} left as {name}: phases of two tasks were interleaved"
 
@@ -109,6 +109,7 @@ class Journal:
         self.inside = call
         if written:
             self.last = call
+            # Before the call: after a hang the file must show the collective that was entered.
             self.note("collective", phase=self.phase_name, name=name, seq=call.number, kind=kind)
         try:
             yield call.number
@@ -207,7 +208,7 @@ class Journal:
                 raise
 
     def close(self) -> None:
-        """Close the journal's file."""
+        """Close the file of this journal."""
         os.close(self._fd)
 
     def _charge(self) -> None:

@@ -59,6 +59,7 @@ class DataShard:
 
         The other ranks' values are ignored, but their keys must be the same: else RunFailed.
         """
+        # All ranks of a block hold the same shard: without it each shard would count several times.
         counted = values if self.is_leader else dict.fromkeys(values, _NEUTRAL[op])
         reduced = self._world.reduce(name, counted, "max" if op == "max" else "sum")  # [all]
         return {key: value / self.size for key, value in reduced.items()} if op == "mean" else reduced

@@ -116,8 +116,9 @@ def _join(me: Membership) -> Rendezvous:
         store = dist.HashStore()
         # gloo opens a listening socket even for one rank; on `lo` it is not reachable from other machines.
         if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo listens even alone: not beyond this machine
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     nonce = _agree_on_nonce(store, me.rank, me.size)
+    # Keys of an earlier start in the same store, addresses of the dead included, stay out of sight.
     store = dist.PrefixStore(nonce, store)
     backend = host_backend(me)
     if me.device.type != "cpu":

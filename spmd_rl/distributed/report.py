@@ -96,6 +96,7 @@ def _awaited(live: Sequence[Heartbeat], everyone: Sequence[int]) -> CollectiveCa
 
     candidates = [call for call in calls.values() if dead & missing(call)] or [*calls.values()]
     ends = [call for call in candidates if not missing(call) & calls.keys()]
+    # A collective of several ranks says more about the missing one than a single rank's wait.
     return _most_common([call for call in ends if len(call.ranks) != 1] or ends or candidates)
 
 

@@ -30,7 +30,8 @@ ALIGNMENT = 64
 _SEMAPHORE_BYTES = 64
 _LEAST_BYTES = 1 << 16
 _POLL_SECONDS = 0.02
-_FIELDS = 3  # of what a rank reports about its file, for each half: how many files it had before, descriptor, bytes
+# Numbers that a rank reports about its file, for each half: earlier files, descriptor, bytes.
+_FIELDS = 3
 
 
 class _Timespec(ctypes.Structure):
@@ -124,7 +125,7 @@ class SharedMemory:
         self._said[self._turn % 2, self._rank] = self._num_files, -1 if self._fd is None else self._fd, self._capacity
         self._semaphores.meet()  # [all]
         # All ranks have arrived here, hence have finished reading the smaller file.
-        for fd in self._outgrown:  # all have come here, and have done with what was in it
+        for fd in self._outgrown:
             os.close(fd)
         self._outgrown.clear()
 
@@ -144,6 +145,7 @@ class SharedMemory:
         self._outgrown, self._fd = [], None
 
     def _grow(self, need: int) -> None:
+        # Powers of two, so that growing sizes need few files.
         capacity = max(_LEAST_BYTES, 1 << (need - 1).bit_length())
         if self._fd is not None:
             self._outgrown.append(self._fd)

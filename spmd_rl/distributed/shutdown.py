@@ -61,7 +61,8 @@ class Shutdown:
             found = self._store.compare_set(_KEY, "", msgspec.msgpack.encode(end))
             return msgspec.msgpack.decode(found, type=End)
 
-        return _within(_STORE_SECONDS, write, end)  # without a store the other ranks know anyway
+        # Without a store the other ranks notice by themselves.
+        return _within(_STORE_SECONDS, write, end)
 
     def announced(self) -> End | None:
         """Return the announced reason for the end of the run, if any."""
@@ -92,7 +93,8 @@ class Shutdown:
             self._journal.note("error", text=text)
         if code:
             tell_torchrun(text)
-        failing = end.rank if end and end.kind == "error" else None  # it unwinds by itself
+        # The failed rank unwinds by itself, and is not killed.
+        failing = end.rank if end and end.kind == "error" else None
         peers = [peer for peer in self._heartbeats.local_peers() if peer.rank != failing]
         live = _within(_STORE_SECONDS, lambda: self._heartbeats.live(peers), {peer.rank for peer in peers})
         if end and end.kind == "stall":
@@ -132,6 +134,7 @@ def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
 def print_error(text: str) -> None:
     """Write directly to stderr: a hanging thread may hold the lock of `sys.stderr`."""
     with contextlib.suppress(OSError):
+        # One system call below Python's buffered stream.
         os.write(2, (printable(text) + "\n").encode())
 
 

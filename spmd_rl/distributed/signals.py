@@ -22,6 +22,7 @@ class SignalThread:
         """Install the handlers. Main thread only."""
         self._signals, self._act = frozenset(signals), act
         self._read, self._write = os.pipe()
+        # `set_wakeup_fd` requires it: the C-level handler must never block.
         os.set_blocking(self._write, False)
         self._handlers = {signum: signal.signal(signum, _leave_it_to_the_pipe) for signum in self._signals}
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)

@@ -94,7 +94,8 @@ class Supervisor:
         # Destructors may hang while the interpreter exits, and would delay the other ranks.
         else:
             faulthandler.dump_traceback_later(_UNWIND_SECONDS, exit=True)
-        if gone and isinstance(error, Exception):  # which explains more than where we noticed
+        # A killed rank explains more than the connection that broke here.
+        if gone and isinstance(error, Exception):
             raise RunFailed(text, "".join(traceback.format_exception(error))) from error
 
     def _killed_ranks(self, seconds: float = 0.1) -> str:

@@ -34,6 +34,7 @@ class WaitMessage:
         now = time.monotonic()
         if self._since is None:
             self._since, self._next = now, now + self._first
+            # A class attribute: `PhaseReporter` asks whether any wait is open in this process.
             WaitMessage.is_open = True
         if now >= self._next and not self._silent:
             self._next = now + self._every

@@ -64,6 +64,7 @@ class Watchdog:
             if self._stopped.wait(self._tick_seconds):
                 return
             now = time.monotonic()
+            # At most two ticks count: after a stop of this process the store had no chance to answer.
             silent += min(now - looked, 2 * self._tick_seconds)
             if answered != self._answered:
                 answered, silent = self._answered, 0.0

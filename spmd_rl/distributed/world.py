@@ -70,7 +70,7 @@ class World(Collectives):
         self.journal = journal
         sockets = Path(tempfile.gettempdir()) / f"spmd-rl-{rendezvous.nonce}-{me.node}"
         # torchrun numbers the ranks of a machine consecutively.
-        first = me.rank - me.local_rank  # the ranks of a machine are numbered one after another
+        first = me.rank - me.local_rank
         before = sum(first <= rank < me.rank for rank in self.ranks)
         self.node = Node(me.rank, before, f"ipc://{sockets}/host")
         self._callbacks: list[Callable[[], None]] = []
@@ -86,6 +86,7 @@ class World(Collectives):
         """
         me = membership()
         if me.launched:
+            # torchrun's agent may be killed: its ranks must not survive and hold their devices.
             die_with_parent()
         if me.device.type == "cpu":
             _add_in_order()
@@ -184,6 +185,7 @@ class World(Collectives):
         data from which those numbers follow, equal on all ranks (see `agree`), like the bytes of a row: else RunFailed
         on all ranks, before any row is read.
         """
+        # An all-to-all with sizes that differ would hang or read foreign bytes.
         self.agree(name, [rows.shape[1], agreed])  # [all]
         assert len(rows) == sum(sent), "other rows than was agreed"
         if self.size == 1:

@@ -53,6 +53,7 @@ class Lane:
     def points(self, key: str) -> tuple[list[Point], list[Point], list[Point]]:
         """Return mean, minimum and maximum of a metric at the steps that all runs have."""
         by_run = [dict(run.series(key)) for run in self.runs]
+        # A mean over fewer seeds at later steps would jump where a run ends.
         steps = sorted(set.intersection(*map(set, by_run)))
         values = [[run[step] for run in by_run] for step in steps]
         mean, low, high = ([(s, of(v)) for s, v in zip(steps, values, strict=True)] for of in (fmean, min, max))
@@ -216,6 +217,7 @@ def main(arguments: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         tell(f"error: {reason(error)}")
         return 2
+    # Piped output has no width of its own, and rich would cut it at 80 columns.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     drawn = [key for key in TABLE_KEYS if any(lane.points(key)[0] for lane in found)]
     console.print(table(found, asked.keys or drawn or keys[:1]))

@@ -62,7 +62,7 @@ def open_checkpoint(directory: Path, run: dict[str, Any], model: str | None, tru
         complete = Manifest.read(directory)
         for name, entry in complete.files.items():
             # The export is not read.
-            if not name.startswith(f"{EXPORT}/"):  # which is not read
+            if not name.startswith(f"{EXPORT}/"):
                 manifest.check_file(directory / name, name, entry.hash)
     except TornCheckpoint as torn:
         raise UserError(f"{directory} is torn, or no checkpoint: {torn}") from torn
@@ -77,7 +77,7 @@ def open_checkpoint(directory: Path, run: dict[str, Any], model: str | None, tru
     held = dict(built.named_parameters()) | saved_buffers(built, saved, parts)
     if SCALING in saved.tensors:
         # Opening them checks that the adapters belong to this model.
-        AdaptedFiles(folder, saved, parts, torch.float32)  # says whether it is another model
+        AdaptedFiles(folder, saved, parts, torch.float32)
         return Checkpoint(directory, complete, saved, built, folder)
     ours = {MODEL + part.name: tuple(part.of(p).shape) for name, p in held.items() for part in parts[name]}
     theirs = {name: whole.size for name, whole in saved.tensors.items() if name.startswith(MODEL)}
@@ -133,6 +133,7 @@ def from_hf(weights_dir: Path, checkpoint: Checkpoint, out: Path) -> None:
     files, model, saved = WeightFiles(weights_dir), checkpoint.model, checkpoint.saved
     wanted, parts = checked_weights(model, files), stored_parts(model)
     tensors = dict(model.named_parameters()) | saved_buffers(model, saved, parts)
+    # AdamW's moments and the like, which the new weights do not replace.
     others = [name for name in saved.tensors if not name.startswith(MODEL)]
     order = [MODEL + part.name for name in tensors for part in parts[name]] + others
     keys = {name: key_of(name, [0] * len(saved.tensors[name].size)) for name in order}
@@ -152,9 +153,11 @@ def from_hf(weights_dir: Path, checkpoint: Checkpoint, out: Path) -> None:
             if name.split("/")[0] not in (ROLE, EXPORT):
                 (draft / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(checkpoint.directory / name, draft / name)
+        # The manifest comes last: it vouches only for files that are on the disk.
         for name in (written := manifest.list_files(draft)):
             manifest.flush(draft / name)
         entries = {name: manifest.hash_file(draft / name, lambda: None) for name in written}
+        # One rank wrote it; any number of ranks may load it.
         Manifest(checkpoint.manifest.step, 1, entries).write(draft)
 
 
@@ -169,6 +172,7 @@ def _new(out: Path) -> Iterator[Path]:
     """Yield a directory that becomes `out` when it is complete, and is removed otherwise."""
     if out.exists():
         raise UserError(f"{out} exists already")
+    # In the same directory, since a rename across file systems is no rename.
     draft = out.absolute().with_name(f".{out.name}.tmp")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -197,6 +201,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     asked = parser.parse_args(arguments)
     try:
+        # A checkpoint is in RUN_DIR/checkpoints, next to the run's config.yaml.
         run = saved_config(asked.checkpoint.absolute().parent.parent) or {}
         found = open_checkpoint(asked.checkpoint, run, asked.model, asked.trust_remote_code)
         if asked.way == "from-hf":

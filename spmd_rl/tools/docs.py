@@ -39,9 +39,7 @@ def _groups() -> Iterator[str]:
 def _pipeline(name: str) -> Iterator[str]:
     yield from (f"## `python -m spmd_rl.{name}`", "")
     schema = PIPELINES[name]
-    rows = sorted(
-        entries(schema, build(schema, compose(name))), key=lambda entry: "." in entry.key
-    )  # top level first; the sort is stable
+    rows = sorted(entries(schema, build(schema, compose(name))), key=lambda entry: "." in entry.key)
     for section, members in groupby(rows, key=lambda entry: entry.key.rpartition(".")[0].split(".")[0]):
         yield from (f"### `{section}.`" if section else "### Top level", "")
         yield from ("| key | type | default | meaning |", "|---|---|---|---|")

@@ -113,6 +113,7 @@ def without_torch() -> Iterator[None]:
 
 def _lengths(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[int]:
     """Return the lengths in tokens of prompts, or of a sample of them."""
+    # Rendering all prompts of a large dataset would take minutes.
     stride = math.ceil(len(prompts) / RENDERED)
     return [len(render_prompt(tokenizer, prompt)) for prompt in prompts[::stride]]
 
@@ -200,6 +201,7 @@ def _show_prompt(
     if len(answer_ids) > limit:
         lines.append(f"! this answer has {len(answer_ids)} tokens, more than rollout.max_new_tokens={limit}")
     if (read := tokenizer.decode(tokenizer.encode(answer))).strip() != answer.strip():
+        # Decoding drops special tokens, and a form made of them never reaches the reward.
         lines.append(f"! a reward reads this answer without its special tokens: {read!r:.200}")
     console.print()
     console.print(Text(printable(f"Prompt {prompt.id}, domain {prompt.domain}", lines=False), "bold"))

@@ -58,6 +58,7 @@ def show(cfg: AgenticConfig) -> None:
         more = f" (and {plural(len(failed) - 1, 'environment')} more)" if len(failed) > 1 else ""
         raise UserError(f"{error}{more}", error.report)
     for tag, reason in not_played.items():
+        # The warm-up would fail in its first step, for lack of demonstrations.
         if cfg.warmup.steps and reason:
             raise UserError(f"warmup.steps={cfg.warmup.steps}: env.{tag} shows nothing to learn from: {reason}")
 

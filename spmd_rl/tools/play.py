@@ -151,6 +151,7 @@ def run(argv: Sequence[str]) -> int:
         if not {"-h", "--help"}.isdisjoint(argv):
             print(f"usage: {program('play')} [play.policy=true] [play.env=TAG] [key=value ...]\n\n{__doc__}", end="")
             return 0
+        # The other words are settings of a run, which `play.*` are not.
         asked = parse("agentic", AgenticConfig, [word for word in argv if word.partition("=")[0] not in OWN])
         cfg = load("agentic", AgenticConfig, asked.overrides, asked.config_dir, asked.config_name)
         tag = _tag(cfg, own["play.env"])

@@ -193,12 +193,14 @@ def audit_apart(
         except UserError as error:
             say(json.dumps([str(error), error.report]))
 
+    # In a fork: a reward may exit, hang or kill its process, which the row before it explains.
     said, end = contained(work, MAX_SECONDS)
     place = f"reward.{domain}.target: {reward.target}"
     if end:
         raise UserError(f"{place}: {end} on {' '.join(said[-1:]) or 'its first row'}")
     if said[-1].startswith("["):
         raise UserError(*json.loads(said[-1]))
+    # Hexadecimal, since the pipe carries lines of text.
     return msgspec.msgpack.decode(bytes.fromhex(said[-1]), type=dict[str, Kind])
 
 

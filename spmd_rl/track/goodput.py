@@ -58,6 +58,7 @@ class Account:
     def add(self, line: Line) -> None:
         """Count the time from the previous line to this one."""
         before, self._last = self._last, line
+        # A clock that was set back must not make time negative.
         seconds = max(0.0, line.t - before.t) if before is not None else 0.0
         self.wall += seconds
         if line.event == "start":

@@ -63,6 +63,7 @@ footer{margin-top:44px;color:var(--soft);font-size:12.5px}
 """
 )
 
+# Samples are model output: the browser must not run or fetch anything in them.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 

@@ -30,6 +30,7 @@ def machine() -> str:
 def _launcher() -> list[str]:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ["python"]
+    # torchrun's own arguments are gone by now; they are reconstructed from its variables.
     local, total = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
     nodes = ["--nnodes", str(total // local)] if total > local else []
     return ["torchrun", *nodes, "--nproc-per-node", str(local)]

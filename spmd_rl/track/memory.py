@@ -37,6 +37,7 @@ class PhaseMemory:
         """Count the peak since the last event for each open phase."""
         peak = self._peak_of_late()
         for phase in self._open:
+            # Every open phase, since the peak of a phase includes nested ones.
             self._peaks[phase] = max(peak, self._peaks.get(phase, 0))
 
 

@@ -95,7 +95,8 @@ def footer(run_dir: Path, steps: int) -> str:
         lines.append(("checkpoint", str(last)))
         lines.append(("continue", f"the same command with steps= above {steps}"))
         if (last / "hf").is_dir():
-            ranks = "ForSequenceClassification" in (last / "hf" / "config.json").read_text()  # a reward model
+            # A reward model is loaded by another class of transformers.
+            ranks = "ForSequenceClassification" in (last / "hf" / "config.json").read_text()
             loader = f"AutoModelFor{'SequenceClassification' if ranks else 'CausalLM'}"
             lines.append(("load", f'transformers.{loader}.from_pretrained("{last / "hf"}")'))
     if (account := goodput.read(run_dir)).wall:

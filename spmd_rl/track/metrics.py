@@ -45,6 +45,7 @@ class MetricsFile:
     def append(self, step: int, values: Mapping[str, float | None]) -> None:
         """Write one line, in one system call, so that a reader never sees half of it."""
         line = msgspec.json.encode({"step": step} | dict(values)) + b"\n"
+        # Unbuffered append: a kill leaves at most whole lines.
         with open(self.path, "ab", buffering=0) as file:
             file.write(line)
 

@@ -46,6 +46,7 @@ class PhaseReporter:
                 if line := self.due(where()):
                     tell(line)
 
+        # A daemon thread, so that it never keeps the process from ending.
         threading.Thread(target=look, name="waits", daemon=True).start()
 
     def close(self) -> None:

@@ -49,6 +49,7 @@ def write_report(directory: Path, steps: Sequence[int] | None = None) -> Path:
     steps: those whose samples are shown; by default some, evenly spread over the run.
     """
     path = directory / "report.html"
+    # The name has process and thread: an exit callback may write the report at the same time.
     draft = path.with_name(f".report-{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         draft.write_text(render(read_run(directory), steps), encoding="utf-8")

@@ -20,6 +20,7 @@ def write_results(directory: Path, found: Mapping[str, Values], about: Mapping[s
     The numbers of an evaluation with another `about.key` are kept, in a file named by that key.
     """
     draft = (directory / RESULTS).with_suffix(".tmp")
+    # No earlier file, or an unreadable one, needs no backup.
     with suppress(OSError, msgspec.DecodeError):
         earlier = msgspec.json.decode((directory / RESULTS).read_bytes(), type=dict)
         if (key := earlier.get("key")) != about.get("key"):

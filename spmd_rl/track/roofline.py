@@ -77,6 +77,7 @@ class TokenCounts(NamedTuple):
         prompts = sampled = longest = 0
         attended = attended_by_prompts = 0.0
         for group in groups:
+            # The answers of a group share their prompt, which an engine can compute once.
             shared = max((prompt for prompt, _, _ in group), default=0)
             prompts += shared + sum(total - prompt - own for prompt, own, total in group)
             attended_by_prompts += shared * shared / 2

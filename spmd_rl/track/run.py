@@ -184,10 +184,12 @@ class Run:
         self._world.journal.set_step(step)
         if self._step_start is None:
             if self._world.rank == 0:
+                # A killed run may have written lines of steps that are repeated now.
                 self._truncate(step - 1, None)
                 settings = yaml.safe_load((self.directory / "config.yaml").read_text(encoding="utf-8"))
                 self._trackers = open_trackers(self._cfg.track, self.directory, self._id, step, settings)
-            self._world.journal.take_times()  # what came before the first step belongs to no step
+            # Time before the first step belongs to no step.
+            self._world.journal.take_times()
             self._memory.take()
             self._step_start = time.perf_counter()
 
@@ -232,7 +234,8 @@ class Run:
         """Add values derived from others of the line."""
         line = self.line
         line["system/overhead"] = line["time/coordination"] / line["time/total"]
-        if "warmup/loss" in line:  # the answers are demonstrations
+        # The answers of a warm-up step are demonstrations, not generated tokens.
+        if "warmup/loss" in line:
             del line["generated_tokens"]
         for counted, speed in (("tokens", "system/tps"), ("generated_tokens", "system/generated_tps")):
             if counted in line:

@@ -79,6 +79,7 @@ def best_and_worst(path: Path, count: int) -> Extremes | None:
         return None
     scores = [score for score, _, _ in scored]
     low, high = min(scores), max(scores)
+    # Samples with the lowest score are never best, unless all scores are equal.
     better = [row for row in scored if row[0] > low or low == high]
     worse = [row for row in scored if row[0] < high]
     best = heapq.nlargest(min(count, (len(scored) + 1) // 2), better)

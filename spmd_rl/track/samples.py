@@ -161,6 +161,7 @@ class SampleLog:
     def _merge(self, step: int, parts: Sequence[Path]) -> None:
         drafts, merged = [], list(parts)
         while len(merged) > 1 or not drafts:
+            # In passes: one file a rank would exceed the limit of open files in large jobs.
             some, merged = merged[:FILES_AT_ONCE], merged[FILES_AT_ONCE:]
             draft = self.root / f".{self._kind}-{step:06d}.merge-{len(drafts)}.tmp"
             with ExitStack() as stack, open(draft, "wb") as out:

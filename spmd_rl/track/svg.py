@@ -212,6 +212,7 @@ def duration(seconds: float) -> str:
 
 def text(x: float, y: float, words: str, anchor: str = "middle") -> str:
     """Draw a number or a short name."""
+    # Names come from settings and file names, and could hold markup.
     words = escape(printable(words, lines=False))
     return f'<text class="num" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{words}</text>'
 

@@ -134,6 +134,7 @@ def _tail(path: Path) -> list[dict[str, Any]]:
         file.seek(max(0, size - _TAIL_BYTES))
         lines = file.read().split(b"\n")
     events: list[dict[str, Any]] = []
+    # The first line is cut unless the file begins here; the last is empty or incomplete.
     for line in lines[int(size > _TAIL_BYTES) : -1]:
         # A line may be truncated by a full disk or a kill.
         with suppress(msgspec.DecodeError):

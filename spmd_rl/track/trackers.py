@@ -78,6 +78,7 @@ def tensorboard(run_dir: Path, first_step: int) -> Tracker:
     """Open TensorBoard event files; a resume hides what an earlier process wrote from its first step on."""
     from torch.utils.tensorboard import SummaryWriter
 
+    # `purge_step` hides events of steps that a resumed run repeats.
     writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
     def log(step: int, values: Mapping[str, float]) -> None:

@@ -81,6 +81,7 @@ class Message(Struct, frozen=True, gc=False, omit_defaults=True):
     def saying(self, content: str) -> "Message":
         """Return a message of the same speaker that says `content` and nothing else."""
         about = {name: value for name, value in self.others.items() if name in SPEAKER_FIELDS}
+        # Tool calls and reasoning belong to the old content.
         return replace(self, content=content).with_fields(about)
 
     @property
@@ -290,7 +291,8 @@ class Verdict(Struct, frozen=True, gc=False):
             answer = str(found.get("answer", ""))
             parts = {str(k): float(v) for k, v in found.items() if k != "score" and hasattr(v, "__float__")}
             found = found["score"]
-        if not hasattr(found, "__float__"):  # numbers, bools, and those of NumPy and torch have it
+        # Numbers, bools and the scalars of NumPy and torch all have it.
+        if not hasattr(found, "__float__"):
             raise TypeError(f"score returned {type(found).__name__}, not a number, a dict with `score` or a Verdict")
         return cls("ok", float(found), parts, answer=answer)
 

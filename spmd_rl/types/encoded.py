@@ -9,6 +9,7 @@ import msgspec
 
 def _encode_array(value: Any) -> bytes:
     if isinstance(value, array):
+        # Raw bytes instead of a list: a message of ids takes no conversion for each number.
         return value.typecode.encode() + value.tobytes()
     raise NotImplementedError(f"{type(value).__name__} does not travel")
 

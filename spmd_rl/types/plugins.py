@@ -162,7 +162,7 @@ class RunResult:
     stdout: str
     stderr: str
     seconds: float
-    """Wall time in seconds."""
+    """Wall time of the run, in seconds."""
     cpu_seconds: float = 0.0
     """Processor time of all its ended processes."""
 

@@ -313,12 +313,14 @@ class AlgorithmConfig:
         above(self, sapo_tau_pos=0, sapo_tau_neg=0, advantage_clip=0, reward_clip=0, value_clip=0)
         above(self, target_kl=0, kl_horizon=0, difficulty_high_threshold=self.difficulty_low_threshold)
         above(self, clip_cov_high=self.clip_cov_low)
+        # With the engine's logprobs below, the ratio is the importance weight already: it would count twice.
         corrects = self.correction.level != "off"
         require(
             not corrects or self.old_logprobs == "trainer",
             "old_logprobs: with engine the ratio corrects by itself, leave correction.level at off",
         )
-        log_band = self.loss == "gmpo"  # it clips the logarithm of the ratio
+        # GMPO clips the logarithm of the ratio, whose bounds may exceed 1.
+        log_band = self.loss == "gmpo"
         require(log_band or self.clip_low <= 1, f"clip_low: must be between 0 and 1, not {self.clip_low}")
         require(self.target_kl is None or self.uses_reference, "target_kl: needs kl_coef or kl_reward_coef above 0")
         plain = not self.normalises
@@ -327,7 +329,8 @@ class AlgorithmConfig:
             plain or not own_baseline, f"norm_mean_type: {self.advantage} has its baseline, leave both norms at none"
         )
         self._check_terms()
-        counts = self.advantage in ("pass_at_k", "maxrl")  # normalised, no score would reach `pass_score`
+        # After normalisation no score would reach `pass_score`.
+        counts = self.advantage in ("pass_at_k", "maxrl")
         require(plain or not counts, f"norm_mean_type: {self.advantage} counts right answers, leave both norms at none")
         require(
             not (counts and self.kl_reward_coef),
@@ -342,6 +345,7 @@ class AlgorithmConfig:
         if self.advantage != "gdpo":
             return
         require(bool(self.reward_weights), "reward_weights: gdpo needs them, as in {correct: 1, form: 0.5}")
+        # GDPO reads the parts of a verdict, so settings that shape its score would silently do nothing.
         none = self.normalises or self.reward_clip is not None or self.difficulty_mask or self.difficulty_loss_weight
         of_scores = (self.format_penalty, self.repetition_coef, self.overlong_coef, self.reward_shift)
         of_scores += (self.kl_reward_coef,)

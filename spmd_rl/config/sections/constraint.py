@@ -82,6 +82,7 @@ def _unkept(schema: Any) -> Iterator[str]:
         if key in UNREAD or unknown or (of_text and {"minLength", "maxLength"} & schema.keys()):
             yield f"{key} {value!r}" if unknown else f"{key} beside a length" if of_text else key
         elif key in ("properties", "$defs", "definitions") and isinstance(value, dict):
-            yield from _unkept(list(value.values()))  # their keys are names
+            # The keys of `properties` are names, not keywords.
+            yield from _unkept(list(value.values()))
         elif key not in DATA:
             yield from _unkept(value)

@@ -1,4 +1,4 @@
-"""The generation engine: `engine`."""
+"""Settings of the generation engine: `engine`."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -21,7 +21,7 @@ class ActionFormat(NamedTuple):
     template: str
     """Answer for `str.format` with an action, as demonstrations give it."""
     reminder: str = ""
-    """Instruction for the policy."""
+    """Instruction that the policy reads about it."""
 
 
 ACTION_FORMATS = {
@@ -44,7 +44,7 @@ ACTION_FORMATS = {
 }
 """Named values of `env.<tag>.pattern`. A user's own pattern needs its own instruction."""
 FIELDS = ("instruction", "suffix", "reminder", "history", "turn", "turns_left", "max_tokens", "observation")
-"""Fields of a template"""
+"""Fields that a template may use"""
 
 
 @dataclass

@@ -258,7 +258,7 @@ class TrainOverrides:
     deterministic: bool | None = None
     """Compute with torch's deterministic algorithms."""
     stage: int | None = None
-    """DeepSpeed's ZeRO stage: 1, 2 or 3."""
+    """DeepSpeed's ZeRO stage for this role: 1, 2 or 3."""
     offload_optimizer: bool | None = None
     """DeepSpeed: keep master weights and optimizer state in host memory."""
     offload_param: bool | None = None

@@ -74,5 +74,6 @@ class LabelledConfig(PairsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.separator = self.separator.replace("\\n", "\n")  # as a command line has it
+        # A command line writes a line break as a backslash and an n.
+        self.separator = self.separator.replace("\\n", "\n")
         require(bool(self.separator), "separator: must not be empty")

@@ -208,6 +208,7 @@ class RolloutConfig(SamplingConfig):
         fits = self.answers_per_claim is None or self.answers_per_claim <= self.answers_per_prompt
         require(fits, f"answers_per_claim: {self.answers_per_claim} is more than answers_per_prompt")
         greedy = next((key for key, value in (("top_k", self.top_k), ("min_p", self.min_p)) if value == 1), None)
+        # A single candidate has probability 1, hence no gradient.
         require(greedy is None, f"{greedy}: 1 leaves one token to draw, from which nothing can be learned")
         in_order = self.accept == "in_order" and self.tail == "none"
         require(
@@ -225,7 +226,8 @@ class RolloutConfig(SamplingConfig):
 class EvaluationConfig:
     """Held-out prompts, the sampling of their answers, and the metrics of their scores."""
 
-    every: ClassVar[int] = 1  # an evaluation has one step
+    # An evaluation without training has a single step.
+    every: ClassVar[int] = 1
 
     prompts: int | None = None
     """Number of held-out prompts; all of them, if there are fewer. Default: all of `data.eval`; 64 of those held out of
@@ -288,6 +290,7 @@ def _truncation(top_k: int, top_p: float, min_p: float) -> dict[str, float]:
     one.
     """
     if top_k <= 0:
+        # The candidates are recorded for each token, so their number needs a bound.
         top_k = DEFAULT_TOP_K if top_p < 1 or min_p > 0 else 0
     return {"top_k": top_k, "top_p": top_p, "min_p": min_p}
 

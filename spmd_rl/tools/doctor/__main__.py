@@ -100,6 +100,7 @@ def examine(options: Options, wait_seconds: float, todo: Sequence[Check]) -> boo
             with phase(f"checking {process}", ranks.reports):
                 if process == "node":
                     found = run_checks(checks, options, Ranks(), verdicts) if local_rank() == 0 else []
+                    # The other ranks wait until this node's own checks are done.
                     if all_here:
                         ranks.gather("node", True, NODE_SECONDS)
                 elif all_here:

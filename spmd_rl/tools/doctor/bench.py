@@ -62,6 +62,7 @@ class Bench:
         """Write this rank's copy of the model, the same on every rank."""
         path = self.folder / "model"
         if not path.exists():
+            # The same weights on every rank, without a change of the global generator.
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 LlamaForCausalLM(MODEL).save_pretrained(path)
@@ -102,6 +103,7 @@ class Bench:
 
     def finish(self, name: str) -> None:
         """[all] Wait until all ranks have finished a check, if there is a world."""
+        # `cached_property` stores its value there; `hasattr` would form the world.
         if "world" in self.__dict__:
             self.world.barrier(f"doctor: {name}")  # [all]
 

@@ -24,6 +24,7 @@ SETTING = "mend the setting that the message names"
 def main(arguments: Sequence[str]) -> None:
     """Run the checks of a job, and write a line at the beginning of each and its result."""
     job, out = json.loads(arguments[0]), int(arguments[1])
+    # A killed doctor must not leave a child on a device.
     die_with_parent(job["parent"])
     options = Options(**job["options"])
     checks = [Check(**fields) for fields in job["checks"]]

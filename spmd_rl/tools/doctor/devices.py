@@ -63,8 +63,10 @@ def _best(work: Callable[[], object], device: torch.device, repeats: int) -> flo
         began = time.perf_counter()
         work()
         if device.type != "cpu":
+            # Kernels run asynchronously: without it only their launch would be timed.
             torch.accelerator.synchronize()
         found.append(time.perf_counter() - began)
+    # The minimum: other processes can only make a measurement slower.
     return min(found[1:])
 
 
@@ -119,6 +121,7 @@ def _all_reduce(bench: Bench, device: torch.device, group: dist.ProcessGroup | N
     for num_bytes in (SMALL, size):
         tensor = torch.ones(num_bytes // 4, device=device)
         dist.all_reduce(tensor, group=group)  # [all]
+        # Bandwidth alone would look fine with a transport that corrupts data.
         if not torch.all(tensor == bench.world.size):
             raise Failed(
                 f"the sum of {bench.world.size} ranks' ones is {tensor[0].item():g}",

@@ -82,6 +82,7 @@ def run_directory(options: Options) -> str:
         with open(place / "probe", "wb") as file:
             file.write(content)
             file.flush()
+            # Without it the page cache would be measured.
             os.fsync(file.fileno())
         seconds = time.perf_counter() - began
         if (place / "probe").read_bytes() != content:
@@ -133,6 +134,7 @@ def ports(options: Options) -> str:
 def _bind(host: str, port: int, key: str, cure: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
+        # A port in TIME_WAIT after an earlier job can be used.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))

@@ -46,11 +46,13 @@ class Ranks:
         address, limit = (env["MASTER_ADDR"], int(env["MASTER_PORT"])), timedelta(seconds=seconds)
         try:
             store = dist.TCPStore(*address, None, hosts_store, timeout=limit, wait_for_workers=False)
-        except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
+        # torch's DistError is a RuntimeError.
+        except (RuntimeError, ValueError) as error:
             told = f"rank {env['RANK']} cannot reach the store of rank 0 at {address[0]}:{address[1]} in {seconds:g} s"
             raise Failed(f"{told}: {str(error).splitlines()[0]}", FIREWALL) from None
         # The children must be clients of the store that exists, never hosts of a new one.
         env["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
+        # A restarted job finds the store of its last start, with the old keys.
         start = f"doctor/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         return cls(int(env["RANK"]), int(env["WORLD_SIZE"]), dist.PrefixStore(start, store))
 
@@ -62,7 +64,8 @@ class Ranks:
             if record is not None:
                 self.hosts[rank] = record[0]
                 if record[0] == me[0] and rank != self.rank:
-                    with suppress(OSError):  # it has ended, or runs in another container
+                    # It may have ended, or run in another container.
+                    with suppress(OSError):
                         self._pidfds[rank] = os.pidfd_open(record[1])
         if missing := [rank for rank, record in enumerate(records) if record is None]:
             raise Failed(f"{names(missing)} of {self.size} did not arrive within {seconds:g} s", MISSING)
@@ -80,6 +83,7 @@ class Ranks:
             return [record]
         self._store.set(f"{name}/{self.rank}", json.dumps(record))
         keys, deadline = [f"{name}/{rank}" for rank in range(self.size)], time.monotonic() + seconds
+        # Polled with `check`: a store's `wait` would block for ever on a key that a dead rank never sets.
         while not self._store.check(keys) and time.monotonic() < deadline and not self.gone():
             time.sleep(PAUSE)
         return [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]

@@ -34,6 +34,7 @@ def batch(bench: Bench) -> Batch:
         turn = Turn(array("i", ids[:PROMPT]), array("i", ids[PROMPT:]), array("f", none), none, "length")
         samples.append(Sample(shard.rank, number, (turn,), Verdict("ok")))
     made = pack(samples)
+    # Weights sum to 1 over all shards, as in a run, so that the loss does not depend on their number.
     made.weights[:] = made.loss_mask / (ANSWER * SAMPLES * shard.size)
     return made.to(bench.world.device)
 

@@ -71,6 +71,7 @@ class CheckProcess:
                 stdout=log,
                 stderr=log,
                 pass_fds=[writer],
+                # A session for each child, so that `kill` reaches all processes that it starts.
                 start_new_session=True,
             )
         os.close(writer)
@@ -85,7 +86,8 @@ class CheckProcess:
             while len(results) < len(self._checks):
                 lines = self._lines(0.1)
                 if lines is None:
-                    if inside:  # else it has left after a failure, since other ranks wait in that check
+                    # Otherwise it has left after a failure, since other ranks wait in that check.
+                    if inside:
                         results.append(self._died(self._checks[len(results)], time.monotonic() - began))
                     break
                 for line in lines:

@@ -26,6 +26,7 @@ def merge(by_rank: Mapping[int, Sequence[CheckOutcome]], hosts: Mapping[int, str
     for name in sorted(found, key=order.index):
         rows = [(rank, r) for rank, results in sorted(by_rank.items()) for r in results if r.name == name]
         failed = [(rank, r) for rank, r in rows if r.verdict == "failed"]
+        # The closest to the cause, then the earliest: most other failures are consequences.
         rank, shown = max(failed, key=lambda row: (row[1].weight, -row[1].at)) if failed else rows[0]
         detail, verdict, cure = shown.detail, shown.verdict, shown.cure
         other = next(((q, r) for q, r in rows if name == SAME and r.detail != rows[0][1].detail), None)

@@ -65,6 +65,8 @@ def planned_ranks(cfg: RlConfig, placement: Placement) -> tuple[list[int], list[
     generate = [f"Rank {apart[0]}"] if apart else []
     train = placement.train[:1]
     if placement.train and cfg.train.pp > 1:
+        # With pipeline stages the first one has most micro-batches in flight, and the last one the output embedding and
+        # the loss.
         train = (*train, placement.train[len(placement.train) // cfg.train.pp * (cfg.train.pp - 1)])
     return list(train), generate
 

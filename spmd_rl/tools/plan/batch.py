@@ -31,6 +31,7 @@ def full_batch(
     sizes = torch.tensor(lengths * count)
     total, first = int(sizes.sum()), bounds_of(sizes)[:-1]
     positions = torch.arange(total) - first.repeat_interleave(sizes)
+    # A plan must be the same every time.
     generator = torch.Generator().manual_seed(0)
     zeros = torch.zeros(total)
     tickets = torch.arange(count).repeat_interleave(len(lengths))

@@ -84,8 +84,10 @@ class FakeDeviceMode(TorchDispatchMode):
     def _count(self, name: str, num_bytes: int, size: int) -> None:
         kind = next((said for part, said in KINDS.items() if part in name), None)
         if kind is None or size == 1:
-            return  # a barrier
+            # A barrier sends nothing.
+            return
         whole = kind in ("send", "receive", "broadcast")
+        # Ring algorithms: an all-reduce is a reduce-scatter and an all-gather of (n - 1) / n of the bytes each.
         times = 1 if whole else (size - 1) / size * (2 if kind == "all-reduce" else 1)
         self.travelled[self.meeting, kind] += int(times * num_bytes)
 

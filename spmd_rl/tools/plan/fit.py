@@ -34,6 +34,7 @@ def nearest(cfg: RlConfig, ranks: int, found: Trace, room: float, fits: Callable
     """Yield the overrides with which training ranks fit; else a line on the failed search."""
     with phase("looking for a layout that fits"):
         candidates = [other for other in _candidates(cfg, ranks, found) if estimate(other, ranks, found) <= room]
+    # The smallest change first; among equal ones the one with most room.
     candidates.sort(key=lambda other: (_distance(cfg, other), estimate(other, ranks, found)))
     for other in candidates[:MOST_TRACED]:
         with phase(f"trying {' '.join(changes(cfg, other))}"):
@@ -67,6 +68,7 @@ def _candidates(cfg: RlConfig, ranks: int, found: Trace) -> Iterator[RlConfig]:
         train.tokens_per_microbatch
     ]
     offloads = [train.offload] if train.offload or cfg.plan.device == "cpu" else [False, True]
+    # With separate generator ranks the engine's size does not help those that train.
     fixed = "tp" not in facts_of(cfg.engine.name).axes or cfg.placement.is_split
     replicas = [cfg.engine.tp] if fixed else [cfg.engine.tp * n for n in (1, 2, 4)]
     for axes in product(*sizes.values()):

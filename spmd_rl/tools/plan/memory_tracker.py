@@ -122,6 +122,7 @@ class MemoryTracker(TorchDispatchMode):
             tag = known.tag if known is not None else GATHERED if made_by == RESIZED else ""
             entry = Allocation(size, made_by, self.now, tag=tag)
             self.entries.append(entry)
+            # A weak reference: a strong one would keep the storage alive that it measures.
             self._alive[key] = weakref.ref(storage, partial(self._gone, key, entry)), entry
 
     def _gone(self, key: int, entry: Allocation, _: Any) -> None:
@@ -173,6 +174,7 @@ class MemoryTracker(TorchDispatchMode):
         changes: Counter[int] = Counter()
         for entry in entries:
             changes[max(entry.born, begin)] += entry.num_bytes
+            # Storages that outlive the span stay counted until its end.
             if entry.died <= end:
                 changes[entry.died] -= entry.num_bytes
         most, at, held = 0, begin, 0

@@ -148,7 +148,7 @@ class _Trace:
             several = train.updates_per_step * cfg.algorithm.sample_epochs > 1
             # The update itself computes these logprobs.
             if name == "policy" and not several and not needs_old_logprobs(cfg.algorithm):
-                continue  # the update itself computes these numbers
+                continue
             batch, *counts = self._batch(name, vocabulary)
             compute = role.values if name == "critic" else partial(role.logprobs, temperature=1.0)
             self._run("prepare", name, partial(compute, batch), *counts)
@@ -181,7 +181,7 @@ class _Trace:
         longest, budget = tokens_per_turn(rollout, rollout.max_prompt_tokens), train.tokens_per_microbatch
         count = num_microbatches(rollout, updates, layout.data.size, budget)
         # One micro-batch more than are in flight: the first to add to gradients of an earlier one.
-        traced = min(count, 2 * layout.size("pp") if train.vpp > 1 else layout.size("pp") + 1)  # as many as can matter
+        traced = min(count, 2 * layout.size("pp") if train.vpp > 1 else layout.size("pp") + 1)
         return full_batch(cfg.algorithm, longest, traced, budget, vocabulary), traced, count * updates
 
     def _update(self, name: str, vocabulary: int) -> None:

@@ -17,7 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend `fake`
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spmd_rl.distributed import World
 from spmd_rl.distributed.collectives import Reduction

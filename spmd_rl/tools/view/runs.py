@@ -68,6 +68,7 @@ def _changed(folder: Path) -> float:
 
 def read(folder: Path) -> RunData:
     """Read a run directory, again if its metrics or settings have changed."""
+    # The stamps are part of the cache's key, so a changed file is read again.
     return _read(folder, tuple(stamp(folder / name) for name in ("config.yaml", "metrics.jsonl")))
 
 

@@ -86,6 +86,7 @@ class ViewServer(ThreadingHTTPServer):
 
     def __init__(self, runs: RunIndex, port: int = 0) -> None:
         """Bind the port; 0 means any free one."""
+        # Loopback only; samples may hold private data.
         super().__init__(("127.0.0.1", port), Handler)
         self.key = secrets.token_urlsafe(16)
         self.data = Data(runs)
@@ -125,6 +126,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(500, {"error": one_line(error)})
 
     def _page(self) -> None:
+        # A new nonce for each page: a fixed one could be copied into a sample's text.
         nonce = secrets.token_urlsafe(16)
         policy = (
             f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; "

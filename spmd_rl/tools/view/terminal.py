@@ -148,6 +148,7 @@ def _tokens(turn: Mapping[str, Any], segment: Mapping[str, Any], color: str) -> 
     shown, advantage = Text(), turn.get("advantage", segment["advantage"])
     values = zip(turn["tokens"], turn["logprobs"], turn["versions"], strict=True)
     for text, logprob, version in values:
+        # A model may emit escape sequences that a terminal would execute.
         shown.append(printable(text), _style(color, logprob, version, advantage, segment["kept"]))
     return shown
 

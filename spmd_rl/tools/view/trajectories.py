@@ -89,6 +89,7 @@ class TrajectoryRow(msgspec.Struct, frozen=True):
 
 def rows(path: Path) -> Sequence[TrajectoryRow]:
     """Return all trajectories of a file, in (ticket, answer) order. OSError; ValueError for an invalid file."""
+    # The stamp is part of the cache's key, so a changed file is read again.
     return _rows(path, stamp(path))
 
 
@@ -182,6 +183,7 @@ def whole(path: Path, row: TrajectoryRow) -> dict[str, Any]:
     lines = []
     with open(path, "rb") as file:
         for offset in row.offsets:
+            # A file of samples may be large; only the lines of one trajectory are decoded in full.
             file.seek(offset)
             lines.append(msgspec.json.decode(file.readline()))
     task = {key: lines[0].get(key) for key in ("id", "messages", "ground_truth")}
