@@ -17,7 +17,7 @@ from typing import Any
 from spmd_rl.types import RunLimits
 
 START_SECONDS = 120.0  # the time that a server has to load the standard library and the packages, on a cold disk
-GUEST = ["process", *(f"sandbox/{name}" for name in ("confine", "forkserver_main", "namespaces", "server"))]
+GUEST = ["base/process", *(f"sandbox/{name}" for name in ("confine", "forkserver_main", "namespaces", "server"))]
 """The modules of ours that run in it, beside all of `sandbox/guest`."""
 LAZY = "from __future__ import annotations\n"  # older interpreters cannot evaluate ours
 _SEALS = 0xF  # no more sealing, shrinking, growing, writing
@@ -97,7 +97,7 @@ def archive_of_guest() -> bytes:
     """Return a zip file of the modules that run in a server, which its interpreter can import."""
     here, buffer = Path(__file__).parents[1], io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        for package in ("spmd_rl", "spmd_rl/sandbox"):  # our own `__init__` files load too much
+        for package in ("spmd_rl", "spmd_rl/base", "spmd_rl/sandbox"):  # our own `__init__` files load too much
             archive.writestr(f"{package}/__init__.py", "")
         for path in here.glob("sandbox/guest/*.py"):  # which has no annotations: what it compiles must not be lazy
             archive.writestr(str(path.relative_to(here.parent)), path.read_text())
