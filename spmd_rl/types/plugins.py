@@ -163,6 +163,8 @@ class RunResult:
     """Wall time."""
     cpu_seconds: float = 0.0
     """Processor time, of all its processes that have ended before it."""
+    is_text: bool = True
+    """Whether stdout is UTF-8: bytes that are not are U+FFFD here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,12 @@
 """Decides from the text of tests, before any answer, whether they can be judged by plain values, and if not, why.
 
 The reason begins with what it is about: `process` (what only a process shared with the program could show), `values`
-(what is not plain, or is used as a reference) or `objects` (more than methods and attributes of an object).
+(what is not plain, or identity) or `objects` (more than methods and attributes of an object).
 """
 
 import ast
 import builtins
 import importlib
-
-from spmd_rl.sandbox.guest.flow import CHANGE, Flow, is_constant, key_of, name_of
 
 
 def _words(text):
@@ -79,7 +77,7 @@ class Survey:
         }
         parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
         reasons = (self._reason(node) or self._misused(node, parents.get(node)) for node in nodes)
-        self.reason = next(filter(None, reasons), "") or Flow(self, tree, functions).reason
+        self.reason = next(filter(None, reasons), "")
 
     def _find_names(self, nodes, functions, known, entry):
         """Find which names are the program's (`names`; `own` with the parameter of a `check`)."""
@@ -95,10 +93,8 @@ class Survey:
         self.own = self.names | {node.args.args[0].arg for node in functions if node.name == "check" and node.args.args}
 
     def _find_objects(self, nodes, functions):
-        """Find which names seem to be objects of the program (`made`), and which parameters are constants (`flat`)."""
+        """Find which names seem to be objects of the program (`made`)."""
         columns = [column for node in functions for column in _parametrized(node)]
-        self.flat = {name for name, values in columns if all(map(is_constant, values))}
-        self.flat |= {name for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for name in _bound(node)}
         self._fixed = {name for name, values in columns if all(map(_is_fixed, values))}
         compared = {id(side) for node in nodes if isinstance(node, ast.Compare) for side in _compared(node)}
         calls = [node for node in nodes if isinstance(node, ast.Call) and id(node) not in compared]
@@ -200,14 +196,6 @@ class Survey:
         fixed = any(_is_fixed(side) or name_of(side) in self._fixed for side in [node.left, *node.comparators])
         return ONE if any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops) and not fixed else ""
 
-    def _subscript(self, node):
-        return self._changes(node.value) if not isinstance(node.ctx, ast.Load) else ""
-
-    def _changes(self, node):
-        """Return why a change by the tests would have to reach the program."""
-        is_part = isinstance(node, (ast.Attribute, ast.Call)) and not self.makes(node) and self.root(node)
-        return "values: the tests change what the program has" if is_part else ""
-
     def _withitem(self, node):
         if (
             node.optional_vars
@@ -233,8 +221,6 @@ class Survey:
     def _call(self, node):
         name = name_of(node.func) or getattr(node.func, "attr", "")
         given = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if getattr(node.func, "attr", "") in CHANGE and (reason := self._changes(node.func.value)):
-            return reason
         if self.root(node.func):
             names = set(map(name_of, given)) - {""}
             types = {each for each in names - self.bound - self.own if hasattr(builtins, each)}
@@ -250,6 +236,17 @@ class Survey:
         if name in ("isinstance", "issubclass") and self._is_own(node.args[-1]):
             return "objects: the tests ask for the class of one"
         return ""
+
+
+def name_of(node):
+    """Return the name that a node is, else an empty text."""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def key_of(node):
+    """Return what stands for a name or an attribute of `self`, else an empty text."""
+    is_own = isinstance(node, ast.Attribute) and name_of(node.value) == "self"
+    return f"self.{node.attr}" if is_own else name_of(node)
 
 
 def _is_fixed(node):
