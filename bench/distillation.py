@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench.show import mean_and_range, record, table
 from tests.models import tiny
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 LENGTH, SAMPLES = 6, 64
 """Letters of a walk, and samples of a step."""
 ARMS = ("student", "on policy", "sft", "off policy", "teacher")

@@ -23,7 +23,7 @@ from spmd_rl.data import Prompts
 from spmd_rl.distributed.dtype import choose_dtype
 from spmd_rl.types import Prompt
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 SAME = ("rollout.over_sample=0", "rollout.filter.zero_variance=false", "eval.every=0", "checkpoint.every=0")
 SCORE = {"trl": "reward", "ours": "critic/score/mean"}
 TOKENS = {"trl": "completions/mean_length", "ours": "rollout/response_length/mean"}

@@ -97,5 +97,5 @@ def traceback_of(error: BaseException) -> str:
 
 
 # a bundled reward or environment is a plug-in like any other
-_is_ours = re.compile(rf"{re.escape(str(Path(__file__).parent))}/(?!bundled/)").match
+_is_ours = re.compile(rf"{re.escape(str(Path(__file__).parents[1]))}/(?!bundled/)").match
 _INSTALLED = ("<", *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, sys.prefix)

@@ -71,7 +71,7 @@ def _of_algorithm(algorithm: AlgorithmConfig) -> Idle:
 
 
 def _of_generation(rollout: RolloutConfig, eval: EvalConfig, placement: PlacementConfig) -> Idle:
-    evaluation = "eval.prompts eval.answers eval.temperature eval.top_p eval.top_k eval.min_p eval.overlap"
+    evaluation = "eval.prompts eval.answers eval.temperature eval.top_p eval.top_k eval.min_p"
     generation = "engine publish sidecar rollout.over_sample rollout.claim rollout.accept rollout.tail"
     generation += " rollout.prompts_per_step rollout.partial_rollout rollout.filter rollout.answers_per_claim"
     generation += "".join(f" placement.{one.name}" for one in fields(placement) if one.name not in placement.frozen)

@@ -70,14 +70,11 @@ class Evaluation:
     """0: there is nothing but an evaluation."""
     error_budget: float
     """See `reward.error_budget`."""
-    first_beside: int | None = None
-    """The first step whose evaluation is answered beside the next one (`eval.overlap`); None: no one is."""
 
     @classmethod
     def of(cls, cfg: RlConfig | EvaluateConfig) -> "Evaluation":
         """The evaluations of a run."""
-        first_beside = cfg.num_shown if isinstance(cfg, RlConfig) and cfg.eval.overlap else None
-        return cls(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget, first_beside)
+        return cls(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
 
     def questions(self, held_out: Sequence[Prompt], step: int) -> tuple[Sequence[Prompt], list[Sampling]]:
         """Return the held-out prompts that are asked after `step`, and how each of their answers is drawn.
@@ -93,22 +90,9 @@ class Evaluation:
         one = replace(greedy, temperature=temperature, **settings.truncation(rollout))
         return held_out[: settings.prompts], [*[one] * settings.answers, greedy]
 
-    def beside(self, held_out: Sequence[Prompt], step: int) -> tuple[Sequence[Prompt], list[Sampling]]:
-        """Return the questions that are asked of the weights after `step`, while the next step is generated.
-
-        None are asked beside the last step, whose line has the evaluation of the last weights.
-        """
-        waits = self.first_beside is not None and self.first_beside <= step < self.steps - 1
-        return self.questions(held_out, step) if waits else ((), [])
-
     def __call__(self, rollouts: Answers, world: World, step: int, log: Log | None = None) -> Values:
-        """[all] `val/*` metrics of what `results` returns: of `step`, or of the one before if it waited for this."""
-        held_out = rollouts.prompts.eval
-        if self.beside(held_out, step - 1)[1]:
-            here = log and (lambda _, rows: log(step, rows))
-            return val_metrics(self.results(rollouts, world, step - 1, here))  # [all]
-        waits = bool(self.beside(held_out, step)[1])
-        return {} if waits else val_metrics(self.results(rollouts, world, step, log))  # [all]
+        """[all] Return what `results` finds as `val/*` metrics."""
+        return val_metrics(self.results(rollouts, world, step, log))  # [all]
 
     def results(self, rollouts: Answers, world: World, step: int, log: Log | None = None) -> dict[str, Values]:
         """[all] What the answers come to, by domain, and of all domains as ''; empty where `step` is not due.

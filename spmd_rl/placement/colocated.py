@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from spmd_rl import engine, weights
 from spmd_rl.job import Job, Place
-from spmd_rl.learn import Evaluation
-from spmd_rl.rollout import BesideRollouts, Rollouts, Services
+from spmd_rl.rollout import Rollouts, Services
 from spmd_rl.weights.adapter_source import AdapterSource
 
 
@@ -29,11 +28,10 @@ def colocated(job: Job, last_ahead: int = 0) -> Iterator[Place]:
     services = Services(scorer, job.tokenizer, job.episode, environments)
     settings = replace(cfg.generation, last_ahead=last_ahead)
     with closing(Rollouts(settings, generator, job.source, services, world)) as rollouts:  # [all]
-        evaluation = Evaluation.of(cfg)
         yield Place(
             world=world,
             roles=roles,
-            rollouts=rollouts if evaluation.first_beside is None else BesideRollouts(rollouts, evaluation.beside),
+            rollouts=rollouts,
             publish=publish,
             environments=environments,
             on_start=lambda start: rollouts.check(),

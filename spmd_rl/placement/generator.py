@@ -17,11 +17,11 @@ from spmd_rl.learn import Evaluation
 from spmd_rl.placement.hand_over import gather_reports, places, send_slices
 from spmd_rl.placement.meetings import IDLE_SECONDS, Meeting, Meetings
 from spmd_rl.rollout.ahead import StepsAhead
-from spmd_rl.rollout.beside import QuestionShare
 from spmd_rl.rollout.collected import RankReport
 from spmd_rl.rollout.coordinator import Coordinator
 from spmd_rl.rollout.pace import is_evaluated
 from spmd_rl.rollout.player import Player
+from spmd_rl.rollout.questions import QuestionShare
 from spmd_rl.rollout.shared_step import SharedStep
 from spmd_rl.rollout.step_plan import Cursor, GroupSlice
 from spmd_rl.rollout.step_run import StepRun

@@ -19,9 +19,10 @@ R4   Before a publish, requests are taken out of the engine, with what they have
      do not wait for the verdict on their probe, which trainers find among themselves.
 R5   A meeting holds the ranks that it concerns. A frozen role's forward is one of the trainers and its own ranks
      (`learn/frozen.py`). A rank is in one meeting at a time.
-R6   A lent replica joins the step that its trainers wait for, after its publish. It leaves at that step's end: it
-     aborts what it has, and keeps nothing, so that others claim it again (with the same noise). Only then may a meeting
-     be opened. In a publish it is a source, and its engine reads what it sends.
+R6   A lent replica joins the step that its trainers wait for, after its publish, and begins no ticket that only later
+     steps need. It leaves at that step's end: it aborts what it has, and keeps nothing, so that others claim it again
+     (with the same noise). Only then may a meeting be opened. In a publish it is a source, and its engine reads what it
+     sends.
 R7   An evaluation of version n is answered by engines that hold n, before tickets: each replica answers its share once
      it has loaded n. No publish is opened until it is handed over, so that every held-out token is of version n.
 R8   The clocks of episodes and their leases run while their rank exchanges messages (`sidecar/sessions.py`), and so

@@ -21,9 +21,9 @@ from spmd_rl.placement.hand_over import gather_reports, places, send_slices
 from spmd_rl.placement.meetings import Meeting, Meetings
 from spmd_rl.rollout import Collected, RankReport, Sampling, check_errors
 from spmd_rl.rollout.ahead import StepsAhead
-from spmd_rl.rollout.beside import QuestionShare
 from spmd_rl.rollout.coordinator import Coordinator
 from spmd_rl.rollout.player import Player
+from spmd_rl.rollout.questions import QuestionShare
 from spmd_rl.rollout.shared_step import SharedStep
 from spmd_rl.rollout.step_plan import Cursor, GroupSlice
 from spmd_rl.rollout.step_run import StepRun

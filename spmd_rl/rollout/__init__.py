@@ -19,7 +19,6 @@
 """
 
 from spmd_rl.rollout.agent import Agent
-from spmd_rl.rollout.beside import BesideRollouts
 from spmd_rl.rollout.collected import Collected, RankReport, check_errors
 from spmd_rl.rollout.collection import Rollouts
 from spmd_rl.rollout.demonstrations import Demonstrations, Demonstrator
@@ -34,7 +33,6 @@ from spmd_rl.rollout.table import SampleTable, mean_parts, sum_parts
 
 __all__ = [
     "Agent",
-    "BesideRollouts",
     "BudgetSpent",
     "Collected",
     "Context",

@@ -66,11 +66,13 @@ class StepsAhead:
     def claim(self, version: Callable[[], int]) -> SliceClaim:
         """Return how this rank's replica claims slices of this step. version: of its policy, now."""
         coordinator, settings = self.coordinator, self._settings
-        number, plan = self.number, coordinator.plan
+        number, plan, keeps = self.number, coordinator.plan, self.replicas.mine in self.replicas.keepers
 
         def may_begin(position: int) -> bool:
             last = number
             if settings.partial_rollout:
+                if not keeps and position >= plan.goal + coordinator.num_rejected:
+                    return False  # what only later steps need would be given back at the end of this one
                 # within the initial positions, those that are claimed first need not be the first ones
                 rejected = 0 if position < plan.initial_limit else coordinator.num_rejected
                 last = last_use(number, position, rejected, plan.goal)

@@ -16,7 +16,6 @@ from spmd_rl.config.generation import GenerationSettings
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
-from spmd_rl.rollout.beside import Questions, QuestionShare
 from spmd_rl.rollout.claims import claims
 from spmd_rl.rollout.collected import Collected, RankReport, check_errors
 from spmd_rl.rollout.coordinator import Coordinator, coordinate
@@ -24,6 +23,7 @@ from spmd_rl.rollout.episode import Sampling
 from spmd_rl.rollout.kept import KeptAnswers
 from spmd_rl.rollout.player import Player, Services
 from spmd_rl.rollout.prompt_lengths import check_room, fit_prompts
+from spmd_rl.rollout.questions import QuestionShare
 from spmd_rl.rollout.shared_step import SharedStep
 from spmd_rl.rollout.step_plan import Cursor, GroupSlice, plan_step
 from spmd_rl.rollout.step_run import END, StepRun
@@ -84,24 +84,20 @@ class Rollouts:
         if settings.evaluates and not self.prompts.eval and self._world.rank == 0:
             tell("warning: eval.every: no prompt is held out, nothing is evaluated")
 
-    def collect(self, step: int, beside: QuestionShare | None = None) -> Collected:
-        """[all] Generate and score, with the policy after `step - 1` updates, until the step has its groups.
-
-        beside: what is answered by the same policy meanwhile; all of it.
-        """
-        collected = self._generate(step, beside)  # [all]
+    def collect(self, step: int) -> Collected:
+        """[all] Generate and score, with the policy after `step - 1` updates, until the step has its groups."""
+        collected = self._generate(step)  # [all]
         collected = check_errors(collected, self._settings.reward, self._settings.rollout, self._world)  # [all]
         if step < self._settings.last_ahead and not collected.failure:
             self.start_ahead(step + 1)  # [all] by the policy that is about to be updated: one version behind
         return collected
 
-    def _generate(self, step: int, beside: QuestionShare | None) -> Collected:
+    def _generate(self, step: int) -> Collected:
         """[all] What comes of a step, before its errors are checked; the next call is for the next step's tickets."""
         world, engine, player = self._world, self._engine, self._player
         run, self._ahead = self._ahead or self._start_step(step), None
         assert run.number == step, "another step has started"
         run.resume()
-        run.beside = self._player.question_run(beside.claim, beside.finish) if beside else None
         shared = run.source
         with world.phase("generate"), engine.awake():
             if engine.leads:
@@ -158,12 +154,8 @@ class Rollouts:
 
         kept: answers that are there already, and where each one is written as soon as it has ended.
         """
-        mine = self.share((prompts, sampling), kept)
+        mine = QuestionShare((prompts, sampling), self._replica, self._num_replicas, kept)
         with self._engine.awake(), self._engine.driven():
             if self._engine.leads:
                 self._runner.run(self._player.answer(mine.claim, mine.finish))
         return mine.groups()
-
-    def share(self, questions: Questions, kept: KeptAnswers | None = None) -> QuestionShare:
-        """Return what this replica answers of some questions."""
-        return QuestionShare(questions, self._replica, self._num_replicas, kept)

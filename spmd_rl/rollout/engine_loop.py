@@ -8,12 +8,9 @@ Left out: what an episode is (`episode.py`) and which ones to start (`player.py`
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Iterable
 from operator import attrgetter
-
-from msgspec.structs import replace
 
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
@@ -21,9 +18,6 @@ from spmd_rl.types import Completion, Request
 
 IDLE_SECONDS = 0.005
 """How long an idle loop sleeps at most, before it returns to its caller."""
-
-BEHIND = 1 << 62
-"""More than any ticket."""
 
 
 class EngineLoop:
@@ -35,24 +29,12 @@ class EngineLoop:
         self._engine, self._world = engine, world
         self._new: list[Request] = []
         self._futures: dict[str, asyncio.Future[Completion]] = {}
-        self._beside: EngineLoop | None = None
-        self._place: tuple[int, ...] = ()
         self._woken = asyncio.Event()
 
     @property
     def num_requests(self) -> int:
         """The number of requests that have not ended."""
         return len(self._futures)
-
-    def beside(self) -> "EngineLoop":
-        """Return a loop over the same engine: a step of either completes the requests of both.
-
-        Where requests wait, its own are admitted after all of this one's.
-        """
-        other = EngineLoop(self._engine, self._world)
-        other._place = (BEHIND,)
-        self._beside, other._beside = other, self
-        return other
 
     def generate(self, request: Request) -> Awaitable[Completion]:
         """Await the completion of a request; an aborted one has `finish_reason='abort'`."""
@@ -79,8 +61,6 @@ class EngineLoop:
     def admit(self) -> None:
         """Give the engine the new requests."""
         for request in sorted(self._new, key=attrgetter("queue_key")):
-            if self._place:
-                request = replace(request, order=self._place + request.order, priority=-math.inf)
             self._engine.add(request)
         self._new.clear()
 
@@ -110,8 +90,7 @@ class EngineLoop:
 
     def _complete(self, completions: Iterable[Completion]) -> None:
         for completion in completions:
-            owner = self if completion.id in self._futures or self._beside is None else self._beside
-            future = owner._futures.pop(completion.id)
+            future = self._futures.pop(completion.id)
             if not future.done():  # its coroutine was cancelled
                 future.set_result(completion)
 

@@ -75,12 +75,12 @@ class QuestionRun:
         """Whether an answer is missing."""
         return self._asks or bool(self._running)
 
-    async def fill(self, taken: int = 0, least: int = 1) -> None:
-        """Start questions in the free slots but `taken` of them; at least `least` questions, if none runs."""
+    async def fill(self) -> None:
+        """Start questions in the free slots; at least one, if none runs."""
         while self._asks:
             busy = len(self._running) if self._player.asks_again else self.engine_loop.num_requests
-            room = self._player.engine.capacity.max_running - taken - busy
-            room = room if self._running else max(room, least)
+            room = self._player.engine.capacity.max_running - busy
+            room = room if self._running else max(room, 1)
             if room <= 0:
                 break
             questions = self._claim(room)
@@ -235,10 +235,6 @@ class Player:
         """
         # not the loop in which carried requests wait
         await self.rest(QuestionRun(self, EngineLoop(self.engine, self.world), claim, finish))
-
-    def question_run(self, claim: Claim, finish: Callable[[Group], object]) -> "QuestionRun":
-        """Return questions to be answered beside a step; see `answer`."""
-        return QuestionRun(self, self.engine_loop.beside(), claim, finish)
 
     async def rest(self, asked: "QuestionRun") -> None:
         """Answer what is left of the questions."""

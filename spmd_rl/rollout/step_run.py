@@ -16,7 +16,7 @@ import numpy as np
 
 from spmd_rl.distributed import World
 from spmd_rl.rollout.claims import SliceClaim
-from spmd_rl.rollout.player import Player, QuestionRun
+from spmd_rl.rollout.player import Player
 from spmd_rl.rollout.step_plan import GroupSlice
 from spmd_rl.types import Group
 
@@ -76,8 +76,6 @@ class StepRun:
         self.number, self.source = number, source
         self.num_stopped = 0
         """Requests that the step's end stopped."""
-        self.beside: QuestionRun | None = None
-        """What is answered by the same policy meanwhile."""
         self._player, self._door = player, door
         self._spent = Counters()
         """What the step had cost when its engine was driven last."""
@@ -134,29 +132,20 @@ class StepRun:
         self._spent, self._driven_from = self._spent.plus(self._counters(), since=self._driven_from), None
 
     async def until_end(self) -> None:
-        """Play slices until the step has ended, and what is asked beside it to its own end."""
-        player, source, beside = self._player, self.source, self.beside
-        starts = True
+        """Play slices until the step has ended."""
+        player, source = self._player, self.source
         while True:
             with player.waiting(END):
                 if source.ended():
                     break
                 if self._door and self._door.poll():
                     await self._door.enter()
-                if starts or not beside or not beside.open:
-                    await player.start_slices(source.next)
-                if beside:
-                    await beside.fill(player.engine_loop.num_requests, least=0)
-                    # with `static`, what is computed together does not depend on time: later waves come after these
-                    starts = player.settings.rollout.claim == "store"
+                await player.start_slices(source.next)
             with player.waiting(END):
                 await player.poll(self._has_news)
             self._report_finished()
         if not (self._door and player.carries):  # else the engine goes on with what is carried
             self.num_stopped = await player.end_step()
-        if beside:
-            await player.rest(beside)
-            player.engine_loop.idle_seconds += beside.engine_loop.idle_seconds
 
     async def until_idle(self) -> None:
         """Play slices until the engine has nothing to compute, or the step has ended."""
@@ -173,7 +162,5 @@ class StepRun:
         return self.source.ended() or (self._door is not None and self._door.poll())
 
     def _report_finished(self) -> None:
-        if self.beside:
-            self.beside.report()
         for group_slice, group in self._player.finished():
             self.source.finish(group_slice, group, self)

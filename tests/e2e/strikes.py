@@ -30,6 +30,8 @@ POINTS = {
     "save": "progress save",
 }
 """Where a rank is struck in each phase, that both trains and generates."""
+MEETING = {"hand-over": "collective hand over: sizes"}
+"""The same within a meeting of ranks that train with ranks that generate; a publish is another."""
 
 
 def strike(

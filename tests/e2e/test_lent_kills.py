@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e import strikes
 from tests.e2e.runs import Running, Toy
-from tests.e2e.strikes import POINTS, SOON, ended_soon, reported
+from tests.e2e.strikes import MEETING, POINTS, SOON, ended_soon, reported
 from tests.e2e.test_lent import assert_bounded
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ SETTINGS = (
 )
 VICTIMS = ("rank-0", "rank-1", "rank-2")
 """The first training rank and another one, and one that only generates."""
-CASES = [(victim, phase) for victim in VICTIMS for phase in POINTS]
+CASES = [(victim, phase) for victim in VICTIMS for phase in POINTS | MEETING]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def strike(toy: Toy, victim: str, phase: str, how: signal.Signals) -> Running:
     """A run whose victim was struck in the phase; one that only generates while rank 0 trains."""
     watched = 0 if victim == "rank-2" and phase in ("eval", "prepare", "update", "save") else int(victim[-1])
     step = 1 if phase == "generate" else 2  # from the second step on the others may have generated all of it
-    return strikes.strike(toy, SETTINGS, victim, phase, how, POINTS[phase], watched, step)
+    return strikes.strike(toy, SETTINGS, victim, phase, how, (POINTS | MEETING)[phase], watched, step)
 
 
 @pytest.mark.parametrize(("victim", "phase"), CASES)
@@ -53,6 +53,7 @@ WAITS = {
     "start": ["start: prompt lengths"],
     "publish": PUBLISH,
     "generate": ["train: meeting: hand over", "generate: step 1 from ranks that generate", "generate: end of step"],
+    "hand-over": ["hand over: sizes"],
     "eval": ["train: meeting: eval", "eval: answers from ranks that generate"],
     "prepare": ["train: prepare: samples"],
     "update": ["train: update: backward of micro-batch 1/1"],
@@ -62,6 +63,7 @@ WAITS = {
 OF_GENERATING = [
     *PUBLISH,
     *WAITS["generate"],
+    *WAITS["hand-over"],
     *WAITS["eval"],
     "hand over: reports",
     "generate: step 3 from ranks that generate",

@@ -12,11 +12,11 @@ import torch
 
 from tests.e2e import strikes
 from tests.e2e.runs import EXACT, Running, Toy
-from tests.e2e.strikes import POINTS, SOON, ended_soon, reported
+from tests.e2e.strikes import MEETING, POINTS, SOON, ended_soon, reported
 
 pytestmark = pytest.mark.slow
 SETTINGS = (*strikes.SETTINGS, *EXACT, "placement.mode=split", "placement.max_staleness=0")
-TRAIN = POINTS | {"generate": "enter generate", "eval": "enter eval"}
+TRAIN = POINTS | MEETING | {"generate": "enter generate", "eval": "enter eval"}
 """Where a training rank is struck: in `generate` and `eval` it waits for those that generate."""
 VICTIMS = ("rank-0", "rank-1", "rank-2", "rank-3")
 """The first training rank and another one, the first generating rank and another one."""
@@ -37,7 +37,7 @@ def strike(toy: Toy, victim: str, phase: str, how: signal.Signals) -> Running:
     """A run whose victim was struck in the phase; one that generates from `prepare` on while rank 0 is there."""
     generates = victim >= "rank-2"
     watched = 0 if generates and phase in ("prepare", "update", "save") else int(victim[-1])
-    return strikes.strike(toy, SETTINGS, victim, phase, how, (POINTS if generates else TRAIN)[phase], watched)
+    return strikes.strike(toy, SETTINGS, victim, phase, how, (POINTS | MEETING if generates else TRAIN)[phase], watched)
 
 
 @pytest.mark.parametrize(("victim", "phase"), CASES)
@@ -63,6 +63,7 @@ OF_TRAINING = {
     "start": START,
     "publish": PUBLISH,
     "generate": ["train: meeting: hand over"],
+    "hand-over": ["hand over: sizes"],
     "eval": ["train: meeting: eval"],
     "prepare": ["train: prepare: samples"],
     "update": ["train: update: backward of micro-batch 1/1"],
@@ -72,6 +73,7 @@ OF_GENERATING = {
     "start": START,
     "publish": PUBLISH,
     "generate": ["generate: step 2 from ranks that generate", "train: meeting: hand over"],
+    "hand-over": ["hand over: sizes"],
     "eval": ["eval: answers from ranks that generate", "train: meeting: eval"],
     "prepare": PUBLISH,
     "update": PUBLISH,

@@ -254,16 +254,10 @@ class EvalConfig(EvaluationConfig):
     every: int = 10
     """Number of steps between evaluations; there is one before the first step and one after the last too. With 0 there
     is none."""
-    overlap: bool = False
-    """Answer held-out questions while the next step is generated, by the same weights, and not before it: they fill the
-    wait for its long answers. `val/*` then stand in the line of that next step; the last evaluation, and one before the
-    last step, take place by themselves. Only with `placement.mode=colocated`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, every=0)
-        once = not self.overlap or self.every != 1
-        require(once, "overlap: needs every=2 or more, or the line of a step would have two evaluations")
 
 
 def _truncation(top_k: int, top_p: float, min_p: float) -> dict[str, float]:
