@@ -72,9 +72,8 @@ class Survey:
         for_pytest = classes or any(node.decorator_list for node in functions) or any(map(_params, tests))
         is_plain = not for_pytest and all(node in tree.body for node in tests) and "pytestmark" not in self.bound
         self.plain_tests = [node.name for node in tests] * is_plain
-        self._local = classes | {node.name for node in functions} - {
-            node.arg for node in nodes if isinstance(node, ast.arg)
-        }
+        args = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        self._local = classes | {node.name for node in functions} - args
         parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
         reasons = (self._reason(node) or self._misused(node, parents.get(node)) for node in nodes)
         self.reason = next(filter(None, reasons), "")
@@ -130,11 +129,7 @@ class Survey:
             fits = not name or name in OF_OBJECTS | self._local or of_self or self.root(parent.func)
             return "" if fits else f"objects: the tests call {name} of one"
         if isinstance(parent, ast.Compare):
-            return (
-                ""
-                if all(isinstance(op, (ast.Is, ast.IsNot)) for op in parent.ops)
-                else "objects: the tests compare one"
-            )
+            return "" if all(map(_is_identity, parent.ops)) else "objects: the tests compare one"
         fits = isinstance(parent, PASSED_ON) or (isinstance(parent, ast.Call) and node is parent.func)
         return "" if fits else f"objects: the tests have one in a {type(parent).__name__}"
 
@@ -164,9 +159,7 @@ class Survey:
         return ""
 
     def _name(self, node):
-        return (
-            f"process: the tests use {node.id}" if node.id in NAMES and node.id not in self.bound | self.names else ""
-        )
+        return f"process: the tests use {node.id}" if node.id in NAMES - self.bound - self.names else ""
 
     def _attribute(self, node):
         owner = name_of(node.value)
@@ -174,12 +167,9 @@ class Survey:
             return f"objects: the tests use {node.attr}"
         if owner in self.names & MODULES:
             return f"process: the tests use {owner} without an import"
+        reaches = node.attr in ATTRIBUTES and not self.root(node.value)
         replaces = not isinstance(node.ctx, ast.Load) and owner in MODULES & self.bound
-        return (
-            f"process: the tests use {node.attr}"
-            if replaces or (node.attr in ATTRIBUTES and not self.root(node.value))
-            else ""
-        )
+        return f"process: the tests use {node.attr}" if reaches or replaces else ""
 
     def _arg(self, node):
         return f"process: the tests need the fixture {node.arg}" if node.arg in FIXTURES else ""
@@ -194,14 +184,10 @@ class Survey:
 
     def _compare(self, node):
         fixed = any(_is_fixed(side) or name_of(side) in self._fixed for side in [node.left, *node.comparators])
-        return ONE if any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops) and not fixed else ""
+        return ONE if any(map(_is_identity, node.ops)) and not fixed else ""
 
     def _withitem(self, node):
-        if (
-            node.optional_vars
-            and isinstance(node.context_expr, ast.Call)
-            and any(map(self._is_own, node.context_expr.args))
-        ):
+        if node.optional_vars and any(map(self._is_own, getattr(node.context_expr, "args", ()))):
             return TEXT
         return "objects: the tests enter one" if self.root(node.context_expr) else ""
 
@@ -247,6 +233,10 @@ def key_of(node):
     """Return what stands for a name or an attribute of `self`, else an empty text."""
     is_own = isinstance(node, ast.Attribute) and name_of(node.value) == "self"
     return f"self.{node.attr}" if is_own else name_of(node)
+
+
+def _is_identity(op):
+    return isinstance(op, (ast.Is, ast.IsNot))
 
 
 def _is_fixed(node):
