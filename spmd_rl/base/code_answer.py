@@ -22,7 +22,7 @@ underscores, neither inf nor nan) of the same value; whole numbers of more than 
 number is a fraction or has an exponent, it may differ by half a unit of the last digit that it shows, up to `tolerance`
 (of numbers above 1: times the number); and always by `tolerance`, or that times the number where this is less. So 0 is
 neither `0.0000004` nor `1e-400`, and `0.333333` is `0.3333333333333333`. All this is computed exactly, in decimals:
-`12345678901234567.0` is not `12345678901234568`. (LiveCodeBench compares the values: `tolerance=0`. APPS allows 1e-8 and
+`12345678901234567.0` is not `12345678901234568`. (LiveCodeBench compares values: `tolerance=0`. APPS allows 1e-8 and
 1e-5 of it, Codeforces' checkers mostly 1e-6, absolute or relative.)
 
     program("```python\\nprint(input())\\n```")    # "print(input())\\n"
