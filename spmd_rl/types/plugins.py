@@ -164,7 +164,7 @@ class RunResult:
     cpu_seconds: float = 0.0
     """Processor time, of all its processes that have ended before it."""
     is_text: bool = True
-    """Whether stdout is UTF-8: bytes that are not are U+FFFD here."""
+    """A mark that stdout is UTF-8. Other bytes are U+FFFD in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def packaged(request):
 def test_programs_have_them_and_their_values_are_plain(packaged) -> None:
     program = "import numpy as np, mpmath\nprint(int((np.ones((9, 9)) @ np.ones((9, 9))).sum()), mpmath.mpf(2) ** 3)"
     assert packaged.run(program, limits=LIMITS).stdout == "729 8.0\n"
-    code = "import numpy as np\ndef double(a): return (2 * np.array(a)).tolist()\ndef total(a): return int(np.array(a).sum())"
+    code = "import numpy as np\ndef double(a): return (2 * np.array(a)).tolist()\ndef total(a): return int(np.sum(a))"
     tests = ["assert total([1, 2]) == 3", "assert double([1.0, 1]) == [2.0, 2]"]
     assert packaged.check(code, [*tests, "assert total([1]) == 2"], limits=LIMITS).passed == (True, True, False)
     assert packaged.check(code, ["import numpy\nassert total([1]) == 1"], limits=LIMITS).unsupported
