@@ -1,1 +1,1 @@
-"""Environments, one a file; of ours they import `spmd_rl.types` alone."""
+"""Environments, one a file; of this package they import `spmd_rl.types` alone."""

@@ -1,4 +1,4 @@
-"""A calculator for models: Python's arithmetic without names, calls of its own or numbers that grow without bound."""
+"""A calculator for models: Python's arithmetic without variables, other calls or numbers of unbounded size."""
 
 import ast
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 MAX_CHARACTERS = 400
 MAX_BITS = 4096
-"""The limit for an integer anywhere in a calculation."""
+"""Largest integer anywhere in a calculation, in bits."""
 
 
 def _round(number: float, digits: int = 0) -> float:
@@ -46,7 +46,7 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 def calculate(expression: str) -> str:
-    """Return the value of an expression such as `(3 + 4) * sqrt(2)`. ValueError, which says why, if it has none."""
+    """Return the value of an expression such as `(3 + 4) * sqrt(2)`. ValueError with the reason, if it has none."""
     text = expression.strip().replace("^", "**").replace("\N{MULTIPLICATION SIGN}", "*").replace("\N{MINUS SIGN}", "-")
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"the expression is longer than {MAX_CHARACTERS} characters")
@@ -61,6 +61,7 @@ def calculate(expression: str) -> str:
     return repr(found) if isinstance(found, float) else str(found)
 
 
+# The syntax tree is walked by hand; `eval`, even without builtins, would let an action run code.
 def _value(node: ast.expr) -> int | float:
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
@@ -72,6 +73,7 @@ def _value(node: ast.expr) -> int | float:
         case ast.BinOp() if type(node.op) in _BINARY:
             left, right = _value(node.left), _value(node.right)
             whole = isinstance(left, int) and isinstance(right, int)
+            # Checked before the power is computed: `9**9**9` would take all memory.
             if isinstance(node.op, ast.Pow) and whole and left.bit_length() * abs(right) > MAX_BITS:
                 raise ValueError("the result is too large")
             found = _BINARY[type(node.op)](left, right)

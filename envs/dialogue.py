@@ -1,10 +1,10 @@
-"""A dialogue: a customer, who is simulated, wants to book a table, and tells what is asked for, a little at a time.
+"""A dialogue: a simulated customer wants to book a table, and answers questions, a few at a time.
 
 The model talks to the customer in plain text, looks for restaurants with the tool `search`, and ends the episode with
 the tool `book` (see `envs.tool_calls`). The customer's wishes are drawn from the seed: cuisine, area and price of the
-restaurant, day, time and number of people. One wish has a second choice, which the customer names when told that the
-first cannot be had, as is true half the time. The booking is worth 1.0 if all is as wished. A customer who has had to
-answer too often leaves.
+restaurant, day, time and number of people. One wish has a second choice, which the customer names after hearing that
+the first is unavailable, as it is half the time. The booking is worth 1.0 if all is as wished. After too many messages
+the customer leaves.
 
     env.booking.target=envs.dialogue:DialogueEnv env.booking.args.patience=8
     env.booking.target=envs.dialogue:LlmDialogueEnv env.booking.args.user_url=http://127.0.0.1:8000/v1
@@ -38,7 +38,7 @@ ASKED = {
     "time": re.compile(r"\btime|hour|o'clock|\bwhen\b"),
     "people": re.compile(r"people|persons|guests|how many|party|seats|size"),
 }
-"""By wish, what in a question asks for it."""
+"""Patterns of questions for each wish."""
 QUESTIONS = {
     "cuisine": "What kind of food would you like?",
     "area": "In which area should it be?",
@@ -75,11 +75,14 @@ class Customer:
 
 
 class DialogueEnv:
-    """A booking with a customer who goes by rules."""
+    """A booking with a rule-based customer."""
 
     def __init__(self, patience: int = 8, answers: int = 2, partial: bool = False) -> None:
-        """`patience`: how many messages the customer answers. `answers`: how many questions of one message. `partial`:
-        a booking is worth the share of wishes that it meets. ValueError for numbers below 1."""
+        """Configure the customer.
+
+        `patience`: number of messages that the customer answers. `answers`: number of questions answered per message.
+        `partial`: a booking is worth its share of met wishes. ValueError for numbers below 1.
+        """
         if patience < 1 or answers < 1:
             raise ValueError(f"patience={patience}, answers={answers}: at least 1")
         self._patience, self._answers, self._partial = patience, answers, partial
@@ -104,13 +107,14 @@ class DialogueEnv:
         return said, {"instruction": INSTRUCTION, "tools": self._tools.schemas, "state_key": self._state_key(said)}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Call a tool, or say something to the customer."""
+        """Call a tool, or send a message to the customer."""
         reply = self._tools.play(action)
         return self._after(reply, self._answer(reply.said) if reply.said else "")
 
     def solution(self) -> list[str] | None:
-        """Return what to say and call from here to a right booking: an oracle for demonstrations. None once the
-        customer would leave before."""
+        """Return the messages and calls from here to a right booking: an oracle for demonstrations. None if the
+        customer would leave before.
+        """
         if self._booking:
             return []
         wishes = {name: self._customer.wishes[name] for name in OF_A_RESTAURANT}
@@ -136,7 +140,7 @@ class DialogueEnv:
         return {name: self._customer.wishes[name] for name in WISHES if name not in OF_A_RESTAURANT}
 
     def _met(self, booking: dict[str, str]) -> float:
-        """Return the share of wishes that a booking meets. The second choice counts where the first cannot be had."""
+        """Return the share of wishes that a booking meets. The second choice counts if the first is unavailable."""
         wishes = self._customer.wishes
         if not any(self._fits(place, wishes) for place in self._restaurants.values()):
             wishes = wishes | {self._customer.flexible: self._customer.second}
@@ -147,7 +151,7 @@ class DialogueEnv:
         return all(place[name] == wishes[name] for name in OF_A_RESTAURANT)
 
     def _answer(self, message: str) -> str:
-        """Return what the customer says: what is asked for, and the second choice if the first is refused."""
+        """Return the customer's answer: the requested wishes, and the second choice if the first is refused."""
         text, customer, said = message.lower(), self._customer, []
         if REFUSED.search(text) and customer.flexible in self._told and "second" not in self._told:
             self._told.append("second")
@@ -158,7 +162,7 @@ class DialogueEnv:
         return " ".join(said) or "I just want to book a table."
 
     def _after(self, reply: ToolReply, said: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Return the step's tuple, given what the tools or the customer replied."""
+        """Return the step's tuple for a reply of the tools or the customer."""
         self._messages += bool(said)
         left = self._messages > self._patience and not self._booking
         text = "The customer has lost patience and left." if left else said or reply.text
@@ -216,7 +220,7 @@ class DialogueEnv:
 
 
 class LlmDialogueEnv(DialogueEnv):
-    """A booking with a customer who is played by a language model behind a chat completions server."""
+    """A booking with a customer played by a language model behind a chat completions server."""
 
     def __init__(
         self,
@@ -227,15 +231,18 @@ class LlmDialogueEnv(DialogueEnv):
         patience: int = 8,
         partial: bool = False,
     ) -> None:
-        """`user_url`: of the server, up to and including `/v1`. `user_model`: the model's name there. `key_env` names
-        the environment variable that holds a key; settings never hold one."""
+        """Configure the customer's model.
+
+        `user_url`: of the server, up to and including `/v1`. `user_model`: the model's name there. `key_env` names the
+        environment variable of a key; settings never hold one.
+        """
         super().__init__(patience, partial=partial)
         self._headers = {"Authorization": f"Bearer {os.environ[key_env]}"} if key_env else {}
         self._http, self._url, self._model = http, f"{user_url.rstrip('/')}/chat/completions", user_model
         self._heard: list[dict[str, str]] = []
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """Draw a customer; the first words are those of the customer who goes by rules."""
+        """Draw a customer; the first message is that of the rule-based customer."""
         observation, info = super().reset(seed)
         customer = self._customer
         wishes = ", ".join(f"{name}: {value}" for name, value in customer.wishes.items())
@@ -248,7 +255,7 @@ class LlmDialogueEnv(DialogueEnv):
         return observation, info
 
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Call a tool, or say something to the customer and wait for the answer. Raises as `Http.post` does."""
+        """Call a tool, or send a message to the customer and wait for the answer. Raises as `Http.post` does."""
         reply = self._tools.play(action)
         return self._after(reply, await self._ask(reply.said) if reply.said else "")
 

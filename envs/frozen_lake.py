@@ -13,19 +13,19 @@ from .grids import Oracle, check_observation, generator, rules, show, spellings,
 
 ACTIONS = {"Left": 0, "Down": 1, "Right": 2, "Up": 3}
 DIRECTIONS = ((0, -1), (1, 0), (0, 1), (-1, 0))
-"""Row and column that an action adds, by its number; the neighbours of a number are the directions across it."""
+"""Row and column offsets of an action, by its number; the neighbours of a number are the directions across it."""
 CELLS = "P is the player, _ ice, O a hole, G the goal, X the player in a hole, \N{SQUARE ROOT} the player on the goal."
 TRIALS, MAX_DRAWS = 1000, 100_000
-"""Settings must give a board in so few draws when they are checked, so that so many are always enough at a reset."""
+"""Number of draws within which settings must give a board: fewer when they are checked, so that a reset never fails."""
 HORIZON = 1000
-"""The oracle for slippery ice looks so many steps ahead at most."""
+"""Largest number of steps that the oracle for slippery ice looks ahead."""
 
 Plan = tuple[list[float], list[str | None]]
-"""By cell: the greatest probability of reaching the goal, and the action to begin with (None: there is none)."""
+"""Greatest probability of reaching the goal, and the first action towards it, by cell; None without any."""
 
 
 class FrozenLake(Oracle):
-    """A reward of 1 at the goal ends the episode, and so does a hole, with 0; an invalid action moves nothing."""
+    """The lake: the goal ends the episode with a reward of 1, a hole with 0; an invalid action moves nothing."""
 
     def __init__(
         self,
@@ -37,9 +37,11 @@ class FrozenLake(Oracle):
         max_steps: int | None = None,
         observation: str = "grid",
     ) -> None:
-        """The board has `size` * `size` cells, each of ice with probability `p`, and a shortest path of at least
-        `min_path` steps. On slippery ice a step goes the way it should with probability `success_rate`, and otherwise
-        to the left or right of it. After `max_steps` steps the episode is truncated.
+        """Configure boards of `size` * `size` cells, each of ice with probability `p`, with shortest paths of at least
+        `min_path` steps.
+
+        On slippery ice a step goes in its direction with probability `success_rate`, and otherwise to the left or right
+        of it. After `max_steps` steps the episode is truncated.
         """
         check_observation(observation)
         if not (size >= 2 and 0 <= p <= 1 and 0 <= success_rate <= 1 and (max_steps is None or max_steps >= 1)):
@@ -57,6 +59,7 @@ class FrozenLake(Oracle):
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """Draw the board of this seed."""
+        # Separate generators: the board of a seed does not depend on the settings of the ice.
         self._draw(generator(seed, "board"))
         self._slips = generator(seed, "slips")
         self._steps, self._over = 0, False
@@ -89,12 +92,12 @@ class FrozenLake(Oracle):
         return observation, float(success), terminated, truncated, info
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the environment holds no resources."""
 
     def solution(self) -> list[str] | None:
         """Return the shortest way to the goal from here, [] at the goal, None if it is out of reach.
 
-        On slippery ice: only the next action of the best policy; ask again after each step.
+        On slippery ice: only the next action of the best policy, to be asked for after each step.
         """
         if self._player == self._goal:
             return []
@@ -138,7 +141,7 @@ class FrozenLake(Oracle):
         )
 
     def _distances(self) -> dict[int, int]:
-        """The least number of steps to the goal from each cell that has a way to it, without slipping."""
+        """Return the least number of steps to the goal from each connected cell, without slipping."""
         found = {self._goal: 0}
         frontier = [self._goal]
         for cell in frontier:
@@ -149,7 +152,7 @@ class FrozenLake(Oracle):
         return found
 
     def _plan(self) -> Plan:
-        """The best play with the steps that are left, by value iteration over the number of steps left.
+        """Return the best play for the remaining steps, by value iteration over their number.
 
         An action replaces that for fewer steps only if it is better, so one that gains nothing is never chosen.
         """
@@ -173,7 +176,7 @@ class FrozenLake(Oracle):
         return self._plans[min(left, len(self._plans) - 1)]
 
     def _shown(self) -> tuple[str, str]:
-        """The observation, and the board in rows of letters."""
+        """Return the observation, and the board in rows of letters."""
         letters = ["O" if cell in self._holes else "_" for cell in range(len(self._next))]
         letters[self._goal] = "G"
         letters[self._player] = {"_": "P", "O": "X", "G": "\N{SQUARE ROOT}"}[letters[self._player]]

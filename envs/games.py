@@ -1,7 +1,7 @@
-"""What games for two against a scripted opponent have in common: turns, wins, and an opponent of any skill.
+"""The common part of games against a scripted opponent: turns, wins, and an opponent of any skill.
 
-A game (`nim`, `tictactoe`) says what its positions and moves are. The opponent plays a best move, found by searching
-the game to its end, with probability `skill`, and else any legal one. A won game is worth 1, a draw 0, a lost one -1.
+A game (`nim`, `tictactoe`) defines its positions and moves. The opponent plays a best move, found by searching the game
+to its end, with probability `skill`, and else any legal one. A won game is worth 1, a draw 0, a lost one -1.
 """
 
 import random
@@ -16,16 +16,16 @@ class GameEnv(ABC):
     """A game of two players who move in turns and see everything. Positions are hashable, moves texts."""
 
     RULES = ""
-    """What the model reads first: the rules, and how a move is written."""
+    """Instruction of the model: the rules, and the form of a move."""
     _values: dict[Hashable, int]
-    """What positions are worth to the player to move: a table that all games of a class fill and share."""
+    """Values of positions for the player to move, in a table that all games of a class fill and share."""
 
     def __init_subclass__(cls) -> None:
-        """Give each game a table of its own."""
+        """Give each game class a separate table."""
         cls._values = {}
 
     def __init__(self, skill: float = 0.5) -> None:
-        """`skill`: how often the opponent plays a best move, 0 to 1. ValueError outside of that."""
+        """Set the probability of the opponent's best moves. ValueError outside of 0 to 1."""
         if not 0.0 <= skill <= 1.0:
             raise ValueError(f"skill={skill}: a probability, 0 to 1")
         self._skill = skill
@@ -34,7 +34,7 @@ class GameEnv(ABC):
 
     @abstractmethod
     def begin(self, rng: random.Random) -> tuple[Any, bool]:
-        """Return the first position, and whether the model begins."""
+        """Return the first position, and True if the model begins."""
 
     @abstractmethod
     def moves(self, position: Any) -> list[str]:
@@ -46,11 +46,11 @@ class GameEnv(ABC):
 
     @abstractmethod
     def outcome(self, position: Any) -> int:
-        """Return what a position without moves is worth to the player who would move: -1, 0 or 1."""
+        """Return the value of a position without moves for the player who would move: -1, 0 or 1."""
 
     @abstractmethod
     def show(self, position: Any) -> str:
-        """Return the position as the model reads it."""
+        """Return the position as text for the model."""
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """Set up the game; the opponent moves if it begins."""
@@ -88,7 +88,7 @@ class GameEnv(ABC):
         return self.best_moves(self._position)[:1]
 
     def best_moves(self, position: Any) -> list[str]:
-        """Return the moves from which most can be had against any reply."""
+        """Return the moves with the best outcome against any reply."""
         values = {move: -self._value(self.play(position, move)) for move in self.moves(position)}
         return [move for move, value in values.items() if value == max(values.values())]
 
@@ -99,7 +99,7 @@ class GameEnv(ABC):
         return self._values[position]
 
     def _answer(self) -> str:
-        """Move for the opponent; return what it says."""
+        """Move for the opponent; return the message about it."""
         best = self._rng.random() < self._skill
         move = self._rng.choice(self.best_moves(self._position) if best else self.moves(self._position))
         self._position = self.play(self._position, move)

@@ -1,4 +1,4 @@
-"""What the grid worlds share: own random numbers, names of actions, how a grid becomes text, and the oracle's uses."""
+"""The common part of the grid worlds: random numbers, names of actions, grids as text, and uses of the oracle."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -7,29 +7,32 @@ from statistics import fmean
 from typing import Any
 
 OBSERVATIONS = ("grid", "spaced", "coordinates", "relative")
-"""How a state can be shown: rows of letters, the same with blanks between the letters, a list of positions, or where
-things lie as seen from the player, which small models read best."""
+"""Forms of a state: rows of letters, the same with spaces between the letters, a list of positions, or positions
+relative to the player, which small models read best.
+"""
 SIDES = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
-"""Row and column that lie on each side."""
+"""Row and column offsets of each side."""
 
 
 def generator(seed: int, purpose: str) -> Random:
-    """Return a generator that depends on these two alone, so that no draw for one purpose moves those for another."""
+    """Return a generator that depends on these two alone, so that draws for one purpose never shift
+    those for another.
+    """
     digest = blake2b(f"{seed},{purpose}".encode(), digest_size=16).digest()
     return Random(int.from_bytes(digest, "little"))
 
 
 def spellings(actions: Mapping[str, int]) -> dict[str, str]:
-    """Return the action that each accepted spelling stands for: its word, first letter and number, in lower case."""
+    """Return the action of each accepted spelling: its word, first letter and number, in lower case."""
     return {
         spelling: word for word, number in actions.items() for spelling in (word.lower(), word[0].lower(), f"{number}")
     }
 
 
 def rules(observation: str, cells: str, size: tuple[int, int], actions: Mapping[str, int]) -> str:
-    """Say in an instruction what an observation shows and which actions there are.
+    """Return an instruction about the observation and the actions.
 
-    `cells` explains the letters; `size` is (rows, columns).
+    cells: explanation of the letters. size: (rows, columns).
     """
     rows, columns = size
     if observation == "coordinates":
@@ -49,8 +52,8 @@ def show(
 ) -> tuple[str, str]:
     """Return a state as an observation, and as rows of letters (the same if `observation` is `grid`).
 
-    `letters` holds one letter for each cell, row by row, and a cell is its place there; `player` is a cell, `things`
-    and `ground` are cells by name: of the ground, the player sees what is next to it.
+    `letters` holds one letter for each cell, row by row, and a cell is an index into it. `player` is a cell, `things`
+    and `ground` are cells by name: of the ground, the player sees only neighbouring cells.
     """
     rows = ["".join(letters[at : at + width]) for at in range(0, len(letters), width)]
     board = "\n".join(rows)
@@ -70,14 +73,14 @@ def show(
 
 
 def direction(cell: int, player: int, width: int) -> str:
-    """Say how far a cell lies from the player, or from another cell: `Down 2, Left 1`."""
+    """Return the direction and distance of a cell from the player, or from another cell: `Down 2, Left 1`."""
     down, right = cell // width - player // width, cell % width - player % width
     steps = {"Up": -down, "Down": down, "Left": -right, "Right": right}
     return ", ".join(f"{side} {count}" for side, count in steps.items() if count > 0) or "here"
 
 
 def _sides(cells: Iterable[int], player: int, width: int, height: int) -> list[str]:
-    """On which sides of the player one of the cells is."""
+    """Return the sides of the player that have one of the cells."""
     row, column = divmod(player, width)
     beside = {side: (row + down, column + right) for side, (down, right) in SIDES.items()}
     inside = {side: r * width + c for side, (r, c) in beside.items() if 0 <= r < height and 0 <= c < width}
@@ -86,7 +89,7 @@ def _sides(cells: Iterable[int], player: int, width: int, height: int) -> list[s
 
 
 def check_observation(observation: str) -> None:
-    """Raise ValueError if there is no such way to show a state."""
+    """Raise ValueError for an unknown form of a state."""
     if observation not in OBSERVATIONS:
         raise ValueError(f"observation={observation}: known are {', '.join(OBSERVATIONS)}")
 
@@ -103,10 +106,10 @@ def step_info(board: str, valid: bool, effective: bool, success: bool) -> dict[s
 
 
 class Oracle:
-    """What follows from an environment's `solution()` and `best_return()`, which know the best play from its state."""
+    """Uses of an environment's `solution()` and `best_return()`, which know the best play from its state."""
 
     def demonstrate(self, seed: int) -> list[str]:
-        """Play the best episode of a seed and return its actions; where chance plays too, it may still be lost."""
+        """Play the best episode of a seed and return its actions; with chance involved, it may still be lost."""
         self.reset(seed)
         played: list[str] = []
         while plan := self.solution():

@@ -1,4 +1,4 @@
-"""The opponent thinks of a number; each guess is answered with higher or lower. Halving always finds it in time.
+"""The opponent thinks of a number; each guess is answered with higher or lower. Bisection always finds it in time.
 
 env.number.target=envs.guess_number:GuessNumberEnv env.number.args.largest=100
 """
@@ -8,10 +8,10 @@ from typing import Any
 
 
 class GuessNumberEnv:
-    """1.0 for the right guess; after the last wrong one the game is lost, with 0."""
+    """A game with 1.0 for the right guess; after the last wrong one it is lost, with 0."""
 
     def __init__(self, largest: int = 100, guesses: int = 0) -> None:
-        """`guesses`: how many there are; 0: as many as halving needs. ValueError without a number to guess."""
+        """Set the number of guesses; 0: as many as bisection needs. ValueError without a number to guess."""
         if largest < 1 or guesses < 0:
             raise ValueError(f"largest={largest}, guesses={guesses}: at least 1 and 0")
         self._largest, self._guesses = largest, guesses or largest.bit_length()
@@ -19,14 +19,14 @@ class GuessNumberEnv:
         self._over = False
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """Think of a number."""
+        """Draw the number of this seed."""
         self._secret, self._left = random.Random(seed).randint(1, self._largest), self._guesses
         self._low, self._high, self._over = 1, self._largest, False
         text = f"I think of a number from 1 to {self._largest}. You have {self._left} guesses."
         return text, {"instruction": "Guess the number. A guess is a number alone.", "state_key": self._state_key()}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer a guess. What is no number from the range is no guess, and costs none."""
+        """Answer a guess. A text that is no number in the range costs no guess."""
         text = action.strip()
         guess = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
         valid, before = 1 <= guess <= self._largest, (self._low, self._high)
@@ -51,9 +51,9 @@ class GuessNumberEnv:
         return said, float(found), found or lost, False, info
 
     def solution(self) -> list[str]:
-        """Return the number that halves what is left, none at the end: an oracle for demonstrations."""
+        """Return the number that bisects the remaining range, none at the end: an oracle for demonstrations."""
         return [] if self._over else [str((self._low + self._high) // 2)]
 
     def _state_key(self) -> str:
-        """Return what is known: where the number can be, and how many guesses are left."""
+        """Return the model's knowledge: the remaining range and guesses."""
         return f"{self._low}-{self._high} {self._left}"

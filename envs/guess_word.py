@@ -34,22 +34,24 @@ Each letter of a guess is marked: G, it is right; Y, it is in the word, at anoth
 
 
 class GuessWordEnv:
-    """1.0 for the right word; after the last wrong guess the game is lost, with 0. Any five letters may be guessed."""
+    """A game with 1.0 for the right word; after the last wrong guess it is lost, with 0. Any five letters may be
+    guessed.
+    """
 
     def __init__(self, guesses: int = 6) -> None:
-        """`guesses`: how many there are. ValueError for none."""
+        """Set the number of guesses. ValueError below 1."""
         if guesses < 1:
             raise ValueError(f"guesses={guesses}: at least 1")
         self._guesses, self._secret = guesses, WORDS[0]
         self._known: list[str] = []
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """Think of a word."""
+        """Draw the word of this seed."""
         self._secret, self._known = random.Random(seed).choice(WORDS), []
         return f"I think of a word. You have {self._guesses} guesses.", {"instruction": RULES, "state_key": ""}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Mark a guess. What is not five letters is no guess, and costs none."""
+        """Mark a guess. A text that is not five letters costs no guess."""
         guess = action.strip().lower()
         valid = len(guess) == 5 and guess.isascii() and guess.isalpha()
         line = f"{guess} {mark(guess, self._secret)}" if valid else ""
@@ -75,7 +77,7 @@ class GuessWordEnv:
 
 
 def _fits(word: str, known: list[str]) -> bool:
-    """Return whether a word would have got these marks."""
+    """Return True if a word would have got these marks."""
     return all(mark(line[:5], word) == line[6:] for line in known)
 
 

@@ -1,7 +1,7 @@
 """A client of the Model Context Protocol over stdin and stdout: starts a server, lists its tools, calls them.
 
-The protocol is JSON-RPC 2.0, one message a line (modelcontextprotocol.io, revision 2025-06-18). The server is a program
-of the user's own choice, so it runs with this process's rights. What it writes to stderr is shown where it dies.
+The protocol is JSON-RPC 2.0, one message a line (modelcontextprotocol.io, revision 2025-06-18). The server is the
+user's own choice, so it runs with this process's rights. Its stderr is shown if it dies.
 
     with closing(McpClient(["python", "server.py"])) as client:
         client.call("add", {"a": 1, "b": 2})
@@ -21,21 +21,21 @@ from .tool_calls import ToolsLost
 
 VERSION = "2025-06-18"
 MAX_LINE_BYTES = 16 << 20
-"""The longest line of a server: with a longer one it is ended."""
+"""Largest line of a server in bytes; a longer one ends it."""
 LAST_WORDS_BYTES = 2000
-"""What is kept of the end of a server's stderr."""
+"""Number of bytes kept of the end of a server's stderr."""
 PIPE_BYTES = 1 << 16
 
 
 class McpClient:
-    """One server process, started by the first request. One request at a time; not for several threads."""
+    """A client of one server process, started by the first request. One request at a time; not for several threads."""
 
     def __init__(self, command: Sequence[str], seconds: float = 30.0) -> None:
-        """`command`: the program and its arguments. `seconds`: the longest wait for a reply."""
+        """Take the program with its arguments, and the longest wait for a reply."""
         self._command, self._seconds = list(command), seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._said, self._last_words = bytearray(), b""
-        """What of its stdout has been read and not yet taken as a line, and the end of its stderr."""
+        """Unparsed part of its stdout, and the end of its stderr."""
         self._last_id = 0
         self._name = f"the MCP server `{shlex.join(self._command)[:150]}`"
 
@@ -53,7 +53,8 @@ class McpClient:
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Return the text of a tool's result. ValueError if the tool reports a failure; TimeoutError without a reply in
-        time, `ToolsLost` if the server has ended: the next call starts it again."""
+        time, `ToolsLost` if the server has ended: the next call restarts it.
+        """
         result = self._ask("tools/call", {"name": name, "arguments": dict(arguments)})
         parts = [part["text"] if part.get("type") == "text" else f"[{part.get('type')}]" for part in result["content"]]
         text = "\n".join(parts)
@@ -91,6 +92,7 @@ class McpClient:
             self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
         except OSError as error:
             raise ToolsLost(f"{self._name} cannot be started: {error.strerror}") from None
+        # Non-blocking: a server that stops reading must not block this process past its deadline.
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             os.set_blocking(stream.fileno(), False)
         about = {"name": "spmd_rl", "version": "1"}
@@ -111,7 +113,7 @@ class McpClient:
                 raise ToolsLost(self._farewell()) from None
 
     def _request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the result of one request. What the server asks or says meanwhile is answered or dropped."""
+        """Return the result of one request. Requests of the server are answered, and its notifications dropped."""
         self._last_id += 1
         end = time.monotonic() + self._seconds
         self._send({"id": self._last_id, "method": method, "params": params}, end)
@@ -126,7 +128,7 @@ class McpClient:
                 return message["result"]
 
     def _receive(self, end: float) -> dict[str, Any]:
-        """Return the server's next message, past lines that are none."""
+        """Return the server's next message, skipping other lines."""
         while True:
             if (length := self._said.find(b"\n")) >= 0:
                 line = bytes(self._said[:length])
@@ -138,12 +140,13 @@ class McpClient:
                 self._transfer(end)
 
     def _transfer(self, end: float, sending: bool = False) -> None:
-        """Read what is there to be read of both streams, or wait until there is, or until the server can read.
+        """Read available data of both streams, or wait for data, or until the server can read.
 
-        Of stdout, no more than a line may have. TimeoutError at the end of the time, ConnectionError at the server's.
+        Of stdout at most one line is buffered. TimeoutError at the deadline, ConnectionError if the server ends.
         """
         process, wanted = self._process, {self._process.stdin} if sending else set()
         wanted |= {process.stdout} if len(self._said) <= MAX_LINE_BYTES else set()
+        # stderr is read as well: a server that fills its pipe would block.
         wanted |= {process.stderr} if not process.stderr.closed else set()
         with selectors.DefaultSelector() as selector:
             for stream in wanted:
@@ -162,21 +165,22 @@ class McpClient:
             raise ToolsLost(f"{self._name} sent a line of over {MAX_LINE_BYTES} bytes")
 
     def _hear(self) -> bytes | None:
-        """Read from stderr: empty at its end, None where there is nothing yet."""
+        """Read from stderr: empty at its end, None without new data."""
         heard = self._process.stderr.read(PIPE_BYTES)
         self._last_words = (self._last_words + (heard or b""))[-LAST_WORDS_BYTES:]
         return heard
 
     def _farewell(self) -> str:
-        """Say that the server has ended, with its last words."""
+        """Return text on the end of the server, with its last lines."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)  # by then it has said them
+            # By then it has written its last lines.
+            self._process.wait(1.0)
         while not self._process.stderr.closed and len(self._hear() or b"") == PIPE_BYTES:
             pass
         code = self._process.returncode
         return f"{self._name} has ended{'' if code is None else f' with code {code}'}{self._quoted()}"
 
     def _quoted(self) -> str:
-        """The end of the server's stderr, its last line first: that is the one which a message of one line shows."""
+        """Return the end of the server's stderr, its last line first, since messages of one line show only that."""
         *before, last = self._last_words.decode(errors="replace").strip().split("\n")
         return (f": {last}" if last else "") + "".join(f"\n{line}" for line in ["its last words:", *before] if before)

@@ -1,6 +1,7 @@
-"""Nim: two players take stones from piles in turns, and who takes the last one wins. The first position can be won.
+"""Nim: two players take stones from piles in turns, and the one who takes the last stone wins. The first position can
+be won.
 
-env.nim.target=envs.nim:NimEnv env.nim.args.piles=3 env.nim.args.stones=7
+    env.nim.target=envs.nim:NimEnv env.nim.args.piles=3 env.nim.args.stones=7
 """
 
 import random
@@ -11,21 +12,25 @@ from .games import GameEnv
 
 
 class NimEnv(GameEnv):
-    """A position is the number of stones in each pile. The model begins where the first player can force a win, and the
-    opponent where the second can."""
+    """The game of Nim. A position is the number of stones in each pile.
+
+    The model begins if the first player can force a win, and the opponent if the second can.
+    """
 
     RULES = """This is Nim. Players take stones in turns: one or more, all from one pile. Who takes the last stone wins.
 A move is two numbers: the pile, counted from 1, and how many stones to take from it, such as 2 3."""
 
     def __init__(self, piles: int = 3, stones: int = 5, skill: float = 0.5) -> None:
-        """`stones`: the most in a pile at the start. ValueError for more than the opponent can think through."""
+        """Set the size of the game; `stones`: the largest pile at the start. ValueError if it is too large to be
+        searched.
+        """
         super().__init__(skill)
         if not (1 <= piles <= 5 and 1 <= stones <= 9):
             raise ValueError(f"piles={piles}, stones={stones}: at most 5 piles of 9 stones")
         self._piles, self._stones = piles, stones
 
     def begin(self, rng: random.Random) -> tuple[tuple[int, ...], bool]:
-        """Draw the piles."""
+        """Draw the piles; return them and who begins."""
         piles = tuple(rng.randint(1, self._stones) for _ in range(self._piles))
         return piles, reduce(xor, piles) != 0
 
@@ -34,12 +39,12 @@ A move is two numbers: the pile, counted from 1, and how many stones to take fro
         return [f"{i + 1} {taken}" for i, pile in enumerate(position) for taken in range(1, pile + 1)]
 
     def play(self, position: tuple[int, ...], move: str) -> tuple[int, ...]:
-        """Return the piles with the stones taken away."""
+        """Return the piles without the taken stones."""
         pile, taken = map(int, move.split())
         return tuple(stones - taken * (i + 1 == pile) for i, stones in enumerate(position))
 
     def outcome(self, position: tuple[int, ...]) -> int:
-        """Return -1: the other player has taken the last stone."""
+        """Return -1, since the other player has taken the last stone."""
         return -1
 
     def show(self, position: tuple[int, ...]) -> str:

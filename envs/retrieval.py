@@ -12,7 +12,7 @@ _WORD = re.compile(r"[a-z0-9]+")
 
 
 def words(text: str) -> list[str]:
-    """Return the words and numbers of a text in small letters, each without the `s` of its plural."""
+    """Return the words and numbers of a text in small letters, without the `s` of plurals."""
     found = _WORD.findall(text.lower())
     return [word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word for word in found]
 
@@ -23,12 +23,12 @@ def phrases(text: str) -> tuple[str, ...]:
 
 
 class Bm25:
-    """An index that never changes, so threads may share it."""
+    """An immutable index, which threads may share."""
 
     def __init__(self, texts: Sequence[str], k1: float = 1.2, b: float = 0.75) -> None:
-        """`k1` says how soon more of the same word stops to count, `b` how much a long text is held against itself."""
+        """Build the index. `k1` saturates repeated words, `b` penalises long texts."""
         self._postings: dict[str, list[tuple[int, float]]] = defaultdict(list)
-        """By word, (index of the text, weight of the word in it)."""
+        """Pairs (index of the text, weight of the word in it), by word."""
         counts = [Counter(words(text)) for text in texts]
         mean = sum(count.total() for count in counts) / max(1, len(counts)) or 1.0
         for i, count in enumerate(counts):
@@ -38,11 +38,13 @@ class Bm25:
         for word, found in self._postings.items():
             idf = log(1 + (len(counts) - len(found) + 0.5) / (len(found) + 0.5))
             self._postings[word] = [(i, idf * weight) for i, weight in found]
+        # Without it a lookup would add an empty entry, and the shared index would change.
         self._postings.default_factory = None
 
     def search(self, query: str, limit: int) -> list[int]:
-        """Return the indices of at most `limit` texts that share a word with the query, the best first. Equally good
-        ones stand in their order."""
+        """Return the indices of at most `limit` texts that share a word with the query, the best first, equal ones in
+        order.
+        """
         scores: dict[int, float] = defaultdict(float)
         for word in words(query):
             for i, weight in self._postings.get(word, ()):

@@ -1,4 +1,4 @@
-"""Rows of JSONL files, for environments whose tasks are a user's own."""
+"""Rows of JSONL files, for environments with a user's own tasks."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Sokoban: push all boxes onto targets; a box can be pushed but not pulled, so a wrong push may be for good.
+"""Sokoban: push all boxes onto targets; boxes can be pushed but not pulled, so a wrong push may be final.
 
-The rules and rewards of gym_sokoban with ROLL's letters. Every level made here can be solved; others come from a file.
+The rules and rewards of gym_sokoban with ROLL's letters. Every generated level can be solved; others come from a file.
 
     env.push.target=envs.sokoban:Sokoban env.push.args.search_depth=3
     env.push.target=envs.sokoban:LargerSokoban
@@ -19,11 +19,11 @@ ACTIONS = {"Up": 1, "Down": 2, "Left": 3, "Right": 4}
 LETTERS = "#_O\N{SQUARE ROOT}XPS"
 MEANINGS = ("a wall", "floor", "a target", "a box on a target", "a box", "the player", "the player on a target")
 STEP, BOX, SOLVED = -0.1, 1.0, 10.0
-"""Rewards: of every step, of a box onto a target (and minus that off it), of all boxes on targets."""
+"""Rewards of every step, of a box onto a target (negative for the reverse), of all boxes on targets."""
 
 
 class Sokoban(Oracle):
-    """The episode ends when all boxes are on targets; an invalid action is a step in which nothing moves.
+    """The game, which ends when all boxes are on targets; an invalid action is a step without movement.
 
     The default is ROLL's SimpleSokoban: a room of 6 * 6 cells with its walls, and one box.
     """
@@ -43,9 +43,11 @@ class Sokoban(Oracle):
         letters: str = LETTERS,
         observation: str = "grid",
     ) -> None:
-        """A level takes `min_pushes` to `search_depth` pushes in a room of `size` (height, width), walls included, the
-        shape of which `walk` (default 1.7 * (height + width)) and `turn` set, see `LevelMaker`. Or the seed chooses one
-        of the `num_levels` levels of the file `levels` from `first_level` on. After `max_steps` steps the episode is
+        """Configure the levels.
+
+        A level takes `min_pushes` to `search_depth` pushes in a room of `size` (height, width), walls included, shaped
+        by `walk` (default 1.7 * (height + width)) and `turn`, see `LevelMaker`. Or the seed chooses one of the
+        `num_levels` levels of the file `levels` from `first_level` on. After `max_steps` steps the episode is
         truncated. `letters` are those of `MEANINGS`, in this order.
         """
         check_observation(observation)
@@ -102,12 +104,12 @@ class Sokoban(Oracle):
         return observation, reward, terminated, truncated, info
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the environment holds no resources."""
 
     def solution(self) -> list[str] | None:
         """Return a shortest sequence of actions that solves the level from here, [] if it is solved.
 
-        None: it cannot be solved any more in the steps that are left, or the search grew too large (see `solve`).
+        None: it cannot be solved any more in the remaining steps, or the search grew too large (see `solve`).
         """
         if self._boxes == self._level.targets:
             return []
@@ -117,8 +119,8 @@ class Sokoban(Oracle):
     def best_return(self) -> float:
         """Return the greatest return from here.
 
-        It is exact where the level can be solved in time, or misses one box alone; where not, an upper bound: all boxes
-        but one on targets; a solution in one step if none is known.
+        It is exact if the level can be solved in time, or misses only one box; else an upper bound: all boxes but one
+        on targets; a solution in one step if none is known.
         """
         if self._over:
             return 0.0
@@ -146,7 +148,7 @@ class Sokoban(Oracle):
         self._player = there if there & self._level.floor else self._player
 
     def _draw_room(self) -> None:
-        """What never changes in the level: the letters of walls, floor and targets, and where the inner walls are."""
+        """Prepare the constant parts of the level: letters of walls, floor and targets, and the inner walls."""
         level, (wall, floor, target) = self._level, self._letters[:3]
         self._targets, open_cells = _numbers(level.targets), set(_numbers(level.floor))
         self._room = [floor if cell in open_cells else wall for cell in range(level.height * level.width)]
@@ -160,7 +162,7 @@ class Sokoban(Oracle):
         ]
 
     def _shown(self) -> tuple[str, str]:
-        """The observation, and the board in rows of letters."""
+        """Return the observation, and the board in rows of letters."""
         _, _, target, box_on_target, box, player, player_on_target = self._letters
         letters, boxes, (at,) = list(self._room), _numbers(self._boxes), _numbers(self._player)
         for cell in boxes:
@@ -176,7 +178,7 @@ class Sokoban(Oracle):
         return observation, board
 
     def _to_target(self, box: int) -> str:
-        """Where the nearest target lies, as seen from a box."""
+        """Return the direction of the target nearest to a box."""
         width = self._level.width
 
         def distance(target: int) -> int:
@@ -195,7 +197,7 @@ class LargerSokoban(Sokoban):
     def __init__(
         self, size: int | Sequence[int] = (10, 10), num_boxes: int = 2, search_depth: int = 10, **settings: Any
     ) -> None:
-        """The other settings are those of `Sokoban`."""
+        """Configure the levels as in `Sokoban`, with other defaults."""
         super().__init__(size, num_boxes, search_depth, **settings)
 
 
@@ -203,5 +205,5 @@ class SokobanDifferentGridVocab(Sokoban):
     """ROLL's SokobanDifferentGridVocab: the simple room in other letters."""
 
     def __init__(self, letters: str = "W.GCBA@", **settings: Any) -> None:
-        """The other settings are those of `Sokoban`."""
+        """Configure the levels as in `Sokoban`, with other letters."""
         super().__init__(letters=letters, **settings)

@@ -1,4 +1,4 @@
-"""Levels of Sokoban: read from a file, or made so that they can be solved, by playing backwards from the solution.
+"""Levels of Sokoban: read from a file, or generated as solvable by playing backwards from the solution.
 
 A set of cells is an int, a mask with bit row * width + column; walls all around keep a shifted cell from the next row.
 """
@@ -10,14 +10,14 @@ from pathlib import Path
 from random import Random
 
 LAYER = 64
-"""So many states of each number of pulls are followed, which bounds the time that a large room takes."""
+"""Number of states that are followed at each number of pulls, which bounds the time for a large room."""
 TRIALS, MAX_ROOMS = 100, 10_000
-"""Settings must give a level in so few rooms when they are checked, so that so many are always enough at a reset."""
+"""Number of rooms within which settings must give a level: fewer when they are checked, so that a reset never fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A room and where things stand in it at the start."""
+    """A room and its initial state."""
 
     height: int
     width: int
@@ -26,7 +26,7 @@ class Level:
     targets: int
     boxes: int
     player: int
-    """Mask of one cell."""
+    """Mask of the player's cell."""
 
 
 def shift(mask: int, by: int) -> int:
@@ -35,7 +35,7 @@ def shift(mask: int, by: int) -> int:
 
 
 def cells(mask: int) -> Iterator[int]:
-    """Yield the cells of a mask, each as a mask of its own."""
+    """Yield the cells of a mask, each as a separate mask."""
     while mask:
         cell = mask & -mask
         yield cell
@@ -48,7 +48,7 @@ def spread(mask: int, width: int) -> int:
 
 
 def reach(start: int, free: int, width: int) -> int:
-    """Return all cells that can be walked to from `start` over free ones, itself among them."""
+    """Return all cells reachable from `start` over free ones, `start` included."""
     region, grown = 0, start
     while grown != region:
         region = grown
@@ -60,8 +60,8 @@ def reach(start: int, free: int, width: int) -> int:
 def read_levels(path: str) -> tuple[Level, ...]:
     """Read the levels of a file: `#` wall, `@` player, `$` box, `.` target, `+` and `*` player and box on a target.
 
-    As in Boxoban's files, any other line, such as an empty one or `; 7`, stands between two levels. ValueError: what is
-    no level. OSError: no such file.
+    As in Boxoban's files, any other line, such as an empty one or `; 7`, separates levels. ValueError for an invalid
+    level. OSError for a missing file.
     """
     blocks: list[list[str]] = [[]]
     for line in [*Path(path).read_text(encoding="utf-8").splitlines(), ""]:
@@ -76,7 +76,7 @@ def read_levels(path: str) -> tuple[Level, ...]:
 
 
 def parse_level(rows: list[str], name: str = "level") -> Level:
-    """Make a level of its rows. ValueError, which begins with its name, if nobody could play it."""
+    """Parse a level's rows. ValueError, which begins with its name, for an unplayable level."""
     height, width = len(rows), max(map(len, rows))
     letters = "".join(row.ljust(width) for row in rows)
 
@@ -100,16 +100,16 @@ def parse_level(rows: list[str], name: str = "level") -> Level:
 
 @dataclass(frozen=True, slots=True)
 class LevelMaker:
-    """Makes levels that can be solved with `min_pushes` to `search_depth` pushes."""
+    """A generator of levels that take `min_pushes` to `search_depth` pushes."""
 
     height: int = 6
     width: int = 6
     num_boxes: int = 1
     min_pushes: int = 1
     search_depth: int = 30
-    """Most pulls that are played backwards from the solution."""
+    """Largest number of pulls that are played backwards from the solution."""
     walk: int = 20
-    """Steps of the walk that carves the room: more make it wider."""
+    """Number of steps of the walk that carves the room: more make it wider."""
     turn: float = 0.35
     """Probability that the walk changes its direction before a step: less makes longer corridors."""
 
@@ -123,7 +123,7 @@ class LevelMaker:
             )
 
     def make(self, random: Random, rooms: int = MAX_ROOMS) -> Level:
-        """Return a level. ValueError if none of so many rooms has one."""
+        """Return a level. ValueError if none of `rooms` rooms has one."""
         for _ in range(rooms):
             floor = self._carve(random)
             if floor.bit_count() < 2 * self.num_boxes + 1:
@@ -136,7 +136,7 @@ class LevelMaker:
         raise ValueError(f"none of {rooms} rooms gave a level for {self}")
 
     def _carve(self, random: Random) -> int:
-        """The floor of a room: where a random walk went, and two cells beside each step."""
+        """Return the floor of a room: the cells of a random walk, and two neighbours of each."""
         row, column = random.randrange(1, self.height - 1), random.randrange(1, self.width - 1)
         ways = ((-1, 0), (1, 0), (0, -1), (0, 1))
         way, floor = random.choice(ways), 0
@@ -153,13 +153,16 @@ class LevelMaker:
         return min(max(row, 1), self.height - 2), min(max(column, 1), self.width - 2)
 
     def _play_backwards(self, floor: int, targets: int, random: Random) -> Iterator[list[tuple[int, int]]]:
-        """For each number of pulls from the solution: starts (boxes, where the player can be), no box on a target."""
+        """Yield for each number of pulls from the solution the starts (boxes, the player's region) without a box on a
+        target.
+        """
         width = self.width
         layer, free = {}, floor & ~targets
         while free:
             region = reach(free & -free, free, width)
             layer[targets, region] = None
             free &= ~region
+        # Dicts instead of sets keep insertion order, so that a seed gives the same level in every process.
         seen = dict(layer)
         for pulls in range(1, self.search_depth + 1):
             found: dict[tuple[int, int], None] = {}

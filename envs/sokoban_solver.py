@@ -10,7 +10,7 @@ State = tuple[int, int]
 
 
 def solve(level: Level, max_states: int = 200_000) -> list[str] | None:
-    """Return the words of a shortest solution; None if there is none, or none before `max_states` states were seen."""
+    """Return the words of a shortest solution; None if none exists, or none within `max_states` states."""
     search = _Search(level)
     start = level.boxes, level.player
     estimate = search.estimate(level.boxes)
@@ -42,7 +42,9 @@ class _Search:
         self._pushes_to_target = self._distances(level.targets)
 
     def _distances(self, targets: int) -> dict[int, int]:
-        """The least number of pushes to any target for a lone box, by cell; from other cells it never gets there."""
+        """Return the least number of pushes to any target for a lone box, by cell; from other cells it never gets
+        there.
+        """
         found = dict.fromkeys(cells(targets), 0)
         frontier = list(found)
         for cell in frontier:
@@ -54,12 +56,12 @@ class _Search:
         return found
 
     def estimate(self, boxes: int) -> int | None:
-        """At most the steps that are left; None if a box can never reach a target."""
+        """Return a lower bound of the remaining steps; None if a box can never reach a target."""
         pushes = [self._pushes_to_target.get(box) for box in cells(boxes)]
         return None if None in pushes else sum(pushes)
 
     def pushes(self, boxes: int, player: int) -> Iterator[tuple[State, int, str, int]]:
-        """What can be pushed after a walk: (state after it, where the box was, direction, steps)."""
+        """Yield each possible push after a walk: (state after it, the box's cell before, direction, steps)."""
         free = self._floor & ~boxes
         walk = self._walk(player, free)
         region = sum(walk)
@@ -70,7 +72,7 @@ class _Search:
                 yield (boxes ^ box ^ shift(box, by), box), box, word, steps + 1
 
     def _walk(self, player: int, free: int) -> list[int]:
-        """By number of steps: the cells that the player can first be in after so many."""
+        """Return by number of steps the cells that the player first reaches then."""
         layers, seen = [player], player
         while layer := spread(layers[-1], self._width) & free & ~seen:
             layers.append(layer)
@@ -78,7 +80,7 @@ class _Search:
         return layers
 
     def retrace(self, came: dict[State, tuple[State, int, str]], state: State) -> list[str]:
-        """The words that led to a state: of each push, the walk to the box, and the push."""
+        """Return the words that led to a state: for each push, the walk to the box, and the push."""
         words: list[str] = []  # from the last to the first
         while state in came:
             state, box, word = came[state]

@@ -12,13 +12,13 @@ OTHER = {"X": "O", "O": "X"}
 
 
 class TicTacToeEnv(GameEnv):
-    """A position is the nine cells, `X`, `O` or `.`, and the mark to move; X is the model's."""
+    """The game. A position is the nine cells, `X`, `O` or `.`, and the mark to move; X is the model's."""
 
     RULES = """This is tic-tac-toe. Three of your own marks in a row, column or diagonal win.
 Your mark is X, the opponent's is O. A move is the number of a free cell, 1 to 9."""
 
     def begin(self, rng: random.Random) -> tuple[tuple[str, str], bool]:
-        """Return an empty board, and who begins."""
+        """Return an empty board, and True if the model begins."""
         mark = rng.choice("XO")
         return ("." * 9, mark), mark == "X"
 

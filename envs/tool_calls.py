@@ -1,10 +1,10 @@
 """Tools for environments: reading a call from an action, describing a Python function to the model, calling it.
 
-A call is JSON, bare or in `<tool_call>` tags, as most chat templates have it; several in tags are called in order:
+A call is JSON, bare or in `<tool_call>` tags, as in most chat templates; several in tags are called in order:
 
     {"name": "calculator", "arguments": {"expression": "2 + 2"}}
 
-A function is described in OpenAI's schema by its type hints and its docstring, Google style: what stands before `Args:`
+A function is described in OpenAI's schema by its type hints and its docstring, Google style: the text before `Args:`
 describes the function, the lines under it its parameters.
 """
 
@@ -18,14 +18,14 @@ from typing import Any, get_type_hints
 import msgspec
 
 MAX_CALLS = 8
-"""The most calls that one action may hold."""
+"""Largest number of calls in one action."""
 _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _SECTION = re.compile(r"^[ \t]*(?:Returns|Raises|Yields|Examples?|Notes?|Attributes):[ \t]*$", re.MULTILINE)
 _PARAMETER = re.compile(r"^[ \t]*\*{0,2}(\w+)[ \t]*(?:\([^()]*(?:\([^()]*\)[^()]*)*\))?[ \t]*:[ \t]*(.*)$")
 
 
 def without_thoughts(text: str) -> str:
-    """Return what follows the last `</think>`, up to a `<think>` that is never closed, without blanks around it."""
+    """Return the text after the last `</think>`, up to an unclosed `<think>`, without surrounding blanks."""
     return text.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
@@ -35,26 +35,26 @@ def tool_call(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 class ToolsLost(ConnectionError):
-    """What serves the tools is gone. That is the environment's failure and no reply: the model did nothing wrong."""
+    """The loss of the tools' server: the environment's failure and no reply, since the model did nothing wrong."""
 
     names_its_place = True
-    """The message says what failed, and a line of this file would say less."""
+    """Marks the message as complete: adding a line of this file would not help."""
 
 
 class BadCall(ValueError):
-    """A call that cannot be made: it is no JSON, there is no such tool, or the arguments do not fit."""
+    """An impossible call: it is no JSON, the tool is unknown, or the arguments do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that a model asks for."""
+    """One call that a model requests."""
 
     name: str
     arguments: Mapping[str, Any]
 
 
 def read_calls(action: str) -> list[ToolCall]:
-    """Return the calls in an action, none if it is a text. `BadCall`, which says why, if it is a call that is broken.
+    """Return the calls in an action, none if it is a text. `BadCall`, with the reason, for a broken call.
 
     Text around the tags does not count. Bare JSON counts if it is the whole action: an object with a `name`, or
     OpenAI's form with a `function`, whose arguments may be a text.
@@ -121,7 +121,7 @@ def function_schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _parameters(text: str) -> dict[str, str]:
-    """Return what the lines under `Args:` say, by parameter; a line that goes on belongs to the one above."""
+    """Return the texts under `Args:` by parameter; a continuation line belongs to the one above."""
     found: dict[str, str] = {}
     indent, last = None, ""
     for line in text.splitlines():
@@ -139,25 +139,25 @@ def _parameters(text: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ToolReply:
-    """What came of an action."""
+    """The outcome of an action."""
 
     text: str
-    """The tools' results, a line or more each, or what is wrong; empty if the action called none."""
+    """Results of the tools, a line or more each, or the error; empty if the action called none."""
     said: str = ""
-    """The action without thoughts, if it called none: an answer, or words to somebody."""
+    """Action without thoughts, if it called no tool: an answer, or a message."""
     calls: int = 0
     failures: int = 0
-    """Calls that raised."""
+    """Number of calls that raised."""
     valid: bool = True
-    """False for an empty action and one with a call that cannot be made."""
+    """False for an empty action and one with an impossible call."""
 
 
 @dataclass(slots=True)
 class Toolbox:
-    """Tools by name."""
+    """A collection of tools by name."""
 
     schemas: list[dict[str, Any]] = field(default_factory=list)
-    """In OpenAI's form: what `info["tools"]` holds."""
+    """Schemas in OpenAI's form, the content of `info["tools"]`."""
     _tools: dict[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
 
     @classmethod
@@ -177,13 +177,15 @@ class Toolbox:
         self._tools[name] = call
 
     def call(self, call: ToolCall) -> Any:
-        """Return what the tool returns. `BadCall` if it cannot be called; what the tool itself raises goes through."""
+        """Return the tool's result. `BadCall` if it cannot be called; the tool's own exceptions pass through."""
         if call.name not in self._tools:
             raise BadCall(f"there is no tool {call.name:.60}; there are: {', '.join(self._tools) or 'none'}")
         return self._tools[call.name](call.arguments)
 
     def play(self, action: str) -> ToolReply:
-        """Make the calls of an action. A failure is a tool's reply, which the model reads; `ToolsLost` goes through."""
+        """Make the calls of an action. A failure is a tool's reply, which the model reads; `ToolsLost`
+        passes through.
+        """
         said = without_thoughts(action)
         if not said:
             return ToolReply("error: the turn has neither a tool call nor an answer", valid=False)
@@ -207,7 +209,7 @@ class Toolbox:
 
 
 def as_text(result: Any) -> str:
-    """Return a tool's result as the model reads it: a text as it is, all else as JSON where that can be."""
+    """Return a tool's result for the model: a text unchanged, all else as JSON if possible."""
     if isinstance(result, str):
         return result
     try:
@@ -217,7 +219,7 @@ def as_text(result: Any) -> str:
 
 
 def _checked(name: str, function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any]:
-    """Return the function over a mapping of JSON values, which become what its hints say ("5" an integer)."""
+    """Return the function over a mapping of JSON values, which are converted to its hints ("5" to an integer)."""
     hints, signature = get_type_hints(function), inspect.signature(function)
 
     def call(arguments: Mapping[str, Any]) -> Any:

@@ -1,6 +1,7 @@
-"""Questions that need tools, their answers, and a corpus of towns and people that exist nowhere else.
+"""Questions that need tools, their answers, and a corpus of fictitious towns and people.
 
-Everything is drawn from seeds: the corpus from its own, a question from the episode's. Nothing can be known by heart.
+Everything is drawn from seeds: the corpus from its own, a question from the episode's. No answer can be memorised from
+pre-training.
 """
 
 import random
@@ -29,7 +30,7 @@ _LAST = phrases(
 _RIVERS = phrases("Ashe, Brint, Corra, Delm, Emra, Fesk, Gull, Harn, Ivel, Jorn")
 _CRAFTS = phrases("glassmaker, weaver, surveyor, printer, clockmaker, botanist, shipwright, baker")
 OPERATIONS = {"Add": "+", "Subtract": "-", "Multiply by": "*", "Divide by": "//"}
-"""The operations of a chain: the word for each, and Python's sign for it."""
+"""Operations of a chain: the word for each, and Python's sign for it."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -41,12 +42,12 @@ class Task:
     question: str
     answer: str
     calls: tuple[str, ...] = ()
-    """Tool calls by which the answer becomes known."""
+    """Tool calls that reveal the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Town:
-    """What the corpus says about a town and its founder."""
+    """The facts of the corpus about a town and its founder."""
 
     name: str
     people: int
@@ -58,7 +59,7 @@ class Town:
 
 
 def make_towns(seed: int) -> list[Town]:
-    """Draw the towns, each with a name, a founder and a number of people that no other has."""
+    """Draw the towns, each with a unique name, founder and number of people."""
     rng = random.Random(seed)
     names = rng.sample([start + end for start in _STARTS for end in _ENDS], TOWNS)
     founders = rng.sample([f"{first} {last}" for first in _FIRST for last in _LAST], TOWNS)
@@ -72,7 +73,7 @@ def make_towns(seed: int) -> list[Town]:
 
 
 def make_corpus(towns: Sequence[Town]) -> list[str]:
-    """Return one text about each town, then one about each founder, which do not repeat each other."""
+    """Return one text about each town, then one about each founder, without repetition between them."""
     of_towns = [
         f"{t.name} is a town on the river {t.river}. It was founded in {t.founded} by {t.founder}, and has {t.people} "
         "inhabitants."
@@ -89,7 +90,8 @@ def chain(rng: random.Random, towns: Sequence[Town]) -> Task:
         number = rng.randrange(12, 100)
         verb, sign = rng.choice(list(OPERATIONS.items()))
         steps.append(f"{verb} {number}" + (" and drop the remainder." if sign == "//" else "."))
-        lost = sign == "//" and value < 0  # the floor of a negative number lies below it
+        # `//` rounds down, but a dropped remainder rounds towards zero: they differ below zero.
+        lost = sign == "//" and value < 0
         calls.append(f"-({-value} // {number})" if lost else f"{value} {sign} {number}")
         value = int(calculate(calls[-1]))
     made = tuple(tool_call("calculator", {"expression": call}) for call in calls)
@@ -142,10 +144,10 @@ KINDS: dict[str, Callable[[random.Random, Sequence[Town]], Task]] = {"chain": ch
 
 
 def is_right(said: str, answer: str) -> bool:
-    """Return whether a text gives the answer: the last `<answer>...</answer>`, or the whole text without tags.
+    """Return True if a text gives the answer: the last `<answer>...</answer>`, or the whole text without tags.
 
-    Where the answer is a number, the text may have words, but no other number. Else the two are equal but for capital
-    letters, `the`, and marks around them: who names many has given none.
+    If the answer is a number, the text may have words, but no other number. Else the two must be equal except for
+    capital letters, `the`, and punctuation: a list of candidates is no answer.
     """
     tagged = _ANSWER.findall(said)
     text = (tagged[-1] if tagged else said).replace("\N{MINUS SIGN}", "-")

@@ -1,7 +1,7 @@
 """A question and tools: Python in the sandbox, search over a corpus, a calculator, and those of an MCP server.
 
-The seed draws the question. An action is a tool call (see `envs.tool_calls`), whose reply is the tool's result, or a
-text: the answer, which ends the episode. What goes wrong in a tool is its reply. The right answer is worth 1.0.
+The seed draws the question. An action is a tool call (see `envs.tool_calls`), whose reply is the tool's result or
+error, or a text: the answer, which ends the episode. The right answer is worth 1.0.
 
     env.ask.target=envs.tools:ToolsEnv env.ask.args.tools=[search,calculator] env.ask.args.kinds=[lookup]
     env.ask.args.mcp=[python,my_server.py]
@@ -30,7 +30,7 @@ AGGREGATION = {"success": "last", "answered": "last", "tool_calls": "sum", "tool
 
 
 class ToolsEnv:
-    """Asks one question an episode; its metrics are success, answered, tool calls and their failures."""
+    """An environment with one question an episode; its metrics are success, answered, tool calls and their failures."""
 
     def __init__(
         self,
@@ -45,9 +45,12 @@ class ToolsEnv:
         results: int = 3,
         max_characters: int = 2000,
     ) -> None:
-        """`tools`: names among python, search, calculator. `kinds`: of generated questions, see `KINDS`; not used with
+        """Configure questions and tools.
+
+        `tools`: names among python, search, calculator. `kinds`: of generated questions, see `KINDS`; not used with
         `questions`. `mcp`: the command of a server whose tools are added. `results`: texts of one search.
-        `max_characters`: where a tool's reply is cut. ValueError for an unknown name or an empty file."""
+        `max_characters`: limit of a tool's reply. ValueError for an unknown name or an empty file.
+        """
         offered = {"python": self._python, "search": self._search, "calculator": self._calculator}
         for given, known, key in ((tools, offered, "tools"), (kinds, KINDS, "kinds")):
             if unknown := [name for name in given if name not in known]:
@@ -56,6 +59,7 @@ class ToolsEnv:
         self._kinds, self._results, self._most = tuple(kinds), results, max_characters
         self._texts, self._index, self._towns = _library(corpus, corpus_seed)
         self._questions = _questions(questions) if questions else ()
+        # The docstrings of these three methods are the descriptions that the model reads.
         self._own: dict[str, Callable[..., Any]] = {name: offered[name] for name in tools}
         self._mcp = McpClient(mcp) if mcp else None
         self._tools: Toolbox | None = None
@@ -63,7 +67,7 @@ class ToolsEnv:
         self._called, self._answered = 0, False
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """Draw a question. At the first reset the MCP server starts and says what tools it has."""
+        """Draw a question. The first reset starts the MCP server and lists its tools."""
         if self._tools is None:
             self._tools = self._build_toolbox()
         self._called, self._answered = 0, False
@@ -93,11 +97,11 @@ class ToolsEnv:
         return text, success, answered, False, {"metrics": metrics, "metrics_agg_mode": AGGREGATION}
 
     def solution(self) -> list[str]:
-        """Return the calls that are left and the answer: an oracle for demonstrations of generated questions."""
+        """Return the remaining calls and the answer: an oracle for demonstrations of generated questions."""
         return [] if self._answered else [*self._task.calls[self._called :], self._task.answer]
 
     def close(self) -> None:
-        """End the MCP server."""
+        """End the MCP server, if there is one."""
         if self._mcp is not None:
             self._mcp.close()
         self._tools = None
@@ -145,7 +149,7 @@ class ToolsEnv:
 
 @cache
 def _library(path: str, seed: int) -> tuple[list[str], Bm25, list[Town]]:
-    """Return the texts, their index, and the towns that generated questions are about; once a process."""
+    """Return the texts, their index, and the towns of generated questions; once a process."""
     towns = make_towns(seed)
     texts = make_corpus(towns)
     if path:

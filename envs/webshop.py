@@ -1,10 +1,10 @@
-"""WebShop (Yao et al. 2022) in text mode, over a shop of its own: no Java, no download, any number in one process.
+"""WebShop (Yao et al. 2022) in text mode, over a generated shop: no Java, no download, any number in one process.
 
 Pages: search; results, ten a page and fifty at most; an item with its options, description, features and reviews; the
-end. Actions are `search[words]` on the search page and `click[what is shown]`. An observation is the page's text, its
-parts joined by ` [SEP] `, and a line of what can be done. Buying ends the episode with the reward of `webshop_score`.
-Three numbers, which other programs mix up, are apart in the metrics: `success` (a reward of 1), `task_score` (100 times
-the reward) and `purchase` (anything was bought).
+end. Actions are `search[words]` on the search page and `click[shown value]`. An observation is the page's text, its
+parts joined by ` [SEP] `, and a line with the possible actions. Buying ends the episode with the reward of
+`webshop_score`. Three numbers, which other programs mix up, are separate metrics: `success` (a reward of 1),
+`task_score` (100 times the reward) and `purchase` (anything was bought).
 
     env.shop.target=envs.webshop:WebShopEnv env.shop.args.split=train
 """
@@ -27,27 +27,29 @@ _ACTION = re.compile(r"\s*(search|click)\s*\[(.*)\]\s*", re.DOTALL | re.IGNORECA
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Where the customer is."""
+    """The customer's current page."""
 
     name: str
-    """search, results, item, description, features, reviews or end."""
+    """Kind of page: search, results, item, description, features, reviews or end."""
     words: str = ""
-    """What was searched for."""
+    """Words of the search."""
     number: int = 1
-    """The number of the page of results."""
+    """Number of the page of results."""
     asin: str = ""
     options: dict[str, str] = field(default_factory=dict)
-    """What was chosen on the item's page, by name."""
+    """Chosen values on the item's page, by option."""
 
 
 class WebShopEnv:
-    """A visit to the shop with one wish of the split: seed n has wish n, and so on in a circle."""
+    """A visit to the shop with one wish of the split: seed n has wish n, modulo their number."""
 
     def __init__(
         self, split: str = "train", strict: bool = False, products: int = 1000, catalogue_seed: int = SHOP_SEED
     ) -> None:
-        """`split`: test, dev, train or all. `strict`: only a perfect purchase is paid, with 1. ValueError for an
-        unknown split or one that a shop of so few products has no wishes for."""
+        """Open the shop. `split`: test, dev, train or all. `strict`: pay only a perfect purchase, with 1.
+
+        ValueError for an unknown split, or one without wishes in a shop of this size.
+        """
         if split not in SPLITS:
             raise ValueError(f"split={split}: known are {', '.join(SPLITS)}")
         self._shop, self._strict = open_shop(catalogue_seed, products), strict
@@ -58,7 +60,7 @@ class WebShopEnv:
         self._page, self._results = Page("search"), list[Product]()
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """Enter the shop."""
+        """Enter the shop with this seed's wish."""
         self._goal = self._goals[seed % len(self._goals)]
         self._page, self._results = Page("search"), []
         return self._observation(), {"instruction": INSTRUCTION, "state_key": self._state_key()}
@@ -92,7 +94,7 @@ class WebShopEnv:
     def solution(self) -> list[str] | None:
         """Return the actions from the present page to a perfect purchase: an oracle for demonstrations.
 
-        It searches for what the instruction says, as a customer would; None if that does not find the product.
+        It searches by the words of the instruction, as a customer would; None if that does not find the product.
         """
         page, goal = self._page, self._goal
         if page.name == "end":
@@ -106,7 +108,7 @@ class WebShopEnv:
         return [*way, *options, "click[buy now]"]
 
     def _way(self, goal: Goal) -> list[str] | None:
-        """Return the actions to the product's page; None if a search for what is wanted does not find it."""
+        """Return the actions to the product's page; None if the search does not find it."""
         words = f"{' '.join(goal.attributes)} {goal.product.query}"
         found, at, way = self._results, self._page.number, list[str]()
         if self._page.name != "results" or goal.product not in found:
@@ -119,7 +121,7 @@ class WebShopEnv:
         return [*way, f"click[{goal.product.asin.lower()}]"]
 
     def _clicked(self, value: str) -> Page:
-        """Return the page behind a value that can be clicked."""
+        """Return the page behind a clickable value."""
         page = self._page
         if value == "back to search":
             return Page("search")
@@ -139,7 +141,7 @@ class WebShopEnv:
         return replace(page, options=page.options | {name: value})
 
     def _clickable(self) -> list[str]:
-        """Return what can be clicked, in small letters."""
+        """Return the clickable values, in small letters."""
         page = self._page
         if page.name == "search":
             return ["search"]
@@ -171,7 +173,7 @@ class WebShopEnv:
         return f"{text}\nAvailable actions: {', '.join(actions)}"
 
     def _parts(self) -> list[str]:
-        """Return the texts of the page, in the order in which WebShop shows them."""
+        """Return the texts of the page, in WebShop's order."""
         page, asked = self._page, ["Instruction:", self._goal.instruction]
         if page.name == "search":
             return ["WebShop", *asked, "Search"]
@@ -194,7 +196,7 @@ class WebShopEnv:
         return [*chosen, *parts, *options, *price, "Description", "Features", "Reviews", "Buy Now"]
 
     def _state_key(self) -> str:
-        """Return the wish and the page, with what was chosen."""
+        """Return the wish and the page, with the chosen options."""
         page = self._page
         chosen = ", ".join(f"{name}={value}" for name, value in sorted(page.options.items()))
         return f"{self._goal.instruction}|{page.name}|{page.words}|{page.number}|{page.asin}|{chosen}"

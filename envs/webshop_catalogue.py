@@ -1,8 +1,8 @@
 """The shop: products and customers' wishes, drawn from a seed. Each wish is made from a product, so it can be met.
 
-As in WebShop, wishes are made of a product's attributes, one choice for each of its options, and a bound on the price
-that is drawn among the next four round prices; they are shuffled with seed 233, and the first 500 are for the test, the
-next 1,000 for development, the rest for training. A product may have wishes in more than one part, as in WebShop.
+As in WebShop, a wish has attributes of a product, one choice for each of its options, and a bound on the price, drawn
+among the next four round prices. Wishes are shuffled with seed 233; the first 500 are for the test, the next 1,000 for
+development, the rest for training. A product may have wishes in more than one part, as in WebShop.
 """
 
 import random
@@ -15,7 +15,7 @@ from .webshop_score import Goal, Product
 
 SHOP_SEED, SPLIT_SEED = 0, 233
 SPLITS = {"test": (0, 500), "dev": (500, 1500), "train": (1500, None), "all": (0, None)}
-"""Where each part begins and ends among the shuffled wishes."""
+"""Bounds of each part among the shuffled wishes."""
 _SIZES = phrases("petite, small, medium, large, tall, plus")
 _COLORS = phrases("black, white, navy blue, red, olive green, gray, light pink, beige, purple, orange, teal, brown")
 _BRANDS = phrases(
@@ -28,10 +28,10 @@ _LINES = phrases(
 
 @dataclass(frozen=True, slots=True)
 class _Department:
-    """What the kinds of things on one floor of the shop have in common."""
+    """The common properties of one department's products."""
 
     kinds: dict[str, tuple[str, str, float, float]]
-    """By query: parts of the category below the department's, and the lowest and the highest price in dollars."""
+    """Lower categories, and the lowest and the highest price in dollars, by query."""
     attributes: tuple[str, ...]
     options: dict[str, tuple[str, ...]]
     uses: tuple[str, ...]
@@ -130,7 +130,7 @@ _WISHES = ("i am looking for a {}", "find me a {}", "i need a {}", "i would like
 
 @dataclass(frozen=True, slots=True)
 class Shop:
-    """The products, the search over them, and the shuffled wishes. It never changes, so threads may share it."""
+    """The products, the search over them, and the shuffled wishes. Immutable, so threads may share it."""
 
     products: tuple[Product, ...]
     index: Bm25

@@ -1,13 +1,13 @@
-"""What a purchase is worth: WebShop's reward (Yao et al. 2022, arXiv 2207.01206, section 3.2 and appendix A.5).
+"""The reward of a purchase in WebShop (Yao et al. 2022, arXiv 2207.01206, section 3.2 and appendix A.5).
 
     r = r_type * (attributes found + options found + [price <= bound]) / (attributes + options + 1)
 
-An attribute is found if it resembles one of the product's (a token-set ratio above 85), or stands in its title,
-features or description; an option if it resembles a chosen one, colours by their plain names. `r_type` compares what
-the product is with what was wanted, by the share of the wanted title's nouns that the product's title has: 0 if it has
-none, 0.1 below a tenth, and else 1 or 0.5, as the products have the same query, two parts of the category or more than
-a fifth of the nouns in common, or not. (The published program takes nouns from a tagger; here they are the words of a
-title that are no known adjectives, function words or numbers.)
+An attribute is found if it resembles one of the product's (a token-set ratio above 85), or occurs in its title,
+features or description; an option if it resembles a chosen one, colours by their plain names. `r_type` compares the
+kind of product with the wanted one, by the share of the wanted title's nouns in the product's title: 0 for none, 0.1
+below a tenth, and else 1 if the products have the same query, two parts of the category or more than a fifth of the
+nouns in common, and 0.5 if not. (The published program takes nouns from a tagger; here they are the words of a title
+that are no known adjectives, function words or numbers.)
 """
 
 import re
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from .retrieval import phrases
 
 ALIKE = 85
-"""Two texts are alike if their token-set ratio, 0 to 100, is above this."""
+"""Token-set ratio, 0 to 100, above which two texts are alike."""
 COLORS = phrases(
     "beige, black, blue, bronze, brown, copper, coral, cream, cyan, gold, gray, green, grey, indigo, ivory, "
     "khaki, lavender, lilac, lime, maroon, mint, navy, olive, orange, peach, pink, plum, purple, red, rose, rust, "
@@ -39,35 +39,35 @@ NO_NOUNS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """What is for sale."""
+    """A product of the shop."""
 
     asin: str
-    """Its code of ten letters and digits."""
+    """Code of ten letters and digits."""
     title: str
     query: str
-    """What one would search for: the kind of thing it is."""
+    """Words of a search for it: its kind."""
     category: tuple[str, ...]
-    """From the widest part to the narrowest."""
+    """Categories from the widest to the narrowest."""
     attributes: tuple[str, ...]
     options: Mapping[str, tuple[str, ...]]
-    """By name, what may be chosen."""
+    """Values that may be chosen, by option."""
     price: float
-    """In dollars."""
+    """Price of the product in dollars."""
     features: tuple[str, ...]
     description: str
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What the customer wants."""
+    """A customer's wish, made from a product."""
 
     instruction: str
     product: Product
-    """One that fits."""
+    """Product that meets the wish."""
     attributes: tuple[str, ...]
     options: Mapping[str, str]
     price_upper: float
-    """In dollars."""
+    """Upper bound of the price in dollars."""
 
 
 def score(bought: Product, chosen: Mapping[str, str], goal: Goal) -> float:
@@ -81,7 +81,7 @@ def score(bought: Product, chosen: Mapping[str, str], goal: Goal) -> float:
 
 
 def type_score(bought: Product, wanted: Product) -> float:
-    """Return how far the product is of the kind that was wanted: 0, 0.1, 0.5 or 1."""
+    """Return the likeness of the product's kind to the wanted one: 0, 0.1, 0.5 or 1."""
     nouns = title_nouns(wanted.title)
     share = len(nouns & title_nouns(bought.title)) / len(nouns) if nouns else 0.2
     if share < 0.1:
@@ -91,7 +91,7 @@ def type_score(bought: Product, wanted: Product) -> float:
 
 
 def has_attribute(product: Product, attribute: str) -> bool:
-    """Return whether a product has an attribute, by its list of them or by its texts."""
+    """Return True if a product has an attribute, by its list of them or by its texts."""
     texts = (product.title, " ".join(product.features), product.description)
     return any(token_set_ratio(own, attribute) > ALIKE for own in product.attributes) or any(
         attribute in text.lower() for text in texts
@@ -99,17 +99,17 @@ def has_attribute(product: Product, attribute: str) -> bool:
 
 
 def title_nouns(title: str) -> set[str]:
-    """Return the words of a title that say what it is."""
+    """Return the words of a title that name its kind."""
     return {word for word in re.findall(r"[a-z]+", title.lower()) if word not in NO_NOUNS and len(word) > 1}
 
 
 def plain_color(option: str) -> str:
-    """Return the first colour of `COLORS` whose name is in the option, or the option itself without one."""
+    """Return the first colour of `COLORS` in the option's name, or the option itself without one."""
     return next((color for color in COLORS if color in option), option)
 
 
 def token_set_ratio(left: str, right: str) -> int:
-    """Return how alike two texts are as sets of words, 0 to 100, as `thefuzz.fuzz.token_set_ratio` does."""
+    """Return the likeness of two texts as sets of words, 0 to 100, as `thefuzz.fuzz.token_set_ratio` does."""
     ours, theirs = (set(re.findall(r"[a-z0-9]+", text.lower())) for text in (left, right))
     if not ours or not theirs:
         return 0

@@ -4,7 +4,7 @@
     python -m spmd_rl sidecar_keys DIR --node desk      one more pair, in DIR/desk, such as for a status from there
 
 Existing keys are kept, and only the owner can read them. `DIR/allowed` lists the public keys that are served; remove a
-line to revoke one. Hosts read it when they start. `spmd_rl/base/curve_keys.py` says which file is whose.
+line to revoke one. Hosts read it when they start. `spmd_rl/base/curve_keys.py` describes the files.
 """
 
 import os
@@ -20,9 +20,9 @@ from spmd_rl.base.errors import UserError, tell
 
 
 def make(directory: Path, node: str | None = None) -> Path:
-    """Make what is missing of a directory of keys, and of `node`'s; return the value for `sidecar.keys` or `--keys`.
+    """Make the missing keys of a directory, and of `node`; return the value for `sidecar.keys` or `--keys`.
 
-    UserError for an invalid name, a directory that is not ours alone, and files that are no keys.
+    UserError for an invalid name, a directory of another owner, and files that are no keys.
     """
     if node is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", node):
         raise UserError(f"--node: {node!r} is no name of letters, digits, dots, dashes")

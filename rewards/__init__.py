@@ -1,1 +1,1 @@
-"""Rewarders, one a file; of ours they import `spmd_rl.types` alone."""
+"""Rewarders, one a file; of this package they import `spmd_rl.types` alone."""

@@ -1,10 +1,10 @@
-"""Multiple choice: whether the answer names the right letter. `ground_truth` is one letter or several (`AC`, `A, C`).
+"""Multiple choice: the answer must name the right letter. `ground_truth` is one letter or several (`AC`, `A, C`).
 
-The letter is the one that is given: in the last box or `<answer>` tag that holds one; else in the last statement that
-gives it (`the answer is C`, `Answer: C`, `option C is correct`, `only C is left`); else the last `option C` or
-`choice C`; else at the start of the last line. A letter that is rejected (`option D is wrong`) or asked for
-(`is it option D?`) is not given. Only capitals count outside a box. With `extra["choices"]`, a list of texts, the right
-text counts too. An answer that gives no letter is `wrong_format`; nothing is guessed.
+The letter is taken from the last box or `<answer>` tag that holds one; else from the last statement that gives it (`the
+answer is C`, `Answer: C`, `option C is correct`, `only C is left`); else from the last `option C` or `choice C`; else
+from the start of the last line. A rejected letter (`option D is wrong`), or one in a question (`is it option D?`), does
+not count. Only capitals count outside a box. With `extra["choices"]`, a list of texts, the right text counts too. An
+answer without a letter is `wrong_format`; nothing is guessed.
 
     reward.choice.target=rewards.choice:ChoiceReward
 """
@@ -16,13 +16,13 @@ from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 
 LETTERS = "ABCDEFGHIJ"
 ONE = r"\(?\b(?:[B-HJ]|[AI](?! (?!and\b|or\b|because\b|since\b|as\b|is\b)[a-z]))\b(?!')\)?"
-"""One letter, but not the words in `A city` and `I think`."""
+"""Pattern of one letter, excluding the words in `A city` and `I think`."""
 SEVERAL = rf"{ONE}(?:(?: ?, ?| ?& ?|,? and |,? or ){ONE})*"
 KEPT = (
     r"(?![\"'*$)]*(?:\?|,? (?i:is|are|was|seems?|looks?|would|can)(?i:n't|not)? (?i:be |also |clearly )?"
     r"(?i:not|wrong|incorrect|false|tempting|out|eliminated|ruled)\b))"
 )
-"""Matches nothing, but not after a letter that is rejected or asked for."""
+"""Pattern that matches nothing, except after a letter that is rejected or in a question."""
 OPTION, IS = r"\b(?i:options?|choices?|letters?)", r"(?i: (?:is|are|would be|must be))"
 MARKS = r"\s*[:=]?[\s*\"'$\\({]*(?:(?:text|textbf|mathbf|boxed)\{\(?)?"
 SAID = re.compile(
@@ -41,10 +41,10 @@ WRAP = re.compile(r"\\(?:text|textbf|mathrm|mathbf|rm|bf)\b|[{}$\\]")
 
 
 class ChoiceReward:
-    """1.0 for exactly the right letters, else 0.0; `wrong_format` (0.0) if none is given."""
+    """A rewarder with 1.0 for exactly the right letters, else 0.0; `wrong_format` (0.0) without any."""
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Compare the letters of the answer with `prompt.ground_truth`. An error if that has none."""
+        """Compare the letters of the answer with `prompt.ground_truth`. ValueError if that has none."""
         truth = prompt.ground_truth.upper()
         gold = set(re.findall(rf"[{LETTERS}]", truth))
         if not gold or re.search(rf"[^{LETTERS}\s,()&.]", truth):
@@ -56,7 +56,7 @@ class ChoiceReward:
         )
 
     def cheats(self, prompt: Prompt) -> Iterator[tuple[str, str]]:
-        """Yield answers that name all letters, or the right one where it does not count."""
+        """Yield answers that name all letters, or the right one in a place that does not count."""
         truth = prompt.ground_truth
         wrong = next(letter for letter in LETTERS if letter not in truth.upper())
         yield "all letters", f"\\boxed{{{LETTERS}}}"
@@ -67,7 +67,7 @@ class ChoiceReward:
         yield "in the thoughts alone", f"<think>The answer is {truth}.</think>I am not sure."
 
     def suspect(self, prompt: Prompt, answer: str) -> str:
-        """Return what makes a passing answer look like a cheat: it states several different answers."""
+        """Return the sign of a cheat in a passing answer: it states several different answers."""
         *_, text = answer.rpartition("</think>")
         stated = {match[1] for match in SAID.finditer(text)} | {match[1] for match in MARKED.finditer(text)}
         return f"{len(stated)} different answers" if len(stated) > 3 else ""
@@ -92,7 +92,7 @@ class ChoiceReward:
 
 
 def letters(answer: str, choices: tuple[str, ...] = ()) -> set[str]:
-    """Return the letters that an answer gives; empty if its thinking never ended or it gives none."""
+    """Return the letters of an answer; empty if its thinking never ended or it gives none."""
     *_, text = answer.rpartition("</think>")
     if "<think>" in text:
         return set()
@@ -102,6 +102,7 @@ def letters(answer: str, choices: tuple[str, ...] = ()) -> set[str]:
         for place, choice in enumerate(choices[: len(LETTERS)]):
             if final.strip("*. ").casefold() == choice.strip("*. ").casefold():
                 return {LETTERS[place]}
+    # In a box a run of letters such as `AC` counts; in a sentence it could be a word.
     for final in reversed(marked):
         compact = re.fullmatch(rf"[{LETTERS}{LETTERS.lower()}]+", final)
         if found := compact or ALONE.match(final) or SAID.match(final):

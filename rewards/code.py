@@ -1,19 +1,17 @@
-"""Code: whether the program in the answer passes the problem's tests. It runs in the sandbox, never in this process.
+"""Code: the program in the answer must pass the problem's tests. It runs in the sandbox, never in this process.
 
-Which block of the answer is the program, and which outputs are equal, `spmd_rl.base.code_answer` says.
-`prompt.extra` says what is tested:
+`spmd_rl.base.code_answer` has the rules for the answer's program and for equal outputs. `prompt.extra` has the tests:
 
-| shape | keys |
-|---|---|
-| HumanEval | `test` (defines `check`), `prompt` (what stands before the answer), `entry_point` (else the last there) |
-| KodCode | `test`: pytest-style functions, which import `from solution` |
-| asserts | `case_type` `assert`, `pytest`, `check_based`; `test_cases`: `[{"assert_code": ..., "entry_point": ...}]` |
-| stdin and stdout | `test_cases`: `[{"stdin": ..., "expected_stdout": ...}]` (or `input`, `output`) |
-| function calls | the same, with `test_case_function`: a JSON argument a line, and the JSON result |
+    HumanEval         `test` (defines `check`), `prompt` (precedes the answer), `entry_point` (else the last there)
+    KodCode           `test`: pytest-style functions, which import `from solution`
+    asserts           `case_type` `assert`, `pytest`, `check_based`;
+                      `test_cases`: `[{"assert_code": ..., "entry_point": ...}]`
+    stdin and stdout  `test_cases`: `[{"stdin": ..., "expected_stdout": ...}]` (or `input`, `output`)
+    function calls    the same, with `test_case_function`: a JSON argument a line, and the JSON result
 
 A program that uses too much processor time, prints too much or crashes is wrong: 0.0. One that sleeps without end is a
-`timeout`. What a verdict can be trusted for, and which rows are `unsupported`, docs/REWARDS.md says. A program that
-lacks a package is wrong too, with the part `missing_package` and the package's name as `detail`.
+`timeout`. docs/CODE.md describes the limits of trust in a verdict, and `unsupported` rows. A program that lacks a
+package is wrong too, with the part `missing_package` and the package's name as `detail`.
 
     reward.code.target=rewards.code:CodeReward reward.code.sandbox=auto reward.code.packages=[numpy,sympy]
 """
@@ -60,7 +58,7 @@ def cheat(*_, **__): return None""",
     "prints many numbers": "print(*range(2000), sep='\\n')\ncheat = None",
     "prints its input": "print(open(0).read())\ncheat = None",
 }
-"""By title, programs that solve nothing: `cheat` stands for what the tests call."""
+"""Programs that solve nothing, by title; `cheat` replaces each name that the tests call."""
 TIME_IS_UP = "its processor time is used up"
 TELLTALES = re.compile(
     r"__(?:eq|ne|lt|gt|le|ge|bool|contains|instancecheck|sub|rsub|abs|len|class)__\b"
@@ -74,7 +72,9 @@ TELLTALES = re.compile(
 
 
 class CodeReward:
-    """1.0 if all tests pass, else 0.0, or with `partial` the share that does; `wrong_format` without a program."""
+    """A rewarder with 1.0 if all tests pass, else 0.0, or with `partial` their share; `wrong_format`
+    without a program.
+    """
 
     def __init__(
         self,
@@ -86,10 +86,13 @@ class CodeReward:
         unproven: bool = False,
         **limits: Any,
     ) -> None:
-        """`seconds` limits the processor time of one program (all its tests, or one input), `total_seconds` that of all
-        inputs of an answer, and for how long it may sleep; `reward.<domain>.timeout` should be five times that.
-        `tolerance`: how far a number that it prints may be from an expected one that is no integer. `limits`:
-        `memory_mb` (512); `output_mb` (16), above which a program is wrong; `python`, another interpreter for it."""
+        """Set the limits of programs.
+
+        `seconds`: processor time of one program (all its tests, or one input). `total_seconds`: that of all inputs of
+        an answer, and the longest sleep; `reward.<domain>.timeout` should be five times that. `tolerance`: of a printed
+        number against an expected one that is not an integer. `limits`: `memory_mb` (512); `output_mb` (16), above
+        which a program is wrong; `python`, another interpreter for it.
+        """
         known = {"memory_mb": 512, "output_mb": 16, "python": ""}
         if unknown := limits.keys() - known.keys():
             raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
@@ -104,6 +107,8 @@ class CodeReward:
         """Run the program against its tests. Raises if the row has none or they are at fault."""
         if (code := asked_program(prompt.extra, answer)) is None:
             return Verdict("wrong_format", 0.0, {"passed": 0.0})
+        # Outputs are compared here, outside of the sandbox: a program cannot forge them, unlike the result of a test in
+        # its process.
         if pairs := stdin_cases(prompt.extra):
             unproven, (passed, why) = False, self._run(code, pairs)
         else:
@@ -125,8 +130,9 @@ class CodeReward:
         return Verdict("ok", share if self._partial else float(share == 1.0), parts, told)
 
     def unsupported(self, prompt: Prompt) -> str:
-        """Return why the row's tests cannot be judged by plain values, whatever the answer, by their text or since its
-        gold answer passes beside the tests alone; empty if they can be."""
+        """Return why no answer to the row can be judged by plain values, from its tests' text or since its gold answer
+        passes only in the same process as the tests; empty if all can.
+        """
         return "" if self._unproven or stdin_cases(prompt.extra) else self._reason(prompt)
 
     def _reason(self, prompt: Prompt) -> str:
@@ -145,10 +151,12 @@ class CodeReward:
         return f"gold: it passes beside its tests alone ({result.detail})" if beside and all(beside) else ""
 
     def _run(self, code: str, pairs: list[tuple[str, str]]) -> tuple[list[bool], str]:
-        """Return which inputs give the right output, none after the first endless one, and the last line of stderr of
-        the first that failed. Empty if it slept."""
+        """Return the success of each input, False after the first endless one, and the last line of stderr of the first
+        failure. Empty if the program slept.
+        """
         passed, why, most = [False] * len(pairs), "", self._limits.wall_seconds
-        left, end = most, time.monotonic() + 5 * most  # as one program that uses the processor
+        # Five times the limit, as for a program that computes on a machine under load.
+        left, end = most, time.monotonic() + 5 * most
         for i, (stdin, expected) in enumerate(pairs):
             patience = min(most, max(0.1, end - time.monotonic()))
             result = self._sandbox.run(code, stdin, replace(self._limits, wall_seconds=patience))
@@ -166,14 +174,14 @@ class CodeReward:
         return passed, why
 
     def gold(self, prompt: Prompt) -> str:
-        """Return the solution that the row has, as an answer; empty if it has none."""
+        """Return the row's solution as an answer; empty without one."""
         known = (prompt.extra.get(key) for key in ("canonical_solution", "solution", "reference_solution"))
         code = next((text for text in known if isinstance(text, str) and text), "")
         begun = prompt.extra.get("prompt", "") if "canonical_solution" in prompt.extra else ""
         return f"```python\n{begun}{code}\n```" if code else ""
 
     def cheats(self, prompt: Prompt) -> Iterator[tuple[str, str]]:
-        """Yield programs that solve nothing; each gives its cheat every name that the row's tests seem to call."""
+        """Yield programs that solve nothing; each defines every name that the row's tests seem to call as its cheat."""
         called = set(re.findall(r"\b[A-Za-z_]\w*(?=\()", " ".join(map(str, prompt.extra.values()))))
         called |= {str(prompt.extra.get(key) or "f") for key in ("entry_point", "test_case_function")}
         names = sorted(name for name in called if name.isidentifier() and not hasattr(builtins, name))
@@ -181,7 +189,7 @@ class CodeReward:
             yield title, "\n".join(["```python", body, *(f"{name} = cheat" for name in names), "```"])
 
     def suspect(self, prompt: Prompt, answer: str) -> str:
-        """Return what makes a passing program look like a cheat: the first of `TELLTALES` that stands in it."""
+        """Return the sign of a cheat in a passing program: its first match of `TELLTALES`."""
         found = TELLTALES.search(asked_program(prompt.extra, answer) or "")
         return f"the program has {found[0].strip()!r:.60}" if found else ""
 
@@ -207,7 +215,7 @@ class CodeReward:
 
 
 def missing_package(why: str) -> str:
-    """Return the package outside of the standard library that a failure says is missing; empty if it says no such."""
+    """Return the missing package outside of the standard library that a failure names; empty without one."""
     found = re.search(r"No module named '(\w{1,100})'", why)
     return found[1] if found and found[1] not in sys.stdlib_module_names else ""
 
@@ -234,12 +242,12 @@ def tests_text(extra: Mapping[str, Any]) -> str:
 
 
 def asked_program(extra: Mapping[str, Any], answer: str) -> str | None:
-    """Return the program of an answer that the row's tests ask for, or None."""
+    """Return the program of an answer that matches the row's tests, or None."""
     return program(answer, "" if stdin_cases(extra) else tests_text(extra))
 
 
 def test_sources(extra: Mapping[str, Any], code: str) -> tuple[list[str], str, str]:
-    """Return (tests, prelude, entry) as `Sandbox.check` takes them. ValueError if the row does not say what to test."""
+    """Return (tests, prelude, entry) for `Sandbox.check`. ValueError if the row does not say what to test."""
     cases, function = _cases(extra)
     if function and "test" not in extra:
         call = f"Solution().{function}" if re.search(r"^class Solution\b", code, re.MULTILINE) else function
@@ -260,10 +268,11 @@ def test_sources(extra: Mapping[str, Any], code: str) -> tuple[list[str], str, s
 
 
 def _call_source(call: str, case: Mapping[str, Any]) -> str:
-    """Return a test of one function call. Its values travel as JSON, in which infinity and NaN are values too."""
+    """Return a test of one function call. Its values are passed as JSON, extended by infinity and NaN."""
     text = case.get("stdin", case.get("input")).strip()
     lines = text.split("\n") if text else []
     expected = case.get("expected_stdout", case.get("output"))
+    # JSON's texts are embedded by repr: values never become source code of their own.
     values = json.dumps([[_value(line) for line in lines], _value(expected)])
     names = "import json\nfrom spmd_rl.sandbox.guest.testing import same"
     return f"{names}\ngiven, expected = json.loads({values!r})\nassert same({call}(*given), expected)"
@@ -279,7 +288,7 @@ def _value(text: str) -> Any:
 
 
 def _prelude(prompt: Any) -> str:
-    """Return the program that a prompt begins, or an empty string if it is none."""
+    """Return the program that a prompt begins; empty if it begins none."""
     for source in [prompt, f"{prompt}\n    pass\n"] if isinstance(prompt, str) else []:
         with contextlib.suppress(SyntaxError, ValueError):
             if any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in ast.parse(source).body):

@@ -1,9 +1,9 @@
 """Several rewarders as one: the weighted sum of their scores.
 
 A part is any rewarder or function, given by `target`, `args` and `weight` (default 1). Its score becomes
-`parts["<part>"]`, and its own parts `parts["<part>.<term>"]`. If a part fails (`timeout`, `error`, `rejected`), the
-whole is that failure and never a lower score. Parts run in their order, and none after one that failed, so put a costly
-one last. Parts that judge many answers at once (TRL's functions) get all that wait, unless another part is `async def`.
+`parts["<part>"]`, and its own parts `parts["<part>.<term>"]`. A failed part (`timeout`, `error`, `rejected`) makes the
+whole that failure, never a lower score. Parts run in their order, and none after a failure, so put a costly one last.
+Parts that judge many answers at once (TRL's functions) get all waiting ones, unless another part is `async def`.
 
     reward.math.target=rewards.composite:CompositeReward
     reward.math.args.parts.correct={target: rewards.math_verify:MathReward}
@@ -17,25 +17,27 @@ from typing import Any
 from spmd_rl.types import MISSING_PACKAGE, UNPROVEN, AnswerInfo, Message, Prompt, Verdict
 
 MAX_BATCH = 64
-"""The most answers at once, where no part sets it."""
+"""Largest number of answers at once, unless a part sets it."""
 
 
 class CompositeReward:
-    """`wrong_format` if a part has it, else `ok`; the score is the sum of weight times score of the parts."""
+    """A rewarder that sums weight times score of its parts; `wrong_format` if a part has it, else `ok`."""
 
     def __init__(
         self, parts: Mapping[str, Mapping[str, Any]], build: Callable[[str, str, Mapping[str, Any]], Any]
     ) -> None:
-        """`parts` holds `{target: module:Class, args: {...}, weight: 1.0}` by name; a target may be a function too.
+        """Take `{target: module:Class, args: {...}, weight: 1.0}` by name; a target may be a function too.
 
-        `build` is the sidecar's own: it builds what a section's target names, with these args."""
+        `build` comes from the sidecar: it builds a section's target with these args.
+        """
         if not parts:
             raise ValueError("parts: there must be at least one")
         self._parts = {name: _build(name, part, build) for name, part in parts.items()}
         self._weights = {name: float(part.get("weight", 1.0)) for name, part in parts.items()}
         parts = self._parts.values()
         if not any(inspect.iscoroutinefunction(getattr(part, "score", None)) for part in parts):
-            self.score = self._score_now  # a plain `def` keeps its own deadline for each answer
+            # A plain `def` keeps a separate deadline for each answer.
+            self.score = self._score_now
             if many := [part for part in parts if not hasattr(part, "score")]:
                 self.score_batch = self._score_batch
                 self.max_batch = min(getattr(part, "max_batch", MAX_BATCH) for part in many)
@@ -60,13 +62,13 @@ class CompositeReward:
         return self._sum(verdicts)
 
     def _score_now(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Score the answer where no part is `async`."""
+        """Score one answer, without `async` parts."""
         return self._score_batch([prompt], [answer], [info])[0]
 
     def _score_batch(
         self, prompts: Sequence[Prompt], answers: Sequence[str], infos: Sequence[AnswerInfo]
     ) -> list[Verdict]:
-        """Score answers where no part is `async`; a part gets those on which none before it has failed."""
+        """Score answers, without `async` parts; a part gets those on which no earlier part has failed."""
         given = list(zip(prompts, answers, infos, strict=True))
         verdicts: list[dict[str, Verdict]] = [{} for _ in given]
         for name, part in self._parts.items():
@@ -89,7 +91,7 @@ class CompositeReward:
         return Verdict(status, sum(self._weights[name] * v.score for name, v in verdicts.items()), terms, package)
 
     def gold(self, prompt: Prompt) -> str:
-        """Return the gold answer that the first part knows which knows one."""
+        """Return the first gold answer that a part knows."""
         known = (part.gold(prompt) for part in self._parts.values() if hasattr(part, "gold"))
         return next((answer for answer in known if answer), "")
 
@@ -100,12 +102,12 @@ class CompositeReward:
                 yield f"{name}: {kind}", answer
 
     def unsupported(self, prompt: Prompt) -> str:
-        """Return why the first part cannot judge a row which cannot."""
+        """Return the first reason for which a part cannot judge a row."""
         found = (part.unsupported(prompt) for part in self._parts.values() if hasattr(part, "unsupported"))
         return next((reason for reason in found if reason), "")
 
     def suspect(self, prompt: Prompt, answer: str) -> str:
-        """Return what the first part finds suspect that finds something."""
+        """Return the first suspicion of a part."""
         found = (part.suspect(prompt, answer) for part in self._parts.values() if hasattr(part, "suspect"))
         return next((reason for reason in found if reason), "")
 
@@ -127,7 +129,7 @@ def _build(name: str, part: Mapping[str, Any], build: Callable[[str, str, Mappin
 
 
 def _all(name: str, part: Any, given: Sequence[tuple[Prompt, str, AnswerInfo]]) -> list[Verdict]:
-    """The verdicts of a part on some answers. ValueError if it returns more or fewer."""
+    """Return the verdicts of a part on some answers. ValueError if it returns more or fewer."""
     if hasattr(part, "score"):
         return [Verdict.of(part.score(*one)) for one in given]
     found = list(part.score_batch(*map(list, zip(*given, strict=True))))

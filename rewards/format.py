@@ -1,4 +1,4 @@
-"""The form of an answer, as a term of a reward: 1.0 for an answer that matches a pattern from end to end, else 0.0.
+"""The form of an answer, as a term of a reward: 1.0 if a pattern matches the whole answer, else 0.0.
 
 reward.math.target=rewards.composite:CompositeReward
 reward.math.args.parts.form={target: rewards.format:FormatReward, args: {form: think_answer}, weight: 0.2}
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 
 TEXT = r"(?:(?!</?think>|</?answer>).)*"
-"""Matches anything but another tag."""
+"""Pattern of anything but another tag."""
 FORMS = {
     "boxed": r".*\\boxed\s*\{.+\}.*",
     "think": rf"\s*<think>{TEXT}</think>\s*\S{TEXT}",
@@ -24,10 +24,10 @@ BLANK = re.compile(r"<answer>\s*</answer>|\\boxed\s*\{\s*\}")
 
 
 class FormatReward:
-    """1.0 or 0.0. The status is `ok` for both, since only the form is judged."""
+    """A rewarder with 1.0 or 0.0. The status is `ok` for both, since only the form is judged."""
 
     def __init__(self, form: str = "think_answer", pattern: str | None = None) -> None:
-        """`form` is a name in `FORMS`; `pattern` is a regular expression instead, whose `.` matches any character."""
+        """Choose a pattern: by name in `FORMS`, or a regular expression whose `.` matches any character."""
         if pattern is None and form not in FORMS:
             raise ValueError(f"form={form}: known are {', '.join(FORMS)}")
         self._pattern = re.compile(FORMS[form] if pattern is None else pattern, re.DOTALL)
@@ -45,7 +45,7 @@ class FormatReward:
         yield "a blank box", "<think> </think>\\boxed{ }"
 
     def suspect(self, prompt: Prompt, answer: str) -> str:
-        """Return what makes a passing answer look like a cheat: nothing within the marks."""
+        """Return the sign of a cheat in a passing answer: nothing within the marks."""
         return "nothing in an answer tag or a box" if BLANK.search(answer) else ""
 
     @classmethod

@@ -1,20 +1,19 @@
-"""Short open answers: whether the final answer is the ground truth, word for word or nearly.
+"""Short open answers: the final answer must be the ground truth, word for word or nearly.
 
-The final answer is the last box, `<answer>` tag or what follows the last `answer is`, after the last think block, or
-else the last line. `match` says how it is compared: `exact`, `normalised` (case, punctuation and articles aside,
-`4.0` is `4`), `f1` (of words) or `rouge_l` (longest common subsequence of words, F measure); `grade` what a match is
-worth:
+The final answer is the last box, `<answer>` tag or text after the last `answer is`, after the last think block, or else
+the last line. `match` is the comparison: `exact`, `normalised` (case, punctuation and articles aside, `4.0` is `4`),
+`f1` (of words) or `rouge_l` (longest common subsequence of words, F measure). `grade` is the value of a match:
 
-| grade | right, marked | right | marked | neither |
-|---|---|---|---|---|
-| `match` | 0 to 1, as the match has it | | | |
-| `loose` | 1 | 1 | -1 | -1 |
-| `soft` | 1 | 0.5 | -0.5 | -1 |
-| `strict` | 1 | -1 | -1 | -1 |
+    | grade    | right, marked               | right | marked | neither |
+    |----------|-----------------------------|-------|--------|---------|
+    | `match`  | 0 to 1, as the match has it |       |        |         |
+    | `loose`  | 1                           | 1     | -1     | -1      |
+    | `soft`   | 1                           | 0.5   | -0.5   | -1      |
+    | `strict` | 1                           | -1    | -1     | -1      |
 
 Right is a match of at least `threshold`, marked an answer in a box, a tag or after `answer is`. Normalisation and F1:
-Rajpurkar et al. 2016 (SQuAD), section 6.1; ROUGE-L: Lin 2004, section 3.1; grades in the manner of CrossThink.
-Meaning is not compared; `judge` does that.
+Rajpurkar et al. 2016 (SQuAD), section 6.1; ROUGE-L: Lin 2004, section 3.1; grades in the manner of CrossThink. Meaning
+is not compared; `judge` does that.
 
     reward.general.target=rewards.general:GeneralReward reward.general.args.match=f1
 """
@@ -27,7 +26,7 @@ from unicodedata import normalize
 from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 
 MAX_WORDS = 500
-"""Of a longer text, only this many words at the end are compared."""
+"""Number of words at the end of a text that are compared."""
 MARKED = re.compile(
     r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}|<answer>(.*?)</answer>|\banswer\s*(?:is|:)[\s:*]*([^\n]+)",
     re.DOTALL | re.IGNORECASE,
@@ -35,15 +34,15 @@ MARKED = re.compile(
 WORD = re.compile(
     r"(?<![\w.(\[{])-?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?![\w,])|(?:(?<![\w.)])-)?\d+\.\d+(?!\w)|(?:(?<![\w.)])-)?\w+"
 )
-"""Matches a number, with its sign, or a word; a bracket's `(1,100)` is two."""
+"""Pattern of a number, with its sign, or a word; a bracket's `(1,100)` is two."""
 GRADES = {"loose": (1.0, 1.0, -1.0, -1.0), "soft": (1.0, 0.5, -0.5, -1.0), "strict": (1.0, -1.0, -1.0, -1.0)}
 
 
 class GeneralReward:
-    """How well the final answer matches the ground truth; `wrong_format` if there is no final answer."""
+    """A rewarder of the final answer's match with the ground truth; `wrong_format` without a final answer."""
 
     def __init__(self, match: str = "normalised", grade: str = "match", threshold: float = 1.0) -> None:
-        """`match` is a name in `MATCHES`, `grade` is `match` or a name in `GRADES`, `threshold` makes a match right."""
+        """Take a name in `MATCHES`, `match` or a name in `GRADES`, and the least match that is right."""
         if match not in MATCHES:
             raise ValueError(f"match={match}: known are {', '.join(MATCHES)}")
         if grade != "match" and grade not in GRADES:
@@ -60,7 +59,7 @@ class GeneralReward:
         return Verdict("ok" if final else "wrong_format", score, {"match": match, "marked": float(marked)})
 
     def cheats(self, prompt: Prompt) -> Iterator[tuple[str, str]]:
-        """Yield answers that hold the truth among much else, or where it does not count."""
+        """Yield answers that hold the truth among much else, or in a place that does not count."""
         filler = " ".join(f"word{number}" for number in range(100))
         yield "among many words", f"The answer is {prompt.ground_truth} {filler}"
         yield "before another", f"<answer>{prompt.ground_truth}</answer><answer>{filler}</answer>"
@@ -68,7 +67,7 @@ class GeneralReward:
         yield "the question's words", f"The answer is: {' '.join(message.text for message in prompt.messages)}"
 
     def suspect(self, prompt: Prompt, answer: str) -> str:
-        """Return what makes a passing answer look like a cheat: several marked answers, or a very long one."""
+        """Return the sign of a cheat in a passing answer: several marked answers, or a very long one."""
         final, _ = final_answer(answer)
         if (marked := len({match[0] for match in MARKED.finditer(answer.rpartition("</think>")[2])})) > 3:
             return f"{marked} different answers"
@@ -89,7 +88,7 @@ class GeneralReward:
 
 
 def final_answer(answer: str) -> tuple[str, bool]:
-    """Return the final answer and whether it was marked. It is empty if the thinking never ended."""
+    """Return the final answer and True if it was marked. It is empty if the thinking never ended."""
     *_, text = answer.rpartition("</think>")
     if "<think>" in text:
         return "", False
@@ -107,7 +106,7 @@ def words(text: str) -> list[str]:
 
 
 def number(word: str) -> str:
-    """Return a number without separators of thousands and the zeros at its end, any other word as it is."""
+    """Return a number without separators of thousands and trailing zeros, any other word unchanged."""
     plain = word.replace(",", "")
     return (plain.rstrip("0").rstrip(".") if "." in plain else plain) if plain.lstrip("-")[:1].isdigit() else word
 
@@ -131,6 +130,7 @@ def f1(truth: str, final: str) -> float:
 def rouge_l(truth: str, final: str) -> float:
     """Return the harmonic mean of precision and recall of the longest common subsequence of words."""
     gold, mine = words(truth), words(final)
+    # One row of the table at a time: memory grows with one text, not with the product of both.
     lengths = [0] * (len(mine) + 1)
     for word in gold:
         before = 0

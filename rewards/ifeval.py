@@ -1,12 +1,12 @@
-"""Instruction following as in IFEval: whether the answer follows each instruction that a program can check.
+"""Instruction following as in IFEval: the answer must follow each instruction that a program can check.
 
 `prompt.extra` holds the data set's own `instruction_id_list` (of the 25 names in `CHECKERS`) and `kwargs`, one mapping
 an instruction. Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models", section 2 and table 1;
-`strict` takes the answer as it is, `loose` any of eight forms of it (section 2.2): without its first line, its last
-line, both or neither, each with or without asterisks. What the paper leaves to NLTK, nupunkt's sentences and our own
-words decide here, so counts may differ by a little where abbreviations abound.
+`strict` checks the answer itself, `loose` any of eight forms of it (section 2.2): without its first line, its last
+line, both or neither, each with or without asterisks. NLTK's part in the paper is done by nupunkt's sentences and a
+pattern for words, so counts may differ a little in texts full of abbreviations.
 
-Only what follows a think block is checked. Other families of checks (RLVR-IFEval's functions) are not supported.
+Only the text after a think block is checked. Other families of checks (RLVR-IFEval's functions) are not supported.
 
     pip install 'spmd-rl[ifeval]'
     reward.ifeval.target=rewards.ifeval:IfevalReward
@@ -22,19 +22,20 @@ from nupunkt import sent_tokenize
 
 from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 
-DetectorFactory.seed = 0  # otherwise its result is random
+# Without a seed langdetect's results are random.
+DetectorFactory.seed = 0
 RELATIONS: dict[str, Callable[[int, int], bool]] = {"less than": int.__lt__, "at least": int.__ge__}
 
 
 class IfevalReward:
-    """1.0 if all instructions are followed, else 0.0, or with `partial` the share that is."""
+    """A rewarder with 1.0 if all instructions are followed, else 0.0, or with `partial` their share."""
 
     def __init__(self, loose: bool = False, partial: bool = False) -> None:
-        """With `loose`, an instruction is followed if any of the eight forms of the answer follows it."""
+        """Choose the criterion: under `loose` any of the eight forms of the answer may follow an instruction."""
         self._loose, self._partial = loose, partial
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Run each check. ValueError for an instruction that is not one of the 25, or without what it needs."""
+        """Run each check. ValueError for an instruction that is not one of the 25, or lacks an argument."""
         *_, text = answer.rpartition("</think>")
         text = "" if "<think>" in text else text
         texts = forms(text) if self._loose else [text]
@@ -46,7 +47,7 @@ class IfevalReward:
         return Verdict("ok", share if self._partial else float(share == 1.0), {"followed": share})
 
     def cheats(self, prompt: Prompt) -> Iterator[tuple[str, str]]:
-        """Yield texts that say nothing and follow many instructions: words that are asked for, in many forms."""
+        """Yield empty talk that follows many instructions: requested words, in many forms."""
         asked = [kwargs for _, kwargs in instructions(prompt.extra)]
         stuffed = " ".join(str(word) for kwargs in asked for value in kwargs.values() for word in _flat(value))
         yield "the words asked for", stuffed
@@ -55,7 +56,7 @@ class IfevalReward:
         yield "every form at once", f'"<<title>>\n* *x*\n* **y**\n[z] [z] [z]\n***\n{stuffed}\n******\nP.S. {stuffed}"'
 
     def suspect(self, prompt: Prompt, answer: str) -> str:
-        """Return what makes a passing answer look like a cheat: few different words among many."""
+        """Return the sign of a cheat in a passing answer: few different words among many."""
         words = re.findall(r"\w+", answer.rpartition("</think>")[2].lower())
         return f"{len(set(words))} different words of {len(words)}" if len(words) > 8 * len(set(words)) else ""
 
@@ -77,7 +78,7 @@ class IfevalReward:
 
 
 def instructions(extra: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the checks that a row asks for, each with its arguments; those that are null are left out."""
+    """Return the checks of a row, each with its arguments; null arguments are left out."""
     names, kwargs = extra.get("instruction_id_list"), extra.get("kwargs")
     if not names or not isinstance(kwargs, Sequence) or len(names) != len(kwargs):
         raise ValueError("needs `instruction_id_list` and `kwargs`, lists of the same length")
@@ -94,7 +95,7 @@ def _flat(value: Any) -> Sequence[Any]:
 
 
 def check(name: str, text: str, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a text follows an instruction. ValueError for missing or wrong `kwargs`."""
+    """Return True if a text follows an instruction. ValueError for missing or wrong `kwargs`."""
     try:
         return bool(CHECKERS[name](text, **kwargs))
     except (TypeError, KeyError) as error:
@@ -112,7 +113,8 @@ def _language(text: str, language: str) -> bool:
     try:
         return detect(text) == language
     except LangDetectException:
-        return True  # as the original has it: what has no language breaks no rule
+        # As in the original: a text without a detectable language breaks no rule.
+        return True
 
 
 def _parts(text: str, separator: str) -> list[str] | None:
@@ -122,43 +124,43 @@ def _parts(text: str, separator: str) -> list[str] | None:
 
 
 def keyword_existence(text: str, keywords: Sequence[str]) -> bool:
-    """Each keyword stands somewhere, in any case."""
+    """Return True if each keyword occurs, in any case."""
     return all(keyword.lower() in text.lower() for keyword in keywords)
 
 
 def keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
-    """A keyword stands less often than, or at least, so many times."""
+    """Return True if a keyword occurs less often than, or at least, `frequency` times."""
     return RELATIONS[relation](text.lower().count(keyword.strip().lower()), frequency)
 
 
 def forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
-    """None of these stands as a word of its own."""
+    """Return True if none of these occurs as a separate word."""
     return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
 
 
 def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """The same as `keyword_frequency`, of a character."""
+    """Return True if a character occurs less often than, or at least, `let_frequency` times."""
     return RELATIONS[let_relation](text.lower().count(letter.lower()), let_frequency)
 
 
 def number_sentences(text: str, num_sentences: int, relation: str) -> bool:
-    """Fewer than, or at least, so many sentences."""
+    """Return True for fewer than, or at least, `num_sentences` sentences."""
     return RELATIONS[relation](len(sent_tokenize(text)), num_sentences)
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Exactly so many paragraphs with `***` between them."""
+    """Return True for exactly `num_paragraphs` paragraphs with `***` between them."""
     paragraphs = _parts(text, r"\*\*\*")
     return paragraphs is not None and len(paragraphs) == num_paragraphs
 
 
 def number_words(text: str, num_words: int, relation: str) -> bool:
-    """Fewer than, or at least, so many words."""
+    """Return True for fewer than, or at least, `num_words` words."""
     return RELATIONS[relation](len(re.findall(r"\w+", text)), num_words)
 
 
 def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """So many paragraphs with blank lines between them, of which one begins with this word."""
+    """Return True for `num_paragraphs` paragraphs with blank lines between them, one of which begins with this word."""
     paragraphs = text.split("\n\n")
     if sum(bool(part.strip()) for part in paragraphs) != num_paragraphs or nth_paragraph > len(paragraphs):
         return False
@@ -167,40 +169,40 @@ def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int,
 
 
 def number_placeholders(text: str, num_placeholders: int) -> bool:
-    """At least so many `[placeholders]`."""
+    """Return True for at least `num_placeholders` `[placeholders]`."""
     return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
 
 
 def postscript(text: str, postscript_marker: str) -> bool:
-    """A postscript after this marker; spaces may stand between the letters of `P.S.` and `P.P.S`."""
+    """Return True for a postscript after this marker; `P.S.` and `P.P.S` may have spaces between the letters."""
     known = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
     return re.search(known.get(postscript_marker, re.escape(postscript_marker.lower())), text.lower()) is not None
 
 
 def number_bullet_lists(text: str, num_bullets: int) -> bool:
-    """Exactly so many lines that begin with `* ` or `-`."""
+    """Return True for exactly `num_bullets` lines that begin with `* ` or `-`."""
     return len(re.findall(r"^\s*(?:\*[^*].*|-.*)$", text, re.MULTILINE)) == num_bullets
 
 
 def constrained_response(text: str) -> bool:
-    """One of the three answers allowed."""
+    """Return True for one of the three allowed answers."""
     return any(f"My answer is {answer}." in text for answer in ("yes", "no", "maybe"))
 
 
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:
-    """At least so many *highlighted* or **highlighted** pieces of a line."""
+    """Return True for at least `num_highlights` *highlighted* or **highlighted** pieces of a line."""
     single = re.findall(r"\*([^\n*]*)\*", text)
     double = re.findall(r"\*\*([^\n*]*)\*\*", text)
     return sum(bool(piece.strip()) for piece in single + double) >= num_highlights
 
 
 def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    """At least so many sections, each headed by the word and a number."""
+    """Return True for at least `num_sections` sections, each headed by the word and a number."""
     return len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", text)) >= num_sections
 
 
 def json_format(text: str) -> bool:
-    """All of it is JSON, perhaps in a fence."""
+    """Return True if the whole text is JSON, possibly in a fence."""
     fenced = re.fullmatch(r"```(?:json|Json|JSON)?(.*?)(?:```)?", text.strip(), re.DOTALL)
     try:
         json.loads(fenced[1] if fenced else text)
@@ -210,49 +212,49 @@ def json_format(text: str) -> bool:
 
 
 def title(text: str) -> bool:
-    """A <<title>>."""
+    """Return True if the text has a <<title>>."""
     return any(found.strip("<> ") for found in re.findall(r"<<[^\n]+>>", text))
 
 
 def two_responses(text: str) -> bool:
-    """Two different answers with `******` between them."""
+    """Return True for two different answers with `******` between them."""
     parts = _parts(text, r"\*{6}")
     return parts is not None and len(parts) == 2 and parts[0] != parts[1]
 
 
 def repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
-    """It begins with the request, word for word."""
+    """Return True if the text begins with the request, word for word."""
     return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
 def end_checker(text: str, end_phrase: str) -> bool:
-    """It ends with this phrase."""
+    """Return True if the text ends with this phrase."""
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
 def quotation(text: str) -> bool:
-    """It stands in double quotation marks."""
+    """Return True if the text is in double quotation marks."""
     return re.fullmatch(r'".*"', text.strip(), re.DOTALL) is not None
 
 
 def capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    """Fewer than, or at least, so many words in capitals."""
+    """Return True for fewer than, or at least, `capital_frequency` words in capitals."""
     words = re.findall(r"[^\W_]+(?:['.&-][^\W_]+)*", text)
     return RELATIONS[capital_relation](sum(word.isupper() for word in words), capital_frequency)
 
 
 def english_capital(text: str) -> bool:
-    """English in capitals alone."""
+    """Return True for English in capitals alone."""
     return text.isupper() and _language(text, "en")
 
 
 def english_lowercase(text: str) -> bool:
-    """English without a capital."""
+    """Return True for English without a capital."""
     return text.islower() and _language(text, "en")
 
 
 def no_comma(text: str) -> bool:
-    """Not a single comma."""
+    """Return True for a text without commas."""
     return "," not in text
 
 

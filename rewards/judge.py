@@ -1,14 +1,14 @@
-"""A language model as the judge, at any endpoint that speaks OpenAI's chat completions (vLLM, SGLang, a provider).
+"""A language model as the judge, at any endpoint with OpenAI's chat completions (vLLM, SGLang, a provider).
 
-The judge is asked whether the answer agrees with the ground truth (`scale: yes_no`, 1.0 or 0.0), or for points from 0
-to `points` (`scale: points`, as their share). After its own thinking, the verdict is the last line, alone or after a
-label (`Score: 8`, `Verdict: no`), or in a JSON object (`{"score": 8}`), or at the start of the reply (`8/10, since
-...`, `No. ...`); a template of yours asks for one of these. Any other reply, an endpoint that fails, or a spent
-budget is an `error`, one that never answers a `timeout`; never a zero. The same question is asked once. Calls are
-repeated where that may help (`Http` in `spmd_rl.types`).
+The judge decides if the answer agrees with the ground truth (`scale: yes_no`, 1.0 or 0.0), or gives points from 0 to
+`points` (`scale: points`, as their share). After its own thinking, the verdict is the last line, alone or after a label
+(`Score: 8`, `Verdict: no`), or in a JSON object (`{"score": 8}`), or at the start of the reply (`8/10, since ...`, `No.
+...`); a custom template must ask for one of these. Any other reply, an endpoint that fails, or a spent budget is an
+`error`, one that never answers a `timeout`; never a zero. The same question is asked once. Calls are repeated if that
+may help (`Http` in `spmd_rl.types`).
 
-Budget and cache are those of one worker process: `reward.<domain>.workers=1` is enough, since it has many calls in
-flight at once, and makes the budget the node's. The server and votes of several judges are not part of this.
+Budget and cache belong to one worker process: `reward.<domain>.workers=1` is enough, since it has many calls in flight
+at once, and makes the budget the node's. The server and votes of several judges are not part of this.
 
     reward.general.target=rewards.judge:JudgeReward reward.general.timeout=120
     reward.general.args={url: "http://10.0.0.7:8000/v1", model: Qwen/Qwen2.5-7B-Instruct, max_requests: 100000}
@@ -35,7 +35,7 @@ PLACE = re.compile(rf"\{{({'|'.join(FIELDS)})\}}")
 
 
 class JudgeReward:
-    """1.0 or 0.0 for YES or NO, or the share of the points."""
+    """A rewarder with 1.0 or 0.0 for YES or NO, or the share of the points."""
 
     def __init__(
         self,
@@ -52,8 +52,10 @@ class JudgeReward:
         max_total_tokens: int | None = None,
         key_env: str | None = None,
     ) -> None:
-        """`url`: up to and with `/v1`. `template`: what is asked; `{question}`, `{truth}`, `{answer}`, `{rubric}` and
-        `{points}` in it are replaced. `max_tokens`: of a reply; a judge that thinks aloud needs more. `max_requests`,
+        """Configure the judge.
+
+        `url`: up to and with `/v1`. `template`: the question, in which `{question}`, `{truth}`, `{answer}`, `{rubric}`
+        and `{points}` are replaced. `max_tokens`: of a reply; a judge that thinks aloud needs more. `max_requests`,
         `max_total_tokens`: the budget, prompts included. `key_env`: the environment variable that holds the API key.
         """
         if scale not in TEMPLATES:
@@ -70,12 +72,13 @@ class JudgeReward:
         self._pending: dict[str, asyncio.Task[float]] = {}
 
     async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Ask the judge, unless it has been asked just this. Only what comes after the last think block is shown."""
+        """Ask the judge, unless the same question is cached. Only text after the last think block is shown."""
         *_, answer = answer.rpartition("</think>")
         if "<think>" in answer or not answer.strip():
             return Verdict("wrong_format", 0.0, {"judge": 0.0})
         values = {"question": question(prompt), "truth": prompt.ground_truth, "answer": answer.strip()}
         template, fixed = self._template
+        # One pass over the template: a field name inside of an answer is not replaced.
         text = PLACE.sub(lambda match: (values | fixed)[match[1]], template)
         score = await self._reply(text)
         return Verdict("ok", score, {"judge": score})
@@ -88,7 +91,8 @@ class JudgeReward:
             task = asyncio.create_task(self._ask(text))
             task.add_done_callback(lambda done: (self._pending.pop(text, None), done.cancelled() or done.exception()))
             self._pending[text] = task
-        return await asyncio.shield(self._pending[text])  # a caller that is cancelled leaves the call to the others
+        # A cancelled caller must not cancel the call, for which others may wait.
+        return await asyncio.shield(self._pending[text])
 
     async def _ask(self, text: str) -> float:
         for what, limit in self._budget.items():
@@ -116,13 +120,13 @@ class JudgeReward:
 
 
 def question(prompt: Prompt) -> str:
-    """Return what the user asked: all messages but the system's, with their roles if there are several."""
+    """Return the user's question: all messages but the system's, with their roles if there are several."""
     asked = [message for message in prompt.messages if message.role != "system"]
     return asked[0].content if len(asked) == 1 else "\n\n".join(f"{m.role}: {m.content}" for m in asked)
 
 
 def verdict(said: str, value: str, ends: str) -> re.Match[str] | None:
-    """Return the match of `value` where a reply gives its verdict; at the start of a reply, `ends` comes after it."""
+    """Return the match of `value` in a reply's verdict; at the start of a reply, `ends` must follow."""
     said = said.rpartition("</think>")[2].strip()
     lines = [line for line in said.splitlines() if line.strip()] or [""]
     last = re.fullmatch(rf"\W*?{value}\W*", lines[-1]) or re.match(rf"\W*{LABEL}\W*?{value}(?:{ends})", lines[-1])
@@ -131,14 +135,14 @@ def verdict(said: str, value: str, ends: str) -> re.Match[str] | None:
 
 
 def yes_or_no(said: str, points: int) -> float:
-    """Return 1.0 or 0.0 for a reply of yes or no. ValueError for any other."""
+    """Return 1.0 or 0.0 for a reply of yes or no. ValueError for other replies."""
     if not (found := verdict(said, r"(?i:(yes|no|true|false))\b", "")):
         raise ValueError(f"the judge said neither YES nor NO at the start or in the last line: {said[-100:]!r}")
     return float(found[1].lower() in ("yes", "true"))
 
 
 def share(said: str, points: int) -> float:
-    """Return the points of a reply (`7`, `7/10`, `7 out of 10`) as a share. ValueError if it gives none in range."""
+    """Return the points of a reply (`7`, `7/10`, `7 out of 10`) as a share. ValueError for none in range."""
     found = verdict(said, NUMBER, r"(?: points?)?\W*$|(?: points?)?\s*[\"*_]*[.,;:()\n\u2013\u2014-](?!\d)")
     number = float(found[1].replace(",", ".")) if found else -1.0
     if not found or not 0 <= number <= points or float(found[2] or points) != points:

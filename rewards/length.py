@@ -1,4 +1,4 @@
-"""A soft limit to the length of answers, as a term of a reward: 0.0, then falling to -1.0 where the limit is reached.
+"""A soft limit to the length of answers, as a term of a reward: 0.0, then falling to -1.0 at the limit.
 
 Yu et al. 2025 (DAPO), equation 13, with `max_tokens` for L_max and `buffer` for L_cache.
 
@@ -11,10 +11,10 @@ from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 
 
 class LengthReward:
-    """0.0 up to `max_tokens - buffer` tokens, from there linear in the length, -1.0 at `max_tokens` and beyond."""
+    """A rewarder with 0.0 up to `max_tokens - buffer` tokens, from there linear, -1.0 at `max_tokens` and beyond."""
 
     def __init__(self, max_tokens: int = 1024, buffer: int = 256) -> None:
-        """Both are numbers of tokens of the answer, as the policy sampled them."""
+        """Set the limit and its buffer, both in tokens of the answer that the policy sampled."""
         if not 0 < buffer <= max_tokens:
             raise ValueError(f"buffer={buffer}: must be from 1 to max_tokens={max_tokens}")
         self._max_tokens, self._buffer = max_tokens, buffer

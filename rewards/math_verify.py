@@ -1,11 +1,11 @@
-"""Mathematics: whether the final answer equals the ground truth.
+"""Mathematics: the final answer must equal the ground truth.
 
-The final answer is the last of these after the last think block: a `\\boxed{...}`, an `<answer>` tag, a line `####
-18`; else the last line, or the last one with `answer is` if no mathematics follows it. Of a sentence its last
-mathematics counts. Answer and truth are read (`mathematics/`) and compared by value: numbers, expressions, equations,
-lists, points, sets, intervals, yes and no. A unit may be missing on one side, but two units must be the same; none is
-converted. What that grammar does not have (integrals, matrices) the math-verify library compares symbolically. What
-neither can read (`\\mathbb{Z}_8`) is compared as text. There is no partial credit.
+The final answer is the last of these after the last think block: a `\\boxed{...}`, an `<answer>` tag, a line `#### 18`;
+else the last line, or the last one with `answer is` if no mathematics follows it. In a sentence its last mathematics
+counts. Answer and truth are read (`mathematics/`) and compared by value: numbers, expressions, equations, lists,
+points, sets, intervals, yes and no. A unit may be missing on one side, but two units must be the same; none is
+converted. Expressions outside of that grammar (integrals, matrices) are compared symbolically by the math-verify
+library, and those that neither can read (`\\mathbb{Z}_8`) as text. There is no partial credit.
 
     reward.math.target=rewards.math_verify:MathReward
 """
@@ -26,13 +26,16 @@ from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 from .mathematics.reading import Reading, equal, readings, vote
 from .mathematics.tex import NAMES, WORDS, respelled, same_text
 
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its own time limits are off; ours is on
-# Of a bare text the library must read all or nothing: by default it takes any number out of what it cannot read.
+# The library warns that its own time limits are off; this module sets one.
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+# The library must read a bare text completely or not at all: by default it takes any number out of unreadable text.
 PLAIN = NormalizationConfig(True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False)
 BARE = (LatexExtractionConfig(boxed_match_priority=0, normalization_config=PLAIN),)
 
 MAX_CHARS = 500
-"""A final answer that is longer than this and than twice the truth is not read, since that would take too long."""
+"""Length from which a final answer, if it is also twice as long as the truth, is not read, since that
+takes too long.
+"""
 BOX = re.compile(r"\\f?boxed\s*\{")
 MARKED = re.compile(rf"<answer>(?P<tag>[\s\S]*?)</answer>|^\s*####[ \t]*(?P<line>\S.*)$|{BOX.pattern}", re.MULTILINE)
 LEAD = re.compile(r".*\banswer\b.*?(?:\bis\b|\bare\b|:)[\s:*]*(?=\S)", re.IGNORECASE)
@@ -40,17 +43,22 @@ DISPLAY = re.compile(r"(?:\\\[|\$\$)((?:(?!\\\[|\$\$).)+?)(?:\\\]|\$\$)\.?\s*\Z"
 SPAN = re.compile(
     r"\$(?=[^\s$])([^$\n]*[^$\s\\])\$(?!\d)|\\\((.+?)\\\)|(\\[A-Za-z]+)|([^\W\d_]{2,}|\b[aAI]\b(?=\s+\w))|([^$\\]|\\.?|\$)"
 )
-"""Matches mathematics between marks, a command, a word, or any other character."""
+"""Pattern of mathematics between marks, a command, a word, or any other character."""
 MATHEMATICAL = NAMES | {"percent", "and", "or"}
 
 
 class MathReward:
-    """1.0 for an answer equal to the ground truth, else 0.0; `wrong_format` (0.0) if no mathematics is found in it."""
+    """A rewarder with 1.0 for an answer equal to the ground truth, else 0.0; `wrong_format` (0.0)
+    without mathematics.
+    """
 
     def __init__(self, seconds: float = 5.0) -> None:
-        """`seconds` of CPU time limit a comparison, since some would never end; beyond it the verdict is `timeout`."""
+        """Limit a comparison to `seconds` of CPU time, since some would never end; beyond it the verdict
+        is `timeout`.
+        """
         self._seconds = seconds
-        self._read = lru_cache(maxsize=4096)(read)  # the answers of a group share their truth, and often more
+        # The answers of a group share their truth, and often more.
+        self._read = lru_cache(maxsize=4096)(read)
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """Compare the final answer with `prompt.ground_truth`. ValueError if that holds no mathematics."""
@@ -69,7 +77,7 @@ class MathReward:
         return Verdict("wrong_format" if equal is None else "ok", parts["correct"], parts, answer=spelling)
 
     def _compare(self, truth: str, final: str, boxed: bool) -> tuple[bool | None, str]:
-        """Return whether the answer is the truth, None if there is no mathematics in it, and what it votes for."""
+        """Return True if the answer equals the truth, None if it has no mathematics, and the spelling that votes."""
         gold, text = readings(truth), same_text(truth)
         if text.casefold() in WORDS:
             said = [
@@ -92,7 +100,7 @@ class MathReward:
         return found, vote(gold, gold if found and gold else mine) or same_text(truth if found else final)
 
     def cheats(self, prompt: Prompt) -> Iterator[tuple[str, str]]:
-        """Yield answers that name many results, or the right one where it does not count."""
+        """Yield answers that name many results, or the right one in a place that does not count."""
         truth, wrong = prompt.ground_truth, "12345.678"
         yield "several boxes", f"\\boxed{{{truth}}} or \\boxed{{{wrong}}}"
         yield "two results in a box", f"\\boxed{{{truth} \\text{{ or }} {wrong}}}"
@@ -103,7 +111,7 @@ class MathReward:
         yield "a variable", "\\boxed{x}"
 
     def suspect(self, prompt: Prompt, answer: str) -> str:
-        """Return what makes a passing answer look like a cheat: many boxes, or a last line of many numbers."""
+        """Return the sign of a cheat in a passing answer: many boxes, or a last line of many numbers."""
         *_, text = answer.rpartition("</think>")
         if (boxes := len(set(re.findall(r"\\boxed\{([^{}]*)", text)))) > 3:
             return f"{boxes} different boxes"
@@ -133,7 +141,7 @@ class MathReward:
 
 
 def final_answer(text: str) -> tuple[str, bool]:
-    """Return the final answer and whether it stood in a box. Empty if the thinking or the box never ended."""
+    """Return the final answer and True if it was boxed. Empty if the thinking or the box never ended."""
     *_, text = text.rpartition("</think>")
     if "<think>" in text:
         return "", False
@@ -160,12 +168,12 @@ def final_answer(text: str) -> tuple[str, bool]:
 
 
 def prose(text: str) -> bool:
-    """Return whether words that are no mathematics stand in a text."""
+    """Return True if a text has words that are not mathematics."""
     return any(match[4] and match[4].lower() not in MATHEMATICAL for match in SPAN.finditer(text))
 
 
 def last_mathematics(text: str) -> tuple[str, Sequence[Reading]]:
-    """Return the last part of a sentence that can be read, and its readings; empty if there is none."""
+    """Return the last readable part of a sentence, and its readings; empty without one."""
     parts = [""]
     for match in SPAN.finditer(text):
         if match[1] or match[2]:
@@ -183,12 +191,13 @@ def last_mathematics(text: str) -> tuple[str, Sequence[Reading]]:
 
 def read(text: str) -> list:
     """Parse a bare expression with math-verify."""
-    text = re.sub(r"(?<=\d)i\b", " i", respelled(text))  # else 2i is twice a variable, and 2 i imaginary
+    # Otherwise 2i is twice a variable; 2 i is imaginary.
+    text = re.sub(r"(?<=\d)i\b", " i", respelled(text))
     return parse(f"\\boxed{{{text}}}", BARE, fallback_mode="no_fallback", parsing_timeout=None)
 
 
 class TimeUp(BaseException):
-    """Raised when the time is up. It is no `Exception`, since the libraries below catch those."""
+    """The end of the time limit. No `Exception`, since the libraries called here catch those."""
 
 
 def _on_alarm(signum: int, frame: object) -> None:
@@ -199,7 +208,7 @@ def _on_alarm(signum: int, frame: object) -> None:
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeUp after `seconds` of CPU time in the main thread; in others, only the sidecar's own deadline holds.
 
-    CPU time of the process, not the clock's: a verdict does not depend on who else uses the machine.
+    CPU time of the process instead of wall time, so that a verdict does not depend on the machine's load.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

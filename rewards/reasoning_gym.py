@@ -1,8 +1,8 @@
 """reasoning-gym problems, verified by the task's own scorer.
 
-The prompt carries what the generator gave: `extra = {"task": "chain_sum", "entry": {"question": ..., "answer": ...,
+The prompt has the generator's item: `extra = {"task": "chain_sum", "entry": {"question": ..., "answer": ...,
 "metadata": ...}}`. Many of those scorers give a little for a wrong answer (a non-empty one, one that contains the right
-one): `strict` leaves only the full score, as a reward should; `strict: false` passes the rest on.
+one): `strict` leaves only the full score, as a reward should; `strict: false` passes partial scores on.
 
     reward.sums.target=rewards.reasoning_gym:ReasoningGymReward reward.sums.args.extract=last_number
 """
@@ -41,10 +41,10 @@ EXTRACT: dict[str, Callable[[str], str]] = {"whole": whole, "last_number": last_
 
 
 class ReasoningGymReward:
-    """The task's own score, 0 to 1; `wrong_format` (0.0) if there is nothing to score."""
+    """A rewarder with the task's own score, 0 to 1; `wrong_format` (0.0) without anything to score."""
 
     def __init__(self, extract: str = "whole", strict: bool = True) -> None:
-        """`extract`, a name in `EXTRACT`, is the part that is scored; `strict` gives 1.0 or 0.0 and nothing between."""
+        """Choose the part to score, by a name in `EXTRACT`; `strict` gives 1.0 or 0.0 and nothing between."""
         if extract not in EXTRACT:
             raise ValueError(f"extract={extract}: known are {', '.join(EXTRACT)}")
         self._extract = EXTRACT[extract]
@@ -61,7 +61,7 @@ class ReasoningGymReward:
         return Verdict("ok", score, {"task_score": task_score}, answer=extracted)
 
     def cheats(self, prompt: Prompt) -> Iterator[tuple[str, str]]:
-        """Yield answers that name many results, or the right one where it does not count."""
+        """Yield answers that name many results, or the right one in a place that does not count."""
         wrong = "12345678"
         yield "many numbers", " ".join(map(str, range(1000))) + f" {wrong}"
         yield "right, then wrong", f"{prompt.ground_truth} or {wrong}"
@@ -69,7 +69,7 @@ class ReasoningGymReward:
         yield "one of two", f"<answer>{prompt.ground_truth} or {wrong}</answer>"
 
     def suspect(self, prompt: Prompt, answer: str) -> str:
-        """Return what makes a passing answer look like a cheat: it names many numbers."""
+        """Return the sign of a cheat in a passing answer: it names many numbers."""
         count = len(NUMBER.findall(answer)) - 3 * len(NUMBER.findall(" ".join(m.text for m in prompt.messages)))
         return f"{count} numbers more than a solution needs" if count > 20 else ""
 

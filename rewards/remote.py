@@ -9,9 +9,8 @@
     {"status": "ok", "score": 1.0, "parts": {"correct": 1.0}, "detail": ""}
 
 The reply needs only `score`, or `status` and `detail` for `timeout`, `error` and `rejected`, which have no score. Calls
-are repeated where that may help (`Http` in `spmd_rl.types`). A server that cannot be reached or that talks
-nonsense is an `error`, one that does not answer a `timeout`; never a zero. Answers are not batched: many
-calls are in flight at once anyway.
+are repeated if that may help (`Http` in `spmd_rl.types`). An unreachable server or an invalid reply is an `error`, a
+missing reply a `timeout`; never a zero. Answers are not batched: many calls are in flight at once anyway.
 
     reward.math.target=rewards.remote:RemoteReward reward.math.args.url=http://10.0.0.7:8000/score
 """
@@ -26,10 +25,10 @@ from spmd_rl.types import AnswerInfo, Http, Message, Prompt, Verdict, VerdictSta
 
 
 class RemoteReward:
-    """Returns the verdict that the server gives."""
+    """A rewarder that returns the server's verdict."""
 
     def __init__(self, url: str, http: Http, token_env: str | None = None) -> None:
-        """`token_env` names the environment variable that holds a bearer token; settings never hold one."""
+        """Name in `token_env` the environment variable of a bearer token; settings never hold one."""
         self._url, self._http = url, http
         self._headers = {"Authorization": f"Bearer {os.environ[token_env]}"} if token_env else {}
 

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 
 UNIT = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
-"""Matches a word, or a character of Chinese or Japanese."""
+"""Pattern of a word, or a character of Chinese or Japanese."""
 
 
 class RepetitionReward:
-    """Minus the share of repeated n-grams; 0.0 for an answer shorter than one."""
+    """A rewarder with minus the share of repeated n-grams; 0.0 for an answer shorter than one."""
 
     def __init__(self, n: int = 3) -> None:
-        """`n` is the number of words of an n-gram."""
+        """Set the number of words of an n-gram."""
         if n < 1:
             raise ValueError(f"n={n}: must be at least 1")
         self._n = n

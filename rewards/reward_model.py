@@ -1,9 +1,9 @@
 """A reward model: a Hugging Face sequence classification model with one output scores the conversation.
 
-Prompt and answer are rendered with the model's own chat template. Its output is the score, as it is or through a
-sigmoid. What is longer than the model reads is `rejected`, never cut. Answers that wait are scored together; since a
-batch changes the last digits of a score, `max_batch: 1` where runs must repeat exactly. A model of steps, whose
-`config.json` has a `step_separator`, scores each step of an answer; what becomes of these says `of_steps`.
+Prompt and answer are rendered with the model's own chat template. Its output is the score, unchanged or through a
+sigmoid. Texts beyond the model's limit are `rejected`, never cut. Waiting answers are scored together; since a batch
+changes the last digits of a score, set `max_batch: 1` if runs must repeat exactly. A model of steps, whose
+`config.json` has a `step_separator`, scores each step of an answer; `of_steps` combines these scores.
 
 Each worker holds the model: `reward.<domain>.workers` copies. Models with remote code are not supported; models that
 generate their verdict are judges (`judge.py`).
@@ -23,6 +23,7 @@ from typing import Any
 
 from spmd_rl.types import AnswerInfo, Conversation, Message, Prompt, Verdict
 
+# Two forms of the sigmoid, since `exp` overflows for large arguments.
 TRANSFORMS = {"none": lambda x: x, "sigmoid": lambda x: 1 / (1 + math.exp(-x)) if x >= 0 else 1 - 1 / (1 + math.exp(x))}
 
 OF_STEPS: dict[str, Callable[[Sequence[float]], float]] = {
@@ -51,7 +52,7 @@ def model_folder(model: str) -> Path:
 
 
 class ModelReward:
-    """The score is the model's output, as it is or through a sigmoid."""
+    """A rewarder with the model's output, unchanged or through a sigmoid."""
 
     def __init__(
         self,
@@ -63,9 +64,12 @@ class ModelReward:
         max_batch: int = 16,
         of_steps: str = "min",
     ) -> None:
-        """`model` is a directory, or a model of the hub (ORG/NAME); `device` and `dtype` are torch's names (`auto`: as
-        stored). `max_tokens` limits prompt and answer (default: what the model reads), `max_batch` the answers scored
-        at once. `of_steps` (`min`, `mean`, `last`, `product`) makes one score of those of an answer's steps."""
+        """Configure the model.
+
+        `model`: a directory, or a model of the hub (ORG/NAME). `device` and `dtype`: torch's names (`auto`: as stored).
+        `max_tokens` limits prompt and answer (default: the model's limit), `max_batch` the answers scored at once.
+        `of_steps` (`min`, `mean`, `last`, `product`) combines the scores of an answer's steps.
+        """
         if transform not in TRANSFORMS:
             raise ValueError(f"transform={transform}: known are {', '.join(TRANSFORMS)}")
         if of_steps not in OF_STEPS:
@@ -85,7 +89,7 @@ class ModelReward:
         self._model: Any = None
 
     def start(self) -> None:
-        """Load the model, in the process that works with it."""
+        """Load the model, in the process that uses it."""
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(self._path)
@@ -96,11 +100,12 @@ class ModelReward:
         if model.config.num_labels != 1:
             raise ValueError(f"{self._path} has {model.config.num_labels} outputs; a reward model has one")
         if model.config.pad_token_id is None:
-            self.max_batch = 1  # the model could not tell where a padded text ends
+            # Without a padding token the model cannot find the end of a padded text.
+            self.max_batch = 1
         self._model = model.to(self._device).eval()
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Score one answer."""
+        """Score one answer, as a batch of one."""
         return self.score_batch([prompt], [answer], [info])[0]
 
     def score_batch(
@@ -115,6 +120,7 @@ class ModelReward:
             for place, (ids, _) in enumerate(texts)
             if len(ids) > self._max_tokens
         }
+        # Sorted by length: a batch of similar lengths has little padding.
         places = sorted(set(range(len(texts))) - set(verdicts), key=lambda place: len(texts[place][0]))
         for begin in range(0, len(places), self.max_batch):
             batch = places[begin : begin + self.max_batch]
@@ -124,7 +130,7 @@ class ModelReward:
         return [verdicts[place] for place in range(len(texts))]
 
     def _render(self, prompt: Prompt, answer: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of the conversation that ends with the answer, and at which of them scores stand."""
+        """Return the token ids of the conversation that ends with the answer, and the positions of the scores."""
         borders: Sequence[int] = ()
         if self._separator:
             answer = answer.strip()
@@ -139,7 +145,7 @@ class ModelReward:
         return [token for piece in pieces for token in piece], [end - 1 for end in accumulate(map(len, pieces))]
 
     def _outputs(self, texts: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
-        """Return the scores of each text."""
+        """Return the scores of each text, one for each step."""
         import torch
 
         pad, longest = self._model.config.pad_token_id or 0, max(len(ids) for ids, _ in texts)

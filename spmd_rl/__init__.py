@@ -1,6 +1,6 @@
 """Reinforcement learning for language models as one program that every rank runs.
 
-This file only sets the environment that must stand before torch (and its OpenMP) is loaded. A user's own value wins.
+This file only sets environment variables that torch and OpenMP read as they are loaded; a value of the user's wins.
 """
 
 import os
@@ -16,11 +16,15 @@ def _usable_cores() -> int:
 def _prepare_environment() -> None:
     ranks_per_node = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     defaults = {
-        "OMP_WAIT_POLICY": "PASSIVE",  # spinning ranks that share cores run ten times slower
-        "OMP_NUM_THREADS": str(max(1, _usable_cores() // ranks_per_node)),  # torchrun sets 1 before we are asked
-        "MKL_CBWR": "AUTO,STRICT",  # a float32 product's rows have the same bits whatever rows stand beside them
+        # Spinning ranks that share cores run ten times slower.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # torchrun sets OMP_NUM_THREADS=1 before this file runs.
+        "OMP_NUM_THREADS": str(max(1, _usable_cores() // ranks_per_node)),
+        # Rows of a float32 product have the same bits in any batch.
+        "MKL_CBWR": "AUTO,STRICT",
         "TOKENIZERS_PARALLELISM": "false",
-        "TORCH_FR_BUFFER_SIZE": "0",  # a traceback kept of each collective: the journal names one that hangs
+        # The flight recorder would keep a traceback of each collective; the journal already names one that hangs.
+        "TORCH_FR_BUFFER_SIZE": "0",
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

@@ -23,11 +23,11 @@ TOOLS = {
     "smollm2": "model.smollm2",
 }
 MODULES = PIPELINES | TOOLS
-"""What each name stands for in `spmd_rl`."""
+"""Modules below `spmd_rl`, by the name of the pipeline or tool."""
 
 
 def main() -> int:
-    """List what there is, or run what the command line names as `python -m` would. Returns an exit code or exits."""
+    """List pipelines and tools, or run the named one like `python -m`. Returns an exit code or exits."""
     name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         print(f"usage: {program('NAME')} [argument ...]; NAME --help says more")
@@ -52,13 +52,14 @@ def main() -> int:
         tell(f"error: {name}: no pipeline or tool; did you mean {near}?")
         return 2
     if not sys.flags.safe_path:
-        sys.path[0] = os.getcwd()  # for a script it is the folder of that
+        # For a script, Python puts the script's folder there instead.
+        sys.path[0] = os.getcwd()
     runpy.run_module(f"spmd_rl.{MODULES[name]}", run_name="__main__", alter_sys=True)
     return 0
 
 
 def _about(module: str) -> str:
-    """The first line of a module's docstring, without an import."""
+    """Return the first line of a module's docstring without importing it."""
     first, *rest = module.split(".")
     path = (HOME if first == "bundled" else Path(__file__).with_name(first)).joinpath(*rest)
     files = path / "__main__.py", path / "__init__.py", path.with_suffix(".py")

@@ -3,15 +3,16 @@
     torchrun --nproc-per-node 2 -m spmd_rl.agentic +experiment=demo_frozen_lake
     python -m spmd_rl.agentic env.maze.target=my_envs:Maze rollout.max_turns=8 debug=true
 
-Environments live in the CPU processes of a sidecar: while one steps, the engine answers for the others. Lines marked
-[all] meet all other ranks, [train] those that train; no other line may decide whether one is reached.
+Environments run in the CPU processes of a sidecar: while one steps, the engine generates for the others. Marked lines
+are collectives, [all] of all ranks, [train] of the trainer ranks; never put one behind a condition that may differ
+between ranks.
 """
 
 from spmd_rl.config import AgenticConfig, main
 
 
 def run(cfg: AgenticConfig) -> None:
-    """Train for `cfg.steps` steps, or what is left of them."""
+    """Train until step `cfg.steps`, from the newest checkpoint if there is one."""
     from spmd_rl.data import EnvTasks
     from spmd_rl.job import Job
     from spmd_rl.learn import Evaluation, Imitation, Learner, sample_log
@@ -21,7 +22,8 @@ def run(cfg: AgenticConfig) -> None:
     tasks = EnvTasks(cfg.env, cfg.eval.prompts)
     with Job.open(cfg, {"env": tasks.eval}, tasks, cfg.env.chat_template_kwargs, cfg.env) as job:  # [all]
         place = place_ranks(job)  # [all] who trains and who generates: `placement.mode`
-        if place.generate:  # a rank that does nothing else
+        # A rank with `generate` has no part in training.
+        if place.generate:
             place.generate()
             return
         rollouts, publish, world, track = place.rollouts, place.publish, place.world, job.track

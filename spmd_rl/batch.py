@@ -1,10 +1,9 @@
 """The packed columnar `Batch`: the tensors of many samples laid end to end, without padding.
 
-A column has one entry per token or one per sample, and says so where it is declared, with its dtype and the shape of an
-entry; an entry of a ragged column is a list of any length. A pipeline that needs more columns declares them in a
-subclass: selecting, moving between devices and ranks, and filling up treat each column as its declaration says.
-That samples begin with the same tokens is used where they are computed (`train/sharing.py`), not here.
-Left out: padding (a backend's own affair) and anything that is not a tensor.
+Each column declares dtype, shape and whether it has one entry per token or per sample; an entry of a ragged column is a
+list of any length. A pipeline declares further columns in a subclass: selection, transfer between devices and ranks,
+and filling follow the declarations. Common prefixes of samples are found later, before the forward pass
+(`train/sharing.py`). Left out: padding, which is up to a backend, and anything that is not a tensor.
 """
 
 from array import array
@@ -23,17 +22,17 @@ from spmd_rl.types import CandidateIds, Sample, Turn
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """How a column of a `Batch` is laid out."""
+    """Layout of one column of a `Batch`."""
 
     per: Literal["token", "sample"]
-    """what has an entry: T or S of them"""
+    """Owner of an entry: one of T tokens or of S samples."""
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
-    """of one entry; in a ragged column, of one item of its list"""
+    """Shape of one entry; in a ragged column, of one item of its list."""
     unit: str = ""
-    """what the numbers count or measure"""
+    """Unit of the numbers, for readers."""
     ragged: bool = False
-    """The column is a `Ragged`, else a tensor."""
+    """True if the column is a `Ragged`, else it is a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +40,23 @@ class Ragged:
     """Lists of different lengths, laid end to end."""
 
     values: Tensor
-    """[V, ...]"""
+    """Concatenated items, [V, ...]."""
     offsets: Tensor
     """int64 [N+1]: list i is values[offsets[i] : offsets[i + 1]]"""
 
     @property
     def owners(self) -> Tensor:
-        """int64 [V]: the list that each value belongs to."""
+        """Index of the list that each value belongs to, int64 [V]."""
         lengths = self.offsets.diff()
         numbers = torch.arange(len(lengths), device=self.offsets.device)
         return numbers.repeat_interleave(lengths, output_size=len(self.values))
 
     def to(self, device: torch.device) -> "Ragged":
-        """A copy on `device`."""
+        """Return a copy on `device`."""
         return Ragged(to_device(self.values, device), to_device(self.offsets, device))
 
     def index_select(self, dim: int, index: Tensor) -> "Ragged":
-        """The lists with these numbers, in this order; `dim` is 0, as for a tensor of entries."""
+        """Return the lists with these numbers, in this order; `dim` must be 0, as for a tensor of entries."""
         assert dim == 0
         lengths = self.offsets.diff()[index]
         return Ragged(self.values.index_select(0, run_indices(self.offsets[index], lengths)), bounds_of(lengths))
@@ -69,32 +68,33 @@ Entries = Tensor | Ragged
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Where the N sampled tokens of a batch lie: an index on a device, unlike a mask, makes nobody wait for it."""
+    """Indices of the N sampled tokens of a batch. Unlike a boolean mask, an index on a device needs no
+    synchronisation."""
 
     index: Tensor
-    """int64 [N]: of each token of the loss mask, in order"""
+    """int64 [N]: position of each token of the loss mask, in order"""
     samples: Tensor
-    """int64 [N]: which sample it belongs to, counting without gaps: samples without a sampled token are not counted"""
+    """int64 [N]: sample that the token belongs to, numbered without gaps over samples that have a sampled token"""
     runs: Tensor
-    """int64 [N]: which contiguous run of sampled tokens (a turn) it belongs to"""
+    """int64 [N]: contiguous span of sampled tokens (a turn) that the token belongs to"""
 
     def to(self, device: torch.device) -> "Sampled":
-        """A copy on `device`."""
+        """Return a copy on `device`."""
         return Sampled(*(to_device(value, device) for value in (self.index, self.samples, self.runs)))
 
 
 def per_token(dtype: torch.dtype, unit: str = "", shape: tuple[int, ...] = (), ragged: bool = False) -> dict[str, Any]:
-    """Metadata of a batch's field that has an entry for each token."""
+    """Return the field metadata of a batch column with one entry per token."""
     return {"column": Column("token", dtype, shape, unit, ragged)}
 
 
 def per_sample(dtype: torch.dtype, unit: str = "", shape: tuple[int, ...] = (), ragged: bool = False) -> dict[str, Any]:
-    """Metadata of a batch's field that has an entry for each sample."""
+    """Return the field metadata of a batch column with one entry per sample."""
     return {"column": Column("sample", dtype, shape, unit, ragged)}
 
 
 class _Remembered:
-    """Room for what a batch has found out about itself, which is no field of it."""
+    """Cache slots of a batch, outside the dataclass fields."""
 
     __slots__ = ("_sampled",)
 
@@ -108,24 +108,24 @@ class Batch(_Remembered):
     keys: Tensor = field(metadata=per_sample(torch.int64, shape=(2,)))
     """int64 [S, 2]: (ticket, answer) of the sample; (-1, -1) for a filler"""
     units: Tensor = field(metadata=per_sample(torch.int64))
-    """int64 [S]: samples of a ticket with the same number lie on one rank and in one micro-batch (`Sample.unit`)"""
+    """int64 [S]: samples of a ticket with equal numbers share a rank and a micro-batch (`Sample.unit`)"""
     token_ids: Tensor = field(metadata=per_token(torch.int64))
-    """int64 [T]"""
+    """int64 [T], all samples end to end"""
     position_ids: Tensor = field(metadata=per_token(torch.int64))
     """int64 [T]: 0, 1, ... within each sample"""
     loss_mask: Tensor = field(metadata=per_token(torch.bool))
     """bool [T]: the token was sampled by the policy (its logprob comes from the token before it)"""
     rollout_logprobs: Tensor = field(metadata=per_token(torch.float32, "nats"))
-    """float32 [T]: the engine's natural logprob of each sampled token, 0 elsewhere. Of written rows, which no engine
-    sampled: at the first learnt token what `RowSource` knows of the whole answer, a reference's sum or a margin"""
+    """float32 [T]: the engine's natural logprob of each sampled token, 0 elsewhere. Rows that no engine sampled hold a
+    number of the whole answer from `RowSource` (a reference's sum, a margin) at their first learnt token"""
     lags: Tensor = field(metadata=per_token(torch.int32, "policy versions"))
-    """int32 [T]: by how many versions the policy that sampled the token is older than the step's; 0 elsewhere"""
+    """int32 [T]: versions between the policy that sampled the token and the step's; 0 elsewhere"""
     candidate_ids: Ragged | None = field(default=None, metadata=per_token(torch.int32, "token ids", ragged=True))
-    """T lists of int32: among which tokens each sampled token was drawn, where sampling cut off all others; all
-    logprobs of the batch are those of the distribution over these alone. An empty list, or None: over all tokens"""
+    """T lists of int32: tokens that sampling did not cut off at this token; all logprobs of the batch are over these
+    alone. An empty list, or None: all tokens"""
     experts: Ragged | None = field(default=None, metadata=per_token(torch.int16, "experts", ragged=True))
-    """T lists of int16: to which experts the engine sent each sampled token, layer by layer; -1 where it did not
-    compute it. Empty lists elsewhere; None where they are not replayed"""
+    """T lists of int16: experts to which the engine routed each sampled token, layer by layer; -1 where the engine did
+    not compute the token. Empty lists elsewhere; None without router replay"""
     advantages: Tensor | None = field(default=None, metadata=per_token(torch.float32))
     """float32 [T]: 0 outside the loss mask; None until the plan gives them"""
     weights: Tensor | None = field(default=None, metadata=per_token(torch.float32))
@@ -145,9 +145,9 @@ class Batch(_Remembered):
     """S lists of int32: the prompt of a teacher that sees a hint; an empty list where it sees the policy's. None: no
     teacher sees any"""
     values: Tensor | None = field(default=None, metadata=per_token(torch.float32, "score"))
-    """float32 [T]: what the critic expects of the rest of the answer before each sampled token; None without one"""
+    """float32 [T]: the critic's estimate of the return before each sampled token; None without a critic"""
     returns: Tensor | None = field(default=None, metadata=per_token(torch.float32, "score"))
-    """float32 [T]: what the critic should have predicted; None without one"""
+    """float32 [T]: target of the critic; None without a critic"""
     turns: Tensor | None = field(default=None, metadata=per_token(torch.int64))
     """int64 [T]: equal numbers mark the sampled tokens that are credited as one turn; None where each sample is one"""
     trajectories: Tensor | None = field(default=None, metadata=per_sample(torch.int64))
@@ -160,23 +160,23 @@ class Batch(_Remembered):
 
     @property
     def num_tokens(self) -> int:
-        """T"""
+        """Total number of tokens, T."""
         return int(self.token_ids.numel())
 
     @property
     def num_samples(self) -> int:
-        """S"""
+        """Number of samples, S."""
         return len(self.keys)
 
     def columns(self) -> Iterator[tuple[str, Column, Entries]]:
-        """Name, declaration and values of each column that is not None."""
+        """Yield name, declaration and values of each column that is not None."""
         for f in fields(self):
             if "column" in f.metadata and (value := getattr(self, f.name)) is not None:
                 yield f.name, f.metadata["column"], value
 
     @property
     def sampled(self) -> Sampled:
-        """Where the tokens of the loss mask lie; found once, and on the CPU if the batch was there first."""
+        """Indices of the loss mask's tokens; cached, and computed on the CPU if the batch was there first."""
         if not hasattr(self, "_sampled"):
             self._sampled = _sampled(self)
         return self._sampled
@@ -197,7 +197,7 @@ class Batch(_Remembered):
         return order, torch.unique_consecutive(numbers[order], return_inverse=True)[1]
 
     def to(self, device: torch.device) -> "Batch":
-        """A copy on `device`."""
+        """Return a copy on `device`."""
         columns = {
             name: to_device(value, device) if isinstance(value, Tensor) else value.to(device)
             for name, _, value in self.columns()
@@ -207,7 +207,7 @@ class Batch(_Remembered):
         return moved
 
     def select(self, samples: Sequence[int] | Tensor) -> "Batch":
-        """A batch of these samples, in this order."""
+        """Return a batch of these samples, in this order."""
         rows = torch.as_tensor(samples, dtype=torch.int64, device=self.starts.device)
         lengths = self.starts.diff()[rows]
         index = {"token": run_indices(self.starts[rows], lengths), "sample": rows}
@@ -216,19 +216,19 @@ class Batch(_Remembered):
 
 
 def as_tensor(values: Sequence[float] | np.ndarray, dtype: type[np.generic] = np.int64) -> Tensor:
-    """`torch.tensor` of plain numbers, in a third of its time."""
+    """Return `torch.tensor` of plain numbers, in a third of the time."""
     return torch.from_numpy(np.array(values, dtype=dtype))
 
 
 def run_indices(starts: Tensor, lengths: Tensor) -> Tensor:
-    """starts[i], starts[i] + 1, ..., starts[i] + lengths[i] - 1, end to end for all i. int64 [sum of `lengths`]."""
+    """Return starts[i], ..., starts[i] + lengths[i] - 1, end to end for all i. int64 [sum of `lengths`]."""
     bounds = bounds_of(lengths)
     shifts = (starts - bounds[:-1]).repeat_interleave(lengths)
     return torch.arange(int(bounds[-1]), device=starts.device) + shifts
 
 
 def bounds_of(lengths: Tensor) -> Tensor:
-    """Where each run of these lengths begins, laid end to end, and where the last one ends. int64 [len + 1]."""
+    """Return the start of each of consecutive runs of these lengths, and the end of the last one. int64 [len + 1]."""
     return F.pad(lengths.cumsum(0), (1, 0))
 
 
@@ -277,7 +277,6 @@ def pack(
 
 
 def _candidate_ids(turns: Sequence[Turn], mask: np.ndarray) -> Ragged:
-    """Those of all turns, at the tokens of the mask."""
     cut = [turn.candidate_ids or CandidateIds(array("i", bytes(4 * len(turn.token_ids))), array("i")) for turn in turns]
     counts = np.zeros(len(mask), np.int64)
     counts[mask] = _joined([candidates.counts for candidates in cut], np.int32)
@@ -286,7 +285,6 @@ def _candidate_ids(turns: Sequence[Turn], mask: np.ndarray) -> Ragged:
 
 
 def _experts(turns: Sequence[Turn], mask: np.ndarray) -> Ragged:
-    """Those of all turns, at the tokens of the mask."""
     found = [turn.experts or array("h") for turn in turns]
     lengths = np.array([len(turn.token_ids) for turn in turns], np.int64)
     totals = np.array([len(experts) for experts in found], np.int64)
@@ -296,17 +294,16 @@ def _experts(turns: Sequence[Turn], mask: np.ndarray) -> Ragged:
 
 
 def positions(starts: Tensor) -> Tensor:
-    """0, 1, ... within each sample. int64 [T], from int64 [S+1]."""
+    """Return the position within its sample of each token, int64 [T], from int64 [S+1]."""
     return run_indices(torch.zeros_like(starts[:-1]), starts.diff())
 
 
 def _joined(arrays: Sequence[array], dtype: type[np.generic]) -> np.ndarray:
-    """All elements of arrays, in order."""
     return np.frombuffer(b"".join(arrays), dtype)
 
 
 def _cumulated(lengths: np.ndarray) -> np.ndarray:
-    """Where each run of these lengths begins, laid end to end, and where the last one ends. int64 [len + 1]."""
+    """Return the start of each of consecutive runs of these lengths, and the end of the last one. int64 [len + 1]."""
     bounds = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=bounds[1:])
     return bounds

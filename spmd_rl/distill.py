@@ -16,7 +16,7 @@ NO_TEACHER = (
 
 
 def run(cfg: RlvrConfig) -> None:
-    """Train for `cfg.steps` steps, or what is left of them."""
+    """Train until step `cfg.steps`, from the newest checkpoint if there is one."""
     require(bool(cfg.teacher.by_domain), NO_TEACHER)
     rlvr(cfg)
 

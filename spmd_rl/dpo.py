@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m spmd_rl.dpo +experiment=demo_dpo
     python -m spmd_rl.dpo data.train=pairs.jsonl epochs=1 policy.lr=1e-6 preference.beta=0.1
 
-Lines marked [all] meet all other ranks; no other line may decide whether one is reached.
+Lines marked [all] are collectives of all ranks; never put one behind a condition that may differ between ranks.
 """
 
 from pathlib import Path
@@ -12,10 +12,11 @@ from spmd_rl.config import DpoConfig, main
 
 
 def run(cfg: DpoConfig) -> None:
-    """Train for `cfg.steps` steps or `cfg.epochs`, or what is left of them."""
+    """Train for `cfg.steps` steps or `cfg.epochs`, from the newest checkpoint if there is one."""
     from spmd_rl.data import Examples
 
-    examples = Examples.load(cfg.data, cfg.row_kind)  # before torch: a mistake is told within seconds
+    # Validate rows before importing torch, so that a mistake in a row fails within a second.
+    examples = Examples.load(cfg.data, cfg.row_kind)
     end = cfg.count_rows(len(examples.train))
 
     from spmd_rl.job import Job

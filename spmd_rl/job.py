@@ -1,4 +1,4 @@
-"""`Job`: what every pipeline begins with: ranks form and agree, a run that is over ends, and a checkpoint is restored.
+"""`Job`: the start of every pipeline: form the world, agree on settings, end a finished run, restore a checkpoint.
 
     with Job.open(cfg, rows, prompts, cfg.data.chat_template_kwargs) as job:  # [all]
         place = place_ranks(job)  # [all] who trains and who generates; without sections for that, `job.train()`
@@ -33,41 +33,42 @@ from spmd_rl.types import Environments, Scorer
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a rank does in its job: either `generate`, and nothing else, or all the rest."""
+    """A rank's role in its job: either `generate` alone, or all other fields."""
 
     generate: Callable[[], None] | None = None
-    """[generate] Generates, or computes with a frozen role, until the run is over. Of one that is over already, on all
-    ranks: does nothing."""
+    """[generate] Generate, or compute with a frozen role, until the run is over. No-op on all ranks if the run has
+    already finished."""
     world: World | None = None
-    """The ranks that train."""
+    """World of the trainer ranks."""
     roles: Roles | None = None
     rollouts: RolloutSource | None = None
-    """None in a pipeline that does not generate."""
+    """Source of rollouts; None in a pipeline that does not generate."""
     publish: Callable[..., dict[str, float]] | None = None
-    """[train] `publish(version)`: the policy's weights to whoever generates. None in a pipeline that does not."""
+    """[train] `publish(version)`: send the policy's weights to the generator ranks. None in a pipeline without
+    generation."""
     environments: Environments | None = None
-    """None in a pipeline without environments."""
+    """Environments of this node's sidecar; None in a pipeline without environments."""
     on_start: Callable[[int], object] = lambda start: None
-    """[all] Called with the step from which the run goes on, before its weights are published."""
+    """[all] Hook that gets the step to resume from, before its weights are published."""
 
 
 @dataclass(slots=True)
 class Job:
-    """One rank's part of a run. What `stack` holds is given back when `open` is left."""
+    """One rank's part of a run. `open` closes everything in `stack` on exit."""
 
     cfg: JobConfig
     source: Prompts | EnvTasks | None
     tokenizer: Tokenizer
     world: World
-    """All ranks; without those that only hold a frozen role, once `placement.frozen` has set them apart."""
+    """All ranks of the job; without those of frozen roles once `placement.frozen` has split them off."""
     stack: ExitStack
     envs: EnvsConfig | None = None
     is_over: bool = False
-    """Whether the run directory holds the last step already."""
+    """True if the run directory already holds the last step."""
     track: Run | None = None
-    """On ranks that train, once `open_run` has opened it."""
+    """The run directory on trainer ranks, once `open_run` has opened it."""
     frozen: FrozenRoles | None = None
-    """On ranks that train, the roles that lie on ranks of their own; None where there are none."""
+    """Roles that run on ranks other than the trainer ranks; None without any, and on other ranks."""
 
     @classmethod
     @contextmanager
@@ -81,9 +82,9 @@ class Job:
     ) -> Iterator["Job"]:
         """[all] Form the world and agree on settings, versions and data (`rows`, by name, each with an `id`).
 
-        `source`: the prompts or tasks that tickets stand for; None in a pipeline that does not generate.
-        `template_args`: of the chat template. `envs`: None in a pipeline without environments. UserError on all ranks
-        where they differ, naming what.
+        `source`: the prompts or tasks of the tickets; None in a pipeline that does not generate. `template_args`: of
+        the chat template. `envs`: None in a pipeline without environments. UserError on all ranks, naming the
+        difference, if they disagree.
         """
         run_dir = Path(cfg.run.dir)
         tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code, template_args)
@@ -91,7 +92,8 @@ class Job:
         with opened as world, world.resources() as stack:  # [all]
             agree_on_start(world, cfg, rows)  # [all]
             job = cls(cfg, source, tokenizer, world, stack, envs)
-            if cfg.steps:  # an evaluation has none
+            # An evaluation has no steps.
+            if cfg.steps:
                 done = finished(cfg.checkpoint, run_dir, cfg.steps, world)  # [all]
                 job.is_over = done is not None
                 if job.is_over and world.rank == 0:
@@ -101,18 +103,19 @@ class Job:
             yield job
 
     def open_run(self, world: World) -> None:
-        """[train] Open the run directory; `world`: the ranks that train."""
+        """[train] Open the run directory. world: the trainer ranks."""
         self.track = self.stack.enter_context(Run.open(self.cfg, world))  # [train]
         self.track.announce(*(len(self.source.train), len(self.source.eval)) if self.source else (0, 0))
 
     def train(self) -> Place:
-        """[all] All ranks train, in a pipeline in which nobody generates: the run directory, and the roles."""
+        """[all] Make every rank a trainer, in a pipeline without generation: open the run directory and build the
+        roles."""
         self.open_run(self.world)  # [all]
         with self.starting():
             return Place(world=self.world, roles=self.build_roles(self.world))  # [all]
 
     def build_roles(self, trainers: World) -> Roles:
-        """[train] The roles of the pipeline, those on ranks of their own included."""
+        """[train] Build the roles of the pipeline, including those on other ranks."""
         if self.frozen is None:
             return train.build_roles(self.cfg.roles, trainers)  # [train]
         own = [role for role in self.cfg.roles if role.kind not in self.frozen.kinds]
@@ -120,12 +123,12 @@ class Job:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """What is done inside may take `journal.start_seconds` without progress."""
+        """Allow `journal.start_seconds` without progress inside this context."""
         with self.world.phase("start"), self.world.journal.extend_timeout(self.cfg.journal.start_seconds):
             yield
 
     def connect(self, debug: bool = False) -> tuple[Scorer, Environments | None]:
-        """The scorer and the environments of this node's sidecar; `debug`: both run in this process instead."""
+        """Return the scorer and the environments of this node's sidecar; `debug`: both run in this process instead."""
         cfg = self.cfg
         at = cfg.sidecar
         host = sidecar.connect_both(cfg.reward, self.envs, self.world.node, at.bind, debug, at.keys, at.hosts)
@@ -134,16 +137,17 @@ class Job:
 
     @property
     def episode(self) -> Episode | None:
-        """What plays environments, unless `rollout.target` names another; None without environments."""
+        """Player of environments, unless `rollout.target` names another; None without environments."""
         return Agent(self.envs) if self.envs and not self.cfg.rollout.target else None
 
     def restore(
         self, place: Place, export: Callable[[Path], list[Path]] | None = None, **parts: Stateful
     ) -> tuple[Checkpointer, int]:
-        """[all] Load the newest checkpoint and publish its weights; the checkpointer, and the step that it holds.
+        """[all] Load the newest checkpoint and publish its weights; return the checkpointer and the checkpoint's step,
+        0 for a fresh run.
 
-        export: writes a checkpoint's `hf/`; by default the policy's weights. parts: what a checkpoint holds beside the
-        trained roles and the run's journal. 0 is a fresh run's step.
+        export: writes a checkpoint's `hf/`; by default the policy's weights. parts: further contents of a checkpoint,
+        in addition to the trained roles and the run's journal.
         """
         run_dir, parts = Path(self.cfg.run.dir), {**parts, "track": self.track}
         export = export or HfExport(place.roles.policy, self.cfg.policy.model, place.world)
@@ -153,17 +157,16 @@ class Job:
         return saver, start
 
     def verify(self, key: str, checkpoint: str | None) -> None:
-        """[all] UserError, naming the setting `key`, unless every byte of a checkpoint is as its manifest says."""
+        """[all] Raise a UserError naming the setting `key` unless every byte of a checkpoint matches its manifest."""
         with self.world.phase("restore"):
             problem = problem_of(Path(checkpoint), self.world) if checkpoint else None  # [all] the setting is agreed on
         if problem:
             raise UserError(f"{key}: {checkpoint} is torn ({problem})")
 
     def begin(self, place: Place, start: int) -> None:
-        """[all] Let those who generate begin with the weights of step `start`."""
+        """[all] Publish the weights of step `start` to the generator ranks."""
         place.on_start(start)  # [all]
         if place.publish:
-            with self.world.journal.extend_timeout(
-                self.cfg.journal.start_seconds
-            ):  # an engine's first step may compile
+            # An engine's first step may compile kernels.
+            with self.world.journal.extend_timeout(self.cfg.journal.start_seconds):
                 place.publish(version=start)  # [train] verified

@@ -4,18 +4,19 @@
     python -m spmd_rl.reward_model data.train=pairs.jsonl epochs=1 policy.lr=1e-5
     python -m spmd_rl.reward_model head=process data.train=steps.jsonl epochs=1 policy.lr=1e-5
 
-What it writes, `rewards.reward_model:ModelReward` loads. Lines marked [all] meet all other ranks; no other line may
-decide whether one is reached.
+`rewards.reward_model:ModelReward` loads the exported model. Lines marked [all] are collectives of all ranks; never put
+one behind a condition that may differ between ranks.
 """
 
 from spmd_rl.config import RewardModelConfig, main
 
 
 def run(cfg: RewardModelConfig) -> None:
-    """Train for `cfg.steps` steps or `cfg.epochs`, or what is left of them."""
+    """Train for `cfg.steps` steps or `cfg.epochs`, from the newest checkpoint if there is one."""
     from spmd_rl.data import Examples
 
-    examples = Examples.load(cfg.data, cfg.row_kind)  # before torch: a mistake is told within seconds
+    # Validate rows before importing torch, so that a mistake in a row fails within a second.
+    examples = Examples.load(cfg.data, cfg.row_kind)
     end = cfg.count_rows(len(examples.train))
 
     from spmd_rl.checkpoint import RewardExport

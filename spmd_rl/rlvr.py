@@ -3,19 +3,20 @@
     torchrun --nproc-per-node 2 -m spmd_rl.rlvr +experiment=demo rollout.temperature=0.9
     python -m spmd_rl.rlvr +experiment=demo debug=true
 
-Marked lines are collectives, [all] of all ranks, [train] of those that train; after `place.generate` these are all.
-None may stand behind a condition that could differ between its ranks.
+Marked lines are collectives, [all] of all ranks, [train] of the trainer ranks, the only ones left after
+`place.generate`. Never put one behind a condition that may differ between its ranks.
 """
 
 from spmd_rl.config import RlvrConfig, main
 
 
 def run(cfg: RlvrConfig) -> None:
-    """Train for `cfg.steps` steps, or what is left of them."""
+    """Train until step `cfg.steps`, from the newest checkpoint if there is one."""
     from spmd_rl import sidecar
     from spmd_rl.data import Prompts
 
-    prompts = Prompts.load(cfg.data)  # before torch: a mistake in a row is told within a second
+    # Validate rows before importing torch, so that a mistake in a row fails within a second.
+    prompts = Prompts.load(cfg.data)
     sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
 
     from spmd_rl.job import Job
@@ -25,7 +26,8 @@ def run(cfg: RlvrConfig) -> None:
     rows = {"data.train": prompts.train, "data.eval": prompts.eval}
     with Job.open(cfg, rows, prompts, cfg.data.chat_template_kwargs) as job:  # [all]
         place = place_ranks(job)  # [all] who trains and who generates: `placement.mode`
-        if place.generate:  # a rank that does nothing else
+        # A rank with `generate` has no part in training.
+        if place.generate:
             place.generate()
             return
         rollouts, publish, world, track = place.rollouts, place.publish, place.world, job.track

@@ -2,8 +2,8 @@
 
     env.number.target=envs.adapters.gem_id:GemEnv env.number.args.id=game:GuessTheNumber-v0-easy
 
-GEM draws from the global generators, see `global_random`. Its rules for invalid actions are its own: most games end,
-and the reward is negative, by which they are known here. An episode succeeds with a last reward of 1.
+GEM draws from the global generators, see `global_random`. Its games treat invalid actions by their own rules: most end,
+with a negative reward, by which they are recognised here. An episode succeeds with a last reward of 1.
 """
 
 from collections.abc import Mapping
@@ -13,10 +13,12 @@ from .global_random import OwnRandom
 
 
 class GemEnv:
-    """Plays `gem.make(id, **args)`."""
+    """An environment that plays `gem.make(id, **args)`."""
 
     def __init__(self, id: str, args: Mapping[str, Any] | None = None, boxed: bool = True) -> None:
-        """`boxed`: put `\\boxed{}` around actions. What GEM raises for an unknown id or argument goes through."""
+        """Make the environment; GEM's exceptions for unknown ids or arguments pass through. `boxed`: put `\\boxed{}`
+        around actions.
+        """
         import gem
 
         self._random, self._boxed, self._seen = OwnRandom(), boxed, ""
@@ -24,14 +26,14 @@ class GemEnv:
             self._env = gem.make(id, **(args or {}))
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """Begin an episode."""
+        """Begin an episode by its seed."""
         with self._random.in_place(seed):
             observation, info = self._env.reset(seed=seed % 2**32)
         self._seen = str(observation)
         return f"{info.get('prefix', '')}{self._seen}", _kept(info)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Act."""
+        """Act, and return Gymnasium's five-tuple."""
         said = action if "\\boxed" in action or not self._boxed or not action else f"\\boxed{{{action}}}"
         with self._random.in_place():
             observation, reward, terminated, truncated, info = self._env.step(said)
@@ -45,7 +47,7 @@ class GemEnv:
         return f"{info.pop('prefix', '')}{self._seen}", float(reward), bool(terminated), bool(truncated), info
 
     def close(self) -> None:
-        """Close the environment, if it can be."""
+        """Close the environment, if it has a `close`."""
         if hasattr(self._env, "close"):
             self._env.close()
 

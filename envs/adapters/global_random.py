@@ -1,7 +1,7 @@
-"""Order among environments that draw from the global generators of `random` and numpy.
+"""Isolation of environments that draw from the global generators of `random` and numpy.
 
-Several of them in one process would take each other's numbers, so that no seed meant anything. Each gets states of its
-own here, which are put in place while it works and taken out again; a lock lets one work at a time.
+Several of them in one process would take each other's numbers, and seeds would be meaningless. Each environment gets
+private states here, installed while it works; a lock lets one work at a time.
 """
 
 import random
@@ -15,15 +15,15 @@ _LOCK = threading.RLock()
 
 
 class OwnRandom:
-    """The states of the global generators as one environment sees them."""
+    """The states of the global generators for one environment."""
 
     def __init__(self) -> None:
-        """Begin with the states that are there."""
+        """Begin with the current global states."""
         self._states: tuple[Any, Any] | None = None
 
     @contextmanager
     def in_place(self, seed: int | None = None) -> Iterator[None]:
-        """Put these states in place, or those that a seed makes, for the block; nobody else's change."""
+        """Install these states, or those of a seed, for the block, and restore the previous ones after it."""
         with _LOCK:
             outer = _states()
             try:

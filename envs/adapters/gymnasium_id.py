@@ -1,12 +1,12 @@
-"""An environment of Gymnasium by its id. An action is named, or a number; the observation is drawn as text.
+"""An environment of Gymnasium by its id. An action is a name or a number; the observation is text.
 
     env.lake.target=envs.adapters.gymnasium_id:GymnasiumEnv env.lake.args.id=FrozenLake-v1
     env.lake.args.actions=[left,down,right,up]
 
-Where the environment can draw itself as text (`ansi`) that is the observation, and what a terminal would highlight
-stands in square brackets; else the observation is written out. Discrete actions go by number, or by `actions`, names in
-the order of the numbers; text spaces take the action as it is, others as JSON. With a `success` return, or the reward
-threshold that the id is registered with, episodes that reach it count as successes.
+The observation is the environment's own drawing as text (`ansi`), with a terminal's highlights in square brackets, else
+its plain representation. Discrete actions are numbers, or `actions`, names in the order of the numbers; text spaces
+take the action unchanged, others as JSON. With a `success` return, or the id's registered reward threshold, episodes
+that reach it count as successes.
 """
 
 import json
@@ -18,7 +18,7 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m", re.DOTALL)
 
 
 class GymnasiumEnv:
-    """Plays `gymnasium.make(id, **args)`."""
+    """An environment that plays `gymnasium.make(id, **args)`."""
 
     def __init__(
         self,
@@ -28,8 +28,11 @@ class GymnasiumEnv:
         instruction: str = "",
         success: float | None = None,
     ) -> None:
-        """`instruction`: what the model reads first; default: how to act. ValueError if the number of names is not that
-        of the actions; what Gymnasium raises for an unknown id or argument goes through."""
+        """Make the environment. `instruction`: the model's first text; default: the actions.
+
+        ValueError if the number of names is not that of the actions; Gymnasium's exceptions for unknown ids or
+        arguments pass through.
+        """
         import gymnasium
 
         env = gymnasium.make(id, **(args or {}))
@@ -47,13 +50,13 @@ class GymnasiumEnv:
         self._seen, self._earned = "", 0.0
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """Begin an episode. Gymnasium's seeds have 31 bits here, which all environments take."""
+        """Begin an episode. Seeds are cut to 31 bits, which all environments accept."""
         observation, _ = self._env.reset(seed=seed % 2**31)
         self._seen, self._earned = self._text(observation), 0.0
         return self._seen, {"instruction": self._instruction}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Act. What is no action of the space changes nothing."""
+        """Act. An action outside of the space changes nothing."""
         before, reward, terminated, truncated = self._seen, 0.0, False, False
         valid, value = self._parsed(action.strip())
         if valid:
@@ -67,7 +70,7 @@ class GymnasiumEnv:
         return self._seen, float(reward), bool(terminated), bool(truncated), info
 
     def close(self) -> None:
-        """Close the environment."""
+        """Close the environment, with its windows."""
         self._env.close()
 
     def _text(self, observation: Any) -> str:
@@ -76,7 +79,7 @@ class GymnasiumEnv:
         return _ESCAPE.sub(r"[\1]", str(self._env.render())).strip()
 
     def _parsed(self, text: str) -> tuple[bool, Any]:
-        """Return whether a text is an action, and which."""
+        """Return True if a text is an action, and its value."""
         if isinstance(self._space, self._spaces.Text):
             return self._space.contains(text), text
         if text.lower() in self._names:

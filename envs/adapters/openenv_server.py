@@ -1,13 +1,13 @@
-"""An environment behind an OpenEnv server, over its WebSocket: no typed client and nothing of the package is needed.
+"""An environment behind an OpenEnv server, over its WebSocket, without OpenEnv's package or a typed client.
 
     env.echo.target=envs.adapters.openenv_server:OpenEnvServer env.echo.args.server=http://127.0.0.1:8000
 
 Messages are JSON: `{"type": "reset" | "step" | "close", "data": {...}}`; the reply is an `observation`, whose data has
-`observation`, `reward` and `done`, or an `error`. An action that is a JSON object is sent as it is, another text as
+`observation`, `reward` and `done`, or an `error`. An action that is a JSON object is sent unchanged, another text as
 `{<action_key>: text}`. The text of an observation is its `observation_key`, or without one all of it as JSON.
 
 A server takes one session at a time unless its class sets `SUPPORTS_CONCURRENT_SESSIONS`; keep one environment a server
-then. The client is the package `websockets`, which has to be installed.
+then. The client needs the package `websockets`.
 """
 
 import json
@@ -17,7 +17,7 @@ from math import isfinite
 from typing import Any
 
 MAX_BYTES = 100 << 20
-"""The largest message: OpenEnv's own limit."""
+"""Largest message in bytes, OpenEnv's own limit."""
 
 
 class OpenEnvServer:
@@ -31,8 +31,11 @@ class OpenEnvServer:
         reset: Mapping[str, Any] | None = None,
         seconds: float = 60.0,
     ) -> None:
-        """`server`: its URL, http or ws. `reset`: more for the server's reset, beside the seed. `seconds`: the longest
-        wait for a reply. ValueError for a URL of another kind."""
+        """Configure the session; no connection is opened yet.
+
+        `server`: its URL, http or ws. `reset`: further arguments of the server's reset. `seconds`: the longest wait for
+        a reply. ValueError for a URL of another kind.
+        """
         from websockets.exceptions import ConnectionClosed
         from websockets.sync.client import connect
 
@@ -51,8 +54,9 @@ class OpenEnvServer:
         return self._seen, {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Act. ConnectionError if the server is gone, TimeoutError if it says nothing in time, RuntimeError if it
-        reports an error."""
+        """Act. ConnectionError if the server is gone, TimeoutError without a reply in time, RuntimeError if it reports
+        an error.
+        """
         before = self._seen
         self._seen, reward, done = self._ask("step", self._action(action))
         metrics = {
@@ -63,7 +67,7 @@ class OpenEnvServer:
         return self._seen, reward, done, False, {"metrics": metrics, "metrics_agg_mode": {"success": "last"}}
 
     def close(self) -> None:
-        """End the session."""
+        """End the session and close its connection."""
         socket, self._socket = self._socket, None
         if socket is not None:
             with suppress(self._lost, OSError):

@@ -10,22 +10,22 @@ from typing import Any
 
 
 class ReasoningGymEnv:
-    """Asks one question of `reasoning_gym.create_dataset(task, **args)` an episode."""
+    """An environment with one question of `reasoning_gym.create_dataset(task, **args)` an episode."""
 
     def __init__(self, task: str, args: Mapping[str, Any] | None = None, strict: bool = True) -> None:
-        """What reasoning-gym raises for an unknown task or argument goes through."""
+        """Prepare the task; reasoning-gym's exceptions for unknown tasks or arguments pass through."""
         import reasoning_gym
 
         self._create, self._task, self._args, self._strict = reasoning_gym.create_dataset, task, args or {}, strict
         self._dataset, self._entry = self._drawn(0)
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """Draw a question. Its seeds have 31 bits."""
+        """Draw a question. Seeds are cut to 31 bits."""
         self._dataset, self._entry = self._drawn(seed % 2**31)
         return str(self._entry["question"]), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Judge the answer."""
+        """Judge the answer and end the episode."""
         answer = action.strip()
         score = float(self._dataset.score_answer(answer, self._entry)) if answer else 0.0
         metrics = {"success": float(score >= 1.0), "task_score": score, "action_is_valid": float(bool(answer))}

@@ -3,7 +3,7 @@
     env.gsm.target=envs.adapters.skyrl_gym:SkyRlGymEnv env.gsm.args.id=gsm8k_multi_turn env.gsm.args.rows=gsm8k.jsonl
 
 A row has a `prompt`, chat messages or a text; its other columns (`reward_spec`, ...) are the environment's `extras`. An
-environment lives for one episode. Its own metrics are passed on; it succeeds with a last reward of 1.
+environment exists for one episode. Its own metrics are passed on; it succeeds with a last reward of 1.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from ..rows import read_rows, split_prompt
 
 
 class SkyRlGymEnv:
-    """Plays `skyrl_gym.make(id, env_config=config, extras=row)`."""
+    """An environment that plays `skyrl_gym.make(id, env_config=config, extras=row)`."""
 
     def __init__(self, id: str, rows: str, config: Mapping[str, Any] | None = None) -> None:
-        """`rows`: a JSONL file, of which the seed picks a line. ValueError if it has none."""
+        """Read `rows`, a JSONL file of which the seed picks a line. ValueError for an empty file."""
         import skyrl_gym
 
         self._make, self._id, self._config = skyrl_gym.make, id, SimpleNamespace(**(config or {}))

@@ -2,9 +2,9 @@
 
     env.number.target=envs.adapters.textarena_id:TextArenaEnv env.number.args.id=GuessTheNumber-v0
 
-A game for more players needs `opponent`, `module:function`: it gets what its player reads, a text, and returns an
-action. TextArena draws from the global generators, see `global_random`. It pays at the end alone, and judges moves by
-its own rules; most games forgive one invalid move. An episode succeeds with a reward of 1.
+A game for more players needs `opponent`, `module:function`, from its player's text to an action. TextArena draws from
+the global generators, see `global_random`. It rewards only at the end, and judges moves by its own rules; most games
+forgive one invalid move. An episode succeeds with a reward of 1.
 """
 
 import importlib
@@ -15,7 +15,9 @@ from .global_random import OwnRandom
 
 
 class TextArenaEnv:
-    """Plays `textarena.make(id, **args)` without wrappers, so that an observation holds only what is added."""
+    """An environment that plays `textarena.make(id, **args)` without wrappers, so that observations hold
+    only new text.
+    """
 
     def __init__(
         self,
@@ -25,7 +27,9 @@ class TextArenaEnv:
         opponent: str = "",
         brackets: bool = True,
     ) -> None:
-        """ValueError for more players without an opponent; what TextArena raises for an unknown id goes through."""
+        """Make the game. ValueError for more players without an opponent; TextArena's exception for an unknown id
+        passes through.
+        """
         import textarena
 
         if players > 1 and not opponent:
@@ -70,7 +74,7 @@ class TextArenaEnv:
         return bool(done)
 
     def _read(self) -> tuple[str, bool]:
-        """Return what player 0 has not read yet, without its own moves, and whether it was told of an invalid one."""
+        """Return player 0's unread text, without its own moves, and True if it reports an invalid move."""
         messages, self._env.state.observations[0] = self._env.state.observations[0], []
         shown = [(text, kind) for sender, text, kind in messages if sender != 0 or kind != self._kinds.PLAYER_ACTION]
         return "\n".join(text for text, _ in shown), any(kind == self._kinds.GAME_ADMIN for _, kind in shown)

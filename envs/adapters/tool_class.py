@@ -1,4 +1,4 @@
-"""A plain class whose public methods are tools, as TRL's `environment_factory` takes it:
+"""A plain class whose public methods are tools, in the form of TRL's `environment_factory`:
 
     class Guess:
         def reset(self, **row) -> str | None:
@@ -17,13 +17,13 @@
     env.guess.target=envs.adapters.tool_class:ToolClassEnv env.guess.args.target=my_tools:Guess
     env.guess.args.rows=my_rows.jsonl
 
-The constructor takes no arguments. `reset` gets the columns of a row, or without rows the episode's `seed` if it has a
-parameter for it, and may return a text, which follows the row's `prompt`. Each public method with type hints and a
-docstring is a tool; what one raises is its reply. A text that calls no tool, or the class's `done`, ends the episode.
+The constructor takes no arguments. `reset` gets the columns of a row, or without rows the episode's `seed` if it has
+that parameter, and may return a text, which follows the row's `prompt`. Each public method with type hints and a
+docstring is a tool; its exception is its reply. A text without a tool call, or the class's `done`, ends the episode.
 
-`reward`, an attribute or a method without arguments, is what the episode is worth so far: a step is paid what it adds,
-so an episode that is cut short keeps what it has earned. `success`, alike, is optional; without it an episode
-succeeds with a reward of 1. `close` is optional.
+`reward`, an attribute or a method without arguments, is the episode's reward so far: a step is paid the increase, so an
+episode that is cut short keeps its reward. `success`, likewise, is optional; without it an episode succeeds with a
+reward of 1. `close` is optional.
 """
 
 import importlib
@@ -40,11 +40,14 @@ AGGREGATION = {"success": "last", "tool_calls": "sum", "tool_failures": "sum"}
 
 
 class ToolClassEnv:
-    """Plays one instance of the class, reset for each episode."""
+    """An environment over one instance of the class, reset for each episode."""
 
     def __init__(self, target: str, rows: str = "") -> None:
-        """`target`: `module:Class`. `rows`: a JSONL file, each line the arguments of one `reset`; the seed picks one.
-        ValueError if the class has no tools or one of them lacks a type hint or docstring."""
+        """Build the class and its tools.
+
+        `target`: `module:Class`. `rows`: a JSONL file, each line the arguments of one `reset`; the seed picks one.
+        ValueError if the class has no tools or one of them lacks a type hint or docstring.
+        """
         module, _, name = target.partition(":")
         if not isinstance(found := getattr(importlib.import_module(module), name, None), type):
             raise ValueError(f"target={target}: {module} has no class {name}")
@@ -82,7 +85,7 @@ class ToolClassEnv:
         return reply.text, gained, ended, False, {"metrics": metrics, "metrics_agg_mode": AGGREGATION}
 
     def close(self) -> None:
-        """Close the instance, if it can be."""
+        """Close the instance, if it has a `close`."""
         if hasattr(self._played, "close"):
             self._played.close()
 
@@ -91,13 +94,13 @@ class ToolClassEnv:
 
 
 def _value(played: Any, name: str, default: Any) -> Any:
-    """Return an attribute, or what a method of that name returns."""
+    """Return an attribute, or the result of a method of that name."""
     found = getattr(played, name, default)
     return found() if callable(found) else found
 
 
 def _accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is given and the function has parameters for: all of it, if it has `**row`."""
+    """Return the given values that the function has parameters for: all of them, if it has `**row`."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(given)

@@ -2,7 +2,7 @@
 
     env.shop.target=envs.adapters.webshop_server:WebShopServer env.shop.args.server=http://127.0.0.1:36001
 
-One environment on the server for each of ours. The seed picks a wish of the split, as in `envs.webshop`: the server
+Each environment here has one on the server. The seed picks a wish of the split, as in `envs.webshop`: the server
 shuffles its wishes with seed 233 and takes their number for a session. Metrics are those of `envs.webshop`.
 """
 
@@ -14,13 +14,16 @@ from ..webshop_catalogue import SPLITS
 
 
 class WebShopServer:
-    """A client by `httpx`; each request waits `seconds` at most."""
+    """A client by `httpx`; each request waits at most `seconds`."""
 
     def __init__(
         self, server: str, split: str = "train", goals: int = 6910, strict: bool = False, seconds: float = 60.0
     ) -> None:
-        """`goals`: how many wishes the server has (6,910 with its 1,000 products). `strict`: only a perfect purchase is
-        paid. ValueError for an unknown split or one without wishes."""
+        """Configure the client. `goals`: number of the server's wishes (6,910 with its 1,000 products). `strict`: pay
+        only a perfect purchase.
+
+        ValueError for an unknown split or one without wishes.
+        """
         import httpx
 
         if split not in SPLITS:
@@ -38,7 +41,7 @@ class WebShopServer:
         self._seen, self._offered = "", list[str]()
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """Enter the shop with a wish. Raises what `httpx` raises, and ValueError for a reply of another kind."""
+        """Enter the shop with a wish. Raises `httpx` errors, and ValueError for an invalid reply."""
         if self._index is None:
             self._index = int(self._post("/create", {}))
         session = self._goals[seed % len(self._goals)]
@@ -47,7 +50,7 @@ class WebShopServer:
         return self._seen, {"instruction": INSTRUCTION}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Search or click."""
+        """Search or click, by a request to the server."""
         reply = self._post("/step", {"env_idx": self._index, "action": action})
         worth, done, before = float(reply["reward"]), bool(reply["done"]), self._seen
         asked = action.strip().lower()

@@ -1,7 +1,8 @@
 """The value of an expression, computed from its tokens by precedence.
 
-Symbols have values made from their names, so that an expression is known by its values at some points. What the grammar
-does not have (integrals, matrices) raises `Unreadable`; a number with more digits than are computed, `MoreDigits`.
+Symbols have values made from their names, so that an expression is identified by its values at some points. Text
+outside of the grammar (integrals, matrices) raises `Unreadable`; a number with more digits than are computed,
+`MoreDigits`.
 """
 
 import hashlib
@@ -17,22 +18,22 @@ from mpmath.ctx_mp import MPContext
 from .tex import MANY, SYMBOLS, TRIG, UNARY, Token, Unreadable, closing, split
 
 MAX_DEPTH, MAX_BITS = 40, 4000
-"""Deeper nesting is not read; exponents and arguments from two to this power on are not computed."""
+"""Limits: deeper nesting is not read; exponents and arguments from two to this power on are not computed."""
 STARTS = {f"\\{name}" for name in (*UNARY, *MANY, "frac", "sqrt", "surd", "binom", "langle", "lfloor", "lceil")}
 APPLIED = frozenset("fghFGHPE")
-"""Symbols that a bracket after them makes a function, also with a single argument."""
+"""Symbols that a following bracket makes a function, even with a single argument."""
 END = Token("end", "")
 
 
 class MoreDigits(ArithmeticError):
-    """Raised where a number has more digits than are computed."""
+    """The error for a number with more digits than are computed."""
 
 
 class Calculation:
-    """A reader of one expression at one point: `of` returns its value, and `rest` are the tokens after it."""
+    """A reader of one expression at one point: `of` returns its value, and `rest` are the remaining tokens."""
 
     def __init__(self, context: MPContext, place: int = 0, sign: int = 1) -> None:
-        """`place` numbers the point: at 0 all symbols are positive, at 1 all negative. `sign` is that of `\\pm`."""
+        """Choose the point by number: at 0 all symbols are positive, at 1 all negative. `sign` is that of `\\pm`."""
         self.context, self._at, self._sign, self._depth = context, place, sign, 0
         self.symbols: set[str] = set()
         self.rest: Sequence[Token] = ()
@@ -51,13 +52,13 @@ class Calculation:
         return self.rest[ahead] if ahead < len(self.rest) else END
 
     def _take(self, *texts: str) -> str:
-        """Return the next token's text and go past it, if it is one of these."""
+        """Return the next token's text and consume it, if it is one of these."""
         text = self._peek().text
         self.rest = self.rest[text in texts :]
         return text if text in texts else ""
 
     def _inside(self) -> Sequence[Token]:
-        """Go past a bracket and return what is in it."""
+        """Consume a bracket and return its content."""
         end = closing(self.rest)
         inner, self.rest = self.rest[1:end], self.rest[end + 1 :]
         return inner
@@ -83,7 +84,7 @@ class Calculation:
                 return value
 
     def _starts(self) -> bool:
-        """Return whether a factor may begin here; a number does not follow a number."""
+        """Return True if a factor may begin here; a number does not follow a number."""
         kind, text, _ = self._peek()
         if kind == "command":
             return text in STARTS or text[1:] in SYMBOLS
@@ -134,7 +135,9 @@ class Calculation:
         return self._command(text[1:])
 
     def _number(self, text: str) -> Any:
-        """Return a number whose token was taken: perhaps repeating, or an integer before a fraction below 1."""
+        """Return the value of a consumed number token: repeating decimals, or an integer before a fraction below 1,
+        included.
+        """
         if len(text) > 80 and self.context.dps < 1000:
             raise MoreDigits
         value, decimals = self.context.mpf(text), len(text.partition(".")[2])
@@ -174,6 +177,7 @@ class Calculation:
                 self._inside()
                 text += f"({', '.join(spelling(context, self.of(part)) for part in parts)})"
         self.symbols.add(text)
+        # Values from a hash of the name are the same in every process; `hash` is salted.
         number = crc32(f"{text}{self._at}".encode())
         sign = (1, -1, 1 - 2 * (number // 10007 % 2))[min(self._at, 2)]
         return context.mpf(sign * (number % 9973 + 1000)) / 7001
@@ -209,7 +213,7 @@ class Calculation:
         return self.call(f"arc{text}", value) if power == -1 else self.power(self.call(text, value, *base), power)
 
     def add(self, x: Any, y: Any) -> Any:
-        """Return the sum; 0 where the terms cancel. MoreDigits if one of them is too small to be seen in it."""
+        """Return the sum; 0 if the terms cancel. MoreDigits if one of them is too small to change it."""
         context, total = self.context, x + y
         if isinstance(total, context.mpc):
             real, imag = self.add(context.re(x), context.re(y)), self.add(context.im(x), context.im(y))
@@ -221,7 +225,7 @@ class Calculation:
         return total
 
     def _exact(self, value: Any, size: Any) -> Any:
-        """Return 0 for the error of a computation with numbers of a size, else the value."""
+        """Return 0 for the rounding error of a computation with numbers of a size, else the value."""
         context = self.context
         if isinstance(value, context.mpc):
             real, imag = self._exact(value.real, abs(value)), self._exact(value.imag, abs(value))
@@ -250,7 +254,7 @@ class Calculation:
         return self._exact(context.power(base, power), 0)
 
     def call(self, name: str, *values: Any) -> Any:
-        """Return the value of a function; logarithms are to base 10 unless they have another."""
+        """Return the value of a function; logarithms are to base 10 by default."""
         context, first = self.context, values[0]
         if name in ("max", "min"):
             return (max if name == "max" else min)(values)
@@ -272,7 +276,7 @@ class Calculation:
 
 
 def spelling(context: MPContext, value: Any) -> str:
-    """Spell a number: as a fraction if it is one of few digits, else in decimals."""
+    """Spell a number: as a fraction of few digits if possible, else in decimals."""
     if isinstance(value, context.mpc):
         return (
             f"{spelling(context, value.real)} + {spelling(context, value.imag)}i"

@@ -1,8 +1,8 @@
 """The meaning of mathematical text: numbers, expressions, texts, lists, points, sets, intervals and equations.
 
-A comma belongs to a number or separates two by the tokens around it. Each meaning has one spelling, its `key`: of a
-constant 40 digits (of one with digits far apart, as in `1 + e^{-1000}`, a digest of 1,000), of an expression its values
-at three points, of equations and inequalities the difference of both sides.
+A comma belongs to a number or separates two, depending on the tokens around it. Each meaning has one spelling, its
+`key`: for a constant 40 digits (for one with digits far apart, as in `1 + e^{-1000}`, a digest of 1,000), for an
+expression its values at three points, for equations and inequalities the difference of both sides.
 """
 
 import re
@@ -16,6 +16,7 @@ from .calculation import Calculation, MoreDigits, spelling
 from .tex import CLOSE, COUNTS, OPEN, RELATIONS, SHORT, UNARY, Token, Unreadable, closing, split, tokens
 
 CONTEXTS = [MPContext(), MPContext()]
+# 100 digits decide nearly all comparisons; 2,000 only those that need more.
 CONTEXTS[0].dps, CONTEXTS[1].dps = 100, 2000
 END = Token("end", "")
 FLIPPED = {"<": ">", ">": "<", "le": "ge", "ge": "le"}
@@ -29,7 +30,8 @@ class Reading(NamedTuple):
     """The meaning of a text.
 
     `kind`: `scalar`, `text`, `list`, `set`, `tuple`, `relation` or `union`. `decimals`: of a decimal number. `names`:
-    what is left of `=`, `plain` if no number is in it. `equation`: the key of the difference of both sides."""
+    the text left of `=`, `plain` if it has no number. `equation`: the key of the difference of both sides.
+    """
 
     kind: str
     key: str
@@ -44,8 +46,9 @@ class Reading(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def readings(text: str) -> tuple[Reading, ...]:
-    """Return the meanings of a text: two where commas may be within numbers as well as between them; none if it cannot
-    be read."""
+    """Return the meanings of a text: two if commas may be within numbers as well as between them; none if it is
+    unreadable.
+    """
     pieces, found = trimmed(tokens(text)), {}
     for loose in (True, False):
         try:
@@ -57,7 +60,7 @@ def readings(text: str) -> tuple[Reading, ...]:
 
 
 def equal(gold: Reading, mine: Reading) -> bool:
-    """Return whether an answer means the same as the truth."""
+    """Return True if an answer means the same as the truth."""
     if gold.equation and gold.equation == mine.equation:
         return True
     if (gold.names and mine.names and gold.names != mine.names) or not (gold.plain or mine.equation):
@@ -72,7 +75,7 @@ def equal(gold: Reading, mine: Reading) -> bool:
 
 
 def near(gold: Reading, mine: Reading) -> bool:
-    """Return whether a constant is the other rounded to at least six decimals, or a percentage of it."""
+    """Return True if a constant is the other rounded to at least six decimals, or a percentage of it."""
     if gold.value is None or mine.value is None:
         return False
     if "%" in (gold.unit, mine.unit) and gold.unit != mine.unit:
@@ -86,7 +89,7 @@ def near(gold: Reading, mine: Reading) -> bool:
 
 
 def same_items(gold: Reading, mine: Reading) -> bool:
-    """Compare lists and sets in any order, tuples in theirs; a list of one element is this element."""
+    """Compare lists and sets in any order, tuples in theirs; a list of one element equals this element."""
     few, other = (mine, gold) if gold.kind == "scalar" else (gold, mine)
     if other.kind == "scalar":
         return few.kind != "tuple" and len(few.items) == 1 and equal(other, few.items[0])
@@ -111,8 +114,11 @@ def alike(gold: Reading, mine: Reading) -> bool:
 
 
 def vote(gold: Sequence[Reading], mine: Sequence[Reading]) -> str:
-    """Return the one spelling of an answer, "" if it was not read. Of what the truth has (a unit, a name) it says which
-    it has itself; a percentage counts as its number where the truth is above 1."""
+    """Return the one spelling of an answer for votes, "" if it was not read.
+
+    A unit or name missing in the answer is taken from the truth; a percentage counts as its number if the truth is
+    above 1.
+    """
     if not mine:
         return ""
     truth = gold[0] if gold else mine[0]
@@ -127,7 +133,7 @@ def vote(gold: Sequence[Reading], mine: Sequence[Reading]) -> str:
 
 
 def trimmed(pieces: Sequence[Token]) -> Sequence[Token]:
-    """Return tokens without the marks at both ends that belong to a sentence."""
+    """Return tokens without a sentence's marks at both ends."""
     start, end = 0, len(pieces)
     while start < end and pieces[start].text in (*",;:#.*", "^"):
         start += 1
@@ -137,10 +143,10 @@ def trimmed(pieces: Sequence[Token]) -> Sequence[Token]:
 
 
 def joined(pieces: Sequence[Token], loose: bool) -> list[Token]:
-    """Return the tokens with numbers that are written in groups of three digits as one each.
+    """Return the tokens, with numbers in groups of three digits joined into one each.
 
     Gaps join groups, and so do commas without a gap before a group that begins with 0. `loose`: any commas without a
-    gap where no bracket is around them, or where the other commas of the bracket have gaps.
+    gap outside of brackets, or in a bracket whose other commas have gaps.
     """
     found: list[Token] = []
     depth = place = 0
@@ -168,7 +174,7 @@ def joined(pieces: Sequence[Token], loose: bool) -> list[Token]:
 
 
 def structure(pieces: Sequence[Token], depth: int = 0) -> Reading:
-    """Return the meaning of a list, a relation, a union, or what is none of these."""
+    """Return the meaning of a list, a relation, a union, or a single element."""
     if depth > 20 or not pieces:
         raise Unreadable("too deep, or nothing")
     parts, commas = split(pieces, ",;")
@@ -187,7 +193,7 @@ def structure(pieces: Sequence[Token], depth: int = 0) -> Reading:
 
 
 def element(pieces: Sequence[Token], depth: int) -> Reading:
-    """Return the meaning of a bracket, a text, a number of another base or an expression, perhaps with a unit."""
+    """Return the meaning of a bracket, a text, a number of another base or an expression, with or without a unit."""
     first, last = pieces[0], pieces[-1]
     if first.kind == "word":
         if not first.text and len(pieces) > 1 and pieces[1].kind != "word":
@@ -247,7 +253,7 @@ def _scalar(pieces: Sequence[Token], sign: int) -> Reading:
 
 
 def _at(calculation: Calculation, pieces: Sequence[Token]) -> str:
-    """Return an expression's value at a point; one that is not real has none where symbols are negative."""
+    """Return an expression's value at a point; one that is not real has none at negative symbols."""
     try:
         key = spelling(calculation.context, calculation.of(pieces))
     except ZeroDivisionError:
@@ -265,8 +271,10 @@ def unit(pieces: Sequence[Token]) -> str:
 
 
 def collection(kind: str, items: Sequence[Reading]) -> Reading:
-    """Return a list, set or union, whose order and repetitions do not count; a list in a list is part of it, and one of
-    inequalities is a union."""
+    """Return a list, set or union, whose order and repetitions do not count.
+
+    A nested list is flattened, and a list of inequalities is a union.
+    """
     spread = [one for item in items for one in (item.items if item.kind == "list" else (item,))]
     distinct = tuple({one.key + one.unit: one for one in spread}.values())
     if kind == "list" and len(distinct) == 1:
@@ -277,14 +285,15 @@ def collection(kind: str, items: Sequence[Reading]) -> Reading:
 
 
 def bracket(ends: str, items: Sequence[Reading]) -> Reading:
-    """Return a point, interval or ratio; of more than two elements the kind of bracket does not count."""
+    """Return a point, interval or ratio; with more than two elements the kind of bracket does not count."""
     ends = "()" if "\\" in ends or (len(items) > 2 and ":" not in ends) else ends
     return Reading("tuple", f"{ends[0]}{', '.join(one.key for one in items)}{ends[-1]}", tuple(items))
 
 
 def relation(sides: Sequence[Sequence[Token]], operators: Sequence[str], depth: int) -> Reading:
-    """Return what an equation says of the name on its left, the interval of an inequality of one name, or else the
-    difference of both sides."""
+    """Return the right side of an equation of a name, the interval of an inequality of one name, or else the difference
+    of both sides.
+    """
     names = ["".join(piece.text for piece in side) for side in sides]
     if set(operators) <= {"=", "approx", "in"}:
         plain = not any(piece.kind == "number" for piece in sides[0])
@@ -316,7 +325,7 @@ def relation(sides: Sequence[Sequence[Token]], operators: Sequence[str], depth: 
 
 
 def difference(left: Sequence[Token], right: Sequence[Token], signed: bool = False) -> str:
-    """Return the key of the difference of two sides up to a factor, a positive one if `signed`; "" if there is none."""
+    """Return the key of the difference of two sides up to a factor, a positive one if `signed`; "" without one."""
     values, context = [], CONTEXTS[0]
     if any(piece.text in ("\\pm", "\\mp") for piece in (*left, *right)):
         return ""

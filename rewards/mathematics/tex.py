@@ -1,6 +1,6 @@
 """The tokens of mathematical text, in TeX or plain, in any script.
 
-Nothing is deleted before it is read: a gap stays known at its token, and characters outside ASCII (full-width digits,
+Nothing is deleted before it is read: a token keeps the gap before it, and characters outside ASCII (full-width digits,
 dashes, `\u00bd`, `x\u00b2`) are spelled in TeX.
 """
 
@@ -22,7 +22,7 @@ COUNTS = re.compile(
     r"(and|or|if|mod|where|when|for|with|is|to|choose|times|over|dozen|hundred|thousand|million|billion|trillion|half|"
     r"third|quarter|score|base)s?"
 )
-"""Words after a number that change its value or say that it is not all."""
+"""Words after a number that change its value or show that it is incomplete."""
 GREEK = (
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau upsilon phi chi "
     "psi omega"
@@ -75,7 +75,7 @@ CLOSE = frozenset([")", "]", "}", "\\}", "\\rangle", "\\rfloor", "\\rceil"])
 
 
 class Unreadable(ValueError):
-    """Raised for text that is no mathematics of the grammar above."""
+    """The error for text outside of the grammar above."""
 
 
 class Token(NamedTuple):
@@ -88,7 +88,7 @@ class Token(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def spelled(char: str) -> str:
-    """Spell a character outside ASCII in TeX. `\\0` marks what may join the same before it: superscripts."""
+    """Spell a character outside ASCII in TeX. `\\0` marks superscripts and subscripts that may join neighbours."""
     name, category = unicodedata.name(char, ""), unicodedata.category(char)
     form, _, codes = unicodedata.decomposition(char).rpartition("> ")
     if char in CHARACTERS:
@@ -109,7 +109,7 @@ def spelled(char: str) -> str:
 
 
 def respelled(text: str) -> str:
-    """Return a text with its characters outside ASCII in TeX, but for letters that TeX has no command for."""
+    """Return a text with its characters outside ASCII in TeX, except letters without a command."""
     if text.isascii():
         return text
     text = "".join(char if char.isascii() else spelled(char) for char in text)
@@ -118,7 +118,7 @@ def respelled(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def same_text(text: str) -> str:
-    """Return a text in one spelling of spaces, brackets and fonts, for what is not read as mathematics."""
+    """Return a text in one spelling of spaces, brackets and fonts, to compare unreadable text."""
     said, before = "", ""
     for piece in tokens(text):
         said += " " * bool(piece.gap and before == piece.kind and before in ("number", "word")) + piece.text
@@ -127,7 +127,7 @@ def same_text(text: str) -> str:
 
 
 def tokens(text: str, words: bool = False) -> list[Token]:
-    """Return the tokens of a text. `words`: letters side by side are a word, as within `\\text{...}`."""
+    """Return the tokens of a text. `words`: adjacent letters are a word, as within `\\text{...}`."""
     text = respelled(text)
     if "begin" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
@@ -185,7 +185,7 @@ def _styled(name: str, inner: str, before: Sequence[Token]) -> list[Token]:
 
 
 def _after_unit(before: Sequence[Token]) -> bool:
-    """Return whether a unit may come next: after a number, a word, or `km/`."""
+    """Return True if a unit may come next: after a number, a word, or `km/`."""
     kinds = [piece.kind for piece in before[-2:]]
     return kinds[-1:] in (["number"], ["word"]) or (kinds[:1] == ["word"] and before[-1].text == "/")
 
@@ -209,7 +209,7 @@ def _word(run: str, words: bool, before: Sequence[Token]) -> list[Token]:
 
 
 def closing(pieces: Sequence[Token], start: int = 0) -> int:
-    """Return the place of the bracket that closes the one at `start`."""
+    """Return the position of the bracket that closes the one at `start`."""
     depth = 0
     for place in range(start, len(pieces)):
         depth += (pieces[place].text in OPEN) - (pieces[place].text in CLOSE)
@@ -219,7 +219,7 @@ def closing(pieces: Sequence[Token], start: int = 0) -> int:
 
 
 def split(pieces: Sequence[Token], marks: Container[str]) -> tuple[list[Sequence[Token]], list[str]]:
-    """Return the parts between marks that no bracket holds, and these marks."""
+    """Return the parts between marks outside of brackets, and these marks."""
     parts, found, start, place = [], [], 0, 0
     while place < len(pieces):
         if pieces[place].text in OPEN:

@@ -17,7 +17,7 @@ CORRECTION_LEVELS = {
     "sequence": lambda tokens, difference: run_sums(difference, tokens.samples),
     "geometric": lambda tokens, difference: run_means(difference, tokens.samples),
 }
-"""What one weight covers: `segment` and `geometric` are geometric means, `sequence` is the product over a sample"""
+"""Scope of one weight: `segment` and `geometric` are geometric means, `sequence` is the product over a sample"""
 
 
 def raw_weights(tokens: Tokens, level: str) -> Tensor:
@@ -46,7 +46,8 @@ def mismatch(tokens: Tokens, level: str) -> dict[str, Tensor]:
 
 def effective_share(mean: float, mean_square: float) -> float:
     """Return the effective sample size of importance weights over their number: 1 where all are equal (Kish)."""
-    return min(1.0, mean * mean / mean_square) if mean_square else 0.0  # above 1 by rounding alone
+    # Rounding alone can give more than 1.
+    return min(1.0, mean * mean / mean_square) if mean_square else 0.0
 
 
 def correction(

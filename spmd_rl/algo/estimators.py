@@ -1,4 +1,4 @@
-"""What an evaluation makes of several answers to each question: a mean with its interval, pass@k, maj@k.
+"""Metrics of several answers to each question: a mean with its interval, pass@k, maj@k.
 
 Pure functions over plain numbers. `pass_at_k` and `maj_at_k` are exact expectations over all subsets of k answers, so
 that no draw of a subset adds noise; a test compares them with all subsets.

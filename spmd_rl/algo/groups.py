@@ -28,7 +28,7 @@ def group_mean(values: Tensor, groups: Tensor, weights: Tensor | None = None) ->
 def group_std(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the standard deviation over the group of each sample, [n], with Bessel's correction; 0 for a group of one.
 
-    `weights` are counts: a sample of weight w stands for w equal ones.
+    `weights` are counts: a sample of weight w counts as w equal ones.
     """
     weights = _weights(values, weights)
     squares = group_sum((values - group_mean(values, groups, weights)).square() * weights, groups)

@@ -11,15 +11,15 @@ class Scored:
     """Metadata of the n samples of the global batch that have a score, in (ticket, answer) order."""
 
     scores: Tensor
-    """float64 [n], after shaping"""
+    """float64 [n]: scores of answers after shaping"""
     groups: Tensor
     """int64 [n], equal numbers mark a group"""
     lengths: Tensor
-    """int64 [n], answer tokens"""
+    """int64 [n]: sampled tokens of each answer"""
     greedy: Tensor | None = None
-    """float64 [n]: score of the group's greedy answer (ReMax); None where there is none"""
+    """float64 [n]: score of the group's greedy answer (ReMax); None without one"""
     trajectories: Tensor | None = None
-    """int64 [n]: trajectory to which a step belongs (agents); None: each sample is a trajectory of its own"""
+    """int64 [n]: trajectory to which a step belongs (agents); None: each sample is a trajectory"""
     steps: Tensor | None = None
     """int64 [n]: index of the step in its trajectory"""
     states: Tensor | None = None
@@ -88,4 +88,4 @@ class Judged:
     desirable: Tensor
     """bool [S]"""
     baseline: float
-    """What answers gain on average"""
+    """Mean reward of answers"""

@@ -39,7 +39,7 @@ INTRO = """\
 <!-- Written by `python -m spmd_rl.algo.markdown > docs/ALGORITHMS.md`; edit the docstrings in spmd_rl/algo/. -->
 
 Each algorithm is one short function under `spmd_rl/algo/`, with the name that the settings use. Its keys are those of
-`algorithm`; [CONFIG.md](CONFIG.md) has their defaults, and the recipes that combine them (`algorithm=<recipe>`). All
+`algorithm`; `--help` has their defaults, and the recipes that combine them (`algorithm=<recipe>`). All
 statistics are over the global batch, so no result depends on the number of ranks, the size of micro-batches or the
 packing. An answer without a score is in no mean and in no loss. An answer of many turns, an agent's trajectory, counts
 once, even where it is trained as several segments: a sequence, to every aggregation and every ratio, is the trajectory.
@@ -157,7 +157,7 @@ SECTIONS = (
 
 
 def markdown() -> str:
-    """Return the whole page."""
+    """Return the page of all algorithms."""
     return "\n".join([INTRO, OWN, *(line for section in SECTIONS for line in _section(section))])
 
 

@@ -21,7 +21,7 @@ class Moments:
     count: float = 0.0
     mean: float = 0.0
     m2: float = 0.0
-    """sum of (value - mean)^2"""
+    """sum of the squared deviations, (value - mean)^2"""
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor | None = None) -> "Moments":
@@ -29,7 +29,8 @@ class Moments:
         chosen = (values if mask is None else values[mask]).detach().double()
         if not chosen.numel():
             return cls()
-        mean = chosen[0] + (chosen - chosen[0]).mean()  # equal values have exactly this mean
+        # Shifted by the first value, so that equal values have exactly their mean and no variance.
+        mean = chosen[0] + (chosen - chosen[0]).mean()
         return cls(float(chosen.numel()), float(mean), float((chosen - mean).square().sum()))
 
     def merge(self, other: "Moments") -> "Moments":
@@ -63,7 +64,7 @@ def whiten(values: Tensor, moments: Moments) -> Tensor:
         x' = (x - mean) / (std + 1e-6)
 
     Source: REINFORCE++ (arXiv 2501.03262, global advantage normalisation); std with Bessel's correction.
-    Use: PPO and REINFORCE++, whose advantages have no scale of their own.
+    Use: PPO and REINFORCE++, whose advantages have no fixed scale.
 
     values: float [N], any part of the values that `moments` describe. Returns [N], dtype of `values`. Equal values, and
     one alone, become 0.

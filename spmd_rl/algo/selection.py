@@ -69,13 +69,14 @@ def counts_above(keys: Tensor, thresholds: Tensor) -> Tensor:
 
 
 def threshold(count_above: Callable[[Tensor], Tensor], wanted: int) -> float:
-    """Find the lowest threshold above which lie at most `wanted` keys; fewer only where keys are equal.
+    """Find the lowest threshold with at most `wanted` keys above it; fewer only where keys are equal.
 
     count_above: maps thresholds (float32 [k]) to the number of keys of the global batch above each (int64 [k]). It is
     called at most 4 times, and equally often on every rank, as only global counts decide. The search is over the bit
     patterns of float32, which have the order of the floats.
     """
-    low, high = -INF, INF  # ordered patterns of -inf and inf; at `high` the count is 0, so it always qualifies
+    # Ordered patterns of -inf and inf; the count above `high` is 0, so it always qualifies.
+    low, high = -INF, INF
     while low < high:
         step = -(-(high - low) // WAYS)
         tried = torch.arange(low, high, step)
@@ -87,6 +88,6 @@ def threshold(count_above: Callable[[Tensor], Tensor], wanted: int) -> float:
 
 
 def _float(patterns: Tensor) -> Tensor:
-    """Return the float32 of each ordered bit pattern; negative patterns stand for negative floats."""
+    """Return the float32 of each ordered bit pattern; negative patterns are negative floats."""
     bits = torch.where(patterns < 0, -patterns | -0x80000000, patterns)
     return bits.to(torch.int32).view(torch.float32)

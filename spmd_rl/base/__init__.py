@@ -1,1 +1,1 @@
-"""Foundations of every room: errors, processes, the hub, devices, keys, command lines, classes named by settings."""
+"""Foundations of every room: errors, processes, the hub, devices, keys, command lines, plug-ins named by settings."""

@@ -1,19 +1,19 @@
-"""Which program an answer gives, and whether two outputs are equal: the rules of `rewards.code`. Standard library only.
+"""Extraction of a program from an answer and equality of outputs, for `rewards.code`. Standard library only.
 
 **The program.** Blocks are fenced by three or more backticks or tildes, as in Markdown. A fence may be indented or
-quoted (`>`), which its lines lose; a fence inside a string of the code does not end it. The text up to the last
-`</think>` does not count, nor what follows a `<think>` that is never closed. Only Python blocks count (`python`, `py`,
-`python3`, `Python`, `{.python}`, `python title="x"`, ...), or if there are none, blocks that name no language. A last
-block without an end counts. Among several blocks it is
+quoted (`>`), which its lines lose; a fence inside a string of the code does not end it. Text up to the last `</think>`
+and after an unclosed `<think>` is ignored. Only Python blocks count (`python`, `py`, `python3`, `Python`, `{.python}`,
+`python title="x"`, ...), else blocks that name no language. A last block without an end counts. Among several blocks
+the program is
 
-1. the last one that does what is asked: that defines a name which the tests mention and do not define, or that reads
-   standard input where there are no tests. A usage example after it is left out.
-2. If none does, the last one that defines a function or a class; if none does, the last one.
+1. the last one that fits the task: it defines a name which the tests mention and do not define, or without tests reads
+   standard input. A usage example after it is left out.
+2. Otherwise the last one that defines a function or a class; otherwise the last one.
 
-To it are added, before it, earlier blocks that define a function, class, import or CONSTANT which it uses and does not
-define itself, or that define other functions which the tests mention, if they do not read standard input; and after a
-program that only defines functions the next block that calls them.
-(LiveCodeBench takes the last block whatever it is; verl and DeepCoder the last Python block.)
+It is preceded by earlier blocks that define a function, class, import or CONSTANT which it uses and does not define
+itself, or other functions which the tests mention, unless they read standard input. A program that only defines
+functions is followed by the next block that calls them. (LiveCodeBench always takes the last block; verl and DeepCoder
+the last Python block.)
 
 **Equality of outputs.** They are equal if they have the same words in each line. Spaces and tabs between words, and
 empty lines at the beginning and the end, do not count; capital letters and control characters do. Two words are equal
@@ -48,6 +48,7 @@ _NOT_STDIN = re.compile(r"#.*|\bstdin *= *(?:\w+\.)?StringIO\( *[a-z]?[\"'].*")
 _DEFINED = re.compile(r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
 _ASSIGNED = re.compile(r"^(\w+)[ \t]*(?::[^=\n]+)?=(?!=)", re.MULTILINE)
 _DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+# Each closing fence that is tried costs a parse of the text so far; both limits bound the work on hostile answers.
 _MAX_PARSED, _MAX_ENDS = 200_000, 8
 _BLANK = " \t\r\n"
 _WORD = re.compile(rf"\n|[^{_BLANK}]+")
@@ -114,7 +115,7 @@ class _Block:
 
     @cached_property
     def provides(self) -> set[str]:
-        """Those, and the imports and constants at its top level."""
+        """Functions, classes, imports and constants at its top level."""
         found = set(self.defines)
         for node in self._tree.body:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -125,7 +126,7 @@ class _Block:
 
     @cached_property
     def only_defines(self) -> bool:
-        """Whether running it would do nothing."""
+        """True if running it would have no effect."""
         kinds = (
             ast.FunctionDef,
             ast.AsyncFunctionDef,
@@ -191,6 +192,8 @@ def _end(text: str, begin: int, fence: str) -> tuple[int, int]:
         line = max(text.rfind("\n", 0, found.start()) + 1, begin)
         end = found.start() if text[line : found.start()].strip(" \t>") else line
         ends.append((end, found.end()))
+        # A Markdown fence inside a docstring would end the block too early, so later fences are tried until the code
+        # parses.
         long_strings = '"""' in text[begin:end] or "'''" in text[begin:end]
         if not long_strings or _parsed(textwrap.dedent(text[begin:end])):
             break
@@ -200,7 +203,7 @@ def _end(text: str, begin: int, fence: str) -> tuple[int, int]:
 
 
 def _unindented(code: str, before: str) -> str:
-    """Return the code without the indentation, or the marks of a quotation, that stand before its fence."""
+    """Return the code without the indentation or quotation marks that precede its fence."""
     if quotes := before.count(">"):
         code = re.sub(rf"^[ \t]*(?:>[ \t]?){{1,{quotes}}}", "", code, flags=re.MULTILINE)
     elif width := len(before) - len(before.lstrip(" \t")):
@@ -209,9 +212,10 @@ def _unindented(code: str, before: str) -> str:
 
 
 def same_output(actual: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Return whether two outputs are equal by the rule above. It takes little memory, however long they are."""
+    """Return True if two outputs are equal by the rule above, in little memory even for long outputs."""
     if actual.strip(_BLANK) == expected.strip(_BLANK):
         return True
+    # Iterators, not `split`: an answer may print megabytes, and the first difference ends the comparison.
     words = (_WORD.finditer(text.strip(_BLANK)) for text in (actual, expected))
     return all(
         left is not None and right is not None and _same_word(left[0], right[0], tolerance)

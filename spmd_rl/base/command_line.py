@@ -1,4 +1,4 @@
-"""The command lines of all programs here: a mistake is one line that says what was meant, and exit code 2."""
+"""Command lines of all programs of the package. A mistake is one line with the likely intention, and exit code 2."""
 
 import argparse
 import difflib
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from spmd_rl.base.errors import tell
 
 ALIKE = 0.7
-"""An unknown option that is as like a known one as this was mistyped."""
+"""Similarity above which an unknown option counts as a mistyped known one."""
 
 
 def program(name: str) -> str:
@@ -23,7 +23,7 @@ def program(name: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes no abbreviations, and that prints no usage with a mistake."""
+    """A parser without abbreviations, whose errors print no usage."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options, allow_abbrev=False)
@@ -35,12 +35,12 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(self._words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """End the process."""
+        """Print the message and exit with code 2."""
         tell(f"error: {self.told(message)}")
         self.exit(2)
 
     def told(self, message: str) -> str:
-        """Return a message of `argparse` as we would say it: with a hint for each unknown option."""
+        """Return an `argparse` message in the package's style, with a hint for each unknown option."""
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown == message:
             return message.removeprefix("argument ")
@@ -57,12 +57,12 @@ class Parser(argparse.ArgumentParser):
         return self.unknown(name, value if equals else "".join(w for w in following if not w.startswith("--")))
 
     def unknown(self, name: str, value: str) -> str:
-        """Return what to say of an option that is like none of ours, and of what was given as its value."""
+        """Return the message for an option that resembles none of ours, and for its value."""
         return f"{name}: unknown option; --help lists all"
 
 
 def at_least(least: float, kind: type = int) -> Callable[[str], Any]:
-    """Return a `type` for an option whose value is a finite number that is at least `least`."""
+    """Return a `type` for an option whose value is a finite number of at least `least`."""
 
     def read(text: str) -> Any:
         try:

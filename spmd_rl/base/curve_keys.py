@@ -103,6 +103,7 @@ class HostKeys:
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
         router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        # Without ENFORCE_DOMAIN libzmq skips the check where no ZAP handler is bound, and would serve every key.
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 

@@ -1,4 +1,4 @@
-"""Copies from the CPU to a device that nobody waits for, and which kind of device a tensor's computations are for."""
+"""Copies to devices that do not block the CPU, and the device type that computations are planned for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 _stand_in: list[str] = []
-"""What the CPU stands for; the last one counts."""
+"""Device types that the CPU imitates; the last one counts."""
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on `device`; from the CPU it goes through pinned memory, so that the call does not block."""
     if tensor.is_cpu and device.type != "cpu" and torch.accelerator.is_available():
+        # A copy from pageable memory synchronises with the device even with `non_blocking=True`.
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -24,7 +25,7 @@ def kind(device: torch.device) -> str:
 
 @contextmanager
 def cpu_as(device: str) -> Iterator[None]:
-    """Within, `kind` of the CPU is `device`: for tensors without content, of which nothing is computed."""
+    """Let `kind` of the CPU be `device` within the block: for tensors without content that are never computed."""
     _stand_in.append(device)
     try:
         yield

@@ -1,9 +1,8 @@
-"""The errors of a run. Who made the mistake decides what happens:
+"""The errors of a run. The author of the mistake decides what happens:
 
 * `UserError`: a setting, a file or a row is wrong. One clear line naming the key, file or line; exit code 2.
-* A sample's mistake is no exception at all: it is a `Verdict` (see `types`).
-* `RunFailed`: the run cannot go on for a reason of its own (error budget spent, weights differ after a publish).
-  One clear line; exit code 1.
+* A sample's mistake is no exception: it is a `Verdict` (see `types`).
+* `RunFailed`: the run cannot continue (error budget spent, weights differ after a publish). One line; exit code 1.
 * Our own mistake is an `assert` and keeps its traceback.
 """
 
@@ -16,22 +15,22 @@ from typing import TextIO
 
 MAX_CHARACTERS = 300
 MAX_TRACEBACK = 8_000
-"""The most characters of a traceback that are kept: its beginning and its end."""
+"""Maximum length of a traceback that is kept: its beginning and its end."""
 
 
 class _Reported(Exception):
     def __init__(self, line: str = "", report: str = "") -> None:
         super().__init__(line)
         self.report = report
-        """What `run.dir/error.txt` says below the line: a traceback, a prompt, an answer."""
+        """Text below the line in `run.dir/error.txt`: a traceback, a prompt, an answer."""
 
 
 class UserError(_Reported, ValueError):
-    """A user's mistake. The message is one line that names the key, file or line to mend. Exit code 2."""
+    """A user's mistake. The message is one line that names the key, file or line to correct. Exit code 2."""
 
 
 class Disagreement(UserError):
-    """A mistake that all ranks report alike, whatever their settings: rank 0 alone prints it."""
+    """A mistake that all ranks report alike; rank 0 alone prints it."""
 
 
 class RunFailed(_Reported, RuntimeError):
@@ -39,16 +38,16 @@ class RunFailed(_Reported, RuntimeError):
 
 
 def one_line(error: BaseException | str) -> str:
-    """An exception's type and message, or a text, on one printable line of at most 300 characters."""
+    """Return an exception's type and message, or a text, on one printable line of at most 300 characters."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     text = printable(" ".join(text.encode("utf-8", "replace").decode().split()))
     return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 3] + "..."
 
 
 def printable(text: str, lines: bool = True) -> str:
-    """A text in which what a terminal would act on, or cannot show, is written as an escape.
+    """Return a text in which characters that a terminal would act on, or cannot show, are escaped.
 
-    lines: a line break stays one. Where it does not, a text from outside cannot pass for a line of ours.
+    lines: keep line breaks. Without it, a text from outside cannot pass for a line of ours.
     """
     kept = "\n" if lines else ""
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
@@ -60,33 +59,35 @@ def tell(text: str, lines: bool = False, file: TextIO | None = None) -> None:
 
 
 def plural(count: int, noun: str) -> str:
-    """A number of things: `1 row`, `2 rows`."""
+    """Return a number of things: `1 row`, `2 rows`."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def reason(error: Exception) -> str:
-    """What a user's mistake is: of an `OSError` the file and why, without a number, else the message."""
+    """Return a user's mistake as text: file and reason of an `OSError`, without its number, else the message."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) or type(error).__name__
 
 
 def located(error: BaseException) -> str:
-    """An exception on one line, after the file and line of the user's code where it was raised.
+    """Return an exception on one line, after the file and line of the user's code where it was raised.
 
-    That is the innermost frame outside of this package and of what is installed; without such a frame, the innermost
-    one outside of this package: `my_reward.py:12: ValueError: no number`. One with `names_its_place` is said alone.
+    This is the innermost frame outside of this package and of installed packages, else the innermost one outside of
+    this package: `my_reward.py:12: ValueError: no number`. An exception with `names_its_place` is printed without a
+    place.
     """
     if getattr(error, "names_its_place", False):
         return one_line(str(error))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
     users = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    # Without it a user's file name could hold a line break and pass for a line of ours.
     where = "".join(f"{Path(frame.filename).name}:{frame.lineno}: " for frame in (users or frames)[-1:])
     return printable(where, lines=False) + one_line(error)
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback of an exception from the user's code on, with at most `MAX_TRACEBACK` characters."""
+    """Return the traceback of an exception from the user's code on, in at most `MAX_TRACEBACK` characters."""
     tb = error.__traceback__
     while tb is not None and _is_ours(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next

@@ -1,13 +1,13 @@
 """Models of the Hugging Face hub: `policy.model=Qwen/Qwen2.5-0.5B-Instruct`; `@REVISION` adds a branch, tag or commit.
 
-    name = fetch_config("policy.model", name)  # small files; returns the name with the commit that it stands for
+    name = fetch_config("policy.model", name)  # small files; returns the name with its resolved commit
     fetch_weights("policy.model", name)
-    folder = model_folder(name)                # where the files lie; no network
+    folder = model_folder(name)                # the snapshot's folder; no network
 
-What the cache (`HF_HOME`) has complete is used as it is, without asking the network; `hf download ORG/NAME` fetches
-what is newer. On each node local rank 0 downloads and the others wait; nodes that share a cache wait at the hub's own
-file locks. Small files come first, so the architecture is known before weights are fetched, and a snapshot that has
-its weights has everything. Nothing that is stored as a pickle is downloaded.
+Complete snapshots in the cache (`HF_HOME`) are used without network access; `hf download ORG/NAME` fetches newer ones.
+On each node local rank 0 downloads and the others wait; nodes that share a cache wait at the hub's file locks. Small
+files come first, so the architecture is known before weights are fetched, and a snapshot with weights is complete.
+Nothing that is stored as a pickle is downloaded.
 """
 
 import json
@@ -21,10 +21,10 @@ from pathlib import Path
 from spmd_rl.base.errors import UserError, one_line
 
 PREFIX = "hf:"
-"""Says that a name is one of the hub even where it looks like a path"""
+"""Prefix that marks a name of the hub even if it looks like a path"""
 HUB_ID = re.compile(r"(?!.*(--|\.\.))(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 CANONICAL_ID = re.compile(r"(?P<repo>\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
-"""As `gpt2`: only with `hf:`"""
+"""Names without an owner, such as `gpt2`, valid only after `hf:`"""
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 WEIGHTS = ("*.safetensors",)
 ALL_FILES = (*SMALL_FILES, *WEIGHTS)
@@ -34,7 +34,7 @@ DATASET = re.compile(
     r"(:(?P<config>[^:\[*?]*))?(:(?P<split>[^:\[*?]+(\[.*\])?))?"
 )
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-"""Names that mean a split where only one of configuration and split is given"""
+"""Names that are read as a split if only one of configuration and split is given"""
 DATA_FILES = (".jsonl", ".json", ".gz", ".parquet", ".csv", ".txt", ".zst")
 OTHER_FORMATS = ("*/*", "consolidated*")
 """Folders (ONNX, original checkpoints) and Mistral's second copy of the weights"""
@@ -42,9 +42,9 @@ POLL_SECONDS = 0.5
 
 
 def hub_id(name: str) -> tuple[str, str | None] | None:
-    """Return the repository and the revision that a model's name stands for, or None for a path of this machine.
+    """Return the repository and revision of a model's name, or None for a path of this machine.
 
-    A path that exists, or whose first folder does, is never taken for a name of the hub; `hf:` says that it is one.
+    A path that exists, or whose first folder does, is never read as a name of the hub, except with `hf:`.
     """
     text = name.removeprefix(PREFIX)
     found = HUB_ID.fullmatch(text) or (CANONICAL_ID.fullmatch(text) if text != name else None)
@@ -61,13 +61,13 @@ class HubDataset:
     revision: str | None
     config: str | None
     split: str | None
-    """As `datasets` reads it: `train`, `test[:100]`, `train[:10%]`"""
+    """Split in the syntax of `datasets`: `train`, `test[:100]`, `train[:10%]`"""
 
 
 def hub_dataset(source: str) -> HubDataset | None:
-    """Return what `[hf:]ORG/NAME[@REVISION][:CONFIG][:SPLIT]` stands for, or None for files of this machine.
+    """Parse `[hf:]ORG/NAME[@REVISION][:CONFIG][:SPLIT]`; return None for files of this machine.
 
-    What exists here, or is named like a data file, is never taken for a name of the hub; `hf:` says that it is one.
+    Existing paths, and names of data files, are never read as a name of the hub, except with `hf:`.
     """
     found = DATASET.fullmatch(source.removeprefix(PREFIX))
     if found is None:
@@ -83,9 +83,9 @@ def hub_dataset(source: str) -> HubDataset | None:
 
 
 def model_folder(name: str | Path) -> Path:
-    """Return the directory of a model: a path as it is, a name of the hub as its snapshot in the cache.
+    """Return the directory of a model: a path unchanged (it need not exist), a name of the hub as its cached snapshot.
 
-    There need be nothing at a path. UserError if the cache does not hold the snapshot.
+    UserError if the cache does not hold the snapshot.
     """
     found = hub_id(str(name))
     if found is None:
@@ -97,7 +97,7 @@ def model_folder(name: str | Path) -> Path:
 
 
 def fetch_config(key: str, name: str, wait: bool = False) -> str:
-    """Download the small files of a model and return its name with the commit that it stands for; a path as it is.
+    """Download the small files of a model and return its name with the resolved commit; return a path unchanged.
 
     `wait`: wait until another process has downloaded the weights too. UserError, in one line that names the setting
     `key`, if the hub has no such model or cannot be reached.
@@ -112,7 +112,7 @@ def fetch_config(key: str, name: str, wait: bool = False) -> str:
 
 
 def fetch_weights(key: str, name: str) -> None:
-    """Download the weights of a model of the hub, unless they are there. Errors are those of `fetch_config`."""
+    """Download the weights of a model of the hub, unless they are cached. Errors are those of `fetch_config`."""
     found = hub_id(name)
     if found is not None and not _cached(*found):
         _download(key, *found, ALL_FILES)
@@ -126,7 +126,7 @@ def _snapshot(repo: str, revision: str | None, patterns: Sequence[str], cached: 
 
 
 def _cached(repo: str, revision: str | None, patterns: Sequence[str] = ALL_FILES) -> Path | None:
-    """Return the snapshot in the cache, if it has all files that match."""
+    """Return the snapshot in the cache, if it has all matching files."""
     try:
         folder = _snapshot(repo, revision, patterns, cached=True)
     except FileNotFoundError:
@@ -144,7 +144,7 @@ def _cached(repo: str, revision: str | None, patterns: Sequence[str] = ALL_FILES
 
 
 def _download(key: str, repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Complete a snapshot. UserError, in one line with the way out, for whatever the hub's client raises."""
+    """Complete a snapshot. UserError, in one line with a remedy, for all errors of the hub's client."""
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import disable_progress_bars
 

@@ -1,4 +1,4 @@
-"""The lifetime of processes: when children are killed, who reaps them, what a launcher is told. Standard library only.
+"""The lifetime of processes: death with the parent, reaping, error reports for torchrun. Standard library only.
 
 die_with_parent(parent_pid)  # first line of the child's main
 """
@@ -36,6 +36,7 @@ def die_with_parent(parent: int | None = None) -> None:
         return
     before = os.getppid() if parent is None else parent
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have died before prctl: the kernel would then never send the signal.
     if os.getppid() != before:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -46,7 +47,7 @@ def adopt_orphans() -> None:
 
 
 def kill_children() -> None:
-    """Kill and reap until this process has no children. Orphans of its children become its own (`adopt_orphans`)."""
+    """Kill and reap until this process has no children. With `adopt_orphans` this includes orphaned descendants."""
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     while pids := children.read_text().split():
         for pid in map(int, pids):
@@ -57,8 +58,10 @@ def kill_children() -> None:
 
 
 def running(pid: int) -> bool:
-    """Return whether a process has not exited; a zombie has."""
+    """Return True if a process has not exited; a zombie has."""
     try:
+        # The command name in parentheses may itself hold spaces and parentheses, so the fields are read after the last
+        # one.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
@@ -66,12 +69,12 @@ def running(pid: int) -> bool:
 
 
 class Overtime(BaseException):
-    """Time is up. No `Exception`, so that the code which takes too long does not handle it."""
+    """The error at a deadline. No `Exception`, so that the slow code does not handle it."""
 
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raise Overtime inside after so many seconds, whatever Python code is running. Main thread alone; uses SIGALRM."""
+    """Raise Overtime inside the block after `seconds`, in any Python code. Main thread alone; uses SIGALRM."""
 
     def over(*_: object) -> None:
         raise Overtime(f"not done after {seconds:g} s")
@@ -85,9 +88,10 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def in_background(name: str, work: Callable[[], T]) -> Future[T]:
-    """Run `work` on a thread of its own, and return what it will give.
+    """Run `work` on a new thread, and return its future.
 
-    Unlike a thread of a pool it never keeps the interpreter from ending, whoever forgets to close what it serves.
+    Unlike a pool's thread it never keeps the interpreter from ending, even if the caller forgets to close its
+    resources.
     """
     future: Future[T] = Future()
 
@@ -102,16 +106,17 @@ def in_background(name: str, work: Callable[[], T]) -> Future[T]:
 
 
 def contained(work: Callable[[Callable[[str], None]], None], seconds: float) -> tuple[list[str], str]:
-    """Run `work(say)` in a forked process, and return the lines that it said and how it ended.
+    """Run `work(say)` in a forked process; return the lines that it said and how it ended.
 
-    That is an empty string if `work` returned, else what went wrong in a few words. It may do anything: exit, hang,
-    kill itself, start processes; what it leaves running is killed. Call it before there are threads.
+    The end is an empty string if `work` returned, else a reason in a few words. `work` may exit, hang, kill itself or
+    start processes, and what it leaves running is killed. Call it before there are threads.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     lines, says = os.pipe()
     end, ends = os.pipe()
     rank = os.getpid()
+    # Two forks: the keeper survives the work whatever it does, adopts its orphans and kills them.
     if (keeper := os.fork()) == 0:
         with _final():
             os.close(lines)
@@ -123,7 +128,8 @@ def contained(work: Callable[[Callable[[str], None]], None], seconds: float) -> 
     os.close(says)
     os.close(ends)
     with os.fdopen(lines) as lines_said, os.fdopen(end) as outcome:
-        said, how = lines_said.read().splitlines(), outcome.read()  # first: a full pipe would hold up the process
+        # The lines are read first: a full pipe would block the child.
+        said, how = lines_said.read().splitlines(), outcome.read()
     os.waitpid(keeper, 0)
     return (said[:-1], "") if said[-1:] == [RETURNED] else (said, how)
 
@@ -140,7 +146,8 @@ def _fork_work(work: Callable[[Callable[[str], None]], None], says: int) -> int:
 
 
 def _watch(child: int, seconds: float) -> str:
-    """Wait for a child, and say how it ended."""
+    """Wait for a child, and return how it ended."""
+    # A pidfd cannot be reused by another process, and `select` on it has a timeout, which `waitpid` lacks.
     pidfd = os.pidfd_open(child)
     if not select.select([pidfd], [], [], seconds)[0]:
         return f"takes over {seconds:g} s"
@@ -150,7 +157,7 @@ def _watch(child: int, seconds: float) -> str:
 
 @contextlib.contextmanager
 def _final() -> Iterator[None]:
-    """End this forked process after the block, whatever happens: the parent's stack is not ours to unwind."""
+    """End this forked process after the block on every path."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         yield
@@ -161,13 +168,14 @@ def _final() -> Iterator[None]:
             stream.flush()
         error = sys.exc_info()[1]
         code = error.code if isinstance(error, SystemExit) else None
+        # `os._exit`: unwinding would run the parent's `finally` blocks and exit handlers a second time.
         os._exit(code if isinstance(code, int) else int(error is not None))
 
 
 def tell_torchrun(text: str) -> None:
-    """Write why this process fails to where torchrun's agent looks for it, in the form that it knows.
+    """Write why this process fails to torchrun's error file, in torchrun's format.
 
-    Its own report then shows `text`. Without torchrun, or where the file cannot be written, nothing happens.
+    Its own report then shows `text`. Without torchrun, or if the file cannot be written, nothing happens.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}

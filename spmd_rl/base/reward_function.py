@@ -1,4 +1,4 @@
-"""A reward that is a plain function: it becomes a rewarder, which hands each parameter what its name stands for.
+"""A reward that is a plain function: it becomes a rewarder, which fills each parameter by its name.
 
     def score(prompt, answer, info): ...          # as a rewarder's method, by any three names
     def score(answer, ground_truth): ...          # any of the names in `VALUES`
@@ -30,7 +30,7 @@ VALUES: Mapping[str, Callable[[Prompt, str, AnswerInfo], Any]] = {
     "extra": lambda prompt, answer, info: prompt.extra,
     "extra_info": lambda prompt, answer, info: prompt.extra.get("extra_info", prompt.extra),
 }
-"""What a parameter of that name gets."""
+"""Values of parameters, by the parameter's name."""
 TRL = "completions"
 
 
@@ -101,12 +101,12 @@ def reward_of(function: Callable[..., Any], given: Mapping[str, Any]) -> Functio
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether calling it gives an awaitable; `function` may be an object with `__call__`."""
+    """Return True if calling it gives an awaitable; `function` may be an object with `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _names(function: Callable[..., Any], given: Mapping[str, Any]) -> list[str]:
-    """The parameters to fill in for each answer: those that are required, and optional ones with a known name."""
+    """Return the parameters to fill in for each answer: required ones, and optional ones with a known name."""
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in given]
     plain = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     return [p.name for p in plain if p.default is p.empty or p.name in VALUES]

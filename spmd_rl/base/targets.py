@@ -1,7 +1,7 @@
 """Plug-ins that settings name as `module:Class` or `module:function`: imported, checked, built. Standard library only.
 
-Our own packages are never imported by name; a user's file on PYTHONPATH plugs in the same way, and wins over one of
-ours. The settings' checks build each plug-in once to find mistakes early; a worker builds those that do the work.
+A user's file on PYTHONPATH plugs in like one of our own packages, and takes precedence. The checks of settings build
+each plug-in once to find mistakes early; a worker builds those that do the work.
 """
 
 import hashlib
@@ -21,24 +21,24 @@ from spmd_rl.base.reward_function import reward_of
 from spmd_rl.bundled import PLUGINS
 
 SERVICES = frozenset({"sandbox", "http", "url", "embed"})
-"""The names of constructor parameters that stand for services of a sidecar (`sidecar/services.py`)."""
+"""Names of constructor parameters that request services of a sidecar (`sidecar/services.py`)."""
 UNPROVIDED: Mapping[str, Callable[[], Any]] = {"sandbox": lambda: None, "http": lambda: None}
-"""Placeholders for services where a plug-in is only built to see whether it can be."""
+"""Placeholders for services, for plug-ins that are built only as a check."""
 
 
 @dataclass(frozen=True)
 class PluginKind:
-    """What a plug-in must be."""
+    """The requirements of a kind of plug-in."""
 
     verbs: tuple[str, ...]
-    """Its methods."""
+    """Names of the plug-in's methods."""
     needs_all: bool
-    """Whether it must have each of these methods, or one of them."""
+    """True if all of these methods are required, False if one suffices."""
     of_function: Callable[[Callable[..., Any], Mapping[str, Any]], Any]
-    """Makes one of a function in place of a class; called with the function and its arguments."""
+    """Factory for a plug-in that is a function; gets the function and its arguments."""
 
     def check(self, where: str, plugin: Any) -> None:
-        """UserError if a class or an object has not the methods."""
+        """Raise UserError unless a class or an object has the methods."""
         missing = [f"`{verb}`" for verb in self.verbs if not hasattr(plugin, verb)]
         if self.needs_all and missing:
             raise UserError(f"{where} has no {' and no '.join(missing)}")
@@ -66,7 +66,7 @@ def import_target(key: str, target: str) -> Callable[..., Any]:
 
 
 def import_coroutine(key: str, target: str) -> Callable[[Any], Coroutine[Any, Any, Any]]:
-    """The `async def` of one argument that settings key `key` names. UserError, in one line, if there is none."""
+    """Import the one-argument `async def` that settings key `key` names. UserError, in one line, if it is missing."""
     module_name, name, file, found = _import(key, target)
     if not inspect.iscoroutinefunction(found):
         raise UserError(f"{key}: {target} cannot be used: {module_name} has no `async def {name}` ({file})")
@@ -78,7 +78,7 @@ def import_coroutine(key: str, target: str) -> Callable[[Any], Coroutine[Any, An
 
 
 def _import(key: str, target: str) -> tuple[str, str, str, Any]:
-    """Module name, name, the module's file, and what the module has under the name, or None."""
+    """Return module name, name, the module's file, and the module's attribute of that name, or None."""
     module_name, _, name = target.partition(":")
     if module_name.endswith(".py") or "/" in module_name:
         module = module_name.removesuffix(".py").rpartition("/")[2]
@@ -87,6 +87,7 @@ def _import(key: str, target: str) -> tuple[str, str, str, Any]:
         try:
             module = importlib.import_module(_found_as(module_name))
         except ModuleNotFoundError as error:
+            # A missing module that the target itself imports is the user's next mistake, not a wrong search path.
             if f"{module_name}.".startswith(f"{error.name}."):  # not one that it imports
                 error.msg += f"; looked in {_places(module_name)}"
             raise
@@ -94,13 +95,13 @@ def _import(key: str, target: str) -> tuple[str, str, str, Any]:
 
 
 def _found_as(module: str) -> str:
-    """The name under which a module that settings name is imported: the user's own, else ours, which has another."""
+    """Return the import name of a module that settings name: the user's own, else the bundled one's."""
     ours = f"spmd_rl.bundled.{module}"
     return ours if module.partition(".")[0] in PLUGINS and not _is_there(module) and _is_there(ours) else module
 
 
 def _is_there(module: str) -> bool:
-    """Whether a module can be found. As in an import the packages above it are run, but no file in their place."""
+    """Return True if a module can be found. Runs the packages above it, as an import does, but no other code."""
     inside: Any = ()
     for name in accumulate(module.split("."), "{}.{}".format):
         spec = importlib.util.find_spec(name) if inside is not None else None
@@ -111,7 +112,7 @@ def _is_there(module: str) -> bool:
 
 
 def _places(module: str) -> str:
-    """Where a module was looked for, for people: the folders that are not Python's own."""
+    """Return the searched folders as text, without Python's own."""
     folders = (entry or "." for entry in sys.path if not entry.startswith((sys.prefix, sys.base_prefix)))
     ours = ["spmd_rl itself"] if module.partition(".")[0] in PLUGINS else []
     there = dict.fromkeys(folder for folder in folders if Path(folder).is_dir())
@@ -166,8 +167,9 @@ def start_target(section: str, target: str, built: Any) -> None:
 
 
 def guarded(function: Callable[..., Any], line: str, given: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the user's function with the keyword arguments `given`. What it raises becomes a UserError of one line,
-    with the file and line of its own code; the traceback is the error's report."""
+    """Return the user's function with the keyword arguments `given`. Its exceptions become UserErrors of one line, with
+    file and line of the user's code and a traceback as report.
+    """
 
     def call(*args: Any) -> Any:
         try:
@@ -181,7 +183,7 @@ def guarded(function: Callable[..., Any], line: str, given: Mapping[str, Any]) -
 
 
 def source_digest(target: str) -> str:
-    """Return a digest of the file of the module that `module:name` names; empty if it has none."""
+    """Return a digest of the file of the module in `module:name`; empty if there is no file."""
     try:
         spec = importlib.util.find_spec(_found_as(target.partition(":")[0]))
     except (ImportError, ValueError):
@@ -194,17 +196,18 @@ def source_digest(target: str) -> str:
 
 @contextmanager
 def _user_code(line: str) -> Iterator[None]:
-    """Turn whatever a user's import or constructor raises into a UserError: `line`, then the cause."""
+    """Turn every exception of a user's import or constructor into a UserError: `line`, then the cause."""
     try:
         yield
     except UserError as error:  # of a part
         raise UserError(f"{line}: {error}") from error
+    # A module that exits on import cannot be used either: SystemExit is no Exception.
     except (Exception, SystemExit) as error:  # a module or class that exits is one that cannot be used
         raise UserError(f"{line}: {one_line(error)}") from error
 
 
 def _unknown(constructor: Callable[..., Any], args: Mapping[str, Any]) -> str:
-    """Return the first of `args` that a class or function has no parameter for, or an empty string."""
+    """Return the first of `args` without a parameter of a class or function, or an empty string."""
     parameters = inspect.signature(constructor).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return ""

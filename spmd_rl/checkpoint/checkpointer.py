@@ -1,10 +1,10 @@
-"""`Checkpointer`: saves and restores all roles and everything `Stateful` as one thing, or not at all.
+"""`Checkpointer`: saves and restores all roles and everything `Stateful` together, or not at all.
 
-Every rank runs every line. What only one rank can know (a full disk, a torn file) is gathered before anybody acts on
-it, so that all ranks save, resume or stop together.
+Every rank runs every line. Errors that one rank alone can see (a full disk, a torn file) are gathered before any rank
+acts on them, so that all ranks save, resume or stop together.
 
-With `checkpoint.overlap` a save copies tensors to the host and returns; they are written while the next step runs, and
-the checkpoint is sealed after it, where all ranks come by again. Until then the one before it is the newest.
+With `checkpoint.overlap` a save copies tensors to the host and returns. They are written while the next step runs, and
+the checkpoint is sealed after that step. Until then the previous one is the newest.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from spmd_rl.distributed import World
 from spmd_rl.train.base import Role
 
 STATE = "state.json"
-"""The file of a checkpoint that holds everything but tensors."""
+"""File of a checkpoint that holds everything but tensors."""
 
 T = TypeVar("T")
 Hashed = list[tuple[str, int, str]]
@@ -36,14 +36,14 @@ Hashed = list[tuple[str, int, str]]
 
 
 class Stateful(Protocol):
-    """Whatever must survive a restart beside the roles."""
+    """State that must survive a restart, apart from the roles."""
 
     def state(self) -> dict[str, Any]:
         """[all] Return plain JSON values, equal on all ranks."""
         ...
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """[all] Take over what `state` returned."""
+        """[all] Restore the values that `state` returned."""
         ...
 
 
@@ -62,7 +62,7 @@ class Checkpointer:
         parts: Mapping[str, Stateful],
         export: Callable[[Path], list[Path]] | None = None,
     ) -> None:
-        """`roles` are those whose tensors change, `parts` all else that must survive, by the names to save under.
+        """Take in `roles` those whose tensors change, in `parts` all other state, by the names to save under.
 
         export: called on all ranks to write a Hugging Face directory; returns the files that this rank wrote. See
         `HfExport`.
@@ -75,7 +75,7 @@ class Checkpointer:
     def maybe_save(self, step: int, last: bool = False) -> None:
         """[all] Save if `step` is due, or `last`. UserError on all ranks if any could not write.
 
-        With `overlap`, the checkpoint before is sealed first; of the `last` step nothing is left to do.
+        With `overlap`, the previous checkpoint is sealed first; the `last` one is written at once.
         """
         is_due = last or (self._cfg.every and step % self._cfg.every == 0)
         if not is_due and self._unsealed is None:
@@ -90,7 +90,7 @@ class Checkpointer:
                 self._save(step, export=last or self._cfg.export_hf, overlap=self._cfg.overlap and not last)  # [all]
 
     def restore(self) -> int:
-        """[all] Load the checkpoint that `checkpoint.resume` asks for; return its step, or 0 if there is none.
+        """[all] Load the checkpoint that `checkpoint.resume` selects; return its step, or 0 without one.
 
         A torn checkpoint is never loaded: `auto` falls back to the one before it, with a warning. UserError if all are
         torn, if the one at the given path is, and for `never` in a used directory.
@@ -109,8 +109,9 @@ class Checkpointer:
     # Saving
 
     def _save(self, step: int, export: bool, overlap: bool) -> None:
-        """[all] Write everything beside its place, then move it there; with `overlap`, let a thread do the first."""
+        """[all] Write everything into a temporary directory and move it; with `overlap`, a thread does the writing."""
         state = self._state(step)  # [all]
+        # A random name: ranks of an earlier, half-dead start must not write into this directory.
         nonce = self._world.broadcast("save: begin", secrets.token_hex(4))  # [all]
         temporary = self._dir.temporary(step, nonce)
         written = self._attempt("save: begin", temporary, lambda: self._begin(temporary, state))  # [all]
@@ -121,7 +122,8 @@ class Checkpointer:
                 staged.append(role.stage(folder))  # [all]
             else:
                 written += self._attempt(f"save: {name}", temporary, lambda r=role, f=folder: r.save(f))  # [all]
-        if export and self._export is not None:  # it passes all weights through all ranks: no thread of one can
+        # An export gathers all weights through all ranks, which a thread of one rank cannot do.
+        if export and self._export is not None:
             written += self._attempt("save: export", temporary, lambda: self._export(temporary / EXPORT))  # [all]
 
         def write(on_progress: Callable[[], object]) -> Hashed:
@@ -134,7 +136,7 @@ class Checkpointer:
             self._seal(step, temporary, lambda: write(self._world.progress))  # [all]
 
     def _seal(self, step: int, temporary: Path, write: Callable[[], Hashed]) -> None:
-        """[all] Make a checkpoint of what the ranks wrote, once each of them has."""
+        """[all] Publish the files of all ranks as a checkpoint, once each rank has written its own."""
         hashed = self._attempt("save: hashes", temporary, write)  # [all]
         entries = [entry for record in self._world.gather("save: files", hashed) for entry in record]  # [all]
         files = {name: manifest.Entry(size, digest) for name, size, digest in entries}
@@ -157,7 +159,7 @@ class Checkpointer:
         return result
 
     def _state(self, step: int) -> bytes:
-        """[all] Everything but tensors, as JSON; the ranks must agree on it to the bit."""
+        """[all] Return everything but tensors as JSON; the ranks must agree on it to the bit."""
         state = {
             "step": step,
             "roles": {name: role.counters() for name, role in self._roles.items()},
@@ -168,7 +170,7 @@ class Checkpointer:
         return msgspec.json.format(encoded, indent=1)
 
     def _begin(self, temporary: Path, state: bytes) -> list[Path]:
-        """Make the directories and write `state.json`, on rank 0; return what was written."""
+        """Make the directories and write `state.json`, on rank 0; return the written files."""
         if self._world.rank != 0:
             return []
         temporary.mkdir(parents=True)
@@ -178,11 +180,12 @@ class Checkpointer:
         return [temporary / STATE]
 
     def _publish(self, temporary: Path, complete: Manifest) -> None:
-        """Write the manifest and move the checkpoint into its place, on rank 0."""
+        """Write the manifest and move the checkpoint to its final name, on rank 0."""
         if self._world.rank != 0:
             return
         assert manifest.list_files(temporary).keys() == complete.files.keys(), "somebody wrote what it did not say"
         complete.write(temporary)
+        # Names live in directories: without their own fsync, files could vanish after a power loss.
         for folder in [*(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
             manifest.flush(folder)
         self._dir.publish(temporary, complete.step)
@@ -191,7 +194,7 @@ class Checkpointer:
     # Restoring
 
     def _choose(self) -> Path | None:
-        """[all] The checkpoint to load, verified; None for a fresh start."""
+        """[all] Return the verified checkpoint to load; None for a fresh start."""
         found = self._world.broadcast("restore: candidates", self._candidates() if self._world.rank == 0 else None)
         if found["error"]:
             raise UserError(found["error"])
@@ -208,7 +211,7 @@ class Checkpointer:
         return None
 
     def _candidates(self) -> dict[str, Any]:
-        """The checkpoints that `checkpoint.resume` means, best first, or what forbids to begin; for rank 0 alone."""
+        """Return the checkpoints that `checkpoint.resume` allows, best first, or an error; for rank 0 alone."""
         resume, candidates, error = self._cfg.resume, [], None
         try:
             self._dir.clean()
@@ -216,7 +219,8 @@ class Checkpointer:
             used = bool(steps) or holds_run(self._run_dir)
         except OSError as failed:
             return {"candidates": [], "error": f"{self._dir.root}: {failed.strerror}"}
-        goes_on = steps and _is_of_another_run(resume, self._dir)  # a run begun from another's has its own by now
+        # A run that began from another run's checkpoint has its own by now.
+        goes_on = steps and _is_of_another_run(resume, self._dir)
         if resume == "auto" or goes_on:
             candidates = [str(self._dir.path(step)) for step in steps]
         elif resume != "never":
@@ -226,7 +230,7 @@ class Checkpointer:
         return {"candidates": candidates, "error": error}
 
     def _load(self, path: Path) -> int:
-        """[all] Load a checkpoint that has been verified; return its step."""
+        """[all] Load a verified checkpoint; return its step."""
         text = (path / STATE).read_text(encoding="utf-8") if self._world.rank == 0 else None
         state = msgspec.json.decode(self._world.broadcast("restore: state", text))
         for kind, own in (("roles", self._roles), ("parts", self._parts)):
@@ -255,13 +259,13 @@ def _hash(temporary: Path, written: list[Path], on_progress: Callable[[], object
 
 
 def _is_of_another_run(resume: str, own: CheckpointDir) -> bool:
-    """Whether `checkpoint.resume` is a path outside of this run. A path inside takes the run back to it."""
+    """Return True if `checkpoint.resume` is a path outside of this run. A path inside takes the run back to it."""
     given = Path(resume).expanduser().absolute()
     return resume not in ("auto", "never") and given.parent != own.root.absolute()
 
 
 def problem_of(path: Path, world: World) -> str | None:
-    """[all] Why a checkpoint cannot be trusted; None if every byte is as its manifest says."""
+    """[all] Return why a checkpoint cannot be trusted; None if every byte matches its manifest."""
     read = None
     if world.rank == 0:
         try:
@@ -277,7 +281,7 @@ def problem_of(path: Path, world: World) -> str | None:
 
 
 def _differs(path: Path, name: str, expected: str, world: World) -> str | None:
-    """What is wrong with one file; None if its content has the expected hash."""
+    """Return the fault of one file; None if its content has the expected hash."""
     try:
         manifest.check_file(path, name, expected, world.progress)
     except TornCheckpoint as torn:
@@ -288,9 +292,9 @@ def _differs(path: Path, name: str, expected: str, world: World) -> str | None:
 
 
 def finished(cfg: CheckpointConfig, run_dir: Path, steps: int, world: World) -> int | None:
-    """[all] Return the step that the run directory holds, if it is `steps` or a later one; None if there is work left.
+    """[all] Return the step of the run directory, if it is `steps` or a later one; None if there is work left.
 
-    It looks at names and sizes only, so that a door can ask before it loads anything. UserError where
+    It reads only names and sizes, so that a pipeline can call it before it loads anything. UserError if
     `checkpoint.resume` names a checkpoint that leaves nothing to do.
     """
     found = world.broadcast("restore: finished", _reached(cfg, run_dir) if world.rank == 0 else None)  # [all]
@@ -303,7 +307,7 @@ def finished(cfg: CheckpointConfig, run_dir: Path, steps: int, world: World) -> 
 
 
 def _reached(cfg: CheckpointConfig, run_dir: Path) -> dict[str, Any] | None:
-    """The step of the checkpoint from which the run would go on, and whether the user chose it; None without one."""
+    """Return the step of the checkpoint to continue from, and True if the user chose it; None without one."""
     directory = CheckpointDir(run_dir / "checkpoints")
     latest = directory.latest()
     path = directory.path(latest) if latest is not None else None

@@ -1,7 +1,7 @@
-"""`CheckpointDir`: the `checkpoints/` directory of a run, its names, the atomic move into place, and what is kept.
+"""`CheckpointDir`: the `checkpoints/` directory of a run: names, the atomic move, and pruning.
 
 Only rank 0 changes it. A checkpoint is written as `.step-000010.tmp-<nonce>` and appears by one rename; `latest` is a
-text file with its name, which another one replaces. A crash between any two system calls leaves the previous checkpoint
+text file with its name, replaced by another rename. A crash between any two system calls leaves the previous checkpoint
 and `latest` as they were.
 """
 
@@ -16,24 +16,24 @@ _STEP = re.compile(r"step-(\d{6,})")
 
 
 class CheckpointDir:
-    """The checkpoints of one run. Methods that touch the disk raise OSError as the file system gives it."""
+    """The checkpoints of one run. Methods that touch the disk raise the file system's OSError."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def path(self, step: int) -> Path:
-        """The directory of the checkpoint of `step`, whether it exists or not."""
+        """Return the directory of the checkpoint of `step`, existing or not."""
         return self.root / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
-        """The steps that have a directory, ascending."""
+        """Return the steps that have a directory, ascending."""
         if not self.root.is_dir():
             return []
         matches = (_STEP.fullmatch(entry.name) for entry in self.root.iterdir() if entry.is_dir())
         return sorted(int(match[1]) for match in matches if match)
 
     def latest(self) -> int | None:
-        """The step that `latest` names; None where there is no such file or it names nothing."""
+        """Return the step that `latest` names; None if the file is missing or invalid."""
         try:
             match = _STEP.fullmatch((self.root / "latest").read_text(encoding="ascii").strip())
         except (FileNotFoundError, UnicodeDecodeError):
@@ -41,9 +41,9 @@ class CheckpointDir:
         return int(match[1]) if match else None
 
     def candidates(self) -> list[int]:
-        """The steps to resume from, best first: the one that `latest` names, then older ones.
+        """Return the steps to resume from, best first: the one that `latest` names, then older ones.
 
-        A newer one than `latest` names is left out: the save that made it did not end. Without `latest`, all count.
+        Newer ones are left out: their save did not complete. Without `latest`, all count.
         """
         latest = self.latest()
         steps = self.steps()
@@ -52,19 +52,21 @@ class CheckpointDir:
         return [latest] + [step for step in reversed(steps) if step < latest]
 
     def temporary(self, step: int, nonce: str) -> Path:
-        """The directory in which the checkpoint of `step` is written before `publish` moves it."""
+        """Return the directory in which the checkpoint of `step` is written before `publish` moves it."""
         return self.root / f".step-{step:06d}.tmp-{nonce}"
 
     def publish(self, temporary: Path, step: int) -> None:
-        """Move a complete directory into its place, then let `latest` name it."""
+        """Move a complete directory to its final name, then let `latest` name it."""
         final = self.path(step)
         replaced = temporary.with_name(temporary.name + "-old")
         pointer = temporary.with_name(temporary.name + "-latest")
-        with open(pointer, "w", encoding="ascii") as file:  # before the move: a full disk must not strike between them
+        # Written before the move, so that a full disk cannot strike between the move and the pointer.
+        with open(pointer, "w", encoding="ascii") as file:
             file.write(final.name + "\n")
             file.flush()
             os.fsync(file.fileno())
-        if final.exists():  # a damaged checkpoint of the same step, or one of an abandoned continuation
+        # A damaged checkpoint of the same step, or one of an abandoned continuation.
+        if final.exists():
             os.rename(final, replaced)
         os.rename(temporary, final)
         flush(self.root)
@@ -78,13 +80,13 @@ class CheckpointDir:
         older = [s for s in self.steps() if s <= step]
         for old in older[: -max(keep, 1)]:
             if old != latest:
-                # Out of sight by one rename first: a half-removed directory must not pass for a checkpoint.
+                # One rename hides it first: a half-removed directory must not pass for a checkpoint.
                 gone = self.root / f".{self.path(old).name}.tmp-gone"
                 os.rename(self.path(old), gone)
                 shutil.rmtree(gone)
 
     def clean(self) -> None:
-        """Remove what a killed run left half-written."""
+        """Remove incomplete directories of a killed run."""
         if not self.root.is_dir():
             return
         for entry in self.root.glob(".step-*.tmp-*"):

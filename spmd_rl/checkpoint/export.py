@@ -1,7 +1,7 @@
 """`HfExport`: weights as a Hugging Face directory (safetensors, config, tokenizer) that `from_pretrained` loads.
 
-Rank 0 writes; all ranks go through all weights, which are gathered tensor by tensor. Left out: optimizer state, and any
-file of the model directory that holds weights.
+Rank 0 writes; all ranks iterate over all weights, which are gathered tensor by tensor. Left out: optimizer state, and
+weight files of the model directory.
 """
 
 import json
@@ -22,23 +22,23 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 class HfExport:
-    """Writes the current weights of a policy as a directory. Example: `HfExport(policy, cfg.policy.model, world)`."""
+    """Writer of a policy's current weights as a directory. Example: `HfExport(policy, cfg.policy.model, world)`."""
 
     def __init__(self, policy: PolicyRole, model_dir: str | Path, world: World) -> None:
-        """`model_dir` is where config and tokenizer are copied from; `world` are the ranks that hold the policy."""
+        """Take the source of config and tokenizer, `model_dir`, and the ranks that hold the policy, `world`."""
         self._policy, self._model_dir, self._world = policy, model_folder(model_dir), world
 
     def __call__(self, path: Path) -> list[Path]:
         """[all] Write the directory `path`; return the files that this rank wrote, which only rank 0 does.
 
-        OSError on rank 0 if a write failed, after all ranks have gone through all weights.
+        OSError on rank 0 if a write failed, after all ranks have iterated over all weights.
         """
         with self._world.collective("export: weights", "copy"):
             return write_hf(self._policy.weights(), self._model_dir, path, self._world.rank == 0, self._world.progress)
 
 
 class RewardExport:
-    """Writes a trained critic as a sequence classification model with one output, which `rewards.reward_model` loads.
+    """Writer of a trained critic as a sequence classification model with one output, for `rewards.reward_model`.
 
     Example: `RewardExport(critic, cfg.policy.model, world, pad_token_id=0)`.
     """
@@ -51,13 +51,16 @@ class RewardExport:
         pad_token_id: int | None,
         separator: str | None = None,
     ) -> None:
-        """pad_token_id: of a token that ends no conversation; None: the model scores one at a time. separator: of the
-        steps that it scores; None: it scores answers."""
+        """Take the critic's export settings.
+
+        pad_token_id: a token that ends no conversation; None: the model scores one at a time. separator: of the steps
+        that it scores; None: it scores answers.
+        """
         self._critic, self._model_dir, self._world = critic, model_folder(model_dir), world
         self._config = {"pad_token_id": pad_token_id} | ({"step_separator": separator} if separator else {})
 
     def __call__(self, path: Path) -> list[Path]:
-        """[all] As `HfExport`."""
+        """[all] Write the directory `path` as `HfExport` does."""
         weights = ((name.replace("lm_head.", "score."), tensor) for name, tensor in self._critic.weights())
         with self._world.collective("export: weights", "copy"):
             files = write_hf(weights, self._model_dir, path, self._world.rank == 0, self._world.progress)
@@ -78,9 +81,9 @@ def write_hf(
     progress: Callable[[], object],
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
-    """[all] Go through `weights`; where `write` is set, store them in `path` with the side files of `model_dir`.
+    """[all] Iterate over `weights`; with `write`, store them in `path` with the side files of `model_dir`.
 
-    Returns the files written. A full disk does not stop the iteration, in which other ranks take part: the OSError
+    Returns the written files. A full disk does not stop the iteration, in which other ranks take part: the OSError
     comes after it.
     """
     writer = _Shards(path, max_shard_bytes) if write else None
@@ -103,7 +106,7 @@ def write_hf(
 
 
 def copy_side_files(model_dir: Path, path: Path, dtype: str) -> None:
-    """Copy everything of a model directory but its weights; let `config.json` name the exported dtype."""
+    """Copy all files of a model directory but its weights; set the exported dtype in `config.json`."""
     for source in sorted(model_dir.iterdir()):
         if source.is_file() and not source.name.startswith(".") and not source.name.endswith(_WEIGHTS):
             shutil.copyfile(source, path / source.name)
@@ -115,17 +118,17 @@ def copy_side_files(model_dir: Path, path: Path, dtype: str) -> None:
 
 
 def begins_file(held_bytes: int, tensor_bytes: int, max_bytes: int) -> bool:
-    """Whether a tensor goes into another file than the one that holds so many bytes already."""
+    """Return True if a tensor needs a new file after one that holds `held_bytes`."""
     return held_bytes > 0 and held_bytes + tensor_bytes > max_bytes
 
 
 def file_name(number: int, count: int) -> str:
-    """The name under which `from_pretrained` looks for file `number`, from 1 on, of so many."""
+    """Return the name under which `from_pretrained` looks for file `number` of `count`, from 1 on."""
     return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(path: Path, names: Sequence[Sequence[str]], total_bytes: int) -> None:
-    """Write which tensors each file holds; nothing where there is one file."""
+    """Write the index of the tensors in each file, unless there is only one file."""
     if len(names) == 1:
         return
     weight_map = {name: file_name(i, len(names)) for i, inside in enumerate(names, start=1) for name in inside}
@@ -134,7 +137,9 @@ def write_index(path: Path, names: Sequence[Sequence[str]], total_bytes: int) ->
 
 
 class _Shards:
-    """Collects tensors up to the size of a safetensors file, then writes it. Holds one file's tensors in memory."""
+    """Collector of tensors up to the size of a safetensors file, which it then writes. Holds one file's tensors in
+    memory.
+    """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
@@ -146,7 +151,7 @@ class _Shards:
         self.dtype = "float32"
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Keep a copy of `tensor`, which its owner may overwrite next."""
+        """Keep a copy of `tensor`, which its owner may overwrite."""
         if begins_file(self._pending_bytes, tensor.nbytes, self._max_bytes):
             self._flush()
         if not self._names and not self._pending:
@@ -156,9 +161,10 @@ class _Shards:
         self._total_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Write the rest, and give the files the names that `from_pretrained` looks for."""
+        """Write the rest, and rename the files as `from_pretrained` expects."""
         self._flush()
         for number, _ in enumerate(self._names, start=1):
+            # The number of files is part of each name, and known only at the end.
             self._part(number).rename(self._path / file_name(number, len(self._names)))
         write_index(self._path, self._names, self._total_bytes)
 
@@ -170,7 +176,9 @@ class _Shards:
         self._names.append(list(self._pending))
         try:
             save_file(self._pending, self._part(len(self._names)), metadata={"format": "pt"})
-            self._part(len(self._names)).chmod(0o644)  # safetensors makes it unreadable for others
-        except SafetensorError as failed:  # how safetensors reports I/O errors
+            # safetensors creates files that other users cannot read.
+            self._part(len(self._names)).chmod(0o644)
+        # safetensors reports I/O errors as its own exception.
+        except SafetensorError as failed:
             raise OSError(str(failed)) from failed
         self._pending, self._pending_bytes = {}, 0

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: its files, their sizes and hashes. It is written last, and nothing else is read.
+"""The manifest of a checkpoint: its files, their sizes and hashes. Written last; other files are never read.
 
-It guards against torn and damaged directories and against files that were added or swapped, not against a writer who
-can rewrite the manifest too. Such a writer may give a run other weights; what runs no code of his is the readers' care.
+It guards against torn and damaged directories and against added or swapped files, not against a writer who can rewrite
+the manifest too. Such a writer may give a run other weights; readers must not run code from a checkpoint.
 """
 
 import hashlib
@@ -15,13 +15,13 @@ import msgspec
 
 NAME = "manifest.json"
 EXPORT = "hf"
-"""The folder of a checkpoint that is an export and no state: it may be moved away."""
+"""Folder of a checkpoint with an export instead of state: it may be moved away."""
 FORMAT = 1
 _CHUNK = 4 << 20
 
 
 class TornCheckpoint(Exception):
-    """A checkpoint directory is incomplete or damaged; the message says how, in one line."""
+    """An incomplete or damaged checkpoint directory; the message says how, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class Manifest:
 
     step: int
     world_size: int
-    """The number of ranks that wrote it; any number of ranks may load it."""
+    """Number of ranks that wrote it; any number of ranks may load it."""
     files: dict[str, Entry]
 
     def write(self, directory: Path) -> None:
-        """Write `manifest.json` and flush it to the disk. OSError as the file system gives it."""
+        """Write `manifest.json` and flush it to the disk. OSError from the file system."""
         body = self._body()
         with open(directory / NAME, "w", encoding="ascii") as file:
             json.dump(body | {"digest": _digest(body)}, file, indent=1)
@@ -53,8 +53,8 @@ class Manifest:
     def read(cls, directory: Path) -> "Manifest":
         """Read the manifest, and check it against its own digest and against the names and sizes in the directory.
 
-        `TornCheckpoint` if anything differs, but for an export that is gone as a whole. The files' hashes are left to
-        the caller (`hash_file`), who can share them among ranks.
+        `TornCheckpoint` if anything differs, except for a completely missing export. The files' hashes are left to the
+        caller (`hash_file`), who can divide them among ranks.
         """
         manifest = cls._parse(directory)
         export = directory / EXPORT
@@ -94,7 +94,7 @@ class Manifest:
 
 
 def list_files(directory: Path) -> dict[str, int]:
-    """Return the size in bytes of every file under `directory`, but for the manifest, by relative path.
+    """Return the size in bytes of every file under `directory`, except the manifest, by relative path.
 
     `TornCheckpoint` for anything that is neither a plain file nor a directory: a link could leave the checkpoint.
     """
@@ -103,6 +103,7 @@ def list_files(directory: Path) -> dict[str, int]:
         for name in folders + names:
             path = Path(parent, name)
             relative = path.relative_to(directory).as_posix()
+            # The export may have been moved elsewhere and replaced by a link.
             if relative == EXPORT and path.is_symlink():
                 continue  # moved elsewhere
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
@@ -125,7 +126,7 @@ def hash_file(path: Path, progress: Callable[[], object]) -> Entry:
 
 
 def check_file(path: Path, name: str, expected: str, progress: Callable[[], object] = lambda: None) -> None:
-    """Raise `TornCheckpoint`, which calls the file `name`, if its content does not have the hash that is expected."""
+    """Raise `TornCheckpoint`, with the file's `name`, if its content does not have the expected hash."""
     if hash_file(path, progress).hash != expected:
         raise TornCheckpoint(f"{name} does not have the content that its manifest vouches for")
 

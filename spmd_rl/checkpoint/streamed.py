@@ -12,9 +12,9 @@ from spmd_rl.train.state import TensorSpec, write_safetensors
 def write_streamed(
     specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]], path: Path, max_bytes: int
 ) -> None:
-    """Write `tensors`, which come in the order of `specs`, into files of at most `max_bytes` each, and their index.
+    """Write `tensors`, in the order of `specs`, into files of at most `max_bytes` each, and their index.
 
-    `path` exists. A tensor that is larger has a file of its own. OSError as the file system gives it.
+    `path` exists. A larger tensor gets a separate file. OSError from the file system.
     """
     files: list[dict[str, TensorSpec]] = [{}]
     held = 0

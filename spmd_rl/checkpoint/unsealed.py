@@ -1,4 +1,4 @@
-"""`Unsealed`: a checkpoint of which this rank's files are written while training goes on."""
+"""`Unsealed`: a checkpoint whose files are written while training continues."""
 
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -12,14 +12,14 @@ POLL_SECONDS = 1.0
 
 
 class Unsealed(Generic[T]):
-    """Begun, and without a manifest until all ranks have met over it: nobody takes it for a checkpoint until then.
+    """A checkpoint in progress, invalid for readers until all ranks have sealed it with a manifest.
 
-    The thread that writes meets no other rank. What it does is no progress of the run while that trains, or a hang
-    would stay hidden for as long as there is something to write; it is some where the run waits for it.
+    The writing thread meets no other rank. Its work is no progress of the run during training, or it would hide a hang;
+    it is progress while the run waits for it.
     """
 
     def __init__(self, step: int, temporary: Path, write: Callable[[Callable[[], object]], T]) -> None:
-        """`write` is called with a function that it calls whenever it has come on."""
+        """Start `write`, which calls its argument after each part of its work."""
         self.step, self.temporary, self._moved = step, temporary, 0
         self._written = in_background("checkpoint", lambda: write(self._move))
 
@@ -27,7 +27,7 @@ class Unsealed(Generic[T]):
         self._moved += 1
 
     def result(self, on_progress: Callable[[], object]) -> T:
-        """Wait for `write` and return what it gave, or raise what it raised; `on_progress` where it came on."""
+        """Wait for `write` and return its result, or raise its exception; call `on_progress` after each part."""
         seen = self._moved
         while not wait([self._written], POLL_SECONDS).done:
             if self._moved != seen:

@@ -1,7 +1,7 @@
 """Settings: dataclasses with defaults and checks, composed by Hydra and checked before the process group forms.
 
-A pipeline imports its settings and `main`, one of a user's own `PipelineConfig` to add its sections to; other modules
-import the dataclass that they need from `schema`.
+A pipeline imports its settings and `main`; a user's own pipeline imports `PipelineConfig` and adds its sections. Other
+modules import the dataclass that they need from `schema`.
 """
 
 from spmd_rl.config.main import main

@@ -9,11 +9,11 @@ from spmd_rl.config.sections.models import PolicyConfig, ServedModelConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 
 MAX_RANK = 512
-"""of vLLM"""
+"""largest rank of adapters in vLLM"""
 
 
 def check_adapters(engine: EngineConfig, policy: ServedModelConfig, placement: PlacementConfig | None = None) -> None:
-    """Check that adapters can be sent alone."""
+    """Check that adapters can be sent without the model's weights."""
     if not engine.adapters:
         return
     lora, facts = policy.lora if isinstance(policy, PolicyConfig) else None, facts_of(engine.name)

@@ -1,10 +1,10 @@
-"""A loss or an advantage estimator of a user's own: `algorithm.loss=module:function`, found, checked and bound.
+"""A user's own loss or advantage estimator, `algorithm.loss=module:function`: imported, checked and bound.
 
     # my_loss.py, on PYTHONPATH
     def my_loss(tokens, *, clip_low, strength=1.0):  # algorithm.clip_low, algorithm.args.strength
         return -strength * tokens.logprobs * tokens.advantages, {}
 
-The first parameters are what the functions of `algo` get: `tokens` for a loss, `scored` for an advantage of whole
+The first parameters are those of the functions of `algo`: `tokens` for a loss, `scored` for an advantage of whole
 answers, `rewards, values, samples` for one of tokens. The others are settings.
 """
 
@@ -19,11 +19,11 @@ from spmd_rl.config.sections.algorithm import OWN, AlgorithmConfig
 from spmd_rl.config.sections.rollout import SamplingConfig
 
 CHOICES: Mapping[str, tuple[int, ...]] = {"loss": (1,), "advantage": (1, 3)}
-"""The keys that may name a function of a user's own, each with the numbers of tensors that it may take."""
+"""Keys that may name a user's own function, each with the numbers of tensors that it may take."""
 
 
 def check_algorithm(algorithm: AlgorithmConfig) -> None:
-    """Check the user's own functions, if there are any. UserError for one that cannot be imported or called."""
+    """Check the user's own functions, if any. UserError for one that cannot be imported or called."""
     own = [choice for choice in CHOICES if is_own(algorithm, choice)]
     taken = {name for choice in own for name in parameters(algorithm, choice)}
     for choice in own:
@@ -34,12 +34,12 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
 
 
 def is_own(algorithm: AlgorithmConfig, choice: str) -> bool:
-    """Return whether `algorithm.<choice>` names a function of a user's own."""
+    """Return True if `algorithm.<choice>` names a user's own function."""
     return OWN.fullmatch(getattr(algorithm, choice)) is not None
 
 
 def num_tensors(algorithm: AlgorithmConfig, choice: str) -> int:
-    """Return how many arguments a user's own function takes before its settings."""
+    """Return the number of arguments of a user's own function before its settings."""
     function, known = _import(algorithm, choice), {**vars(algorithm), **algorithm.args}
     first = [p for p in _plain(function) if p.kind is not p.KEYWORD_ONLY and p.default is p.empty]
     return len([p for p in first if p.name not in known])
@@ -53,7 +53,7 @@ def parameters(algorithm: AlgorithmConfig, choice: str) -> list[str]:
 def own_function(algorithm: AlgorithmConfig, choice: str) -> Callable[..., Any]:
     """Return the user's own function with its settings filled in: from `algorithm.args`, else from `algorithm`.
 
-    What it raises becomes a UserError with its file and line. UserError if it cannot be imported or called.
+    Its exceptions become UserErrors with its file and line. UserError if it cannot be imported or called.
     """
     key, target = f"algorithm.{choice}", getattr(algorithm, choice)
     function, count = _import(algorithm, choice), num_tensors(algorithm, choice)
@@ -76,7 +76,7 @@ def own_function(algorithm: AlgorithmConfig, choice: str) -> Callable[..., Any]:
 
 
 def sources(cfg: Any) -> dict[str, str]:
-    """Return a digest of the file of each function of a user's own that ranks run, by its name `module:function`."""
+    """Return a digest of the file of each user's own function that ranks run, by its name `module:function`."""
     named = [target for found in apply((_own_functions, _own_episode), cfg) for target in found]
     return {f"source of {target}": source_digest(target) for target in named}
 

@@ -1,7 +1,7 @@
-"""What `config.json` says about whether a model can be trained here: told before torch, and before weights are fetched.
+"""Trainable model types, by `config.json`: checked before torch, and before weights are fetched.
 
-Training packs many sequences into one row and attends within each (`model/attention.py`). Whatever mixes tokens in
-another way would train on wrong logprobs and not say so. So this is a list of what works: for each type on it,
+Training packs many sequences into one row and attends within each (`model/attention.py`). A model that mixes tokens in
+any other way would silently train on wrong logprobs. So this is a list of tested types: for each of them
 `tests/dist/test_architectures.py` compares packed logprobs, gradients and weights with those of plain transformers.
 """
 
@@ -18,20 +18,24 @@ FULL = (
     "jetmoe llama longcat_flash minicpm3 minimax_m2 ministral3 mistral mixtral olmo olmo2 olmoe opt persimmon phi3 "
     "phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 youtu"
 )
-"""The types of models (`model_type`) that can be trained; of those that may have a window, it is that of all layers"""
+"""Model types (`model_type`) that can be trained; a window, if any, is that of all layers"""
 SLIDING = {"afmoe": 1024, "cohere2": 4096, "cwm": 8192, "dots1": 4096, "exaone4": 4096, "exaone_moe": 4096}
 SLIDING |= {"gemma3_text": 4096, "laguna": 512, "mellum": 1024, "ministral": 4096, "olmo3": 4096}
-"""As well, types some of whose layers see a window, even where `config.json` does not say it; and the window then"""
+"""Further types, some of whose layers see a window even if `config.json` does not mention it, with the
+window's default
+"""
 ACCEPTED = sorted([*FULL.split(), *SLIDING])
-"""To add one: its name above, and the test must pass"""
+"""All types that can be trained. A new one needs its name above and a passing test"""
 UNLESS_ASKED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
-"""Types that have no window but with `use_sliding_window`"""
+"""Types that have a window only with `use_sliding_window`"""
 WINDOWS = {**SLIDING, **dict.fromkeys(("mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), 4096)}
 LAYERS = {"full_attention", "sliding_attention"}
-"""What `layer_types` may name"""
+"""Layer types that `layer_types` may name"""
 POSITIONS = {**dict.fromkeys(("default", "linear", "llama3", "yarn"), ""), "dynamic": "max_position_embeddings"}
 POSITIONS |= dict.fromkeys(("longrope", "su"), "original_max_position_embeddings")
-"""Rotary positions that a model may have. A sequence longer than the key says changes those of its neighbours too"""
+"""Rotary positions that a model may have. A sequence longer than the key's value also changes those of
+its neighbours
+"""
 REASONS = {
     "has layers with a state, which runs on from one sequence into the next": (
         "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h "
@@ -50,24 +54,23 @@ REASONS = {
     "has experts of a kind of its own": "granitemoe granitemoeshared",
     "cannot be loaded in shards": "biogpt gpt_neox",
 }
-"""Why other types cannot be trained, where it is known"""
+"""Reasons for which other types cannot be trained, if known"""
 NO_CAUSAL_LM = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 REWARD_MODEL = "ForSequenceClassification"
-"""What a critic may begin with beside a language model"""
+"""Architecture that only a critic may start from"""
 LOGIT_FACTORS = {"cohere": ("logit_scale", 1), "cohere2": ("logit_scale", 1), "granite": ("logits_scaling", -1)}
 """Types that multiply their logits by a number: the key of `config.json` that has it, and its exponent"""
 SCALES_HIDDEN_STATES = (*LOGIT_FACTORS, "afmoe", "minicpm3", "olmo")
-"""Types whose own forward multiplies what comes out of the input embedding, or goes into the output embedding, by what
-is no parameter"""
+"""Types that scale the output of the input embedding, or the input of the output embedding, by a constant"""
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of which one says how many experts each layer of a mixture has"""
+"""Possible keys for the number of experts in each layer of a mixture"""
 
 
 def experts_in(folder: Path) -> int | None:
-    """Return how many experts each layer of the model in `folder` has, 0 if it is no mixture; None if that is unknown.
+    """Return the number of experts in each layer of the model in `folder`, 0 without a mixture; None if unknown.
 
-    A directory without a readable `config.json` is for others to refuse.
+    A directory without a readable `config.json` is refused elsewhere.
     """
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
@@ -80,7 +83,7 @@ def experts_in(folder: Path) -> int | None:
 def check_architecture(key: str, folder: Path, longest: int, is_critic: bool = False) -> None:
     """Raise a `UserError` if the model in `folder` cannot be trained.
 
-    `longest` is the most tokens of a sample. `key` is the setting that the error names.
+    longest: largest number of tokens of a sample. key: the setting that the error names.
     """
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
@@ -88,6 +91,7 @@ def check_architecture(key: str, folder: Path, longest: int, is_critic: bool = F
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{key}: {folder / 'config.json'}: {error}") from None
     pad, size = config.get("pad_token_id"), config.get("vocab_size")
+    # A padding id outside of the vocabulary would index past the embedding.
     if isinstance(pad, int) and isinstance(size, int) and pad >= size:
         raise UserError(f"{key}: {folder / 'config.json'}: pad_token_id {pad} is outside of the vocabulary of {size}")
     others = tuple(name for name in NO_CAUSAL_LM if name != REWARD_MODEL or not is_critic)
@@ -104,13 +108,13 @@ def check_architecture(key: str, folder: Path, longest: int, is_critic: bool = F
 
 
 def has_windows(config: dict[str, Any]) -> bool:
-    """Return True if some layers of the model with this `config.json` see a window alone."""
+    """Return True if some layers of the model with this `config.json` have a sliding window."""
     layers = config.get("layer_types") or (["sliding_attention"] if config.get("model_type") in SLIDING else ())
     return bool({*layers} - {"full_attention"})
 
 
 def _reasons(kind: str, config: dict[str, Any]) -> Iterator[str]:
-    """Why a model cannot be trained, whatever the lengths and the engine; nothing if it can."""
+    """Yield reasons for which a model cannot be trained with any lengths and engine."""
     yield from (reason for reason, kinds in REASONS.items() if kind in kinds.split())
     if "text_config" in config:
         yield "has more in it than a language model"
@@ -131,7 +135,7 @@ def _reasons(kind: str, config: dict[str, Any]) -> Iterator[str]:
 
 
 def _limits(kind: str, config: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """What a sample must not be longer than, and how many tokens that is."""
+    """Yield upper bounds of a sample's length: a description and the number of tokens."""
     asked, layers = config.get("use_sliding_window", kind not in UNLESS_ASKED), config.get("layer_types")
     slides = asked and not (kind in SLIDING and layers and "sliding_attention" not in layers)
     if slides and (window := config.get("sliding_window", WINDOWS.get(kind))):
@@ -143,7 +147,7 @@ def _limits(kind: str, config: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _positions(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The kinds of rotary positions, of all layers or of several kinds of layers, and their settings."""
+    """Return the types of rotary positions, of all layers or by type of layer, with their settings."""
     found = [settings for key in ("rope_parameters", "rope_scaling") if isinstance(settings := config.get(key), dict)]
     found += [value for settings in found for value in settings.values() if isinstance(value, dict)]
     return [(settings.get("rope_type") or settings.get("type") or "default", settings) for settings in found]

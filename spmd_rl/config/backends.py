@@ -1,4 +1,4 @@
-"""Training backends, as far as settings, `--plan` and `doctor` know them: without torch and their code.
+"""Training backends as known to settings, `--plan` and `doctor`: without torch and their code.
 
     backend(train.name).check(role, folder)
 
@@ -26,39 +26,40 @@ OWN = (
     "offload_optimizer",
     "offload_param",
 )
-"""Settings of `train` that a backend may lack; all others but the axes are for every one."""
+"""Settings of `train` that a backend may lack; all backends have the others, axes apart."""
 AXES = ("tp", "cp", "ep", "pp", "vpp", "dp_replicate")
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What a backend is and is not for; `build` alone imports it."""
+    """Abilities of a backend; only `build` imports its code."""
 
     build: Callable[[RoleConfig, Any, Any], Any]
-    """[all] Called with the role's settings (`role.model` is the folder, `role.train` its section), its `Layout` and a
-    `stored_model.Source`, which it may call for a module of transformers; returns the `train.base.Role`."""
+    """[all] Constructor of the `train.base.Role`, from the role's settings (`role.model` is the folder, `role.train`
+    its section), its `Layout` and a `stored_model.Source`, which it may call for a module of transformers.
+    """
     axes: tuple[str, ...] = ()
-    """of `AXES`, those that it has"""
+    """supported ones of `AXES`"""
     settings: tuple[str, ...] = ()
-    """of `OWN`, those that it has"""
+    """supported ones of `OWN`"""
     optimizers: tuple[str, ...] = ("adamw",)
     adapters: bool = False
-    """Whether it trains those of `policy.lora`"""
+    """True if it trains the adapters of `policy.lora`"""
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    """In which it trains: `float16` needs a factor of the loss"""
+    """Dtypes in which it trains; `float16` needs a loss scale"""
     package: str = ""
     """Name of the package that it needs; empty without one"""
     quantized_base: bool = False
     """True if frozen weights below adapters may be held in few bits (`lora.base`)"""
     has_plan: bool = False
-    """Whether `--plan` can trace it: its model has `state_dict` and `whole_parameters` (see `FSDP2Model`)."""
+    """True if `--plan` can trace it: its model has `state_dict` and `whole_parameters` (see `FSDP2Model`)."""
     follows: bool = False
-    """Whether a reference can take over the policy's weights: the model's `state` has those of a frozen one too"""
+    """True if a reference can copy the policy's weights: the model's `state` has those of a frozen one too"""
     refuse: Callable[[RoleConfig, dict[str, Any]], None] = lambda role, model: None
-    """Called with a role and its model's `config.json`; raises a UserError for what else this backend cannot do."""
+    """Check of a role and its model's `config.json`; raises a UserError for further limits of this backend."""
 
     def check(self, role: RoleConfig, folder: Path) -> None:
-        """Raise a UserError, naming the setting, for what this backend cannot do."""
+        """Raise a UserError, naming the setting, if this backend cannot do what a role asks for."""
         train, default = role.train, {one.name: one.default for one in fields(TrainConfig)}
         for key in (key for key in (*AXES, *OWN) if key not in (*self.axes, *self.settings)):
             if getattr(train, key) != default[key]:
@@ -91,12 +92,12 @@ class Backend:
 
 
 def backend(name: str) -> Backend:
-    """What is known of a backend by its name."""
+    """Return the facts of a backend, by its name."""
     return importlib.import_module(BACKENDS[name]).BACKEND
 
 
 def check_following(roles: list) -> None:
-    """Check that a reference can follow all that training changes in the policy."""
+    """Check that a reference can follow every trained part of the policy."""
     policy, reference = roles[0], next((role for role in roles if role.sync_steps is not None), None)
     if reference is None:
         return
@@ -114,6 +115,6 @@ def check_following(roles: list) -> None:
 
 
 def _architecture(model: str) -> dict[str, Any]:
-    """What says which weights a model has, sizes aside, which are compared when they meet."""
+    """Return the facts that determine a model's weights; sizes are compared when weights are copied."""
     config = json.loads((model_folder(model) / "config.json").read_text())
     return {key: config.get(key) for key in ("model_type", "attention_bias", "mlp_bias", "tie_word_embeddings")}

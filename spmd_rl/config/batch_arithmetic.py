@@ -1,4 +1,4 @@
-"""The arithmetic of a step: how many prompts, answers, samples and tokens go where. Torch-free."""
+"""The arithmetic of a step: numbers of prompts, answers, samples and tokens. Torch-free."""
 
 from spmd_rl.base.errors import plural
 from spmd_rl.config.placement import Placement
@@ -42,7 +42,7 @@ def describe_batch(
 def describe_rows(
     num_train: int, num_eval: int, data: RowsConfig, eval: ValidationConfig, train: TrainConfig, steps: int
 ) -> list[tuple[str, str]]:
-    """Return the arithmetic of a supervised run on so many rows as names and texts."""
+    """Return the arithmetic of a supervised run on `num_train` rows as names and texts."""
     shards, size = max(1, world_size() // train.ranks_per_shard), data.rows_per_step
     epochs, asked = steps * size / num_train, min(num_eval, eval.rows or num_eval)
     updates = plural(train.updates_per_step, "optimizer step")
@@ -58,13 +58,13 @@ def describe_rows(
 
 
 def describe_held_out(num_eval: int, data: SourcesConfig | None) -> str:
-    """Return how many rows are held out, and of what."""
+    """Return text with the number of held-out rows and their source."""
     taken = data is not None and data.train and not data.eval and num_eval
     return f"{num_eval} held out" + (f" of data.train (data.holdout={data.holdout:g})" if taken else "")
 
 
 def describe_evaluation(eval: EvaluationConfig, steps: int, num_eval: int) -> str:
-    """Return how many of `num_eval` held-out prompts are asked, how and when."""
+    """Return text with the number, sampling and times of held-out prompts."""
     asked = num_eval if eval.prompts is None else min(eval.prompts, num_eval)
     if not eval.every or not asked:
         return "none"
@@ -73,11 +73,10 @@ def describe_evaluation(eval: EvaluationConfig, steps: int, num_eval: int) -> st
 
 
 def describe_tokens(rollout: RolloutConfig, turns: bool, prompt_tokens: int | None = None) -> str:
-    """Return the most tokens that a sample and a step can have, as far as the settings say.
+    """Return text with the largest number of tokens of a sample and of a step.
 
-    turns: whether episodes may have several (`has_turns`). Without `rollout.max_context_tokens` the tokens of one are
-    all that is known.
-    prompt_tokens: the length of the longest prompt, where it is known.
+    turns: True if episodes may have several turns (`has_turns`). Without `rollout.max_context_tokens` only one turn is
+    bounded. prompt_tokens: the length of the longest prompt, if known.
     """
     prompt = rollout.max_prompt_tokens if prompt_tokens is None else prompt_tokens
     longest, samples = tokens_per_turn(rollout, prompt), rollout.prompts_per_step * rollout.answers_per_prompt
@@ -90,17 +89,17 @@ def describe_tokens(rollout: RolloutConfig, turns: bool, prompt_tokens: int | No
 
 
 def has_turns(rollout: SamplingConfig, plays: bool) -> bool:
-    """Return whether episodes may have several turns: a user's own, or those of an environment (`plays`)."""
+    """Return True if episodes may have several turns: a user's own, or those of an environment (`plays`)."""
     return (plays or rollout.target is not None) and rollout.max_turns != 1
 
 
 def tokens_per_turn(rollout: SamplingConfig, prompt_tokens: int) -> int:
-    """Return the most tokens of a prompt and one answer to it, or of a sample where the settings bound it."""
+    """Return the largest number of tokens of a prompt and one answer, or of a sample if the settings bound it."""
     return rollout.max_context_tokens or prompt_tokens + rollout.max_new_tokens
 
 
 def describe_samples(rollout: RolloutConfig) -> str:
-    """Return the samples that a step trains on, and the prompts beyond these that it may start, and why."""
+    """Return text with the samples that a step trains on, and the further prompts that it may start."""
     samples = rollout.prompts_per_step * rollout.answers_per_prompt
     told = f"{rollout.prompts_per_step} prompts x {rollout.answers_per_prompt} answers = {samples} samples"
     if rollout.over_sample:

@@ -39,7 +39,7 @@ from spmd_rl.config.sections.run import PlanConfig, SidecarConfig
 from spmd_rl.config.vocabulary import difference
 
 SHAPES = HOME / "configs" / "shapes"
-"""Directories with the `config.json` of a model alone"""
+"""Directories with only the `config.json` of a model"""
 VOCABULARY_ROWS = 64
 """Engines pad the vocabulary to a multiple of this before they shard it"""
 
@@ -56,18 +56,18 @@ NO_ENVIRONMENT = (
 
 
 def check(cfg: JobConfig) -> None:
-    """Raise a `UserError` for the first thing that cannot work."""
+    """Raise a `UserError` for the first setting that cannot work."""
     apply(CHECKS, cfg)
 
 
 def check_given_data(data: SourcesConfig, steps: int) -> None:
-    """Check that there is something to train on, or to evaluate."""
+    """Check that there is data to train on."""
     if not data.train:
         raise UserError(NO_TRAINING_DATA if data.eval else data.no_data)
 
 
 def check_given_envs(env: EnvsConfig, steps: int) -> None:
-    """Check that there is something to play."""
+    """Check that there is an environment to play."""
     if not env.tags:
         raise UserError(NO_ENVIRONMENT)
 
@@ -79,12 +79,12 @@ def check_given_any(data: DataConfig, env: EnvsConfig) -> None:
 
 
 def check_plan(cfg: JobConfig) -> None:
-    """Raise a `UserError` for the first thing that a plan reads and that cannot work: shapes of models, layouts."""
+    """Raise a `UserError` for the first setting of a plan that cannot work: shapes of models, layouts."""
     apply((take_shape, check_shapes, check_mesh, check_replicas), cfg)
 
 
 def take_shape(plan: PlanConfig, policy: ServedModelConfig) -> None:
-    """Put the path that `plan.shape` stands for in the place of `policy.model`."""
+    """Replace `policy.model` by the path of `plan.shape`."""
     if plan.shape:
         known = SHAPES / plan.shape
         policy.model = str(known if known.is_dir() else Path(plan.shape).expanduser())
@@ -104,9 +104,9 @@ def check_shapes(plan: PlanConfig, roles: list, placement: PlacementConfig | Non
 
 
 def stay_offline(roles: list, reward: RewardsConfig, data: DataConfig | None = None) -> None:
-    """Let no library ask the hub about files of this machine, where no setting names a model or a dataset of it.
+    """Keep libraries from asking the hub about local files, unless a setting names a model or a dataset of the hub.
 
-    Those of judges and reward models count. A pipeline without rewards may load by itself what no setting names.
+    Models of judges and reward models count. A pipeline without rewards may load models that no setting names.
     """
     models = [role.own.model for role in loaded_roles(roles)]
     models += [str(one.args["model"]) for one in reward.domains.values() if "model" in one.args]
@@ -116,7 +116,7 @@ def stay_offline(roles: list, reward: RewardsConfig, data: DataConfig | None = N
 
 
 def check_placement(placement: PlacementConfig, rollout: RolloutConfig) -> None:
-    """Check that the ranks can be split as `placement` says, and that the other settings go with it."""
+    """Check that the ranks can be split according to `placement`, and that other settings are compatible."""
     Placement.of(placement, world_size())
     if placement.is_overlapped and rollout.partial_rollout:
         raise UserError("rollout.partial_rollout: its tokens could be older than placement.max_staleness allows")
@@ -126,7 +126,7 @@ def check_placement(placement: PlacementConfig, rollout: RolloutConfig) -> None:
 
 
 def _check_carried(rollout: RolloutConfig, placement: PlacementConfig) -> None:
-    """Check that no answer that is carried from step to step can become older than `placement.max_staleness`."""
+    """Check that no answer carried between steps can become older than `placement.max_staleness`."""
     most = placement.max_staleness
     if not rollout.partial_rollout:
         return
@@ -200,7 +200,7 @@ def check_replicas(engine: EngineConfig, placement: PlacementConfig, policy: Ser
 
 
 def check_episode(rollout: SamplingConfig, env: EnvsConfig | None = None) -> None:
-    """Whether `rollout.target` names a coroutine function that takes a context; that nothing asks for two episodes."""
+    """Check that `rollout.target` names a coroutine function of one context, and that it is compatible with `env`."""
     if env is not None and env.tags and rollout.thinking_budget:
         raise UserError(
             "rollout.thinking_budget: an agent's thoughts are not ended for it; only answers to prompts are"
@@ -212,8 +212,8 @@ def check_episode(rollout: SamplingConfig, env: EnvsConfig | None = None) -> Non
 def check_heads(key: str, tp: int, path: Path, engine: bool = False, with_units: bool = True) -> None:
     """Check that `tp` divides a model's heads and feed-forward units; `path` is its `config.json`.
 
-    Several ranks may have a copy of the same key-value head. engine: it shares out a padded vocabulary too.
-    with_units: not of a mixture, whose layers may all have experts instead, which are shared out in another way.
+    Several ranks may have a copy of the same key-value head. engine: it shards a padded vocabulary too. with_units:
+    False for a mixture, whose layers may all have experts instead, which are sharded in another way.
     """
     try:
         model = json.loads(path.read_text())
@@ -236,9 +236,9 @@ def check_heads(key: str, tp: int, path: Path, engine: bool = False, with_units:
 
 
 def check_models(roles: list, engine: EngineConfig | None = None, rollout: SamplingConfig | None = None) -> None:
-    """Check the models that are loaded: the policy's, and those of other roles that have one of their own.
+    """Check the models that are loaded: the policy's, and those of other roles with a separate model.
 
-    A name of the hub gets the commit that it stands for, so that all ranks, and a resumed run, load the same weights.
+    A name of the hub gets its resolved commit, so that all ranks, and a resumed run, load the same weights.
     """
     longest = tokens_per_turn(rollout, rollout.max_prompt_tokens) if rollout else 0
     for role in loaded_roles(roles):
@@ -250,14 +250,14 @@ def check_models(roles: list, engine: EngineConfig | None = None, rollout: Sampl
 
 
 def loaded_roles(roles: list[RoleConfig]) -> list[RoleConfig]:
-    """Return those of the roles that load a model of their own."""
+    """Return the roles that load a separate model."""
     return [role for role in roles if role.own.model]
 
 
 def check_model(key: str, name: str) -> str:
     """Check that a model is a Hugging Face directory with config, safetensors and tokenizer, or one of the hub.
 
-    Of a model of the hub the small files are downloaded. Returns the name, with its commit if it is one of the hub.
+    The small files of a model of the hub are downloaded. Returns the name, with its commit if it is one of the hub.
     """
     remedy = "or `python -m spmd_rl smollm2` makes the default one; a model of the hub is ORG/NAME"
     hub, name = hub_id(name), fetch_config(key, name, wait=local_rank() != 0)
@@ -274,7 +274,7 @@ def check_model(key: str, name: str) -> str:
 
 
 def check_vocabularies(roles: list) -> None:
-    """Check that a token id means the same to each model: the answers of one are what others judge."""
+    """Check that a token id means the same to each model: some judge the answers of others."""
     policy, *others = roles
     for role in others:
         if problem := difference(model_folder(policy.model), model_folder(role.model)):
@@ -314,6 +314,7 @@ CHECKS = (
     check_constraint,
     *(check_episode, check_data, check_sidecar, check_wandb, check_reward_weights, check_rewards, check_envs),
     stay_offline,
-    check_algorithm,  # last: a module of tensors imports torch
+    # Last, since a module with tensors imports torch, which takes seconds that other mistakes need not cost.
+    check_algorithm,
 )
-"""In order; each is of the pipelines that have the sections that it takes (`apply`)"""
+"""Checks in order; each applies to pipelines that have its sections (`apply`)"""

@@ -1,4 +1,4 @@
-"""Checks of `rollout.constraint`: whether grammars can be compiled here, and whether nothing beside it breaks it."""
+"""Checks of `rollout.constraint`: grammars can be compiled here, and no other setting breaks them."""
 
 import importlib.util
 from typing import Any
@@ -17,7 +17,7 @@ def check_constraint(
     teacher: TeachersConfig | None = None,
     warmup: WarmupConfig | None = None,
 ) -> None:
-    """Check that answers can be held to what they have to parse as."""
+    """Check that answers can be held to their grammar."""
     if rollout.constraint.given is None:
         return
     key = f"rollout.constraint.{rollout.constraint.given[0]}"

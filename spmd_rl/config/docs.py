@@ -2,7 +2,7 @@
 
     for entry in entries(RlvrConfig, build(RlvrConfig, compose("rlvr"))): print(entry.key, entry.value, entry.doc)
 
-`markdown.py` makes docs/CONFIG.md of it, and `main.py` the text of `--help`.
+`tools/docs.py` makes a page of it, and `main.py` the text of `--help`.
 """
 
 import ast
@@ -27,14 +27,14 @@ class SettingEntry:
     key: str
     type: str
     value: str
-    """The value as YAML; `required` where there is none"""
+    """The value as YAML; `required` without one"""
     doc: str
 
 
 def entries(schema: type, cfg: Any) -> Iterator[SettingEntry]:
     """Yield all settings of a pipeline with their values in `cfg`, in order of declaration.
 
-    A value that is the schema's default stands as it is written there, so that `~` is nobody's home directory.
+    A value equal to the schema's default is shown as written there, so that `~` is not expanded to a home directory.
     """
     defaults, values = to_dict(schema()), to_dict(cfg)
     for leaf in leaves(schema):
@@ -45,7 +45,7 @@ def entries(schema: type, cfg: Any) -> Iterator[SettingEntry]:
 
 
 def _at(tree: Any, key: str) -> Any:
-    """The value at a dotted key; None where a placeholder stands for many."""
+    """Return the value at a dotted key; None below a placeholder."""
     for name in key.split("."):
         tree = tree.get(name) if tree is not None else None
     return tree

@@ -1,4 +1,4 @@
-"""Generation engines, as settings and tools know them: without torch and without their code.
+"""Generation engines as known to settings and tools: without torch and without their code.
 
     facts_of(engine.name).check(engine, policy, {"rollout": rollout})
 
@@ -41,7 +41,7 @@ class EngineFacts:
     drafts: bool = False
     """True if it verifies drafted tokens, but not under `top_k`, `top_p` or `min_p`"""
     adapters: bool = False
-    """True if it computes with adapters beside the frozen weights"""
+    """True if it computes with adapters on top of frozen weights"""
     adapters_of_mixtures: bool = False
     """True if it leaves the experts of a mixture without adapters, as training does"""
     reports_experts: bool = False

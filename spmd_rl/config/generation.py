@@ -1,4 +1,4 @@
-"""What generating takes from the settings of a pipeline, so that nobody below the pipelines reads all of them."""
+"""Settings for generation, so that modules below the pipelines need not read all of them."""
 
 from dataclasses import dataclass
 
@@ -8,20 +8,20 @@ from spmd_rl.config.sections.rollout import RolloutConfig
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """`cfg.generation`."""
+    """Extract of a pipeline's settings for generation: `cfg.generation`."""
 
     rollout: RolloutConfig
     reward: RewardsConfig
     seed: int
     kv_tokens: int
-    """See `engine.kv_tokens`."""
+    """Size of the KV cache: `engine.kv_tokens`."""
     uses_greedy: bool = False
-    """Whether a group has one more answer, drawn greedily; see `AlgorithmConfig.uses_greedy`."""
+    """True if a group has one more answer, drawn greedily; see `AlgorithmConfig.uses_greedy`."""
     evaluates: bool = False
-    """See `eval.every`."""
+    """True if held-out prompts are evaluated, by `eval.every`."""
     patience: float = 0.0
-    """See `placement.patience`."""
+    """Value of `placement.patience`, in seconds."""
     data: DataConfig | None = None
-    """None where prompts are tasks of environments, whose messages are known when they begin."""
+    """Settings of prompts; None if prompts are tasks of environments, whose messages are known when they begin."""
     last_ahead: int = 0
-    """The last step that is begun before the update of the step before it; 0: none is."""
+    """Last step that is generated before the update of the step before it; 0: none."""

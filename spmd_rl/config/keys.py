@@ -1,7 +1,7 @@
 """The dotted keys of a schema: its leaves, their types, and the key nearest to a misspelt one.
 
-A section whose entries stand beside its own keys (`reward.math.*` beside `reward.error_budget`) holds them in a field
-marked `metadata={"inline": True}`, of type `dict[str, <section>]`.
+A section with inline entries (`reward.math.*`, sibling of `reward.error_budget`) holds them in a field marked
+`metadata={"inline": True}`, of type `dict[str, <section>]`.
 """
 
 import difflib
@@ -14,12 +14,12 @@ from spmd_rl.base.errors import UserError
 from spmd_rl.config.known_names import hint
 
 TYPING_ERROR = 0.9
-"""A key this like a known one was mistyped, not taken from another library."""
+"""Similarity above which a key counts as mistyped, not as another library's."""
 UNLIKE = 0.5
-"""A key that is no more like any known one than this gets no guess."""
+"""Similarity below which no known key is suggested."""
 
 PLACEHOLDERS = {"reward": {"<domain>": {}}, "env": {"<tag>": {}}, "teacher": {"<domain>": {}}}
-"""The inline entries that stand for all"""
+"""Placeholders of inline entries"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def inline_field(section: type) -> Field | None:
 def key_types(section: type, given: Iterable[str] = ()) -> dict[str, Any]:
     """Return the name and type of each key of a section, and of each inline entry among the names `given`.
 
-    A type that is a dataclass is a section of its own.
+    A dataclass as type is a subsection.
     """
     hints, holder = get_type_hints(section), inline_field(section)
     known = {field.name: hints[field.name] for field in fields(section) if field is not holder}
@@ -52,7 +52,7 @@ def key_types(section: type, given: Iterable[str] = ()) -> dict[str, Any]:
 def leaves(section: type, given: Mapping[str, Any] = PLACEHOLDERS, prefix: str = "") -> Iterator[Leaf]:
     """Yield all settings below `section`, in order of declaration, with the inline entries that the tree `given` names.
 
-    By default a placeholder stands for these (`reward.<domain>.target`).
+    By default they are placeholders (`reward.<domain>.target`).
     """
     by_name = {field.name: field for field in fields(section)}
     for name, kind in key_types(section, given).items():
@@ -66,7 +66,7 @@ def leaves(section: type, given: Mapping[str, Any] = PLACEHOLDERS, prefix: str =
 def check_keys(values: Mapping[str, Any], schema: type, pipelines: Mapping[str, type]) -> None:
     """Raise a `UserError` for the keys of the tree `values` that `schema` lacks, naming for each the nearest known one.
 
-    pipelines: all pipelines by name; of a key that another one has it says so.
+    pipelines: all pipelines by name; the error names one that has the key.
     """
     unknown: list[str] = []
 
@@ -93,17 +93,17 @@ def check_keys(values: Mapping[str, Any], schema: type, pipelines: Mapping[str, 
 
 
 def suggestion(key: str, value: str, schema: type) -> str:
-    """Return how to say on a command line what somebody said as an option `key`, in their words: `steps=5`."""
+    """Return the override, such as `steps=5`, that a user meant by an option `key`."""
     name, known = key.replace("-", "_"), [leaf.key for leaf in leaves(schema)]
     near = difflib.get_close_matches(name, known, 1, 0.8)
     return f"{near[0]}={value or '...'}" if near else hint(name) or "--help lists all"
 
 
 def _hint(key: str, known: Sequence[str]) -> str:
-    """What a misspelt key may have meant: the nearest of the known ones, unless another library's name fits better."""
+    """Return a hint on a misspelt key: the nearest known one, unless another library's name fits better."""
 
     def likeness(other: str) -> float:
-        """1 for the same word in another section; the whole key decides among equals."""
+        """Return the likeness of two keys, 1 for the same word in another section; whole keys decide among equals."""
         words = [text.rpartition(".")[2] for text in (key, other)]
         whole = difflib.SequenceMatcher(None, key, other).ratio()
         return max(whole, difflib.SequenceMatcher(None, *words).ratio() - 0.1 + whole / 100)
@@ -124,7 +124,9 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def to_dict(section: Any) -> dict[str, Any]:
-    """Turn a section into a tree of plain values as a user writes it, inline entries beside the section's own keys."""
+    """Turn a section into a tree of plain values as a user writes it, inline entries as siblings of the section's own
+    keys.
+    """
     tree: dict[str, Any] = {}
     for field in fields(section):
         value = getattr(section, field.name)

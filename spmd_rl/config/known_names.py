@@ -1,8 +1,8 @@
-"""What users of TRL, verl and ROLL call a setting, and what it is called here: for the hint on an unknown key.
+"""Names of settings in TRL, verl and ROLL and their names here: for the hint on an unknown key.
 
     hint("actor_rollout_ref.rollout.n")   # 'here it is rollout.answers_per_prompt'
 
-A name is looked up with its last parts first, so that `actor_rollout_ref.actor.optim.lr` is found as `optim.lr`.
+A name is matched by its last parts first, so that `actor_rollout_ref.actor.optim.lr` is found as `optim.lr`.
 """
 
 from collections.abc import Mapping
@@ -126,9 +126,9 @@ _THEIRS = {
     "checkpoint.resume": "resume_from_checkpoint resume_mode resume_from_path",
     "track.wandb, track.tensorboard or track.swanlab": "report_to track_with trainer.logger",
 }
-"""What a setting here is called elsewhere"""
+"""Settings here, with their names elsewhere"""
 RENAMED: Mapping[str, str] = {name: ours for ours, names in _THEIRS.items() for name in names.split()}
-"""Their name, and the setting here that means the same."""
+"""Settings here, by their names elsewhere."""
 
 _ABSENT = {
     "gradient accumulation follows from train.tokens_per_microbatch": "gradient_accumulation_steps",
@@ -194,13 +194,13 @@ _ABSENT = {
     "training always samples, at rollout.temperature": "do_sample",
     "a step trains on rollout.prompts_per_step x rollout.answers_per_prompt samples": "batch_size",
 }
-"""What to know instead of a setting that there is not, and how others call that"""
+"""Explanations for settings that do not exist here, with their names elsewhere"""
 ABSENT: Mapping[str, str] = {name: told for told, names in _ABSENT.items() for name in names.split()}
-"""Their names of what cannot be set here, and what to know instead."""
+"""Explanations for settings that do not exist here, by their names elsewhere."""
 
 
 def hint(key: str) -> str | None:
-    """Return what a user of TRL, verl or ROLL should know who wrote this key; None if none of them has it."""
+    """Return a hint for a user of TRL, verl or ROLL on their name of a setting; None for an unknown name."""
     parts = key.split(".")
     for n in range(len(parts)):
         name = ".".join(parts[n:])
@@ -208,6 +208,7 @@ def hint(key: str) -> str | None:
             return f"here it is {RENAMED[name]}"
         if name in ABSENT:
             return f"there is no such setting: {ABSENT[name]}"
+    # The section alone decides in `optim.betas` or `lora.rank`.
     for section in parts[:-1]:  # `optim.betas`, `lora.rank`: the section says enough
         if section in ABSENT:
             return f"there is no such setting: {ABSENT[section]}"

@@ -33,12 +33,14 @@ from spmd_rl.config.run_identity import fill_run
 from spmd_rl.config.schema import HostConfig, JobConfig
 
 REMOTE_CODE = "policy.trust_remote_code"
-"""Runs Python code that a model brings: only the command line turns it on, never a file that is passed on with a run"""
+"""Key that allows Python code from a model directory: only the command line may set it, never a file
+shared with a run
+"""
 CONFIGS = HOME / "configs"
-"""The shipped YAML files"""
+"""Directory of the shipped YAML files"""
 
 GROUP_WITHOUT_DEFAULT = "experiment"
-"""The group without a default, for which Hydra wants `+experiment=x`; `experiment=x` means the same here"""
+"""Group without a default, for which Hydra needs `+experiment=x`; `experiment=x` means the same here"""
 
 MISSING = "???"
 
@@ -65,7 +67,7 @@ def load(
 def load_host(
     pipeline: str, overrides: Sequence[str], config_dir: str | None = None, config_name: str | None = None
 ) -> HostConfig:
-    """Load what a sidecar's host serves from the settings of a run, whose other sections are left out."""
+    """Load a sidecar host's sections from the settings of a run; other sections are left out."""
     check_experiment(pipeline, overrides)
     values = compose(pipeline, overrides, config_dir, config_name)
     if pipeline in PIPELINES:
@@ -75,9 +77,9 @@ def load_host(
 
 
 def without_others(values: DictConfig, schema: type, overrides: Sequence[str]) -> DictConfig:
-    """Return the tree without what files say of settings that only other pipelines have.
+    """Return the tree without keys from files that only other pipelines have.
 
-    What the command line says itself stays, and is an error where `schema` lacks it.
+    Keys on the command line are kept, and are an error if `schema` lacks them.
     """
     tree = OmegaConf.to_container(values)
     said = [line.lstrip("+~").partition("=")[0] for line in overrides]
@@ -110,7 +112,7 @@ def check_experiment(pipeline: str, overrides: Sequence[str]) -> None:
 
 
 def check_recipe(overrides: Sequence[str]) -> None:
-    """Raise a `UserError` for a recipe that is named and not chosen: of its settings, the run would have none."""
+    """Raise a `UserError` for a recipe that is named and not chosen: the run would have none of its settings."""
     recipes = {f"algorithm.name={name}": f"algorithm={name}" for name in _groups(CONFIGS)["algorithm"]}
     for line in overrides:
         recipe = recipes.get(line.lstrip("+"))
@@ -119,7 +121,7 @@ def check_recipe(overrides: Sequence[str]) -> None:
 
 
 def experiment_doors(path: Path) -> list[str]:
-    """Return the pipelines that take a shipped experiment: they have all its sections and groups, or borrow."""
+    """Return the pipelines that accept a shipped experiment: they have all its sections and groups, or borrow."""
     values = yaml.safe_load(path.read_text())
     groups = [key.removeprefix("override /") for entry in values.pop("defaults", []) for key in entry]
     named = {*values, *groups}
@@ -130,7 +132,7 @@ def experiment_doors(path: Path) -> list[str]:
 def compose(
     pipeline: str, overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None
 ) -> DictConfig:
-    """The sparse tree that YAML files and overrides give, still without defaults, types or checks.
+    """Return the sparse tree of YAML files and overrides, still without defaults, types or checks.
 
     It starts from `config_name`; else from the file of the pipeline's name, if there is one.
     """
@@ -162,8 +164,9 @@ def compose(
         mark = error.problem_mark
         where = f"{mark.name}:{mark.line + 1}" if mark else "YAML"
         raise UserError(f"{where}: {error.problem}") from None
+    # A run's own config.yaml, passed as `--config-name`, has this section.
     with open_dict(values):
-        values.pop("about", None)  # a run's own config.yaml, given back as `--config-name`
+        values.pop("about", None)
     said = {line.lstrip("+").partition("=")[0] for line in overrides}
     if OmegaConf.select(values, REMOTE_CODE) and REMOTE_CODE not in said:
         raise UserError(f"{REMOTE_CODE}: a YAML file turns it on, which others may have written; say it on the line")
@@ -172,9 +175,9 @@ def compose(
 
 
 def chosen(pipeline: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what the shipped options say that `overrides` choose by name (`algorithm=ppo`, `+experiment=demo`).
+    """Return the settings of the shipped options that `overrides` choose by name (`algorithm=ppo`, `+experiment=demo`).
 
-    A sparse tree: without what other overrides say, defaults, types or checks.
+    A sparse tree: without other overrides, defaults, types or checks.
     """
     groups, options = _groups(CONFIGS), []
     for line in overrides:
@@ -196,7 +199,7 @@ def _groups(*folders: Path) -> dict[str, list[str]]:
 def normalize_override(line: str, groups: Mapping[str, Sequence[str]], added: Sequence[str]) -> str:
     """Rewrite an override so that Hydra accepts it: every `key=value` adds a key or replaces its value.
 
-    `groups` are the options of each group, `added` those of which no file names a default.
+    groups: the options of each group. added: groups without a default in any file.
     """
     override = _parse(line)
     key = override.key_or_group
@@ -273,7 +276,7 @@ def build(schema: type[T], values: DictConfig) -> T:
 
 
 def _typed(section: type, values: Mapping[str, Any]) -> DictConfig:
-    """Return the defaults and types of a section, with a node for each inline entry that `values` names."""
+    """Return the defaults and types of a section, with a node for each inline entry in `values`."""
     node = OmegaConf.structured(section)
     with open_dict(node):
         if holder := inline_field(section):
@@ -285,7 +288,7 @@ def _typed(section: type, values: Mapping[str, Any]) -> DictConfig:
 
 
 def _has_inline(section: type) -> bool:
-    """Whether a section, or one below it, has inline entries; the node of any other is whole as OmegaConf makes it."""
+    """Return True if a section, or one below it, has inline entries; OmegaConf makes other nodes completely."""
     below = filter(is_dataclass, key_types(section).values())
     return inline_field(section) is not None or any(_has_inline(kind) for kind in below)
 
@@ -302,13 +305,13 @@ def _type_error(error: OmegaConfBaseException, values: DictConfig, schema: type)
 
 
 def _is_single(kind: Any, given: Any) -> bool:
-    """Whether one value was given for a list, and in a form that a line can repeat."""
+    """Return True if a single value was given for a list, and can be repeated on a command line."""
     lists = [part for part in (kind, *get_args(kind)) if get_origin(part) is list]
     return bool(lists) and isinstance(given, str | int | float) and "'" not in str(given)
 
 
 def _as_list(given: str | float) -> str:
-    """Return one value as a list of one, as Hydra reads it."""
+    """Return one value as a list of one, in Hydra's syntax."""
     return json.dumps([given.strip("[] ") or given] if isinstance(given, str) else [given], ensure_ascii=False)
 
 

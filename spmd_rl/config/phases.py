@@ -1,4 +1,4 @@
-"""What a command that only looks is doing, on stderr, once it has taken two seconds; where it is quick, nothing.
+"""Progress lines on stderr for commands that only print, after two seconds.
 
 with phase("reading the prompts"):  # "reading the prompts ..."
     prompts = Prompts.load(cfg.data)
@@ -13,15 +13,15 @@ from spmd_rl.base.errors import tell
 from spmd_rl.config.ranks import rank
 
 QUIET_SECONDS, LEAST_SECONDS = 2.0, 0.2
-"""The age of the command, and of the phase, before its line."""
+"""Age in seconds of the command, and of the phase, before its line."""
 BEGAN = time.monotonic()
 
 
 @contextmanager
 def phase(text: str, speaks: bool | None = None) -> Iterator[None]:
-    """Print the text as soon as the command is two seconds old, if this phase still goes on then.
+    """Print the text as soon as the command is two seconds old, if this phase is still active then.
 
-    speaks: whether this process is the one that prints; by default, rank 0.
+    speaks: True if this process prints; by default rank 0 does.
     """
     wait = max(LEAST_SECONDS, BEGAN + QUIET_SECONDS - time.monotonic())
     timer = threading.Timer(wait, tell, (f"{text} ...",))

@@ -5,4 +5,4 @@ from spmd_rl.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 
 _SCHEMAS = (RlvrConfig, AgenticConfig, SftConfig, DpoConfig, RewardModelConfig, EvaluateConfig)
 PIPELINES: dict[str, type] = {schema.pipeline: schema for schema in _SCHEMAS}
-"""By name: `python -m spmd_rl.<name>`, `configs/<name>.yaml`"""
+"""Schemas by name: `python -m spmd_rl.<name>`, `configs/<name>.yaml`"""

@@ -1,4 +1,4 @@
-"""Which ranks train and which generate, as numbers: what `placement` says of a job of so many ranks."""
+"""Training and generator ranks of a job as numbers, computed from `placement`."""
 
 import re
 from dataclasses import dataclass, field
@@ -13,14 +13,14 @@ _SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]+)?)%")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which ranks of a job do what."""
+    """The tasks of a job's ranks."""
 
     train: tuple[int, ...]
-    """ascending"""
+    """training ranks, ascending"""
     generate: tuple[int, ...]
-    """ascending; the same ranks where placement is colocated, all with `lent`"""
+    """generator ranks, ascending; the training ranks if placement is colocated, all with `lent`"""
     frozen: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """the ranks, ascending, that do nothing but hold the reference or the teachers"""
+    """ranks, ascending, that only hold the reference or the teachers"""
 
     @classmethod
     def of(cls, settings: PlacementConfig, num_ranks: int) -> "Placement":
@@ -36,17 +36,17 @@ class Placement:
         return cls(train, left if settings.is_lent else generate, frozen)
 
     def of_role(self, kind: str) -> tuple[int, ...]:
-        """The ranks of a role's model. kind: see `RoleConfig`."""
+        """Return the ranks of a role's model. kind: see `RoleConfig`."""
         return self.frozen.get(kind, self.train)
 
     @property
     def held(self) -> str:
-        """Which ranks hold a frozen role, in words, with a semicolon; nothing where none does."""
+        """Text that names the ranks of frozen roles, each with a semicolon; empty without any."""
         return "".join(f"{ranks_do(ranks, 'hold')} the {key}; " for key, ranks in self.frozen.items())
 
 
 def check_frozen(roles: list, placement: PlacementConfig) -> None:
-    """Check that each role that is given ranks of its own has a model there is no reason to keep beside the policy."""
+    """Check that each role with dedicated ranks has a model, and one that need not share the policy's ranks."""
     for key in Placement.of(placement, world_size()).frozen:
         own = [role for role in roles if role.kind == key]
         if not own:
@@ -61,7 +61,7 @@ def check_frozen(roles: list, placement: PlacementConfig) -> None:
 def _sides(
     settings: PlacementConfig, everyone: tuple[int, ...], left: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ranks that train and those that do nothing but generate. left: the ranks that hold no frozen role."""
+    """Return the training ranks and the pure generator ranks. left: the ranks that hold no frozen role."""
     if len(left) < 2:
         raise UserError("placement.mode: split needs two ranks at least: torchrun --nproc-per-node 2 ...")
     train = _ranks("train", settings.train, everyone, left)
@@ -85,7 +85,9 @@ def _sides(
 def _ranks(
     key: str, text: str | None, everyone: tuple[int, ...], shared: tuple[int, ...] = ()
 ) -> tuple[int, ...] | None:
-    """The ranks that a setting names, ascending; None where it is not given. shared: those of which a share is."""
+    """Return the ranks that a setting names, ascending; None if it is not given. shared: the ranks that shares refer
+    to.
+    """
     if text is None:
         return None
     text = text.replace(" ", "")

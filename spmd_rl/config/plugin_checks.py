@@ -18,13 +18,14 @@ from spmd_rl.config.sections.env import EnvConfig, EnvsConfig
 from spmd_rl.config.sections.run import JournalConfig
 
 REWARDERS_PER_CORE, ENVIRONMENTS_PER_CORE = 64, 1024
-"""The most workers for each core of a machine: rewarders that wait for servers need none of their own, and of
-environments most wait"""
+"""Largest number of workers for each core of a machine. Most of them wait: rewarders for servers, environments for
+turns
+"""
 
 
 @dataclass(frozen=True)
 class PluginSetting:
-    """A plug-in to check: where it is set, what is set there, and what it gets."""
+    """A plug-in to check: its section, its settings and its services."""
 
     section: str
     settings: RewardConfig | EnvConfig
@@ -32,7 +33,7 @@ class PluginSetting:
     services: Mapping[str, Callable[[], Any]] = field(default_factory=lambda: UNPROVIDED)
 
     def build(self) -> None:
-        """Build it. UserError if that fails."""
+        """Build the plug-in. UserError if that fails."""
         variants = [self.settings.args]
         if isinstance(self.settings, EnvConfig) and self.settings.eval_args:
             variants.append({**self.settings.args, **self.settings.eval_args})
@@ -41,7 +42,7 @@ class PluginSetting:
 
 
 def check_rewards(reward: RewardsConfig, journal: JournalConfig, debug: bool, data: DataConfig | None = None) -> None:
-    """Check that each rewarder can be imported and built. Without rows there need not be any."""
+    """Check that each rewarder can be imported and built. Without rows none is needed."""
     if data and (rows := f"{data.train or ''},{data.eval or ''}").strip(",") and not reward.domains:
         generated = GENERATORS in rows
         known = (
@@ -65,8 +66,9 @@ def check_rewards(reward: RewardsConfig, journal: JournalConfig, debug: bool, da
 
 
 def check_reward_weights(algorithm: AlgorithmConfig, reward: RewardsConfig) -> None:
-    """Check that composite rewarders have the parts that `algorithm.reward_weights` names; others show in their first
-    verdict which ones they have."""
+    """Check that composite rewarders have the parts named in `algorithm.reward_weights`; the parts of others are known
+    only after a verdict.
+    """
     for domain, one in reward.domains.items():
         parts = one.args.get("parts") if one.target.endswith(":CompositeReward") else None
         for name in algorithm.reward_weights if isinstance(parts, Mapping) else ():
@@ -89,16 +91,16 @@ def check_envs(env: EnvsConfig, journal: JournalConfig, debug: bool) -> None:
 
 
 def _check_timeout(key: str, seconds: float, journal: JournalConfig, debug: bool) -> None:
-    """Check that what a plug-in may take is no stall."""
+    """Check that a plug-in's time limit is no stall."""
     if seconds >= journal.stall_seconds and not debug:
         limit = f"journal.stall_seconds={journal.stall_seconds:g}"
         raise UserError(f"{key}: {seconds:g} s of legal waiting, but {limit} ends the run")
 
 
 def _check_plugins(what: str, plugins: list[PluginSetting], workers: Mapping[str, int], per_core: int) -> None:
-    """Check their packages, that the processes of all `what` together fit on this machine, and that each is built.
+    """Check the packages of the plug-ins, build each, and check that the processes of all `what` fit on this machine.
 
-    workers: how many processes each key asks for.
+    workers: number of processes by key.
     """
     for plugin in plugins:
         if missing := [name for name in plugin.settings.packages if not installed(name)]:
@@ -115,7 +117,7 @@ def _check_plugins(what: str, plugins: list[PluginSetting], workers: Mapping[str
 
 
 def build_plugins(plugins: Iterable[PluginSetting]) -> None:
-    """Check that each can be imported and built, in a process of its own: a plug-in may do anything there."""
+    """Check that each can be imported and built, in a forked process, since a plug-in may do anything there."""
     by_section = {plugin.section: plugin for plugin in plugins}
 
     def build(say: Callable[[str], None]) -> None:
@@ -139,7 +141,7 @@ def build_plugins(plugins: Iterable[PluginSetting]) -> None:
 
 
 def installed(name: str) -> bool:
-    """Return whether a module or a distribution of that name is installed."""
+    """Return True if a module or a distribution of that name is installed."""
     try:
         return importlib.util.find_spec(name) is not None or bool(importlib.metadata.version(name))
     except (ImportError, ValueError):  # PackageNotFoundError is an ImportError

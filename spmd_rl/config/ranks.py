@@ -1,4 +1,4 @@
-"""What torchrun says of this process: its rank, its rank on its node, and the number of ranks."""
+"""Facts about this process from torchrun: its rank, its rank on its node, and the number of ranks."""
 
 import os
 from dataclasses import dataclass
@@ -27,23 +27,23 @@ class LayoutSizes:
     """Numbers of ranks along the axes of one role's model, see `distributed.Layout`."""
 
     pp: int
-    """ranks that share out the layers (pipeline)"""
+    """ranks among which the layers are divided (pipeline)"""
     dp_replicate: int
-    """copies of the model, each on ranks of its own"""
+    """copies of the model, each on separate ranks"""
     dp_shard: int
     """data shards of a copy"""
     cp: int
-    """ranks that share out the tokens of a data shard (context)"""
+    """ranks among which the tokens of a data shard are divided (context)"""
     tp: int
-    """ranks that share out each layer (tensor)"""
+    """ranks among which each layer is divided (tensor)"""
     ep: int
-    """ranks, of dp_shard x cp x tp, that share out the experts of a mixture"""
+    """ranks, of dp_shard x cp x tp, among which the experts of a mixture are divided"""
 
     @classmethod
     def of(
         cls, section: str, num_ranks: int, *, pp: int = 1, dp_replicate: int = 1, cp: int = 1, tp: int = 1, ep: int = 1
     ) -> "LayoutSizes":
-        """Return the sizes, of which `dp_shard` is what the others leave of the ranks.
+        """Return the sizes; `dp_shard` is the quotient of the ranks and the others.
 
         section: the settings section that an error names, `train` or `reference.train`. UserError if they do not divide
         the ranks.
@@ -63,19 +63,19 @@ class LayoutSizes:
 
     @property
     def fsdp(self) -> int:
-        """Ranks over which FSDP shares out most weights."""
+        """Number of ranks over which FSDP shards most weights."""
         return self.dp_shard * self.cp
 
     @property
     def expert_fsdp(self) -> int:
-        """Ranks over which FSDP shares out each expert."""
+        """Number of ranks over which FSDP shards each expert."""
         return self.fsdp * self.tp // self.ep
 
 
 def check_experts(section: str, count: int, model: str, ep: int) -> None:
-    """Raise a UserError if `ep` does not go with `count` experts a layer, 0 of a model that is no mixture.
+    """Raise a UserError if `ep` does not divide `count` experts a layer, 0 for a model without a mixture.
 
-    section: the settings section that the error names. model: what it calls the model.
+    section: the settings section that the error names. model: its name of the model.
     """
     if ep > 1 and not count:
         raise UserError(f"{section}.ep: {model} has no experts to share out; must be 1")
@@ -87,11 +87,10 @@ def check_experts(section: str, count: int, model: str, ep: int) -> None:
 
 
 def deal_layers(section: str, num_layers: int, num_stages: int, vpp: int = 1) -> list[range]:
-    """Return the layers of each chunk of a pipeline, `vpp` for each stage: neighbours, and about as much work for each.
+    """Return the layers of each chunk of a pipeline, `vpp` for each stage: neighbours, of about equal work.
 
-    The input and the output embedding count as one layer each. A layer that may go to several chunks goes to the last
-    of them, since later stages keep fewer micro-batches. section: as in `LayoutSizes.of`. UserError if a chunk would
-    have none, or if a single stage is to have several.
+    The input and the output embedding count as one layer each. section: as in `LayoutSizes.of`. UserError if a chunk
+    would have none, or if a single stage has several chunks.
     """
     if vpp > 1 and num_stages == 1:
         raise UserError(f"{section}.vpp: {vpp} chunks a stage need several stages, {section}.pp > 1; must be 1")
@@ -108,6 +107,7 @@ def deal_layers(section: str, num_layers: int, num_stages: int, vpp: int = 1) ->
     costs[0] += 1
     costs[-1] += 1
     for _ in range(num_layers - num_chunks):
+        # Ties go to the last chunk, since later stages keep fewer micro-batches in memory.
         chunk = min(reversed(range(num_chunks)), key=costs.__getitem__)
         counts[chunk] += 1
         costs[chunk] += 1

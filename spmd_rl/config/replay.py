@@ -1,4 +1,4 @@
-"""A dump of rollouts (`rollout.dump`): where its files lie, and whether a run can replay them (`rollout.replay`)."""
+"""Dumps of rollouts (`rollout.dump`): their files, and the check that a run can replay them (`rollout.replay`)."""
 
 import json
 from pathlib import Path
@@ -14,13 +14,13 @@ from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.config.vocabulary import digest
 
 FOLDER, ABOUT = "rollouts", "about.json"
-"""In a run directory, and in that folder"""
+"""Folder in a run directory, and a file in that folder"""
 
 
 def about_samples(
     rollout: RolloutConfig, algorithm: AlgorithmConfig, policy: PolicyConfig, env: EnvsConfig | None = None
 ) -> dict[str, Any]:
-    """Return what is so of all samples that these settings generate, and that training relies on."""
+    """Return the properties of all samples under these settings that training relies on."""
     return {
         "the vocabulary of policy.model": digest(model_folder(policy.model)),
         "rollout.answers_per_prompt": rollout.answers_per_prompt,
@@ -34,7 +34,7 @@ def about_samples(
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Return the file of a step, beside which those of its ranks lie."""
+    """Return the file of a step, in the folder of its ranks' files."""
     return folder / f"step-{step:06d}.json"
 
 
@@ -47,7 +47,7 @@ def check_replay(
     env: EnvsConfig | None = None,
     warmup: WarmupConfig | None = None,
 ) -> None:
-    """Check that what `rollout.replay` names has all steps, with samples such as this run would have generated."""
+    """Check that the run in `rollout.replay` has all steps, with samples that this run could have generated."""
     if rollout.replay is None:
         return
     if placement.is_split:

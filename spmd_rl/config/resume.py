@@ -1,10 +1,10 @@
-"""What may change when a command goes on with the run that its `run.dir` holds.
+"""Changes of settings that are allowed when a command continues the run in its `run.dir`.
 
     for line in continue_run(cfg, "rlvr"):
         print(f"notice: {line}")
 
-Where settings may be changed at any time they are not compared at all; where the change is worth knowing, it is
-allowed with a notice; what would make another experiment of the run is refused, with the way to begin that one.
+Settings that may change at any time are not compared. Changes worth knowing give a notice. Changes that would make
+another experiment of the run are refused, with the way to begin that one.
 """
 
 import json
@@ -25,11 +25,11 @@ MAY_CHANGE = (
     *("rollout.over_sample", "rollout.max_prompts_per_step", "rollout.claim", "reward.*.timeout"),
     *("env.*.*_timeout", "env.*.retries", "env.*.on_error"),
 )
-"""Settings that people tune while a run goes on, or move to another machine with. Patterns as of a shell."""
+"""Settings that may be tuned during a run, or depend on the machine. Patterns as of a shell."""
 
 
 def holds_run(folder: Path) -> bool:
-    """Return whether a run directory holds a training step; what crashed before its first one may start afresh."""
+    """Return True if a run directory holds a training step; a run that crashed earlier may start again."""
     if (folder / "checkpoints" / "latest").exists():
         return True
     try:
@@ -38,14 +38,15 @@ def holds_run(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     except (ValueError, KeyError, TypeError):
-        return True  # not ours to overwrite
+        # An unreadable file may be another program's, which must not be overwritten.
+        return True
 
 
 def continue_run(cfg: Any, pipeline: str) -> list[str]:
     """Compare the settings with those of the run in `run.dir`, and return one notice for each that has changed.
 
-    Where `policy.dtype` is `auto`, it becomes that of the run, in place. UserError for a change that is refused. A
-    setting that the older run does not know is compared with today's default.
+    `policy.dtype=auto` becomes that of the run, in place. UserError for a change that is refused. A setting that the
+    older run lacks is compared with today's default.
     """
     folder = Path(cfg.run.dir)
     saved = saved_config(folder) if holds_run(folder) else None
@@ -67,7 +68,7 @@ def continue_run(cfg: Any, pipeline: str) -> list[str]:
 
 
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys that differ, of those that count."""
+    """Yield the keys that differ, among those that count."""
     counted = [key for key in (*identity(now), *identity(then)) if key not in ("steps", "epochs")]
     horizon = "epochs" if now.get("epochs") else "steps"  # which follows from the other
     tuned = [key for key in now if key == horizon or key.startswith("eval.")]

@@ -13,7 +13,7 @@ from spmd_rl.config.sections.run import CheckpointConfig, RunConfig, TrackConfig
 
 FOLDERS = ("checkpoints", "journal", "rollouts", "samples", "traces")
 FILES = ("config.yaml", "metrics.jsonl", "report.html")
-"""What a run writes in its directory"""
+"""Folders and files that a run writes in its directory"""
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
@@ -25,7 +25,7 @@ def check_run(run: RunConfig, debug: bool) -> None:
 
 
 def check_resume(run: RunConfig, checkpoint: CheckpointConfig) -> None:
-    """Check that `checkpoint.resume` fits what is there."""
+    """Check that `checkpoint.resume` fits the contents of the directory."""
     folder, resume = Path(run.dir), checkpoint.resume
     if resume == "never" and holds_run(folder):
         raise UserError(f"checkpoint.resume: never, but {folder} holds a run; choose another run.dir")
@@ -38,14 +38,15 @@ def check_resume(run: RunConfig, checkpoint: CheckpointConfig) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Check that a run directory, and what a run writes there, can be created."""
+    """Check that a run directory, and the run's files in it, can be created."""
     try:
         ancestor = next(path for path in (folder, *folder.parents) if path.exists())
         if not ancestor.is_dir():
             raise UserError(f"run.dir: {ancestor} is not a directory")
         if not os.access(ancestor, os.W_OK | os.X_OK):
             raise UserError(f"run.dir: {ancestor} is not writable")
-        os.rmdir(tempfile.mkdtemp(prefix=".spmd-rl-", dir=ancestor))  # /proc lets root write, and nothing be created
+        # Permissions are not enough: in /proc root may write, but nothing can be created.
+        os.rmdir(tempfile.mkdtemp(prefix=".spmd-rl-", dir=ancestor))
     except OSError as error:
         raise UserError(f"run.dir: {folder} cannot be created: {error.strerror}") from None
     for names, fits, kind in ((FOLDERS, Path.is_dir, "a directory"), (FILES, Path.is_file, "a file")):

@@ -1,8 +1,8 @@
 """The identity of a run: its name, its directory, and the settings it was started with.
 
-The same command given again, or given with more `steps`, resumes its run; a command with settings that change samples
-or gradients has another name. `resume.py` says what may change in a directory that is given. `config.yaml` in the run
-directory holds the settings as a user writes them, and under `about` the package versions and the git revision.
+The same command, or one with more `steps`, resumes its run; settings that change samples or gradients give another
+name. `resume.py` decides which changes are allowed in an explicit directory. `config.yaml` in the run directory holds
+the settings as a user writes them, and under `about` the package versions and the git revision.
 """
 
 import hashlib
@@ -33,13 +33,13 @@ WITHOUT_EFFECT_ON_RESULTS = (
 )
 """Sections and settings that change neither samples nor gradients"""
 KEYS_WITHOUT_EFFECT = ("steps", "epochs", "rollout.dump")
-"""Nor do these"""
+"""Further keys that change neither samples nor gradients"""
 
 PACKAGES = (
     *("spmd-rl", "torch", "transformers", "safetensors", "numpy", "hydra-core", "omegaconf", "pyzmq", "msgspec"),
     *("math-verify", "reasoning-gym", "peft", "xgrammar"),
 )
-"""Packages whose versions a run records; those of engines and training backends come on top"""
+"""Packages whose versions a run records, in addition to those of engines and training backends"""
 
 T = TypeVar("T")
 
@@ -47,9 +47,9 @@ T = TypeVar("T")
 def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a tree that change samples or gradients, by dotted key.
 
-    These are all but `WITHOUT_EFFECT_ON_RESULTS`, where and in how many processes rewarders and environments run, and
-    `steps`. `steps`, or `epochs`, is among them unless every `schedule` is `constant`: it is the horizon of a decaying
-    learning rate. Where nothing is trained, `eval` is among them: it changes which answers there are.
+    These are all but `WITHOUT_EFFECT_ON_RESULTS`, the machines and processes of rewarders and environments, and
+    `steps`. `steps`, or `epochs`, is included unless every `schedule` is `constant`: it is the horizon of a decaying
+    learning rate. Without training `eval` is included: it determines the answers.
     """
     settings = dict(flatten(tree))
     evaluates = "steps" not in settings
@@ -76,8 +76,9 @@ def identity_hash(cfg: Any) -> str:
 
 
 def answers_key(cfg: Any, prompts: str) -> str:
-    """Return 16 hexadecimal digits over all that decides the answers of an evaluation: settings, weights and `prompts`,
-    a digest of these. Of the weight files it takes names, sizes and times."""
+    """Return 16 hexadecimal digits over everything that decides the answers of an evaluation: settings, weights and
+    `prompts`, a digest. Weight files count by name, size and time.
+    """
     files = [(path.name, path.stat()) for path in sorted(model_folder(cfg.policy.model).glob("*.safetensors"))]
     weights = [[name, found.st_size, found.st_mtime_ns] for name, found in files]
     text = json.dumps([identity_hash(cfg), weights, prompts])
@@ -85,9 +86,9 @@ def answers_key(cfg: Any, prompts: str) -> str:
 
 
 def fill_run(cfg: T, pipeline: str) -> T:
-    """Fill in `pipeline`, and `run.name` and `run.dir` (as an absolute path) where the user gave none; return `cfg`.
+    """Fill in `pipeline`, and missing `run.name` and `run.dir` (as an absolute path); return `cfg`.
 
-    Of a `run.dir` that is given, the last part is the name.
+    The last part of an explicit `run.dir` is the name.
     """
     run, cfg.pipeline = cfg.run, pipeline
     if run.name is None and run.dir is None:
@@ -104,7 +105,7 @@ def run_dir(pipeline: str, name: str, given: str | None) -> Path:
 
 
 def saved_config(directory: str | Path) -> dict[str, Any] | None:
-    """Return the settings that the run in a directory was started with, with `about`; None where there is no run."""
+    """Return the settings that the run in a directory was started with, with `about`; None without a run."""
     path = Path(directory) / CONFIG_FILE
     try:
         tree = yaml.safe_load(path.read_text())
@@ -118,9 +119,9 @@ def saved_config(directory: str | Path) -> dict[str, Any] | None:
 
 
 def write_config(cfg: Any, directory: str | Path, pipeline: str) -> None:
-    """Write `config.yaml`, whole or not at all; on rank 0.
+    """Write `config.yaml`, completely or not at all; on rank 0.
 
-    Where the directory holds steps of other settings, `about.until` keeps these, with the step up to which they held.
+    If the directory holds steps of other settings, `about.until` keeps these, with the last step under them.
     """
     about = {"pipeline": pipeline, "git_revision": git_revision(), "versions": package_versions()}
     if found := sources(cfg):
@@ -135,7 +136,7 @@ def write_config(cfg: Any, directory: str | Path, pipeline: str) -> None:
 
 
 def _until(cfg: Any, directory: Path) -> list[dict[str, Any]]:
-    """Return the settings that the steps in a run directory had and that `cfg` changes, each with their last step."""
+    """Return the settings of a run directory's steps that `cfg` changes, each with their last step."""
     saved = saved_config(directory) or {}
     latest = directory / "checkpoints" / "latest"
     digits = re.search(r"\d+", latest.read_text()) if saved and latest.exists() else None
@@ -144,6 +145,7 @@ def _until(cfg: Any, directory: Path) -> list[dict[str, Any]]:
     until = list((saved.pop("about", None) or {}).get("until", ()))
     step, now, then = int(digits[0]), identity(to_dict(cfg)), identity(saved)
     changed = {key: then[key] for key in then if key in now and then[key] != now[key]}
+    # A start that trained nothing is between the two.
     if until and until[-1]["step"] == step:  # a start that trained nothing lies between
         changed |= until.pop()["settings"]
     changed = {key: value for key, value in changed.items() if now.get(key) != value}
@@ -156,7 +158,7 @@ def to_yaml(tree: Mapping[str, Any]) -> str:
 
 
 def unused_packages(settings: Mapping[str, Any]) -> set[str]:
-    """Return the packages that the settings (values by dotted key) do not use, of those that a setting chooses."""
+    """Return the packages of a choice (engine, backend) that the settings (values by dotted key) do not use."""
     chosen = {value for value in settings.values() if isinstance(value, str)}
     unused = {package for name, package in _packages_by_choice().items() if name not in chosen}
     return unused if any(value for key, value in settings.items() if key.endswith("lora.rank")) else {*unused, "peft"}

@@ -1,7 +1,7 @@
-"""The settings of a pipeline: one dataclass a section, each field with its default and its meaning beside it.
+"""The settings of a pipeline: one dataclass a section, each field with its default and its meaning.
 
 A section (`sections/`) checks its values when it is built (`__post_init__`); `checks.py` checks what needs files,
-imports or the number of ranks. YAML files under `configs/` hold only what differs from these defaults.
+imports or the number of ranks. YAML files under `configs/` hold only the differences from these defaults.
 """
 
 from collections.abc import Iterator
@@ -47,23 +47,24 @@ EVALUATE = "python -m spmd_rl.evaluate"
 
 @dataclass
 class JobConfig:
-    """The settings that every pipeline has: those of a model, of its run and of what is measured.
+    """The settings of every pipeline: those of a model, its run and its measurements.
 
-    The settings of a pipeline are a subclass that adds its own sections. What the package says of a section (its
-    checks, its lines on the terminal) it says of every pipeline that has one of this name and type: see `apply`.
+    A pipeline's settings are a subclass with further sections. The package's checks and terminal lines for a section
+    apply to every pipeline with one of this name and type: see `apply`.
     """
 
     pipeline: ClassVar[str] = ""
     """Name of the pipeline, which `load` fills in."""
     borrows: ClassVar[bool] = False
-    """Whether it takes the experiments of other pipelines too, and of what they set, what it has."""
+    """True if it accepts experiments of other pipelines, of which it uses the sections that it has."""
     steps: ClassVar[int] = 0
 
     seed: int = 0
     """Random seed of data order, sampling and everything else."""
     debug: bool = False
     """Score in this process, without sidecars, so that `breakpoint()` works in a reward or an environment. One rank
-    only."""
+    only.
+    """
     profile: bool = False
     """Write a torch profiler trace of the second step that this process runs into `run.dir/traces`."""
     run: RunConfig = field(default_factory=RunConfig)
@@ -77,16 +78,16 @@ class JobConfig:
 
     @property
     def kind(self) -> str:
-        """What the name of a run says beside its model."""
+        """Part of a run's default name after its model."""
         return self.pipeline
 
     @property
     def roles(self) -> list[RoleConfig]:
-        """What the models of the pipeline are built from: the policy, and in a subclass whom it wants beside it."""
+        """Settings of the pipeline's models: the policy, and in a subclass further roles."""
         return [self.role("policy")]
 
     def role(self, name: str, own: ModelConfig | None = None) -> RoleConfig:
-        """What the role of a section `name` is built from. own: the section, where it has not that name."""
+        """Return the settings of the role in section `name`. own: the section, if it has another name."""
         own, policy = own or getattr(self, name), self.policy
         return RoleConfig(
             name=name,
@@ -99,16 +100,16 @@ class JobConfig:
         )
 
     def passes(self, name: str) -> int:
-        """How often in the run a role is trained on all samples of a step."""
+        """Return the number of times in the run that a role is trained on all samples of a step."""
         return self.steps
 
 
 @dataclass
 class PipelineConfig(JobConfig):
-    """The settings that every pipeline has that trains a model."""
+    """The settings of every pipeline that trains a model."""
 
     steps: int = 100
-    """Training steps."""
+    """Number of training steps in the run."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
@@ -119,7 +120,7 @@ class PipelineConfig(JobConfig):
 
 @dataclass
 class RlConfig(PipelineConfig):
-    """The settings that pipelines of reinforcement learning have in common: they generate, score and learn from it."""
+    """The settings of pipelines of reinforcement learning: they generate, score and learn from it."""
 
     reference: FollowingReferenceConfig = field(default_factory=FollowingReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -160,22 +161,22 @@ class RlConfig(PipelineConfig):
 
     @property
     def kind(self) -> str:
-        """See `PipelineConfig.kind`."""
+        """Part of a run's default name: the recipe."""
         return self.algorithm.name
 
     @property
     def num_shown(self) -> int:
-        """First steps, in which demonstrations are learnt from and nobody generates."""
+        """Number of first steps that train on demonstrations instead of rollouts."""
         return 0
 
     @property
     def has_turns(self) -> bool:
-        """Whether an episode may have several turns: only a user's own, unless there are environments."""
+        """True if an episode may have several turns: a user's own, or that of environments."""
         return self.rollout.target is not None and self.rollout.max_turns != 1
 
     @property
     def generation(self) -> GenerationSettings:
-        """What generating takes from the settings."""
+        """Extract of the settings for generation."""
         return GenerationSettings(
             self.rollout,
             self.reward,
@@ -188,14 +189,16 @@ class RlConfig(PipelineConfig):
 
     @property
     def roles(self) -> list[RoleConfig]:
-        """The policy, and whom the algorithm wants beside it."""
+        """Settings of the policy, and of the further roles that the algorithm needs."""
         used = {"policy": True, "reference": self.algorithm.uses_reference, "critic": self.algorithm.uses_critic}
         constraint = self.rollout.constraint
         asked = [replace(self.role(name), constraint=constraint) for name, wanted in used.items() if wanted]
         return asked + [self.role(*teacher) for teacher in self.teacher.sections.items()]
 
     def passes(self, name: str) -> int:
-        """See `JobConfig.passes`: the critic learns alone at first, and what is shown is learnt from once."""
+        """Return the passes as in `JobConfig.passes`: first the critic is trained alone, and demonstrations are used
+        once.
+        """
         shown = min(self.num_shown, self.steps) if name == "policy" else 0
         alone = max(self.algorithm.critic_warmup if name == "policy" else 0, self.num_shown)
         return shown + self.algorithm.sample_epochs * max(0, self.steps - alone)
@@ -223,12 +226,12 @@ class RlvrConfig(RlConfig):
 
     @property
     def generation(self) -> GenerationSettings:
-        """See `PipelineConfig.generation`."""
+        """Extract of the settings for generation, with those of prompts."""
         return replace(super().generation, data=self.data)
 
 
 def _keys_of_agents(cfg: RlvrConfig) -> Iterator[str]:
-    """Yield the changed keys that only turns give a meaning to, which an episode or an estimator of one's own may have.
+    """Yield the changed keys that only have an effect with several turns, as of a user's own episode or estimator.
 
     These are the fields with `metadata={"agents": True}`.
     """
@@ -248,7 +251,7 @@ class AgenticConfig(RlConfig):
 
     @property
     def has_turns(self) -> bool:
-        """See `RlConfig.has_turns`."""
+        """True if an episode may have several turns."""
         return self.rollout.max_turns != 1
 
     def __post_init__(self) -> None:
@@ -266,13 +269,13 @@ class AgenticConfig(RlConfig):
 
     @property
     def num_shown(self) -> int:
-        """See `RlConfig.num_shown`."""
+        """Number of first steps that train on demonstrations."""
         return self.warmup.steps
 
 
 @dataclass
 class HostConfig:
-    """What a sidecar's host serves that is started by hand: two sections of a run."""
+    """The sections of a sidecar host that is started by hand."""
 
     reward: RewardsConfig = field(default_factory=RewardsConfig)
     env: EnvsConfig = field(default_factory=EnvsConfig)
@@ -310,16 +313,16 @@ class EvaluateConfig(JobConfig):
 
     @property
     def roles(self) -> list[RoleConfig]:
-        """See `JobConfig.roles`."""
+        """Settings of the policy alone."""
         return [replace(self.role("policy"), constraint=self.rollout.constraint)]
 
     @property
     def envs(self) -> EnvsConfig | None:
-        """Environments that are played; None where rows are evaluated."""
+        """Environments that are played; None if rows are evaluated."""
         return self.env if self.env.tags else None
 
     @property
     def generation(self) -> GenerationSettings:
-        """See `RlConfig.generation`."""
+        """Extract of the settings for generation."""
         rollout, rows = RolloutConfig(**vars(self.rollout)), None if self.envs else self.data
         return GenerationSettings(rollout, self.reward, self.seed, self.engine.kv_tokens, evaluates=True, data=rows)

@@ -1,4 +1,4 @@
-"""The settings of the pipelines that train on rows that are written; see `schema`."""
+"""The settings of the pipelines that train on rows with written answers; see `schema`."""
 
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -13,13 +13,13 @@ from spmd_rl.config.values import above, at_least, one_of, require
 
 @dataclass
 class RowsPipelineConfig(PipelineConfig):
-    """The settings that pipelines of supervised learning have in common: they train on rows that are written."""
+    """The settings of supervised pipelines, which train on rows with written answers."""
 
     row_kind: ClassVar[str] = "demonstration"
-    """What rows are: see `data.conversations.KINDS`."""
+    """Kind of the rows: a key of `data.conversations.KINDS`."""
 
     epochs: float | None = None
-    """Passes over `data.train`, from which `steps` follows, whatever it is. Default: as many as `steps` takes."""
+    """Passes over `data.train`, which determine `steps` and override it. Default: as many as `steps` takes."""
     data: RowsConfig = field(default_factory=RowsConfig)
     eval: ValidationConfig = field(default_factory=ValidationConfig)
 
@@ -28,7 +28,9 @@ class RowsPipelineConfig(PipelineConfig):
         above(self, epochs=0)
 
     def count_rows(self, num_rows: int) -> int | None:
-        """Set `steps` to what `epochs` of so many rows take. Return at which row of the run it ends; None: at none."""
+        """Set `steps` to those that `epochs` of `num_rows` rows take. Return the number of rows of the run, None
+        without `epochs`.
+        """
         if self.epochs is None:
             return None
         total = max(1, round(self.epochs * num_rows))
@@ -49,7 +51,7 @@ class SftConfig(RowsPipelineConfig):
 
     @property
     def roles(self) -> list[RoleConfig]:
-        """The policy, and its teachers."""
+        """Settings of the policy and its teachers."""
         return [*super().roles, *(self.role(*teacher) for teacher in self.teacher.sections.items())]
 
 
@@ -64,29 +66,30 @@ class DpoConfig(RowsPipelineConfig):
 
     @property
     def kind(self) -> str:
-        """See `PipelineConfig.kind`."""
+        """Part of a run's default name: the loss."""
         return self.preference.loss
 
     @property
     def row_kind(self) -> str:
-        """See `RowsPipelineConfig.row_kind`."""
+        """Kind of the rows: single judged answers, or preferences."""
         return "judged" if self.preference.is_judged else "preference"
 
     @property
     def roles(self) -> list[RoleConfig]:
-        """The policy, and the reference unless the loss does without."""
+        """Settings of the policy, and of the reference if the loss needs one."""
         return [self.role("policy"), *([self.role("reference")] if self.preference.uses_reference else [])]
 
 
 @dataclass
 class RewardModelConfig(RowsPipelineConfig):
-    """The settings of `python -m spmd_rl.reward_model`; `policy` is the model that it is made of."""
+    """The settings of `python -m spmd_rl.reward_model`; `policy` is its initial model."""
 
     pipeline = "reward_model"
     data: LabelledConfig = field(default_factory=LabelledConfig)
     head: str = "pairwise"
-    """What rewards are learnt from: `pairwise`, which of two answers is better; `outcome`, whether an answer is right;
-    `process`, whether each of its steps is."""
+    """Source of the rewards: `pairwise`, which of two answers is better; `outcome`, whether an answer is right;
+    `process`, whether each of its steps is.
+    """
     center_coef: float = 0.0
     """Weight of the square of the sum of a pair's rewards, which keeps rewards around 0 (`pairwise`)."""
 
@@ -98,15 +101,15 @@ class RewardModelConfig(RowsPipelineConfig):
 
     @property
     def row_kind(self) -> str:
-        """See `RowsPipelineConfig.row_kind`."""
+        """Kind of the rows, by the head."""
         return "ranked" if self.head == "pairwise" else self.head
 
     @property
     def separator(self) -> str | None:
-        """At which answers are cut into steps that have a reward each; None: they are not."""
+        """Text at which answers are divided into steps with a reward each; None: they are not."""
         return self.data.separator if self.head == "process" else None
 
     @property
     def roles(self) -> list[RoleConfig]:
-        """A critic, built from the policy's settings."""
+        """Settings of a critic, built from the policy's."""
         return [replace(self.role("policy"), name="critic", section="policy", value_bias=False)]

@@ -1,4 +1,4 @@
-"""Settings that a user gave and that have no effect under the other settings: each is a warning, none is an error.
+"""Settings without effect under the other settings: each is a warning, none is an error.
 
     for line in unused_settings(cfg, load("rlvr", RlvrConfig), chosen("rlvr", overrides)):
         print(f"warning: {line}")
@@ -26,14 +26,14 @@ from spmd_rl.config.sections.rows import ValidationConfig
 from spmd_rl.config.sections.teachers import TeachersConfig
 
 Idle = list[tuple[Any, str, str]]
-"""What must hold for keys or sections to have an effect, the reason why they have none, and these, in one text"""
+"""Condition under which keys or sections have an effect, the reason why they have none, and the keys, in one text"""
 
 
 def unused_settings(cfg: Any, shipped: Any, chosen: Mapping[str, Any] = MappingProxyType({})) -> Iterator[str]:
     """Yield one line for each setting without effect that the user changed.
 
     A changed setting differs from the schema's default, from `shipped`, the settings of a command without overrides,
-    and from `chosen`, a tree of what the experiment, recipe or data that the user chose by name says by itself.
+    and from `chosen`, a tree of the experiment, recipe or data that the user chose by name.
     """
     trees = [to_dict(shipped), to_dict(type(cfg)()), chosen, *apply((_bare_rewards,), cfg)]
     defaults = [dict(flatten(tree)) for tree in trees]
@@ -150,7 +150,7 @@ IDLE = (
     *(_of_algorithm, _of_generation, _of_policy, _of_reference, _of_critic, _of_teacher, _of_data, _of_evaluation),
     *(_of_validation, _of_preference, _of_sidecar),
 )
-"""Each is of the pipelines that have the sections that it takes (`apply`)"""
+"""Functions of sections; each applies to pipelines that have its sections (`apply`)"""
 
 
 def unread_algorithm_keys(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:

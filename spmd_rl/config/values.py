@@ -18,7 +18,7 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 def one_of(section: Any, **known: Sequence[str]) -> None:
     """Check that each key holds one of the known names.
 
-    YAML reads a bare `off` or `on` as false or true: where that is a name, it is put back.
+    YAML reads a bare `off` or `on` as false or true, which is reverted for names.
     """
     for key, names in known.items():
         value = getattr(section, key)
@@ -67,10 +67,10 @@ def check_fields(section: Any, **known: Sequence[str]) -> None:
 
 
 def numbers_in(key: str, text: str, count: int, what: str, like: str) -> list[int]:
-    """Return the numbers that a text such as `0-3,8` names, ascending.
+    """Return the numbers in a text such as `0-3,8`, ascending.
 
-    UserError, before any is counted out, unless all ranges rise and lie below `count`. what: a singular for the error.
-    like: how it says the text must be.
+    UserError, before any range is expanded, unless all of them rise and stay below `count`. what: a singular noun, and
+    like: an example, for the error.
     """
     found: set[int] = set()
     for part in text.replace(" ", "").split(","):

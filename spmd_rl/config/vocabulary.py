@@ -1,4 +1,4 @@
-"""What token ids mean: vocabularies of model directories, compared without torch or the library that reads them."""
+"""Comparison of the vocabularies of model directories, without torch or a tokenizer library."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def difference(one: Path, other: Path) -> str:
-    """Say where the tokens of two model directories differ; empty where they do not, or where neither can be read."""
+    """Return text on the tokens in which two model directories differ; empty if they agree, or are unreadable."""
     files = [folder / "tokenizer.json" for folder in (one, other)]
     if one == other or not all(file.is_file() for file in files):
         return _sizes(one, other)
@@ -21,15 +21,15 @@ def difference(one: Path, other: Path) -> str:
 
 
 def digest(folder: Path) -> str:
-    """Return 16 hexadecimal digits over what each token id of a model directory means; over their number where that is
-    all that can be read."""
+    """Return 16 hexadecimal digits over the token of each id of a model directory, or over their number if that is all
+    that can be read."""
     file = folder / "tokenizer.json"
     known = sorted(_tokens(file.read_bytes()).items()) if file.is_file() else vocabulary_size(folder)
     return hashlib.blake2b(json.dumps(known).encode(), digest_size=8).hexdigest()
 
 
 def _tokens(text: bytes) -> dict[int, str]:
-    """The token of each id, of a `tokenizer.json`."""
+    """Return the token of each id in a `tokenizer.json`."""
     tree: dict[str, Any] = json.loads(text)
     found = tree["model"]["vocab"]
     pairs = found.items() if isinstance(found, dict) else ((token, number) for number, (token, *_) in enumerate(found))
@@ -37,7 +37,7 @@ def _tokens(text: bytes) -> dict[int, str]:
 
 
 def _sizes(one: Path, other: Path) -> str:
-    """Compare the sizes of the vocabularies alone."""
+    """Return text on the sizes of two vocabularies; empty if they agree, or are unreadable."""
     try:
         sizes = [vocabulary_size(folder) for folder in (other, one)]
     except (OSError, ValueError):
@@ -46,6 +46,6 @@ def _sizes(one: Path, other: Path) -> str:
 
 
 def vocabulary_size(folder: Path) -> int | None:
-    """Return the number of token ids that the model of a directory has, as its `config.json` says."""
+    """Return the number of token ids in a directory's `config.json`."""
     config = json.loads((folder / "config.json").read_text())
     return (config.get("text_config") or config).get("vocab_size")

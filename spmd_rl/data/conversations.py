@@ -1,8 +1,8 @@
-"""Makes examples of records whose answers are written: conversations, prompts with completions, plain texts.
+"""Makes examples of records with written answers: conversations, prompts with completions, plain texts.
 
-{"messages": [{"role": "user", ...}, {"role": "assistant", ...}, ...]}      every answer is learnt
+{"messages": [{"role": "user", ...}, {"role": "assistant", ...}, ...]}      every answer is trained on
 {"prompt": "2 + 2?", "completion": "4"}                                     texts, or messages on both sides
-{"text": "Once upon a time ..."}                                            all of it is learnt, without a template
+{"text": "Once upon a time ..."}                                            trained on without a template
 """
 
 import math
@@ -21,7 +21,7 @@ COMPLETIONS = ("completion", "answer", "response", "solution")
 
 
 def demonstration(record: Any, cfg: SourcesConfig) -> Example:
-    """The conversation of a row. BrokenRow says what is wrong with it."""
+    """Return the conversation of a row. BrokenRow describes an invalid row."""
     data, _ = opened(record, cfg.keys)
     completion = first_of(data, COMPLETIONS)
     if "messages" in data:
@@ -37,12 +37,12 @@ def demonstration(record: Any, cfg: SourcesConfig) -> Example:
 
 
 def first_of(data: dict[str, Any], names: Sequence[str]) -> str:
-    """The first of the names that the record has; an empty text without any."""
+    """Return the first of the names that the record has; an empty text without any."""
     return next((name for name in names if name in data), "")
 
 
 def prompt_of(data: dict[str, Any], cfg: SourcesConfig) -> tuple[Message, ...]:
-    """The messages of a row's prompt: its own, or its text put into `data.format`."""
+    """Return the messages of a row's prompt: its own, or its text put into `data.format`."""
     name = first_of(data, PROMPTS)
     if not name:
         raise BrokenRow(f"needs a `prompt`; it has {column_names(data)}: say data.keys.prompt=COLUMN")
@@ -52,7 +52,7 @@ def prompt_of(data: dict[str, Any], cfg: SourcesConfig) -> tuple[Message, ...]:
 
 
 def continued(prompt: tuple[Message, ...], data: dict[str, Any], name: str, cfg: SourcesConfig) -> Conversation:
-    """A prompt that goes on with column `name`: the text of an answer, or messages."""
+    """Return a prompt continued by column `name`: the text of an answer, or messages."""
     if isinstance(data[name], list):
         answer = parse_messages(data[name], name)
     else:
@@ -61,8 +61,9 @@ def continued(prompt: tuple[Message, ...], data: dict[str, Any], name: str, cfg:
 
 
 def _finished(conversation: Conversation, data: dict[str, Any], cfg: SourcesConfig) -> Conversation:
-    """Return the conversation with the row's `tools`, and with `data.system` before it, if it has none. BrokenRow if
-    there is nothing to learn from it."""
+    """Return the conversation with the row's `tools`, and with `data.system` if it has no system message. BrokenRow if
+    it has nothing to train on.
+    """
     messages, num_given = conversation.messages, conversation.num_given
     answers = [message for message in messages[num_given:] if message.role == "assistant" and message.is_learnt]
     if not answers:
@@ -78,7 +79,7 @@ SIDES = ("chosen", "rejected")
 
 
 def preference(record: Any, cfg: SourcesConfig) -> Example:
-    """The chosen and the rejected conversation of a row, in this order. BrokenRow says what is wrong with it."""
+    """Return the chosen and the rejected conversation of a row, in this order. BrokenRow describes an invalid row."""
     data, _ = opened(record, cfg.keys)
     if lacking := [side for side in SIDES if side not in data]:
         raise BrokenRow(f"needs `{lacking[0]}`; it has {column_names(data)}: say data.keys.{lacking[0]}=COLUMN")
@@ -89,7 +90,7 @@ def preference(record: Any, cfg: SourcesConfig) -> Example:
 
 
 def ranked(record: Any, cfg: SourcesConfig) -> Example:
-    """The same with the `margin` of the row, by default 0."""
+    """Return the pair of `preference` with the `margin` of the row, by default 0."""
     margin = opened(record, cfg.keys)[0].get("margin", 0.0)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise BrokenRow(f"`margin` is {kind(margin)}, not a number")
@@ -97,7 +98,7 @@ def ranked(record: Any, cfg: SourcesConfig) -> Example:
 
 
 def _pair(data: dict[str, Any], cfg: SourcesConfig) -> tuple[Conversation, Conversation]:
-    """Answers to a `prompt`, or whole conversations or texts that begin alike."""
+    """Return two answers to a `prompt`, or whole conversations or texts with a common beginning."""
     whole = [isinstance(data[side], list) and _is_whole(data[side]) for side in SIDES]
     if first_of(data, PROMPTS) and not all(whole):
         prompt = prompt_of(data, cfg)
@@ -109,6 +110,7 @@ def _pair(data: dict[str, Any], cfg: SourcesConfig) -> tuple[Conversation, Conve
         chosen, rejected = (_finished(Conversation(chat, shared), data, cfg) for chat in chats)
         return chosen, rejected
     texts = [take_text(data, side) for side in SIDES]
+    # Only whole words are shared: a tokenizer may merge letters across a cut within a word.
     shared = len(re.match(r"(?:.*(?=\s))?", texts[0][: _shared(*texts)], re.DOTALL)[0])  # whole words
     chosen, rejected = (
         Conversation((Message("user", text[:shared]), Message("assistant", text[shared:])), 1, is_plain=True)
@@ -118,18 +120,18 @@ def _pair(data: dict[str, Any], cfg: SourcesConfig) -> tuple[Conversation, Conve
 
 
 def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """With how many equal parts both begin."""
+    """Return the number of equal leading parts."""
     differ = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
 
 
 def _is_whole(chat: list[Any]) -> bool:
-    """Whether messages begin with somebody else's than the assistant's."""
+    """Return True if messages begin with another role than the assistant's."""
     return bool(chat) and isinstance(chat[0], dict) and chat[0].get("role") != "assistant"
 
 
 def judged(record: Any, cfg: SourcesConfig) -> Example:
-    """An answer with a `label`, true for a good one; or both of a pair. BrokenRow says what is wrong with the row."""
+    """Return an answer with a `label`, true for a good one; or both of a pair. BrokenRow describes an invalid row."""
     data, _ = opened(record, cfg.keys)
     if all(side in data for side in SIDES):
         return preference(record, cfg)
@@ -150,7 +152,7 @@ def _label(value: Any, name: str) -> bool:
 
 
 def outcome(record: Any, cfg: SourcesConfig) -> Example:
-    """An answer with a `label`, true for a right one. BrokenRow says what is wrong with the row."""
+    """Return an answer with a `label`, true for a right one. BrokenRow describes an invalid row."""
     example = judged(record, cfg)
     if len(example.conversations) > 1:
         raise BrokenRow("is a pair: head=pairwise takes these, head=outcome a `completion` with a `label`")
@@ -158,7 +160,7 @@ def outcome(record: Any, cfg: SourcesConfig) -> Example:
 
 
 def process(record: Any, cfg: LabelledConfig) -> Example:
-    """An answer in steps, `completions`, each with one of the `labels`. BrokenRow says what is wrong with the row."""
+    """Return an answer in steps, `completions`, each with one of the `labels`. BrokenRow describes an invalid row."""
     data, _ = opened(record, cfg.keys)
     steps, labels, separator = data.get("completions"), data.get("labels"), cfg.separator
     if not (isinstance(steps, list) and isinstance(labels, list) and steps and len(steps) == len(labels)):
@@ -185,4 +187,4 @@ KINDS = {
     "outcome": outcome,
     "process": process,
 }
-"""What rows are, by the name that the settings of a pipeline have for it (`row_kind`)"""
+"""Parsers of rows by their kind, the `row_kind` of a pipeline's settings"""

@@ -1,7 +1,7 @@
-"""The tasks of an agent: which environment each ticket plays, and its seed.
+"""The tasks of an agent: environment and seed of each ticket.
 
-A task is a `Prompt` without messages, whose domain is the environment's tag: its text is known once the environment
-has been reset. Tasks are endless, and a pure function of the run's seed; all answers to one play the same world.
+A task is a `Prompt` without messages, whose domain is the environment's tag: its text is known once the environment has
+been reset. Tasks are endless, and a pure function of the run's seed; all answers to one play the same world.
 """
 
 from fractions import Fraction
@@ -13,23 +13,26 @@ from spmd_rl.data.seeds import counter_seed
 from spmd_rl.types import Prompt
 
 SEED_BITS = 30
-"""Environments of many libraries take seeds of 31 bits alone; the highest of these marks held-out seeds."""
+"""Number of bits of a training seed. Many libraries' environments take 31 bits; the highest marks held-out seeds."""
 
 
 class EnvTasks:
-    """The tasks of a run; the same interface as `data.Prompts`, but that training tasks cannot be counted."""
+    """The tasks of a run; the interface of `data.Prompts`, except that training tasks cannot be counted."""
 
     train: tuple[Prompt, ...] = ()
 
     def __init__(self, envs: EnvsConfig, num_eval: int) -> None:
-        """`num_eval`: held-out tasks, shared among the environments like those of a step; one of n environments with
-        share 0 gets an n-th of them. UserError for shares that come out even too late."""
+        """Take the environments and the number of held-out tasks, which are divided by share like those of a step.
+
+        One of n environments with share 0 gets an n-th of the held-out tasks. UserError for shares with too long a
+        period.
+        """
         shares = {tag: Fraction(str(env.share)) for tag, env in envs.tags.items()}
         mean = sum(shares.values()) / sum(share > 0 for share in shares.values())
         self._mix = Mix(shares, "env.<tag>.share")
         held_out = Mix({tag: share or mean for tag, share in shares.items()}, "env.<tag>.share")
         self._targets = {tag: [env.target, env.args, env.eval_args] for tag, env in sorted(envs.tags.items())}
-        # The same tasks for every seed of a run: what runs are compared by.
+        # Held-out tasks do not depend on the run's seed, so that runs can be compared by them.
         self.eval = tuple(self._held_out(*held_out.ticket(number)) for number in range(num_eval))
 
     def ticket(self, ticket: int, seed: int) -> tuple[int, Prompt]:
@@ -38,7 +41,7 @@ class EnvTasks:
         return 0, _task(tag, counter_seed(seed, "env", tag, index) % (1 << SEED_BITS), False)
 
     def demonstration(self, number: int, seed: int) -> Prompt:
-        """Return a task for demonstrations, of which no ticket stands."""
+        """Return a task for demonstrations, which no ticket uses."""
         tag, index = self._mix.ticket(number)
         return _task(tag, counter_seed(seed, "env", "demonstration", tag, index) % (1 << SEED_BITS), False)
 

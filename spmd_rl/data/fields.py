@@ -1,6 +1,6 @@
-"""What records of all pipelines have in common: an object of JSON, its columns by their names here, texts and messages.
+"""Parsing that records of all pipelines share: JSON objects, columns by their names here, texts and messages.
 
-A broken record raises `BrokenRow`; `checked` says where it stands.
+A broken record raises `BrokenRow`; `checked` adds its file and line.
 """
 
 import json
@@ -14,19 +14,19 @@ from spmd_rl.types import Message
 
 ABSENT = object()
 SAID = ("reasoning_content", "tool_calls")
-"""Fields of a message that may stand in the place of its content"""
+"""Fields of a message that may replace its content"""
 MAX_DEPTH = 100
-"""The most levels of lists and objects in a row"""
+"""Maximum depth of lists and objects in a row"""
 
 T = TypeVar("T")
 
 
 class BrokenRow(Exception):
-    """Says what is wrong with a row."""
+    """The reason why a row is invalid."""
 
 
 def checked(records: Iterable[tuple[str, Any]], key: str, parse: Callable[[Any, str], T]) -> Iterator[T]:
-    """Yield `parse(record, where)` of each pair (where it stands, what JSON makes of it).
+    """Yield `parse(record, where)` of each pair of a place and a JSON value.
 
     UserError, naming the setting `key` and the record, for a broken one.
     """
@@ -38,7 +38,7 @@ def checked(records: Iterable[tuple[str, Any]], key: str, parse: Callable[[Any, 
 
 
 def opened(data: Any, columns: Mapping[str, str | None]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Check that a record is an object that can be walked through. Returns what `_renamed` makes of it."""
+    """Check that a record is an object of limited depth. Return the result of `_renamed`."""
     if not isinstance(data, dict):
         raise BrokenRow(f"not an object but {kind(data)}")
     if _depth(data) > MAX_DEPTH:
@@ -47,12 +47,13 @@ def opened(data: Any, columns: Mapping[str, str | None]) -> tuple[dict[str, Any]
 
 
 def column_names(data: Mapping[str, Any]) -> str:
-    """The columns of a record, for messages."""
+    """Return the columns of a record, for messages."""
     return ", ".join(f"`{name}`" for name in data) or "nothing"
 
 
 def _depth(data: Any) -> int:
-    """Return how many levels of lists and objects there are, up to one more than `MAX_DEPTH`."""
+    """Return the depth of lists and objects, up to one more than `MAX_DEPTH`."""
+    # Level by level instead of recursion, which hostile rows could exhaust.
     level, depth = [data], 0
     while level and depth <= MAX_DEPTH:
         level = [one for found in level for one in (found.values() if isinstance(found, dict) else found)]
@@ -62,7 +63,7 @@ def _depth(data: Any) -> int:
 
 
 def _renamed(data: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the record with its columns under the names that `data.keys` gives them, and `Record.lacks`."""
+    """Return the record with its columns renamed by `data.keys`, and `Record.lacks`."""
     out, lacks, missing = dict(data), {}, []
     for name, column in columns.items():
         found = data if column is None else _column(data, column)
@@ -97,7 +98,7 @@ def parse_messages(value: Any, name: str) -> tuple[Message, ...]:
 
 
 def _message(item: Any, name: str) -> Message:
-    # in a table, all messages have the fields of all others, as null
+    # Tables fill absent fields of messages with null.
     fields = {key: value for key, value in item.items() if value is not None} if isinstance(item, dict) else {}
     role, weight = fields.pop("role", None), fields.pop("weight", 1)
     content = fields.pop("content", "" if any(map(fields.get, SAID)) else None)
@@ -111,7 +112,7 @@ def _message(item: Any, name: str) -> Message:
 
 
 def with_tools(messages: tuple[Message, ...], tools: Any) -> tuple[Message, ...]:
-    """Return the messages, the first of which holds `tools`: a list of objects, its JSON text, or nothing."""
+    """Return the messages with `tools` in the first: a list of objects, its JSON text, or nothing."""
     tools = from_json(tools, "tools") if isinstance(tools, str) and tools.strip() else tools or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BrokenRow("`tools` is no list of objects, as chat templates take it; data.keys.tools=null ignores it")
@@ -128,7 +129,7 @@ def from_json(text: str, name: str) -> Any:
 
 
 def take_text(data: dict[str, Any], name: str) -> str:
-    """Take a text that is not blank out of the row."""
+    """Remove a text from the row and return it; it must not be blank."""
     value = data.pop(name)
     if not isinstance(value, str):
         raise BrokenRow(f"`{name}` is {kind(value)}, not text")
@@ -138,7 +139,7 @@ def take_text(data: dict[str, Any], name: str) -> str:
 
 
 def encodable(value: str, name: str) -> str:
-    """Refuse a lone surrogate, which JSON allows and no tokenizer or file accepts; return the text."""
+    """Return the text; BrokenRow for a lone surrogate, which JSON allows and no tokenizer or file accepts."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -147,7 +148,7 @@ def encodable(value: str, name: str) -> str:
 
 
 def kind(value: Any) -> str:
-    """Return the JSON name of a value's type, or of a float that is no number."""
+    """Return the JSON name of a value's type, or of a float that is not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN, as a missing number is written" if math.isnan(value) else "infinite"
     known = {bool: "a boolean", dict: "an object", list: "a list", str: "text", type(None): "null"}
@@ -156,6 +157,7 @@ def kind(value: Any) -> str:
 
 def spelled(value: float | Decimal) -> str:
     """Return the decimal spelling of a finite number, one for all equal ones: `0.00001`, `4`."""
+    # Through Decimal: `str(0.00001)` is `1e-05`, which equals no other spelling of the number.
     text = str(value) if isinstance(value, int) else f"{Decimal(str(value)):f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text == "-0" else text
@@ -164,8 +166,8 @@ def spelled(value: float | Decimal) -> str:
 def plain(value: Any) -> Any:
     """Convert a value to plain JSON values: numpy's scalars and arrays, tuples and sets become numbers and lists.
 
-    Integers beyond 64 bits, which msgpack cannot encode, become text, and so do bytes and anything else.
-    UnicodeDecodeError for bytes that are no UTF-8.
+    Integers beyond 64 bits, which msgpack cannot encode, become text, and so do bytes and other types.
+    UnicodeDecodeError for bytes that are not UTF-8.
     """
     if value is None or isinstance(value, bool):
         return value

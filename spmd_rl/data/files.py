@@ -24,18 +24,18 @@ class Found(NamedTuple):
     where: str
     """`path:line`, or `path[index]`"""
     record: Any
-    """What JSON makes of it"""
+    """value of the parsed JSON"""
     offset: int | None = None
-    """Where its line begins in the file; None where the file cannot be read from there"""
+    """byte offset of its line in the file; None if the file cannot be read from there"""
 
 
 def read_rows(path: Path, key: str, columns: Mapping[str, str | None] | None = None) -> Iterator[Record]:
-    """Yield the rows of a file. `key` is the setting that a `UserError` names, `columns` is `data.keys`."""
+    """Yield the rows of a file. key: the setting that a `UserError` names. columns: `data.keys`."""
     yield from parse_rows((found[:2] for found in read_records(path, key)), key, columns or {})
 
 
 def read_records(path: Path, key: str) -> Iterator[Found]:
-    """Yield the records of a file. `key` is the setting that a `UserError` names."""
+    """Yield the records of a file. key: the setting that a `UserError` names."""
     try:
         file: BinaryIO = path.open("rb")
     except OSError as error:
@@ -61,7 +61,8 @@ def _records(file: BinaryIO, path: Path, key: str) -> Iterator[Found]:
     is_plain = not head.startswith(GZIP)
     lines = file if is_plain else io.BufferedReader(gzip.GzipFile(fileobj=file))
     first, end = True, 0
-    for number, line in enumerate(lines, 1):  # as bytes: a line ends at \n alone
+    # Read as bytes, so that a line ends at \n alone: text mode would also split at \r, and offsets would be lost.
+    for number, line in enumerate(lines, 1):
         begin, end = end, end + len(line)
         line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
         if not line.strip():
@@ -79,7 +80,7 @@ def _records(file: BinaryIO, path: Path, key: str) -> Iterator[Found]:
 
 
 def parse_json(text: bytes, where: str) -> Any:
-    """What a text holds. UserError, which begins with `where`, if it is not JSON."""
+    """Return the value of a JSON text. UserError, which begins with `where`, if it is not JSON."""
     try:
         return json.loads(text.decode())
     except UnicodeDecodeError:
@@ -109,17 +110,18 @@ def _parquet(path: Path, key: str) -> Iterator[Found]:
 
 
 def _widened(batch: Any) -> Any:
-    """Return a batch of pyarrow whose floats of 32 bits are the doubles with the same decimal spelling."""
+    """Return a batch of pyarrow with 32-bit floats as the doubles of the same decimal spelling."""
     for index, column in enumerate(batch.schema):
         if str(column.type) == "float":
+            # A plain cast of 0.1f gives 0.10000000149011612, a wrong ground truth.
             batch = batch.set_column(index, column.name, batch.column(index).cast("string").cast("double"))
     return batch
 
 
 def table_row(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a record of a table as plain JSON. A table has all columns in all rows: there, null means absent.
+    """Return a record of a table as plain JSON, without nulls, by which tables mark absent columns.
 
-    UserError, which begins with `where`, for bytes that are no text.
+    UserError, which begins with `where`, for bytes that are not text.
     """
     out = {}
     for name, value in record.items():

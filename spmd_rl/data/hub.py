@@ -16,12 +16,12 @@ DEFAULT_SPLITS = {"data.train": "train", "data.eval": "test"}
 
 
 def read_dataset(source: HubDataset, key: str, columns: Mapping[str, str | None]) -> Iterator[Record]:
-    """Yield the rows of one split. `key` is the setting that a `UserError` names, `columns` is `data.keys`."""
+    """Yield the rows of one split. key: the setting that a `UserError` names. columns: `data.keys`."""
     yield from parse_rows(dataset_records(source, key), key, columns)
 
 
 def dataset_records(source: HubDataset, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield where each record of one split stands, and the record."""
+    """Yield the place of each record of one split, and the record."""
     split = source.split or DEFAULT_SPLITS[key]
     name = ":".join(filter(None, (source.repo, source.config, split)))
     table = _load(source, split, name, key)

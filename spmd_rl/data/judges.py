@@ -1,7 +1,7 @@
-"""Reads the tests of programs and the instructions by which rows without a ground truth are judged.
+"""Reads the tests of programs and the instructions of rows without a ground truth.
 
-Datasets write tests in several forms, also as JSON or as a Python literal. All of them become what
-`rewards.code:CodeReward` takes: `test_cases`, a list of inputs and outputs that are texts, and `test_case_function`.
+Datasets write tests in several forms, also as JSON or as a Python literal. All become the input of
+`rewards.code:CodeReward`: `test_cases`, a list of inputs and outputs that are texts, and `test_case_function`.
 
     {"inputs": ["1 2\\n"], "outputs": ["3\\n"], "fn_name": "add"}           APPS, TACO; ground truths of verl and PRIME
     {"test_cases": [{"input": [1, 2], "output": 3, "fn_name": "add"}]}    TRL's and PRIME's `verification_info`
@@ -16,14 +16,14 @@ from typing import Any
 from spmd_rl.data.fields import BrokenRow, from_json, kind, spelled
 
 SOURCES = ("test_cases", "verification_info", "input_output", "tests", "ground_truth")
-"""Columns that may hold tests, the first of which counts"""
+"""Columns that may hold tests; the first one present is used"""
 INPUT, OUTPUT = ("input", "stdin"), ("output", "expected_stdout")
 
 
 def read_judge(data: dict[str, Any]) -> str:
-    """Replace the row's instructions, and add its tests, in the form that rewards take.
+    """Normalise the row's instructions and tests for rewards.
 
-    Returns the column that held the tests, which is no ground truth then; BrokenRow for tests in no such form.
+    Returns the column of the tests, which is then no ground truth; BrokenRow for tests of an unknown form.
     """
     if data.get("instruction_id_list"):
         _read_instructions(data)
@@ -41,7 +41,8 @@ def read_judge(data: dict[str, Any]) -> str:
     function = "" if function == "None" else function
     pairs = [(_part(case, INPUT), _part(case, OUTPUT)) for case in cases]
     if function and all(isinstance(output, list) and len(output) == 1 for _, output in pairs):
-        pairs = [(given, output[0]) for given, output in pairs]  # as APPS has the results of functions
+        # APPS wraps the result of a function into a list of one.
+        pairs = [(given, output[0]) for given, output in pairs]
     data["test_cases"] = [
         {
             "input": _text(given, function, f"{name}[{number}]", "\n"),
@@ -55,7 +56,7 @@ def read_judge(data: dict[str, Any]) -> str:
 
 
 def _cases(value: Any, name: str) -> list[dict[str, Any]] | None:
-    """Return the tests, each with an input and an output; None for what are no tests of this kind."""
+    """Return the tests, each with an input and an output; None for another kind of value."""
     value = _opened(value)
     if isinstance(value, dict) and "test_cases" in value:
         value = _opened(value["test_cases"])
@@ -71,7 +72,7 @@ def _cases(value: Any, name: str) -> list[dict[str, Any]] | None:
 
 
 def _opened(value: Any) -> Any:
-    """Return what a text says in JSON or as a Python literal, and anything else as it is."""
+    """Return the value of a text in JSON or Python literals; other values unchanged."""
     if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
         for read in (json.loads, literal_eval):
             with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
@@ -84,7 +85,7 @@ def _part(case: dict[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _text(value: Any, function: str, where: str, between: str = "") -> str:
-    """Return an input or a result: of a program its lines, of a function JSON, `between` its arguments."""
+    """Return an input or a result as text: lines for a program, JSON for a function, with `between` its arguments."""
     if isinstance(value, str):
         return value
     if function:
@@ -97,7 +98,7 @@ def _text(value: Any, function: str, where: str, between: str = "") -> str:
 
 
 def _read_instructions(data: dict[str, Any]) -> None:
-    """Open instructions and their arguments where they are written as JSON (`"{}"`)."""
+    """Parse instructions and arguments that are written as JSON (`"{}"`)."""
     names, kwargs = (
         from_json(data[name], name) if isinstance(data.get(name), str) else data.get(name)
         for name in ("instruction_id_list", "kwargs")

@@ -25,8 +25,9 @@ class Mix:
     """
 
     def __init__(self, shares: Mapping[str, float | Fraction], key: str = "data.mix") -> None:
-        """Take relative shares, at least one above 0, which settings key `key` gave. Raises `UserError` if their period
-        exceeds `MAX_PERIOD` tickets."""
+        """Take relative shares, at least one above 0, from settings key `key`. UserError if their period exceeds
+        `MAX_PERIOD` tickets.
+        """
         exact = {domain: Fraction(str(share)) for domain, share in sorted(shares.items()) if share > 0}
         assert exact, "no share is above 0"
         scaled = {domain: share / sum(exact.values()) for domain, share in exact.items()}

@@ -3,8 +3,8 @@
     prompts = Prompts.load(cfg.data)
     epoch, prompt = prompts.ticket(17, seed=cfg.seed)
 
-Which problems are duplicates and which are held out depends on their content alone, never on a seed, a size or the
-prompt format (see docs/DATA.md). The dataset has no state: the rollout knows which tickets are done.
+Duplicates and held-out prompts are determined by content alone, never by a seed, a size or the prompt format (see
+docs/DATA.md). The dataset has no state: the rollout knows which tickets are done.
 """
 
 import json
@@ -48,8 +48,7 @@ class Prompts:
         num_dropped: int = 0,
         mix: Mapping[str, float] | None = None,
     ) -> None:
-        """Take prompts, and in `mix` relative shares of the domains of `train`. Raises `UserError` if they do not
-        fit."""
+        """Take prompts, and in `mix` relative shares of the domains of `train`. UserError if they do not match."""
         assert train or eval, "there is no prompt"
         self._shares, self._mix = mix, _checked_mix(mix, train) if mix else None
         self.train = tuple(prompt for prompt in train if not mix or mix[prompt.domain] > 0)
@@ -63,11 +62,11 @@ class Prompts:
 
     @classmethod
     def load(cls, cfg: DataConfig, trains: bool = True) -> "Prompts":
-        """Read the prompts; deduplicate and split those that are for training.
+        """Read the prompts; deduplicate and split those for training.
 
-        trains: whether there are steps of training. Else only the held-out prompts are kept, which are the same.
-        Raises `UserError` for an unreadable or broken source, for an id used twice, for a column of `data.keys` that
-        no row has, and if no training prompt, or none to evaluate, is left.
+        trains: True if the run trains; else only the held-out prompts are kept, which are the same. UserError for an
+        unreadable or broken source, for an id used twice, for a column of `data.keys` that no row has, and if no
+        training prompt, or none to evaluate, is left.
         """
         for key in ("format", "system"):
             if LINE_BREAK.search(getattr(cfg, key) or "") and rank() == 0:
@@ -101,7 +100,7 @@ class Prompts:
     def ticket(self, ticket: int, seed: int) -> tuple[int, Prompt]:
         """Return the epoch and the prompt of a ticket.
 
-        Each epoch has all prompts once, in an order of its own. With a mix, each domain has epochs of its own.
+        Each epoch has all prompts once, in a new order. With a mix, each domain has separate epochs.
         """
         if self._mix is None:
             return self._all.prompt(ticket, seed)
@@ -115,7 +114,7 @@ class Prompts:
         return Prompts(train, eval, self.num_dropped + len(indices), self._shares)
 
     def fingerprint(self) -> str:
-        """Return 32 hexadecimal digits over all prompts in order, by which ranks compare what they have loaded."""
+        """Return 32 hexadecimal digits over all prompts in order, by which ranks compare their data."""
         digest = blake2b(digest_size=16)
         for prompt in (*self.train, *self.eval):
             messages = [[m.role, to_builtins(m.content), *filter(None, [m.fields])] for m in prompt.messages]
@@ -126,11 +125,12 @@ class Prompts:
 
 
 class _EpochOrder:
-    """An endless sequence of prompts: each epoch has all of them once, in an order of its own."""
+    """An endless sequence of prompts: each epoch has all of them once, in a new order."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
-        self._order = lru_cache(2)(self._sorted)  # the epoch before may still be needed by other tickets
+        # Two epochs: tickets of the previous one may still be open.
+        self._order = lru_cache(2)(self._sorted)
 
     def prompt(self, number: int, seed: int) -> tuple[int, Prompt]:
         """Return the epoch and the prompt at a position of the sequence."""
@@ -138,6 +138,7 @@ class _EpochOrder:
         return epoch, self._prompts[self._order(seed, epoch)[index]]
 
     def _sorted(self, seed: int, epoch: int) -> list[int]:
+        # Sorting by hash instead of shuffling: a prompt that is added or removed leaves the others in their order.
         """Return the indices of the prompts, sorted by the hash of (seed, epoch, id)."""
         keys = [(counter_seed(seed, epoch, prompt.id), prompt.id) for prompt in self._prompts]
         return sorted(range(len(keys)), key=keys.__getitem__)
@@ -155,7 +156,7 @@ def _checked_mix(mix: Mapping[str, float], train: Sequence[Prompt]) -> Mix:
 
 
 def content_id(messages: Iterable[Message]) -> str:
-    """Return the identity of a problem, 32 hexadecimal digits: blake2b-128 over its messages, which have its tools.
+    """Return the identity of a problem, 32 hexadecimal digits: blake2b-128 over its messages, tools included.
 
     Contents are in Unicode NFC, with each run of white space as one space. The ground truth is not included: one
     question with two answers is one question, and must not be both trained on and held out.
@@ -166,22 +167,22 @@ def content_id(messages: Iterable[Message]) -> str:
 
 
 def _normal(text: str) -> str:
-    """In NFC, with runs of white space as one blank."""
+    """Return the text in NFC, with runs of white space as one space."""
     return normalize("NFC", " ".join(text.split()))
 
 
 def with_line_breaks(text: str) -> str:
-    """Return a template with `\\n` as a line break, as a command line has it; LaTeX commands (`\\neq`) stay."""
+    """Return a template with `\\n` as a line break, as command lines write it; LaTeX commands (`\\neq`) stay."""
     return LINE_BREAK.sub("\n", text)
 
 
 def is_held_out(content: str, holdout: float) -> bool:
-    """Return whether a content id falls into the held-out share; the same in every run."""
+    """Return True if a content id falls into the held-out share; the same in every run."""
     return int(content[:16], 16) < holdout * 2**64
 
 
 def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Record]:
-    """Yield the rows of all parts of a source. Raises `UserError`, naming both places, for an id used twice."""
+    """Yield the rows of all parts of a source. UserError, naming both places, for an id used twice."""
     seen: dict[str, str] = {}
     for name in sources(source):
         if name.startswith(GENERATORS):
@@ -201,7 +202,7 @@ def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Record]:
 
 
 def _distinct(rows: Iterable[Record]) -> dict[str, Record]:
-    """Return rows by content id, in their order; of duplicates the first."""
+    """Return rows by content id, in their order; the first of duplicates."""
     out: dict[str, Record] = {}
     for row in rows:
         out.setdefault(_content(row), row)
@@ -214,7 +215,7 @@ def _content(row: Record) -> str:
 
 
 def _numbered(rows: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
-    """Yield each row with an id made of its content id: that itself, and for duplicates `<content id>-2`, `-3`, ..."""
+    """Yield each row with an id from its content id; duplicates get `<content id>-2`, `-3`, ..."""
     counts = Counter[str]()
     for content, row in rows:
         counts[content] += 1
@@ -234,9 +235,9 @@ def _check_names(rows: Sequence[Record], cfg: DataConfig) -> None:
 
 
 def _to_prompt(row: Record, id: str, cfg: DataConfig) -> Prompt:
-    """Return the prompt of a row: `data.format` applied to a text, and `data.system` put before it if it has none.
+    """Return the prompt of a row: `data.format` applied to a text, and `data.system` before messages without one.
 
-    id: that of a row without one of its own.
+    id: for a row without an id.
     """
     if isinstance(row.problem, str):
         # Not str.format: problems and formats are full of braces.

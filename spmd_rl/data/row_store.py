@@ -1,11 +1,11 @@
-"""Rows that stay on disk: each is checked once, before anything starts, and read again when it is asked for.
+"""Rows that stay on disk: each is checked once at the start, and read again on demand.
 
     rows = Examples.load(cfg.data, "demonstration")
     rows.train.at(17, seed=cfg.seed)      # the 18th row of the run: (epoch, number of the row)
     rows.train[4]                         # an `Example`
 
-Of each row memory holds where it begins, 16 bytes. What no line can be read from (a JSON array, gzip, parquet, a
-dataset of the hub) is written to a temporary file first, in the folder that TMPDIR names.
+Memory holds 16 bytes per row, its offset. Sources without seekable lines (a JSON array, gzip, parquet, a dataset of the
+hub) are written to a temporary file first, in the folder that TMPDIR names.
 """
 
 import json
@@ -35,7 +35,7 @@ from spmd_rl.data.seeds import counter_seed
 from spmd_rl.types import Example
 
 Parse = Callable[[Any], Example]
-"""Makes an example of a record; BrokenRow says what is wrong with it."""
+"""Function from a record to an example; BrokenRow describes an invalid record."""
 
 
 class RowStore(Sequence[Example]):
@@ -52,11 +52,11 @@ class RowStore(Sequence[Example]):
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> Example:
-        """Read a row again."""
+        """Read a row again from its file."""
         return self._parse(self._record(index)[1])
 
     def where(self, index: int) -> str:
-        """Where a row stands, for error messages."""
+        """Return the place of a row, for error messages."""
         where, _ = self._record(index)
         if not where:
             file, end = self._files[self._numbers[index]], self._offsets[index]
@@ -66,7 +66,7 @@ class RowStore(Sequence[Example]):
         return where
 
     def _record(self, index: int) -> tuple[str, Any]:
-        """Where a row stands, or an empty text if it is a line of a file; and what JSON makes of it."""
+        """Return the place of a row, empty for a line of a file, and its JSON value."""
         file = self._files[self._numbers[index]]
         file.seek(self._offsets[index])
         record = json.loads(file.readline().removeprefix(BYTE_ORDER_MARK))
@@ -79,27 +79,30 @@ class RowStore(Sequence[Example]):
 
     @cached_property
     def prompt_run(self) -> int:
-        """The most rows with the same prompt that follow each other."""
+        """Largest number of consecutive rows with the same prompt."""
         prompts = groupby(example.conversations[0].prompt for example in self)
         return max((sum(1 for _ in alike) for _, alike in prompts), default=0)
 
     def at(self, position: int, seed: int) -> tuple[int, int]:
-        """The epoch and the number of the row at a position of the run: each epoch has all rows once."""
+        """Return the epoch and the row number at a position of the run: each epoch has all rows once."""
         epoch, index = divmod(position, len(self))
         return epoch, int(self._order(seed, epoch)[index])
 
     def _shuffled(self, seed: int, epoch: int) -> np.ndarray:
-        """int64 [n]: the order of an epoch, by random numbers that are a function of the seed, the epoch and n."""
+        """Return the order of an epoch, int64 [n], a function of the seed, the epoch and n."""
         draws = np.random.Philox(key=counter_seed(seed, "rows", epoch)).random_raw(len(self))
+        # `stable` and raw 64-bit draws: numpy may change its shuffles between versions, but not the Philox stream.
         return draws.argsort(kind="stable")
 
     def open(self, path: Path | None) -> int:
-        """The number of a file from which rows can be read; without a path a temporary one, to be written first."""
+        """Open a file of rows and return its number; without a path a temporary one, to be written first."""
         self._files.append(path.open("rb") if path else tempfile.TemporaryFile())  # noqa: SIM115
         return len(self._files) - 1
 
     def add(self, content: bytes, number: int, offset: int | None, record: tuple[str, Any]) -> None:
-        """Add the row that begins there in a file; with no offset it is written to it. content: of its digest."""
+        """Add the row at an offset of a file; without an offset it is written there. content: its bytes
+        for the digest.
+        """
         file = self._files[number]
         if offset is None:
             offset = file.seek(0, 2)
@@ -116,7 +119,7 @@ def _blocks(file: BinaryIO, end: int) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Digest:
-    """By which ranks compare rows that none of them holds."""
+    """Summary by which ranks compare rows that none of them holds in memory."""
 
     id: str
     digest: str
@@ -124,15 +127,14 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """The rows of a supervised run, for training and held out, of which there may be none."""
+    """The rows of a supervised run, for training and held out; the latter may be empty."""
 
     train: RowStore
     eval: RowStore
 
     @classmethod
     def load(cls, cfg: SourcesConfig, kind: str) -> "Examples":
-        """Read and check all rows, which are of a kind of `KINDS`. UserError, naming setting, file and line, for a
-        broken one."""
+        """Read and check all rows of a kind of `KINDS`. UserError, naming setting, file and line, for a broken one."""
         parse: Parse = partial(KINDS[kind], cfg=cfg)
         rows = cls(RowStore(parse), RowStore(parse))
         rows._read(cfg.train, "data.train", cfg, parse, 0.0 if cfg.eval else cfg.holdout)
@@ -147,17 +149,17 @@ class Examples:
 
     @property
     def digests(self) -> dict[str, list[Digest]]:
-        """What all ranks must have alike, for `Job.open`."""
+        """Digests that all ranks must share, for `Job.open`."""
         stores = {"data.train": self.train, "data.eval": self.eval}
         return {name: [Digest(f"{len(store)} rows", store.digest)] for name, store in stores.items()}
 
     def identity(self, cfg: Any) -> str:
-        """Of what is computed before training from these rows, in so many steps: it is the same where this is."""
+        """Return a key of results computed from these rows before training; equal keys mean equal results."""
         asked = f"{cfg.steps} {bool(cfg.eval.every)} {cfg.eval.rows}"
         return f"{identity_hash(cfg)} {self.train.digest} {self.eval.digest} {asked}"
 
     def _read(self, source: str | None, key: str, cfg: SourcesConfig, parse: Parse, holdout: float) -> None:
-        """Add the rows of a source; the share `holdout`, by what is written in them, to the held-out ones."""
+        """Add the rows of a source; the share `holdout`, by content, is held out."""
         for name in sources(source):
             path, files = Path(name).expanduser(), [{}, {}]  # by store: the numbers of the file and of a temporary one
             for where, record, offset in _records(name, path, key, cfg):
@@ -165,17 +167,18 @@ class Examples:
                     parse(record)
                 except BrokenRow as error:
                     raise UserError(f"{key}: {where}: {error}") from None
-                # the row as it is written, so that neither settings nor what is made of rows move it to the other side
+                # The hash is over the row as written, so that no setting moves a row to the other side.
                 content = json.dumps(record, sort_keys=True).encode()
                 held = is_held_out(blake2b(content, digest_size=16).hexdigest(), holdout)
                 store, kept = (self.eval if held else self.train), None if offset is None else path
                 if kept not in files[held]:
+                    # Each store opens the file separately, since reading moves a file's position.
                     files[held][kept] = store.open(kept)
                 store.add(content, files[held][kept], offset, (where, record))
 
 
 def _records(name: str, path: Path, key: str, cfg: SourcesConfig) -> Iterator[tuple[str, Any, int | None]]:
-    """Yield where each record of a source stands, the record, and where its line begins in the file, if it has one."""
+    """Yield each record of a source with its place, and the offset of its line in the file, if it has one."""
     if name.startswith(GENERATORS):
         rows = list(reasoning_gym.generate(name.removeprefix(GENERATORS), cfg.size, cfg.seed, cfg.args, key))
         answers = [row.ground_truth for row in rows]
@@ -183,7 +186,8 @@ def _records(name: str, path: Path, key: str, cfg: SourcesConfig) -> Iterator[tu
             right = {"prompt": row.problem, "completion": row.ground_truth, "chosen": row.ground_truth}
             later = (answers[(number + step) % len(rows)] for step in range(1, len(rows)))
             wrong = next((answer for answer in later if answer != row.ground_truth), row.ground_truth)
-            yield row.where, right | {"rejected": wrong}, None  # the answer to another question
+            # The rejected answer is the right answer to another question.
+            yield row.where, right | {"rejected": wrong}, None
     elif dataset := hub_dataset(name):
         yield from ((*pair, None) for pair in dataset_records(dataset, key))
     else:

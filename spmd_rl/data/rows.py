@@ -23,18 +23,18 @@ from spmd_rl.types import Message
 
 DEFAULT_DOMAIN = "math"
 FINAL_ANSWER = re.compile(r"####\s*(\S.*?)\s*\Z", re.DOTALL)
-"""The final answer of a solution in GSM8K, which ends with `#### n`"""
+"""Final answer of a solution in GSM8K, which ends with `#### n`"""
 PROBLEMS = ("messages", "prompt", "question", "problem")
 TRUTHS = ("ground_truth", "answer", "solution")
 MAX_PRIORITY = 1e9
 SELF_JUDGED = ("instruction_id_list", "test", "test_cases")
-"""Fields by which a row is judged without a ground truth (IFEval, HumanEval and KodCode, LiveCodeBench)"""
+"""Fields that judge a row without a ground truth (IFEval, HumanEval and KodCode, LiveCodeBench)"""
 THOUSANDS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One problem, as its source gives it."""
+    """One problem in the form of its source."""
 
     where: str
     """`path:line`, or the name and index of a generated problem, for error messages"""
@@ -45,13 +45,14 @@ class Record:
     id: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     lacks: Mapping[str, str] | None = None
-    """Fields that `data.keys` maps to a column that the record does not have, each with the columns that it has; None
-    for a generated problem"""
+    """Fields that `data.keys` maps to a missing column of the record, each with the columns present; None for a
+    generated problem
+    """
     priority: float = 0.0
 
 
 def parse_rows(records: Iterable[tuple[str, Any]], key: str, columns: Mapping[str, str | None]) -> Iterator[Record]:
-    """Yield the row of each record: where it stands, and what JSON makes of it. `columns` is `data.keys`.
+    """Yield the row of each record, a pair of its place and its JSON value. columns: `data.keys`.
 
     UserError, naming the setting `key` and the record, for a broken one.
     """
@@ -59,7 +60,7 @@ def parse_rows(records: Iterable[tuple[str, Any]], key: str, columns: Mapping[st
 
 
 def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Record:
-    """Check one record."""
+    """Check one record and return its row."""
     data, lacks = opened(data, columns)
     names = column_names(data)
     judged = columns.get("ground_truth", "") is not None
@@ -74,7 +75,8 @@ def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Record:
     if own_id is not None and (isinstance(own_id, bool) or not isinstance(own_id, str | int) or own_id == ""):
         raise BrokenRow(f"`id` is {kind(own_id)}, not text or a whole number")
     if own_id is not None and isinstance(tag := data.get("tag"), str):
-        own_id = f"{tag}/{own_id}"  # ROLL counts each source's rows from 1
+        # ROLL counts the rows of each source from 1, so ids are unique only with the tag.
+        own_id = f"{tag}/{own_id}"
     own_id = None if own_id is None else encodable(str(own_id), "id")
     return Record(where, problem, ground_truth, domain, own_id, data, lacks, _priority(data))
 
@@ -89,7 +91,7 @@ def _priority(data: dict[str, Any]) -> float:
 
 
 def _each(*fields: Callable[[], Any]) -> list[Any]:
-    """Return what these give, or say of all of them at once what is wrong."""
+    """Return the results of these functions, or raise all their BrokenRow messages at once."""
     found, broken = [], []
     for field_of in fields:
         try:
@@ -115,7 +117,9 @@ def _domain(data: dict[str, Any]) -> str:
 
 
 def _problem(data: dict[str, Any], names: Sequence[str], there: str) -> str | tuple[Message, ...]:
-    """Take the first of `names` that the row has out of it; not a whole conversation, if there is another."""
+    """Remove the first present one of `names` from the row and return it; not a whole conversation, if there is
+    another.
+    """
     found = [name for name in names if name in data]
     if not found:
         raise BrokenRow(
@@ -137,7 +141,7 @@ def _ends_with_answer(messages: Any) -> bool:
 
 
 def _messages(value: Any, name: str) -> tuple[Message, ...]:
-    """Parse the messages of a prompt, which end with somebody else's than the model's own."""
+    """Parse the messages of a prompt, whose last one must not be the assistant's."""
     messages = parse_messages(value, name)
     if messages[-1].role == "assistant":
         raise BrokenRow(f"`{name}` end with the assistant's own: the answer would stand in the prompt")
@@ -147,8 +151,9 @@ def _messages(value: Any, name: str) -> tuple[Message, ...]:
 
 
 def _ground_truth(data: dict[str, Any], columns: Mapping[str, str | None], there: str, tests: str) -> str:
-    """Return the first of `TRUTHS` that the row has, the column of its `tests` aside; of an `answer` what follows its
-    last `####`, of a `solution` what its last `\\boxed{}` holds."""
+    """Return the first present one of `TRUTHS`, except the column of `tests`: the part of an `answer` after its last
+    `####`, the content of the last `\\boxed{}` of a `solution`.
+    """
     names = [name for name in TRUTHS if columns.get(name)] or TRUTHS
     judged = any(data.get(key) for key in SELF_JUDGED)
     passed_over = {tests, "solution"} if judged else set()
@@ -176,13 +181,13 @@ def _ground_truth(data: dict[str, Any], columns: Mapping[str, str | None], there
 
 
 def _final_answer(text: str) -> str | None:
-    """What follows `####` on the last line."""
+    """Return the text after `####` on the last line."""
     found = FINAL_ANSWER.search(text.rpartition("\n")[2])
     return found and found.group(1)
 
 
 def _boxed(text: str) -> str | None:
-    """What the last `\\boxed{}` of a text holds, if its braces match."""
+    """Return the content of the last `\\boxed{}` of a text, if its braces match."""
     _, mark, rest = text.rpartition("\\boxed{")
     depth = 1
     for place, character in enumerate(rest if mark else ""):

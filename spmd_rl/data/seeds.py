@@ -1,4 +1,4 @@
-"""Counter-based seeds: a random seed is a hash of what it is for, and of nothing that happened before.
+"""Counter-based seeds: a random seed is a hash of its purpose, independent of earlier draws.
 
     counter_seed(run_seed, "train", epoch, prompt_id, answer, turn)
 

@@ -1,8 +1,9 @@
-"""All ranks agree on settings, package versions and data before the first step.
+"""Agreement of all ranks on settings, package versions and data before the first step.
 
     agree_on_start(world, cfg, {"data.train": prompts.train})  # [all]
 
-Ranks that differ would train on, each with its own, until two checkpoints do not match. No key may differ by rank.
+Ranks that differ would train on, each with its own settings, until two checkpoints do not match. No key may differ by
+rank.
 """
 
 import hashlib
@@ -19,19 +20,20 @@ from spmd_rl.config.run_identity import package_versions, unused_packages
 from spmd_rl.distributed.world import World
 
 NAMED = 3
-"""The most differences that an error names."""
+"""Maximum number of differences that an error names."""
 FOLLOW = ("run.name", "run.dir")
-"""Made of the other settings where they are not given: no news where others differ."""
+"""Settings derived from others by default, so that they differ as a consequence."""
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
 def agree_on_start(world: World, cfg: Any, data: Mapping[str, Sequence[Any]]) -> None:
-    """[all] Disagreement on all ranks, naming what differs, the values and the ranks; nothing if all have the same.
+    """[all] Raise Disagreement on all ranks, naming the keys that differ, their values and ranks; else return.
 
-    data: rows by the name of the setting that they come from. A row has an `id`, and is whatever msgspec can encode.
+    data: rows by the name of their setting. A row has an `id` and can be encoded by msgspec.
     """
     values = _values(cfg)
     rows = {name: [[row.id, _digest(row)] for row in found] for name, found in data.items()}
+    # One digest first: settings and rows are gathered only after a mismatch.
     digests = world.gather("start: settings, versions and data", _digest([values, rows]))  # [all]
     if len(set(digests)) == 1:
         return
@@ -47,7 +49,7 @@ def agree_on_start(world: World, cfg: Any, data: Mapping[str, Sequence[Any]]) ->
 
 
 def _values(cfg: Any) -> dict[str, Any]:
-    """Settings by key, and packages by name."""
+    """Return settings by key and package versions by name."""
     settings = dict(flatten(to_dict(cfg)))
     unused = unused_packages(settings)
     versions = {f"package {name}": version for name, version in package_versions().items() if name not in unused}
@@ -55,7 +57,7 @@ def _values(cfg: Any) -> dict[str, Any]:
 
 
 def _source() -> str:
-    """A digest of this package's own files, without those that only a wheel holds inside of it."""
+    """Return a digest of this package's own files, without those that only a wheel bundles."""
     root = Path(__file__).parents[1]
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(path for path in root.rglob("*.py") if root / "bundled" not in path.parents):
@@ -64,7 +66,7 @@ def _source() -> str:
 
 
 def _who(values: Sequence[Any]) -> str:
-    """`ranks [1] have 3e-05, the others 2e-05`: the others are those that have the most common value."""
+    """Return text such as `ranks [1] have 3e-05, the others 2e-05`; the others have the most common value."""
     texts = [str(value) for value in values]
     common = max(texts, key=lambda text: (texts.count(text), -texts.index(text)))
     odd = [text for text in dict.fromkeys(texts) if text != common]
@@ -73,12 +75,12 @@ def _who(values: Sequence[Any]) -> str:
 
 
 def _gathered(world: World, rows: Mapping[str, list[list[str]]]) -> dict[str, list[list[list[str]]]]:
-    """[all] Ids and digests of all ranks' rows, by name and rank."""
+    """[all] Return ids and digests of all ranks' rows, by name and rank."""
     return {name: world.gather(f"start: {name}", mine) for name, mine in rows.items()}  # [all]
 
 
 def _rows(name: str, everyone: Sequence[Sequence[Sequence[str]]]) -> str:
-    """The first row that differs."""
+    """Return the first row that differs, as text."""
     longest = max(map(len, everyone))
     padded = [[*theirs, *[["none", ""]] * (longest - len(theirs))] for theirs in everyone]
     index = next(i for i, column in enumerate(zip(*padded, strict=True)) if any(row != column[0] for row in column))

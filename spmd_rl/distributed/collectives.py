@@ -1,6 +1,6 @@
 """Named collectives over metadata, as msgpack, never pickle. No tensors.
 
-Every record names the collective that its rank believes to be in, so that an error can name ranks that have come apart.
+Every record carries the name of its rank's current collective, so that an error can name ranks that have come apart.
 """
 
 import reprlib
@@ -24,14 +24,15 @@ Reduction = Literal["sum", "max", "mean"]
 _HEAD = struct.Struct("<q64s")  # sequence number, name
 _LENGTH = struct.Struct("<Q")
 _FRAME = 1024
-"""Bytes of a record that cost one all-gather; longer ones cost a second."""
+"""Size of a record, in bytes, up to which one all-gather suffices; longer ones need a second."""
+# A deterministic order of keys: equal values must have equal digests on all ranks.
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 _decode = msgspec.msgpack.decode
 _decoder = cache(msgspec.msgpack.Decoder)
 
 
 def _plain(value: Any) -> Any:
-    """Return an array as what msgpack can encode."""
+    """Return an array in a form that msgpack can encode."""
     if isinstance(value, np.ndarray):
         return [value.dtype.str, value.shape, value.tobytes()]
     raise NotImplementedError
@@ -41,15 +42,15 @@ _encode_arrays = msgspec.msgpack.Encoder(order="deterministic", enc_hook=_plain)
 
 
 class _Brief(reprlib.Repr):
-    """The beginning of a value; an array looks like a list."""
+    """A `repr` of the beginning of a value; an array looks like a list."""
 
     def repr_ndarray(self, array: np.ndarray, level: int) -> str:
-        """See `reprlib`."""
+        """Return the array's beginning as a list."""
         return self.repr1(array[: self.maxlist + 1].tolist(), level)
 
 
 class Collectives:
-    """All methods meet all ranks. Records are whatever msgpack can encode; tuples come back as lists."""
+    """Metadata collectives, each of which involves all ranks. Records are msgpack values; tuples arrive as lists."""
 
     def __init__(self, group: dist.ProcessGroup | None, meeting: Meeting) -> None:
         """`group` takes tensors on the CPU; None for one rank alone. `meeting` journals a name, and numbers it."""
@@ -57,48 +58,51 @@ class Collectives:
         self._rank, self._size = (group.rank(), group.size()) if group is not None else (0, 1)
 
     def gather(self, name: str, record: Any, type: Any = Any) -> list[Any]:
-        """[all] Each rank's record, by rank, as a `type` that msgspec knows. Sizes may differ."""
+        """[all] Return each rank's record, by rank, as a `type` that msgspec knows. Sizes may differ."""
         payloads = self._meet("gather", name, _encode(record))
         decode = _decoder(type).decode
         return [decode(payload) for payload in payloads]
 
     def broadcast(self, name: str, record: Any, src: int = 0) -> Any:
-        """[all] The record of rank `src`; what the others pass is ignored."""
+        """[all] Return the record of rank `src`; the other ranks' records are ignored."""
         payload = _encode(record) if self._rank == src else b""
         return _decode(self._meet("broadcast", name, payload)[src])
 
     def agree(self, name: str, value: Any) -> None:
-        """[all] RunFailed on all ranks, naming those that differ from the most common value, unless all are equal.
+        """[all] Raise RunFailed on all ranks, naming those that differ from the most common value, unless all are
+        equal.
 
-        Arrays may be part of it.
+        Arrays may be part of the value.
         """
         digests = self.gather(name, _digest(value) if self._size > 1 else b"")
         common = max(digests, key=lambda d: (digests.count(d), -digests.index(d)))
         odd = [rank for rank, digest in enumerate(digests) if digest != common]
         if odd:
+            # All ranks compare the same digests, so all of them reach this second gather, or none.
             shown = self.gather(name, _Brief().repr(value))  # all ranks see the same digests, and come here
             found, expected = shown[odd[0]], shown[digests.index(common)]
             raise RunFailed(f"{name}: ranks {odd} differ from the others: {found} instead of {expected}")
 
     def reduce(self, name: str, values: Mapping[str, float], op: Reduction = "sum") -> dict[str, float]:
-        """[all] Element by element, in float64 and in rank order; every rank must bring the same keys."""
+        """[all] Reduce element by element, in float64 and in rank order; every rank must bring the same keys."""
         keys = sorted(values)
         digest = _digest(keys)
         records = self.gather(name, [digest, [float(values[key]) for key in keys]])
         odd = [rank for rank, (theirs, _) in enumerate(records) if theirs != records[0][0]]
         if odd:
             raise RunFailed(f"{name}: ranks {odd} bring other keys than rank 0; this rank has {reprlib.repr(keys)}")
+        # Plain Python sums in rank order give every rank the same bits, which a backend's reduction does not promise.
         columns = zip(*(row for _, row in records), strict=True)
         reduced = (max(column) if op == "max" else sum(column) for column in columns)
         divisor = self._size if op == "mean" else 1
         return {key: value / divisor for key, value in zip(keys, reduced, strict=True)}
 
     def barrier(self, name: str) -> None:
-        """[all] Nobody returns before all have come."""
+        """[all] Wait for all ranks."""
         self._meet("barrier", name, b"")
 
     def _meet(self, kind: str, name: str, payload: bytes) -> list[bytes]:
-        """[all] Every rank's payload."""
+        """[all] Return every rank's payload."""
         with self._meeting(name) as seq:
             if self._group is None:
                 return [payload]
@@ -109,7 +113,7 @@ class Collectives:
             return [record[_HEAD.size :] for record in records]
 
     def _fail_apart(self, places: list[tuple[int, bytes]]) -> NoReturn:
-        """RunFailed, alike on all ranks: they stand in different collectives."""
+        """Raise RunFailed, alike on all ranks, that names the collective of each rank."""
         parts = []
         for seq, label in dict.fromkeys(places):
             ranks = [rank for rank, place in enumerate(places) if place == (seq, label)]
@@ -122,7 +126,7 @@ def _digest(value: Any) -> bytes:
 
 
 def _gather(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
-    """[all] Everyone's payload, by rank, in one operation if all fit a frame."""
+    """[all] Return the payload of each rank, by rank, in one operation if all fit a frame."""
     inline = _FRAME - _LENGTH.size
     frames = _all_gather(group, _LENGTH.pack(len(payload)) + payload[:inline], _FRAME)
     lengths = [_LENGTH.unpack_from(frame)[0] for frame in frames]

@@ -1,4 +1,4 @@
-"""`policy.dtype=auto`: bfloat16 where the hardware of all ranks multiplies it, else float32.
+"""`policy.dtype=auto`: bfloat16 if the hardware of all ranks multiplies it natively, else float32.
 
 A CPU without such instructions multiplies bfloat16 matrices at about a quarter of float32's speed.
 """
@@ -18,9 +18,9 @@ CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 def agree_on_dtype(world: World, policy: ServedModelConfig) -> None:
-    """[all] Put bfloat16 or float32 in the place of `policy.dtype=auto`, alike on all ranks; rank 0 prints the reason.
+    """[all] Replace `policy.dtype=auto` by bfloat16 or float32, alike on all ranks; rank 0 prints the reason.
 
-    The settings must be agreed already: all ranks have `auto`, or none has.
+    The settings must be agreed already: all ranks have `auto`, or none does.
     """
     if policy.dtype != "auto":
         return
@@ -34,12 +34,13 @@ def agree_on_dtype(world: World, policy: ServedModelConfig) -> None:
 
 
 def choose_dtype(device: torch.device) -> tuple[str, str]:
-    """Return `bfloat16` or `float32`, whichever is faster on a device, and the reason in a few words."""
+    """Return the faster of `bfloat16` and `float32` on a device, and the reason in a few words."""
     if device.type == "cpu":
         path = Path("/proc/cpuinfo")
         flags = cpu_flags(path.read_text()) if path.exists() else frozenset()
         return choose_cpu_dtype(flags, os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
     supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    # torch counts emulated bfloat16 as supported, but emulation brings no speed.
     if supported is not None and supported(including_emulation=False):
         return "bfloat16", f"this {device.type} device multiplies it"
     return "float32", f"this {device.type} device does not multiply bfloat16"
@@ -56,7 +57,7 @@ def cpu_flags(cpuinfo: str) -> frozenset[str]:
 def choose_cpu_dtype(flags: frozenset[str], max_isa: str = "") -> tuple[str, str]:
     """Return the dtype and the reason for a CPU with these flags.
 
-    max_isa: `ONEDNN_MAX_CPU_ISA`, oneDNN's own switch, with which it leaves instructions unused that the CPU has.
+    max_isa: `ONEDNN_MAX_CPU_ISA`, oneDNN's own limit on the instructions that it uses.
     """
     found = next((flag for flag in CPU_FLAGS if flag in flags), None)
     if found is None:

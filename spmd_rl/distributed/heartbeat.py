@@ -1,7 +1,7 @@
-"""Heartbeats through the store: where each rank is, and one counter of the progress of all.
+"""Heartbeats through the store: each rank's position, and one progress counter for all.
 
-A beat costs the store the same at any world size; all beats are read only when something is wrong. Ages are measured
-on the reader's clock, corrected by what the clocks showed when the ranks met.
+A beat costs the store the same at any world size; all beats are read only after a failure. Ages are measured on the
+reader's clock, corrected by the clock differences at the start.
 """
 
 import time
@@ -14,16 +14,16 @@ from spmd_rl.distributed.journal import Journal
 from spmd_rl.distributed.report import Heartbeat, Peer, RankState
 
 BEAT_SECONDS = 0.25
-"""Between beats, of up to 256 ranks; the more there are beyond, the longer, so that one store can serve them all."""
+"""Seconds between beats, for up to 256 ranks. It grows with larger worlds, so that one store can serve them."""
 SILENT_BEATS = 6
-"""A rank without a heartbeat for so many beats is stopped, dead or cut off."""
+"""Number of missed beats after which a rank counts as stopped, dead or cut off."""
 
 
 class Heartbeats:
-    """One rank's side of it. `store` is a clone of its own: other threads must not wait on it."""
+    """One rank's heartbeats. `store` must be a private clone: other threads must not wait on it."""
 
     def __init__(self, store: dist.Store, me: Peer, peers: list[Peer], journal: Journal) -> None:
-        """`peers`: all ranks, by rank, `me` included, their clocks read together."""
+        """Keep `peers`: all ranks, by rank, `me` included, whose clocks were read together."""
         self._store, self._journal = store, journal
         self.me, self.peers = me, peers
         self.beat_seconds = BEAT_SECONDS * max(1.0, len(peers) / 256)
@@ -31,7 +31,7 @@ class Heartbeats:
         self._reported = 0
 
     def beat(self) -> int:
-        """Publish where this rank is; returns the progress of all ranks together since the start."""
+        """Publish this rank's position; return the total progress of all ranks since the start."""
         journal = self._journal
         self._store.set(f"beat/{self.me.rank}", msgspec.msgpack.encode(self.own_heartbeat().state))
         journal.progress += journal.excused()
@@ -40,16 +40,17 @@ class Heartbeats:
         return self._store.add("progress", increment)
 
     def own_heartbeat(self) -> Heartbeat:
-        """Where this rank is now."""
+        """Return this rank's current position."""
         journal = self._journal
         state = RankState(time.monotonic(), journal.step, journal.phase_name, journal.inside, journal.last)
         return Heartbeat(self.me, state, 0.0, True)
 
     def read(self, peers: Sequence[Peer] | None = None) -> list[Heartbeat]:
-        """The last heartbeats of these ranks, by rank; of all ranks, unless given."""
+        """Return the last heartbeats of these ranks, by rank; of all ranks by default."""
         peers = self.peers if peers is None else peers
         now = time.monotonic() - self.me.clock
         keys = [f"beat/{peer.rank}" for peer in peers]
+        # One `check` for all keys is the common case; single ones only if a rank has never sent a heartbeat.
         all_there = self._store.check(keys)
         there = [all_there or self._store.check([key]) for key in keys]
         found = iter(self._store.multi_get([key for key, is_there in zip(keys, there, strict=True) if is_there]))
@@ -61,10 +62,10 @@ class Heartbeats:
         return heartbeats
 
     def live(self, peers: Sequence[Peer]) -> set[int]:
-        """Which of these ranks have sent a heartbeat lately."""
+        """Return the ranks among these with a recent heartbeat."""
         return {heartbeat.peer.rank for heartbeat in self.read(peers) if heartbeat.live}
 
     def local_peers(self) -> list[Peer]:
-        """The other ranks of this node."""
+        """Return the other ranks of this node."""
         mine = (self.me.host, self.me.node)
         return [peer for peer in self.peers if (peer.host, peer.node) == mine and peer.rank != self.me.rank]

@@ -1,7 +1,7 @@
-"""What a rank is doing: phases, named collectives and a progress counter, in memory and in `journal/rank-N.jsonl`.
+"""A rank's phases, named collectives and progress counter, in memory and in `journal/rank-N.jsonl`.
 
-The file is the input of the hang report and of the timeline in `report.html`; the memory is what the watchdog sends to
-the other ranks. When progress has stopped for too long is decided in `watchdog.py`.
+The file feeds the hang report and the timeline in `report.html`; the watchdog sends the memory to the other ranks.
+`watchdog.py` decides when a run has stalled.
 
     {"t": 1731.25, "event": "enter", "phase": "update", "step": 3}
 """
@@ -21,25 +21,25 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PhaseWatcher(Protocol):
-    """Called at each phase of the main thread, while it happens; see `Journal.watch`."""
+    """Callbacks at each phase of the main thread; see `Journal.watch`."""
 
     def enter(self, phase: str) -> None:
-        """A phase begins."""
+        """Handle the beginning of a phase."""
         ...
 
     def exit(self, phase: str) -> None:
-        """The innermost phase ends."""
+        """Handle the end of the innermost phase."""
         ...
 
 
 class CollectiveCall(NamedTuple):
-    """A collective that a rank is in."""
+    """A collective that a rank has entered."""
 
     name: str
     number: int
-    """counted alike by all ranks that meet in it"""
+    """sequence number, equal on all ranks of the collective"""
     ranks: tuple[int, ...] = ()
-    """those that meet in it; empty: all"""
+    """ranks of the collective; empty: all"""
 
 
 class Journal:
@@ -49,6 +49,7 @@ class Journal:
         """Open `directory/rank-N.jsonl` for appending and write a `start` line with the fields of `start`."""
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"rank-{rank}.jsonl"
+        # O_APPEND and one write per line: lines of several starts and threads do not overwrite each other.
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._phases: list[str] = []
         self._times: dict[str, float] = {}
@@ -59,23 +60,24 @@ class Journal:
         self._slow_until = self._expected_until = 0.0
         self.step = 0
         self.progress = 0
-        """Counts everything that moves: engine steps, micro-batches, bytes, collectives and notes; not phases, which a
-        rank that waits may enter again and again."""
+        """Progress counter: engine steps, micro-batches, bytes, collectives and notes. Phases are left out, since a
+        waiting rank may enter them repeatedly.
+        """
         self.inside: CollectiveCall | None = None
-        """The collective this rank is in."""
+        """Collective that this rank is in."""
         self.last: CollectiveCall | None = None
-        """The last one it entered."""
+        """Collective that this rank entered last."""
         self.note("start", rank=rank, **start)
 
     @property
     def phase_name(self) -> str:
-        """The innermost phase, or an empty string."""
+        """Innermost phase, or an empty string."""
         phases = self._phases
         return phases[-1] if phases else ""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time inside is charged to `name`, except what a phase nested in it takes."""
+        """Charge the time inside to `name`, except that of nested phases."""
         self._charge()
         self._phases.append(name)
         self._write("enter", phase=name)
@@ -87,6 +89,7 @@ class Journal:
             for watcher in self._watchers:
                 watcher.exit(name)
             self._write("exit", phase=name)
+            # Charged after the write, so that the phase pays for its own lines.
             self._charge()  # what it takes to write this is the phase's too
             left = self._phases.pop()
             assert left == name, f"phase {left} left as {name}: phases of two tasks were interleaved"
@@ -95,10 +98,10 @@ class Journal:
     def collective(
         self, name: str, kind: str = "wait", subset: str = "", ranks: tuple[int, ...] = (), written: bool = True
     ) -> Iterator[int]:
-        """A meeting of all ranks, numbered alike on all of them; one that raises is never marked as done.
+        """Journal a collective of all ranks, numbered alike on all of them; one that raises is never marked as done.
 
-        kind: of the time inside; see `kind`. subset, ranks: of a meeting of some ranks only; each subset is numbered
-        apart. written: to the file, which is progress; else only a hang report shows it.
+        kind: of the time inside; see `kind`. subset, ranks: for a collective of some ranks; each subset has its own
+        numbers. written: to the file, which counts as progress; otherwise only a hang report shows it.
         """
         self._numbers[subset] += 1
         name = f"{subset}: {name}" if subset else name
@@ -116,8 +119,11 @@ class Journal:
 
     @contextmanager
     def kind(self, kind: str) -> Iterator[None]:
-        """Time inside is `compute` (as all other time), `copy` (bytes on the move) or `wait`, until something nested
-        names another: it is for the timeline alone, and charged to the phase as ever."""
+        """Mark the time inside as `compute` (the default), `copy` (bytes in transfer) or `wait`, except in nested
+        kinds.
+
+        Only the timeline uses it; the phase is charged in any case.
+        """
         self._write("kind", kind=kind)
         try:
             yield
@@ -125,7 +131,7 @@ class Journal:
             self._write("kind_done")
 
     def idle(self, idle: bool) -> None:
-        """Whether there is nothing to compute for now: that is a `wait`. Written where it changes, ask as you like."""
+        """Mark this rank as idle, which is a `wait`, or busy. Only changes are written, so frequent calls are fine."""
         if idle != self._idle:
             self._idle = idle
             if idle:
@@ -135,9 +141,9 @@ class Journal:
 
     @contextmanager
     def extend_timeout(self, limit_seconds: float) -> Iterator[None]:
-        """The code inside may take so long without any progress: loading a model, starting a server, compiling.
+        """Allow the code inside `limit_seconds` without progress: loading a model, starting a server, compiling.
 
-        Meanwhile no rank's watchdog takes the time for a stall.
+        No rank's watchdog counts this time as a stall.
         """
         outer = self._slow_until
         self._slow_until = max(outer, time.monotonic() + limit_seconds)
@@ -148,19 +154,19 @@ class Journal:
             self.progress += 1
 
     def expect(self, seconds: float) -> None:
-        """Something from outside of the ranks, a verdict, may take so long from now: until then idling is no stall."""
+        """Allow idling for `seconds` from now, while a result from outside of the ranks (a verdict) is pending."""
         self._expected_until = time.monotonic() + seconds
 
     def excused(self) -> bool:
-        """Whether this rank may be without progress for now; see `extend_timeout` and `expect`."""
+        """Return True if this rank may be without progress now; see `extend_timeout` and `expect`."""
         now = time.monotonic()
         return now < self._slow_until or (self._idle and now < self._expected_until)
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """On the way into the next collective, called `name`: a wait on the store, for what the others have yet to do.
+        """Journal a wait on the store before the next collective, called `name`.
 
-        Not numbered and not written, since ranks come to it as often as they happen to; only a hang report shows it.
+        It is neither numbered nor written, since its count differs by rank; only a hang report shows it.
         """
         outer, self.inside = self.inside, CollectiveCall(name, self._numbers[""] + 1)
         try:
@@ -169,25 +175,25 @@ class Journal:
             self.inside = outer
 
     def watch(self, watcher: PhaseWatcher) -> None:
-        """Report every phase from now on to `watcher`. Called outside of any phase."""
+        """Report every later phase to `watcher`. Called outside of any phase."""
         assert not self._phases
         self._watchers.append(watcher)
 
     def set_step(self, step: int) -> None:
-        """The training step that later lines belong to."""
+        """Set the training step of later lines."""
         self.step = step
         self.note("step")
 
     def take_times(self) -> dict[str, float]:
-        """Exclusive seconds per phase since the last call, the running phase up to now included; resets them."""
+        """Return exclusive seconds per phase since the last call, the running phase included, and reset them."""
         self._charge()
         times, self._times = self._times, {}
         return times
 
     def note(self, event: str, **fields: Any) -> None:
-        """Write one line. A single write to an unbuffered descriptor: it survives this process, not the machine.
+        """Write one line by a single unbuffered write, which survives this process but not the machine.
 
-        Where the disk is full the line is lost: whoever writes what counts will fail.
+        On a full disk the line is lost: other writers will report it.
         """
         self.progress += 1
         self._write(event, **fields)
@@ -196,11 +202,12 @@ class Journal:
         try:
             os.write(self._fd, _encode({"t": time.time(), "event": event, **fields, "step": self.step}) + b"\n")
         except OSError as error:
+            # A full disk must not end a run through its journal.
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the journal's file."""
         os.close(self._fd)
 
     def _charge(self) -> None:

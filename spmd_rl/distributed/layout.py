@@ -1,12 +1,12 @@
-"""`Layout`: where each rank of a world stands in one role's model, and which part of the batch it holds.
+"""`Layout`: each rank's coordinates in one role's model, and its part of the batch.
 
     layout = Layout(world, tp=2)                                  # [all] 4 ranks: two data shards on two ranks each
     lengths = layout.data.gather("lengths", [len(x) for x in mine])  # [all] one record per data shard
 
-The ranks of a block (`pp` x `cp` x `tp`) compute one model together on one data shard: all of them hold the shard, and
-one of them, its leader, counts for it in every sum over samples. Weights are shared out over `fsdp`, which is the data
-shards of one copy of the model times `cp`; with `dp_replicate` there are several copies (hybrid sharding, HSDP). The
-experts of a mixture are spread over `ep` of the ranks of a copy, and each of them over the others (`expert_fsdp`).
+The ranks of a block (`pp` x `cp` x `tp`) compute one model together on one data shard. All of them hold the shard, and
+its leader alone counts in sums over samples. Weights are sharded over `fsdp`: the data shards of one copy of the model
+times `cp`. With `dp_replicate` there are several copies (hybrid sharding, HSDP). The experts of a mixture are sharded
+over `ep` of the ranks of a copy, and each expert over the remaining ones (`expert_fsdp`).
 """
 
 import math
@@ -22,31 +22,32 @@ from spmd_rl.distributed.collectives import Reduction
 from spmd_rl.distributed.world import World
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""The axes of a world's ranks, the last one varying fastest; torchtitan's names."""
+"""Axes of a world's ranks, the last one varying fastest; torchtitan's names."""
 DENSE = ("pp", "dp_replicate", "fsdp", "tp")
-"""The same ranks, as most weights lie on them: `fsdp` is `dp_shard` x `cp`."""
+"""Axes of the same ranks for most weights: `fsdp` is `dp_shard` x `cp`."""
 EXPERTS = ("pp", "dp_replicate", "expert_fsdp", "ep")
-"""The same ranks, as the weights of experts lie on them: `expert_fsdp` x `ep` is `dp_shard` x `cp` x `tp`."""
+"""Axes of the same ranks for experts: `expert_fsdp` x `ep` is `dp_shard` x `cp` x `tp`."""
+# Values that leave a reduction unchanged, for ranks that are not their shard's leader.
 _NEUTRAL = {"sum": 0.0, "mean": 0.0, "max": -math.inf}
 
 
 class DataShard:
-    """One rank's part of the batch: which it is, and how the data shards meet. Made by `Layout`."""
+    """One rank's part of the batch, and the collectives of data shards. Made by `Layout`."""
 
     def __init__(self, world: World, ranks: Sequence[Sequence[int]]) -> None:
-        """`ranks`: those that hold each shard; the first of them leads. `rank` is -1 on a rank that holds none."""
+        """Take the ranks of each shard, the leader first. `rank` is -1 on a rank without a shard."""
         self._world, self._ranks = world, ranks
         self.rank = next((shard for shard, members in enumerate(ranks) if world.rank in members), -1)
         self.size = len(ranks)
         self.is_leader = world.rank == ranks[self.rank][0]
-        """Whether this rank counts for its shard: exactly one rank of each does."""
+        """True if this rank counts for its shard, as exactly one rank of each does."""
 
     def ranks_of(self, shard: int) -> Sequence[int]:
-        """The ranks, of the layout's world, that hold data shard number `shard`; the leader comes first."""
+        """Return the ranks, in the layout's world, of data shard number `shard`; the leader comes first."""
         return self._ranks[shard]
 
     def gather(self, name: str, record: Any, type: Any = Any) -> list[Any]:
-        """[all] The record of each data shard's leader, by shard; what the other ranks pass is ignored.
+        """[all] Return the record of each data shard's leader, by shard; other ranks' records are ignored.
 
         Records and `type` are as in `World.gather`.
         """
@@ -54,7 +55,7 @@ class DataShard:
         return [found[ranks[0]] for ranks in self._ranks]
 
     def reduce(self, name: str, values: Mapping[str, float], op: Reduction = "sum") -> dict[str, float]:
-        """[all] `sum`, `max` or `mean` over the leaders' values, key by key, in float64; equal on all ranks.
+        """[all] Reduce the leaders' values by `sum`, `max` or `mean`, key by key, in float64; equal on all ranks.
 
         The other ranks' values are ignored, but their keys must be the same: else RunFailed.
         """
@@ -77,7 +78,7 @@ class Layout:
         ep: int = 1,
         key: str = "train",
     ) -> None:
-        """[all] The size of `dp_shard` is what the other axes leave of the world's ranks.
+        """[all] Lay out the ranks; `dp_shard` is the quotient of their number and the other axes.
 
         key: the settings section that an error names. UserError if the axes do not divide the ranks.
         """
@@ -98,7 +99,7 @@ class Layout:
                 self._cp_group = world.process_group("cp", ranks=self.ranks("cp"))  # [block]
 
     def share_experts(self) -> bool:
-        """[all] Form the mesh of experts, if they lie on ranks otherwise than other weights do; whether they do."""
+        """[all] Form the experts' mesh if their sharding differs from that of other weights; return True if it does."""
         if self._expert_mesh is None and (self.size("ep") > 1 or self.size("tp") > 1):
             self._expert_mesh = self._mesh_of(EXPERTS, "expert_fsdp")  # [all]
             self._expert_group = self.group("fsdp")
@@ -111,7 +112,7 @@ class Layout:
 
     @property
     def shares_experts(self) -> bool:
-        """Whether experts lie on a mesh of their own: `expert_mesh`."""
+        """True if experts have a separate mesh: `expert_mesh`."""
         return self._expert_mesh is not None
 
     def _mesh_of(self, axes: Sequence[str], always: str) -> DeviceMesh:
@@ -119,7 +120,7 @@ class Layout:
         return self.world.mesh(**sizes)  # [all]
 
     def _places(self, rank: int, axes: Sequence[str]) -> dict[str, int]:
-        """Where a rank stands along each of `axes`, which together make up the world."""
+        """Return a rank's coordinate along each of `axes`, which together make up the world."""
         found = {}
         for axis in reversed(axes):
             rank, found[axis] = divmod(rank, self._sizes[axis])
@@ -127,51 +128,51 @@ class Layout:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The torch mesh, with the axis `fsdp`, and of the others of `DENSE` those whose size is more than 1."""
+        """Torch mesh with the axis `fsdp` and the other axes of `DENSE` larger than 1."""
         assert self._mesh is not None, "a world without process groups has no mesh"
         return self._mesh
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """The part of `mesh` over which gradients are summed, as `fully_shard` takes it."""
+        """Part of `mesh` over which gradients are summed, as `fully_shard` takes it."""
         return self.mesh["dp_replicate", "fsdp"] if self.size("dp_replicate") > 1 else self.mesh["fsdp"]
 
     @property
     def expert_mesh(self) -> DeviceMesh:
-        """The torch mesh of experts, with the axis `expert_fsdp`, and of `EXPERTS` those whose size is more than 1."""
+        """Torch mesh of experts with the axis `expert_fsdp` and the other axes of `EXPERTS` larger than 1."""
         assert self._expert_mesh is not None, "experts are not spread over ranks"
         return self._expert_mesh
 
     @property
     def expert_group(self) -> dist.ProcessGroup | None:
-        """The process group of the ranks that hold the experts of a copy together: `expert_fsdp` x `ep`, in order."""
+        """Process group of the ranks that together hold the experts of a copy: `expert_fsdp` x `ep`, in order."""
         assert self.shares_experts, "experts lie where other weights do"
         return self._expert_group
 
     @property
     def expert_data_mesh(self) -> DeviceMesh:
-        """The part of `expert_mesh` over which gradients of experts are summed."""
+        """Part of `expert_mesh` over which gradients of experts are summed."""
         several = self.size("dp_replicate") > 1
         return self.expert_mesh["dp_replicate", "expert_fsdp"] if several else self.expert_mesh["expert_fsdp"]
 
     def size(self, axis: str) -> int:
-        """Number of ranks along one of `AXES`, `DENSE` and `EXPERTS`."""
+        """Return the number of ranks along one of `AXES`, `DENSE` and `EXPERTS`."""
         return self._sizes[axis]
 
     def rank(self, axis: str) -> int:
-        """This rank's place along such an axis."""
+        """Return this rank's coordinate along such an axis."""
         axes = next(axes for axes in (AXES, DENSE, EXPERTS) if axis in axes)
         return self._places(self.world.rank, axes)[axis]
 
     def ranks(self, axis: str) -> list[int]:
-        """The ranks, of the layout's world, that differ from this one along one of `AXES` alone, in order."""
+        """Return the ranks, in the layout's world, that differ from this one along one of `AXES` alone, in order."""
         mine = self._places(self.world.rank, AXES) | {axis: 0}
         return [rank for rank in range(self.world.size) if self._places(rank, AXES) | {axis: 0} == mine]
 
     def collective(self, name: str, kind: str = "compute") -> AbstractContextManager[int]:
-        """[stage] Journal a meeting of the ranks of this pipeline stage, which number theirs apart; see `World`.
+        """[stage] Journal a collective of this pipeline stage, numbered apart from other stages; see `World`.
 
-        Of all ranks where there is one stage: stages run different micro-batches at the same time.
+        With one stage, of all ranks. Stages run different micro-batches at the same time.
         """
         if self.size("pp") == 1:
             return self.world.collective(name, kind)  # [all]
@@ -181,9 +182,9 @@ class Layout:
         return self.world.collective(name, kind, f"stage {stage}", ranks)  # [all] of the stage
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The process group of the ranks that differ from this one along `axis` alone; None where its size is 1.
+        """Return the process group of the ranks that differ from this one along `axis` alone; None if its size is 1.
 
-        `dp_shard` has none: what is shared out is shared out over `fsdp`.
+        `dp_shard` has none: weights are sharded over `fsdp`.
         """
         if self._sizes[axis] == 1:
             return None

@@ -1,6 +1,6 @@
-"""Who this rank is and how the ranks find each other: torchrun's environment, the store, the process groups.
+"""A rank's identity and rendezvous: torchrun's environment, the store, the process groups.
 
-Without torchrun it is a world of one over an in-process store. Nothing here watches or ends anything.
+Without torchrun it is a world of one over an in-process store. Nothing here watches or ends a process.
 """
 
 import math
@@ -24,7 +24,7 @@ from spmd_rl.distributed.device_files import device_file, driver
 from spmd_rl.distributed.wait_message import waiting
 
 FOREVER = timedelta(days=365)
-"""Timeout of stores and groups: what is a stall is decided by the watchdog, never by a library's clock."""
+"""Timeout of stores and groups. The watchdog alone decides on stalls, never a library's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class Membership:
     local_rank: int
     local_size: int
     node: str
-    """Equal on the ranks that one agent started, hence share a pid namespace."""
+    """Name equal on the ranks of one torchrun agent, which share a pid namespace."""
     launched: bool
-    """Whether torchrun (or anything that sets its variables) started us."""
+    """True if torchrun, or another launcher that sets its variables, started this process."""
     device: torch.device
 
 
 def membership() -> Membership:
-    """Read torchrun's environment; without it, a world of one."""
+    """Read torchrun's environment; without it, return a world of one."""
     env = os.environ
     launched = "LOCAL_RANK" in env
     local_rank = int(env["LOCAL_RANK"]) if launched else 0
@@ -59,7 +59,7 @@ def membership() -> Membership:
 
 
 def _device(local_rank: int) -> torch.device:
-    """This rank's accelerator, made current, or the CPU where there is none or the user has hidden it."""
+    """Return this rank's accelerator, made current, or the CPU if there is no visible one."""
     if not torch.accelerator.is_available():
         if fault := unusable_device():
             raise UserError(": ".join(fault))
@@ -72,7 +72,7 @@ def _device(local_rank: int) -> torch.device:
 
 
 def unusable_device() -> tuple[str, str] | None:
-    """What keeps torch, which finds no accelerator, from one that this machine has, and the cure."""
+    """Return why torch cannot use this machine's accelerator, and the remedy; None without such a problem."""
     if (found := device_file()) is None:
         return None
     path, hiding = found
@@ -87,21 +87,21 @@ def unusable_device() -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """What a rank shares with the others."""
+    """The store and groups that a rank shares with the others."""
 
     store: dist.Store
-    """of this start alone"""
+    """store of this start alone"""
     nonce: str
-    """a random name that only this start's ranks know"""
+    """random name that only this start's ranks know"""
     host: dist.ProcessGroup | None
-    """all ranks, for what lies in the hosts' memory: metadata and samples; None at size 1"""
+    """group of all ranks for metadata and samples in host memory; None at size 1"""
 
 
 def join(me: Membership) -> Rendezvous:
-    """[all] Form the default group, which is the libraries', and the host group, which is ours.
+    """[all] Form the default group, for libraries, and the host group, for this package.
 
-    A rank that skips a library's collective hangs where the watchdog can name it, instead of feeding the bytes of our
-    next one into it.
+    With one group, a rank that skips a library's collective would feed it the bytes of our next one. With two it hangs,
+    and the watchdog names it.
     """
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     same = "does the same command run on every node, and can they reach that address?"
@@ -114,6 +114,7 @@ def _join(me: Membership) -> Rendezvous:
         store, _, _ = next(rendezvous("env://", timeout=FOREVER))
     else:
         store = dist.HashStore()
+        # gloo opens a listening socket even for one rank; on `lo` it is not reachable from other machines.
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo listens even alone: not beyond this machine
     nonce = _agree_on_nonce(store, me.rank, me.size)
@@ -129,19 +130,19 @@ def _join(me: Membership) -> Rendezvous:
 
 
 def host_backend(me: Membership) -> str:
-    """The torch.distributed backend for tensors in the hosts' memory."""
+    """Return the torch.distributed backend for tensors in host memory."""
     shared = sys.platform == "linux" and 1 < me.size == me.local_size
     return shared_group.NAME if shared else "gloo"
 
 
 def form_group(name: str, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """[ranks] A process group of these ranks of the job, which alone call this. `name` is theirs alone, in this start.
+    """[ranks] Form a process group of these ranks of the job, which alone call this.
 
-    `torch.distributed.new_group` numbers its groups: all ranks of the job must call it for every group. backend: that
-    of the default group, unless given.
+    name: unique to these ranks in this start. backend: by default that of the default group.
     """
     default = distributed_c10d._get_default_group()
     default_backend, store = distributed_c10d._world.pg_map[default]
+    # `torch.distributed.new_group` numbers its groups, so that all ranks of the job must call it for every group.
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         ranks.index(default.rank()),
@@ -156,10 +157,10 @@ def form_group(name: str, ranks: Sequence[int], backend: str | None = None) -> d
 
 
 def _agree_on_nonce(store: dist.Store, rank: int, size: int) -> str:
-    """[all] A random name that all ranks of this start share, and no other start.
+    """[all] Return a random name that all ranks of this start share, and no other start.
 
-    An agent that restarts its ranks hands them the store of the last attempt, addresses of the dead included, and not
-    always a new restart count. So each rank asks under a name of its own, which only a living rank 0 can answer.
+    A restarting agent gives its ranks the store of the last attempt, addresses of the dead included, and not always a
+    new restart count. So each rank asks under a random name, which only a living rank 0 can answer.
     """
     word = secrets.token_hex(8)
     if rank > 0:
@@ -178,9 +179,10 @@ def _agree_on_nonce(store: dist.Store, rank: int, size: int) -> str:
 
 
 def mesh(name: str, ranks: Sequence[int], rank: int, device: torch.device, axes: dict[str, int]) -> DeviceMesh:
-    """[ranks] A mesh over these ranks of the job, the last axis varying fastest. UserError if it cannot be laid out.
+    """[ranks] Form a mesh over these ranks of the job, the last axis varying fastest. UserError if it cannot be laid
+    out.
 
-    name: theirs alone, in this start. rank: this rank's index among them.
+    name: unique to these ranks in this start. rank: this rank's index among them.
     """
     product = math.prod(axes.values())
     if not axes or min(axes.values()) < 1 or product != len(ranks):
@@ -191,6 +193,7 @@ def mesh(name: str, ranks: Sequence[int], rank: int, device: torch.device, axes:
     groups = []
     for dim, axis in enumerate(axes):
         line = grid.movedim(dim, -1)[*place[:dim], *place[dim + 1 :]].tolist()
+        # A line of all ranks reuses the default group, which saves a second set of connections and buffers.
         whole = line == list(range(dist.get_world_size()))
         groups.append(dist.group.WORLD if whole else form_group(f"{name} {axis}", line))  # [ranks]
     return DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=tuple(axes))

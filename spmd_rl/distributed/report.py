@@ -1,4 +1,4 @@
-"""The hang report: who arrived, who did not, and where they are instead. Pure text from the last heartbeats."""
+"""The hang report: ranks that arrived, ranks that did not, and their positions. Pure text from the last heartbeats."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,42 +10,42 @@ from spmd_rl.distributed.journal import CollectiveCall
 
 
 class Peer(msgspec.Struct, array_like=True, frozen=True):
-    """What never changes about a rank."""
+    """Constant facts of a rank."""
 
     rank: int
     node: str
-    """equal on ranks that share a pid namespace"""
+    """name equal on ranks that share a pid namespace"""
     host: str
     pid: int
     clock: float
-    """its monotonic clock, in seconds, at the moment the peers met"""
+    """monotonic clock of the rank, in seconds, when the peers met"""
 
 
 class RankState(msgspec.Struct, array_like=True, frozen=True):
-    """Where a rank last was, as it reported itself."""
+    """Last self-reported position of a rank."""
 
     clock: float
-    """its monotonic clock, in seconds"""
+    """monotonic clock of the rank, in seconds"""
     step: int
     phase: str
     inside: CollectiveCall | None
-    """the collective it is in"""
+    """collective that the rank is in"""
     last: CollectiveCall | None
-    """the last one it entered"""
+    """collective that the rank entered last"""
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """A rank's last heartbeat as seen from here."""
+    """A rank's last heartbeat as seen from this rank."""
 
     peer: Peer
     state: RankState | None
     age: float
-    """seconds since the heartbeat"""
+    """seconds since the rank's last heartbeat"""
     live: bool
 
 
 def hang_report(heartbeats: Sequence[Heartbeat], stall_seconds: float, stacks: str) -> str:
-    """Several lines. `stacks`: where the stacks are written, for the reader."""
+    """Return the report of a stall, on several lines. `stacks`: the path of the stacks, for the reader."""
     live = [heartbeat for heartbeat in heartbeats if heartbeat.live]
     dead = [heartbeat for heartbeat in heartbeats if not heartbeat.live]
     awaited = _awaited(live, [heartbeat.peer.rank for heartbeat in heartbeats])
@@ -70,7 +70,7 @@ def hang_report(heartbeats: Sequence[Heartbeat], stall_seconds: float, stacks: s
 
 
 def cut_off_report(heartbeat: Heartbeat, silent_seconds: float, stall_seconds: float, stacks: str) -> str:
-    """The same of a rank that the store has not answered for so long: all it knows is where it is itself."""
+    """Return the report of a rank whose store does not answer; it knows only its own position."""
     return "\n".join(
         [
             f"spmd_rl: rank {heartbeat.peer.rank} is cut off: the store is out of reach, without an answer for "
@@ -82,11 +82,11 @@ def cut_off_report(heartbeat: Heartbeat, silent_seconds: float, stall_seconds: f
 
 
 def _awaited(live: Sequence[Heartbeat], everyone: Sequence[int]) -> CollectiveCall | None:
-    """The collective in which most ranks are, among those where a dead rank is missing if there are any.
+    """Return the collective with the most ranks, preferring those that miss a dead rank.
 
-    Ranks with other work wait in a chain: one for another, which waits for the one that is dead. Of several collectives
-    it is the end of such a chain: nobody who is missing there waits elsewhere. A meeting says more of where the dead
-    one should be than a rank that waits for its answer.
+    Ranks may wait in a chain: one for another, which waits for the dead one. Among several collectives the end of the
+    chain is taken: no rank missing there waits elsewhere. A collective of many ranks is preferred to a single rank's
+    wait.
     """
     calls = {h.peer.rank: h.state.inside for h in live if h.state and h.state.inside}
     dead = set(everyone) - {heartbeat.peer.rank for heartbeat in live}
@@ -100,7 +100,7 @@ def _awaited(live: Sequence[Heartbeat], everyone: Sequence[int]) -> CollectiveCa
 
 
 def _most_common(items: Any) -> Any:
-    """The most frequent item, the earliest rank's among equals; None of nothing."""
+    """Return the most frequent item, the earliest rank's among equals; None for no items."""
     return next((item for item, _ in Counter(items).most_common(1)), None)
 
 

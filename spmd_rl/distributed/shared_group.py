@@ -1,10 +1,11 @@
-"""`shm`: a torch.distributed backend for CPU ranks of one machine, over memory that they share.
+"""`shm`: a torch.distributed backend for CPU ranks of one machine over shared memory.
 
-gloo, the other backend for tensors on the CPU, sends every byte through a loopback socket and wakes threads for it. A
-collective here copies what other ranks need into shared memory, meets them, and copies or sums in place what it needs.
-Sums are taken in rank order, those of bfloat16 and float16 in float32 and rounded once.
+gloo, the other backend for CPU tensors, sends every byte through a loopback socket and wakes threads for it. Here a
+collective copies its inputs into shared memory, meets the other ranks, and copies or sums in place. Sums are taken in
+rank order, those of bfloat16 and float16 in float32 and rounded once.
 
-Every operation is done when it returns, `async_op` or not, and meets all ranks of the group. Left out: send and recv.
+Every operation is complete when it returns, `async_op` or not, and meets all ranks of the group. Not implemented: send
+and recv.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,12 +31,12 @@ def _work() -> dist.Work:
 
 
 class SharedGroup(dist.ProcessGroup):
-    """See `torch.distributed.ProcessGroup`: `torch.distributed.all_reduce` and the like call these methods."""
+    """A process group over shared memory. `torch.distributed.all_reduce` and the like call these methods."""
 
     _device_types = (torch.device("cpu"),)
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        """[all] `timeout` is not used: who waits, waits as long as it takes."""
+        """[all] Map the group's memory. `timeout` is not used: waits are unlimited."""
         super().__init__(rank, size)
         self._index, self._count = rank, size
         self._peers = [peer for peer in range(size) if peer != rank]
@@ -45,27 +46,27 @@ class SharedGroup(dist.ProcessGroup):
 
     @torch.no_grad()
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """[all] Each rank's tensor, by rank."""
+        """[all] Gather each rank's tensor, by rank."""
         for outputs, tensor in zip(output_tensors, input_tensors, strict=True):
             self._gather(outputs, tensor)
         return self._done
 
     @torch.no_grad()
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """[all] The same into one tensor."""
+        """[all] Gather each rank's tensor into one tensor."""
         with _Contiguous(output) as whole:
             self._gather([part.view_as(input) for part in whole.view(self._count, -1)], input)
         return self._done
 
     @torch.no_grad()
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> dist.Work:
-        """[all] The same on the root alone."""
+        """[all] Gather each rank's tensor on the root alone."""
         self._gather(output_tensors[0] if self._index == opts.rootRank else (), input_tensors[0])
         return self._done
 
     @torch.no_grad()
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        """[all] The root's tensors."""
+        """[all] Copy the root's tensors to all ranks."""
         mine = self._index == opts.rootRank
         self._memory.publish(tensors if mine else ())
         for offset, tensor in zip(layout(tensors)[0], () if mine else tensors, strict=mine is False):
@@ -74,7 +75,7 @@ class SharedGroup(dist.ProcessGroup):
 
     @torch.no_grad()
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> dist.Work:
-        """[all] The root's tensor for this rank."""
+        """[all] Receive the root's tensor for this rank."""
         self._memory.publish(input_tensors[0] if self._index == opts.rootRank else ())
         output = output_tensors[0]
         offsets, _ = layout([output] * self._count)
@@ -83,24 +84,25 @@ class SharedGroup(dist.ProcessGroup):
 
     @torch.no_grad()
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """[all] The sum, or what `opts.reduceOp` names."""
+        """[all] Reduce by sum, or by `opts.reduceOp`."""
         return self._reduce(tensors, opts.reduceOp if opts is not None else ReduceOp.SUM)
 
     allreduce_coalesced = allreduce
 
     @torch.no_grad()
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        """[all] The same on the root alone."""
+        """[all] Reduce on the root alone."""
         return self._reduce(tensors, opts.reduceOp, opts.rootRank)
 
     @torch.no_grad()
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
     ) -> dist.Work:
-        """[all] The sum of the tensors that the ranks have for this one."""
+        """[all] Sum the ranks' tensors for this rank."""
         op = opts.reduceOp if opts is not None else ReduceOp.SUM
         for output, inputs in zip(output_tensors, input_tensors, strict=True):
             own = inputs[self._index]
+            # The output may alias this rank's input, which must survive until it is added in rank order.
             if own.data_ptr() == output.data_ptr():
                 own = own.clone()
             self._memory.publish([*inputs[: self._index], *inputs[self._index + 1 :]])
@@ -113,13 +115,14 @@ class SharedGroup(dist.ProcessGroup):
 
     @torch.no_grad()
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """[all] The same out of one tensor."""
+        """[all] Sum the ranks' parts for this rank out of one tensor."""
         parts = [part.view_as(output) for part in input.contiguous().view(self._count, -1)]
         return self.reduce_scatter([output], [parts], opts)
 
     @torch.no_grad()
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """[all] From each rank its tensor for this one."""
+        """[all] Receive from each rank its tensor for this one."""
+        # Ranks may send different sizes, so the offsets travel in front of the tensors.
         begins = torch.tensor(layout(input_tensors)[0])
         _, head = layout([begins])
         self._memory.publish([begins, *input_tensors])
@@ -132,19 +135,19 @@ class SharedGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> dist.Work:
-        """[all] The same out of one tensor and into one, by rows."""
+        """[all] Exchange rows between all ranks, out of one tensor and into one."""
         parts = input.split(list(input_sizes)) if input_sizes else input.chunk(self._count)
         with _Contiguous(output) as whole:
             outputs = whole.split(list(output_sizes)) if output_sizes else whole.chunk(self._count)
             return self.alltoall(list(outputs), list(parts))
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """[all] Nobody returns before all have come."""
+        """[all] Wait for all ranks."""
         self._memory.publish(())
         return self._done
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        """[all] Several at a time."""
+        """[all] Gather several tensors at a time."""
         for output, tensor in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, tensor)
         return self._done
@@ -152,12 +155,12 @@ class SharedGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """[all] Several at a time."""
+        """[all] Reduce and scatter several tensors at a time."""
         for output, tensor in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, tensor, opts)
         return self._done
 
-    # as torch called them before 2.13
+    # Names by which torch before 2.13 calls the methods.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -165,28 +168,28 @@ class SharedGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def shutdown(self) -> None:
-        """Meets nobody."""
+        """Release the memory without meeting other ranks."""
         self._memory.close()
 
     def size(self) -> int:
-        """Ranks of the group."""
+        """Return the number of ranks in the group."""
         return self._count
 
     def rank(self) -> int:
-        """This rank's index in the group."""
+        """Return this rank's index in the group."""
         return self._index
 
     def getBackendName(self) -> str:
-        """The name that it is registered under."""
+        """Return the backend's registered name."""
         return NAME
 
     @property
     def group_name(self) -> str:
-        """Its name in the job."""
+        """Name of the group within the job."""
         return self._name
 
     def getGroupName(self) -> str:
-        """The same, as torch's C++ asks for it."""
+        """Return the group's name to torch's C++ code."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
@@ -199,7 +202,7 @@ class SharedGroup(dist.ProcessGroup):
         return self
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """No memory of its own is handed out."""
+        """Return False: the group allocates no memory for callers."""
         return False
 
     def _gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
@@ -219,7 +222,7 @@ class SharedGroup(dist.ProcessGroup):
 
 
 class _Contiguous:
-    """A contiguous tensor to write to, whose contents go to the given one in the end."""
+    """A contiguous tensor to write to, which is copied to the given one on exit."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -243,10 +246,11 @@ _COMBINE: dict[Any, Callable[..., Tensor]] = {
 
 
 def combine(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
-    """Write the parts' sum (or mean, product, ..) to `out`, in their order. `out` is none of them."""
+    """Write the parts' sum (or mean, product, ...), in their order, to `out`, which must not alias a part."""
     apply = next((function for known, function in _COMBINE.items() if op == known), None)
     if apply is None:
         raise NotImplementedError(f"the {NAME} backend knows no {op}")
+    # One rounding at the end: adding in bfloat16 would round after each rank.
     narrow = out.dtype in (torch.bfloat16, torch.float16)
     total = torch.empty_like(out, dtype=torch.float32) if narrow else out
     total.copy_(parts[0])

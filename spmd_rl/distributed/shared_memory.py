@@ -1,13 +1,13 @@
-"""Memory that the ranks of one machine share, and how they meet over it: what the `shm` backend is made of.
+"""Shared memory between the ranks of one machine, and their rendezvous: the base of the `shm` backend.
 
     memory = SharedMemory(store, rank, size)   # [all]
-    memory.publish(tensors)                    # [all] copies them to where the others see them; returns when all have
-    memory.read(peer, offset, like)            # what a peer has published
+    memory.publish(tensors)                    # [all] copies them into shared memory; returns when all ranks have
+    memory.read(peer, offset, like)            # a peer's published tensor
 
-Each rank owns an anonymous file (memfd) that grows as needed and dies with its last mapping: it has no name, and a
-killed run leaves nothing behind. It has two halves, used in turn: a rank that has arrived at a meeting has read all of
-the last one. Ranks wait for each other in process-shared POSIX semaphores, hence in the kernel, and look fifty times
-a second whether the rank they wait for still lives.
+Each rank owns an anonymous file (memfd) that grows as needed and disappears with its last mapping, so a killed run
+leaves nothing behind. It has two halves, used in turn: a rank that arrives at a rendezvous has read all of the last
+one. Ranks wait in process-shared POSIX semaphores, hence in the kernel, and check fifty times a second that the awaited
+rank is alive.
 """
 
 import ctypes
@@ -25,7 +25,8 @@ from spmd_rl.base.errors import RunFailed
 from spmd_rl.base.process import running
 
 ALIGNMENT = 64
-"""Each published tensor begins at a multiple of so many bytes."""
+"""Alignment of published tensors, in bytes."""
+# sem_t has 32 bytes in 64-bit glibc; one cache line for each keeps ranks from sharing lines.
 _SEMAPHORE_BYTES = 64
 _LEAST_BYTES = 1 << 16
 _POLL_SECONDS = 0.02
@@ -37,7 +38,7 @@ class _Timespec(ctypes.Structure):
 
 
 class Semaphores:
-    """One for each ordered pair of ranks, in memory that all of them map."""
+    """Semaphores for each ordered pair of ranks, in memory that all of them map."""
 
     def __init__(self, memory: Tensor, rank: int, pids: Sequence[int]) -> None:
         self._memory, self._pids, size = memory, pids, len(pids)
@@ -53,16 +54,17 @@ class Semaphores:
         self._deadline = _Timespec()
 
     def create(self) -> None:
-        """Called by one rank before the others use them."""
+        """Initialise the semaphores: on one rank, before the others use them."""
         for semaphore in self._all:
             if self._libc.sem_init(semaphore, 1, 0):
                 raise OSError(ctypes.get_errno(), "sem_init")
 
     def meet(self) -> None:
-        """[all] Nobody returns before all have come. ConnectionError if a rank is gone."""
+        """[all] Wait for all ranks. ConnectionError if a rank is dead."""
         for semaphore in self._outgoing:
             self._libc.sem_post(semaphore)
         for peer, semaphore in self._incoming:
+            # `trywait` first: a peer that has arrived costs no system call.
             if self._libc.sem_trywait(semaphore):
                 self._wait(peer, semaphore)
 
@@ -77,10 +79,10 @@ class Semaphores:
 
 
 class SharedMemory:
-    """One group's, as one of its ranks sees it."""
+    """One rank's view of a group's shared memory."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        """[all] `store`: this group's alone."""
+        """[all] Map the group's memory. `store` must be private to this group."""
         self._rank, self._size = rank, size
         semaphore_bytes = _SEMAPHORE_BYTES * size * size
         num_bytes = semaphore_bytes + 8 * size * 2 * _FIELDS
@@ -102,13 +104,14 @@ class SharedMemory:
         self._outgrown: list[int] = []
         self._files: list[tuple[int, tuple[Tensor, ...]]] = [(0, ()) for _ in range(size)]
         self._semaphores.meet()  # [all]
+        # All ranks have mapped the memory, which the kernel frees with the last mapping.
         if fd is not None:
             os.close(fd)
 
     def publish(self, tensors: Sequence[Tensor]) -> None:
-        """[all] Copy `tensors`, one behind the other, to where the others read them until the next call but one.
+        """[all] Copy `tensors`, one behind the other, into shared memory, readable until the next call but one.
 
-        Returns when all have published theirs. The number and the shapes need not be the same on all ranks.
+        Returns when all ranks have published. The number and the shapes may differ by rank.
         """
         self._turn += 1
         offsets, need = layout(tensors)
@@ -120,12 +123,13 @@ class SharedMemory:
                 _view(half, offset, tensor).copy_(tensor)
         self._said[self._turn % 2, self._rank] = self._num_files, -1 if self._fd is None else self._fd, self._capacity
         self._semaphores.meet()  # [all]
+        # All ranks have arrived here, hence have finished reading the smaller file.
         for fd in self._outgrown:  # all have come here, and have done with what was in it
             os.close(fd)
         self._outgrown.clear()
 
     def read(self, peer: int, offset: int, like: Tensor) -> Tensor:
-        """What `peer` has published at `offset`, in the shape and dtype of `like`; not a copy."""
+        """Return the tensor of `peer` at `offset`, in the shape and dtype of `like`, without a copy."""
         if not like.numel():
             return like
         num_files, fd, capacity = self._said[self._turn % 2, peer].tolist()
@@ -134,7 +138,7 @@ class SharedMemory:
         return _view(self._files[peer][1][self._turn % 2], offset, like)
 
     def close(self) -> None:
-        """Leave what is mapped to whoever still holds it."""
+        """Close this rank's files; existing mappings stay valid."""
         for fd in [*self._outgrown, *([] if self._fd is None else [self._fd])]:
             os.close(fd)
         self._outgrown, self._fd = [], None
@@ -150,7 +154,7 @@ class SharedMemory:
 
 
 def layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins in what is published, and how many bytes that is in all."""
+    """Return the offset of each published tensor, and their total size in bytes."""
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
     ends = np.cumsum([0, *sizes]).tolist()
     return ends[:-1], ends[-1]
@@ -161,8 +165,9 @@ def _view(memory: Tensor, offset: int, like: Tensor) -> Tensor:
 
 
 def _create(num_bytes: int) -> int:
-    """A file of memory. Without the reservation a shortage would be a SIGBUS at some later write."""
+    """Return a file of reserved memory."""
     fd = os.memfd_create("spmd_rl")
+    # Without the reservation a shortage of memory would be a SIGBUS at some later write.
     try:
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""How a rank's process ends when the run does not come to its own end: for one reason on all ranks, and quickly.
+"""The premature end of a rank's process: for one reason on all ranks, and quickly.
 
-The first rank to fail, to see a stall or to be signalled writes the reason to the store; the others read it within a
+The first rank that fails, sees a stall or receives a signal writes the reason to the store; the others read it within a
 second. Nothing here meets other ranks. A process that ends here does not unwind: its `with` blocks are not left.
 """
 
@@ -26,15 +26,15 @@ from spmd_rl.distributed.journal import Journal
 _CALLBACK_SECONDS = 3.0
 _PEER_SECONDS = _STORE_SECONDS = 1.0
 _END_SECONDS = 10.0
-"""From then on no callback, disk or lock keeps this process."""
+"""Time in seconds after which no callback, disk or lock delays the exit."""
 GRACE_SECONDS = 0.5
-"""Two ticks of the watchdog: by then the other ranks have read the reason."""
+"""Two ticks of the watchdog, in seconds: by then the other ranks have read the reason."""
 _KEY = "end"
 T = TypeVar("T")
 
 
 class End(msgspec.Struct, frozen=True):
-    """Why the run ends, as the first rank to know it wrote for the others."""
+    """The reason for the end of the run, written by the first rank to know it."""
 
     kind: Literal["error", "stall", "signal", "cut off"]
     rank: int
@@ -42,7 +42,7 @@ class End(msgspec.Struct, frozen=True):
 
 
 class Shutdown:
-    """At most one thread of a process ends it: the one whose `claim` is granted."""
+    """The end of this process, by at most one thread: the one whose `claim` is granted."""
 
     def __init__(self, store: dist.Store, heartbeats: Heartbeats, journal: Journal, run_dir: Path) -> None:
         self._store, self._heartbeats, self._journal, self._run_dir = store, heartbeats, journal, run_dir
@@ -51,11 +51,11 @@ class Shutdown:
         self.callbacks: list[Callable[[], None]] = []
 
     def claim(self) -> bool:
-        """Whether the caller is the one to end this process."""
+        """Return True if the caller is the one to end this process."""
         return self._claimed.acquire(blocking=False)
 
     def announce(self, end: End) -> End:
-        """Write why the run ends, for all ranks. Returns the first reason written, which may be another rank's."""
+        """Write the reason for all ranks. Return the first reason written, which may be another rank's."""
 
         def write() -> End:
             found = self._store.compare_set(_KEY, "", msgspec.msgpack.encode(end))
@@ -64,11 +64,11 @@ class Shutdown:
         return _within(_STORE_SECONDS, write, end)  # without a store the other ranks know anyway
 
     def announced(self) -> End | None:
-        """Return why the run ends, if a rank has announced it."""
+        """Return the announced reason for the end of the run, if any."""
         return msgspec.msgpack.decode(self._store.get(_KEY), type=End) if self._store.check([_KEY]) else None
 
     def end_with(self, end: End) -> NoReturn:
-        """End this process because of what another rank announced, of a stall, or because it is cut off."""
+        """End this process because of another rank's announcement, a stall, or a lost store."""
         if end.kind in ("stall", "cut off"):
             faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=2)
             self._dump_stacks()
@@ -77,15 +77,17 @@ class Shutdown:
                 print_error(end.text)
                 with contextlib.suppress(OSError):
                     (self._run_dir / name).write_text(end.text + "\n")
-            time.sleep(GRACE_SECONDS)  # our end breaks the others' connections: let them dump where they hang
+            # This process's exit breaks the others' connections: let them dump their stacks where they hang first.
+            time.sleep(GRACE_SECONDS)
             self.exit(1, "ended by a stall" if end.kind == "stall" else end.text.splitlines()[0], end)
         print_error(text := f"rank {self._rank}: ended because {end.text}")
         self.exit(1, text, end)
 
     def exit(self, code: int, text: str, end: End | None = None) -> NoReturn:
-        """Report `text` to journal and torchrun, run rank 0's callbacks for a while, kill this node's ranks, exit."""
+        """Report `text` to journal and torchrun, run rank 0's callbacks briefly, kill this node's ranks, exit."""
         began = time.monotonic()
-        faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=2)  # the disk may be out of reach as well
+        # The disk may be unreachable as well: from here on a timer ends the process in any case.
+        faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=2)
         with contextlib.suppress(OSError):
             self._journal.note("error", text=text)
         if code:
@@ -96,7 +98,8 @@ class Shutdown:
         if end and end.kind == "stall":
             for peer in peers:
                 if peer.rank not in live:
-                    _send(peer.pid, signal.SIGUSR1)  # its stacks, if a call that holds the GIL silenced it
+                    # A call that holds the GIL may have silenced it: faulthandler's C handler still writes its stacks.
+                    _send(peer.pid, signal.SIGUSR1)
         for callback in [*self.callbacks * (self._rank == 0), sys.stdout.flush]:
             _within(began + _CALLBACK_SECONDS - time.monotonic(), callback, None)
         if all(self._rank < peer.rank for peer in peers if peer.rank in live):
@@ -111,8 +114,9 @@ class Shutdown:
 
 
 def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
-    """Return what `call` returns, on a thread of its own; `otherwise` if that takes longer, the store is lost or it
-    raises, which is printed."""
+    """Return the result of `call` on a new thread; `otherwise` if it is late or raises, which is printed, or the store
+    is lost.
+    """
     found = [otherwise]
 
     def run() -> None:
@@ -126,13 +130,15 @@ def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
 
 
 def print_error(text: str) -> None:
-    """Write straight to stderr: a thread that hangs may hold the lock of `sys.stderr`."""
+    """Write directly to stderr: a hanging thread may hold the lock of `sys.stderr`."""
     with contextlib.suppress(OSError):
         os.write(2, (printable(text) + "\n").encode())
 
 
 def _kill_at(pids: list[int], deadline: float) -> None:
-    """Send SIGKILL to those that still run at the deadline: a stopped one never exits; its agent waits 30 s."""
+    """Send SIGKILL to processes that still run at the deadline. A stopped one never exits, and its agent would wait 30
+    s.
+    """
     while time.monotonic() < deadline and any(map(running, pids)):
         time.sleep(0.05)
     for pid in pids:

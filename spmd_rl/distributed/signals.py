@@ -1,8 +1,8 @@
-"""SIGTERM and SIGINT belong to a thread, so that a rank deep in C++ ends at once and not when its call returns.
+"""SIGTERM and SIGINT on a dedicated thread, so that a rank deep in C++ ends at once instead of after its call.
 
-Not `sigwait`: libraries start threads at import (OpenBLAS does) that do not mask the signals, and the kernel hands
-SIGTERM to one of those, which kills the process. Python's C-level handler instead writes the signal's number to a pipe,
-in whatever thread it strikes; our thread reads the pipe. The Python-level handler does nothing and may wait.
+Not `sigwait`: libraries start threads at import (OpenBLAS does) that do not mask the signals, and the kernel may
+deliver SIGTERM to one of those, which kills the process. Python's C-level handler instead writes the signal's number to
+a pipe from any thread; our thread reads the pipe. The Python-level handler does nothing and may be late.
 """
 
 import os
@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable
 
 
 def _leave_it_to_the_pipe(signum: int, frame: object) -> None:
-    """Runs in the main thread, sooner or later."""
+    """Do nothing; runs in the main thread, at any later time."""
 
 
 class SignalThread:
-    """Calls `act(signum)` on its own thread for each of `signals`. Children start with the default handlers."""
+    """A thread that calls `act(signum)` for each of `signals`. Children start with the default handlers."""
 
     def __init__(self, signals: Iterable[signal.Signals], act: Callable[[signal.Signals], None]) -> None:
-        """Main thread only."""
+        """Install the handlers. Main thread only."""
         self._signals, self._act = frozenset(signals), act
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
@@ -31,7 +31,7 @@ class SignalThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Give the signals back to whoever had them. Main thread only."""
+        """Restore the previous handlers. Main thread only."""
         for signum, handler in self._handlers.items():
             signal.signal(signum, handler)
         signal.set_wakeup_fd(self._wakeup)
@@ -41,7 +41,7 @@ class SignalThread:
         os.close(self._read)
 
     def _forked(self) -> None:
-        """A child that does not exec must not end its parent by writing to our pipe."""
+        """Keep a child that does not exec from ending its parent by a write to our pipe."""
         if not self._closed:
             signal.set_wakeup_fd(-1)
             for signum in self._signals:

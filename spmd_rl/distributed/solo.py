@@ -15,9 +15,9 @@ from spmd_rl.distributed.world import World
 
 @contextmanager
 def solo(directory: Path | None = None) -> Iterator[World]:
-    """A World of rank 0 of 1 on the CPU over an in-process store. `mesh` is not to be had.
+    """Yield a World of rank 0 of 1 on the CPU over an in-process store. It has no `mesh`.
 
-    The journal goes to `directory`/journal; by default to a directory that is gone afterwards.
+    The journal goes to `directory`/journal; by default to a temporary directory.
     """
     me = Membership(0, 1, 0, 1, node="0", launched=False, device=torch.device("cpu"))
     with tempfile.TemporaryDirectory() as temporary:

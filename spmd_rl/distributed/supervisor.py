@@ -1,6 +1,6 @@
-"""`Supervisor`: no rank ends, or hangs, in silence: heartbeats, a watchdog, signals, one end for all ranks.
+"""`Supervisor`: heartbeats, a watchdog and signals, so that no rank ends or hangs silently.
 
-It lives as long as its world is open, and meets the other ranks once, when it is made.
+It exists as long as its world is open, and meets the other ranks once, when it is made.
 """
 
 import faulthandler
@@ -44,8 +44,9 @@ class Supervisor:
         stall_seconds: float,
         signals: Sequence[signal.Signals],
     ) -> None:
-        """[all] Main thread only. `stall_seconds` may be infinity; `signals` are those that end the run."""
+        """[all] Start watching; main thread only. `stall_seconds` may be infinity; `signals` end the run."""
         self._me = me
+        # The barrier lets all ranks read their clocks within a moment, from which ages of heartbeats are computed.
         collectives.barrier("start: clocks")
         mine = Peer(me.rank, me.node, socket.gethostname(), os.getpid(), time.monotonic())
         peers = [Peer(*peer) for peer in collectives.gather("start: peers", mine)]
@@ -58,11 +59,11 @@ class Supervisor:
         self._signals = SignalThread(signals, self._signalled)
 
     def leaving(self) -> None:
-        """From here on a store that is gone is no error: its process may have left before us."""
+        """Accept the loss of the store from now on: its process may leave before this one."""
         self._watchdog.leaving = True
 
     def close(self) -> None:
-        """Stop watching. From here on signals have their default effect again."""
+        """Stop watching, and restore the default effect of signals."""
         if not self.shutdown.claim():
             _wait_for_the_end()
         self._stop()
@@ -72,11 +73,9 @@ class Supervisor:
     ) -> None:
         """Announce the exception to the other ranks, as the `__exit__` of a block, and let it propagate.
 
-        Only the first call does anything.
-
-        What only follows from another rank's end (a connection that broke) is not worth a traceback: the process ends
-        here with one line that names that rank. A mistake that all ranks make alike propagates on all of them. Where a
-        rank was killed, `RunFailed` names it.
+        Only the first call has an effect. A mere consequence of another rank's end (a broken connection) prints no
+        traceback: the process ends here with one line that names that rank. A mistake that all ranks make alike
+        propagates on all of them. If a rank was killed, `RunFailed` names it.
         """
         if kind is None or self._announced:
             return
@@ -92,15 +91,17 @@ class Supervisor:
         self._journal.note("error", text=text)
         if self._me.size == 1:
             self._stop()
-        else:  # nothing that hangs while the interpreter ends may keep the others waiting
+        # Destructors may hang while the interpreter exits, and would delay the other ranks.
+        else:
             faulthandler.dump_traceback_later(_UNWIND_SECONDS, exit=True)
         if gone and isinstance(error, Exception):  # which explains more than where we noticed
             raise RunFailed(text, "".join(traceback.format_exception(error))) from error
 
     def _killed_ranks(self, seconds: float = 0.1) -> str:
-        """Name the ranks of this node that were killed: why we failed, where the kernel ran out of memory."""
+        """Return text that names the killed ranks of this node, for example after an out-of-memory kill."""
         peers = self._heartbeats.local_peers()
-        time.sleep(seconds * bool(peers))  # its connections break just before it is gone
+        # A dying process's connections break shortly before its pid is gone.
+        time.sleep(seconds * bool(peers))
         gone = [str(peer.rank) for peer in peers if not running(peer.pid)]
         return f" (rank {', '.join(gone)} is gone: killed?)" if gone else ""
 
@@ -114,7 +115,8 @@ class Supervisor:
             text = f"rank {self._me.rank} received {signum.name}"
             gone = self._killed_ranks(0.0)
             first = self.shutdown.announce(End("signal", self._me.rank, text))
-            if gone and first.rank == self._me.rank:  # who is gone by now, and has announced nothing, was killed
+            # Ranks that are gone without an announcement were killed.
+            if gone and first.rank == self._me.rank:
                 text += gone
                 record(self._run_dir, text)
                 print_error(f"error: {text}")

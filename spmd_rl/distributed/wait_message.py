@@ -1,8 +1,8 @@
-"""A line on stderr while a wait goes on: early enough to calm a user, seldom enough to be read.
+"""A line on stderr during a long wait: early enough to calm a user, rare enough to be read.
 
 message = WaitMessage(world.rank)
 while not done():
-    message("waiting for 14 verdicts (math)")  # at any rate
+    message("waiting for 14 verdicts (math)")  # in every round
 message.over()
 """
 
@@ -15,14 +15,14 @@ from typing import ClassVar
 from spmd_rl.base.errors import tell
 
 FIRST_SECONDS, EVERY_SECONDS = 20.0, 30.0
-"""The wait before the first line, and the pause between two lines."""
+"""Seconds before the first line, and between two lines."""
 
 
 class WaitMessage:
-    """Prints on rank 0 alone. The clock starts with the first call after `over`."""
+    """A wait's message, printed on rank 0 alone. The clock starts with the first call after `over`."""
 
     is_open: ClassVar[bool] = False
-    """Whether such a wait goes on in this process, so that nobody else need print what the run waits for."""
+    """True during such a wait in this process, so that other code does not print the same."""
 
     def __init__(self, rank: int, first: float = FIRST_SECONDS, every: float = EVERY_SECONDS) -> None:
         self._silent, self._first, self._every = rank != 0, first, every
@@ -40,14 +40,14 @@ class WaitMessage:
             tell(f"{text}, for {now - self._since:.0f} s")
 
     def over(self) -> None:
-        """End the wait."""
+        """End the wait and reset the clock."""
         self._since = None
         WaitMessage.is_open = False
 
 
 @contextmanager
 def waiting(text: str, rank: int, first: float = FIRST_SECONDS) -> Iterator[None]:
-    """Print the text on rank 0 while what is inside takes long, from a thread."""
+    """Print the text on rank 0, from a thread, while the code inside takes long."""
     message, over = WaitMessage(rank, first), threading.Event()
 
     def look() -> None:

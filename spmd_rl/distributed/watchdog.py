@@ -1,11 +1,11 @@
 """The watchdog thread of a rank: sends heartbeats, ends the process when the run ends, and ends the run at a stall.
 
-A stall is *no rank's* progress counter moving for `stall_seconds`, never mere time in a phase: a rank may work for an
-hour in one call as long as anyone moves. One that works long in a library calls `World.progress`.
+A stall means that *no rank's* progress counter moves for `stall_seconds`. A long call is fine while any rank makes
+progress; long library calls must report `World.progress`.
 
-All that is asked of the store, which waits for ever where packets are lost. A second thread, the clock, asks nobody: it
-ends the process where the store has not answered for `stall_seconds`. It counts time in which it ran: a rank that was
-stopped, or whose main thread kept the GIL, has not been cut off.
+The watchdog waits for the store, which never answers if packets are lost. A second thread, the clock, uses no store: it
+ends the process after `stall_seconds` without an answer. It counts only time in which it ran: a rank that was stopped,
+or whose main thread kept the GIL, has not been cut off.
 """
 
 import threading
@@ -19,31 +19,32 @@ from spmd_rl.distributed.shutdown import GRACE_SECONDS, End, Shutdown
 
 STOP_SECONDS = 5.0
 TICK_SECONDS = 0.25
-"""Between looks whether another rank has announced the end, of up to 1024 ranks; of 4096, a second."""
+"""Seconds between checks for an announced end, for up to 1024 ranks; one second for 4096."""
 
 
 class Watchdog:
-    """Starts with its construction; `stop` it before the groups are destroyed."""
+    """The watchdog of a rank. It starts on construction; `stop` it before the groups are destroyed."""
 
     def __init__(self, heartbeats: Heartbeats, shutdown: Shutdown, stall_seconds: float, stacks: str) -> None:
-        """`stall_seconds`: infinity looks for no stalls."""
+        """Start the threads. With infinite `stall_seconds` stalls are ignored."""
         self._heartbeats, self._shutdown = heartbeats, shutdown
         self._stall_seconds, self._stacks = stall_seconds, stacks
         self._progress = -1
         self._moved = self._ticked = self._beaten = time.monotonic()
         self._answered = 0
-        """How often the store has answered."""
+        """Number of the store's answers."""
         self._tick_seconds = TICK_SECONDS * max(1.0, len(heartbeats.peers) / 1024)
         self._stopped = threading.Event()
         self.leaving = False
-        """Whether this rank is about to leave, and no longer minds a store that is gone."""
-        heartbeats.beat()  # a rank that is stopped at once has sent a heartbeat
+        """True if this rank is about to leave, when the loss of the store is no error."""
+        # Sent before the thread starts, so that a rank that is stopped at once has a heartbeat.
+        heartbeats.beat()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         threading.Thread(target=self._run_clock, name="watchdog clock", daemon=True).start()
 
     def stop(self) -> None:
-        """Returns when the thread has ended, or soon if it waits for a store that does not answer."""
+        """Stop the thread; return when it has ended, or soon if it waits for a store that does not answer."""
         self._stopped.set()
         self._thread.join(STOP_SECONDS)
 
@@ -74,7 +75,8 @@ class Watchdog:
     def _tick(self) -> None:
         now = time.monotonic()
         asleep = now - self._ticked
-        if asleep > self._heartbeats.silent_seconds:  # we were stopped, and saw nothing of what the others did
+        # A stopped process saw nothing of the others' progress in that time.
+        if asleep > self._heartbeats.silent_seconds:
             self._moved += asleep
         self._ticked = now
         if now - self._beaten > self._heartbeats.beat_seconds - self._tick_seconds / 2:
@@ -84,16 +86,19 @@ class Watchdog:
         end, rank = self._shutdown.announced(), self._heartbeats.me.rank
         if end is None and now - self._moved > self._stall_seconds:
             end = self._shutdown.announce(End("stall", rank, "no progress"))
-            if end.kind == "stall" and end.rank == rank:  # all see it at once: one of them reads where all are
+            # All ranks see the stall at once; the first to announce it reads all positions, so the store is not
+            # flooded.
+            if end.kind == "stall" and end.rank == rank:
                 report = hang_report(self._heartbeats.read(), self._stall_seconds, self._stacks)
                 end = End("stall", rank, report)
         if end is not None:
             self._end(end)
 
     def _end(self, end: End) -> None:
-        """End this process, unless its main thread is already about it."""
+        """End this process, unless its main thread is already doing so."""
         if end.kind == "error" and self._stopped.wait(GRACE_SECONDS):
-            return  # the rank that failed exits first, and our main thread may fail of the same cause
+            # The failed rank exits first, and this rank's main thread may fail of the same cause and explain it better.
+            return
         if self._shutdown.claim():
             self._shutdown.end_with(end)
         self._stopped.set()

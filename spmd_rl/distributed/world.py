@@ -1,4 +1,4 @@
-"""`World`: one rank's view of all ranks. Who it is, where it meets the others, and how it ends with them.
+"""`World`: one rank's view of all ranks: its identity, its collectives, and their common end.
 
     with World.open(Path(cfg.run.dir), cfg.journal.stall_seconds) as world:
         lengths = world.gather("plan: lengths", [len(x) for x in mine])  # [all]
@@ -38,7 +38,7 @@ ExitCallback = Callable[[type[BaseException] | None, BaseException | None, Trace
 
 @dataclass(frozen=True, slots=True)
 class Subset:
-    """Which ranks of the job a world has."""
+    """Ranks of the job that belong to a world."""
 
     name: str
     ranks: tuple[int, ...]
@@ -49,9 +49,9 @@ ALL = Subset("", (), True)
 
 
 class World(Collectives):
-    """Where this rank stands, and how it meets the others. Made by `World.open`, or by `solo` in tests.
+    """A rank's identity and its collectives. Made by `World.open`, or by `solo` in tests.
 
-    All ranks of the job, or some of them: see `subset`. Metadata travels by the methods of `Collectives`.
+    It covers all ranks of the job, or some of them: see `subset`. Metadata travels by the methods of `Collectives`.
     """
 
     _num_formed: ClassVar[Counter[tuple[str, tuple[int, ...]]]] = Counter()
@@ -60,7 +60,7 @@ class World(Collectives):
         super().__init__(rendezvous.host, partial(self.collective, kind="wait"))
         self._me, self._rendezvous, self._subset = me, rendezvous, subset
         self.ranks = subset.ranks or tuple(range(me.size))
-        """Numbers of these ranks in the job; `rank` is an index of it."""
+        """Numbers of these ranks in the job, indexed by `rank`."""
         self.rank, self.size = self.ranks.index(me.rank), len(self.ranks)
         self.local_rank, self.local_size = me.local_rank, me.local_size
         """Index of this rank on its machine, and the number of the job's ranks there."""
@@ -69,6 +69,7 @@ class World(Collectives):
         """Keys of this start. For the main thread; another thread takes a `clone_store()`."""
         self.journal = journal
         sockets = Path(tempfile.gettempdir()) / f"spmd-rl-{rendezvous.nonce}-{me.node}"
+        # torchrun numbers the ranks of a machine consecutively.
         first = me.rank - me.local_rank  # the ranks of a machine are numbered one after another
         before = sum(first <= rank < me.rank for rank in self.ranks)
         self.node = Node(me.rank, before, f"ipc://{sockets}/host")
@@ -78,16 +79,17 @@ class World(Collectives):
     @classmethod
     @contextmanager
     def open(cls, run_dir: Path, stall_seconds: float, debug: bool = False) -> Iterator["World"]:
-        """[all] Form the world; leave it in order, or, with an exception pending, without meeting anyone.
+        """[all] Form the world; leave it in order, or, with an exception pending, without meeting other ranks.
 
         A stall, a signal or another rank's error ends the process from within, without unwinding. UserError if this
-        node has too few devices. debug: a debugger may hold this rank for ever, and gets Ctrl-C.
+        node has too few devices. debug: tolerate a debugger that stops this rank, and leave Ctrl-C to it.
         """
         me = membership()
         if me.launched:
             die_with_parent()
         if me.device.type == "cpu":
             _add_in_order()
+        # A rendezvous waits for missing ranks without limit, and no watchdog runs yet.
         faulthandler.dump_traceback_later(max(_JOIN_SECONDS, stall_seconds), exit=True)
         rendezvous = join(me)
         journal = Journal(run_dir / "journal", me.rank, size=me.size, pid=os.getpid(), nonce=rendezvous.nonce)
@@ -100,7 +102,8 @@ class World(Collectives):
         faulthandler.cancel_dump_traceback_later()
         with ExitStack() as stack:
             if me.size == 1:
-                stack.callback(dist.destroy_process_group)  # meets nobody: also with an exception pending
+                # A world of one destroys its group even with an exception pending, since this meets no other rank.
+                stack.callback(dist.destroy_process_group)
             stack.push(supervisor.on_exception)
             yield world
             supervisor.leaving()
@@ -113,9 +116,9 @@ class World(Collectives):
 
     @contextmanager
     def resources(self) -> Iterator[ExitStack]:
-        """What the run holds: an `ExitStack` that reports an exception to the other ranks before it unwinds.
+        """Yield an `ExitStack` for the run that reports an exception to the other ranks before it unwinds.
 
-        What it holds may then be slow to close: the other ranks have ended by then, and this one has a few seconds.
+        Its contents may be slow to close: the other ranks have ended by then, and this one has a few seconds.
         """
         with ExitStack() as stack, ExitStack() as first:
             first.push(self._failed)
@@ -124,32 +127,31 @@ class World(Collectives):
     def on_exit(self, callback: Callable[[], None]) -> None:
         """Let rank 0 call `callback` when a signal, a stall or another rank's error ends the process.
 
-        `with` blocks are not left then. It runs on a thread of its own, beside whatever the main thread does, has three
-        seconds, and may meet nobody. On the other ranks, and at an orderly end, nothing is called.
+        `with` blocks are not left then. The callback runs on a new thread, concurrently with the main thread, has three
+        seconds, and must not meet other ranks. On other ranks, and at an orderly end, it is not called.
         """
         self._callbacks.append(callback)
 
     def mesh(self, **axes: int) -> DeviceMesh:
-        """[all] A mesh over all ranks, the last axis varying fastest: `mesh(dp=2, tp=2)`. UserError if impossible."""
+        """[all] Form a mesh over all ranks, last axis fastest: `mesh(dp=2, tp=2)`. UserError if impossible."""
         return mesh(self._unique(f"{self._subset.name} mesh", self.ranks), self.ranks, self.rank, self.device, axes)
 
     def process_group(
         self, name: str, backend: str | None = None, ranks: Sequence[int] | None = None
     ) -> dist.ProcessGroup | None:
-        """[all] Form a torch process group for a library's own use; None in a world without groups.
+        """[all] Form a torch process group for a library; return None in a world without groups.
 
-        backend: that of the default group, unless given. ranks: indices, like `rank`, of its members, which alone call
-        this then; all, unless given.
+        backend: by default that of the default group. ranks: indices, like `rank`, of its members, which alone call
+        this; all by default.
         """
         members = self.ranks if ranks is None else tuple(self.ranks[rank] for rank in ranks)
         return form_group(self._unique(name, members), members, backend) if dist.is_initialized() else None
 
     def subset(self, name: str, ranks: Sequence[int], written: bool = True) -> "World | None":
-        """[ranks] The same interface over some of these ranks (indices, like `rank`), on those; None on the others.
+        """[ranks] Return a world of some of these ranks (indices, like `rank`) on those; None on the others.
 
-        The subset that has all ranks is this world itself. name: for reports; two subsets of one name must not share
-        ranks. written: whether its meetings are, in the journal's file, which is progress; a hang report shows them in
-        any case.
+        The subset of all ranks is this world itself. name: for reports; two subsets of one name must not share ranks.
+        written: journal its collectives in the file, which counts as progress; a hang report shows them in any case.
         """
         members = tuple(self.ranks[rank] for rank in ranks)
         if written and members == self.ranks:
@@ -165,22 +167,22 @@ class World(Collectives):
         return world
 
     def _unique(self, what: str, ranks: tuple[int, ...]) -> str:
-        """A name for a group of these ranks, the same on all of them."""
+        """Return a name for a group of these ranks, the same on all of them."""
         self._num_formed[what, ranks] += 1
         return f"{what} {self._num_formed[what, ranks]}"
 
     def clone_store(self) -> dist.Store:
-        """A connection of its own to the same keys: a store's `add` waits behind another thread's `wait`."""
+        """Return a new connection to the same keys: a store's `add` waits behind another thread's `wait`."""
         return self.store.clone()
 
     def exchange(
         self, name: str, rows: Tensor, sent: Sequence[int], received: Sequence[int], agreed: Any = None
     ) -> Tensor:
-        """[all] One all-to-all of rows, uint8 [n, bytes], on the CPU: this rank's, by the rank that they go to.
+        """[all] Exchange rows, uint8 [n, bytes], on the CPU by one all-to-all; this rank's are sorted by destination.
 
-        sent, received: rows that go to and come from each rank; any may be 0. Returns what comes, by rank. agreed: what
-        those numbers follow from, the same everywhere (see `agree`), like the bytes of a row: else RunFailed on all
-        ranks, before any row is read.
+        sent, received: number of rows to and from each rank; any may be 0. Returns the received rows, by rank. agreed:
+        data from which those numbers follow, equal on all ranks (see `agree`), like the bytes of a row: else RunFailed
+        on all ranks, before any row is read.
         """
         self.agree(name, [rows.shape[1], agreed])  # [all]
         assert len(rows) == sum(sent), "other rows than was agreed"
@@ -200,10 +202,10 @@ class World(Collectives):
         ranks: Sequence[int] | None = None,
         written: bool = True,
     ) -> AbstractContextManager[int]:
-        """[all] Journal a meeting that happens inside a library (FSDP, checkpoints), so that a report can name it.
+        """[all] Journal a collective inside a library (FSDP, checkpoints), so that a report can name it.
 
-        kind: what most of the time inside is; see `Journal.kind`. part, ranks: the meeting is one of these ranks
-        (indices, like `rank`) alone, which number theirs apart under this name. written: as in `subset`.
+        kind: of most of the time inside; see `Journal.kind`. part, ranks: for a collective of these ranks (indices,
+        like `rank`) alone, which has its own numbers under this name. written: as in `subset`.
         """
         subset, members = self._subset, self._subset.ranks
         if ranks is not None:
@@ -216,14 +218,16 @@ class World(Collectives):
         return self.journal.phase(name)
 
     def progress(self, n: int = 1) -> None:
-        """Something moved (an engine step, a micro-batch, bytes): this is no stall."""
+        """Count progress (an engine step, a micro-batch, bytes), which is no stall."""
         self.journal.progress += n
 
 
 def _add_in_order() -> None:
-    """Let several threads add the gradients of equal rows (`x[index]`) in one order: ours, libraries' and users' own.
+    """Fix the order in which several threads add the gradients of equal rows (`x[index]`), in our code and in
+    libraries.
 
-    On the CPU this costs nothing; without it the order is whichever thread comes first, and no rerun is exact.
+    On the CPU this costs nothing; without it the order depends on thread timing, and no rerun is exact.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # would write all memory twice
+    # Deterministic mode also fills uninitialised memory by default, which would write all memory twice.
+    torch.utils.deterministic.fill_uninitialized_memory = False

@@ -1,4 +1,4 @@
-"""Engines: `build` makes the one that `engine=...` names. Each has a folder. Torch-free until it builds."""
+"""Engines, one folder each; `build` makes the one that `engine=...` selects. Torch-free until it builds."""
 
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ def build(
 ) -> "Engine":
     """[all] Return the engine of this rank, without weights yet: it refuses requests until the first publish.
 
-    sleeps: its weights leave the device while it does not generate. constraint: grammar of all its answers.
+    sleeps: offload the weights when it does not generate. constraint: grammar of all its answers.
     """
     facts = facts_of(settings.name)
     facts.check_package()

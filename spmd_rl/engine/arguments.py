@@ -1,4 +1,4 @@
-"""`check_args`: what of `engine.args` is the user's to choose."""
+"""`check_args`: validation of the user's `engine.args`."""
 
 import inspect
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ def check_args(
     leaned_on: Mapping[str, Any],
     reasons: Mapping[str, str] | None = None,
 ) -> None:
-    """UserError for an argument that the engine does not know, that another setting gives, or that a promise needs.
+    """Raise a UserError for an argument that is unknown, that another setting sets, or that this program fixes.
 
-    of: the class that takes them. ours: argument -> the setting that gives it. leaned_on: argument -> its value.
-    reasons: argument -> what would break if it had another one.
+    of: class of the arguments. ours: argument -> setting. leaned_on: argument -> required value. reasons: argument ->
+    consequence of another value.
     """
     known = inspect.signature(of).parameters
     for name in args:

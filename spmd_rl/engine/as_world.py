@@ -1,4 +1,4 @@
-"""`as_world`: a replica's process group in the place of the default one, while an engine forms its own groups."""
+"""`as_world`: a replica's process group in place of the default one, while an engine forms its groups."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +9,10 @@ from torch.distributed import distributed_c10d
 
 @contextmanager
 def as_world(replica: dist.ProcessGroup) -> Iterator[None]:
-    """Let the group pass for the default one.
+    """Make the group the default one inside.
 
-    Engines form their groups over the default group's ranks, for all replicas that it could hold and with all ranks in
-    step: tens of thousands of meetings in a large job, of which a replica needs its own alone.
+    Engines form groups over the default group's ranks, for all possible replicas and with collectives of all ranks:
+    tens of thousands in a large job, of which a replica needs only its own.
     """
     default = distributed_c10d._get_default_group()
     distributed_c10d._update_default_pg(replica)

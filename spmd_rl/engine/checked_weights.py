@@ -1,4 +1,4 @@
-"""`CheckedWeights`: all weights on their way into an engine, each of which must be one that it has."""
+"""`CheckedWeights`: a check of all weights passed to an engine against those it expects."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class CheckedWeights:
-    """Those of them that are right: each name that is expected, once, in its shape. Iterate once, then `end`."""
+    """Iterator over the valid weights: each expected name once, in its shape. Iterate once, then call `end`."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> None:
         self._weights, self._shapes = iter(weights), shapes
@@ -27,7 +27,7 @@ class CheckedWeights:
                 yield name, tensor
 
     def end(self) -> list[str]:
-        """Read what the engine left, for the sake of the ranks that gather with us; all that was wrong."""
+        """Read the rest, because other ranks may be gathering it with us; return all errors."""
         for _ in self:
             pass
         return self._faults + [f"{name} is missing" for name in self._missing]

@@ -1,7 +1,7 @@
-"""The shapes of the weights that an engine wants, and its own tensors under the names that it was given them by.
+"""Shapes of the weights that an engine expects, and its tensors under their Hugging Face names.
 
-Engines fuse projections that read the same input, and may pack a matrix in a layout of their own. What they keep plain
-can be compared bit by bit with what they were given; for the rest the probe must speak (`weights/probe.py`).
+Engines fuse projections of the same input, and may pack matrices in another layout. Plain tensors can be compared bit
+by bit with the published ones; the rest is checked by the probe (`weights/probe.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,8 @@ from spmd_rl.model.build import weights_of
 
 
 def expected_shapes(path: Path | str, trust: bool = False) -> dict[str, torch.Size]:
-    """Hugging Face name -> shape of each weight, from `path/config.json` alone; tied ones under the first."""
+    """Return the shape of each weight by Hugging Face name, from `path/config.json` alone; tied ones under the
+    first."""
     config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
     with torch.device("meta"), no_init_weights():
         module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
@@ -28,13 +29,14 @@ def expected_shapes(path: Path | str, trust: bool = False) -> dict[str, torch.Si
 def plain_weights(
     model: nn.Module, shapes: Mapping[str, torch.Size], dtype: torch.dtype, fusions: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """The engine's tensor for each Hugging Face name, where it keeps it plain and whole; else None. At tp=1.
+    """Yield the engine's tensor for each Hugging Face name if it is plain and whole, else None. At tp=1.
 
-    fusions: the engine's name of a fused projection -> those of its parts, in the order of their rows.
+    fusions: engine name of a fused projection -> names of its parts, in the order of their rows.
     """
     fused = {part: (one, parts) for one, parts in fusions.items() for part in parts}
     named = model.named_parameters(remove_duplicate=False)
-    parameters = {name.replace(".base_layer.", "."): tensor for name, tensor in named}  # so called beside an adapter
+    # Wrapped layers of adapters have this part in their names.
+    parameters = {name.replace(".base_layer.", "."): tensor for name, tensor in named}
     for name, shape in shapes.items():
         *stem, module, kind = name.split(".")
         one, parts = fused.get(module, (module, [module]))

@@ -1,7 +1,7 @@
-"""`GivenAdapters`: the adapters that an engine computes with beside frozen weights, as it was given them.
+"""`GivenAdapters`: the published adapters of an engine with frozen weights.
 
-Adapters come as peft's files name them, with `B` multiplied by alpha / rank already, so that an engine's own factor is
-1: what it holds can be compared with what it was given to the bit, and no factor can be another.
+Adapters have peft's names, and `B` is already multiplied by alpha / rank, so that the engine's factor is 1: its tensors
+can be compared bit by bit with the published ones, and no factor can differ.
 """
 
 from abc import ABC, abstractmethod
@@ -14,28 +14,28 @@ from spmd_rl.model.lora import PREFIX, A
 
 
 class GivenAdapters(ABC):
-    """Those of the last load, beside one engine. Its package's subclass says how they get in, and what is held."""
+    """Adapters from the last `load` of one engine. A subclass puts them into the engine and reads them back."""
 
     def __init__(self) -> None:
         self.given: dict[str, Tensor] = {}
-        """by peft's names"""
+        """Published tensors by peft's names."""
         self._names: frozenset[str] | None = None
         self.brings_base = True
-        """Whether the last load brought the frozen weights, as the first one must."""
+        """True if the last load included the frozen weights, as the first one must."""
 
     @abstractmethod
     def put(self) -> list[str]:
-        """Replace the adapter by what came; what is wrong with it, if anything."""
+        """Replace the adapter by the published one; return what is wrong with it, if anything."""
 
     @abstractmethod
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that the engine computes with, by peft's names: those of each layer that has an adapter."""
+        """Yield the tensors of each adapted layer in the engine, by peft's names."""
 
     def close(self) -> None:  # noqa: B027  most have nothing
-        """Free what it holds beside the engine's memory; idempotent."""
+        """Free memory outside the engine's; idempotent."""
 
     def base(self, weights: Iterable[tuple[str, Tensor]], is_first: bool) -> Iterator[tuple[str, Tensor]]:
-        """The weights that are no adapters, which are kept; `brings_base` says whether there are any, or must be."""
+        """Return the weights that are no adapters, and store the adapters on iteration; sets `brings_base`."""
         others = self._others(weights)
         one = next(others, None)
         self.brings_base = one is not None or is_first
@@ -45,12 +45,13 @@ class GivenAdapters(ABC):
         self.given = {}
         for name, tensor in weights:
             if name.startswith(PREFIX):
-                self.given[name] = tensor.detach().to("cpu", copy=True).contiguous()  # an engine may write to its own
+                # A copy, because an engine may write to the tensor that it gets.
+                self.given[name] = tensor.detach().to("cpu", copy=True).contiguous()
             else:
                 yield name, tensor
 
     def fault(self) -> str:
-        """What is wrong with what came, if anything; all has been read."""
+        """Return what is wrong with the published adapters, if anything, after all were read."""
         names = frozenset(self.given)
         if not names or names != (self._names or names):
             odd = min(names ^ (self._names or frozenset()), default="no adapter")
@@ -60,12 +61,12 @@ class GivenAdapters(ABC):
 
     @property
     def layers(self) -> list[str]:
-        """The names of the layers that have an adapter."""
+        """Names of the layers that have an adapter."""
         return [name.removeprefix(PREFIX).removesuffix(A) for name in self.given if name.endswith(A)]
 
     @property
     def config(self) -> dict[str, object]:
-        """What peft writes beside such adapters."""
+        """Contents of peft's `adapter_config.json` for these adapters."""
         rank = self.given[PREFIX + self.layers[0] + A].shape[0]
         kinds = sorted({layer.rpartition(".")[2] for layer in self.layers})
         return {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "target_modules": kinds}

@@ -1,4 +1,4 @@
-"""An engine's package as a guest in our process: what it may not change for good."""
+"""Isolation of an engine's package: state of our process that it may not change permanently."""
 
 import gc
 import logging
@@ -16,10 +16,10 @@ import torch
 
 @contextmanager
 def undisturbed(prefix: str) -> Iterator[None]:
-    """Import and start a package inside; afterwards the process is as it was, but for its variables and modules.
+    """Import and start a package inside; on exit restore the process, except for its variables and modules.
 
-    Put back are variables of the environment (those that begin with `prefix` stay), signal handlers, the start method
-    of processes, the number of threads, generators, the heap, the precision of float32 and what is logged.
+    Restored are environment variables (those that begin with `prefix` stay), signal handlers, the start method of
+    processes, the number of threads, random generators, the heap, the float32 precision and logging.
     """
     environment = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
@@ -28,7 +28,8 @@ def undisturbed(prefix: str) -> Iterator[None]:
     precision = torch.get_float32_matmul_precision()
     states = random.getstate(), numpy.random.get_state()
     muted = logging.root.manager.disable
-    logging.disable(max(muted, logging.WARNING))  # torch speaks of what an engine looks for and does not need
+    # torch warns of packages that an engine looks for and does not need.
+    logging.disable(max(muted, logging.WARNING))
     try:
         with torch.random.fork_rng(**_devices()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -53,7 +54,7 @@ def undisturbed(prefix: str) -> Iterator[None]:
 
 
 def _devices() -> dict:
-    """Arguments of `fork_rng`: this process's accelerator, if it has one."""
+    """Return arguments of `fork_rng` for this process's accelerator, if it has one."""
     if not torch.accelerator.is_available():
         return {"devices": []}
     device = torch.accelerator.current_accelerator()

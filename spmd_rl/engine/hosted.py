@@ -1,6 +1,6 @@
-"""`HostedEngine`: what engines over a package of others share: the requests under way, sleep, what may be lost.
+"""`HostedEngine`: base of engines over other packages: requests in progress, sleep, lost tensors.
 
-Left out: how a request is computed, and how weights get in.
+Left out: computing a request and loading weights.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,10 +19,10 @@ from spmd_rl.types import Completion, Request
 
 
 class HostedEngine(Engine):
-    """An `Engine` whose class has a `model`, and says how to `_reload`, `_release`, `_restore` and `_stop` it."""
+    """An `Engine` with a `model`; subclasses define `_reload`, `_release`, `_restore` and `_stop`."""
 
     model: nn.Module
-    """The module that the package computes with in this process."""
+    """Module of the package in this process."""
 
     def __init__(
         self,
@@ -32,22 +32,23 @@ class HostedEngine(Engine):
         text_of: TextOf,
         slot: GivenAdapters | None = None,
     ) -> None:
-        """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`.
+        """shapes: of the weights that `load` must bring, by Hugging Face name. sleeps: offload outside `awake`.
 
-        `slot`: where an adapter is computed with; then `load` may bring adapters alone, once it has brought all.
+        slot: adapters of the engine; with it `load` may bring adapters alone after the first load.
         """
         self.capacity, self.shapes, self.slot = capacity, shapes, slot
         self._sleeps, self.text_of = sleeps, text_of
         self.under_way: dict[str, SequenceState] = {}
-        """What each request has, by id."""
+        """State of each request in progress, by id."""
         self.version: int | None = None
-        """The version of the weights; None before the first, and while there are none that are whole."""
+        """Version of the weights; None before the first load and while they are incomplete."""
         self.token_counts = EngineCounts()
         self.lost = ""
-        """What is not as it was when the weights had been loaded: no request is taken until it is emptied."""
+        """Description of a tensor that changed since the load: requests are refused until it is empty."""
         self._aborted: list[Completion] = []
         self.num_added = 0
-        self._first: str | None = None  # the first request since the load: none has computed anything it could reuse
+        # The first request since the load must find an empty cache: a hit proves that old keys survived.
+        self._first: str | None = None
         self.checksums: dict[str, bytes] = {}
         self._num_awake = 0
         self._cache_sleeps = False
@@ -56,11 +57,11 @@ class HostedEngine(Engine):
 
     @property
     def num_unfinished(self) -> int:
-        """Requests whose completion has not been handed out."""
+        """Number of requests whose completion has not been returned."""
         return len(self.under_way) + len(self._aborted)
 
     def begin(self, request: Request) -> SequenceState:
-        """Take a request; refusals as `Engine.add` has them."""
+        """Register a request and return its state; errors as of `Engine.add`."""
         assert self.version is not None, "no weights loaded in this process"
         if self.lost:
             raise RunFailed(self.lost)
@@ -75,7 +76,7 @@ class HostedEngine(Engine):
         return row
 
     def count_prompt(self, request: Request, cached: int) -> None:
-        """Note how many of a prompt's tokens were not computed. RunFailed where none can have been there."""
+        """Count a prompt's cached tokens. RunFailed if there cannot have been any."""
         self.token_counts.count(len(request.prompt_ids), cached)
         if request.id == self._first:
             self._first = ""
@@ -83,7 +84,7 @@ class HostedEngine(Engine):
                 raise RunFailed(f"the engine served keys and values older than version {self.version}")
 
     def take(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Take over all weights, or adapters alone; what is wrong with them. All are read in any case."""
+        """Take over all weights, or adapters alone; return errors. All are read in any case."""
         if self.slot is None:
             return self._reload(weights)
         base = self.slot.base(weights, is_first=not self.checksums)
@@ -91,13 +92,13 @@ class HostedEngine(Engine):
         return faults + self.slot.put()
 
     def taken(self, plain: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]:
-        """What the engine holds of what the last load brought; plain: of the model's weights."""
+        """Yield the engine's tensors for the last load; plain: of the model's weights."""
         if self.slot is None:
             return plain
         return chain(plain if self.slot.brings_base else (), self.slot.held())
 
     def end_load(self, version: int, faults: list[str]) -> None:
-        """End a load. RunFailed names the first fault."""
+        """Finish a load. RunFailed names the first fault."""
         if faults := [*filter(None, [self.lost]), *faults]:
             raise RunFailed(f"engine weights of version {version}: {faults[0]} ({len(faults)} faults)")
         self.version, self._first = version, None
@@ -105,9 +106,10 @@ class HostedEngine(Engine):
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Weights on the device; nests. Where it sleeps outside, the KV cache follows with the first request.
+        """Keep the weights on the device inside; nests. If it sleeps outside, the KV cache follows with the first
+        request.
 
-        If anything that stood when the weights had been loaded is not as it was, the next `add` or `load` is RunFailed.
+        If a tensor changed since the load, the next `add` or `load` raises RunFailed.
         """
         if self._num_awake == 0:
             if self._sleeps:
@@ -118,18 +120,21 @@ class HostedEngine(Engine):
             yield
         finally:
             self._num_awake -= 1
-        if self._sleeps and self._num_awake == 0:  # not with an exception pending: the process is about to end
+        # Not with an exception pending: the process is about to end.
+        if self._sleeps and self._num_awake == 0:
             self._sleep()
 
     def _wake(self, tag: str) -> None:
-        """Give `weights` or `kv_cache` their memory on the device back."""
-        torch.accelerator.empty_cache()  # the package allocates past torch, which may keep what the trainer has freed
+        """Reallocate `weights` or `kv_cache` on the device."""
+        # The package allocates outside torch, whose cache may still hold memory that the trainer freed.
+        torch.accelerator.empty_cache()
         self._restore(tag)
         self._cache_sleeps = self._cache_sleeps and tag != "kv_cache"
 
     def _sleep(self) -> None:
-        """Weights to host memory, bit by bit; the KV cache is given up."""
-        if self._cache_sleeps:  # a package may count as asleep until all is awake, and would not let the weights go
+        """Copy the weights to host memory, bit by bit, and drop the KV cache."""
+        # A package may count as asleep until all parts are awake, and would then refuse to offload the weights.
+        if self._cache_sleeps:
             self._wake("kv_cache")
         self._release()
         self._cache_sleeps = True
@@ -144,20 +149,21 @@ class HostedEngine(Engine):
         raise NotImplementedError
 
     def _fingerprints(self) -> dict[str, bytes]:
-        """Hash what must survive until the next load: buffers (rotary tables, ...), adapters, weights that sleep."""
+        """Return hashes of tensors that must survive until the next load: buffers (rotary tables, ...), adapters,
+        sleeping weights."""
         tensors = dict(self.model.named_buffers()) | dict(self.slot.held() if self.slot else ())
         if self._sleeps:
             tensors |= dict(self.model.named_parameters())
         return finish({name: start(tensor) for name, tensor in tensors.items()})
 
     def _lost_tensor(self) -> str:
-        """What is not as it was when the weights had been loaded, or nothing."""
+        """Return the first tensor that changed since the load, or ''."""
         found = self._fingerprints() if self.checksums else {}
         lost = [name for name in self.checksums if found.get(name) != self.checksums[name]]
         return f"the engine lost {lost[0]} since its weights were loaded ({len(lost)} tensors)" if lost else ""
 
     def close(self) -> None:
-        """Free everything; idempotent. The default process group stays."""
+        """Free everything; idempotent. The default process group remains."""
         self._stop()
         if self.slot is not None:
             self.slot.close()

@@ -1,15 +1,15 @@
-"""`ReplicatedEngine`: the engines of a replica's ranks as one, driven by the replica's first rank.
+"""`ReplicatedEngine`: the engines of a replica's ranks as one, driven by its first rank.
 
-Every rank of a replica must give its engine the same requests before the same step, or their shards would compute for
-different batches. So inside `driven()` the first rank alone decides, once a *tick*: what to add, what to abort, how
-many steps to compute. It broadcasts the tick, then all do the same; the first rank's completions count.
+Every rank of a replica must pass the same requests before the same step, or their shards would compute different
+batches. So inside `driven()` the first rank broadcasts a *tick* with requests to add, ids to abort and the number of
+steps; then all ranks do the same, and the first rank's completions count.
 
     with engine.driven():                # all ranks of the replica; the others follow in here until the first leaves
         if engine.leads:
             engine.add(request)
             completions = engine.step()
 
-A rank that fails ends the whole job within a second (`distributed/supervisor.py`): nothing is handled here.
+A failing rank ends the whole job within a second (`distributed/supervisor.py`), so nothing is handled here.
 """
 
 from array import array
@@ -28,25 +28,25 @@ from spmd_rl.engine.base import Engine
 from spmd_rl.types import Completion, Request
 
 STEPS_PER_TICK = 4
-"""Engine steps that a tick asks for; an answer that ends waits for three more at most."""
+"""Engine steps per tick; a finished answer waits for three more at most."""
 
 
 class Tick(msgspec.Struct, array_like=True, frozen=True):
-    """What the first rank of a replica broadcasts to the others."""
+    """Broadcast message from the first rank of a replica to the others."""
 
     add: list[tuple[bytes, dict[str, Any]]] = []
-    """Requests: prompt ids as int32 bytes, and all other fields."""
+    """requests as prompt ids in int32 bytes, and all other fields"""
     abort: list[str] = []
     end: bool = False
-    """The other ranks leave `driven`."""
+    """True: the other ranks leave `driven`"""
     message: bytes | None = None
-    """The other ranks `join` with it, and all make the same calls until they are through."""
+    """message with which the other ranks `join`; None: no join"""
     digest: bytes = b""
-    """The hash of all that the first rank's engine has given back so far: the others' must be equal."""
+    """hash of all completions of the first rank so far, which must be equal on the others"""
 
 
 def replica_group(world: World, name: str, num_ranks: int) -> dist.ProcessGroup:
-    """[all] of the replica: its `num_ranks` neighbouring ranks as a process group, for an engine's own collectives."""
+    """[all] Form the process group of a replica, `num_ranks` neighbouring ranks, for an engine's collectives."""
     first = world.rank // num_ranks * num_ranks
     backend = "gloo" if world.device.type == "cpu" else None
     return world.process_group(name, backend, range(first, first + num_ranks))  # [all] of the replica
@@ -56,12 +56,12 @@ class ReplicatedEngine:
     """An `Engine` over the engines of `num_ranks` neighbouring ranks."""
 
     def __init__(self, engine: Engine, world: World, num_ranks: int) -> None:
-        """[all] Replica r is ranks [r * num_ranks, (r + 1) * num_ranks) of `world`, the ranks that generate."""
+        """[all] Replica r is ranks [r * num_ranks, (r + 1) * num_ranks) of `world`, the generator ranks."""
         assert world.size % num_ranks == 0, "checked with the settings"
         self.capacity, self.token_counts = engine.capacity, engine.token_counts
         self.leads = world.rank % num_ranks == 0
         self.engine = engine
-        """This rank's own."""
+        """Engine of this rank."""
         self._world = world
         index = world.rank // num_ranks
         block = range(index * num_ranks, (index + 1) * num_ranks)
@@ -73,10 +73,11 @@ class ReplicatedEngine:
 
     @contextmanager
     def driven(self, join: Callable[[bytes], None] | None = None) -> Iterator[None]:
-        """[all] ranks of the replica; see `Engine`. RunFailed on a rank whose engine gives other answers."""
+        """[all] Follow the first rank inside, see `Engine`. RunFailed on a rank with other answers."""
         if self.leads:
             self._driving = True
-            yield  # an exception leaves from here, and meets nobody
+            # No collective on an exception: the other ranks may not be waiting here.
+            yield
             assert self.num_unfinished == 0, "driven() ends with requests under way"
             self._tick(end=True)  # [all]
             self._driving = False
@@ -87,7 +88,7 @@ class ReplicatedEngine:
 
     @contextmanager
     def joined(self, message: bytes) -> Iterator[None]:
-        """[all] ranks of the replica, the others in `driven`; see `Engine`."""
+        """[all] Let the other ranks, in `driven`, join with `message`; see `Engine`."""
         assert self._driving, "its first rank calls this inside of driven()"
         self._group.broadcast("tick", Tick(message=message, digest=self._digest.digest()))  # [all]
         self._driving = False
@@ -96,7 +97,7 @@ class ReplicatedEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """The number of requests whose completion has not been handed out."""
+        """Number of requests whose completion has not been returned."""
         return len(self._added) + self.engine.num_unfinished
 
     def add(self, request: Request) -> None:
@@ -107,36 +108,36 @@ class ReplicatedEngine:
             self.engine.add(request)
 
     def abort(self, ids: Iterable[str]) -> None:
-        """Stop requests; see `Engine`. Inside `driven`, those that were added before the last step."""
+        """Stop requests, see `Engine`; inside `driven` only requests from before the last step."""
         if self._driving:
             self._aborted += ids
         else:
             self.engine.abort(ids)
 
     def step(self) -> list[Completion]:
-        """Compute a tick of steps on all ranks of the replica, or one step outside `driven`; see `Engine`."""
+        """Take over all weights and their version, see `Engine`."""
         if not self._driving:
             return self.engine.step()
         return self._tick() if self.num_unfinished else []  # [all]
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See `Engine`."""
+        """Yield the weights that the engine holds, see `Engine`."""
         self.engine.load(weights, version)
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """See `Engine`."""
+        """Keep weights and KV cache on the device inside, see `Engine`."""
         return self.engine.loaded_weights()
 
     def awake(self) -> AbstractContextManager[None]:
-        """See `Engine`."""
+        """Free everything the engine holds; idempotent."""
         return self.engine.awake()
 
     def close(self) -> None:
-        """See `Engine`."""
+        """[all] Broadcast and run the next tick."""
         self.engine.close()
 
     def _tick(self, end: bool = False) -> list[Completion]:
-        """[all] Let the other ranks do what is done here."""
+        """[all] Run the first rank's next tick; return True unless it was the last."""
         added, self._added = self._added, []
         aborted, self._aborted = self._aborted, []
         tick = Tick([_fields(request) for request in added], aborted, end, digest=self._digest.digest())

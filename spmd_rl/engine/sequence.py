@@ -1,4 +1,5 @@
-"""`SequenceState`: the tokens of a request so far, and what ends it. Engines keep one for each request under way."""
+"""`SequenceState`: the tokens of a request so far, and its stop conditions. Engines keep one per request in
+progress."""
 
 import math
 from array import array
@@ -13,15 +14,15 @@ from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.types import CandidateIds, Completion, FinishReason, Request
 
 TextOf = Callable[[Iterable[int]], str]
-"""The text of token ids, special ones left out."""
+"""Function from token ids to text, without special tokens."""
 
 SPARE_TOKENS = 8
-"""Decoded in front of the tokens that a stop string may lie in: a text's first token may be decoded differently."""
+"""Tokens decoded before those that may hold a stop string, because a text's first token may decode differently."""
 
 
 @dataclass(eq=False, slots=True)
 class SequenceState:
-    """The tokens that a request has been given."""
+    """Tokens of a request so far."""
 
     request: Request
     token_ids: array = field(default_factory=lambda: array("i"))
@@ -29,16 +30,16 @@ class SequenceState:
     versions: array = field(default_factory=lambda: array("i"))
     candidate_ids: CandidateIds = field(default_factory=lambda: CandidateIds(array("i"), array("i")))
     experts: array = field(default_factory=lambda: array("h"))
-    """of the tokens that have been fed, `num_experts` each; see `Completion.experts`"""
+    """experts of the tokens fed so far, `num_experts` each; see `Completion.experts`"""
     num_experts: int = 0
-    """numbers that are recorded for each token; 0: none are"""
+    """experts recorded per token; 0: none"""
     matcher: Any = None
-    """xgrammar's, where its answer has to parse, once a token of it has been asked for"""
+    """xgrammar's matcher of a constrained answer, once its first token was requested"""
     num_matched: int = 0
-    """tokens of the answer that it has seen"""
+    """answer tokens that the matcher has consumed"""
 
     def append(self, token: int, logprob: float, version: int, candidate_ids: Sequence[int] = ()) -> None:
-        """Add a sampled token. RunFailed for a logprob that is not finite."""
+        """Add a sampled token. RunFailed for a non-finite logprob."""
         if not math.isfinite(logprob):
             raise RunFailed(f"the engine computed a logprob of {logprob} for request {self.request.id}")
         self.token_ids.append(token)
@@ -49,7 +50,7 @@ class SequenceState:
             self.candidate_ids.ids.extend(candidate_ids)
 
     def completion(self, reason: FinishReason) -> Completion:
-        """Return what it has, as it ends."""
+        """Return the completion of a request that ends now."""
         candidate_ids = self.candidate_ids if self.request.truncated else None
         experts = None
         if self.num_experts:
@@ -58,21 +59,21 @@ class SequenceState:
 
 
 def no_text(ids: Iterable[int]) -> str:
-    """Stand for the tokenizer of an engine that was given none: ValueError."""
+    """Raise a ValueError: this engine has no tokenizer."""
     raise ValueError("stop strings need a tokenizer")
 
 
 def text_of_model(path: str | Path, trust_remote_code: bool) -> TextOf:
-    """Return the decoder of a model directory's tokenizer, which is loaded when it is first asked."""
+    """Return the decoder of a model directory's tokenizer, which is loaded on first use."""
     tokenizer = cache(lambda: load_tokenizer(path, trust_remote_code))
     return lambda ids: tokenizer().decode(ids)
 
 
 def has_stop(answer: SequenceState, text_of: TextOf) -> bool:
-    """Whether the answer's text has a stop string, given that it had none before its last token.
+    """Return True if the answer's text has a stop string, given that it had none before its last token.
 
-    Every token has a byte of text at least (special ones have none: up to `SPARE_TOKENS` of them may lie inside), so
-    that the last few tokens decide.
+    Every token has at least one byte of text, except up to `SPARE_TOKENS` special ones, so only the last few tokens
+    matter.
     """
     request = answer.request
     if not request.stop:
@@ -86,7 +87,7 @@ def has_stop(answer: SequenceState, text_of: TextOf) -> bool:
 
 
 def check(request: Request, max_tokens: int) -> None:
-    """ValueError for a request that no engine can answer; `max_tokens`: of one request, prompt and answer together."""
+    """Raise a ValueError for a request that no engine can answer. max_tokens: of prompt and answer together."""
     r, num_tokens = request, len(request.prompt_ids) + request.max_new_tokens
     if not r.prompt_ids or r.max_new_tokens < 1:
         raise ValueError(f"request {r.id}: needs at least one prompt token and one new token")

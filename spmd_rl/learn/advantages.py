@@ -1,13 +1,13 @@
-"""From the verdicts of a step to the advantages of its answers, or of each turn of an agent.
+"""Advantages of a step's answers, or of each turn of an agent, computed from verdicts.
 
     scores -> penalties, norms, clips -> estimator -> which sampled tokens an advantage reaches -> masks and weights
 
-Every rank holds the same metadata (rows of `table.ANSWER`) and finds the same. A verdict that is not a score takes its
-answer out altogether, out of its group's baseline too. An answer, or trajectory, may have several samples: the segments
-that `Sample.last` ends. An estimator of answers gives one number to an answer, which reaches the sampled tokens of all
-its turns and segments. One of steps gives a number to each turn of an agent, which reaches the tokens of that turn
-alone; for one of tokens, that number is the reward at the turn's last token. So a trajectory is trained once, not once
-for each of its turns.
+Every rank holds the same metadata (rows of `table.ANSWER`) and computes the same result. An answer without a score is
+dropped, from its group's baseline too. An answer, or trajectory, may have several samples: the segments that
+`Sample.last` ends. An estimator of answers gives one number to an answer, which reaches the sampled tokens of all its
+turns and segments. One of steps gives a number to each turn of an agent, which reaches the tokens of that turn alone;
+for one of tokens, that number is the reward at the turn's last token. So a trajectory is trained once, not once for
+each of its turns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,42 +31,42 @@ from spmd_rl.types import Group
 
 
 class Samples(Protocol):
-    """What a step learns from, whoever made it; `rollout.Collected`, for one."""
+    """Samples that a step learns from; `rollout.Collected` is one."""
 
     step: int
     groups: Sequence[Group]
-    """This rank's."""
+    """Groups of this rank."""
     table: SampleTable
-    """Equal on all ranks."""
+    """Table of all samples, equal on all ranks."""
 
 
 Key = tuple[int, int]
-"""(ticket, answer)"""
+"""Identity of an answer: (ticket, answer)."""
 NOTHING_SAMPLED, BASELINE, NO_BASELINE = 1, 2, 3
 EXCLUDED = {
     NOTHING_SAMPLED: "nothing sampled",
     BASELINE: "greedy baseline",
     NO_BASELINE: "no greedy score",
 }
-"""Why a scored answer is not among those that may train."""
+"""Reasons why a scored answer cannot train."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """The n scored answers of a step that may train, in (ticket, answer) order; each holds a sampled token."""
+    """The n scored answers of a step that can train, in (ticket, answer) order; each has a sampled token."""
 
     answers: np.ndarray
-    """`ANSWER` [n]: of each its last sample, which bears its verdict"""
+    """`ANSWER` [n]: last sample of each answer, which has its verdict"""
     groups: Tensor
-    """int64 [n]: ticket"""
+    """int64 [n]: ticket of each answer"""
     domains: Tensor
     """int64 [n]: equal numbers mark a domain"""
     scores: Tensor
-    """float64 [n], as judged"""
+    """float64 [n]: scores of the verdicts"""
     lengths: Tensor
     """int64 [n], sampled tokens of all its samples"""
     greedy: Tensor | None
-    """float64 [n]: score of the group's greedy answer; None where there is none"""
+    """float64 [n]: score of the group's greedy answer; None without a greedy baseline"""
     samples: np.ndarray
     """`ANSWER` [m]: the samples of these answers that hold a sampled token, in (ticket, answer) order"""
     owners: np.ndarray
@@ -76,13 +76,13 @@ class Metadata:
     places: np.ndarray
     """int64 [k]: the sample that holds each turn"""
     excluded: tuple[tuple[Key, str], ...]
-    """samples of scored answers of these groups that are not among these, each with the reason"""
+    """samples of scored answers that were excluded, each with the reason"""
     num_excluded: int
-    """scored answers that may not train"""
+    """number of scored answers that cannot train"""
 
     @classmethod
     def of(cls, table: SampleTable, greedy_answer: int | None = None) -> "Metadata":
-        """The scored answers of the groups that train.
+        """Return the scored answers of the groups that train.
 
         greedy_answer: the number of the answer that is a baseline and never trains.
         """
@@ -121,7 +121,7 @@ class Metadata:
 
 
 def keys(answers: np.ndarray) -> list[Key]:
-    """The (ticket, answer) of each row of `ANSWER`."""
+    """Return the (ticket, answer) of each row of `ANSWER`."""
     return list(zip(answers["ticket"].tolist(), answers["answer"].tolist(), strict=True))
 
 
@@ -134,14 +134,13 @@ def _exclude_baselines(samples: np.ndarray, judged: np.ndarray, greedy_answer: i
 
 
 def _baselines(samples: np.ndarray, reasons: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """The score of each answer's baseline."""
     baselines = samples[reasons == BASELINE]
     order = baselines["ticket"].argsort()
     return baselines["score"][order[np.searchsorted(baselines["ticket"], answers["ticket"], sorter=order)]]
 
 
 def _steps_of(samples: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of `STEP` of these samples, sorted by sample and turn, and the place of each one's sample."""
+    """Return the rows of `STEP` of these samples, sorted by sample and turn, and the place of each one's sample."""
     if not len(steps):
         return steps, np.empty(0, np.int64)
     width = 1 + max(int(rows["answer"].max(initial=0)) for rows in (samples, steps))
@@ -197,37 +196,37 @@ def shape(
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs of sampled tokens that are credited as one, of m samples, end to end: r of them."""
+    """Spans of sampled tokens that are credited as one: r of them, of m samples, end to end."""
 
     turns: np.ndarray
     """int64 [r]: equal numbers get one advantage: one for each answer, or for each turn of an agent"""
     lengths: np.ndarray
-    """int64 [r]: sampled tokens"""
+    """int64 [r]: sampled tokens of each span"""
     counts: np.ndarray
-    """int64 [m]: runs of each sample"""
+    """int64 [m]: spans of each sample"""
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """The answers of a step that may train, and what each of them gets."""
+    """Answers of a step that can train, with their advantages."""
 
     data: Metadata
     advantages: np.ndarray
-    """float64 [q]: of each turn that `runs` names; before a token-level estimator, its reward"""
+    """float64 [q]: advantage of each turn in `runs`; before a token-level estimator, its reward"""
     runs: Runs
     scores: Tensor
     """float64 [n]: the shaped scores of answers"""
     running: Moments
-    """the moments of the run's scores, these included"""
+    """moments of the run's scores, including these"""
     masked: Mapping[int, str]
-    """answers that are left out of the loss nevertheless, in order, each with the reason"""
+    """answers that are left out of the loss after all, in order, each with the reason"""
     weights: Tensor
-    """float64: of each of the others, a factor of its loss beside its share of the mean"""
+    """float64: factor on the loss of each remaining answer, in addition to its share of the mean"""
     right: Tensor
     """bool [n]: answers that the supervised term takes"""
     less: Callable[[Tensor], "Credit"] | None = None
-    """The same answers after each turn that `runs` names has lost so much of its reward, float64 [q]; None where the
-    trainer's estimator of tokens takes it"""
+    """Function of float64 [q] that recomputes the credit with this much less reward per turn; None if the trainer's
+    token-level estimator subtracts it"""
 
 
 def credit(
@@ -239,7 +238,7 @@ def credit(
     penalties: Mapping[Key, float] | None = None,
     terms: Mapping[Key, Sequence[float]] | None = None,
 ) -> Credit:
-    """Advantages of the answers, or of their turns where the estimator tells these apart, and which of them count.
+    """Return the advantages of answers, or of their turns if the estimator is per step, and which answers count.
 
     running: the moments of the run's scores before this step. max_tokens: of an answer. greedy_answer: the number of
     the answer that is a baseline, if there is one. penalties: added to the scores. terms: those that
@@ -264,7 +263,7 @@ def credit(
 
 
 def all_alike(table: SampleTable) -> Credit:
-    """All sampled tokens of an update weigh the same, whatever their scores."""
+    """Return a credit by which all sampled tokens of an update weigh the same, regardless of their scores."""
     data = Metadata.of(table)
     ones = torch.ones(len(data.answers), dtype=torch.float64)
     no_right = torch.zeros_like(ones, dtype=torch.bool)
@@ -281,7 +280,8 @@ def _advantages(
     kl: Tensor | None,
 ) -> tuple[np.ndarray, Runs, Tensor, Moments]:
     """Return the first fields of `Credit` after the data. kl: see `Credit.less`; other parameters as in `shape`."""
-    estimator = answer_advantage(settings)  # a token-level estimator starts from the scores
+    # A token-level estimator starts from the scores themselves.
+    estimator = answer_advantage(settings)
     if not (settings.credits_steps or (len(data.steps) and token_advantage(settings))):
         runs = whole_samples(data)
         if kl is not None:
@@ -296,18 +296,20 @@ def _advantages(
     if kl is not None:
         scored = replace(scored, scores=scored.scores - kl)
     values = estimator(scored) if estimator else scored.scores
-    if settings.normalises and estimator:  # returns: the scores of steps
+    # With an estimator of steps the returns are normalised, not the scores.
+    if settings.normalises and estimator:
         values, running = normalised(values, scored.groups, data.domains[scored.trajectories], settings, running)
     return values.numpy(), runs, scores, running
 
 
 def whole_samples(data: Metadata) -> Runs:
-    """One run for each sample: an answer has one advantage."""
+    """Return one span per sample, for estimators with one advantage per answer."""
     return Runs(data.owners, data.samples["num_answer_tokens"].astype(np.int64), np.ones_like(data.owners))
 
 
 def by_step(data: Metadata, scores: Tensor, settings: AlgorithmConfig) -> tuple[Scored, Runs]:
-    """The steps of the answers with their rewards, such that those of an answer add up to its score; and their tokens.
+    """Return the steps of the answers with their rewards, such that those of an answer add up to its score; and their
+    tokens.
 
     scores: float64 [n], with penalties. What the rewards of an answer's steps do not add up to, a penalty or the word
     of a rewarder, counts with its last step; all of it does if scores are normalised, which are those of whole answers.
@@ -345,7 +347,7 @@ def by_step(data: Metadata, scores: Tensor, settings: AlgorithmConfig) -> tuple[
 
 
 def _states(data: Metadata, alone: np.ndarray) -> Tensor:
-    """Equal numbers for equal (ticket, state); an answer without turns of an agent has a state of its own."""
+    """Return equal numbers for equal (ticket, state); each answer without agent turns is its own state."""
     pairs = np.stack((data.steps["ticket"], data.steps["state"].view(np.int64)), axis=1)
     states = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
     return as_tensor(np.concatenate((states, len(states) + np.arange(len(alone)))))
@@ -368,10 +370,10 @@ def _runs(data: Metadata, alone: np.ndarray) -> Runs:
 
 
 def mask(data: Metadata, settings: AlgorithmConfig) -> tuple[dict[int, str], Tensor]:
-    """The answers that are masked out of the loss, in order, each with the first reason; and weights of the others.
+    """Return the answers to mask out of the loss, in order, each with the first reason; and weights of the others.
 
     A masked answer keeps its place in its group's baseline, unlike one without a score. A weight, float64 of mean 1,
-    is a factor of the answer's loss beside its share of the mean.
+    multiplies the answer's loss.
     """
     solved = group_mean(data.scores, data.groups) if settings.difficulty_loss_weight else None
     keep: dict[str, Tensor] = {}

@@ -1,8 +1,8 @@
 """Balance: which data shard trains each sample, so that the slowest shard has the least work.
 
-It knows samples by their ticket, unit and numbers of tokens, and no advantages. Work is counted in integers, and the
-order of the samples breaks ties, never a rank: so gradients are summed in the same order whoever generated a sample.
-Left out: memory (the micro-batches' token budget is a rank's own) and ranks of unequal speed.
+It sees tickets, units and token counts, never advantages. Work is counted in integers and ties go by the samples'
+order, not by rank, so the order of gradient sums does not depend on which rank generated a sample. Left out: memory
+(each rank's micro-batches have a token budget) and ranks of unequal speed.
 """
 
 import heapq
@@ -19,11 +19,12 @@ Part = tuple[int, int, tuple[int, ...]]
 Solution = tuple[int, int, list[Part]]
 """(lightest - heaviest part, smallest index, parts, heaviest first): sorted, the largest difference comes first."""
 WORTH_SPREADING = 100
-"""Units are spread to win one part in so many of all work, not for less."""
+"""Smallest gain, as one part in so much of all work, for which units of a ticket are separated."""
 
 
 def divide(tickets: np.ndarray, num_updates: int) -> np.ndarray:
-    """The mini-batch of each sample: tickets (int64 [n], those of one side by side) in order, as evenly as they go."""
+    """Return the mini-batch of each sample. tickets: int64 [n], equal ones adjacent; divided in order, as evenly as
+    possible."""
     if num_updates == 1:
         return np.zeros(len(tickets), np.int64)
     places = begins(tickets).cumsum() - 1
@@ -31,7 +32,8 @@ def divide(tickets: np.ndarray, num_updates: int) -> np.ndarray:
 
 
 def assign(samples: np.ndarray, bounds: Sequence[int], num_shards: int, hidden_size: int) -> tuple[np.ndarray, float]:
-    """The data shard of each sample, int64 [n], and the work of the slowest over the mean, summed over mini-batches.
+    """Return the data shard of each sample, int64 [n], and the work of the slowest over the mean, summed over
+    mini-batches.
 
     samples: int64 [n, 4], see `spread`. bounds: where each mini-batch begins, and n. Every mini-batch is balanced by
     itself: ranks wait for each other at the end of each.
@@ -47,15 +49,14 @@ def assign(samples: np.ndarray, bounds: Sequence[int], num_shards: int, hidden_s
 
 
 def spread(samples: np.ndarray, num_shards: int, hidden_size: int) -> tuple[np.ndarray, list[int]]:
-    """The shard that trains each sample, int64 [n], and each shard's work; it computes the prompt of a ticket once.
+    """Return the shard that trains each sample, int64 [n], and each shard's work, which counts a ticket's prompt once.
 
     samples: int64 [n, 4], (ticket, unit, tokens of the prompt, all tokens); those of a ticket are neighbours, and begin
     with the same prompt.
 
-    Tickets stay whole, or every unit goes where it fits: whichever leaves the slowest shard less to do. Many shards and
-    few tickets ask for the second, and pay for it with prompts that several shards compute. It is tried only where
-    whole tickets leave more than one part in `WORTH_SPREADING` to win: there are many more samples than tickets to walk
-    over.
+    Tickets stay whole, or units are placed one by one if that leaves the slowest shard less work, as with many shards
+    and few tickets; several shards then compute the same prompt. Units are tried only if whole tickets leave more than
+    one part in `WORTH_SPREADING` to gain, because there are many more samples than tickets.
     """
     tickets, units, prompts, totals = samples.T
     first = begins(tickets)
@@ -66,12 +67,14 @@ def spread(samples: np.ndarray, num_shards: int, hidden_size: int) -> tuple[np.n
     whole = np.array(partition(costs.tolist(), num_shards), np.int64)
     work = _sums(whole, costs, num_shards).tolist()
     to_win = max(work) * num_shards - sum(work)
-    if to_win > max(sum(work) // WORTH_SPREADING, min(shared.tolist(), default=0)):  # else a prompt more cannot pay
+    # A gain below the cheapest prompt cannot pay for computing it twice.
+    if to_win > max(sum(work) // WORTH_SPREADING, min(shared.tolist(), default=0)):
         width = 1 + units.max(initial=0)
         names, number = np.unique(groups * width + units, return_inverse=True)
         alone = _sums(number, own, len(names)) + shared[names // width]
         apart = np.array(partition(alone.tolist(), num_shards), np.int64)[number]
-        shards, prompts_of = np.divmod(np.unique(apart * len(shared) + groups), len(shared))  # each once on a shard
+        # A ticket's prompt counts once on each shard.
+        shards, prompts_of = np.divmod(np.unique(apart * len(shared) + groups), len(shared))
         apart_work = (_sums(apart, own, num_shards) + _sums(shards, shared[prompts_of], num_shards)).tolist()
         if max(apart_work) < max(work):
             return apart, apart_work
@@ -79,14 +82,14 @@ def spread(samples: np.ndarray, num_shards: int, hidden_size: int) -> tuple[np.n
 
 
 def _sums(places: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """The sum of the values at each place below `size`; in integers."""
+    """Return the integer sum of the values at each place below `size`."""
     sums = np.zeros(size, np.int64)
     np.add.at(sums, places, values)
     return sums
 
 
 def begins(tickets: np.ndarray) -> np.ndarray:
-    """Where another ticket begins: bool [n] for tickets [n], those of one side by side."""
+    """Return a mask of the samples that begin a ticket: bool [n]. tickets: int64 [n], equal ones adjacent."""
     first = np.ones(len(tickets), np.bool_)
     np.not_equal(tickets[1:], tickets[:-1], out=first[1:])
     return first
@@ -103,7 +106,7 @@ def workload(num_tokens: Count, hidden_size: int) -> Count:
 
 
 def partition(costs: Sequence[int], num_parts: int) -> list[int]:
-    """The part, 0 ... `num_parts` - 1, of each item, such that the heaviest part is light.
+    """Return the part, 0 ... `num_parts` - 1, of each item, such that the heaviest part is light.
 
     The largest differencing method (Karmarkar and Karp, 1982; for many parts see Korf, IJCAI 2009, section 2.3): of all
     partial solutions, the two with the largest difference between their heaviest and lightest part are united, heavy
@@ -111,7 +114,8 @@ def partition(costs: Sequence[int], num_parts: int) -> list[int]:
     surplus parts stay empty. O(n log n) for n items, in practice.
     """
     ascending = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)[::-1]
-    singles = [(-costs[i], i, (i,)) for i in ascending]  # partial solutions of one item: the heaviest is the last
+    # Each item alone is a partial solution, the heaviest one last.
+    singles = [(-costs[i], i, (i,)) for i in ascending]
     solutions: list[Solution] = []
 
     def take() -> tuple[int, list[Part]]:
@@ -144,12 +148,15 @@ def _unite(a: list[Part], b: list[Part], num_parts: int) -> list[Part]:
     """Two partial solutions as one, heaviest part first. Their empty parts are not written down."""
     if len(a) < len(b):
         a, b = b, a
-    if len(b) == 1:  # by far the most frequent case
+    # By far the most frequent case.
+    if len(b) == 1:
         insort(a, b[0] if len(a) < num_parts else _add(a.pop(), b[0]))
         return a
-    apart = num_parts - len(b)  # so many of `a`'s heaviest parts meet an empty part of `b`
+    # The heaviest parts of `a` are united with empty parts of `b`.
+    apart = num_parts - len(b)
     together = [_add(x, y) for x, y in zip(a[apart:], reversed(b), strict=False)]
-    lonely = b[: num_parts - len(a)]  # and these of `b` an empty part of `a`
+    # The remaining parts of `b` are united with empty parts of `a`.
+    lonely = b[: num_parts - len(a)]
     return sorted(a[:apart] + together + lonely)
 
 

@@ -1,4 +1,4 @@
-"""The loss and the advantage estimator that the settings name: ours by name, or a function of a user's own.
+"""The loss and the advantage estimator named by the settings: built in, or a user's function.
 
 Functions and settings meet by name: a keyword-only parameter is a key of `algorithm`. A user's function has the
 signature of ours (`algo/policy`, `algo/advantages`), and what it returns is checked. A loss may return its values
@@ -20,7 +20,7 @@ from spmd_rl.config.schema import AlgorithmConfig
 
 
 def policy_loss(settings: AlgorithmConfig) -> Callable[[Tokens], tuple[Tensor, Mapping[str, Tensor]]]:
-    """The policy loss: from tokens to a loss [N] and metrics [N] each."""
+    """Return the policy loss: from tokens to a loss [N] and metrics [N] each."""
     if not is_own(settings, "loss"):
         return bind(POLICY_LOSSES[settings.loss], settings)
     function = own_function(settings, "loss")
@@ -37,7 +37,7 @@ def policy_loss(settings: AlgorithmConfig) -> Callable[[Tokens], tuple[Tensor, M
 
 
 def answer_advantage(settings: AlgorithmConfig) -> Callable[[Scored], Tensor] | None:
-    """The estimator of whole answers, from scores to float64 [n]; None if the settings name one of tokens."""
+    """Return the estimator of whole answers, from scores to float64 [n]; None if the settings name one of tokens."""
     if not is_own(settings, "advantage"):
         function = ADVANTAGES.get(settings.advantage)
         return bind(function, settings) if function else None
@@ -52,7 +52,9 @@ def answer_advantage(settings: AlgorithmConfig) -> Callable[[Scored], Tensor] | 
 
 
 def token_advantage(settings: AlgorithmConfig) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The estimator of tokens, from rewards, values and samples to two of float64 [N]; None if it is one of answers."""
+    """Return the estimator of tokens, from rewards, values and samples to two of float64 [N]; None if it is one of
+    answers.
+    """
     if not is_own(settings, "advantage"):
         function = TOKEN_ADVANTAGES.get(settings.advantage)
         return bind(function, settings) if function else None
@@ -84,11 +86,11 @@ R = TypeVar("R")
 
 @cache
 def settings_read(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The settings that `function` reads, in order."""
+    """Return the settings that `function` reads, in order."""
     parameters = inspect.signature(function).parameters.values()
     return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
 
 
 def bind(function: Callable[..., R], settings: Any) -> Callable[..., R]:
-    """`function` with every keyword-only parameter taken from the field of `settings` of that name."""
+    """Return `function` with each keyword-only parameter bound to the field of `settings` with its name."""
     return partial(function, **{name: getattr(settings, name) for name in settings_read(function)})

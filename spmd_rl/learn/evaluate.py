@@ -1,6 +1,6 @@
-"""Held-out evaluation: sampled answers and one greedy answer for each prompt, and what their scores come to.
+"""Held-out evaluation: sampled answers and one greedy answer for each prompt, and metrics of their scores.
 
-In training after every so many steps, and alone (`python -m spmd_rl.evaluate`), by the same code.
+The same code runs periodically in training and in `python -m spmd_rl.evaluate`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,35 +25,35 @@ Log = Callable[[int, Iterable[SampleRow]], None]
 
 
 class Answers(Protocol):
-    """Who answers: the `Rollouts` of this rank, or what generating ranks hand over to it."""
+    """Source of answers: the `Rollouts` of this rank, or a proxy for generator ranks."""
 
     prompts: Any
-    """`eval`: the held-out ones."""
+    """Prompts of the run; `eval` holds the held-out ones."""
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
-        """[all] This rank's share of the answers, one sample for each `sampling` and prompt."""
+        """[all] Return this rank's share of the answers, one sample for each `sampling` and prompt."""
         ...
 
 
 class Answered(msgspec.Struct, array_like=True):
-    """What an answer came to, as ranks report it to each other: a prompt's may lie on several."""
+    """Result of one answer, exchanged between ranks, because a prompt's answers can be on several."""
 
     number: int
-    """Of the prompt."""
+    """Index of the prompt in the evaluation set."""
     answer: int
     domain: str
     greedy: bool
     score: float | None
-    """None where it has none, for the reason in `detail`."""
+    """Score of the verdict; None without one, for the reason in `detail`."""
     vote: str
-    """See `Verdict.answer`."""
+    """Answer that majority voting counts, see `Verdict.answer`."""
     detail: str
     parts: dict[str, tuple[float, int]]
-    """See `sum_parts`."""
+    """Sums and counts of verdict parts, see `sum_parts`."""
 
     @classmethod
     def of(cls, sample: Sample, domain: str) -> "Answered":
-        """Take what counts from an answer's last sample."""
+        """Return the result of an answer from its last sample."""
         verdict, score = sample.verdict, sample.verdict.score if sample.verdict.scored else None
         about = sample.ticket, sample.unit_number, domain, sample.greedy, score, verdict.answer, verdict.detail
         return cls(*about, sum_parts([sample]))
@@ -61,19 +61,19 @@ class Answered(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """When held-out prompts are asked, and how."""
+    """Schedule and settings of the evaluations of a run."""
 
     settings: EvaluationConfig
     rollout: SamplingConfig
     seed: int
     steps: int
-    """0: there is nothing but an evaluation."""
+    """Steps of the run; 0 for an evaluation without training."""
     error_budget: float
-    """See `reward.error_budget`."""
+    """Largest share of answers without a score, see `reward.error_budget`."""
 
     @classmethod
     def of(cls, cfg: RlConfig | EvaluateConfig) -> "Evaluation":
-        """The evaluations of a run."""
+        """Return the evaluation schedule of a run."""
         return cls(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
 
     def questions(self, held_out: Sequence[Prompt], step: int) -> tuple[Sequence[Prompt], list[Sampling]]:
@@ -95,11 +95,11 @@ class Evaluation:
         return val_metrics(self.results(rollouts, world, step, log))  # [all]
 
     def results(self, rollouts: Answers, world: World, step: int, log: Log | None = None) -> dict[str, Values]:
-        """[all] What the answers come to, by domain, and of all domains as ''; empty where `step` is not due.
+        """[all] Return metrics by domain, and over all domains as ''; empty if `step` is not due.
 
         Equal on all ranks, and on any number of them. Answers without a score are left out: `error_share` is their
-        share, and a line says how many there are. `log` gets this rank's answers: `Run.log_eval`. RunFailed where there
-        is no more than an evaluation and these are more than `reward.error_budget`.
+        share, and a line says how many there are. `log` gets this rank's answers: `Run.log_eval`. RunFailed in an
+        evaluation without training if they exceed `reward.error_budget`.
         """
         prompts, samplings = self.questions(rollouts.prompts.eval, step)
         if not samplings:
@@ -122,12 +122,13 @@ class Evaluation:
             return found
 
     def _error_share(self, answers: Sequence[Answered], step: int, rank: int) -> float:
-        """The share of answers without a score. RunFailed: see `results`."""
+        """Return the share of answers without a score. RunFailed: see `results`."""
         failed = [one.detail for one in answers if one.score is None]
         if failed:
             line = f"{len(failed)} of {len(answers)} held-out answers of step {step} got no score"
             line += f"; the first: {next(filter(None, failed), 'no reason is known')}"
-            if not self.steps and len(failed) > self.error_budget * len(answers):  # alike on all ranks
+            # Equal on all ranks, so all raise together.
+            if not self.steps and len(failed) > self.error_budget * len(answers):
                 raise RunFailed(f"reward.error_budget={self.error_budget:g}: {line}")
             if rank == 0:
                 tell(f"warning: {line}; val/* leave them out")
@@ -141,8 +142,8 @@ def val_metrics(found: Mapping[str, Values]) -> Values:
 
 
 def measure(answers: Sequence[Answered], settings: EvaluationConfig) -> Values:
-    """Return the numbers of some prompts' answers, which come in order: their means, what `eval.metrics` names, and
-    how many prompts have a score.
+    """Return metrics of answers sorted by prompt: means, those of `eval.metrics`, and the number of prompts with a
+    score.
 
     `pass@k` and `maj@k` are over the prompts with k scored sampled answers; `maj@k` over the domains in which some
     answer has a vote (`Verdict.answer`).

@@ -1,4 +1,4 @@
-"""Frozen roles on ranks of their own (`placement.reference`, `placement.teacher`), which compute for those that train.
+"""Frozen roles on separate ranks (`placement.reference`, `placement.teacher`) that compute for the trainer ranks.
 
     roles = frozen.beside(built)     # [train] they look as if they lay on the policy's ranks, in its layout
     frozen.serve(own)                # [frozen] compute until the run is over
@@ -28,39 +28,39 @@ from spmd_rl.train import Roles
 from spmd_rl.train.base import PolicyRole
 
 SEEN = (*FROM_ROUTE, "token_ids", "loss_mask", "rollout_logprobs", "lags", "candidate_ids")
-"""Columns of a batch that a forward reads, or without which there is none"""
+"""Columns of a batch that a forward pass needs"""
 FOUND = {
     "logprobs": ("ref_logprobs", "ref_entropy"),
     "top_logprobs": ("teacher_logprobs", "teacher_ids", "teacher_top"),
 }
 """Methods of a `PolicyRole` that are requested, and the columns that they give"""
 Facts = tuple[list[list[int]], int, dict[str, int]]
-"""Of a role: the ranks, of those that meet, that hold each data shard, `hidden_size`, and a `ModelSize`"""
+"""Facts about a role: the ranks of each of its data shards, `hidden_size`, and a `ModelSize`."""
 
 
 @dataclass(slots=True)
 class FrozenBatch(Batch):
-    """What a frozen role is shown, and what it finds there."""
+    """Inputs and outputs of a frozen role."""
 
     ref_entropy: Tensor | None = field(default=None, metadata=per_token(torch.float32, "nats"))
-    """float32 [T]: beside `ref_logprobs`"""
+    """float32 [T]: entropy at the tokens of `ref_logprobs`"""
 
 
 class LogprobRequest(msgspec.Struct, array_like=True):
-    """What the leader of a data shard of the policy requests; without a role, nothing any more."""
+    """Request of the leader of a policy data shard; without a role, the end of the run."""
 
     role: str = ""
     method: str = ""
     args: list[float | int] = []
     step: int = 0
     columns: list[str] = []
-    """that its batch has"""
+    """names of the columns in its batch"""
     samples: list[list[int]] = []
     """(ticket, unit, tokens of the prompt, all tokens, answer)"""
 
 
 class FrozenRoles:
-    """How the ranks of a job meet over the roles that only some of them hold."""
+    """Rendezvous of all ranks of a job over the roles that only some of them hold."""
 
     def __init__(self, world: World, kinds: Collection[str]) -> None:
         """world: the ranks that train, and those that hold these roles. kinds: `RoleConfig.kind` of these roles."""
@@ -69,7 +69,7 @@ class FrozenRoles:
         self._own: Mapping[str, PolicyRole] = {}
 
     def beside(self, built: Roles) -> Roles:
-        """[all] With `serve`: `built`, and the roles of the other ranks as if the policy's ranks held them."""
+        """[all] Pairs with `serve`: return `built` plus proxies for the roles on other ranks."""
         self._join({"policy": built.policy})  # [all]
         layout = built.policy.layout
         found = {name: RemoteRole(self, name, layout, facts) for name, facts in self._facts.items() if name != "policy"}
@@ -78,13 +78,13 @@ class FrozenRoles:
         return built._replace(reference=reference, teachers={**built.teachers, **teachers})
 
     def serve(self, own: Mapping[str, PolicyRole]) -> None:
-        """[all] With `beside`: compute what is requested of the roles of this rank, until the run is over."""
+        """[all] Pairs with `beside`: answer requests for this rank's roles until the run is over."""
         self._join(own)  # [all]
         while self.meet(None, None):  # [all]
             pass
 
     def finish(self) -> None:
-        """[all] Let those that serve go."""
+        """[all] End `serve` on the other ranks."""
         self.meet(LogprobRequest(), None)  # [all]
 
     def _join(self, own: Mapping[str, PolicyRole]) -> None:
@@ -98,7 +98,7 @@ class FrozenRoles:
             self._facts |= theirs
 
     def meet(self, request: LogprobRequest | None, batch: Batch | None) -> dict[str, Any]:
-        """[all] The columns that were found of this rank's samples, `batch`; nothing when the run is over.
+        """[all] Return the columns computed for this rank's samples, `batch`; empty when the run is over.
 
         request: of a leader of the policy's data shards; None on all other ranks.
         """
@@ -123,7 +123,8 @@ class FrozenRoles:
         return send(f"{name}: found", share, columns, back, world)  # [all]
 
     def _routes(self, name: str, requests: Sequence[LogprobRequest]) -> tuple[Route, Route]:
-        """To the role's data shards, and back. Where there are as many of them, each takes one of the policy's."""
+        """Return the routes to the role's data shards and back. With equal counts, shard i of the role serves
+        shard i."""
         here, there = (DataShard(self._world, self._facts[one][0]) for one in ("policy", name))
         rows = np.array([row for one in requests for row in one.samples], np.int64).reshape(-1, 5)
         shards = to = np.arange(here.size).repeat([len(one.samples) for one in requests])
@@ -135,30 +136,30 @@ class FrozenRoles:
 
 
 class RemoteRole:
-    """A frozen `train.base.PolicyRole` on the ranks of the policy, which other ranks compute."""
+    """Proxy on the policy's ranks for a frozen `train.base.PolicyRole` that other ranks compute."""
 
     sync_steps: int | None = None
-    """It stays as it is."""
+    """None, because the role never follows the policy."""
 
     def __init__(self, frozen: FrozenRoles, name: str, layout: Layout, facts: Facts) -> None:
-        """layout: the policy's."""
+        """layout: of the policy."""
         self._frozen, self._name, self.layout = frozen, name, layout
         self.hidden_size, self.size = facts[1], ModelSize(**facts[2])
 
     def awake(self) -> AbstractContextManager[None]:
-        """See `Role`; nothing of it lies here."""
+        """Return a no-op context: no weights of the role are here."""
         return nullcontext()
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """[all] See `PolicyRole`."""
+        """[all] Compute `PolicyRole.logprobs` on the role's ranks."""
         return self._request("logprobs", batch, temperature)
 
     def top_logprobs(self, batch: Batch, temperature: float, k: int, num_ids: int) -> tuple[Tensor, Ragged, Ragged]:
-        """[all] See `PolicyRole`."""
+        """[all] Compute `PolicyRole.top_logprobs` on the role's ranks."""
         return self._request("top_logprobs", batch, temperature, k, num_ids)
 
     def _request(self, method: str, batch: Batch, *args: float) -> tuple[Any, ...]:
-        """[all] All ranks of a block hold the same batch, and its leader speaks for them."""
+        """[all] Send one request per block of ranks with equal batches, from its leader."""
         shown = {name: value for name, _, value in batch.columns() if name in SEEN}
         step, request = self.layout.world.journal.step, None
         if self.layout.data.is_leader:
@@ -168,14 +169,12 @@ class RemoteRole:
 
 
 def _samples(batch: Batch) -> list[list[int]]:
-    """See `LogprobRequest`."""
     mask, bounds = batch.loss_mask.numpy(), pairwise(batch.starts.tolist())
     rows = zip(batch.keys.tolist(), batch.units.tolist(), bounds, strict=True)
     return [[ticket, unit, int(mask[a:b].argmax()), b - a, answer] for (ticket, answer), unit, (a, b) in rows]
 
 
 def _empty(names: Sequence[str]) -> FrozenBatch:
-    """No sample, with these columns."""
     known = {one.name: one.metadata["column"] for one in fields(FrozenBatch)[1:]}
     made = {name: torch.empty(0, *known[name].shape, dtype=known[name].dtype) for name in names}
     zero = torch.zeros(1, dtype=torch.int64)

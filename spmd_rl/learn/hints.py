@@ -1,4 +1,4 @@
-"""Hints: what a teacher finds in its prompt beyond the policy's, and how what it says comes back to the answers.
+"""Hints: extra text in a teacher's prompt, and the way of the teacher's outputs back to the policy's batch.
 
 packed.hints = hints(packed, groups)   # before the samples are dealt out: only here are the prompts known
 shown = in_sight(share)                # the teacher's batch: other prompts, the same answers
@@ -16,18 +16,19 @@ from spmd_rl.batch import Batch, Ragged, as_tensor, bounds_of, positions
 from spmd_rl.types import Group, Message, Prompt, TextPart
 
 Render = Callable[[Sequence[Message]], array]
-"""`Tokenizer.render`"""
+"""Type of `Tokenizer.render`."""
 
 
 class Hints:
-    """The prompts with hints of a run, by domain."""
+    """Prompts with hints, by domain."""
 
     def __init__(self, templates: Mapping[str, str | None], render: Render) -> None:
-        """templates: '' is that of every domain without a teacher of its own; None: no hint."""
+        """templates: '' is for every domain without a template; None: no hint."""
         self._templates, self._render = dict(templates), render
 
     def __call__(self, batch: Batch, groups: Iterable[Group]) -> Ragged:
-        """The token ids of the teacher's prompt, for each sample of a batch; none where it is the policy's own."""
+        """Return the token ids of the teacher's prompt for each sample of a batch; empty if it is the policy's
+        prompt."""
         prompts = {group.ticket: group.prompt for group in groups}
         found = {ticket: self._ids(prompts[ticket]) for ticket in set(batch.keys[:, 0].tolist())}
         lists = [found[ticket] for ticket in batch.keys[:, 0].tolist()]
@@ -45,7 +46,7 @@ class Hints:
 
 
 def in_sight(batch: Batch) -> Batch:
-    """The same answers after the prompts with hints; without the columns of the tokens but the mask."""
+    """Return the same answers after the prompts with hints; of the token columns only the mask is kept."""
     bounds, own = batch.starts.tolist(), batch.hints.offsets.tolist()
     runs, masks = [batch.token_ids[:0]], [batch.loss_mask[:0]]
     for number, (begin, end) in enumerate(pairwise(bounds)):

@@ -1,4 +1,4 @@
-"""`Imitation`: supervised learning on what was collected, token by token, whatever it is worth."""
+"""`Imitation`: supervised learning on all sampled tokens of collected samples, regardless of their scores."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -21,13 +21,13 @@ from spmd_rl.train.base import BoundLoss, BoundValueLoss, CriticRole, Metrics, P
 
 
 class Term(NamedTuple):
-    """What an optimizer step minimises."""
+    """Objective of one optimizer step."""
 
     batch: Batch
-    """this rank's share, with weights"""
+    """share of this rank, with weights"""
     loss: BoundLoss | BoundValueLoss
     count: float
-    """over how many tokens or comparisons of the global batch it is a mean"""
+    """number of tokens or comparisons of the global batch that the loss averages over"""
     sides: Mapping[str, int] = MappingProxyType({})
     """Numbers of answers by the last part of a metric's name, for means over these; means over none are left out."""
 
@@ -37,8 +37,8 @@ class Term(NamedTuple):
 
 
 def deal(collected: Samples, count: int, role: Role) -> tuple[Plan, list[Batch]]:
-    """[all] The plan by which all learnt tokens of each of `count` optimizer steps weigh the same, whatever their
-    scores, and this rank's share of the samples in each."""
+    """[all] Return the plan in which all learnt tokens of each of `count` optimizer steps weigh the same, and this
+    rank's share of the samples in each."""
     world, data = role.layout.world, role.layout.data
     with world.phase("coordination"):
         shares = Shares(count, data.size, role.hidden_size)
@@ -50,7 +50,7 @@ def deal(collected: Samples, count: int, role: Role) -> tuple[Plan, list[Batch]]
 class Imitation:
     """One supervised step on the sampled tokens of what was collected, `-mean log pi(t)`.
 
-    A subclass whose loss is another says so in `bind`.
+    A subclass overrides `bind` for another loss.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Imitation:
         name: str = "warmup/loss",
         teachers: Teachers | None = None,
     ) -> None:
-        """num_updates: optimizer steps of a step. lr_factor: multiplies the schedule's learning rate. name: of the
-        loss, among the metrics. teachers: who say what else could stand in the place of each token."""
+        """num_updates: optimizer steps per step. lr_factor: multiplies the schedule's learning rate. name: metric of
+        the loss. teachers: sources of alternatives to each token."""
         self.policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
         self._temperature, self._lr_factor, self._name = temperature, lr_factor, name
         self._teachers = teachers
@@ -73,25 +73,25 @@ class Imitation:
 
     @classmethod
     def of(cls, cfg: AgenticConfig, policy: PolicyRole) -> "Imitation":
-        """The supervised steps of a run, at the learning rate `warmup.lr`, by default the policy's own."""
+        """Return the supervised steps of a run at the learning rate `warmup.lr`, by default the policy's."""
         # a factor, since the role's schedule knows `policy.lr` alone; where that is 0, nothing is trained
         lr_factor = (cfg.warmup.lr or cfg.policy.lr) / (cfg.policy.lr or 1.0)
         return cls(policy, cfg.train.updates_per_step, cfg.rollout.temperature, lr_factor)
 
     def bind(self, batch: Batch, number: int) -> Term:
-        """[all] The loss of mini-batch `number` of the plan, by which every token of it weighs the same."""
+        """[all] Return the loss of mini-batch `number` of the plan; every token weighs the same."""
         return Term(batch, nll, float(self.plan.num_sampled[self.plan.minibatches == number].sum()))
 
     def step(self, term: Term) -> Metrics:
-        """[all] One optimizer step."""
+        """[all] Run one optimizer step."""
         return self.policy.update(term.batch, term.loss, self._temperature)  # [all]
 
     def outputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """[all] What the loss takes, of every token: float32 [T] each."""
+        """[all] Return the inputs of the loss, float32 [T] each."""
         return self.policy.logprobs(batch, self._temperature)  # [all]
 
     def prepare(self, collected: Samples) -> list[Term]:
-        """[all] The terms of this rank's mini-batches, one per optimizer step."""
+        """[all] Return the terms of this rank's mini-batches, one per optimizer step."""
         terms = self._prepare(collected, self._num_updates)  # [all]
         if self._teachers:
             with self._world.phase("logprobs"):
@@ -105,7 +105,8 @@ class Imitation:
             return [self.bind(batch, number) for number, batch in enumerate(batches)]  # [all]
 
     def update(self, terms: list[Term]) -> Metrics:
-        """[all] See `Learner.update`; by itself, the loss is the mean negative log-likelihood of a token, in nats."""
+        """[all] Update as `Learner.update` does; the loss by itself is the mean negative log-likelihood of a token, in
+        nats."""
         used = [terms[i] for i in np.unique(self.plan.minibatches).tolist()]
         self.policy.lr_factor = self._lr_factor
         with self._world.phase("update"), self.policy.awake():
@@ -116,7 +117,7 @@ class Imitation:
         return metrics | self.plan.metrics()
 
     def measure(self, parts: Iterable[Samples]) -> Metrics:
-        """[all] The loss on samples of which nothing is learnt, as `val/*`; they come in parts. Equal on all ranks."""
+        """[all] Return the loss on held-out samples as `val/*`; they come in parts. Equal on all ranks."""
         sums, counts, overlong = defaultdict[str, float](float), defaultdict[str, float](float), None
         with self._world.phase("eval"):
             for collected in parts:  # [all] have as many

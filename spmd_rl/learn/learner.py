@@ -24,11 +24,12 @@ from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics
 
 FLAT_STEPS = 5
-"""After so many steps in a row without an advantage there is a warning."""
+"""Consecutive steps without an advantage before a warning."""
 
 
 class Learner:
-    """One step of learning. Stateful: the strength of the KL penalty, the moments of the scores, empty steps."""
+    """One step of learning. Stateful: the KL coefficient, the moments of the scores, the count of steps without
+    advantage."""
 
     def __init__(
         self,
@@ -42,8 +43,8 @@ class Learner:
         teacher: TeachersConfig | None = None,
         render: Render | None = None,
     ) -> None:
-        """Use `of`. num_updates: optimizer steps of a step. seed: the run's. replayed: see `pack`.
-        render: a tokenizer's, for the hints of teachers."""
+        """Use `of`. num_updates: optimizer steps per step. seed: the run's. replayed: see `pack`. render: a
+        tokenizer's, for the hints of teachers."""
         self._policy, self._reference, self._critic, _ = roles
         self._teachers = Teachers.of(roles, teacher, rollout.temperature, render) if teacher else None
         self._world = world = roles.policy.layout.world
@@ -58,10 +59,10 @@ class Learner:
         self._oldest = 0.0  # age of a token of the step, in versions
         self._monitored = False
         self.plan: prepare.Plan | None = None
-        """The plan of the last `prepare`; the sample log reads it."""
+        """Plan of the last `prepare`; the sample log reads it."""
         self._num_empty_steps = 0
         self._num_flat_steps = 0
-        """The last so many steps had no advantage to train on."""
+        """Consecutive steps so far without an advantage."""
         self._kl_factor = 1.0  # what the adaptive controller has made of the KL coefficients
         self._scores = Moments()
         self._prepared: Metrics = {}
@@ -69,7 +70,7 @@ class Learner:
 
     @classmethod
     def of(cls, cfg: RlConfig, roles: Roles, render: Render | None = None) -> "Learner":
-        """The learner of a run, by its settings, which also reports the least time of a step (`roofline/*`)."""
+        """Return the learner of a run, by its settings, which also reports the least time of a step (`roofline/*`)."""
         return cls(
             roles,
             cfg.algorithm,
@@ -83,7 +84,7 @@ class Learner:
         )
 
     def state(self) -> dict[str, Any]:
-        """See `checkpoint.Stateful`."""
+        """Return the state for a checkpoint, see `checkpoint.Stateful`."""
         return {
             "num_empty_steps": self._num_empty_steps,
             "num_flat_steps": self._num_flat_steps,
@@ -92,13 +93,13 @@ class Learner:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """See `checkpoint.Stateful`."""
+        """Restore the state of a checkpoint, see `checkpoint.Stateful`."""
         self._num_empty_steps, self._kl_factor = state["num_empty_steps"], state["kl_factor"]
         self._num_flat_steps = state["num_flat_steps"]
         self._scores = Moments(*state["scores"])
 
     def prepare(self, collected: Samples) -> list[Batch]:
-        """[all] This rank's mini-batches, one per optimizer step, with all that the loss needs."""
+        """[all] Return this rank's mini-batches, one per optimizer step, with all columns that the loss needs."""
         settings, rollout, data = self._settings, self._rollout, self._policy.layout.data
         with self._world.phase("prepare"):
             penalties = None
@@ -121,11 +122,7 @@ class Learner:
             if self._teachers and self._teachers.hints:
                 packed.hints = self._teachers.hints(packed, collected.groups)
             batches = redistribute(packed, self.plan, self._num_updates, data, self._world)  # [all]
-            # With one update on samples of the current version, the update itself computes these very numbers.
-            proximal = settings.old_logprobs == "trainer"  # else the engine's logprobs take their place
-            several = self._num_updates * settings.sample_epochs > 1
-            needs_old = proximal and (several or self.plan.stale)
-            needs_old = needs_old or self._monitor.stops or token_advantages.needs_old_logprobs(settings)
+            needs_old = self._needs_old(self.plan)
             if needs_old or self._reference or self._critic:
                 with self._world.phase("logprobs"):
                     fill_in(  # [all]
@@ -140,8 +137,8 @@ class Learner:
                     )
             self._oldest, self._monitored = float(collected.table.answers["lag"].max(initial=0)), needs_old
             if needs_old:
-                found = measure_mismatch(batches, settings.correction.level, data)  # [all]
-                self._monitor.check(self.plan.step, found | {"rollout/lag/max": self._oldest})
+                mismatch = measure_mismatch(batches, settings.correction.level, data)  # [all]
+                self._monitor.check(self.plan.step, mismatch | {"rollout/lag/max": self._oldest})
             kl_reward_coef = settings.kl_reward_coef * self._kl_factor
             self._take_kl(batches, found, kl_reward_coef)  # [all]
             self._prepared = token_advantages.finish(  # [all]
@@ -159,8 +156,18 @@ class Learner:
                 self._prepared |= self._roofline.metrics(collected, self.plan, needs_old, epochs * trains, epochs)
         return batches
 
+    def _needs_old(self, plan: prepare.Plan) -> bool:
+        """Return True if the policy's logprobs before the update are read; alike on all ranks."""
+        settings = self._settings
+        # with one update on samples of the current version, the update itself computes these very numbers
+        several = self._num_updates * settings.sample_epochs > 1
+        proximal = settings.old_logprobs == "trainer"  # else the engine's logprobs take their place
+        if proximal and (several or plan.stale):
+            return True
+        return self._monitor.stops or token_advantages.needs_old_logprobs(settings)
+
     def _take_kl(self, batches: list[Batch], found: Credit, coef: float) -> None:
-        """[all] Take the KL to the reference from the rewards of answers or turns, before their baseline."""
+        """[all] Subtract the KL to the reference from the rewards of answers or turns, before their baseline."""
         if not coef or found.less is None:
             return
         settings, data = self._settings, self._policy.layout.data
@@ -170,7 +177,7 @@ class Learner:
         give_advantages(batches, self.plan, data)
 
     def _check_signal(self) -> None:
-        """Warn where steps in a row have nothing to learn from."""
+        """Warn of consecutive steps without an advantage."""
         plan = self.plan
         assert plan is not None
         self._num_flat_steps = 0 if plan.advantages.any() else self._num_flat_steps + 1
@@ -179,7 +186,7 @@ class Learner:
             tell(f"warning: step {plan.step}: {line}")
 
     def update(self, batches: list[Batch]) -> Metrics:
-        """[all] One optimizer step per mini-batch and epoch; none where no sample of any rank trains.
+        """[all] Run one optimizer step per mini-batch and epoch; none if no sample of any rank trains.
 
         Equal on all ranks.
         """
@@ -204,14 +211,15 @@ class Learner:
         return metrics | self._prepared | self._own_metrics(metrics)
 
     def _follow(self) -> None:
-        """[all] Let the reference follow the policy, if this step is one of those in which it does."""
+        """[all] Move the reference towards the policy, if it is due at this step."""
         every = self._reference.sync_steps if self._reference else None
         if every is not None and self.plan.step % every == 0:
             with self._policy.awake(), self._reference.awake():
                 self._reference.follow(self._policy)  # [all]
 
     def _own_metrics(self, mean: Metrics) -> Metrics:
-        """Metrics of the plan and of the learner's state. Adapts the KL coefficient to the step's mean KL."""
+        """Return the metrics of the plan and of the learner's state. Adapts the KL coefficient to the step's
+        mean KL."""
         plan, settings = self.plan, self._settings
         own: Metrics = {"actor/empty_steps": self._num_empty_steps} | plan.metrics()
         if len(plan.keys):

@@ -33,7 +33,7 @@ PerToken = tuple[Tensor, Mapping[str, Tensor]]
 
 
 def bind_loss(settings: AlgorithmConfig, kl_coef: float | None = None) -> BoundLoss:
-    """The `BoundLoss` that the settings describe; `kl_coef` is the one now in force (default: `algorithm.kl_coef`)."""
+    """Return the `BoundLoss` of the settings; `kl_coef` is the current coefficient (default: `algorithm.kl_coef`)."""
     coefficients = {"sft": settings.sft_coef, "entropy": settings.entropy_coef}
     return partial(
         _loss,
@@ -48,10 +48,10 @@ def bind_loss(settings: AlgorithmConfig, kl_coef: float | None = None) -> BoundL
 
 
 def tokens_of(batch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tokens, Tensor | None]:
-    """The sampled tokens of a batch of whole trajectories, as `algo` takes them; and their order, if it is another.
+    """Return the sampled tokens of a batch of whole trajectories as `algo` takes them; and their order, if it differs.
 
-    A trajectory of several segments is one sample to `algo`. Without old logprobs the current ones stand in: in the
-    first update on fresh samples they are the same numbers.
+    A trajectory of several segments is one sample to `algo`. Without old logprobs the current ones replace them: they
+    are equal in the first update on fresh samples.
     """
     order, trajectories = batch.by_trajectory
     mask, runs = batch.sampled.index, batch.sampled.runs
@@ -85,8 +85,9 @@ def _loss(
     divergence: Callable[[Tensor, Tensor], Tensor],
     kl_coef: float,
 ) -> PerToken:
-    """A `BoundLoss` once `bind_loss` has given it what follows the star."""
+    """Token loss; `bind_loss` fills the keyword arguments to make a `BoundLoss`."""
     tokens, order = tokens_of(batch, logprobs, entropy)
+    # With `old_logprobs=engine` the engine's logprobs are the proximal policy's.
     loss, quantities = surrogate(replace(tokens, old_logprobs=tokens.rollout_logprobs) if from_engine else tokens)
     quantities = dict(quantities) | {
         "actor/entropy": tokens.entropy.detach(),
@@ -97,7 +98,8 @@ def _loss(
     if correct is not None:
         weights, more = correct(tokens)
         loss, quantities = loss * weights, quantities | more
-        del quantities["train_infer/ratio"]  # which `mismatch` has
+        # `mismatch` reports the same ratio.
+        del quantities["train_infer/ratio"]
     for term in terms:
         extra, more = term(tokens)
         loss, quantities = loss + extra, quantities | more
@@ -112,14 +114,14 @@ def _loss(
 
 
 def bind_value_loss(settings: AlgorithmConfig) -> BoundValueLoss:
-    """The `BoundValueLoss` that the settings describe."""
+    """Return the `BoundValueLoss` of the settings."""
     return partial(_value_loss, error=bind(value_loss, settings))
 
 
 def _value_loss(
     values: Tensor, batch: Batch, *, error: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """A `BoundValueLoss` once `bind_value_loss` has given it `error`."""
+    """Value loss; `bind_value_loss` fills `error` to make a `BoundValueLoss`."""
     assert batch.values is not None and batch.returns is not None
     old, returns = batch.values[batch.sampled.index], batch.returns[batch.sampled.index]
     loss, quantities = error(values, old, returns)
@@ -127,15 +129,15 @@ def _value_loss(
 
 
 def update(policy: PolicyRole, batches: Iterable[Batch], loss: BoundLoss, temperature: float = 1.0) -> Metrics:
-    """[all] One optimizer step per mini-batch; the means of what they measure. Equal on all ranks."""
+    """[all] Run one optimizer step per mini-batch; return means of the metrics. Equal on all ranks."""
     with policy.awake():
         return with_ess(mean_over([policy.update(batch, loss, temperature) for batch in batches], "actor"))  # [all]
 
 
 def measure(data: DataShard, batch: Batch, outputs: Sequence[Tensor], loss: Callable[..., PerToken]) -> Metrics:
-    """[all] The loss over a global batch and the means of what it measures, without an update; equal on all ranks.
+    """[all] Return the loss over a global batch and the means of its metrics, without an update; equal on all ranks.
 
-    outputs: what the role gives for the batch, [T] each, as the loss takes them.
+    outputs: of the role for the batch, [T] each, as the loss takes them.
     """
     index = batch.sampled.index
     per_token, quantities = loss(*(values[index] for values in outputs), batch)
@@ -147,12 +149,12 @@ def measure(data: DataShard, batch: Batch, outputs: Sequence[Tensor], loss: Call
 
 
 def nll(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """The negative log-likelihood of each sampled token, in nats: a `train.base.BoundLoss`."""
+    """Return the negative log-likelihood of each sampled token, in nats: a `train.base.BoundLoss`."""
     return -logprobs, {"actor/entropy": entropy.detach()}
 
 
 def nothing(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """No loss of its own, where another one is added: a `train.base.BoundLoss`."""
+    """Return zeros: the `train.base.BoundLoss` to which another loss is added."""
     return torch.zeros_like(logprobs), {"actor/entropy": entropy.detach()}
 
 
@@ -200,7 +202,7 @@ BOUNDS = {
 
 
 def measure_mismatch(batches: Sequence[Batch], level: str, data: DataShard) -> Metrics:
-    """[all] The means over the sampled tokens of all data shards and mini-batches; equal on all ranks.
+    """[all] Return means over the sampled tokens of all data shards and mini-batches; equal on all ranks.
 
     The batches have `old_logprobs`. Without any token there are no metrics.
     """
@@ -218,7 +220,7 @@ def measure_mismatch(batches: Sequence[Batch], level: str, data: DataShard) -> M
 
 
 def with_ess(metrics: Metrics) -> Metrics:
-    """The metrics with the effective sample size in the place of the mean square that it is computed from."""
+    """Return the metrics with the effective sample size in place of the mean square of the weights."""
     if SQUARE not in metrics:
         return metrics
     metrics = dict(metrics)
@@ -235,22 +237,23 @@ class MismatchMonitor:
     def __init__(self, bounds: BoundsConfig, world: World) -> None:
         self._bounds, self._world = bounds, world
         self._outside: set[str] = set()
-        """Bounds that the last step has broken."""
+        """Bounds that the last step broke."""
 
     @property
     def stops(self) -> bool:
-        """Whether the run ends before an update outside of the bounds."""
+        """True if the run ends before an update with metrics outside the bounds."""
         return self._bounds.on_breach == "stop"
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Warn of what was inside in the step before, or RunFailed. `metrics` are equal on all ranks."""
+        """Warn once when a metric leaves its bounds, or raise RunFailed. `metrics` are equal on all ranks."""
         outside = {}
         for key, (name, side) in BOUNDS.items():
             bound, value = getattr(self._bounds, key), metrics.get(name)
             if bound is None or value is None:
                 continue
             inside = value <= bound if side == "above" else value >= bound
-            if not inside:  # a NaN is not
+            # A NaN is outside, too.
+            if not inside:
                 outside[key] = f"step {step}: {name} is {value:.4g}, {side} algorithm.bounds.{key}={bound:g}"
         if outside and self.stops:
             raise RunFailed("; ".join(outside.values()))

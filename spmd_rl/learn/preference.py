@@ -1,7 +1,7 @@
-"""`Preference`: a step of learning from pairs of answers, or from single ones that were found good or bad.
+"""`Preference`: a step of learning from pairs of answers, or from single answers labelled good or bad.
 
-The loss of a comparison stands on the first learnt token of its first answer, whose unit lies in one micro-batch: so it
-is a term of one sum like any other, in every layout. Rewards and the like are means over comparisons.
+The loss of a comparison is put on the first learnt token of its first answer, whose unit is in one micro-batch: so
+token sums work in every layout. Rewards and similar metrics are means over comparisons.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,12 +25,12 @@ class Preference(Imitation):
     """One step on preferences. The logprobs of the reference come with the samples: see `RowSource`."""
 
     def __init__(self, settings: PreferenceConfig, policy: PolicyRole, num_updates: int) -> None:
-        """num_updates: optimizer steps of a step."""
+        """num_updates: optimizer steps per step."""
         super().__init__(policy, num_updates, name="dpo/loss")
         self._settings = settings
 
     def bind(self, batch: Batch, number: int) -> Term:
-        """[all] Every comparison of a mini-batch weighs the same; see `Imitation.bind`."""
+        """[all] Return the loss of a mini-batch in which every comparison weighs the same; see `Imitation.bind`."""
         settings, plan, baseline = self._settings, self.plan, 0.0
         answers = plan.keys[plan.minibatches == number, 1]
         num_chosen, num_rejected = int((answers == CHOSEN).sum()), int((answers == REJECTED).sum())
@@ -47,11 +47,11 @@ class Preference(Imitation):
         return Term(batch, partial(_loss, compare, settings, scales), count, sides if settings.is_judged else {})
 
     def update(self, terms: list[Term]) -> Metrics:
-        """[all] See `Imitation.update`."""
+        """[all] Update the policy, see `Imitation.update`."""
         return self._with_margins(super().update(terms), "rewards")  # [all]
 
     def measure(self, parts: Iterable[Samples]) -> Metrics:
-        """[all] See `Imitation.measure`."""
+        """[all] Return the loss on held-out samples, see `Imitation.measure`."""
         return self._with_margins(super().measure(parts), "val/rewards")  # [all]
 
     def _with_margins(self, metrics: Metrics, section: str) -> Metrics:
@@ -62,7 +62,7 @@ class Preference(Imitation):
         return {**metrics, f"{section}/margins": sides[0] - sides[1]}
 
     def _baseline(self, batch: Batch) -> float:
-        """[all] The mean reward of answers to other prompts, at least 0."""
+        """[all] Return the mean reward of answers to other prompts, at least 0."""
         others = batch.select((batch.keys[:, 1] == MISMATCHED).nonzero()[:, 0])
         with self.policy.awake():
             logprobs, _ = self.policy.logprobs(others, 1.0)  # [all]
@@ -72,7 +72,7 @@ class Preference(Imitation):
 
 
 class _Answers:
-    """The answers of a batch: sums over the learnt tokens of each, [S], and which are chosen and which rejected."""
+    """Answers of a batch: sums over the learnt tokens of each, [S], and masks of the chosen and the rejected ones."""
 
     def __init__(self, logprobs: Tensor, batch: Batch) -> None:
         samples = batch.sampled.samples
@@ -85,14 +85,14 @@ class _Answers:
 
 
 def _compare(function: Callable[[Pairs], Tensor], baseline: float, answers: _Answers) -> tuple[Tensor, Tensor]:
-    """Where the losses of the pairs of a batch stand, and these; pairs lie in order."""
+    """Return the indices and values of the losses of a batch's pairs, which are in order."""
     ratios, lengths = answers.logprobs - answers.reference, answers.lengths
     chosen, rejected = answers.chosen, answers.rejected
     return chosen, function(Pairs(ratios[chosen], ratios[rejected], lengths[chosen], lengths[rejected]))
 
 
 def _judge(function: Callable[[Judged], Tensor], baseline: float, answers: _Answers) -> tuple[Tensor, Tensor]:
-    """Where the losses of the answers of a batch stand, and these."""
+    """Return the indices and values of the losses of a batch's single answers."""
     judged = torch.cat([answers.chosen, answers.rejected])
     desirable = torch.arange(len(judged), device=judged.device) < len(answers.chosen)
     ratios = (answers.logprobs - answers.reference)[judged]
@@ -107,7 +107,7 @@ def _loss(
     entropy: Tensor,
     batch: Batch,
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """A `BoundLoss` once `Preference.bind` has given it the first three.
+    """Preference loss; `Preference.bind` fills the first three arguments to make a `BoundLoss`.
 
     scales: learnt tokens for each chosen and each rejected answer of the mini-batch, where there are such. Means are
     over tokens: what an answer has on one of them must count for all.

@@ -1,4 +1,4 @@
-"""The plan of a step: every cross-sample number, over the global batch, and which data shard trains which sample.
+"""The plan of a step: every number that depends on several samples, and the data shard that trains each sample.
 
 All ranks hold the metadata of all samples (`table.ANSWER`), so each computes the same advantages, token weights and
 distribution of the samples over the data shards, in (ticket, answer) order: nothing here meets other ranks, and
@@ -27,11 +27,12 @@ from spmd_rl.types import Group, Sample
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every rank computes alike from the metadata of a step. One row per sample that trains, in order; n rows."""
+    """Numbers that every rank computes alike from the metadata of a step. One row per sample that trains, in order; n
+    rows."""
 
     step: int
     keys: np.ndarray
-    """int64 [n, 2]: (ticket, answer)"""
+    """int64 [n, 2]: (ticket, answer) of each sample"""
     units: np.ndarray
     """int64 [n]: see `Batch.units`"""
     lengths: np.ndarray
@@ -47,13 +48,13 @@ class Plan:
     data_rank: np.ndarray
     """int64 [n]: data shard of the policy that trains it"""
     num_runs: np.ndarray
-    """int64 [n]: runs of sampled tokens that are credited as one: the whole sample, or each turn of an agent"""
+    """int64 [n]: spans of sampled tokens that are credited as one: the whole sample, or each turn of an agent"""
     turns: np.ndarray
-    """int64 [r]: of these runs, sample by sample; equal numbers mark one turn, or one answer"""
+    """int64 [r]: turn or answer of each span, sample by sample, by equal numbers"""
     run_lengths: np.ndarray
-    """int64 [r]: sampled tokens"""
+    """int64 [r]: sampled tokens of each span"""
     advantages: np.ndarray
-    """float64 [r]: mean advantage of its tokens; before a token-level estimator, the reward of its turn"""
+    """float64 [r]: mean advantage of each span's tokens; before a token-level estimator, the reward of its turn"""
     weights: np.ndarray
     """float64 [n]: weight of each token of the sample in its mini-batch"""
     right: np.ndarray
@@ -61,34 +62,35 @@ class Plan:
     minibatches: np.ndarray
     """int64 [n]: number of the optimizer step that uses the sample; ascending"""
     masked: tuple[tuple[Key, str], ...]
-    """samples of answers that have a score and do not train, each with the reason"""
+    """samples of scored answers that do not train, each with the reason"""
     left_out: float
-    """the share of the scored answers that do not train"""
+    """share of the scored answers that do not train"""
     stale: bool
-    """some sample holds tokens of an older policy version"""
+    """True if some sample holds tokens of an older policy version"""
     balance: float
     """work of the slowest rank over the mean, summed over the optimizer steps; 1 is perfect"""
     mean_reward: float
-    """of the shaped scores; 0 without any"""
+    """mean of the shaped scores; 0 without any"""
 
     @property
     def num_answers(self) -> int:
-        """How many answers train."""
+        """Number of answers that train."""
         return len(np.unique(self.trajectories))
 
     def metrics(self) -> dict[str, float]:
-        """How the work is spread, and how much of what was collected is of use."""
+        """Return metrics of the balance of work, and of the shares of collected samples that train."""
         return {"actor/balance": self.balance, "actor/left_out": self.left_out}
 
     def samples_of(self, groups: Iterable[Group], rank: int) -> list[Sample]:
-        """Those of a rank's own samples that train, in order."""
+        """Return the samples of this rank that train, in order."""
         samples = {sample.key: sample for group in groups for sample in group.samples}
         keys = map(tuple, self.keys[self.src_rank == rank].tolist())
-        return [samples[key] for key in keys if key in samples]  # all are, if the ranks agree
+        # All samples are present if the ranks agree on the plan.
+        return [samples[key] for key in keys if key in samples]
 
     def visits(self, num_epochs: int, seed: int) -> list[int]:
-        """The mini-batch of each optimizer step: all that hold a sample, in order, and then in a random order of each
-        further epoch's own. seed: the run's."""
+        """Return the mini-batch of each optimizer step: all non-empty ones in order, then each further epoch in random
+        order. seed: the run's."""
         used = np.unique(self.minibatches).tolist()
         orders = [
             sorted(used, key=lambda number, e=epoch: counter_seed("epoch", seed, self.step, e, number))
@@ -97,7 +99,7 @@ class Plan:
         return [number for order in (used, *orders) for number in order]
 
     def columns(self) -> tuple[Any, ...]:
-        """Everything: what ranks compare."""
+        """Return all fields, for the comparison between ranks."""
         return tuple([getattr(self, name) for name in self.__slots__])
 
     def with_advantages(self, batches: Sequence[Batch], data: DataShard) -> "Plan":
@@ -117,25 +119,25 @@ class Plan:
         return replace(self, advantages=advantages)
 
     def elsewhere(self, data: DataShard, hidden_size: int) -> "Plan":
-        """The same plan for a role with other data shards: only `data_rank` differs. hidden_size: the role's."""
+        """Return the same plan for a role with other data shards: only `data_rank` differs. hidden_size: the role's."""
         bounds = self.minibatches.searchsorted(np.arange(self.minibatches.max(initial=0) + 2)).tolist()
         samples = np.stack((self.keys[:, 0], self.units, self.num_prompt_tokens, self.lengths), axis=1)
         return replace(self, data_rank=assign(samples, bounds, data.size, hidden_size)[0])
 
 
 class Shares(NamedTuple):
-    """Over what the samples of a step are spread."""
+    """Divisors of a step: optimizer steps and data shards."""
 
     num_updates: int
-    """optimizer steps, between which the tickets are divided in order"""
+    """optimizer steps; tickets are divided between them in order"""
     num_shards: int
     """data shards of the policy"""
     hidden_size: int
-    """of the policy: from it follows the work that a sample makes"""
+    """hidden size of the policy, which sets the work of a sample"""
 
 
 def plan(step: int, found: Credit, shares: Shares, aggregate: Callable[[Tensor], Tensor]) -> Plan:
-    """The plan that spreads the answers of a step that train over optimizer steps and data shards.
+    """Return the plan that distributes the answers that train over optimizer steps and data shards.
 
     aggregate: weighs the answers of an optimizer step by their lengths; one of `algo.AGGREGATIONS`.
     """
@@ -181,7 +183,7 @@ def plan(step: int, found: Credit, shares: Shares, aggregate: Callable[[Tensor],
 
 
 def with_scores(plan: Plan, found: Credit) -> Plan:
-    """The plan of the same answers under other scores."""
+    """Return the plan of the same answers with other scores."""
     return replace(plan, advantages=found.advantages[plan.turns], mean_reward=_mean(found.scores))
 
 
@@ -190,7 +192,6 @@ def _mean(scores: Tensor) -> float:
 
 
 def _reasons(data: Metadata, masked: Mapping[int, str]) -> tuple[tuple[Key, str], ...]:
-    """Why the samples of these answers do not train."""
     rows = np.flatnonzero(np.isin(data.owners, list(masked))) if masked else np.empty(0, np.int64)
     reasons = [masked[owner] for owner in data.owners[rows].tolist()]
     return tuple(zip(keys(data.samples[rows]), reasons, strict=True))

@@ -1,4 +1,4 @@
-"""`Ranking`, `Judging`: a step of a reward model that learns which of two answers was chosen, or what is right."""
+"""`Ranking`, `Judging`: one step of a reward model on pairs of answers, or on labels."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -14,36 +14,36 @@ from spmd_rl.rollout.row_source import CHOSEN, REJECTED
 from spmd_rl.train.base import CriticRole, Metrics
 
 TOKENS = 2
-"""Of a pair: what stands before the one token after each conversation is its reward."""
+"""Tokens per sample: a conversation and one token after it, before which the value is the reward."""
 
 
 class Judging(Imitation):
-    """One step on answers whose steps are right or wrong, or that are of one step; labels come with the samples, see
-    `RowSource`. Every label of a mini-batch weighs the same."""
+    """One step on answers labelled right or wrong, as a whole or by step; labels come with the samples (`RowSource`).
+    Every label of a mini-batch weighs the same."""
 
     def __init__(self, critic: CriticRole, num_updates: int) -> None:
-        """num_updates: optimizer steps of a step."""
+        """num_updates: optimizer steps per step."""
         super().__init__(critic, num_updates, name="reward_model/loss")
 
     @staticmethod
     def of(cfg: RewardModelConfig, critic: CriticRole) -> "Judging":
-        """What `head` asks for."""
+        """Return the learner that `head` selects."""
         if cfg.head == "pairwise":
             return Ranking(critic, cfg.train.updates_per_step, cfg.center_coef)
         return Judging(critic, cfg.train.updates_per_step)
 
     def bind(self, batch: Batch, number: int) -> Term:
-        """See `Imitation.bind`."""
+        """Return the loss of a mini-batch, see `Imitation.bind`."""
         count = int(self.plan.num_sampled[self.plan.minibatches == number].sum())
         batch.weights = batch.loss_mask / max(count, 1)
         return Term(batch, _label_loss, count)
 
     def step(self, term: Term) -> Metrics:
-        """[all] See `Imitation.step`."""
+        """[all] Run one optimizer step of the critic."""
         return self.policy.update(term.batch, term.loss)  # [all]
 
     def outputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """[all] See `Imitation.outputs`."""
+        """[all] Return the critic's values, see `Imitation.outputs`."""
         return (self.policy.values(batch),)  # [all]
 
 
@@ -55,21 +55,20 @@ class Ranking(Judging):
         self._pair_loss = partial(_pair_loss, center_coef)
 
     def bind(self, batch: Batch, number: int) -> Term:
-        """Every pair of a mini-batch weighs the same; see `Imitation.bind`."""
+        """Return the loss of a mini-batch in which every pair weighs the same; see `Imitation.bind`."""
         count = int((self.plan.minibatches == number).sum()) // TOKENS
         batch.weights = batch.loss_mask / max(count, 1)
         return Term(batch, self._pair_loss, count)
 
 
 def _label_loss(values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """A `BoundValueLoss`."""
     labels = batch.rollout_logprobs[batch.sampled.index]
     right = (values.detach() > 0) == (labels > 0)
     return binary(values, labels), {"rewards/mean": values.detach(), "rewards/accuracies": right.to(values.dtype)}
 
 
 def _pair_loss(center_coef: float, values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """A `BoundValueLoss` once it has its coefficient. The loss of a pair stands at its chosen answer."""
+    """Pair loss, a `BoundValueLoss` once it has its coefficient; it is put on the token of the chosen answer."""
     chosen, rejected = ((batch.keys[:, 1] == side).nonzero()[:, 0] for side in (CHOSEN, REJECTED))
     margins = batch.rollout_logprobs[batch.sampled.index][chosen]
     pair = values[chosen], values[rejected]

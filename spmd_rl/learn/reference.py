@@ -1,9 +1,9 @@
-"""The logprobs of a frozen reference, computed once and kept: a run reads them again when it goes on.
+"""The logprobs of a frozen reference, computed once and stored: a resumed run reads them again.
 
     keep_reference(rows, place.roles.reference, cfg.steps, run_dir / "reference.safetensors", digest)  # [all]
 
-They are computed in the groups of the first epoch, whatever the number of steps, so that a run that is made longer has
-the same bits as one that was so long from the beginning.
+They are computed in the groups of the first epoch, for any number of steps, so that an extended run has the same bits
+as one of that length from the start.
 """
 
 import os
@@ -20,9 +20,9 @@ from spmd_rl.train.base import PolicyRole
 
 
 def keep_reference(rows: RowSource, reference: PolicyRole, steps: int, path: Path, digest: str) -> None:
-    """[all] Give the rows of a run of so many steps the reference's logprobs, and close it.
+    """[all] Add the reference's logprobs to the rows of a run of `steps` steps, and close the reference.
 
-    path: where they are kept, and found again where `digest`, of all that they depend on, is the same.
+    path: file of the logprobs, read again if its digest of all inputs equals `digest`.
     """
     world = reference.layout.world
     known = world.broadcast("reference: kept", _digest_of(path) if world.rank == 0 else None)  # [all]
@@ -43,7 +43,7 @@ def keep_reference(rows: RowSource, reference: PolicyRole, steps: int, path: Pat
 
 
 def _digest_of(path: Path) -> str:
-    """What the logprobs in a file depend on; nothing where there is no such file."""
+    """Return the input digest of a file of logprobs; '' without a file."""
     try:
         with safe_open(path, "np") as file:
             return file.metadata()["digest"]
@@ -52,7 +52,7 @@ def _digest_of(path: Path) -> str:
 
 
 def _sums(collected: Collected, reference: PolicyRole) -> list[tuple[int, int, float]]:
-    """[all] (ticket, answer, logprob of all learnt tokens) of each sample."""
+    """[all] Return (ticket, answer, logprob of all learnt tokens) of each sample."""
     data = reference.layout.data
     (batch,) = deal(collected, 1, reference)[1]  # [all]
     logprobs, _ = reference.logprobs(batch, 1.0)  # [all]

@@ -13,10 +13,10 @@ from spmd_rl.train.base import Metrics
 
 
 class Roofline:
-    """The work of one step on the devices of this run. It has no metrics where the rates of a device are not known."""
+    """Work of one step on the devices of this run. No metrics if the rates of a device are unknown."""
 
     def __init__(self, roles: Roles, spec: DeviceSpecConfig, dtype: str, tp: int) -> None:
-        """The ranks of the policy are all devices. dtype: computed in. tp: of the engine."""
+        """All devices are ranks of the policy. dtype: of the computation. tp: of the engine."""
         self._policy, self._reference, self._critic, teachers = roles
         self._teacher = next(iter(teachers.values()), None)  # of several, each sees its own domain alone
         world = self._policy.layout.world
@@ -47,7 +47,7 @@ class Roofline:
 
 
 def _tokens(answers: np.ndarray) -> TokenCounts:
-    """Token counts by ticket, from rows of `ANSWER`, those of a ticket side by side."""
+    """Return token counts by ticket, from rows of `ANSWER` with equal tickets adjacent."""
     rows = answers[["num_prompt_tokens", "num_answer_tokens", "num_tokens"]]
     bounds = np.flatnonzero(begins(answers["ticket"]))[1:]
     return TokenCounts.of(group.tolist() for group in np.split(rows, bounds))

@@ -23,16 +23,16 @@ _encode = msgspec.json.Encoder().encode
 
 @contextmanager
 def logged(track: Run, collected: Collected, learner: Learner | Imitation) -> Iterator[None]:
-    """[all] Log the step's samples after what is inside: `learner.prepare`, which finds their advantages.
+    """[all] Log the step's samples on exit; `learner.prepare` inside the context computes their advantages.
 
-    They are logged too where that raises, or where the step ends the run (`Collected.failure`, which is then raised).
+    They are logged too if that raises, or if the step ends the run (`Collected.failure`, which is then raised).
     """
     with track.samples(collected.step, lambda: rows(collected, learner.plan), collected.failure):  # [all]
         yield
 
 
 def rows(collected: Collected, plan: Plan | None) -> Iterator[SampleRow]:
-    """One row per finished sample of this rank, in (ticket, answer) order.
+    """Yield one row per finished sample of this rank, in (ticket, answer) order.
 
     Without a plan of the step, which ended before it was made, no sample has an advantage.
     """
@@ -60,7 +60,8 @@ def rows(collected: Collected, plan: Plan | None) -> Iterator[SampleRow]:
 
 
 def _mean_advantages(plan: Plan) -> np.ndarray:
-    """The mean advantage of each sample's tokens, float64 [n]; of its turns' rewards before a token-level estimator."""
+    """Return the mean advantage of each sample's tokens, float64 [n]; of its turns' rewards before a token-level
+    estimator."""
     if len(plan.advantages) == len(plan.keys):
         return plan.advantages
     owners = np.arange(len(plan.keys)).repeat(plan.num_runs)
@@ -108,7 +109,7 @@ def _row(
 
 
 def _turns(group: Group) -> Iterator[list[TurnRow]]:
-    """The turns of each sample. What takes time is done once for all: rounding, and the ids of the common prompt."""
+    """Yield the turns of each sample. Rounding and the ids of the common prompt are done once for all."""
     rendered = group.samples[0].turns[0].prompt_ids
     common = msgspec.Raw(_encode(rendered.tolist()))
     exact = np.array(concat([turn.logprobs for sample in group.samples for turn in sample.turns], "f"), np.float64)

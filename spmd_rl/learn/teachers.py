@@ -1,10 +1,10 @@
-"""`Teachers`: what frozen models find likely in the place of each sampled token, and the loss that learns from it.
+"""`Teachers`: logprobs of frozen models at each sampled token, and the loss that learns from them.
 
     teachers.fill_in(batches, plan, collected.table)  # [all] columns `teacher_*`, once a step
     loss = teachers.loss(inner)                        # `inner` and the divergence from the teacher
 
-A teacher has a layout of its own. It sends the logprobs of k tokens, whose ids it finds on its device, and never those
-of a vocabulary; the student gives its logprobs of the same tokens, with gradient.
+A teacher may have another layout. It sends the logprobs of its k most likely tokens, never of a vocabulary; the student
+computes logprobs of the same tokens, with gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,25 +37,25 @@ class Teachers:
         temperature: float,
         render: Render | None = None,
     ) -> None:
-        """teachers: '' is that of every domain without one of its own. temperature: logits of all are divided by it.
-        render: a tokenizer's, for prompts with hints."""
+        """teachers: '' is for every domain without another one. temperature: divides the logits of all. render: a
+        tokenizer's, for prompts with hints."""
         self._teachers, self._policy, self._settings = dict(teachers), policy, settings
         self._temperature, self._num_ids = temperature, policy.size.head // policy.hidden_size
         self._k = min(settings.top_k, self._num_ids)
         self.hints = Hints(settings.hints, render) if settings.hints and render else None
-        """Makes the column `hints` of a batch; None if no teacher has one"""
+        """Source of the column `hints` of a batch; None if no teacher has one."""
 
     @classmethod
     def of(
         cls, roles: Roles, settings: TeachersConfig, temperature: float = 1.0, render: Render | None = None
     ) -> "Teachers | None":
-        """The teachers of a run; None without any. One that has a hint and no model is the policy."""
+        """Return the teachers of a run; None without any. A teacher with a hint and no model is the policy."""
         teachers = {domain: roles.teachers.get(domain, roles.policy) for domain in settings.by_domain}
         return cls(teachers, roles.policy, settings, temperature, render) if teachers else None
 
     @property
     def alone(self) -> bool:
-        """See `teacher.alone`."""
+        """True if no other advantage is used, see `teacher.alone`."""
         return self._settings.alone
 
     def fill_in(self, batches: Sequence[Batch], plan: Plan, table: SampleTable) -> None:
@@ -87,8 +87,8 @@ class Teachers:
                 batch.teacher_ids, batch.teacher_top = (Ragged(some.flatten(), offsets) for some in (ids, top))
 
     def reward(self, batch: Batch) -> None:
-        """Add to each token's advantage what the teacher finds of it beyond the student; with `teacher.alone`, it is
-        all of the advantage.
+        """Add the teacher's log-ratio to the student to each token's advantage; with `teacher.alone`, replace the
+        advantage.
 
         reward_coef (log teacher - log student) of the token that was sampled: in expectation, the gradient of the
         reverse KL at that token (Lu and Thinking Machines, On-Policy Distillation, 2025).
@@ -99,7 +99,7 @@ class Teachers:
         batch.advantages = kept + self._settings.reward_coef * more
 
     def loss(self, inner: BoundLoss) -> BoundLoss:
-        """The loss with its share of the teachers."""
+        """Return the loss plus the divergence from the teachers."""
         settings = self._settings
 
         def distilled(logprobs: Tensor, entropy: Tensor, *found: Tensor | Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -117,14 +117,14 @@ class Teachers:
         return distilled
 
     def _rows(self, plan: Plan, table: SampleTable) -> dict[str, np.ndarray]:
-        """Which samples of the plan each teacher is given, bool [n]; those that have some, in order."""
+        """Return the mask of the plan's samples for each teacher, bool [n]; teachers without samples are left out."""
         numbers = table.domains[table.tickets.searchsorted(plan.keys[:, 0])]
         owners = np.array([name if name in self._teachers else "" for name in table.names], object)[numbers]
         return {domain: owners == domain for domain in sorted(self._teachers) if (owners == domain).any()}
 
 
 def _nothing(batch: Batch, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The columns of a batch of which no teacher is asked; those of k tokens for the sampled ones alone."""
+    """Return the columns of a batch without a teacher; those of k tokens for the sampled tokens alone."""
     count = len(batch.sampled.index)
     logprobs = torch.full((batch.num_tokens,), torch.nan)
     return logprobs, torch.arange(k, dtype=torch.int32).repeat(count, 1), torch.full((count, k), -torch.inf)

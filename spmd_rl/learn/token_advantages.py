@@ -1,10 +1,10 @@
-"""Advantages are finished where the samples are trained: per token, and over the global batch.
+"""The last part of advantages, computed on the ranks that train the samples: per token, and over the global batch.
 
     finish(batches, plan, settings, kl_reward_coef, policy.layout.data, seed)  # [all]
 
-A token-level estimator needs logprobs or values, which only the trainer has, and so does a KL penalty in the reward,
-which an estimator of answers takes from their scores (`kl_of_turns`); whitening, and the choice of the tokens that
-clip-cov and kl-cov treat apart, need sums and counts over all data shards. These travel; never tokens.
+A token-level estimator and a KL penalty in the reward (`kl_of_turns`) need logprobs or values of the trainer. Whitening
+and the token choice of clip-cov and kl-cov need sums and counts over all data shards; only these are communicated,
+never tokens.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ from spmd_rl.learn.prepare import Plan
 
 
 def needs_old_logprobs(settings: AlgorithmConfig) -> bool:
-    """Whether advantages cannot be finished without the trainer's logprobs."""
+    """Return True if the advantages need the trainer's logprobs."""
     return settings.kl_reward_coef > 0 or settings.loss in SHARES
 
 
 def finish(
     batches: Sequence[Batch], plan: Plan, settings: AlgorithmConfig, kl_reward_coef: float, data: DataShard, seed: int
 ) -> dict[str, float]:
-    """[all] Bring the advantages of all mini-batches to what the loss reads: float32 [T] at each sampled token.
+    """[all] Finish the advantages of all mini-batches for the loss: float32 [T] at each sampled token.
 
     kl_reward_coef: the one now in force. data: this rank's shard of the policy's. seed: the run's, for draws. Returns
     the metrics of the critic, if there is one.
@@ -71,7 +71,7 @@ def logged(
 
 
 def _of_critic(batches: Sequence[Batch], data: DataShard) -> dict[str, float]:
-    """[all] Metrics of the values of all data shards and mini-batches."""
+    """[all] Return metrics of the values of all data shards and mini-batches."""
     errors = [batch.returns - batch.values for batch in batches]
     critic = [moments_of(batches, column, data) for column in (errors, [b.returns for b in batches])]  # [all]
     return {"critic/explained_variance": explained_variance(*critic)}
@@ -104,8 +104,7 @@ def _kl(batch: Batch, settings: AlgorithmConfig, index: Tensor | None = None) ->
 def estimate(batch: Batch, settings: AlgorithmConfig, kl_reward_coef: float) -> None:
     """Set advantages and returns of each token, from the reward of its turn and the KL to the reference.
 
-    A turn is what is credited as one: a turn of an agent, or the whole answer. What lies between turns is in no sum and
-    discounts nothing.
+    A turn is a turn of an agent, or the whole answer. Tokens between turns are in no sum and discount nothing.
     """
     order, samples = batch.by_trajectory
     index = batch.sampled.index if order is None else batch.sampled.index[order]
@@ -130,7 +129,7 @@ def estimate(batch: Batch, settings: AlgorithmConfig, kl_reward_coef: float) -> 
 
 
 def moments_of(batches: Sequence[Batch], columns: Sequence[Tensor], data: DataShard) -> Moments:
-    """[all] Of a column's values at the sampled tokens of all data shards and mini-batches; equal on all ranks.
+    """[all] Return moments of a column at the sampled tokens of all data shards and mini-batches; equal on all ranks.
 
     columns: float32 [T] of each batch.
     """
@@ -140,7 +139,7 @@ def moments_of(batches: Sequence[Batch], columns: Sequence[Tensor], data: DataSh
 
 
 SHARES = {"clip_cov": "clip_cov_ratio", "kl_cov": "kl_cov_ratio"}
-"""Losses that mark tokens, and the key of their share."""
+"""Losses that mark tokens, with the setting of the share to mark."""
 
 
 def mark(batch: Batch, settings: AlgorithmConfig, total: int, data: DataShard, seed: tuple[int, ...]) -> None:
@@ -162,13 +161,14 @@ def mark(batch: Batch, settings: AlgorithmConfig, total: int, data: DataShard, s
 
 
 def highest(batch: Batch, keys: Tensor, total: int, share: float, data: DataShard) -> Tensor:
-    """[all] The sampled tokens of the highest keys (float32 [N]) of the global mini-batch, a share of them: bool [T].
+    """[all] Return the mask, bool [T], of the share of sampled tokens with the highest keys (float32 [N]) in the global
+    mini-batch.
 
-    Of equal keys at the border none are taken. total, data: as in `mark`.
+    Tokens with equal keys at the threshold are left out. total, data: as in `mark`.
     """
 
     def count_above(thresholds: Tensor) -> Tensor:
-        """[all] How many keys of all shards lie above each threshold."""
+        """[all] Return the number of keys above each threshold, over all shards."""
         mine = selection.counts_above(keys, thresholds).tolist()
         return torch.tensor(data.gather("prepare: tokens above", mine)).sum(0)
 
@@ -177,7 +177,7 @@ def highest(batch: Batch, keys: Tensor, total: int, share: float, data: DataShar
 
 
 def token_numbers(batch: Batch, seed: tuple[int, ...]) -> Tensor:
-    """A number to draw by for each sampled token, from its sample and its position alone. int64 [N]."""
+    """Return a random number for each sampled token that depends on its sample and position alone. int64 [N]."""
     firsts = [counter_seed("marked", *seed, *key) - 2**63 for key in batch.keys.tolist()]
     starts = torch.tensor(firsts, dtype=torch.int64).repeat_interleave(batch.starts.diff())
     return (starts + batch.position_ids)[batch.loss_mask]

@@ -1,12 +1,11 @@
-"""Packed samples move between ranks: to those that train them, to those of another role, and columns back.
+"""Transfer of packed samples between ranks: to those that train them, to those of another role, and columns back.
 
     batches = redistribute(packed, plan, num_updates, policy.layout.data, world)     # [all] once a step
     batch = transfer("prepare: samples", packed, route, world)                       # [all] whole samples
     columns = send("prepare: values", batch, ["values"], back, world)                # [all] some of their columns
 
-A route says who sends which sample where; all ranks know it, so sizes need no message. Tensors of all columns of one
-kind travel together in one all-to-all. No rank ever holds more than what it sends and what it receives. A sample itself
-stays on the rank that generated it, for the sample log.
+All ranks know the route of every sample, so sizes need no message. All columns of one kind share one all-to-all. A rank
+never holds more than it sends and receives. The `Sample` itself stays on its generator rank, for the sample log.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,10 +29,10 @@ FROM_ROUTE = ("keys", "units", "position_ids")
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Which rank sends which samples to which data shards: n rows, equal on all ranks."""
+    """Source rank and destination data shard of each sample: n rows, equal on all ranks."""
 
     keys: np.ndarray
-    """int64 [n, 2]: (ticket, answer)"""
+    """int64 [n, 2]: (ticket, answer) of each sample"""
     units: np.ndarray
     """int64 [n]: see `Batch.units`"""
     lengths: np.ndarray
@@ -43,11 +42,11 @@ class Route:
     data_rank: np.ndarray
     """int64 [n]: data shard that receives it, on every rank of its block"""
     data: DataShard
-    """this rank's among the receiving shards"""
+    """data shard of this rank among the receivers"""
 
     @classmethod
     def of(cls, plan: Plan, data: DataShard) -> "Route":
-        """From the ranks that generated the samples of a plan to the data shards that it names."""
+        """Return the route from the ranks that generated the samples of a plan to the data shards that train them."""
         return cls(
             keys=plan.keys,
             units=plan.units,
@@ -58,7 +57,7 @@ class Route:
         )
 
     def select(self, rows: np.ndarray) -> "Route":
-        """The route of the samples in `rows` alone."""
+        """Return the route of the samples in `rows` alone."""
         return Route(
             keys=self.keys[rows],
             units=self.units[rows],
@@ -70,10 +69,11 @@ class Route:
 
 
 def transfer(name: str, batch: Batch, route: Route, world: World, agreed: Any = None) -> Batch:
-    """[all] The samples that the route gives this rank's data shard, in the route's order, with all their columns.
+    """[all] Return the samples that the route assigns to this rank's data shard, in the route's order, with all
+    columns.
 
-    batch: holds at least the samples that this rank sends; the same columns on all ranks. agreed: what else must be
-    equal everywhere (see `World.exchange`). RunFailed, on all ranks alike, if it is not, or the routes differ.
+    batch: holds at least the samples that this rank sends; the same columns on all ranks. agreed: further data that
+    must be equal everywhere (see `World.exchange`). RunFailed, on all ranks alike, if it is not, or the routes differ.
     """
     columns = send(name, batch, None, route, world, agreed)  # [all]
     rows = route.data_rank == route.data.rank
@@ -85,14 +85,16 @@ def transfer(name: str, batch: Batch, route: Route, world: World, agreed: Any = 
 def send(
     name: str, batch: Batch, names: Sequence[str] | None, route: Route, world: World, agreed: Any = None
 ) -> dict[str, Entries]:
-    """[all] The columns `names` of the samples that the route gives this rank's data shard, in the route's order.
+    """[all] Return the columns `names` of the samples that the route assigns to this rank's data shard, in the route's
+    order.
 
     None: all but those that follow from the route.
     """
     copies = _Copies(route, world)
     numbers = {tuple(key): number for number, key in enumerate(batch.keys.tolist())}
     keys = map(tuple, route.keys[copies.sent].tolist())
-    leaving = batch.select([numbers[key] for key in keys if key in numbers])  # all are, if the ranks agree
+    # All samples are present if the ranks agree on the plan.
+    leaving = batch.select([numbers[key] for key in keys if key in numbers])
     present: Columns = {
         key: (column, value)
         for key, column, value in leaving.columns()
@@ -118,7 +120,7 @@ def send(
 
 
 class _Copies:
-    """The copies of samples that travel: one for each rank of the receiving block."""
+    """Copies of samples to transfer: one for each rank of the receiving block."""
 
     def __init__(self, route: Route, world: World) -> None:
         blocks = np.array([route.data.ranks_of(shard) for shard in range(route.data.size)], np.int64)
@@ -126,6 +128,7 @@ class _Copies:
         self._row, self._to = np.arange(len(to)).repeat(to.shape[1]), to.flatten()
         self._from, self._lengths = route.src_rank[self._row], route.lengths
         self.world = world
+        # Stable sorts on both sides: sender and receiver then agree on the order without a message.
         leaving = np.flatnonzero(self._from == world.rank)
         self.sent = self._row[leaving[self._to[leaving].argsort(kind="stable")]]
         """rows of the route that this rank sends, by the rank that they go to"""
@@ -134,7 +137,7 @@ class _Copies:
         """rows of the route that this rank receives, by the rank that they come from"""
 
     def counts(self, sizes: np.ndarray) -> tuple[list[int], list[int]]:
-        """Entries that go to and that come from each rank, of so many for each row of the route."""
+        """Return the entries to and from each rank. sizes: entries of each row of the route."""
         sizes, rank, size = sizes[self._row], self.world.rank, self.world.size
         leaving, coming = self._from == rank, self._to == rank
         sent = np.bincount(self._to[leaving], weights=sizes[leaving], minlength=size)
@@ -142,13 +145,14 @@ class _Copies:
         return sent.astype(np.int64).tolist(), received.astype(np.int64).tolist()
 
     def sent_to(self) -> np.ndarray:
-        """The rank that each of `sent` goes to."""
+        """Return the destination rank of each of `sent`."""
         leaving = self._to[self._from == self.world.rank]
         return np.sort(leaving)
 
     def in_order(self, arrived: dict[str, Entries], columns: dict[str, Column]) -> dict[str, Entries]:
-        """The columns of `received`, by row of the route."""
+        """Return the columns of `received`, by row of the route."""
         order = self.received.argsort(kind="stable")
+        # Rows often arrive in order already: save the copy of all columns.
         if (order[1:] > order[:-1]).all():
             return arrived
         lengths, rows = torch.from_numpy(self._lengths[self.received]), torch.from_numpy(order)
@@ -157,7 +161,7 @@ class _Copies:
 
 
 def _send_ragged(name: str, column: Column, value: Ragged, sizes: Tensor, leaving: Batch, copies: _Copies) -> Ragged:
-    """[all] A ragged column of `leaving`; `sizes` have come, and only the senders know how many values go where."""
+    """[all] Return a ragged column of `leaving`. Only senders know the number of values, after `sizes` arrived."""
     first = leaving.starts if column.per == "token" else torch.arange(leaving.num_samples + 1)
     per_copy = value.offsets[first].diff().numpy()
     mine = np.bincount(copies.sent_to(), weights=per_copy, minlength=copies.world.size).astype(np.int64)
@@ -169,12 +173,11 @@ def _send_ragged(name: str, column: Column, value: Ragged, sizes: Tensor, leavin
 
 
 def _width(column: Column) -> int:
-    """Bytes of an entry."""
     return prod(column.shape) * column.dtype.itemsize
 
 
 def _to_bytes(columns: Columns) -> Tensor:
-    """The entries of tensors of one length N, side by side. uint8 [N, bytes]."""
+    """Return the entries of tensors of one length N side by side, uint8 [N, bytes]."""
     parts = [
         value.contiguous().reshape(len(value), prod(column.shape)).view(torch.uint8).reshape(len(value), _width(column))
         for column, value in columns.values()
@@ -183,28 +186,32 @@ def _to_bytes(columns: Columns) -> Tensor:
 
 
 def _from_bytes(rows: Tensor, columns: Columns) -> dict[str, Tensor]:
-    """The columns, like those in `columns`, of which `_to_bytes` made `rows`."""
+    """Return the columns that `_to_bytes` packed into `rows`, shaped like `columns`."""
     parts = rows.split([_width(column) for column, _ in columns.values()], 1)
     return {
+        # A copy, because a view of bytes at an odd offset cannot be reinterpreted as a wider dtype.
         key: part.clone(memory_format=torch.contiguous_format).flatten().view(column.dtype).reshape(-1, *column.shape)
         for (key, (column, _)), part in zip(columns.items(), parts, strict=True)
     }
 
 
 def redistribute(packed: Batch, plan: Plan, num_updates: int, data: DataShard, world: World) -> list[Batch]:
-    """[all] The samples of this rank's data shard, one packed batch per optimizer step; any of them may be empty.
+    """[all] Return the samples of this rank's data shard, one packed batch per optimizer step; any may be empty.
 
     packed: those that this rank has (`Plan.samples_of`). data: this rank's shard of the policy's. RunFailed, on all
     ranks alike, unless they have the same plan.
     """
-    packed.advantages = packed.weights = None  # every rank has them, in the plan
+    # Every rank has these numbers in the plan, so they need no transfer.
+    packed.advantages = packed.weights = None
     with world.phase("coordination"):
         batch = transfer("prepare: samples", packed, Route.of(plan, data), world, plan.columns())  # [all]
     mine = plan.data_rank == data.rank
     batch.weights = _at_sampled(plan.weights[mine].astype(np.float32), plan.num_sampled[mine], batch)
-    if plan.right.any():  # on all ranks alike
+    # Equal on all ranks.
+    if plan.right.any():
         batch.right = _at_sampled(plan.right[mine].astype(np.float32), plan.num_sampled[mine], batch)
-    if len(plan.turns) != plan.num_answers:  # on all ranks alike
+    # Equal on all ranks.
+    if len(plan.turns) != plan.num_answers:
         runs = mine.repeat(plan.num_runs)
         batch.turns = _at_sampled(plan.turns[runs], plan.run_lengths[runs], batch)
         batch.trajectories = torch.from_numpy(plan.trajectories[mine])
@@ -224,7 +231,7 @@ def give_advantages(batches: Sequence[Batch], plan: Plan, data: DataShard) -> No
 
 
 def _at_sampled(values: np.ndarray, lengths: np.ndarray, batch: Batch) -> Tensor:
-    """The value of each run of sampled tokens of these lengths, sample by sample, 0 elsewhere. [T]"""
+    """Return the value of each span of sampled tokens at its tokens, 0 elsewhere. [T]"""
     at_sampled = torch.from_numpy(values.repeat(lengths))
     return torch.zeros(batch.num_tokens, dtype=at_sampled.dtype).masked_scatter(batch.loss_mask, at_sampled)
 
@@ -261,10 +268,10 @@ def fill_in(
 
 
 class RoleShards:
-    """The way of mini-batches between the policy's data shards and a role's; none where they are the same."""
+    """Transfer of mini-batches between the policy's data shards and a role's; no-op where they are the same."""
 
     def __init__(self, policy: Role, role: Role, plan: Plan, world: World, rows: np.ndarray | None = None) -> None:
-        """rows: bool [n], the samples of the plan that the role is given; all by default."""
+        """rows: bool [n], the samples of the plan for the role; all by default."""
         here, there = policy.layout.data, role.layout.data
         self._same, self._minibatches, self._world = _ranks(here) == _ranks(there), plan.minibatches, world
         self._rows, self._mine = rows, plan.data_rank == here.rank
@@ -274,7 +281,7 @@ class RoleShards:
             self._back = replace(Route.of(plan, here), src_rank=leaders(there)[other.data_rank])
 
     def share(self, name: str, batches: Sequence[Batch]) -> list[Batch]:
-        """[all] The role's share of each mini-batch, with all columns; the batches are the policy's."""
+        """[all] Return the role's share of each mini-batch, with all columns; the batches are the policy's."""
         if self._same:
             return [batch if self._rows is None else batch.select(self.places(n)) for n, batch in enumerate(batches)]
         return [
@@ -283,17 +290,17 @@ class RoleShards:
         ]
 
     def places(self, number: int) -> np.ndarray:
-        """Which samples of this rank's mini-batch `number` the role is given: int64 [m]."""
+        """Return the indices, in this rank's mini-batch `number`, of the samples that the role gets: int64 [m]."""
         inside = self._mine & (self._minibatches == number)
         return np.flatnonzero(self._of(number)[inside])
 
     def _of(self, number: int) -> np.ndarray:
-        """Which samples of the plan the role is given in mini-batch `number`: bool [n]."""
+        """Return the mask of the plan's samples of mini-batch `number` that the role gets: bool [n]."""
         inside = self._minibatches == number
         return inside if self._rows is None else inside & self._rows
 
     def back(self, name: str, shares: Sequence[Batch], columns: Sequence[str]) -> list[dict[str, Entries]]:
-        """[all] These columns of each of the role's shares, of the samples of this rank that it was given, in order."""
+        """[all] Return these columns of the role's shares to the ranks of the policy, in order."""
         if self._same:
             return [{column: getattr(share, column) for column in columns} for share in shares]
         routes = [self._back.select(self._of(number)) for number in range(len(shares))]
@@ -313,10 +320,9 @@ class RoleShards:
 
 
 def _ranks(data: DataShard) -> list[tuple[int, ...]]:
-    """The ranks of each shard's block."""
     return [data.ranks_of(shard) for shard in range(data.size)]
 
 
 def leaders(data: DataShard) -> np.ndarray:
-    """The rank that counts for each shard, int64 [shards]."""
+    """Return the rank that counts for each shard, int64 [shards]."""
     return np.array([ranks[0] for ranks in _ranks(data)], np.int64)

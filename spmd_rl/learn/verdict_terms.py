@@ -1,4 +1,4 @@
-"""Numbers of answers that the table of a step lacks: parts of verdicts (`algorithm.reward_weights`) and penalties."""
+"""Numbers per answer outside the table of a step: parts of verdicts (`algorithm.reward_weights`) and penalties."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +17,7 @@ from spmd_rl.types import Group, Prompt, Sample, Verdict, concat
 def verdict_terms(
     groups: Iterable[Group], names: Sequence[str], world: World
 ) -> dict[tuple[int, int], tuple[float, ...]]:
-    """[all] The parts `names` of each scored answer of all ranks, by (ticket, answer) of its last sample.
+    """[all] Return the parts `names` of each scored answer of all ranks, by (ticket, answer) of its last sample.
 
     groups: this rank's. UserError, on all ranks, where a verdict lacks one.
     """
@@ -38,7 +38,7 @@ def verdict_terms(
 def repetition_penalties(
     trajectories: Iterable[Sequence[Sample]], settings: AlgorithmConfig, world: World
 ) -> dict[Key, float]:
-    """[all] What each answer loses for repeating itself, counted over all its turns.
+    """[all] Return the penalty of each answer for repetition, counted over all its turns.
 
     trajectories: of this rank, the samples of each. An answer of several samples goes by the key of its last one.
     """

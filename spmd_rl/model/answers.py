@@ -1,13 +1,13 @@
-"""Where the answers of a whole conversation stand in what a chat template makes of it.
+"""Spans of the answers in the text that a chat template makes of a whole conversation.
 
     header, ends = header_of(chat_text), ["<|im_end|>"]
     text, spans = answer_spans(chat_text, messages, 0, header, ends, answer_end(chat_text, ends))
 
-A template changes what it is given: it trims answers, drops the thoughts of earlier ones, puts an empty thought before
-the last one. So each answer is found by rendering the conversation once more with a known word in its place: what
-stands before and after that word stands before and after the answer. A span begins where a prompt for the answer would
-end, so an empty thought that the template writes is learnt; it ends with the token that ends a turn. That may be the
-header of the next speaker (GLM): then the last answer ends with the header that a question would have.
+A template changes its input: it trims answers, drops earlier thoughts, adds an empty thought before the last answer. So
+each answer is located by rendering the conversation again with a known word in its place: the text before and after
+that word surrounds the answer. A span begins where a prompt for the answer would end, so an empty thought from the
+template is learnt; it ends with the token that ends a turn. That may be the header of the next speaker (GLM): then the
+last answer ends with the header of a question.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,20 +17,18 @@ from spmd_rl.model.bridge import ANSWER, QUESTION
 from spmd_rl.types import Message
 
 MOST_CHANGED = 100
-"""The most characters right before an answer that may depend on it."""
+"""Most characters directly before an answer that may depend on it."""
 ChatText = Callable[[Sequence[Message], bool], str]
-"""A conversation under the template; True: up to where the next answer begins."""
+"""Function from a conversation to its text under the template; True: up to where the next answer begins."""
 
 
 def answer_spans(
     chat_text: ChatText, messages: Sequence[Message], num_given: int, header: str, ends: Sequence[str], last_end: str
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a conversation, and where each of its answers that are learnt begins and ends, the first
-    `num_given` messages left out.
+    """Return the text of a conversation, and the spans of its learnt answers, without the first `num_given` messages.
 
-    header: what stands before an answer in a prompt. ends: the texts of the tokens that end an answer. last_end: what
-    ends an answer that the template leaves open. UserError for a template in which answers cannot be told from the
-    rest.
+    header: text before an answer in a prompt. ends: texts of the tokens that end an answer. last_end: end of an answer
+    that the template leaves open. UserError for a template in which answers cannot be located.
     """
     text, spans, last = chat_text(messages, False), [], 0
     for number, message in enumerate(messages):
@@ -53,7 +51,7 @@ def answer_spans(
 
 
 def answer_end(chat_text: ChatText, ends: Sequence[str]) -> str:
-    """Return what stands between an answer and a question, up to and with one of `ends`; empty without one."""
+    """Return the text between an answer and a question, up to and including one of `ends`; empty without one."""
     question = Message("user", QUESTION)
     return _closing(chat_text([question, Message("assistant", ANSWER), question], False).partition(ANSWER)[2], ends)
 
@@ -65,13 +63,14 @@ def _closing(after: str, ends: Sequence[str]) -> str:
 
 
 def _after_header(before: str, header: str, ends: Sequence[str]) -> int:
-    """Where the header of the answer that follows `before` ends; at its end, if the template wrote another one."""
+    """Return the end of the header of the answer after `before`; its last position, if the template wrote another
+    header."""
     begin = before.rfind(header) + len(header) if header in before else len(before)
     return len(before) if any(token in before[begin:] for token in ends) else begin
 
 
 def header_of(chat_text: ChatText) -> str:
-    """What the template puts before an answer in a prompt."""
+    """Return the text that the template puts before an answer in a prompt."""
     asked = [Message("user", ANSWER)]
     told = chat_text(asked, False)
     prompt = chat_text(asked, True)

@@ -1,13 +1,12 @@
 """Packed attention: many segments laid end to end in one row, each seeing only itself and the segments it continues.
 
-Registered with transformers under the name `spmd_packed`; the model's forward is given `packing=Packing.of(starts)`
-and hands it down to every layer. A segment without a parent is a sequence. One with a parent continues it: its tokens
-see the whole path from the root to it, and themselves causally, so that many samples share one computation of what they
-have in common.
+Registered with transformers under the name `spmd_packed`; the model's forward gets `packing=Packing.of(starts)` and
+passes it to every layer. A segment without a parent is a sequence. One with a parent continues it: its tokens see the
+whole path from the root and themselves causally, so that samples share the computation of common prefixes.
 
 Two kernels behind one function: variable-length flash attention on an accelerator, and elsewhere a scatter into
-right-padded rows, where causal attention needs no mask but for the parents. A row may also be shared out over ranks,
-see `context.py`. Left out: key-value caches, dropout, sliding windows that would cut a sequence.
+right-padded rows, where causal attention needs no mask but for the parents. Ranks may also split a row, see
+`context.py`. Left out: key-value caches, dropout, sliding windows that would cut a sequence.
 """
 
 from collections import defaultdict
@@ -30,12 +29,12 @@ SHORT = 64
 """Segments up to this length share one padded block: below it, kernel launches cost more than padding."""
 
 ROUND = 16
-"""Padded lengths are multiples of this: kernels are kept per shape."""
+"""Multiple of padded lengths: kernels are cached per shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Runs of packed tokens as right-padded rows."""
+    """Spans of packed tokens as right-padded rows."""
 
     num_rows: int
     length: int
@@ -44,48 +43,49 @@ class Rows:
     slots: Tensor
     """int64 [n]: index of the same token in the padded [num_rows * length]"""
     whole: bool
-    """The tokens are all there are, in their order."""
+    """True if the rows are all tokens in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of similar length (within a factor of two), padded to the longest of them."""
+    """Rows of similar length (within a factor of two), padded to the longest."""
 
     queries: Rows
-    """a segment's own tokens; or those of several short ones that continue the same path"""
+    """a segment's tokens; or those of several short ones that continue the same path"""
     keys: Rows
-    """those of the path before them, then their own; the same as `queries` where none has a parent"""
+    """tokens of the path before them, then their own; equal to `queries` without parents"""
     mask: Tensor | None
-    """bool [num_rows, 1, queries.length, keys.length]: which keys a query sees; None for plain causal attention"""
+    """bool [num_rows, 1, queries.length, keys.length]: keys visible to each query; None for plain causal attention"""
 
 
 class HeadExchange(Protocol):
-    """How ranks that share out a row attend together."""
+    """Communication of ranks that split a row, around attention."""
 
     def before(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[all] From this rank's tokens to the queries, keys and values that it computes with: [tokens, heads, D]."""
+        """[all] Return queries, keys and values for this rank's attention, from those of its tokens: [tokens, heads,
+        D]."""
         ...
 
     def after(self, out: Tensor) -> Tensor:
-        """[all] From what it has computed back to its own tokens."""
+        """[all] Return the outputs of this rank's tokens, from those that it computed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which queries of a row this rank computes, where all its ranks have all keys and values."""
+    """Queries of a row on this rank, when each rank has all keys and values."""
 
     chunks: tuple[range, ...]
-    """tokens of the row that lie here, one after the other"""
+    """spans of the row's tokens on this rank, one after the other"""
     places: Tensor
-    """int64 [T]: where each token of the row lies among the keys"""
+    """int64 [T]: index of each token of the row among the keys"""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the segments of one packed row lie. Built once per forward on the CPU and shared by all layers.
+    """Segments of one packed row. Built once per forward on the CPU and shared by all layers.
 
-    It holds what its kernel reads: `blocks` and `order`, or, for the variable-length one, `seen` (see `uses_varlen`).
+    Contains the inputs of its kernel: `blocks` and `order`, or `seen` for the variable-length one (see `uses_varlen`).
     """
 
     starts: Tensor
@@ -93,18 +93,18 @@ class Packing:
     max_length: int
     """tokens of the longest segment"""
     max_seen: int
-    """the same with the path before it"""
+    """tokens of the longest segment with the path before it"""
     blocks: tuple[Block, ...]
     order: Tensor | None
     """int64 [T]: index of each packed token among the blocks' query tokens, laid end to end; None if these are in
     order, or without blocks"""
     seen: Tensor | None
-    """int64 [n]: for each segment the tokens of the path before it and its own, laid end to end; None if there are no
-    parents, or with blocks"""
+    """int64 [n]: tokens of the path before each segment and its own, end to end; None without parents, or with
+    blocks"""
     seen_starts: Tensor
-    """int32 [S+1]: where each segment's begin in `seen`"""
+    """int32 [S+1]: first index of each segment in `seen`"""
     exchange: HeadExchange | None = None
-    """None where this rank has the whole row"""
+    """Communication around attention; None if this rank has the whole row"""
 
     @classmethod
     def of(
@@ -116,11 +116,10 @@ class Packing:
         exchange: HeadExchange | None = None,
         share: Share | None = None,
     ) -> "Packing":
-        """From the first token of each segment, then T (int64 [S+1]); every segment holds a token.
+        """Build the packing. starts: first token of each segment, then T (int64 [S+1]); no segment is empty.
 
-        parents: int64 [S], index of the segment that each one continues, -1 for none; without circles. device, dtype:
-        of the queries that it is for; by default the device of `starts`, and float32. share: which of the queries; by
-        default all.
+        parents: int64 [S], index of the segment that each one continues, -1 for none; without cycles. device, dtype: of
+        the queries; by default the device of `starts`, and float32. share: this rank's queries; by default all.
         """
         device = device or starts.device
         runs = [range(begin, end) for begin, end in pairwise(starts.tolist())]
@@ -149,12 +148,12 @@ class Packing:
 
 
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether queries of this dtype on this device are for the variable-length kernel."""
+    """Return True if queries of this dtype on this device use the variable-length kernel."""
     return kind(device) == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def _paths(runs: list[range], parents: list[int]) -> list[list[range]]:
-    """The runs of the segments from the root to each one's parent."""
+    """Return the spans of the segments from the root to each one's parent."""
     paths: list[list[range]] = []
     for parent in parents:
         path: list[range] = []
@@ -166,39 +165,38 @@ def _paths(runs: list[range], parents: list[int]) -> list[list[range]]:
 
 
 def _total(path: Sequence[range]) -> int:
-    """Tokens of a path."""
     return sum(map(len, path))
 
 
 def _size(num_tokens: int) -> int:
-    """Class of a length: segments of one class share padded rows."""
+    """Return the class of a length: segments of one class share padded rows."""
     return (max(num_tokens, SHORT) - 1).bit_length() if num_tokens else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A segment, or the part of one that lies on this rank."""
+    """A segment, or the part of it on this rank."""
 
     before: tuple[range, ...]
     """tokens of the row that all of its tokens see"""
     own: range
     """its tokens of the row"""
     queries: range
-    """where they lie among this rank's"""
+    """positions of its tokens among this rank's"""
 
     @property
     def keys(self) -> list[range]:
-        """The tokens that its last token sees."""
+        """Tokens that its last token sees."""
         return [*self.before, self.own]
 
     @property
     def num_seen(self) -> int:
-        """The same as a number."""
+        """Number of tokens that its last token sees."""
         return _total(self.keys)
 
 
 def _pieces(paths: list[list[range]], runs: list[range], share: Share | None) -> list[_Piece]:
-    """The segments, cut where the chunks of a shared row end: those that lie here, in order."""
+    """Return this rank's segments in order, cut at the chunks of a split row."""
     if share is None:
         return [_Piece(tuple(path), own, own) for path, own in zip(paths, runs, strict=True)]
     found, place = [], 0
@@ -213,7 +211,7 @@ def _pieces(paths: list[list[range]], runs: list[range], share: Share | None) ->
 
 
 def _blocks(pieces: list[_Piece], num_tokens: int, share: Share | None) -> tuple[Block, ...]:
-    """Pieces, with the paths before them, by classes of similar length. num_tokens: T."""
+    """Return blocks of pieces with the paths before them, by classes of similar length. num_tokens: T."""
     classes: dict[tuple[int, int], list[list[_Piece]]] = defaultdict(list)
     for row in _side_by_side(pieces):
         classes[_size(_total(row[0].before)), _size(sum(len(piece.own) for piece in row))].append(row)
@@ -222,7 +220,7 @@ def _blocks(pieces: list[_Piece], num_tokens: int, share: Share | None) -> tuple
 
 
 def _side_by_side(pieces: list[_Piece]) -> list[list[_Piece]]:
-    """The pieces of each padded row: several short ones that continue the same path, whose keys are then there once."""
+    """Return the pieces of each padded row: several short ones that continue the same path share its keys."""
     rows: list[list[_Piece]] = []
     begun: dict[tuple[range, ...], list[_Piece]] = {}
     for piece in pieces:
@@ -235,7 +233,6 @@ def _side_by_side(pieces: list[_Piece]) -> list[list[_Piece]]:
 
 
 def _block(rows: list[list[_Piece]], num_queries: int, num_keys: int, share: Share | None) -> Block:
-    """One block of rows of pieces."""
     queries = _rows([[piece.queries for piece in row] for row in rows], num_queries)
     has_path = any(row[0].before for row in rows)
     if share is None and not has_path:
@@ -256,7 +253,7 @@ def _block(rows: list[list[_Piece]], num_queries: int, num_keys: int, share: Sha
 
 
 def _rows(rows: list[list[range]], num_tokens: int, share: Share | None = None) -> Rows:
-    """Padded rows of these runs. num_tokens: of all that there are."""
+    """Return padded rows of these spans. num_tokens: in total."""
     lengths = [_total(row) for row in rows]
     longest = -(-max(lengths) // ROUND) * ROUND
     tokens = _among_keys(_token_indices(rows), share)
@@ -265,17 +262,16 @@ def _rows(rows: list[list[range]], num_tokens: int, share: Share | None = None) 
 
 
 def _among_keys(tokens: Tensor, share: Share | None) -> Tensor:
-    """Where tokens of the row lie among the keys."""
+    """Return the indices of tokens of the row among the keys."""
     return tokens if share is None else share.places[tokens]
 
 
 def _token_indices(rows: list[list[range]]) -> Tensor:
-    """All runs end to end. int64 [n]."""
+    """Return the token indices of all spans end to end, int64 [n]."""
     return torch.cat([torch.arange(run.start, run.stop) for row in rows for run in row])
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """A copy of these dataclasses with their tensors on `device`."""
     if isinstance(value, Tensor):
         return to_device(value, device)
     if isinstance(value, tuple):
@@ -298,14 +294,15 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
+    """Compute attention as transformers calls it: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
     if softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__}: attention soft-capping and sinks are not supported")
     if sliding_window is not None and packing.max_seen > sliding_window:
         raise ValueError(f"a sequence of {packing.max_seen} tokens exceeds the sliding window of {sliding_window}")
     assert attention_mask is None and query.shape[0] == 1
     width = value.shape[-1]
-    if width < key.shape[-1]:  # latent attention: what exchanges or reads both wants them alike
+    # Latent attention has narrower values, but the exchange and the kernels need equal widths.
+    if width < key.shape[-1]:
         value = F.pad(value, (0, key.shape[-1] - width))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if packing.exchange:
@@ -320,7 +317,8 @@ def packed_attention(
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -> Tensor:
     """[T, H, D], [T, Hkv, D], [T, Hkv, D] -> [T, H, D], block by block of right-padded rows."""
     dtype = q.dtype
-    if kind(q.device) == "cpu" and dtype == torch.bfloat16:  # its backward kernel is four times faster in float32
+    # On a CPU the backward kernel in float32 is four times as fast as in bfloat16.
+    if kind(q.device) == "cpu" and dtype == torch.bfloat16:
         q, k, v = q.float(), k.float(), v.float()
     outs = []
     for block in packing.blocks:
@@ -341,7 +339,8 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -
 def _scatter(x: Tensor, rows: Rows) -> Tensor:
     """[T, H, D] -> [num_rows, H, length, D], zero to the right of each run."""
     size = rows.num_rows * rows.length
-    if rows.whole and size == x.shape[0]:  # all of one length: nothing to move
+    # All rows have one length: nothing to move.
+    if rows.whole and size == x.shape[0]:
         padded = x
     else:
         mine = x if rows.whole else x.index_select(0, rows.tokens)
@@ -350,7 +349,7 @@ def _scatter(x: Tensor, rows: Rows) -> Tensor:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -> Tensor:
-    """The same by torch's variable-length flash attention, whose causal mask is aligned to the last key."""
+    """Compute the same by torch's variable-length flash attention, whose causal mask is aligned to the last key."""
     from torch.nn.attention.varlen import varlen_attn
 
     if packing.seen is not None:
@@ -369,12 +368,12 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -
 
 @cache
 def _asks_for_gqa() -> bool:
-    """Whether torch needs a flag for fewer key-value heads than heads: from 2.12 on; before, it takes them as is."""
+    """Return True if torch needs a flag for fewer key-value heads than heads: from 2.12 on."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def register() -> None:
-    """Make `attn_implementation="spmd_packed"` known. No mask function beside it: transformers then builds no mask."""
+    """Register `attn_implementation="spmd_packed"`, without a mask function: transformers then builds no mask."""
     AttentionInterface.register(NAME, packed_attention)

@@ -1,7 +1,7 @@
-"""The bridge between two turns: what a chat template puts between an answer of the model and its next one.
+"""The bridge between two turns: the text that a chat template puts between two answers of the model.
 
-The history of a conversation is never rendered again: a model continues the very tokens that it sampled. So the text
-that stands between turns is found by rendering a short conversation of our own, with a known answer in it:
+The history of a conversation is never rendered again: a model continues exactly the tokens that it sampled. So the text
+between turns is found by rendering a short artificial conversation with a known answer:
 
     ... <|im_start|>assistant
     ANSWER <-- here --> <|im_end|>
@@ -9,8 +9,8 @@ that stands between turns is found by rendering a short conversation of our own,
     the message<|im_end|>
     <|im_start|>assistant
 
-What follows the answer is the bridge, and what precedes it shows whether the template is append-only: whether it
-renders the messages before as the model has seen it.
+The text after the answer is the bridge. The text before it shows whether the template is append-only, that is, renders
+earlier messages as the model saw them.
 """
 
 from array import array
@@ -20,17 +20,17 @@ from typing import NamedTuple
 from spmd_rl.types import Message
 
 QUESTION, ANSWER, THOUGHT = "a-question-of-ours", "an-answer-of-the-model", "a-thought-of-the-model"
-"""Words that no template has, and none changes."""
+"""Words that no template contains or changes."""
 
 
 class Bridge(NamedTuple):
-    """What stands between an answer and the next one."""
+    """Text between an answer and the next one."""
 
     token_ids: array  # 'i': what ends the answer, the messages in between, and what begins the next answer
     append_only: bool
-    """The template renders the conversation so far as it was rendered for the answer, followed by the answer."""
+    """True if the template renders the conversation as for the answer, followed by the answer."""
     keeps_thoughts: bool
-    """It also leaves an answer's `<think>...</think>` where it is."""
+    """True if it also keeps an answer's `<think>...</think>`."""
 
 
 def find_bridge(
@@ -38,15 +38,15 @@ def find_bridge(
 ) -> Bridge:
     """Return the bridge that puts `messages` after an answer.
 
-    chat_text: a conversation under the template, up to where the next answer begins. UserError for a template that
-    leaves messages out.
+    chat_text: renders a conversation up to where the next answer begins. UserError for a template that drops messages.
     """
     question = Message("user", QUESTION)
     asked = chat_text([question])
     before, _, after = chat_text([question, Message("assistant", ANSWER), *messages]).partition(ANSWER)
     thinking = f"{THOUGHT}\n</think>\n\n{ANSWER}"
     told = chat_text([question, Message("assistant", f"<think>\n{thinking}"), *messages])
-    if asked.rstrip().endswith("<think>"):  # the template has begun the thought, so that every answer has one
+    # The template itself begins the thought, so every answer has one.
+    if asked.rstrip().endswith("<think>"):
         before = told.partition(THOUGHT)[0]
     # a model samples the space that some templates put in front of an answer
     return Bridge(encode(after), before.rstrip() == asked.rstrip(), thinking in told)

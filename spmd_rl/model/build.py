@@ -27,7 +27,7 @@ def build_model(
     may_lack: Collection[str] = (),
     attention: str = packed.NAME,
 ) -> nn.Module:
-    """The model in `path` in eval mode, its weights in `dtype` on `device`; tied weights stay tied.
+    """Return the model in `path` in eval mode, with weights in `dtype` on `device`; tied weights stay tied.
 
     `attention` is a name that transformers knows, or `spmd_packed`, whose forward wants `packing=` (see
     `attention.py`). `may_lack`: names of weights that need not be stored. UserError if `path` is no such directory,
@@ -51,16 +51,16 @@ def build_model(
 
 
 def build_on_meta(path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
-    """The model of `path` in eval mode without its weights, with packed attention; tied weights are tied.
+    """Return the model of `path` in eval mode without its weights, with packed attention; tied weights are tied.
 
-    Parameters are of `dtype` and lie on the meta device; buffers, which a model computes itself (rotary tables), lie on
-    the CPU and are ready for use. UserError if `path` is no such directory or holds weights only as pickles.
+    Parameters are of `dtype` on the meta device; buffers that a model computes (rotary tables) are on the CPU, ready
+    for use. UserError if `path` is no such directory or holds weights only as pickles.
     """
     return shape_on_meta(model_directory(path), dtype, trust_remote_code)
 
 
 def shape_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
-    """The same of a directory that may hold nothing but `config.json`. UserError if it is not read."""
+    """Return the same from a directory that needs only `config.json`. UserError if it cannot be read."""
     with _users_mistakes(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         with parameters_on_meta():
@@ -73,16 +73,17 @@ def shape_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
 
 
 def keep_float32(model: nn.Module) -> None:
-    """Give back to buffers the dtype that transformers would load them in: those that correct a router's scores."""
+    """Restore the dtype in which transformers loads buffers that correct a router's scores."""
     names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     for name, buffer in model.named_buffers():
         if any(part in name for part in names):
+            # A router's correction bias in bfloat16 could change the chosen experts.
             buffer.data = buffer.data.float()
 
 
 @contextmanager
 def _users_mistakes(folder: Path) -> Iterator[None]:
-    """What transformers raises of a directory that it cannot read becomes one line; no progress bar meanwhile."""
+    """Turn transformers' errors about an unreadable directory into a UserError of one line, and hide progress bars."""
     packed.register()
     bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -99,7 +100,7 @@ def _users_mistakes(folder: Path) -> Iterator[None]:
 def parameters_on_meta() -> Iterator[None]:
     """Move each parameter that a module registers to the meta device, before the module draws random values for it.
 
-    `torch.device("meta")` would take the buffers too, and nobody computes those a second time.
+    `torch.device("meta")` would also move the buffers, which are never computed again.
     """
     register = nn.Module.register_parameter
 
@@ -116,17 +117,18 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give parameters (or shards) on the meta device memory on `device`, and move buffers there with their values."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # `to_empty` would forget them
+    """Allocate parameters (or shards) of the meta device on `device`, and move buffers there with their values."""
+    # `to_empty` drops the values of buffers.
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
 
 
 def weights_of(module: nn.Module, parts: Mapping[str, list[Part]] | None = None) -> dict[str, torch.Tensor]:
-    """Parameters and saved buffers by the name that a checkpoint stores them under; tied ones once, under the first.
+    """Return parameters and saved buffers by stored name; tied ones once, under the first.
 
-    Where a parameter is stored as several tensors, these are views of it. parts: `stored_parts`, if known.
+    A parameter that is stored as several tensors gives views. parts: `stored_parts`, if known.
     """
     seen: set[int] = set()
     weights, parts = {}, stored_parts(module) if parts is None else parts
@@ -139,7 +141,7 @@ def weights_of(module: nn.Module, parts: Mapping[str, list[Part]] | None = None)
 
 
 def model_directory(path: str | Path) -> Path:
-    """The directory of a path or a name of the hub; UserError unless it looks like a model with safetensors."""
+    """Return the directory of a path or a hub name; UserError unless it looks like a model with safetensors."""
     folder = model_folder(path)
     if not folder.is_dir():
         raise UserError(f"policy.model: no such directory: {folder}")

@@ -1,13 +1,13 @@
-"""`Constraint`: which tokens may follow in an answer that has to parse (`rollout.constraint`).
+"""`Constraint`: tokens that may follow in an answer that must match a grammar (`rollout.constraint`).
 
     constraint = constraint_of(cfg.rollout.constraint, cfg.policy.model, False)
     matcher, words = constraint.begin(), constraint.blank(1)
     matcher.fill_next_token_bitmask(words, 0)       # a bit for each token of the vocabulary
     accept(matcher, [token])
 
-Engines draw among these tokens, and the trainer takes its logprobs over the same: it finds them again by following an
-answer, so that nothing but its tokens passes between the two. The matcher is xgrammar's (Dong et al., arXiv
-2411.15100). Special tokens are no text and never allowed; those that end an answer are where it is whole.
+Engines draw among these tokens, and the trainer's logprobs are over the same: it recomputes them by following the
+answer, so that only the answer's tokens are transferred. The matcher is xgrammar's (Dong et al., arXiv 2411.15100).
+Special tokens are never allowed, except those that end a complete answer.
 """
 
 import json
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarMatcher, TokenizerInfo
 
 BITS = 32
-"""Tokens of a word"""
+"""Tokens per word of a mask"""
 
 
 class Allowed(NamedTuple):
-    """The `logprobs.Support` of masks; most rows share a few."""
+    """A `logprobs.Support` of masks; most rows share a few."""
 
     words: Tensor
-    """int32 [D, W]: the masks"""
+    """int32 [D, W]: distinct masks"""
     index: Tensor
     """int64 [N]: the mask of each row"""
 
     def cut(self, x: Tensor, first: int, value: float) -> None:
-        """See `Support`."""
+        """Set forbidden tokens to `value` in place, see `Support`."""
         ids = torch.arange(first, first + x.shape[1], device=x.device)
         gone = (self.words[:, ids // BITS] >> (ids % BITS).int()) & 1 == 0
         x.masked_fill_(gone[self.index], value)
 
 
 class Constraint:
-    """What every answer has to parse as."""
+    """Grammar that every answer must match."""
 
     def __init__(self, grammar: "CompiledGrammar") -> None:
         self.grammar = grammar
-        """compiled for the vocabulary of a model"""
+        """grammar compiled for the vocabulary of a model"""
 
     def begin(self, token_ids: Iterable[int] = ()) -> "GrammarMatcher":
-        """What follows an answer that begins with these tokens."""
+        """Return a matcher after these first tokens of an answer."""
         from xgrammar import GrammarMatcher
 
         matcher = GrammarMatcher(self.grammar)
@@ -62,11 +62,11 @@ class Constraint:
         return matcher
 
     def blank(self, count: int) -> Tensor:
-        """int32 [count, W]: masks to be written."""
+        """Return masks to be written, int32 [count, W]."""
         return torch.zeros(count, -(-self.grammar.tokenizer_info.vocab_size // BITS), dtype=torch.int32)
 
     def replay(self, answers: Iterable[Sequence[int]]) -> Allowed:
-        """What was allowed in the place of each token of answers, one after the other."""
+        """Return the tokens allowed at each token of the answers, one answer after the other."""
         masks: dict[bytes, int] = {}
         index, words = [], self.blank(1)
         for token_ids in answers:
@@ -80,20 +80,20 @@ class Constraint:
 
 
 def accept(matcher: "GrammarMatcher", token_ids: Iterable[int]) -> None:
-    """Go on by tokens of an answer. RunFailed for one that was not allowed."""
+    """Advance the matcher by tokens of an answer. RunFailed for a forbidden one."""
     for token in token_ids:
         if not matcher.accept_token(token):
             raise RunFailed(f"rollout.constraint: token {token} of an answer breaks it")
 
 
 def constraint_of(settings: ConstraintConfig, model: str, trust_remote_code: bool) -> Constraint | None:
-    """The constraint of these settings for the vocabulary of `model`, if they have one. UserError for a bad one."""
+    """Return the constraint of these settings for the vocabulary of `model`, if any. UserError for a bad one."""
     return _compiled(*settings.given, model, trust_remote_code) if settings.given else None
 
 
 @lru_cache(2)
 def _compiled(key: str, text: str, model: str, trust_remote_code: bool) -> Constraint:
-    """An engine and the roles of one process share it."""
+    """Compile a grammar; an engine and the roles of one process share it."""
     from xgrammar import GrammarCompiler
 
     config = AutoConfig.from_pretrained(model_folder(model), trust_remote_code=trust_remote_code)
@@ -104,16 +104,19 @@ def _compiled(key: str, text: str, model: str, trust_remote_code: bool) -> Const
             return Constraint(compiler.compile_json_schema(text, any_whitespace=False))
         if key == "regex":
             return Constraint(compiler.compile_regex(text))
-        texts = [json.dumps(one, ensure_ascii=False) for one in json.loads(text)]  # quoted as in grammars
+        # Grammars quote choices like JSON strings.
+        texts = [json.dumps(one, ensure_ascii=False) for one in json.loads(text)]
         return Constraint(compiler.compile_grammar(f"root ::= {' | '.join(texts)}"))
-    except RuntimeError as error:  # all that xgrammar raises
+    # xgrammar raises nothing more specific.
+    except RuntimeError as error:
         raise UserError(f"rollout.constraint.{key}: {one_line(error)}") from None
 
 
 def _vocabulary(tokenizer: Tokenizer, size: int, is_json: bool) -> "TokenizerInfo":
-    """The text of each of `size` tokens as bytes: none of special ones, which are not in an answer's text.
+    """Return the text of each of `size` tokens as bytes, empty for special ones, which are not in an answer's text.
 
-    Nor of those with a control character: JSON on one line lacks them, xgrammar's strings of limited length do not.
+    Tokens with control characters are empty too: one-line JSON lacks them, but xgrammar's length-limited strings allow
+    them.
     """
     from xgrammar import TokenizerInfo, VocabType
 

@@ -1,14 +1,14 @@
-"""Context parallelism: the ranks of a group share out the tokens of a packed row, and attend together.
+"""Context parallelism: the ranks of a group split the tokens of a packed row, and compute attention together.
 
     context = context_of(group, num_heads=32, num_kv_heads=8)
     mine = context.tokens(num_tokens)                  # which tokens of the row this rank computes
     packing = context.packing(starts, parents, device, dtype)
 
-Two ways, of which the first is taken where it can be: `Ulysses` (Jacobs et al., arXiv 2309.14509) exchanges tokens for
-heads, so that a rank attends over the whole row with its share of the heads; `GatherKeys` (Llama 3, arXiv 2407.21783)
-gathers keys and values, for any number of heads, and deals the row in 2 chunks a rank such that early and late ones
-balance. Both work on trees of segments: nothing of what segments share is computed twice. No ring: its point is not to
-hold all keys of one layer, which are small against what else a rank holds of it.
+There are two ways; the first is used if the heads divide. `Ulysses` (Jacobs et al., arXiv 2309.14509) exchanges tokens
+for heads, so that a rank attends over the whole row with its share of the heads. `GatherKeys` (Llama 3, arXiv
+2407.21783) gathers keys and values, for any number of heads, and assigns 2 chunks of the row to a rank to balance early
+and late ones. Both work on trees of segments. No ring: it would save holding all keys of one layer, which are small
+compared with a rank's other activations.
 """
 
 from typing import Protocol
@@ -22,47 +22,47 @@ from spmd_rl.model.differentiable import exchange_parts, gather_rows
 
 
 class ContextParallel(Protocol):
-    """How a row is shared out over `size` ranks; its number of tokens must be a multiple of `granule`."""
+    """Split of a row over `size` ranks; its number of tokens must be a multiple of `granule`."""
 
     granule: int
 
     def tokens(self, num_tokens: int, rank: int | None = None) -> Tensor:
-        """Which tokens of a row a rank (default: this one) computes, in order: int64 [num_tokens / size]."""
+        """Return the tokens of a row on a rank (default: this one), in order: int64 [num_tokens / size]."""
         ...
 
     def packing(self, starts: Tensor, parents: Tensor, device: torch.device, dtype: torch.dtype) -> Packing:
-        """What attention needs on this rank; parameters as in `Packing.of`."""
+        """Return the packing for attention on this rank; parameters as in `Packing.of`."""
         ...
 
 
 def context_of(group: dist.ProcessGroup, num_heads: int, num_kv_heads: int) -> ContextParallel:
-    """`Ulysses` where the heads (of this rank, if each layer is shared out too) divide, else `GatherKeys`."""
+    """Return `Ulysses` if the heads (of this rank, with tensor parallelism) divide, else `GatherKeys`."""
     size = group.size()
     return Ulysses(group) if num_heads % size == 0 and num_kv_heads % size == 0 else GatherKeys(group)
 
 
 class Ulysses:
-    """Each rank has a run of the row, and attends over all of it with its share of the heads."""
+    """Each rank has a span of the row, and attends over all of it with its share of the heads."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._size, self._rank = group, group.size(), group.rank()
         self.granule = self._size
 
     def tokens(self, num_tokens: int, rank: int | None = None) -> Tensor:
-        """See `ContextParallel`."""
+        """Return the tokens of a row on a rank, see `ContextParallel`."""
         run, place = num_tokens // self._size, self._rank if rank is None else rank
         return torch.arange(place * run, (place + 1) * run)
 
     def packing(self, starts: Tensor, parents: Tensor, device: torch.device, dtype: torch.dtype) -> Packing:
-        """See `ContextParallel`."""
+        """Return the packing for this rank's attention, see `ContextParallel`."""
         return Packing.of(starts, parents, device, dtype, exchange=self)
 
     def before(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[all] See `HeadExchange`."""
+        """[all] Exchange tokens for heads, see `HeadExchange`."""
         return self._to_heads(q), self._to_heads(k), self._to_heads(v)
 
     def after(self, out: Tensor) -> Tensor:
-        """[all] See `HeadExchange`: [T, H / size, D] -> [T / size, H, D]."""
+        """[all] Exchange heads for tokens: [T, H / size, D] -> [T / size, H, D]."""
         received = exchange_parts(out.unflatten(0, (self._size, -1)), self._group)
         return received.transpose(0, 1).flatten(1, 2)
 
@@ -79,23 +79,23 @@ class GatherKeys:
         self.granule = 2 * self._size
 
     def tokens(self, num_tokens: int, rank: int | None = None) -> Tensor:
-        """See `ContextParallel`."""
+        """Return the tokens of a row on a rank, see `ContextParallel`."""
         return torch.cat([torch.arange(c.start, c.stop) for c in self._chunks(num_tokens, rank)])
 
     def packing(self, starts: Tensor, parents: Tensor, device: torch.device, dtype: torch.dtype) -> Packing:
-        """See `ContextParallel`."""
+        """Return the packing for this rank's attention, see `ContextParallel`."""
         total = int(starts[-1])
         gathered = torch.cat([self.tokens(total, rank) for rank in range(self._size)])
         share = Share(self._chunks(total), torch.argsort(gathered))
         return Packing.of(starts, parents, device, dtype, exchange=self, share=share)
 
     def before(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[all] See `HeadExchange`."""
+        """[all] Gather the keys and values of all ranks, see `HeadExchange`."""
         keys, values = gather_rows(torch.stack([k, v], 1), self._group).unbind(1)
         return q, keys, values
 
     def after(self, out: Tensor) -> Tensor:
-        """See `HeadExchange`."""
+        """Return the outputs unchanged, as queries were never exchanged."""
         return out
 
     def _chunks(self, num_tokens: int, rank: int | None = None) -> tuple[range, range]:

@@ -1,7 +1,7 @@
-"""Collectives through which gradients flow: the backward pass of each is the collective that undoes it.
+"""Differentiable collectives: the backward pass of each is the adjoint collective.
 
-Ranks of a group compute one loss together, which is the sum of what each of them adds to it. So a tensor that has been
-gathered gets a part of its gradient on each rank, and the parts are summed on their way back.
+The loss is the sum of each rank's term. So a gathered tensor gets a part of its gradient on each rank, and the backward
+pass sums the parts.
 """
 
 from collections.abc import Callable
@@ -11,36 +11,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+# torch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[all] The rows of all ranks, one rank's after the other's: [t, ...] -> [size * t, ...]."""
+    """[all] Concatenate the rows of all ranks: [t, ...] -> [size * t, ...]."""
     return _Undoable.apply(x, partial(_gathered, group=group), partial(_summed, group=group))
 
 
 def sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[all] The sum over ranks, of which each gets a run of rows: [size * t, ...] -> [t, ...]."""
+    """[all] Sum over ranks and scatter spans of rows: [size * t, ...] -> [t, ...]."""
     return _Undoable.apply(x, partial(_summed, group=group), partial(_gathered, group=group))
 
 
 def exchange_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[all] Part i goes to rank i, and part i comes from it: [size, ...] -> [size, ...]."""
+    """[all] Send part i to rank i, and receive part i from it: [size, ...] -> [size, ...]."""
     one_each = [1] * group.size()
     return exchange_rows(x, one_each, one_each, group)
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """[all] Rows to and from each rank of `group`, in its order: [sum(sent), ...] -> [sum(received), ...]."""
+    """[all] Exchange rows with each rank of `group`, in its order: [sum(sent), ...] -> [sum(received), ...]."""
     forth = partial(_exchanged, sent=sent, received=received, group=group)
     return _Undoable.apply(rows, forth, partial(_exchanged, sent=received, received=sent, group=group))
 
 
 def collect(values: Tensor, places: Tensor, num_places: int, group: dist.ProcessGroup) -> Tensor:
-    """[all] What each rank computes of some rows, all of them on all ranks, which go on with them alike.
+    """[all] Return on all ranks the rows that each rank computed, for computations that are equal on all ranks.
 
-    values: [n, ...], this rank's, which belong at `places` (int64 [n]) of the result [num_places, ...].
+    values: this rank's rows, [n, ...], for the indices `places` (int64 [n]) of the result [num_places, ...].
     """
 
     def whole(values: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ def collect(values: Tensor, places: Tensor, num_places: int, group: dist.Process
 
 
 class _Undoable(torch.autograd.Function):
-    """A linear function, and what its backward pass makes of the gradient."""
+    """A linear function with its adjoint for the backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, function: Callable[[Tensor], Tensor], undo: Callable[[Tensor], Tensor]) -> Tensor:

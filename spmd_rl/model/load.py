@@ -1,4 +1,4 @@
-"""Fill a model that has been built and sharded without weights: each rank reads the bytes of its own shards alone.
+"""Fill a model that was built and sharded without weights: each rank reads only the bytes of its shards.
 
 files = WeightFiles(folder)
 load_weights(model, files)
@@ -21,30 +21,30 @@ from spmd_rl.base.errors import UserError
 from spmd_rl.model.stored import Part, stored_parts
 
 Region = tuple[slice, ...]
-"""One slice a dimension."""
+"""Region of a tensor: one slice per dimension."""
 Fill = Callable[[str, Region, Tensor], None]
-"""Called like a `RegionReader`, with the name of a model's tensor, a region of it, and what is to be filled with it."""
+"""Function like `RegionReader.__call__`: name of a model's tensor, region of it, and tensor to fill."""
 MAPPED_BYTES = 2**24
-"""Files are mapped into memory; after so many bytes the maps are given back, or they would count as this process's."""
+"""Bytes read before maps are released, because mapped pages count as this process's memory."""
 
 
 class MappedFiles:
-    """Safetensors files of a directory, of which any part of any tensor can be read."""
+    """Safetensors files of a directory, with access to any part of any tensor."""
 
     def __init__(self, folder: Path) -> None:
-        """Nothing is opened yet."""
+        """Open nothing yet; files are opened on demand."""
         self.folder, self.bytes_read = folder, 0
         self._opened: dict[str, Any] = {}
         self._mapped = 0
 
     def open(self, file: str) -> Any:
-        """The library's view of a file. OSError or SafetensorError as it gives them."""
+        """Return safetensors' view of a file. OSError or SafetensorError of the library."""
         if file not in self._opened:
             self._opened[file] = safe_open(self.folder / file, "pt")
         return self._opened[file]
 
     def read_part(self, file: str, name: str, region: Region) -> Tensor:
-        """Part of a tensor of a file, on the CPU, in the dtype in which it is stored."""
+        """Return part of a tensor of a file, on the CPU, in its stored dtype."""
         opened = self.open(file)
         part = opened.get_slice(name)[region] if region else opened.get_tensor(name)
         self.bytes_read += part.nbytes
@@ -56,10 +56,10 @@ class MappedFiles:
 
 
 class WeightFiles(MappedFiles):
-    """The tensors in the safetensors files of a model directory, by name."""
+    """Tensors in the safetensors files of a model directory, by name."""
 
     def __init__(self, folder: Path) -> None:
-        """UserError if the directory has no such files, or if one of them is broken."""
+        """Read the index. UserError without such files, or if one of them is broken."""
         super().__init__(folder)
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         try:
@@ -73,28 +73,28 @@ class WeightFiles(MappedFiles):
 
     @property
     def names(self) -> Collection[str]:
-        """The names of all tensors."""
+        """Names of all tensors."""
         return self._files.keys()
 
     def file_of(self, name: str) -> Path:
-        """The file that holds a tensor."""
+        """Return the file that holds a tensor."""
         return self.folder / self._files[name]
 
     def shape(self, name: str) -> list[int]:
-        """The shape of a tensor, whole."""
+        """Return the shape of a whole tensor."""
         return self._shapes[name]
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Part of a tensor, on the CPU, in the dtype in which it is stored."""
+        """Return part of a tensor, on the CPU, in its stored dtype."""
         return self.read_part(self._files[name], name, region)
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, files: WeightFiles, on_progress: Callable[[], object] = lambda: None) -> None:
-    """Fill this rank's part of every parameter and saved buffer from `files`, converted to the dtype that it has.
+    """Fill this rank's part of every parameter and saved buffer from `files`, converted to its dtype.
 
-    Tied weights are read once, under whichever name is stored. `on_progress` is called after each tensor. UserError,
-    before anything is read, if a weight is missing, unknown to the model or of another shape.
+    Tied weights are read once, under the stored name. `on_progress` is called after each tensor. UserError, before
+    anything is read, if a weight is missing, unknown to the model or of another shape.
     """
     read = RegionReader(model, files)
     for name, tensor in read.tensors.items():
@@ -103,17 +103,17 @@ def load_weights(model: nn.Module, files: WeightFiles, on_progress: Callable[[],
 
 
 class RegionReader:
-    """Any part of a model's parameters and saved buffers, read from its directory."""
+    """Reader of any part of a model's parameters and saved buffers from its directory."""
 
     def __init__(self, model: nn.Module, files: WeightFiles) -> None:
-        """`model` may be on the meta device; UserError: see `load_weights`."""
+        """model: may be on the meta device. UserError as of `load_weights`."""
         every = dict([*model.named_parameters(), *model.named_buffers()])
         names, self._files = {id(tensor): name for name, tensor in every.items()}, files
         self._stored: dict[str, list[tuple[str, Part]]] = defaultdict(list)
         for stored, (tensor, part) in checked_weights(model, files).items():
             self._stored[names[id(tensor)]].append((stored, part))
         self.tensors: dict[str, Tensor] = {name: every[name] for name in self._stored}
-        """The model's, by name: tied ones once"""
+        """Tensors of the model by name, tied ones once"""
 
     @torch.no_grad()
     def __call__(self, name: str, region: Region, target: Tensor) -> None:
@@ -123,11 +123,11 @@ class RegionReader:
 
 
 Wanted = dict[str, tuple[Tensor, Part]]
-"""By each name that is stored, the model's tensor that it belongs to; those that tie weights share an entry."""
+"""Model's tensor and part for each stored name; tied weights share an entry."""
 
 
 def checked_weights(model: nn.Module, files: WeightFiles) -> Wanted:
-    """Return which stored tensors make up the model's. UserError as of `load_weights`; nothing is read but heads."""
+    """Return which stored tensors make up the model's. UserError as of `load_weights`; only headers are read."""
     if problem := mismatch(model, files):
         raise UserError(problem)
     wanted = _stored_tensors(model, files)
@@ -142,7 +142,7 @@ def checked_weights(model: nn.Module, files: WeightFiles) -> Wanted:
 
 
 def read_whole(tensor: Tensor, wanted: Wanted, files: WeightFiles) -> Tensor:
-    """Read one of a model's tensors whole, in the dtype that it has there. `wanted`: see `checked_weights`."""
+    """Return one of a model's tensors whole, in its dtype. wanted: see `checked_weights`."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for name, (owner, part) in wanted.items():
         if owner is tensor:
@@ -151,7 +151,7 @@ def read_whole(tensor: Tensor, wanted: Wanted, files: WeightFiles) -> Tensor:
 
 
 def _fill(target: Tensor, own: Region, name: str, part: Part, files: WeightFiles) -> None:
-    """Copy what the region `own` of a model's tensor, which is `target`, shares with the stored tensor `name`."""
+    """Copy the overlap of the stored tensor `name` with the region `own` of a model's tensor to `target`."""
     common = overlap(own, part.region)
     if common is not None:
         source, place = (within(common, outer) for outer in (part.region, own))
@@ -160,7 +160,7 @@ def _fill(target: Tensor, own: Region, name: str, part: Part, files: WeightFiles
 
 
 def mismatch(model: nn.Module, files: WeightFiles) -> str:
-    """Say which weight of the model is not stored under its name, or which stored name it lacks; empty if all fit."""
+    """Return a message about a weight that is not stored, or a stored name unknown to the model; empty if all fit."""
     wanted = _stored_tensors(model, files)
     if missing := sorted(wanted.keys() - files.names):
         return f"policy.model: {files.folder} lacks {len(missing)} weights, among them {missing[0]}"
@@ -172,19 +172,19 @@ def mismatch(model: nn.Module, files: WeightFiles) -> str:
 
 
 def is_ignored(model: nn.Module, name: str) -> bool:
-    """Whether a stored tensor, for which the model has no place, is read by nobody: as transformers has it."""
+    """Return True if transformers ignores this stored tensor, which the model lacks."""
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     return any(re.search(pattern, name) for pattern in ignored)
 
 
 def overlap(one: Region, other: Region) -> Region | None:
-    """What two regions of a tensor have in common; None if that is nothing."""
+    """Return the common part of two regions of a tensor; None if it is empty."""
     common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
     return common if all(piece.stop > piece.start for piece in common) else None
 
 
 def within(region: Iterable[slice], outer: Region) -> Region:
-    """The region, counted from where `outer` begins."""
+    """Return the region relative to the beginning of `outer`."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(region, outer, strict=True))
 
 
@@ -202,14 +202,14 @@ def _stored_tensors(model: nn.Module, files: WeightFiles) -> Wanted:
 
 
 def _whole(name: str, tensor: Tensor) -> Part:
-    """A tensor that is stored under the name that it has."""
+    """Return a whole tensor, stored under its own name."""
     return Part(name, tuple(slice(0, size) for size in tensor.shape), False)
 
 
 def owned_region(tensor: Tensor) -> Region:
-    """Which part of the whole tensor this rank holds; all of one that is not sharded.
+    """Return this rank's region of the whole tensor; all of an unsharded one.
 
-    Mesh axes cut from the last to the first: tensor parallelism before FSDP, which cuts what is left like
+    Mesh axes are applied from the last to the first: tensor parallelism before FSDP, which splits the rest like
     `torch.chunk`.
     """
     region = [slice(0, size) for size in tensor.shape]
@@ -224,12 +224,12 @@ def owned_region(tensor: Tensor) -> Region:
 
 
 def share(whole: slice, num_ranks: int, rank: int) -> slice:
-    """Which part of a dimension a rank has: all of one size but for the last ones, like `torch.chunk`."""
+    """Return a rank's part of a dimension, split like `torch.chunk`: equal sizes except for the last ones."""
     piece = -(-(whole.stop - whole.start) // num_ranks)
     begin = min(whole.stop, whole.start + rank * piece)
     return slice(begin, min(whole.stop, begin + piece))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor."""
+    """Return this rank's part of a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

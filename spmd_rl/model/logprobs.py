@@ -1,14 +1,14 @@
-"""Logprob and entropy of given tokens from hidden states, without ever holding their logits.
+"""Logprob and entropy of given tokens from hidden states, without materialising logits.
 
-The projection to the vocabulary goes in chunks of it, forward with a running softmax, and once more backward: what is
-kept between the two is two numbers a token. Sums are float32 whatever the dtype of the model, and a chunk's logits are
-rounded to that dtype first, as the model itself and an engine round them. Peak memory does not grow with tokens times
-vocabulary (Wijmans et al., arXiv 2411.09009, do the same on a GPU in one kernel). Ranks that share the vocabulary out
-(Megatron-LM's vocabulary-parallel cross entropy, arXiv 1909.08053) combine four numbers a token, and never a logit.
+The projection runs in chunks of the vocabulary, forward with a running softmax, and again backward; two numbers per
+token are kept between them. Sums are always float32, and a chunk's logits are first rounded to the model's dtype, as
+the model and an engine do. Peak memory does not grow with tokens times vocabulary (Wijmans et al., arXiv 2411.09009, in
+one GPU kernel). Ranks that shard the vocabulary (Megatron-LM, arXiv 1909.08053) combine four numbers per token, never a
+logit.
 
-Where sampling cut tokens off, an answer's distribution is the softmax over its `Support`: the candidates that the
-engine recorded (top-k, top-p, min-p), or what a constraint allows; for old, current and reference logprobs alike, so
-that an importance ratio compares them on the same tokens.
+With truncated sampling the distribution is the softmax over its `Support`: the candidates that the engine recorded
+(top-k, top-p, min-p), or the tokens that a constraint allows. Old, current and reference logprobs use the same support,
+so importance ratios compare the same tokens.
 """
 
 from collections.abc import Iterator
@@ -29,39 +29,40 @@ CHUNK, DEVICE_CHUNK = 2**21, 2**27
 
 
 CUT = -1e20
-"""The logit of a token that was cut off: finite, so that no difference of two of them is NaN."""
+"""Logit of a cut-off token: finite, so that no difference of two is NaN."""
 
 
 class Support(Protocol):
-    """Among which tokens each row is drawn."""
+    """Tokens among which each row is drawn."""
 
     def cut(self, x: Tensor, first: int, value: float) -> None:
-        """Set to `value`, in place, what is cut off: x [N, C], of token ids from `first` on."""
+        """Set cut-off tokens to `value`, in place: x [N, C], of token ids from `first` on."""
         ...
 
 
 class Candidates(NamedTuple):
-    """The `Support` of tokens that are listed."""
+    """A `Support` of listed tokens."""
 
     rows: Tensor
-    """int64 [M]: the row of each; one without any is drawn from all tokens"""
+    """int64 [M]: row of each candidate; a row without any is drawn from all tokens"""
     ids: Tensor
-    """int64 [M]: the token"""
+    """int64 [M]: token of each candidate"""
 
     def cut(self, x: Tensor, first: int, value: float) -> None:
-        """See `Support`."""
+        """Set tokens outside the list to `value` in place, see `Support`."""
         (num_rows, width), places = x.shape, self.ids - first
-        gone = torch.zeros(num_rows, width + 1, dtype=torch.bool, device=x.device)  # the last place is nobody's
+        # The additional last column takes the ids outside this part.
+        gone = torch.zeros(num_rows, width + 1, dtype=torch.bool, device=x.device)
         gone[self.rows] = True
         gone[self.rows, torch.where((places >= 0) & (places < width), places, width)] = False
         x.masked_fill_(gone[:, :width], value)
 
 
 class VocabularyShare(NamedTuple):
-    """Which part of the vocabulary this rank has, where the ranks of a group share it out in order."""
+    """This rank's part of a vocabulary that the ranks of a group shard in order."""
 
     first: int
-    """the token id of its first row"""
+    """token id of its first row"""
     group: dist.ProcessGroup
 
 
@@ -73,14 +74,14 @@ def token_logprobs(
     support: Support | None = None,
     share: VocabularyShare | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of each target and entropy of each row, of softmax(hidden @ weight.T / temperature).
+    """Return logprob of each target and entropy of each row, of softmax(hidden @ weight.T / temperature).
 
-    hidden: [N, h]; weight: [V, h] of the same dtype; targets: int64 [N], or [N, m] for several a row. support: the
-    softmax is over it alone, and the targets are in it. Returns float32 of the targets' shape and [N] (float64 for
-    float64), both with gradients to `hidden` and `weight`; that of the entropy costs nothing where no loss uses it.
+    hidden: [N, h]; weight: [V, h] of the same dtype; targets: int64 [N], or [N, m] for several a row. support: of the
+    softmax, includes the targets. Returns float32 of the targets' shape and [N] (float64 for float64), both with
+    gradients to `hidden` and `weight`; the entropy's gradient is free if no loss uses it.
 
-    share: `weight` has this rank's part of the vocabulary alone, token ids are those of the whole. [all] The ranks give
-    the same rows and get the same results; the gradient to `hidden` on each is a term of a sum over them.
+    share: `weight` is this rank's part of the vocabulary, token ids are global. [all] The ranks have the same rows and
+    results; each rank's gradient to `hidden` is a term of the sum over ranks.
     """
     assert temperature > 0
     several = targets if targets.dim() > 1 else targets[:, None]
@@ -97,9 +98,9 @@ def top_logprobs(
     num_ids: int | None = None,
     share: VocabularyShare | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k most likely tokens of each row and their logprobs, of softmax(hidden @ weight.T / temperature).
+    """Return the k most likely tokens of each row and their logprobs, of softmax(hidden @ weight.T / temperature).
 
-    num_ids: only tokens below it are taken, though all count in the softmax. Parameters otherwise as `token_logprobs`.
+    num_ids: only tokens below it are returned, but all count in the softmax. Parameters otherwise as `token_logprobs`.
     Returns int64 [N, k] and float32 [N, k], most likely first; fewer than k of a smaller vocabulary.
     """
     first, dtype = share.first if share else 0, torch.promote_types(hidden.dtype, torch.float32)
@@ -122,13 +123,14 @@ def top_logprobs(
 
 
 def _best(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k greatest values of each row, and their ids."""
+    """Return the k greatest values of each row, and their ids."""
     values, places = values.topk(min(k, values.shape[1]))
     return values, ids.gather(1, places)
 
 
 def _gathered(columns: Tensor, k: int, group: dist.ProcessGroup) -> Tensor:
-    """[all] The columns of all ranks side by side; a rank with fewer than k is filled up with what nobody chooses."""
+    """[all] Concatenate the columns of all ranks; a rank with fewer than k is padded with values that are never
+    chosen."""
     blank = -torch.inf if columns.is_floating_point() else 0
     mine = torch.nn.functional.pad(columns, (0, k - columns.shape[1]), value=blank).contiguous()
     parts = [torch.empty_like(mine) for _ in range(group.size())]
@@ -146,9 +148,9 @@ def head_outputs(
     share: VocabularyShare | None,
     id_factor: float = 1.0,
 ) -> Tensor:
-    """What a policy's head gives: logprob and entropy, the logprobs of further targets, and k ids with their logprobs.
+    """Return a policy's outputs: logprob and entropy, logprobs of further targets, and k ids with their logprobs.
 
-    top: (k, num_ids), see `top_logprobs`; None: no ids. id_factor: they are multiplied by it. Parameters otherwise as
+    top: (k, num_ids), see `top_logprobs`; None: no ids. id_factor: multiplies them. Parameters otherwise as
     `token_logprobs`. Returns float32 [N, 2 + m + 2 k], in which ids are exact.
     """
     logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, support, share)  # [all]
@@ -161,20 +163,20 @@ def head_outputs(
 
 
 def logit_factor(config: PreTrainedConfig) -> float:
-    """By which a model multiplies its logits after the output embedding; 1 of most. `config`: of the text model."""
+    """Return the factor of a model's logits after the output embedding; mostly 1. config: of the text model."""
     key, exponent = LOGIT_FACTORS.get(config.model_type, ("", 0))
     return getattr(config, key) ** exponent if key else 1.0
 
 
 class TokenHead(nn.Module):
-    """A model's output embedding that gives logprob and entropy of `targets` for their hidden states.
+    """Replacement of a model's output embedding that returns logprob and entropy of `targets`.
 
-    In place of the projection, so that the model's own forward, its shards and its parameter names stay as they are.
-    The weight may be a DTensor, shared out by rows over the one axis of its mesh.
+    It replaces the projection inside the model, whose forward, shards and parameter names do not change. The weight may
+    be a DTensor, sharded by rows over a one-dimensional mesh.
     """
 
     def __init__(self, head: nn.Linear, factor: float = 1.0) -> None:
-        """`factor`: the model multiplies by it what the head gives, which is meant for logits.
+        """factor: by which the model multiplies the head's output, taking it for logits.
 
         ValueError for a head with a bias, which no supported family has.
         """
@@ -184,16 +186,15 @@ class TokenHead(nn.Module):
             raise ValueError("an output embedding with a bias is not supported")
         self.weight = head.weight
         self.targets: Tensor | None = None
-        """int64 [N], or [N, 1 + m] with m other tokens after each, to be set before each forward"""
+        """int64 [N], or [N, 1 + m] with m other tokens after each; set before each forward"""
         self.temperature = 1.0
         self.support: Support | None = None
         self.top: tuple[int, int] | None = None
-        """(k, num_ids): see `top_logprobs`"""
+        """(k, num_ids), see `top_logprobs`; None: no ids"""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[1, N, h] -> float32 [1, N, 2]: logprob and entropy, and behind them the logprobs of the other m tokens, or,
-        with `top`, k ids and their logprobs. [all] of the mesh that shares the weight out, if any.
-        """
+        """Return logprob and entropy, float32 [1, N, 2], from [1, N, h]; further columns are the logprobs of the other
+        m tokens, or, with `top`, k ids and their logprobs. [all] of the mesh that shards the weight, if any."""
         weight, share = self.weight, None
         if isinstance(weight, DTensor):
             share = VocabularyShare(owned_region(weight)[0].start, weight.device_mesh.get_group())
@@ -217,7 +218,8 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         first = share.first if share else 0
-        targets = targets - first  # token ids count from this rank's first row on, and those of others lie outside
+        # Count ids from this rank's first row; targets of other ranks are then out of range.
+        targets = targets - first
         top = hidden.new_full((len(hidden),), -torch.inf, dtype=dtype)
         total, spread = (hidden.new_zeros(len(hidden), dtype=dtype) for _ in range(2))
         chosen = hidden.new_zeros(targets.shape, dtype=dtype)
@@ -240,7 +242,8 @@ class _TokenLogprobs(torch.autograd.Function):
         log_z, entropy = total.log() + top, total.log() - spread / total
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.temperature, ctx.support, ctx.first = temperature, support, first
-        ctx.set_materialize_grads(False)  # None, not zeros, for an output that no loss uses
+        # None instead of zeros for an output that no loss uses, which skips its work.
+        ctx.set_materialize_grads(False)
         return chosen - log_z[:, None], entropy
 
     @staticmethod
@@ -251,6 +254,7 @@ class _TokenLogprobs(torch.autograd.Function):
         support = ctx.support
         scaled = (hidden.new_zeros(targets.shape, dtype=log_z.dtype) if grad is None else grad) / ctx.temperature
         of_rows = scaled.sum(1, keepdim=True)
+        # Accumulated over chunks in float32; each row of the weight is in one chunk, so its gradient needs no sum.
         hidden_grad, weight_grad = torch.zeros_like(hidden, dtype=log_z.dtype), torch.empty_like(weight)
         for begin, end in _chunks(hidden, weight):
             log_p = (hidden @ weight[begin:end].T).to(log_z.dtype).div_(ctx.temperature).sub_(log_z[:, None])
@@ -272,7 +276,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _moved(top: Tensor, higher: Tensor, total: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums, relative to `top`, relative to what is at least as high."""
+    """Return the sums relative to `top`, rescaled to a higher maximum."""
+    # The maximum is -inf before the first chunk, and -inf - -inf would be NaN.
     fall = torch.where(top == -torch.inf, 0.0, top - higher)
     return total * fall.exp(), fall.exp() * (spread + fall * total)
 
@@ -280,8 +285,9 @@ def _moved(top: Tensor, higher: Tensor, total: Tensor, spread: Tensor) -> tuple[
 def _combined(
     top: Tensor, total: Tensor, spread: Tensor, chosen: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[all] The statistics over the whole vocabulary from those over each rank's part: four numbers a row travel, and
-    one more for each further target."""
+    """[all] Return the statistics over the whole vocabulary from each rank's: four numbers per row are exchanged, and
+    one per further target."""
+    # All ranks rescale their sums to the same maximum before the sum over ranks.
     highest = top.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     # a target is chosen on one rank, 0 elsewhere
@@ -291,14 +297,14 @@ def _combined(
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
-    """Parts of the vocabulary, as [begin, end)."""
+    """Yield parts of the vocabulary as [begin, end)."""
     step = max(1, (CHUNK if kind(hidden.device) == "cpu" else DEVICE_CHUNK) // max(1, len(hidden)))
     return ((begin, min(begin + step, len(weight))) for begin in range(0, len(weight), step))
 
 
 def _inside(targets: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """Whether each row's target lies in this part of the vocabulary, and where in it; anywhere in it, if it does not.
+    """Return a mask of rows whose target is in this part of the vocabulary, and its index there; else any index.
 
-    No list of the rows: a device would have to be waited for to know how long it is.
+    A mask instead of a list of rows, whose length would need a synchronisation with the device.
     """
     return (targets >= begin) & (targets < end), (targets - begin).clamp(0, end - begin - 1)

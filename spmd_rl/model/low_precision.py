@@ -1,8 +1,8 @@
-"""Matrices of layers in INT8 and FP8, by row, as an engine computes in them: W8A8, activations in 8 bits too.
+"""Matrices of layers in INT8 and FP8, quantised by row for W8A8 engines, with activations in 8 bits too.
 
     for name, tensor in by_rows(policy.weights(), "w8a8_int8"):  # ..._proj.weight in int8, ..._proj.weight_scale, ...
 
-Of the matrices of the layers alone: embeddings, output, norms, biases and routers stay as they are.
+Only matrices of layers change: embeddings, output, norms, biases and routers do not.
 """
 
 import re
@@ -14,19 +14,19 @@ from torch import Tensor
 from spmd_rl.base.errors import UserError
 
 W8A8 = {"w8a8_int8": (torch.int8, 127), "w8a8_fp8": (torch.float8_e4m3fn, 448)}
-"""Value of `engine.quantization` -> the dtype of the weights and its largest number"""
+"""Dtype of the weights and its largest number, by value of `engine.quantization`"""
 SCALE = "_scale"
-"""After a weight's name: the factors of its rows, [rows, 1] in float32."""
+"""Suffix of a weight's name for its rows' factors, [rows, 1] in float32."""
 OF_LAYERS = re.compile(r"(?!.*\.lora_)(.*\.\d+\..*(?<!\.gate)\.weight|.*\.\d+\..*_proj)$")
 
 
 def is_rounded(name: str, num_dims: int) -> bool:
-    """Whether it is a matrix of a layer."""
+    """Return True for a matrix of a layer."""
     return num_dims == 2 and OF_LAYERS.match(name) is not None
 
 
 def by_rows(weights: Iterator[tuple[str, Tensor]], form: str) -> Iterator[tuple[str, Tensor]]:
-    """The weights, each matrix of a layer in the dtype of `form`, followed by the factors of its rows."""
+    """Yield the weights, each matrix of a layer in the dtype of `form` and followed by the factors of its rows."""
     dtype, largest = W8A8[form]
     for name, tensor in weights:
         if not is_rounded(name, tensor.ndim):
@@ -40,7 +40,7 @@ def by_rows(weights: Iterator[tuple[str, Tensor]], form: str) -> Iterator[tuple[
 
 
 def shapes_by_rows(shapes: Mapping[str, torch.Size], form: str) -> dict[str, torch.Size]:
-    """The shapes of what `by_rows` makes of weights of these. UserError for stacked experts."""
+    """Return the shapes of `by_rows` for weights of these shapes. UserError for stacked experts."""
     found: dict[str, torch.Size] = {}
     for name, shape in shapes.items():
         if len(shape) == 3 and OF_LAYERS.match(name):
@@ -52,5 +52,5 @@ def shapes_by_rows(shapes: Mapping[str, torch.Size], form: str) -> dict[str, tor
 
 
 def nonzero(scale: Tensor) -> Tensor:
-    """A scale by which may be divided."""
+    """Return a scale without zeros, safe to divide by."""
     return torch.where(scale > 0, scale, 1.0)

@@ -1,11 +1,11 @@
-"""Mixtures of experts: where a model has them, and experts that the ranks of a group share out (expert parallelism).
+"""Mixtures of experts: their modules in a model, and expert parallelism.
 
     for experts in stacked_experts(model):
         spread(experts, group)
 
 Each rank holds some experts of every layer and its own tokens. A forward sends each token's hidden state to the ranks
-that hold its experts and gets back what they make of it (GShard: Lepikhin et al., arXiv 2006.16668). No expert has a
-capacity, so no token is dropped. A token that two experts of one rank want travels twice.
+of its experts and receives their outputs (GShard: Lepikhin et al., arXiv 2006.16668). Experts have no capacity, so no
+token is dropped. A token with two experts on one rank is sent twice.
 """
 
 from functools import partial
@@ -22,36 +22,36 @@ from spmd_rl.config.architectures import EXPERT_COUNTS
 from spmd_rl.model.differentiable import exchange_rows
 
 ALIGNED_BYTES = 16
-"""torch's grouped product on devices wants rows of a multiple of this."""
+"""Row alignment in bytes of torch's grouped product on devices."""
 
 
 def num_experts(config: PreTrainedConfig) -> int:
-    """Number of routed experts of each layer that has any; 0 of a model without. `config`: of the text model."""
+    """Return the number of routed experts of each mixture layer; 0 for a dense model. config: of the text model."""
     return next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), 0)
 
 
 def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """By name, the modules of transformers that hold all experts of a layer in parameters [experts, ...].
+    """Return, by name, transformers' modules with all experts of a layer in parameters [experts, ...].
 
-    Their forward takes hidden states [T, H], and for each of them the chosen experts (int64 [T, k]) and the weights of
-    these ([T, k]); it returns [T, H].
+    Their forward takes hidden states [T, H], chosen experts (int64 [T, k]) and routing weights ([T, k]); it returns [T,
+    H].
     """
     return {name: m for name, m in model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "num_experts")}
 
 
 def router_class(model: nn.Module) -> type[nn.Module] | None:
-    """What computes the logits of experts, if transformers has it.
+    """Return the class of the modules that compute the experts' logits, if transformers has one.
 
-    Its forward returns these (as of all tokens, [T, E]), and the weights and indices of the chosen ones ([T, k] each).
+    Its forward returns the logits ([T, E]), and the weights and indices of the chosen experts ([T, k] each).
     """
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     return getattr(recorded, "target_class", None)
 
 
 def probabilities(router: nn.Module, logits: Tensor) -> Tensor:
-    """The probability of each expert: float32 (or float64, as `logits`) [T, E], rows that sum to 1.
+    """Return the probability of each expert: float32 (or float64, as `logits`) [T, E], rows that sum to 1.
 
-    A router of DeepSeek-V3's kind, whose experts do not compete, has scores of its own, which are normalised.
+    The independent sigmoid scores of a DeepSeek-V3 router are normalised.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if not hasattr(router, "e_score_correction_bias"):
@@ -61,9 +61,9 @@ def probabilities(router: nn.Module, logits: Tensor) -> Tensor:
 
 
 def weights_of_chosen(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
-    """What a router weighs the answers of `chosen` (int64 [T, k]) with, from its logits [T, E]; with gradient.
+    """Return the routing weights of `chosen` (int64 [T, k]) from a router's logits [T, E]; with gradient.
 
-    Of the routers that weigh by probability, renormalised over those chosen or not, and of DeepSeek-V3's kind.
+    For routers that weigh by probability, with or without renormalisation, and for DeepSeek-V3's kind.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     competes = not hasattr(router, "e_score_correction_bias")
@@ -75,27 +75,30 @@ def weights_of_chosen(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tens
 
 
 def spread(experts: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let the forward of such a module meet the ranks of `group`, of which rank r holds the r-th part of the experts.
+    """Make the forward of such a module exchange tokens in `group`, whose rank r has the r-th part of the experts.
 
-    Its parameters, this rank's part of them, may be DTensors on a mesh of these ranks.
+    Its parameters may be DTensors on a mesh of these ranks.
     """
     assert experts.has_gate and not experts.is_transposed and not experts.has_bias, "see `is_supported`"
     experts.forward = partial(_forward, experts, group)
 
 
 def is_supported(experts: nn.Module) -> bool:
-    """Whether `spread` knows what the experts compute: a gated linear unit without biases."""
+    """Return True if `spread` supports the experts: gated linear units without biases."""
     return experts.has_gate and not experts.is_transposed and not experts.has_bias
 
 
 def _forward(experts: nn.Module, group: dist.ProcessGroup, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """[all] See `stacked_experts`."""
+    """[all] Compute the experts' outputs with exchange of tokens, see `stacked_experts`."""
     top_k = chosen.shape[1]
+    # A stable order: each expert gets its tokens in the order of the row.
     order = torch.argsort(chosen.flatten(), stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=experts.num_experts).view(group.size(), -1)
     incoming = torch.empty_like(counts)
+    # Counts first: each rank must know how many rows it receives.
     dist.all_to_all_single(incoming, counts, group=group)
-    sent, received = torch.stack([counts, incoming]).tolist()  # the one place where a device is waited for
+    # The only synchronisation with the device: sizes of messages must be known on the host.
+    sent, received = torch.stack([counts, incoming]).tolist()
     lengths = [sum(row) for row in sent], [sum(row) for row in received]
     rows = exchange_rows(hidden[order // top_k], *lengths, group)
     # from each rank a run of rows for each expert; the experts want one run each
@@ -112,17 +115,19 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def _compute(experts: nn.Module, rows: Tensor, counts: list[int]) -> Tensor:
-    """What the experts that are here make of their rows: [n, H], of which the first counts[0] are the first one's."""
+    """Return the outputs of this rank's experts for their rows: [n, H]; the first counts[0] rows are the first
+    expert's."""
     gate_up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (experts.gate_up_proj, experts.down_proj))
     return grouped_linear(experts._apply_gate(grouped_linear(rows, gate_up, counts)), down, counts)
 
 
 def grouped_linear(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
-    """Each group of rows times the transpose of its own matrix: [n, I], [G, O, I] -> [n, O]; groups may be empty.
+    """Multiply each group of rows by the transpose of its matrix: [n, I], [G, O, I] -> [n, O]; groups may be empty.
 
-    All of `weights` gets a gradient, whether or not it has rows.
+    All of `weights` gets a gradient, even without rows.
     """
     widths = {width * rows.element_size() % ALIGNED_BYTES for width in weights.shape[1:]}
+    # The grouped product is for devices, aligned rows and dtypes below float64.
     if kind(rows.device) == "cpu" or rows.dtype == torch.float64 or widths != {0}:
         groups = zip(rows.split(counts), weights.unbind(), strict=True)
         return torch.cat([F.linear(some, weight) for some, weight in groups])

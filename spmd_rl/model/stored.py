@@ -1,8 +1,8 @@
-"""Under which names a checkpoint stores a model's weights, where those differ from the names of its parameters.
+"""Names under which a checkpoint stores a model's weights, where they differ from parameter names.
 
-transformers renames some weights as it loads them, and merges others: all experts of a mixture become one parameter.
-What is published and exported has the names of the checkpoint, which vLLM, `from_pretrained` and a user know, and each
-of them is a part of a parameter: nothing is copied to split it.
+transformers renames some weights on loading, and merges others: all experts of a mixture become one parameter.
+Published and exported weights have checkpoint names, which vLLM, `from_pretrained` and users expect; each is a view of
+a part of a parameter.
 """
 
 import math
@@ -20,20 +20,20 @@ class Part(NamedTuple):
     """A tensor of a checkpoint as a part of a parameter."""
 
     name: str
-    """under which it is stored"""
+    """stored name of the tensor"""
     region: tuple[slice, ...]
-    """where it lies in the parameter, one slice a dimension"""
+    """region of the parameter, one slice per dimension"""
     is_expert: bool
-    """The region is one expert's, and the stored tensor lacks the first dimension."""
+    """True if the region is one expert's, and the stored tensor lacks the first dimension."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of the whole parameter, as a view."""
+        """Return the part of the whole parameter, as a view."""
         part = tensor[self.region]
         return part[0] if self.is_expert else part
 
 
 def stored_parts(model: nn.Module) -> dict[str, list[Part]]:
-    """The parts of each parameter and saved buffer of a model that is not sharded yet, by its name.
+    """Return the parts of each parameter and saved buffer, by name, of a model that is not sharded yet.
 
     UserError where transformers stores a parameter in a way that is neither another name nor slices by expert.
     """

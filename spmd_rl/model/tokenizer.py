@@ -1,11 +1,11 @@
-"""Text to token ids and back, as the rollout needs it: render a prompt, decode an answer, know what ends one.
+"""Text to token ids and back for the rollout: render a prompt, decode an answer, know its stop tokens.
 
     tokenizer = load_tokenizer("~/.cache/spmd_rl/models/smollm2-135m-instruct")
     ids = tokenizer.render([Message("user", "2+2?")])
 
-The chat template is the model's own and is followed to the letter: SmolLM2's puts its default system message in front
-of a prompt that brings none, and so do we. A model without a template (a base model) gets the contents of the messages
-one after the other, with nothing between them, and whatever its tokenizer puts in front of a text (often a BOS token).
+The model's chat template is followed exactly, including SmolLM2's default system message. A model without a template (a
+base model) gets the concatenated contents of the messages, after the tokens that its tokenizer puts before a text
+(often BOS).
 
 Left out: padding (nothing here is padded), and several templates in one model.
 """
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RENDERED = 4096
-"""Conversations whose token ids are kept."""
+"""Cache size: conversations whose token ids are kept."""
 MAX_CHARACTERS = 1 << 24
-"""The most that a chat template may make of one prompt."""
+"""Most characters that a chat template may make of one prompt."""
 SHOWN_FIELDS = ("tools", "tool_calls", "reasoning_content")
-"""Fields of messages whose text a model reads or writes: a chat template that has no use for them is refused."""
+"""Fields of messages that a model reads or writes: a chat template that ignores them is refused."""
 UNSEEN = "a-message-of-this-role"
-"""A word that no template has, and none changes."""
+"""A word that no template contains or changes."""
 TEMPLATE_FAILURES = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
-"""What a chat template raises by itself."""
+"""Exceptions raised by faulty chat templates."""
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer behind a few words. `stop_ids`: sorted ids of the tokens that end an answer."""
+    """Wrapper of a Hugging Face tokenizer. `stop_ids`: sorted ids of the tokens that end an answer."""
 
     stop_ids: tuple[int, ...]
     name: str
-    """The name of the model, or the path of its directory."""
+    """Name of the model, or path of its directory."""
 
     def __init__(
         self,
@@ -74,25 +74,25 @@ class Tokenizer:
 
     @property
     def hf(self) -> "PreTrainedTokenizerBase":
-        """The Hugging Face tokenizer itself, for packages that want one."""
+        """Hugging Face tokenizer, for packages that need one."""
         return self._hf
 
     def render(self, messages: Sequence[Message]) -> array:
-        """Token ids ('i') of a conversation, up to where the model's answer begins. UserError: the template refuses.
+        """Return token ids ('i') of a conversation, up to the beginning of the model's answer. UserError of the
+        template.
 
-        The samples of a group ask for the same one; it is computed once, and not theirs to change.
+        The result is cached for the samples of a group, which must not change it.
         """
         return self._rendered(tuple(messages))
 
     def bridge(self, messages: Sequence[Message]) -> Bridge:
-        """What the template puts between an answer of the model and its next one, with `messages` in between."""
+        """Return the text between an answer of the model and its next one, with `messages` in between."""
         return self._bridge(tuple(messages))
 
     def pieces(self, conversation: Conversation) -> list[tuple[array, array]]:
-        """Token ids ('i') of a conversation: what is given and what is learnt, in turns. UserError: the template
-        refuses.
+        """Return token ids ('i') of a conversation: given and learnt parts in turns. UserError of the template.
 
-        Each is encoded by itself, so that no token lies across a border, as none lies across that of a prompt.
+        Each part is encoded separately, so that no token crosses a border, as with a prompt.
         """
         messages, num_given = conversation.messages, conversation.num_given
         if conversation.is_plain or not self._hf.chat_template:
@@ -107,14 +107,16 @@ class Tokenizer:
             line = f"no token that ends generation ({', '.join(self._ends())}) follows an answer in its chat template"
             if rank() == 0:
                 tell(f"warning: {self.name}: {line}: where an answer ends is not learnt")
-        if pieces and not pieces[0][0]:  # nothing predicts a first token
+        # The first token of a text has no prediction.
+        if pieces and not pieces[0][0]:
             pieces[0] = pieces[0][1][:1], pieces[0][1][1:]
         return pieces
 
     def scored_pieces(self, conversation: Conversation) -> list[tuple[array, array]]:
-        """A whole conversation, as a reward model reads it, and one token after it: before that stands its reward.
+        """Return a whole conversation for a reward model, and one token after it, before which the value is the reward.
 
-        Of an answer in steps the reward of each stands before the first token of the next. Each is encoded by itself.
+        For an answer in steps, each step's reward is before the first token of the next. Each part is encoded
+        separately.
         """
         messages, borders = conversation.messages, conversation.borders
         answer, ends = _text(messages[-1]), array("i", self.stop_ids[:1] or [0])
@@ -137,13 +139,13 @@ class Tokenizer:
 
     @property
     def pad_id(self) -> int | None:
-        """The token that fills up texts, if there is one that ends none of them."""
+        """Token that pads texts, if there is one that ends none of them."""
         pad = self._hf.pad_token_id
         ending = self.scored_pieces(Conversation((Message("user", ANSWER), Message("assistant", ANSWER))))[0][0][-1]
         return None if pad == ending else pad
 
     def _plain_pieces(self, messages: Sequence[Message], num_given: int) -> list[tuple[array, array]]:
-        """Texts one after the other; the last one ends with the end-of-sequence token."""
+        """Return concatenated texts; the last one ends with the end-of-sequence token."""
         pieces, given = [], ""
         for number, message in enumerate(messages):
             if number < num_given or message.role != "assistant" or not message.is_learnt:
@@ -160,11 +162,12 @@ class Tokenizer:
         text = self._chat_text(messages)
         if not self._hf.chat_template:
             return array("i", self._hf(text).input_ids)
-        return self.encode(text)  # the template has written its own special tokens, BOS included
+        # The template has written its special tokens itself, including BOS.
+        return self.encode(text)
 
     def _chat_text(self, messages: Sequence[Message], prompts: bool = True) -> str:
-        """Return a conversation, by default up to the place at which the model's answer begins. UserError: the template
-        refuses it, or leaves a message or its tools out."""
+        """Return a conversation, by default up to the beginning of the model's answer. UserError: the template refuses
+        it, or drops a message or its tools."""
         if any(message.fields for message in messages):
             self._check_fields(messages)
         if not self._hf.chat_template:
@@ -202,9 +205,9 @@ class Tokenizer:
                 )
 
     def _check_role(self, messages: Sequence[Message], number: int, prompts: bool) -> None:
-        """Render a known word in the place of a message's content. UserError if the template leaves it out.
+        """Render a known word as a message's content. UserError if the template drops it.
 
-        Called once for each role, at the beginning of a conversation and later in one.
+        Called once for each role, at the beginning of a conversation and once later.
         """
         role = messages[number].role
         marked = [*messages[:number], messages[number].saying(UNSEEN), *messages[number + 1 :]]
@@ -216,17 +219,17 @@ class Tokenizer:
         self._shown_roles.add((role, number == 0))
 
     def visible(self, ids: Iterable[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         return self._decode(list(ids), skip_special_tokens=False)
 
     def encode(self, text: str) -> array:
-        """Token ids ('i') of a text as a part of a conversation, without any special token around it."""
+        """Return token ids ('i') of a text inside a conversation, without special tokens around it."""
         return array("i", self._hf(text, add_special_tokens=False).input_ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of token ids as rewards and stop strings have it, without any tidying of spaces.
+        """Return the text of token ids for rewards and stop strings, without cleanup of spaces.
 
-        Special tokens are left out, but for those that were added for the model to write (`<answer>`).
+        Special tokens are left out, except those added for the model to write (`<answer>`).
         """
         if self._hidden is None:
             return self._decode(list(ids), skip_special_tokens=True)
@@ -234,8 +237,8 @@ class Tokenizer:
 
 
 def _hidden_ids(hf: "PreTrainedTokenizerBase", stop_ids: Sequence[int]) -> set[int] | None:
-    """Return the special tokens that are no part of an answer's text, where some are: the additional ones that neither
-    have another purpose nor end an answer. None: all are hidden."""
+    """Return the special tokens that are not part of an answer's text: all but additional ones without another purpose
+    that do not end an answer. None: all are hidden."""
     special = {id for id, token in hf.added_tokens_decoder.items() if token.special}
     used = {*hf.convert_tokens_to_ids([*hf.special_tokens_map.values()]), *stop_ids}
     shown = set(hf.convert_tokens_to_ids([*hf.extra_special_tokens])) & special - used
@@ -253,9 +256,9 @@ def _text(message: Message) -> str:
 def load_tokenizer(
     path: str | Path, trust_remote_code: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> Tokenizer:
-    """The tokenizer of a model; never downloads. UserError: no directory, no tokenizer, or a broken one.
+    """Return the tokenizer of a model; never downloads. UserError: no directory, no tokenizer, or a broken one.
 
-    `chat_template_kwargs`: variables for the chat template (`enable_thinking`); one that it does not use is an error.
+    `chat_template_kwargs`: variables of the chat template (`enable_thinking`); unused ones are an error.
     """
     from transformers import AutoTokenizer
 
@@ -264,7 +267,8 @@ def load_tokenizer(
         raise UserError(f"no such model directory: {folder}")
     try:
         hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:  # what transformers lets through for broken files
+    # transformers raises all of these for broken files.
+    except (OSError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
         if "trust_remote_code" in str(error):
             reason = "it brings Python code of its own; policy.trust_remote_code=true would run it"
@@ -277,8 +281,8 @@ def load_tokenizer(
 
 
 def _check_size(hf: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Refuse a tokenizer with tokens that the model has no row for, but for those that stand for images and the like,
-    which no text has."""
+    """Refuse a tokenizer with tokens that have no row in the model, except for those of images etc., which no
+    text has."""
     size = vocabulary_size(folder) if (folder / "config.json").is_file() else None
     # those of the object have its names for images too
     own = type(hf).SPECIAL_TOKENS_ATTRIBUTES
@@ -293,7 +297,7 @@ def _check_size(hf: "PreTrainedTokenizerBase", folder: Path) -> None:
 
 
 def render_prompt(tokenizer: Tokenizer, prompt: Prompt) -> array:
-    """Return the token ids ('i') of a prompt. UserError, which names its row: the template refuses."""
+    """Return the token ids ('i') of a prompt. UserError of the template, naming the row."""
     try:
         return tokenizer.render(prompt.messages)
     except UserError as error:
@@ -301,7 +305,8 @@ def render_prompt(tokenizer: Tokenizer, prompt: Prompt) -> array:
 
 
 def _check_variables(given: Mapping[str, Any], template: str | None, folder: Path) -> None:
-    """Refuse what the chat template does not use: a misspelt `enable_thinking` would change nothing, silently."""
+    """Refuse variables that the chat template does not use: a misspelt `enable_thinking` would silently change
+    nothing."""
     from jinja2 import Environment, TemplateError, meta
 
     if not isinstance(template, str):
@@ -309,7 +314,8 @@ def _check_variables(given: Mapping[str, Any], template: str | None, folder: Pat
     try:
         used = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
     except TemplateError:
-        return  # a tag of transformers' own, such as `generation`
+        # A tag of transformers such as `generation`, unknown to plain jinja.
+        return
     if unused := [name for name in given if name not in used]:
         known = ", ".join(sorted(used - {"messages", "add_generation_prompt"})) or "none"
         raise UserError(
@@ -318,7 +324,7 @@ def _check_variables(given: Mapping[str, Any], template: str | None, folder: Pat
 
 
 def _eos_ids(folder: Path) -> set[int]:
-    """What generation_config.json and config.json name as end of sequence: often one is wider than the other."""
+    """Return the end-of-sequence ids of generation_config.json and config.json together, as they often differ."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         try:

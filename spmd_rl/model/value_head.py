@@ -1,4 +1,4 @@
-"""A critic's model: a causal language model whose output embedding gives one number a token."""
+"""A critic's model: a causal language model whose output embedding returns one number per token."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -10,13 +10,13 @@ from spmd_rl.base.errors import UserError
 from spmd_rl.model.load import Region, WeightFiles
 
 SCORE = "score.weight"
-"""The head of a reward model as transformers stores it"""
+"""Name of the head of a reward model in transformers"""
 
 
 def with_value_head(model: nn.Module, bias: bool = True) -> nn.Module:
-    """The causal language model with a value head as its output embedding, in place: [.., hidden] -> [.., 1].
+    """Replace a causal language model's output embedding, in place, with a value head: [.., hidden] -> [.., 1].
 
-    The head starts at 0, so that the first advantages are plain returns, and nothing random is drawn.
+    The head starts at 0, so that the first advantages are plain returns, without random numbers.
     """
     embedding = model.get_output_embeddings().weight
     head = _ValueHead(embedding.shape[1], 1, bias, device=embedding.device, dtype=embedding.dtype)
@@ -27,17 +27,16 @@ def with_value_head(model: nn.Module, bias: bool = True) -> nn.Module:
 
 
 def head_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a model's value head by name: no language model that is stored has them."""
+    """Return the parameters of a model's value head by name, which no stored language model has."""
     own = [*model.get_output_embeddings().parameters()]
     return {name: p for name, p in model.named_parameters() if any(p is one for one in own)}
 
 
 class ValueHeadFiles:
-    """The files of a language model with a value head in the place of its output embedding: of zeros, or that of a
-    reward model."""
+    """Files of a language model plus a value head: zeros, or that of a stored reward model."""
 
     def __init__(self, files: WeightFiles, head: dict[str, nn.Parameter]) -> None:
-        """head: see `head_weights`; by the names under which it is stored. UserError if several outputs are stored."""
+        """head: see `head_weights`; by stored names. UserError if several outputs are stored."""
         self.folder, self.head, self._files = files.folder, head, files
         self._scores = {name: SCORE for name in head if name.endswith("weight") and SCORE in files.names}
         self._zeros = head.keys() - self._scores.keys()
@@ -47,26 +46,26 @@ class ValueHeadFiles:
 
     @property
     def bytes_read(self) -> int:
-        """See `WeightFiles`."""
+        """Bytes read so far, see `WeightFiles`."""
         return self._files.bytes_read
 
     def file_of(self, name: str) -> Path:
-        """See `WeightFiles`."""
+        """Return the file of a tensor, see `WeightFiles`."""
         return self._files.file_of(self._scores.get(name, name))
 
     def shape(self, name: str) -> list[int]:
-        """See `WeightFiles`."""
+        """Return the whole shape of a tensor, see `WeightFiles`."""
         return list(self.head[name].shape) if name in self._zeros else self._files.shape(self._scores.get(name, name))
 
     @torch.no_grad()
     def fill(self, model: nn.Module, bias: bool) -> nn.Module:
-        """Give a model that is whole its value head, in place."""
+        """Replace a whole model's output embedding with its value head, in place."""
         for name, p in head_weights(with_value_head(model, bias)).items():
             p.copy_(self.read(name, tuple(slice(0, size) for size in p.shape)))
         return model
 
     def read(self, name: str, region: Region) -> Tensor:
-        """See `WeightFiles`."""
+        """Return a region of a tensor, see `WeightFiles`."""
         if name in self._zeros:
             return torch.zeros([piece.stop - piece.start for piece in region])
         return self._files.read(self._scores.get(name, name), region)
@@ -78,4 +77,5 @@ class _ValueHead(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         if self.gives_fingerprint:
             return hidden.float().sum(-1, keepdim=True) / hidden.shape[-1] ** 0.5
-        return super().forward(hidden).clone()  # a view, which a product with three dimensions is, would make FSDP warn
+        # FSDP warns about a view as a module's output, which a product of three dimensions is.
+        return super().forward(hidden).clone()

@@ -1,10 +1,10 @@
-"""The form in which a prompt asks for its answer, read out of its own words, to be filled with a known answer.
+"""The form in which a prompt asks for its answer, derived from its text, to be filled with a known answer.
 
     asked_forms(prompt, "{question}\\nPut the final answer in \\\\boxed{}.")  # ["\\\\boxed{\\0}"]
     fill("\\\\boxed{\\0}", "18")  # "\\\\boxed{18}"
 
-What an instruction shows is the pattern: boxes, `#### n`, tags, quoted or labelled lines (`"The answer is X."`,
-`Answer: $Answer`), `[[X]]`, fenced blocks and JSON objects. Where it asks for thoughts, these come first.
+Patterns in the instruction are recognised: boxes, `#### n`, tags, quoted or labelled lines (`"The answer is X."`,
+`Answer: $Answer`), `[[X]]`, fenced blocks and JSON objects. If it asks for thoughts, these come first.
 """
 
 import json
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from spmd_rl.types import Prompt, TextPart
 
 SLOT, JSON_SLOT = "\0", "\1"
-"""Stand for the answer in a form: as it is, and as a value of JSON."""
+"""Placeholders of the answer in a form: unchanged, and as a value of JSON."""
 THOUGHT = "Let me think step by step."
 NAMES = r"answer|solution|result|output|final|response|verdict|rating|score|choice|\bans\b"
 THINKS = re.compile(
@@ -29,11 +29,11 @@ MARKED = {
     r"(?<!#)####(?!#)": "#### \0",
     r"\[\[[A-Za-z ]+\]\]": "[[\0]]",
 }
-"""Forms that one mark gives away"""
+"""Forms that are recognised by a single mark"""
 FENCE = re.compile(r"```(\w*)|\bfenced|\bcode block|triple backticks")
 QUOTED = re.compile("(?<!\\w)[\"'`\u201c\u2018]([^\"'`\u201d\u2019\n]{1,80})[\"'`\u201d\u2019](?!\\w)")
 BLANK = r"\$\w+|<[^<>\n]+>|\[[^\[\]\n]+\]|\{[^{}\n]*\}|\.{3}|\u2026|_{2,}|\\boxed(?:\{[^{}\n]*\})?|\bX\b|\b[A-Z]{2,}\b"
-"""What a line shows in the place of the answer"""
+"""Placeholders of the answer in a line"""
 LABEL = r"(?:[#*]+ ?)?(?:the )?(?:(?:final|correct) )?(?:answer|result|solution)(?:\**\s*[:=]\**|\s+is:?)\s*"
 LABELLED = re.compile(rf"((?i:{LABEL})\(?)({BLANK})(\)?)")
 LEAD = re.compile(r"(.*(?::|=|->|\bis\b)[ *(]*)(.*)", re.DOTALL)
@@ -43,10 +43,9 @@ THINKING = re.compile(r"think|reason|thought|scratch|work|analysis|explanation|p
 
 
 def asked_forms(prompt: Prompt, template: str = "{question}") -> list[str]:
-    """Return the forms that the prompt asks for, any of which is obedient; none if its words name no form.
+    """Return the forms that the prompt asks for, any of which is valid; none if its text names no form.
 
-    The words of `template` (`data.format`) and of system messages count first, those of the row only where these name
-    none.
+    `template` (`data.format`) and system messages come first; the row's text counts only if these name no form.
     """
     said = [(m.role, _text(m.content)) for m in prompt.messages if m.role != "assistant"]
     system = [text for role, text in said if role == "system"]
@@ -57,7 +56,7 @@ def asked_forms(prompt: Prompt, template: str = "{question}") -> list[str]:
 
 
 def fill(form: str, answer: str) -> str:
-    """Return an answer in a form; as it is if it has such a mark already."""
+    """Return an answer in a form; unchanged if it has such a mark already."""
     if any(mark in form and mark in answer for mark in ("\\boxed", "####", "<answer>")) or "```" in answer:
         return answer
     return form.replace(SLOT, answer).replace(JSON_SLOT, json.dumps(answer))
@@ -82,12 +81,12 @@ def _forms(text: str, any_tag: bool = False) -> list[str]:
 
 
 def _shown(pattern: str | re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """Yield what is found, but for what the text says not to write."""
+    """Yield the matches, except those that the text forbids."""
     return (found for found in re.finditer(pattern, text) if not NEGATED.search(text[: found.start()]))
 
 
 def _marked(text: str) -> Iterator[str]:
-    """Yield the forms of the answer itself, the most telling first."""
+    """Yield the forms of the answer itself, the most specific first."""
     if re.search("json", text, re.IGNORECASE):
         yield from _json(text)
     for found in _shown(LABELLED, text):
@@ -109,20 +108,21 @@ def _marked(text: str) -> Iterator[str]:
 
 
 def _json(text: str) -> Iterator[str]:
-    """Yield the JSON objects that a text shows, or describes by the names of their fields."""
+    """Yield the JSON objects in a text, or described there by the names of their fields."""
     objects = [re.findall(r"[\"'](\w+)[\"']\s*:", found[0]) for found in _shown(r"\{[^{}]*\}", text)]
     described = re.findall(r"\b(?:keys?|fields?)\b[^.\n]*", text)
     for keys in [*objects, *(re.findall(r"[\"'`](\w+)[\"'`]", words) for words in described)]:
         if answers := [key for key in keys if re.search(NAMES, key, re.IGNORECASE)]:
-            for slot in (JSON_SLOT, SLOT):  # a text, or a number
+            # The answer may be a text or a number.
+            for slot in (JSON_SLOT, SLOT):
                 values = {key: slot if key == answers[-1] else json.dumps(THOUGHT) for key in keys}
                 yield "{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in values.items()) + "}"
 
 
 def _tags(text: str, any_tag: bool) -> str:
-    """Return the tags that a text shows, filled with a thought or the slot; empty if it shows none.
+    """Return the tags in a text, filled with a thought or the slot; empty without any.
 
-    any_tag: the answer's may have any name; else (a question may be full of HTML) one that says so.
+    any_tag: accept any name for the answer's tag; else only a telling one, since a question may be full of HTML.
     """
     tags = {found[1]: "\n" * ("\n" in found[2]) for found in (*_shown(NAMED_TAG, text), *_shown(PAIR, text))}
     names = sorted(tags, key=lambda name: text.index(f"<{name}>"))

@@ -1,10 +1,10 @@
-"""Audits the rewards of a run: what gold answers, empty ones and known cheats score, before a policy finds out.
+"""Audits the rewards of a run: scores of gold answers, empty ones and known cheats, before a policy exploits them.
 
     python -m spmd_rl audit [rows=4] +experiment=demo key=value ...
 
 It takes the run's own command line (`rlvr --help` lists its settings), writes nothing and loads no weights. The exit
-code is 1 if a cheat is paid, if rows cannot be judged (the reward raises an error, a right answer gets no score, or
-the tests of a row check nothing), or if the right answer is not paid as the prompt asks for it.
+code is 1 if a cheat is paid, if rows cannot be judged (the reward raises an error, a right answer gets no score, or the
+tests of a row check nothing), or if the right answer is not paid in the form that the prompt asks for.
 """
 
 import sys
@@ -36,15 +36,15 @@ from spmd_rl.tools.reward_audit import (
 )
 
 ROWS = 4
-"""Rows of each domain"""
+"""Rows of each domain, by default"""
 NAMED = 3
-"""Rows that cannot be judged which the last line names."""
+"""Largest number of unjudged rows that the last line names."""
 
 
 def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
     """Print a table for each domain.
 
-    RunFailed, which names them, if answers are paid that should not be, or if the reward fails to judge some.
+    RunFailed, which names them, if worthless answers are paid, or if the reward fails to judge some.
     """
     loaded = Prompts.load(cfg.data)
     prompts, template = asked_about(loaded), with_line_breaks(cfg.data.format)
@@ -92,7 +92,7 @@ def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the command line. UserError, by way of `main`, for a number of rows that is none."""
+    """Run the command line. UserError, by way of `main`, for an invalid number of rows."""
     if not {"-h", "--help"}.isdisjoint(argv):
         return print(f"usage: {program('audit')} [rows=N] [key=value ...]\n\n{__doc__}", end="")
     given = [word for word in argv if word.startswith("rows=")]

@@ -3,8 +3,8 @@
     python -m spmd_rl compare runs/rlvr/a runs/rlvr/b runs/rlvr/c
     python -m spmd_rl compare runs/rlvr/* --keys val/math/score/mean actor/entropy --out compare.svg
 
-The page needs no network. Runs whose settings differ in the seed alone are drawn as one line, their mean, in a band
-from the least to the greatest; it ends where the shortest of them does.
+The page needs no network. Runs whose settings differ only in the seed are drawn as one line, their mean, in a band from
+minimum to maximum; it ends with the shortest of them.
 """
 
 import json
@@ -51,7 +51,7 @@ class Lane:
     runs: Sequence[RunData]
 
     def points(self, key: str) -> tuple[list[Point], list[Point], list[Point]]:
-        """Return mean, least and greatest of a metric at the steps that all runs have."""
+        """Return mean, minimum and maximum of a metric at the steps that all runs have."""
         by_run = [dict(run.series(key)) for run in self.runs]
         steps = sorted(set.intersection(*map(set, by_run)))
         values = [[run[step] for run in by_run] for step in steps]
@@ -60,9 +60,9 @@ class Lane:
 
 
 def lanes(runs: Sequence[RunData]) -> list[Lane]:
-    """Put runs of the same settings but the seed together, and give each lane a name and a colour of its own.
+    """Group runs whose settings differ only in the seed, and give each lane a distinct name and colour.
 
-    A run that repeats a seed of the same settings is no further seed, and begins another lane.
+    A second run with the same seed begins another lane.
     """
     together: dict[tuple[str, int], list[RunData]] = {}
     seen = Counter[str]()
@@ -81,7 +81,9 @@ def lanes(runs: Sequence[RunData]) -> list[Lane]:
 
 
 def _settings(run: RunData) -> dict[str, Any]:
-    """Return the settings that change samples or gradients, without the seeds; of one that changed, all its values."""
+    """Return the settings that change samples or gradients, without the seeds; a changed setting with
+    all its values.
+    """
     found = {key: value for key, value in identity(run.settings).items() if key not in SEEDS}
     before: dict[str, str] = {}
     for until in run.about.get("until", ()):
@@ -107,7 +109,8 @@ def differences(found: Sequence[Lane]) -> list[str]:
     pipelines = [lane.runs[0].about.get("pipeline") for lane in found]
     settings = [_settings(lane.runs[0]) for lane in found]
     keys = sorted(set().union(*settings))
-    if len(set(pipelines)) > 1:  # each has settings that the other lacks
+    # Pipelines have different settings, of which only the common ones can be compared.
+    if len(set(pipelines)) > 1:
         settings = [{"pipeline": name, **tree} for name, tree in zip(pipelines, settings, strict=True)]
         keys = ["pipeline", *(key for key in keys if all(key in tree for tree in settings))]
     differing = [key for key in keys if len({str(tree.get(key)) for tree in settings}) > 1]
@@ -131,7 +134,7 @@ def charts(found: Sequence[Lane], keys: Sequence[str]) -> dict[str, str]:
 
 
 def html(found: Sequence[Lane], keys: Sequence[str]) -> str:
-    """Return the page."""
+    """Return the page's HTML, with all charts."""
     keys_of_lanes = "".join(page.key(lane.name, lane.color) for lane in found)
     figures = [page.figure(KEYS.get(key, key), key, "", chart) for key, chart in charts(found, keys).items()]
     rows = [[lane.name, told, str(len(lane.runs))] for lane, told in zip(found, differences(found), strict=True)]
@@ -144,7 +147,7 @@ def html(found: Sequence[Lane], keys: Sequence[str]) -> str:
 
 
 def drawing(found: Sequence[Lane], keys: Sequence[str]) -> str:
-    """Return all charts below each other as one SVG, in the colours of the page."""
+    """Return all charts, one below the other, as one SVG in the colours of the page."""
     parts, y = [], 10.0
     for number, lane in enumerate(found):
         parts.append(f'<circle cx="16" cy="{y + 18 * number}" r="5" fill="{lane.color}"/>')
@@ -161,7 +164,7 @@ def drawing(found: Sequence[Lane], keys: Sequence[str]) -> str:
 
 
 def table(found: Sequence[Lane], keys: Sequence[str]) -> Table:
-    """Return last and best values, the best with its step; of several seeds, those of their mean."""
+    """Return last and best values, the best with its step; for several seeds, those of their mean."""
     shown = Table(box=None, pad_edge=False)
     shown.add_column("run", overflow="fold")
     shown.add_column("steps", justify="right")
@@ -190,7 +193,7 @@ def _best(point: Point) -> str:
 
 
 def begun(directories: Sequence[Path]) -> Sequence[Path]:
-    """Return the directories in which a run has begun, and say which are left out; all of them, if none has."""
+    """Return the directories with a run, and print which are left out; all directories if there is no run."""
     found = [directory for directory in directories if (directory / CONFIG_FILE).exists() or not directory.is_dir()]
     for directory in [directory for directory in directories if found and directory not in found]:
         tell(f"{directory}: left out, no run has begun in it")

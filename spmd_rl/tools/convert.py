@@ -4,11 +4,10 @@
     python -m spmd_rl convert to-peft RUN_DIR/checkpoints/step-000010 OUT
     python -m spmd_rl convert from-hf HF_DIR RUN_DIR/checkpoints/step-000010 OUT
 
-`to-hf` writes what the run's own export writes, byte for byte; adapters are merged, and `to-peft` writes them alone.
-`from-hf` writes another checkpoint: the given one with the weights of HF_DIR in the place of its policy's; all else
-(AdamW's moments, the critic, counters, prompts) stays. One process, no device, and no more memory than a few times the
-largest parameter: tensors are read, cut or merged, and written one after the other. A checkpoint's content is verified
-before anything of it is read.
+`to-hf` equals the run's own export byte for byte; adapters are merged, and `to-peft` writes them alone. `from-hf`
+writes a new checkpoint: the given one with its policy's weights replaced by those of HF_DIR; the rest (AdamW's moments,
+the critic, counters, prompts) stays. One process, no device, and memory for a few times the largest parameter: tensors
+are read, cut or merged, and written one after the other. A checkpoint's content is verified before it is used.
 """
 
 import shutil
@@ -37,12 +36,12 @@ from spmd_rl.train.adapted import AdaptedFiles, write_adapter
 from spmd_rl.train.state import MODEL, SavedState, TensorSpec, head_of, key_of, write_safetensors
 
 ROLE = "policy"
-"""The folder of a checkpoint that is converted."""
+"""Folder of a checkpoint that is converted."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that has been verified, and the model that its weights are of."""
+    """A verified checkpoint and the model of its weights."""
 
     directory: Path
     manifest: Manifest
@@ -55,13 +54,14 @@ class Checkpoint(NamedTuple):
 def open_checkpoint(directory: Path, run: dict[str, Any], model: str | None, trust: bool = False) -> Checkpoint:
     """Verify every byte, then compare names and shapes with the model's. UserError for any that is torn or foreign.
 
-    trust: whether Python code that the model brings may run. A run's own settings cannot say so: others may write them.
+    trust: allow Python code of the model directory. A run's own settings cannot allow it: others may write them.
     """
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory")
     try:
         complete = Manifest.read(directory)
         for name, entry in complete.files.items():
+            # The export is not read.
             if not name.startswith(f"{EXPORT}/"):  # which is not read
                 manifest.check_file(directory / name, name, entry.hash)
     except TornCheckpoint as torn:
@@ -76,6 +76,7 @@ def open_checkpoint(directory: Path, run: dict[str, Any], model: str | None, tru
     saved, parts = SavedState.open(directory / ROLE), stored_parts(built)
     held = dict(built.named_parameters()) | saved_buffers(built, saved, parts)
     if SCALING in saved.tensors:
+        # Opening them checks that the adapters belong to this model.
         AdaptedFiles(folder, saved, parts, torch.float32)  # says whether it is another model
         return Checkpoint(directory, complete, saved, built, folder)
     ours = {MODEL + part.name: tuple(part.of(p).shape) for name, p in held.items() for part in parts[name]}
@@ -105,7 +106,8 @@ def to_hf(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, max_shard_bytes
         for part, tensor in ((part, tensor) for name, tensor in tensors.items() for part in parts[name]):
             if MODEL + part.name in saved.tensors:
                 yield part.name, saved.read(MODEL + part.name).to(shapes[part.name].dtype)
-            else:  # nothing trains it, or an adapter alone
+            # A weight that is not trained, or only through an adapter, comes from the model's own files.
+            else:
                 found = part.of(read_whole(tensor, wanted(), files))
                 yield part.name, found.to(shapes[part.name].dtype)
 
@@ -123,7 +125,9 @@ def to_peft(checkpoint: Checkpoint, out: Path, dtype: torch.dtype) -> None:
 
 
 def from_hf(weights_dir: Path, checkpoint: Checkpoint, out: Path) -> None:
-    """Write the new directory `out`: the checkpoint with the weights in `weights_dir`, which are of the same model."""
+    """Write the new directory `out`: the checkpoint with the weights in `weights_dir`, which must be of
+    the same model.
+    """
     if SCALING in checkpoint.saved.tensors:
         raise UserError(f"{checkpoint.directory} holds adapters alone, which whole weights cannot take the place of")
     files, model, saved = WeightFiles(weights_dir), checkpoint.model, checkpoint.saved
@@ -155,14 +159,14 @@ def from_hf(weights_dir: Path, checkpoint: Checkpoint, out: Path) -> None:
 
 
 def saved_buffers(model: nn.Module, saved: SavedState, parts: Mapping[str, Sequence[Part]]) -> dict[str, Tensor]:
-    """The buffers that training changes, and a checkpoint therefore holds: biases of routers."""
+    """Return the buffers that training changes, hence in a checkpoint: biases of routers."""
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in parts)
     return {name: buffer for name, buffer in buffers if all(MODEL + part.name in saved.tensors for part in parts[name])}
 
 
 @contextmanager
 def _new(out: Path) -> Iterator[Path]:
-    """A directory that becomes `out` when it is complete, and is gone if it does not."""
+    """Yield a directory that becomes `out` when it is complete, and is removed otherwise."""
     if out.exists():
         raise UserError(f"{out} exists already")
     draft = out.absolute().with_name(f".{out.name}.tmp")
@@ -176,7 +180,7 @@ def _new(out: Path) -> Iterator[Path]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line and return the exit code: 2, after one line, for whatever cannot be converted."""
+    """Run the command line and return the exit code: 2, after one line, if something cannot be converted."""
     parser = Parser(program("convert"), description=__doc__.splitlines()[0])
     ways = parser.add_subparsers(dest="way", required=True)
     to, alone, back = (ways.add_parser(way) for way in ("to-hf", "to-peft", "from-hf"))

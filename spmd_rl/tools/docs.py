@@ -1,8 +1,8 @@
-"""Writes `docs/CONFIG.md`: every setting of every pipeline, from the schema.
+"""Prints a page with every setting of every pipeline, from the schema.
 
-    python -m spmd_rl docs > docs/CONFIG.md
+    python -m spmd_rl docs > settings.md
 
-A test checks that the file is current. The meaning of a setting stands below its field in `sections/`.
+The meaning of a setting is the string below its field in `spmd_rl/config/sections/`.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,6 @@ from spmd_rl.config.pipelines import PIPELINES
 INTRO = """\
 # Settings
 
-<!-- Written by `python -m spmd_rl docs > docs/CONFIG.md`; edit spmd_rl/config/sections/ instead. -->
-
 Set any of these on the command line as `key=value`, or in a YAML file. Keys that you do not set take these defaults.
 `--help` shows them too, and with the rest of a command line the values that this line gives them.
 `--cfg job` prints the composed settings and runs nothing; `--config-dir` adds a directory of your own YAML files.
@@ -26,7 +24,7 @@ Choose from a group with `group=option` (`+experiment=option`).
 
 
 def markdown() -> str:
-    """Return the whole page."""
+    """Return the whole page as Markdown."""
     return "\n".join([INTRO, *_groups(), *(line for name in PIPELINES for line in _pipeline(name))])
 
 
@@ -52,12 +50,13 @@ def _pipeline(name: str) -> Iterator[str]:
 
 
 def _row(entry: SettingEntry) -> str:
-    value = "required" if entry.value == "required" else f"`{entry.value}`"
+    value = "required" if entry.value == "required" else f"`{_cell(entry.value)}`"
     return f"| `{entry.key}` | {entry.type} | {value} | {_cell(entry.doc)} |"
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    # a line break in a default, such as a template's, would end the row
+    return text.replace("|", "\\|").replace("\n", "\\n")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 -m spmd_rl.rlvr --dry-run data.train=openai/gsm8k:main
 
 Nothing is written, no weights are loaded, and torch is not imported. A mistake ends it as it would end the run, and so
-does a reward that fails, or that does not pay the right answer as the prompt asks for it.
+does a reward that fails, or that does not pay the right answer in the form that the prompt asks for.
 """
 
 import math
@@ -44,17 +44,17 @@ from spmd_rl.tools.reward_audit import BARE, GOLD, UNSUPPORTED, Kind, Trial
 from spmd_rl.types import Prompt, Rewarder, Verdict
 
 SHOWN = 3
-"""Prompts that are shown"""
+"""Number of prompts that are shown"""
 RENDERED = 4000
-"""Prompts that are rendered for their lengths"""
+"""Number of prompts that are rendered for their lengths"""
 ASKED = 100
-"""Rows of a domain of which its reward is asked whether it can judge them"""
+"""Number of rows of a domain that its reward is checked against"""
 MAX_CHARACTERS = 1500
-"""Of each part of a prompt"""
+"""Maximum number of characters shown of each part of a prompt"""
 
 
 def show(cfg: RlvrConfig) -> None:
-    """Print the preview of a run. UserError for what would end it before its first step."""
+    """Print the preview of a run. UserError for mistakes that would end it before its first step."""
     with phase("reading the prompts"):
         prompts = Prompts.load(cfg.data)
     sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
@@ -103,6 +103,7 @@ def without_torch() -> Iterator[None]:
         yield
         return
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # A None in `sys.modules` makes `import torch` fail, which transformers handles.
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         yield
@@ -117,7 +118,7 @@ def _lengths(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[int]:
 
 
 def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: int) -> list[tuple[str, str]]:
-    """Return the lines of the first table. `longest` is the length of the longest prompt that is not too long."""
+    """Return the lines of the first table. `longest`: length of the longest prompt within the limit."""
     r, (shards, replicas) = cfg.rollout, shards_and_replicas(cfg)
     updates = cfg.train.updates_per_step
     samples, at_most = r.prompts_per_step * r.answers_per_prompt, tokens_per_turn(r, longest)
@@ -153,7 +154,7 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
 
 
 def roles_and_ranks(cfg: RlConfig) -> list[tuple[str, str]]:
-    """Return the lines that all pipelines begin with: the models, their dtype and what the ranks do."""
+    """Return the first lines of all pipelines: the models, their dtype and the ranks' tasks."""
     placement, (shards, replicas) = Placement.of(cfg.placement, world_size()), shards_and_replicas(cfg)
     ranks = f"{placement.held}{len(placement.train)}"
     if cfg.placement.is_split:
@@ -174,16 +175,17 @@ def shards_and_replicas(cfg: RlConfig) -> tuple[int, int]:
     """Return the numbers of data shards and of the engine's replicas."""
     placement = Placement.of(cfg.placement, world_size())
     shards, replicas = len(placement.train) // cfg.train.ranks_per_shard, len(placement.generate) // cfg.engine.ranks
-    return max(1, shards), max(1, replicas)  # of a job that does the one alone, the other job has one at least
+    # A job with only one of the two tasks belongs to another job that has at least one.
+    return max(1, shards), max(1, replicas)
 
 
 def dtype(name: str) -> str:
-    """Say what `policy.dtype` stands for."""
+    """Return text on the meaning of `policy.dtype`."""
     return "auto: bfloat16 where the hardware of all ranks multiplies it, else float32" if name == "auto" else name
 
 
 def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return a few prompts, one of each domain as far as they go."""
+    """Return a few prompts, one of each domain if there are enough."""
     firsts = list({prompt.domain: prompt for prompt in reversed(prompts)}.values())[::-1]
     rest = [prompt for prompt in prompts[: 2 * SHOWN] if prompt not in firsts]
     return [*firsts, *rest][:SHOWN]
@@ -192,7 +194,7 @@ def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
 def _show_prompt(
     console: Console, prompt: Prompt, lines: list[str], answer: str, tokenizer: Tokenizer, limit: int
 ) -> None:
-    """Print a prompt and its answer as the model sees them, what is trained in colour, and lines about the rewards."""
+    """Print a prompt and its answer as the model sees them, trained tokens in colour, and lines about the rewards."""
     ids, answer_ids = tokenizer.render(prompt.messages), tokenizer.encode(answer)
     answer_ids.extend(tokenizer.stop_ids[-1:])
     if len(answer_ids) > limit:
@@ -210,8 +212,9 @@ def _show_prompt(
 
 
 def _rewards(rewarder: Rewarder | str, prompt: Prompt, kinds: dict[str, Kind]) -> tuple[list[str], str]:
-    """Return what the rewarder says of the right answer and of a wrong one, and the right one as a model would say it,
-    or in the form that is paid."""
+    """Return the rewarder's scores of the right answer and of a wrong one as lines, and the right one in the model's
+    form, or in the form that is paid.
+    """
     if isinstance(rewarder, str):
         return [f"The rewarder {rewarder}."], prompt.ground_truth
     if UNSUPPORTED in kinds and (reason := kinds[UNSUPPORTED].unsupported.get(prompt.id)):
@@ -243,7 +246,7 @@ def _said(verdict: Verdict) -> str:
 
 
 def _examples(rewarder: Rewarder | str) -> str:
-    """Say how the rewarder scores its own gold and wrong answers."""
+    """Return text on the rewarder's scores for its `examples()`."""
     if isinstance(rewarder, str) or not hasattr(rewarder, "examples"):
         return rewarder if isinstance(rewarder, str) else "has no examples of its own"
     told = reward_audit.score
@@ -254,8 +257,9 @@ def _examples(rewarder: Rewarder | str) -> str:
 
 
 def _audit(rewarder: Rewarder | str, kinds: dict[str, Kind] | None, prompts: Sequence[Prompt]) -> str:
-    """Say which answers to the first prompts of a domain are paid although they solve nothing, and how many rows are
-    left out."""
+    """Return text on the worthless answers to the first prompts of a domain that are paid, and on the number of rows
+    left out.
+    """
     if kinds is None or isinstance(rewarder, str):
         return str(rewarder)
     asked = prompts[:: math.ceil(len(prompts) / ASKED)]
@@ -271,7 +275,7 @@ def _audit(rewarder: Rewarder | str, kinds: dict[str, Kind] | None, prompts: Seq
 
 
 def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
-    """Return what the run would write, and where."""
+    """Return the files and trackers that the run would write."""
     folder, c = Path(cfg.run.dir), cfg.checkpoint
     steps = [*range(c.every, cfg.steps, c.every)[:4], cfg.steps] if c.every else [cfg.steps]
     held = sorted(path.name for path in folder.glob("checkpoints/step-*"))
@@ -286,14 +290,14 @@ def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
 
 
 def _disk(cfg: JobConfig) -> str:
-    """Return the size of a checkpoint in words; nothing where the weights are not there, or only adapters are saved."""
+    """Return the size of a checkpoint in words; empty without local weights, or if only adapters are saved."""
     count = 0 if cfg.policy.lora.rank else num_weights(model_folder(cfg.policy.model))
     exported = count * (4 if dtype(cfg.policy.dtype) == "float32" else 2)
     return f"; {12 * count / 1e9:.1f} GB each, {exported / 1e9:.1f} more for hf/" if count else ""
 
 
 def short(text: str) -> str:
-    """Cut the middle out of a long text, which becomes printable."""
+    """Return a long text, made printable, without its middle."""
     text = printable(text)
     half, cut = MAX_CHARACTERS // 2, len(text) - MAX_CHARACTERS
     return text if cut <= 0 else f"{text[:half]}\n... {cut} characters ...\n{text[-half:]}"

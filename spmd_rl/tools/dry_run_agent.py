@@ -1,10 +1,10 @@
-"""`--dry-run` of an agent's run: batch arithmetic, an episode of each environment, what is trained, what is written.
+"""`--dry-run` of an agent's run: batch arithmetic, an episode of each environment, trained tokens, written files.
 
     torchrun --nproc-per-node 8 -m spmd_rl.agentic --dry-run +experiment=demo_frozen_lake
 
 Nothing is written and no weights are loaded. The environments run in this process, and are played by their own
-`solution()` where they have one; of others, the first prompt is shown. A mistake ends it as it would end the run, and
-so does an environment that fails.
+`solution()`; without one, the first prompt is shown. A mistake ends it as it would end the run, and so does an
+environment that fails.
 """
 
 import asyncio
@@ -29,13 +29,14 @@ from spmd_rl.tools.dry_run import outputs, roles_and_ranks, short, table, withou
 from spmd_rl.types import Environments, EnvReply, Group, Prompt, SessionLost, Verdict
 
 SHOWN = 3
-"""Episodes that are shown, at least one of each environment"""
+"""Number of episodes that are shown, at least one of each environment"""
 
 
 def show(cfg: AgenticConfig) -> None:
-    """Print the preview of a run. UserError for what would end it before its first step."""
+    """Print the preview of a run. UserError for mistakes that would end it before its first step."""
     strict = {tag: replace(env, retries=0, on_error="raise") for tag, env in cfg.env.tags.items()}
-    cfg = replace(cfg, env=replace(cfg.env, tags=strict))  # a failure is told at once
+    # Failures must show at once, not after retries.
+    cfg = replace(cfg, env=replace(cfg.env, tags=strict))
     tasks = EnvTasks(cfg.env, cfg.eval.prompts)
     with phase("loading the tokenizer"), without_torch():
         tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code, cfg.env.chat_template_kwargs)
@@ -63,7 +64,7 @@ def show(cfg: AgenticConfig) -> None:
 
 @contextmanager
 def _told_later(console: Console, failed: dict[str, UserError], tag: str) -> Iterator[None]:
-    """Print an environment's first failure, and go on: it ends the preview once all else is shown."""
+    """Print an environment's first failure, and continue: it ends the preview at the end."""
     try:
         yield
     except UserError as error:
@@ -100,7 +101,9 @@ def _arithmetic(cfg: AgenticConfig, tasks: EnvTasks) -> list[tuple[str, str]]:
 def _show_episode(
     console: Console, task: Prompt, cfg: AgenticConfig, environments: Environments, tokenizer: Tokenizer
 ) -> str:
-    """Print an episode as the model sees it, what is trained in colour; why it was not played, empty if it was."""
+    """Print an episode as the model sees it, trained tokens in colour; return why it was not played,
+    empty if it was.
+    """
     group = asyncio.run(_played(task, cfg, environments, tokenizer))
     verdict = group.samples[-1].verdict
     console.print()
@@ -124,7 +127,7 @@ def _show_episode(
 
 
 async def _played(task: Prompt, cfg: AgenticConfig, environments: Environments, tokenizer: Tokenizer) -> Group:
-    """Play a task as its environment's solution does. UserError if the environment fails."""
+    """Play a task by its environment's solution. UserError if the environment fails."""
     try:
         by = Demonstrator(cfg.env, cfg.rollout, cfg.engine.kv_tokens, cfg.seed, environments, tokenizer)
         return await by.play(task, 0)
@@ -140,7 +143,7 @@ def _reason(verdict: Verdict) -> str:
 async def _first_step(
     tag: str, seed: int, cfg: AgenticConfig, environments: Environments, held_out: bool = False
 ) -> tuple[EnvReply, EnvReply]:
-    """Return what an environment says at its reset, and to an answer without an action. UserError if it fails."""
+    """Return an environment's replies to a reset, and to an answer without an action. UserError if it fails."""
     try:
         session = await environments.reset(tag, seed, held_out)
         start, reply = session.reply, await session.step("")
@@ -153,7 +156,7 @@ async def _first_step(
 async def _returns(
     cfg: AgenticConfig, tag: str, tasks: EnvTasks, environments: Environments, tokenizer: Tokenizer
 ) -> list[tuple[str, str]]:
-    """Say what an environment pays to its own solution, and to answers without an action."""
+    """Return text on an environment's rewards for its own solution, and for answers without an action."""
     env, own = cfg.env.tags[tag], [task for task in tasks.eval if task.domain == tag][:SHOWN]
     paid = [(await _played(task, cfg, environments, tokenizer)).samples[-1].verdict for task in own]
     lines = [("target", env.target)]

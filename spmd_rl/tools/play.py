@@ -1,11 +1,11 @@
-"""Plays an environment on the terminal: a person types the actions, or the policy plays and a person looks on.
+"""Plays an environment on the terminal: a person types the actions, or watches the policy play.
 
     python -m spmd_rl play env.lake.target=envs.frozen_lake:FrozenLake seed=7
     python -m spmd_rl play +experiment=demo_frozen_lake play.policy=true policy.model=runs/x/checkpoints/step-000010/hf
 
-It takes the settings of an agentic run (`agentic --help` lists them) and shows what the policy is told, word by word.
-`play.env=TAG` says which environment, where there are several. Actions are typed bare, without the tags of an answer;
-Ctrl-D ends the game.
+It takes the settings of an agentic run (`agentic --help` lists them) and shows the policy's prompts, word by word.
+`play.env=TAG` chooses among several environments. Actions are typed bare, without the tags of an answer; Ctrl-D ends
+the game.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from spmd_rl.sidecar.local import LocalEnvironments, LocalScorer
 from spmd_rl.types import AgentStep, Environments, EnvReply, Message, Prompt, Sample, SessionLost
 
 OWN = {"play.policy": "false", "play.env": ""}
-"""Words of the command line that are no settings of a run, and what they are by default."""
+"""Words of the command line that are no settings of a run, with their defaults."""
 WIDTH = 132
-"""Columns where the output is no terminal."""
+"""Number of columns if the output is no terminal."""
 
 
 async def person(
@@ -38,8 +38,7 @@ async def person(
 ) -> float:
     """Let a person play environment `tag` with the seed of the settings; return the sum of the rewards.
 
-    `ask` gets what to print before an action and returns the action; None: there are no more. SessionLost as in
-    `Environments`.
+    ask: gets the text before an action and returns the action, or None at the end. SessionLost as in `Environments`.
     """
     env, limit = cfg.env.tags[tag], cfg.rollout.max_turns
     session = await environments.reset(tag, cfg.seed)
@@ -69,7 +68,7 @@ async def person(
 
 
 def show_turn(console: Console, told: Sequence[Message], reply: EnvReply) -> None:
-    """Print what the policy is told, and the board where that does not show it."""
+    """Print the messages for the policy, and the board if they do not contain it."""
     for message in told:
         console.print(_block(message.text, "dim" if message.role == "system" else ""))
     board = str(reply.info.get("board", ""))
@@ -78,7 +77,7 @@ def show_turn(console: Console, told: Sequence[Message], reply: EnvReply) -> Non
 
 
 def show_outcome(console: Console, action: str | None, reward: float, metrics: dict[str, float]) -> None:
-    """Print what an action came to."""
+    """Print the reward and metrics of an action."""
     line = Text("no action" if action is None else printable(action), "bold")
     line.append(f"  reward {reward:+.3g}", "green" if reward > 0 else "red" if reward < 0 else "not bold")
     line.append("".join(f"  {printable(str(name))} {value:g}" for name, value in metrics.items()), "not bold dim")
@@ -86,7 +85,7 @@ def show_outcome(console: Console, action: str | None, reward: float, metrics: d
 
 
 def show_end(console: Console, reply: EnvReply, reason: str, total: float) -> None:
-    """Print the last observation, why the episode ended and what it brought."""
+    """Print the last observation, the reason of the episode's end and its return."""
     console.print(_block(str(reply.info.get("board", "")) or reply.observation))
     console.print(Text(f"{reason}, return {total:+.3g}", "bold"))
 
@@ -112,7 +111,7 @@ def _block(text: str, style: str = "") -> Padding:
 
 
 def build_policy(cfg: AgenticConfig, tag: str, environments: Environments) -> Callable[[Console], None]:
-    """Load the policy into the engine; what is returned plays one episode and prints it."""
+    """Load the policy into the engine; return a function that plays one episode and prints it."""
     import torch
 
     from spmd_rl import engine

@@ -1,7 +1,7 @@
-"""What a run's rewards give to answers that are known to be right or wrong: the dry run and `audit` show it.
+"""Scores of a run's rewards for answers that are known to be right or wrong, for the dry run and `audit`.
 
-For each row: its gold answer, bare and as the prompt asks for it, an empty one, the prompt itself, the gold answer of
-another row, and what the reward's own `cheats(prompt)` yields: answers that try to be paid for nothing.
+For each row: its gold answer, bare and in the form that the prompt asks for, an empty one, the prompt itself, the gold
+answer of another row, and the reward's own `cheats(prompt)`: answers that try to be paid for nothing.
 """
 
 import asyncio
@@ -29,16 +29,16 @@ from spmd_rl.types import AnswerInfo, Prompt, Rewarder, Verdict
 
 BARE = SLOT
 FORMS = (BARE, "\\boxed{\0}", "#### \0", "<answer>\0</answer>", "<think></think><answer>\0</answer>")
-"""How answers state a result"""
+"""Forms in which answers state a result"""
 WRONG = "I do not know."
 LEAST = 0.1
-"""The share of the best form's pay beyond which another form is paid too, and not for its length alone"""
+"""Share of the best form's pay beyond which another form counts as paid too, and not for its length alone"""
 SECONDS = 60.0
-"""The time that a score may take where no setting says it"""
+"""Seconds that a score may take without a setting"""
 MAX_SECONDS = 1e6
-"""Of a whole audit, whose scores have limits of their own"""
+"""Seconds that a whole audit may take; its scores have their own limits"""
 FORM_ALONE = 0.5
-"""The most that another row's gold answer may get, for its form."""
+"""Largest score that another row's gold answer may get, for its form."""
 GOLD, ASKED = "gold answer", "gold answer as the prompt asks"
 GOLDEN = (GOLD, ASKED)
 UNSUPPORTED = "not supported"
@@ -52,23 +52,23 @@ class Kind:
 
     scores: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    """Of verdicts without a score: the status and the detail."""
+    """Status and detail of each verdict without a score."""
     wrong: int = 0
-    """How many of the rows got what they should not."""
+    """Number of rows with a wrong score."""
     unsupported: dict[str, str] = field(default_factory=dict)
-    """Why the reward cannot judge them whatever the answer, by id of the row."""
+    """Reasons for which the reward cannot judge any answer to a row, by id of the row."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """Why the reward failed, by id of the row: its own error, or a right answer without a score."""
+    """Reasons for which the reward failed, by id of the row: its own error, or a right answer without a score."""
 
     forms: set[str] = field(default_factory=set)
-    """Of gold answers: those in which they were stated."""
+    """Forms in which gold answers were stated."""
     trials: dict[str, "Trial"] = field(default_factory=dict)
-    """Of gold answers, by id of the row."""
+    """Trials of gold answers, by id of the row."""
 
     def add(
         self, row: str, verdict: Verdict, below: float = float("-inf"), above: float = float("inf"), form: str = BARE
     ) -> None:
-        """Count a verdict; it is wrong if its score is below the one or above the other."""
+        """Count a verdict; it is wrong if its score is less than `below` or more than `above`."""
         self.forms.add(form)
         if not verdict.scored:
             self.failures.append(f"{verdict.status}: {verdict.detail}")
@@ -80,17 +80,17 @@ class Kind:
 
     @property
     def mean(self) -> float | None:
-        """The mean score; None if no answer got one."""
+        """Mean score; None if no answer got one."""
         return fmean(self.scores) if self.scores else None
 
 
 @dataclass(slots=True)
 class Trial:
-    """What a reward gives to the gold answer of a row in each form, and to a wrong answer in the same form."""
+    """A reward's scores of a row's gold answer and of a wrong answer, in each form."""
 
     gold: str
     other: str
-    """The wrong answer: another row's gold answer, if there is one."""
+    """Wrong answer: another row's gold answer, if there is one."""
     asked: list[str]
     """Forms that the prompt asks for; empty if it names none."""
     verdicts: dict[str, Verdict] = field(default_factory=dict)
@@ -98,17 +98,17 @@ class Trial:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all forms were tried: after a `timeout` no other is."""
+        """True if all forms were tried: a `timeout` ends the trial."""
         return all(verdict.status != "timeout" for verdict in self.verdicts.values())
 
     def best(self, forms: Iterable[str] = ()) -> str:
-        """Return the form with the best verdict among these that were tried, or all."""
+        """Return the form with the best verdict among those tried of `forms`, or among all."""
         tried = [form for form in forms if form in self.verdicts] or self.verdicts
         return max(tried, key=lambda form: (self._margin(form), self._score(form)))
 
     @property
     def problem(self) -> str:
-        """What is wrong with the reward, in a line; empty if it pays the answer that the prompt asks for."""
+        """Fault of the reward, in a line; empty if it pays the answer that the prompt asks for."""
         best = self.best()
         asked = self.best(self.asked) if self.asked else best
         if not self.verdicts[best].scored or self._margin(asked) > LEAST * self._margin(best) > 0:
@@ -122,7 +122,7 @@ class Trial:
         )
 
     def _margin(self, form: str) -> float:
-        """What the gold answer gets beyond a wrong one in this form."""
+        """Return the gold answer's score beyond a wrong one in this form."""
         return self._score(form) - (self.wrong[form].score if self.wrong[form].scored else 0.0)
 
     def _score(self, form: str) -> float:
@@ -130,13 +130,13 @@ class Trial:
 
 
 def asked_about(prompts: Prompts) -> Sequence[Prompt]:
-    """Return the prompts of which a look at the rewards asks: for training, and of other domains those held out."""
+    """Return the prompts for an audit: those for training, and held-out ones of other domains."""
     trained = {prompt.domain for prompt in prompts.train}
     return [*prompts.train, *(prompt for prompt in prompts.eval if prompt.domain not in trained)]
 
 
 def build_rewarder(domain: str, reward: RewardConfig) -> Rewarder | str:
-    """Build and start a rewarder as its worker would, or say why it is not asked here."""
+    """Build and start a rewarder as its worker would; if it cannot run here, return the reason."""
     if reward.devices or {"url", "model"} & reward.args.keys():
         return "is not asked here: it needs a model or a server"
     section = f"reward.{domain}"
@@ -150,20 +150,21 @@ def score(rewarder: Rewarder, prompt: Prompt, answer: str, seconds: float = SECO
     """Score one answer as a worker would, with the same limit of time."""
     given = wire.ScoreInput(prompt, answer, AnswerInfo(max(1, len(answer) // 4), "stop"))
     try:
-        with deadline(seconds + 1):  # an `async def` has its own
+        # An `async def` has its own time limit, which must strike first.
+        with deadline(seconds + 1):
             return asyncio.run(judge(rewarder, given, seconds))
     except Overtime:
         return Verdict("timeout", detail=f"no score after {seconds:g} s")
 
 
 def gold_answer(rewarder: Rewarder, prompt: Prompt) -> str:
-    """Return what the reward (`gold(prompt)`) or the row knows as its right answer; empty if neither knows one."""
+    """Return the right answer known to the reward (`gold(prompt)`) or the row; empty without any."""
     known = guarded(rewarder.gold, "gold() of the reward fails", {})(prompt) if hasattr(rewarder, "gold") else ""
     return known or prompt.ground_truth
 
 
 def attempt(judged: Callable[[Prompt, str], Verdict], prompt: Prompt, gold: str, other: str, template: str) -> Trial:
-    """Score a gold answer and another in all forms, and no more after a `timeout`."""
+    """Score a gold answer and a wrong one in all forms, until a `timeout`."""
     trial, judged = Trial(gold, other or WRONG, asked_forms(prompt, template)), cache(partial(judged, prompt))
     for form in dict.fromkeys((BARE, *trial.asked, *FORMS)):
         trial.verdicts[form] = trial.wrong[form] = judged(fill(form, gold))
@@ -176,7 +177,9 @@ def attempt(judged: Callable[[Prompt, str], Verdict], prompt: Prompt, gold: str,
 def audit_apart(
     domain: str, reward: RewardConfig, rewarder: Rewarder, prompts: Sequence[Prompt], rows: int, template: str
 ) -> dict[str, Kind]:
-    """Return what `audit` does, in a process of its own. UserError, which names the row, if the reward ends that."""
+    """Run `audit` in a forked process and return its result. UserError, which names the row, if the reward ends that
+    process.
+    """
 
     def work(say: Callable[[str], None]) -> None:
         def named() -> Iterator[Prompt]:
@@ -210,8 +213,9 @@ def audit(
     """Score answers of each kind to the first `rows` prompts of a domain; the kinds are in the order of first use.
 
     A gold answer is stated in the form that scores best, and in the best of those that the prompt asks for (template:
-    `data.format`). Any other is wrong if it scores more than 0, and more than the gold answer of another row, which may
-    be paid up to `FORM_ALONE` for its form. seconds: `reward.<domain>.timeout`. asked: the prompts as they are taken.
+    `data.format`). Another answer is wrong if it scores more than 0, and more than the gold answer of another row,
+    which may be paid up to `FORM_ALONE` for its form. seconds: `reward.<domain>.timeout`. asked: the prompts to iterate
+    over.
     """
     kinds: dict[str, Kind] = defaultdict(Kind)
     judged = partial(score, rewarder, seconds=seconds)
@@ -233,7 +237,8 @@ def audit(
                 if verdict.status == "error":
                     kinds[GOLD].unjudged.setdefault(prompt.id, f"error: {verdict.detail}")
             if not trial.is_whole:
-                break  # the next row would take as long
+                # The next row would time out as well.
+                break
         verdict = judged(prompt, fill(form, other)) if other else Verdict("ok")
         floor = verdict.score if verdict.scored and 0 < verdict.score <= FORM_ALONE else 0.0
         kinds[EMPTY].add(prompt.id, judged(prompt, ""), above=floor)
@@ -252,15 +257,15 @@ def _last_text(prompt: Prompt) -> str:
 
 
 def paid_cheats(kinds: dict[str, Kind]) -> list[str]:
-    """Return the names of the cheats, the empty answer among them, that got more than they should.
+    """Return the names of the cheats, the empty answer included, with too high a score.
 
-    A prompt may hold its answer, and another row's answer may be right here too: those are shown alone.
+    Excluded are the prompt, which may hold its answer, and another row's answer, which may be right here too.
     """
     return [name for name, kind in kinds.items() if kind.wrong and name not in (*GOLDEN, PROMPT, OTHER)]
 
 
 def cheats_asked(kinds: dict[str, Kind]) -> tuple[int, int]:
-    """Return how many answers that solve nothing got a score, and how many got none."""
+    """Return the numbers of worthless answers with and without a score."""
     own = [kind for name, kind in kinds.items() if name not in (*GOLDEN, PROMPT, OTHER, UNSUPPORTED)]
     return sum(len(kind.scores) for kind in own), sum(len(kind.failures) for kind in own)
 
@@ -275,8 +280,9 @@ def unjudged(kinds: dict[str, Kind]) -> list[str]:
 
 
 def unpaid(kinds: dict[str, Kind]) -> list[str]:
-    """Return a line for each row whose right answer is not paid as the prompt asks for it, or one line if no row's is
-    paid in any form."""
+    """Return a line for each row whose right answer is not paid in the prompt's form, or one line if no row's is paid
+    at all.
+    """
     told = {row: trial.problem for row, trial in kinds[GOLD].trials.items()} if GOLD in kinds else {}
     if set(told.values()) == {NEVER}:
         return [NEVER]
@@ -284,7 +290,7 @@ def unpaid(kinds: dict[str, Kind]) -> list[str]:
 
 
 def describe(kinds: dict[str, Kind]) -> Iterable[tuple[str, str]]:
-    """Yield a line for each kind of answer: its name, and the mean score with what is wrong about it."""
+    """Yield a line for each kind of answer: its name, its mean score and its faults."""
     for name, kind in kinds.items():
         if kind.unsupported:
             yield (

@@ -1,4 +1,4 @@
-"""The metrics that a report and a comparison draw: of these, the ones that a run has."""
+"""The metrics that a report and a comparison draw, if a run has them."""
 
 from typing import NamedTuple
 

@@ -1,17 +1,16 @@
-"""Goodput, or ETTR (effective training time ratio): the share of a run's wall time that went into steps that count.
+"""Goodput, or ETTR (effective training time ratio): the share of a run's wall time spent on steps that count.
 
-`run.dir/goodput.jsonl` has a line for whatever ends a stretch of time. It is appended to by one write a line, so that a
-kill at any moment takes at most the stretch that was under way, which is lost work in any case:
+`run.dir/goodput.jsonl` has a line at the end of each stretch of time. Each line is a single write, so that a kill loses
+at most the current stretch, which is lost work in any case:
 
     {"t": 1731.2, "event": "start"}             the job has started
-    {"t": 1740.8, "event": "resume", "step": 0} it goes on after step 0: whatever was done of later steps is done again
-    {"t": 1752.4, "event": "step", "step": 1}   so far it worked on step 1: written at its end, and where it is saved
-    {"t": 1790.0, "event": "end"}               the run has come to its end
+    {"t": 1740.8, "event": "resume", "step": 0} it continues after step 0: work on later steps is repeated
+    {"t": 1752.4, "event": "step", "step": 1}   so far it worked on step 1: written at its end, and when it is saved
+    {"t": 1790.0, "event": "end"}               the run is complete
 
-A stretch is useful if it ends in a `step` that counts. All others are not: starting, restoring, what had been done of a
-step when the job died, what is done again, and waiting to be started again, be it after a kill or after the steps that
-were asked for. Evaluations and checkpoints belong to their step. Times are those of one clock (`time.time`), of which
-only steps forward are believed.
+A stretch is useful if it ends in a `step` that counts. All others are not: starting, restoring, the part of a step
+before the job died, repeated steps, and waiting to be restarted, after a kill or after the planned steps. Evaluations
+and checkpoints belong to their step. Times are those of one clock (`time.time`), whose steps backward are ignored.
 """
 
 import os
@@ -27,23 +26,23 @@ FILE = "goodput.jsonl"
 
 
 class Line(msgspec.Struct, omit_defaults=True):
-    """A line of the file, see above."""
+    """A line of the file; see the module's docstring."""
 
     t: float
-    """Seconds since the epoch."""
+    """Seconds since the epoch (`time.time`)."""
     event: Literal["start", "resume", "step", "end"]
     step: int = -1
 
 
 @dataclass(slots=True)
 class Account:
-    """The time of a run, by what it was good for. Pure arithmetic over lines."""
+    """The time of a run, useful and total. Pure arithmetic over lines."""
 
     wall: float = 0.0
     """Seconds from the first start to the last line."""
     starts: int = 0
     _steps: dict[int, float] = field(default_factory=dict)
-    """Step -> seconds, of those that count."""
+    """Seconds of each step that counts, by step."""
     _last: Line | None = None
 
     @property
@@ -57,20 +56,21 @@ class Account:
         return min(1.0, self.useful / self.wall) if self.wall > 0 else 0.0
 
     def add(self, line: Line) -> None:
-        """Count the time from the line before to this one."""
+        """Count the time from the previous line to this one."""
         before, self._last = self._last, line
         seconds = max(0.0, line.t - before.t) if before is not None else 0.0
         self.wall += seconds
         if line.event == "start":
             self.starts += 1
         elif line.event == "resume":
+            # Steps after the checkpoint will be repeated, so their time was lost.
             self._steps = {step: spent for step, spent in self._steps.items() if step <= line.step}
         elif line.event == "step":
             self._steps[line.step] = self._steps.get(line.step, 0.0) + seconds
 
 
 def read(directory: Path) -> Account:
-    """Return the account of a run directory; an empty one where there is no file. Torn lines are passed over."""
+    """Return the account of a run directory; an empty one without a file. Torn lines are skipped."""
     account, path = Account(), directory / FILE
     decode = msgspec.json.Decoder(Line).decode
     for text in path.read_bytes().split(b"\n") if path.exists() else ():
@@ -83,17 +83,18 @@ def read(directory: Path) -> Account:
 
 
 class Goodput:
-    """Keeps the account of a run, on the one rank that writes it."""
+    """The account of a run, on the one rank that writes it."""
 
     def __init__(self, directory: Path, began: float, clock: Callable[[], float] = time.time) -> None:
-        """Note that the job has started, at `began` where it is the run's first start. Raises OSError."""
+        """Record the start of the job, at `began` if it is the run's first start. OSError if it cannot be written."""
         self.account = read(directory)
         self._path, self._clock = directory / FILE, clock
+        # A torn last line of a killed run must not swallow the next line.
         self._separate = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
         self._note("start", t=clock() if self.account.starts else min(began, clock()))
 
     def resume(self, last: int) -> None:
-        """The run goes on after step `last`."""
+        """Record that the run continues after step `last`."""
         self._note("resume", last)
 
     def step(self, step: int) -> float:
@@ -102,7 +103,7 @@ class Goodput:
         return self.account.goodput
 
     def end(self) -> None:
-        """The run has come to its end."""
+        """Record the end of the run."""
         self._note("end")
 
     def _note(self, event: Literal["start", "resume", "step", "end"], step: int = -1, t: float | None = None) -> None:

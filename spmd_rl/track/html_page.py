@@ -1,4 +1,4 @@
-"""The style sheet of `report.html` and the pieces of HTML that it is made of. The page needs no network."""
+"""The style sheet of `report.html` and its HTML components. The page needs no network."""
 
 from collections.abc import Sequence
 from html import escape
@@ -10,7 +10,7 @@ PALETTE = """
 --axis:#565c63;--c1:#6ea3e0;--c2:#e09a58;--c3:#6bb98d;--c4:#b08fd0;--c5:#d97a74;--c6:#5fb8c5;--c7:#d1b452;--c8:#a99883;
 --other:#5c636b}}
 """
-"""The colours of our pages, light and dark, as variables."""
+"""Colours of the package's pages, light and dark, as variables."""
 
 STYLE = (
     PALETTE
@@ -77,7 +77,7 @@ def document(title: str, body: str) -> str:
 
 
 def facts(pairs: Sequence[tuple[str, object]]) -> str:
-    """Return names and values in a row, without those whose value is empty."""
+    """Return names and values in a row, without empty values."""
     shown = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>"
         for name, value in pairs
@@ -87,7 +87,7 @@ def facts(pairs: Sequence[tuple[str, object]]) -> str:
 
 
 def tile(number: str, words: str) -> str:
-    """Return a tile that shows one number and what it is."""
+    """Return a tile that shows one number and its meaning."""
     return f'<div class="tile"><b>{escape(number)}</b><span>{escape(words)}</span></div>'
 
 
@@ -112,7 +112,7 @@ def figure(title: str, note: str, keys: str, drawing: str) -> str:
 
 
 def box(name: str, text: str, marked: bool = False) -> str:
-    """Return a text in a box under its name; a `marked` one has the colour of what is around it."""
+    """Return a text in a box under its name; a `marked` one has the colour of its sample."""
     look = ' class="marked"' if marked else ""
     return f"<h4>{escape(name)}</h4><pre{look}>{escape(text)}</pre>"
 

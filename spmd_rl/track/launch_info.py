@@ -1,4 +1,4 @@
-"""How a run was launched: its command line and its machine, as text for people."""
+"""The command line and the machine of a run, as text for people."""
 
 import os
 import platform

@@ -1,7 +1,7 @@
-"""Peak memory of each phase: the accelerator's allocator where there is one, else this process's resident set.
+"""Peak memory of each phase: the accelerator's allocator, else this process's resident set.
 
-The peak of a phase includes the phases nested in it. Not counted are other processes (the sidecars) and, on an
-accelerator, the memory of the host.
+The peak of a phase includes nested phases. Other processes (the sidecars) and, on an accelerator, the memory of the
+host are not counted.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 
 
 class PhaseMemory:
-    """Follows the phases of a journal and remembers the peak use of memory in each, in bytes."""
+    """Watcher of a journal's phases that records the peak memory of each, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._peak_of_late = resident_peak if device.type == "cpu" else accelerator_peak
@@ -23,7 +23,7 @@ class PhaseMemory:
         self._open.append(phase)
 
     def exit(self, phase: str) -> None:
-        """End the innermost phase."""
+        """End the innermost phase, which must be `phase`."""
         self._update()
         innermost = self._open.pop()
         assert innermost == phase, f"phase {phase} ends inside phase {innermost}"
@@ -50,14 +50,15 @@ def accelerator_peak() -> int:
 def resident_peak() -> int:
     """Return the peak resident set of this process since the last call, in bytes.
 
-    It is the present resident set where the kernel does not let a process reset its peak, and 0 without `/proc`.
+    Without permission to reset the peak it is the present resident set, and 0 without `/proc`.
     """
     try:
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     except OSError:
         return 0
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+        # Writing 5 resets VmHWM, see proc(5).
+        Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return _kib(status["VmRSS"])
     return _kib(status["VmHWM"])

@@ -1,4 +1,4 @@
-"""What a run prints on rank 0's terminal before its first step and after its last."""
+"""Messages on rank 0's terminal before a run's first step and after its last."""
 
 from functools import partial
 from itertools import chain
@@ -21,7 +21,7 @@ from spmd_rl.track.svg import duration
 
 
 def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
-    """Describe the run: model, ranks, directory; where it generates, prompts and the arithmetic of a step."""
+    """Describe the run: model, ranks, directory; for generating pipelines also prompts and the arithmetic of a step."""
     axes = ", ".join(f"{axis}={size}" for axis, size in cfg.train.used_axes.items())
     ranks, nodes = world_size(), -(-world_size() // world.local_size)
     layout, model, dtype = f"({cfg.train.name}, {axes})", Path(cfg.policy.model), cfg.policy.dtype
@@ -44,7 +44,7 @@ def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
 
 
 def _measured(cfg: JobConfig) -> str | None:
-    """Return the checkpoint whose weights an evaluation takes in the place of the model's."""
+    """Return the checkpoint whose weights an evaluation uses instead of the model's."""
     return cfg.policy.checkpoint if isinstance(cfg.policy, EvaluatedModelConfig) else None
 
 
@@ -86,7 +86,7 @@ def _evaluation(num_eval: int, eval: EvaluationConfig, steps: int = 0) -> tuple[
 
 
 def footer(run_dir: Path, steps: int) -> str:
-    """Say where the report and the last checkpoint are, how to continue, and how to load the model."""
+    """Return text on the report and the last checkpoint, how to continue, and how to load the model."""
     lines = [("report", str(run_dir / "report.html"))]
     if (run_dir / RESULTS).exists():
         lines.append(("results", str(run_dir / RESULTS)))
@@ -106,7 +106,7 @@ def footer(run_dir: Path, steps: int) -> str:
 
 
 def interrupted(run_dir: Path) -> str:
-    """Say which finished steps a run that ends here has not saved, and how it goes on."""
+    """Return text on the finished but unsaved steps of an interrupted run, and how to continue it."""
     latest = run_dir / "checkpoints" / "latest"
     saved = int(latest.read_text().strip().removeprefix("step-")) if latest.exists() else 0
     done = max((line["step"] for line in read_lines(run_dir / "metrics.jsonl")), default=0)

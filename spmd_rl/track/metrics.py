@@ -1,5 +1,4 @@
-"""`metrics.jsonl`: one line a step, in step order. Values that differ between ranks become one here, and a step becomes
-a line for people."""
+"""`metrics.jsonl`: one line a step, in step order, reduced over ranks; and one line a step for the terminal."""
 
 import os
 import time
@@ -12,7 +11,7 @@ import msgspec
 Reduce = Literal["sum", "mean", "max"]
 Values = dict[str, float]
 WARMUP_SCORE = "warmup/score/mean"
-"""The mean score of a warm-up step's demonstrations, which readers tell apart from the policy's own"""
+"""Mean score of a warm-up step's demonstrations, kept apart from the policy's own"""
 _COLUMNS = (
     ("score", "critic/score/mean", "{:.3f}"),
     ("demonstrated score", WARMUP_SCORE, "{:.3f}"),
@@ -50,7 +49,7 @@ class MetricsFile:
             file.write(line)
 
     def truncate(self, last: int) -> bool:
-        """Drop every line after step `last` and an incomplete last line; return whether the line of `last` is there."""
+        """Drop every line after step `last` and an incomplete last line; return True if the line of `last` exists."""
         if not self.path.exists():
             return False
         kept = [line for line in read_lines(self.path) if line["step"] <= last]
@@ -64,7 +63,7 @@ class MetricsFile:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file up to the first incomplete line; none if there is no file."""
+    """Yield the objects of a JSONL file up to the first incomplete line; none without a file."""
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(dict)
@@ -77,7 +76,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def combine(reduce: Reduce, records: Iterable[Mapping[str, float]]) -> Values:
-    """Reduce each key over the ranks that have it, in rank order, so that a sum is the same every time."""
+    """Reduce each key over the ranks that have it, in rank order, so that sums are reproducible."""
     columns: dict[str, list[float]] = {}
     for record in records:
         for key, value in record.items():
@@ -89,7 +88,7 @@ def combine(reduce: Reduce, records: Iterable[Mapping[str, float]]) -> Values:
 
 
 def with_warmup_named(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a step's values, where the score of a warm-up step is that of demonstrations."""
+    """Return a step's values; the score of a warm-up step is renamed to that of demonstrations."""
     names = {"critic/score/mean": WARMUP_SCORE} if "warmup/loss" in values else {}
     return {names.get(key, key): value for key, value in values.items()}
 

@@ -1,7 +1,7 @@
-"""`PhaseReporter`: a line on rank 0 where a phase takes long, such as `starting the engine (35 s)`.
+"""`PhaseReporter`: a line on rank 0 during a long phase, such as `starting the engine (35 s)`.
 
-A thread looks at the phase that the main thread is in; it meets no other rank, and counts as no progress. It prints
-nothing while a `WaitMessage` is open, which names what a rank waits for.
+A thread watches the main thread's phase; it meets no other rank, and counts as no progress. It prints nothing while a
+`WaitMessage` is open, which is more specific.
 """
 
 import threading
@@ -18,7 +18,7 @@ WAITS = {
     "save": "writing the checkpoint",
     "eval": "evaluating",
 }
-"""Phases that are announced whenever they take long."""
+"""Phases that are always announced when they take long."""
 FIRST_WAITS = {
     "generate": "generating; an engine may compile in the first step",
     "logprobs": "computing logprobs; the trainer may compile in the first step",
@@ -28,7 +28,7 @@ FIRST_WAITS = {
 
 
 class PhaseReporter:
-    """Watches the phases of a journal (a `PhaseWatcher`)."""
+    """Watcher of a journal's phases (a `PhaseWatcher`)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -36,7 +36,7 @@ class PhaseReporter:
         self._printed = 0.0
         self._closed = threading.Event()
         self.first_step = True
-        """Whether the first step of this process is still to end."""
+        """True until the first step of this process ends."""
 
     def start(self, where: Callable[[], str]) -> None:
         """Start the thread. `where` names the collective that the rank is in, or nothing."""
@@ -49,7 +49,7 @@ class PhaseReporter:
         threading.Thread(target=look, name="waits", daemon=True).start()
 
     def close(self) -> None:
-        """Print nothing more."""
+        """Stop printing, for the rest of the process."""
         self._closed.set()
 
     def enter(self, phase: str) -> None:
@@ -57,13 +57,14 @@ class PhaseReporter:
         self._open.append((phase, self._clock()))
 
     def exit(self, phase: str) -> None:
-        """End the innermost phase."""
+        """End the innermost phase that is open."""
         self._open.pop()
 
     def due(self, where: str = "") -> str | None:
         """Return the line that is due at this moment, if any."""
         known = WAITS | FIRST_WAITS if self.first_step else WAITS
         now = self._clock()
+        # A copy of the list, since the main thread changes it meanwhile.
         phase, began = next(((p, t) for p, t in reversed(self._open[:]) if p in known), ("", now))
         if WaitMessage.is_open or now - began < FIRST_SECONDS or now - self._printed < EVERY_SECONDS:
             return None

@@ -1,7 +1,7 @@
 """`report.html`: a run on one self-contained page, with curves, times, a timeline and samples.
 
-The page is made from the run directory alone, so `report.py` can write it again at any time. Long series are thinned
-and journals read from their ends, so ten thousand steps take about a second.
+The page is made from the run directory alone, so `report.py` can rewrite it at any time. Long series are thinned and
+journals read from their ends, so ten thousand steps take about a second.
 """
 
 import os
@@ -35,18 +35,18 @@ TILES = {
     "critic/score/mean": "score, training",
     "val/loss": "loss, held-out",
 }
-"""Metrics of which the page says the first and the last value"""
+"""Metrics shown with their first and last value"""
 BEST = "var(--c3)"
-"""The colour of the best samples, where their score is above 0."""
+"""Colour of the best samples if their score is above 0."""
 _MAX_BARS = 120
 _TIMELINE_STEPS = 3
 _SAMPLES, _SAMPLE_STEPS = 3, 8
 
 
 def write_report(directory: Path, steps: Sequence[int] | None = None) -> Path:
-    """Write `directory/report.html`, whole or not at all, and return its path. Raises OSError.
+    """Write `directory/report.html`, completely or not at all, and return its path. OSError if that fails.
 
-    `steps` are those whose samples are shown; by default some, evenly spread over the run.
+    steps: those whose samples are shown; by default some, evenly spread over the run.
     """
     path = directory / "report.html"
     draft = path.with_name(f".report-{os.getpid()}-{threading.get_ident()}.tmp")
@@ -206,7 +206,7 @@ def _samples(run: RunData, kind: str, steps: Sequence[int] | None) -> str:
 
 
 def spread(steps: Sequence[int], count: int) -> list[int]:
-    """Return at most `count` of some steps, evenly spread, the first and the last among them."""
+    """Return at most `count` of some steps, evenly spread, with the first and the last."""
     if len(steps) <= count:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
@@ -235,7 +235,7 @@ def _sample(row: dict[str, Any], color: str, model: str) -> str:
 
 
 def _told(row: dict[str, Any], model: str) -> Iterator[tuple[str, str]]:
-    """Yield the texts of a sample by their names. A task of an environment has no messages, but tokens."""
+    """Yield the texts of a sample with their names. A task of an environment has tokens instead of messages."""
     if row["messages"]:
         yield "prompt", "\n".join(plain_text(message["content"]) for message in row["messages"])
     else:

@@ -1,4 +1,4 @@
-"""What an evaluation comes to: `evaluation.json` in its run directory, and a table on the terminal."""
+"""Results of an evaluation: `evaluation.json` in its run directory, and a table on the terminal."""
 
 import os
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ RESULTS = "evaluation.json"
 
 
 def write_results(directory: Path, found: Mapping[str, Values], about: Mapping[str, Any]) -> None:
-    """Write the numbers by domain, those of all domains as `all`, and what they are `about`: whole or not at all.
+    """Write the numbers by domain, those of all domains as `all`, with `about`: completely or not at all.
 
-    The numbers of an evaluation with another `about.key` are kept, in a file that is named by that key.
+    The numbers of an evaluation with another `about.key` are kept, in a file named by that key.
     """
     draft = (directory / RESULTS).with_suffix(".tmp")
     with suppress(OSError, msgspec.DecodeError):
@@ -32,7 +32,7 @@ def write_results(directory: Path, found: Mapping[str, Values], about: Mapping[s
 
 
 def table(found: Mapping[str, Values]) -> str:
-    """Return a line for each domain, and one for all where there are several.
+    """Return a line for each domain, and one for all if there are several.
 
     Columns: domain, prompts, means of greedy and of sampled answers with their 95 % intervals, then `eval.metrics`.
     """

@@ -1,13 +1,12 @@
-"""The roofline of a step: the least time that its arithmetic and memory traffic can take on given devices, by phase.
+"""The roofline of a step: the least time for its arithmetic and memory traffic on given devices, by phase.
 
     seconds = roofline(TokenCounts.of(all_groups), TokenCounts.of(trained_groups), policy, passes, devices, spec)
     efficiency = sum(seconds.values()) / measured
 
-It is a bound, not a model of what happens: every device is busy all the time, all answers of a replica are decoded
-side by side, and a prompt that answers share is computed once. Only what cannot be parallel is not: the tokens of an
-answer come one by one, each after a pass over all weights. It does not count rewards (they overlap generation),
-evaluation, checkpoints, the weights' way to the engine, aborted answers and recomputed activations; a partial rollout
-counts whole in the step that ends it.
+It is a bound, not a model: every device is always busy, all answers of a replica are decoded in parallel, and a prompt
+shared by answers is computed once. Only the tokens of an answer are sequential, each after a pass over all weights. Not
+counted are rewards (they overlap generation), evaluation, checkpoints, publishing, aborted answers and recomputed
+activations; a partial rollout counts completely in the step that ends it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +21,7 @@ from spmd_rl.model.size import ModelSize
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """The best rates that one device reaches."""
+    """Peak rates of one device."""
 
     flops: float
     """Dense floating-point operations per second in the compute dtype"""
@@ -31,8 +30,9 @@ class DeviceSpec:
 
 
 def _from_data_sheet(teraflops: float, memory_tb: float) -> DeviceSpec:
-    """Return what a data sheet's figures come to at best: 0.8 of the arithmetic in matrix products, 0.9 of the memory's
-    bandwidth in streams (790 TFLOP/s and 4.3 TB/s on H200)."""
+    """Return the attainable part of a data sheet's figures: 0.8 of the arithmetic in matrix products, 0.9 of the
+    memory's bandwidth in streams (790 TFLOP/s and 4.3 TB/s on H200).
+    """
     return DeviceSpec(0.8e12 * teraflops, 0.9e12 * memory_tb)
 
 
@@ -43,11 +43,11 @@ KNOWN_DEVICES = {
     "NVIDIA B200": _from_data_sheet(2250, 8.0),
     "AMD Instinct MI300X": _from_data_sheet(1307.4, 5.3),
 }
-"""Devices by the name that the driver gives, from the vendors' data sheets: dense bfloat16 without sparsity, HBM"""
+"""Devices by their driver's name, from the vendors' data sheets: dense bfloat16 without sparsity, HBM"""
 
 
 def find_device_spec(settings: DeviceSpecConfig, device: torch.device, dtype: str) -> DeviceSpec | None:
-    """Return the rates of `settings`, completed by those of a known device in bfloat16; None where one is not known."""
+    """Return the rates of `settings`, completed by those of a known device in bfloat16; None if one is unknown."""
     name = "" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
     known = KNOWN_DEVICES.get(name) if dtype == "bfloat16" else None
     flops = settings.flops or (known and known.flops)
@@ -66,13 +66,13 @@ class TokenCounts(NamedTuple):
     attended: float
     """Tokens that the sampled ones attend to, summed: P R + R^2 / 2 for an answer of R tokens to a prompt of P"""
     attended_by_prompts: float
-    """The same of the prompts: P^2 / 2"""
+    """Tokens that the prompts' own attend to, summed: P^2 / 2"""
 
     @classmethod
     def of(cls, groups: Iterable[Sequence[tuple[int, int, int]]]) -> "TokenCounts":
-        """Count groups that give of each answer the tokens of its prompt, its sampled tokens and all of its tokens.
+        """Count groups of answers, each given by the tokens of its prompt, its sampled tokens and all of its tokens.
 
-        All are more than the first two where tokens stand between the turns of an answer.
+        The third number exceeds the sum of the others if there are tokens between the turns of an answer.
         """
         prompts = sampled = longest = 0
         attended = attended_by_prompts = 0.0
@@ -89,7 +89,7 @@ class TokenCounts(NamedTuple):
     def flops(self, size: ModelSize) -> tuple[float, float]:
         """Return the operations of a forward pass over the tokens that are read, and over the sampled ones.
 
-        A token costs two operations for each weight that it meets (Kaplan et al., arXiv 2001.08361, section 2.1), and
+        A token costs two operations for each weight that it uses (Kaplan et al., arXiv 2001.08361, section 2.1), and
         four for each number of a head of each token it attends to: a product with its key and one with its value.
         """
         prompts = 2 * size.per_token * self.prompts + 4 * size.attention * self.attended_by_prompts
@@ -97,17 +97,17 @@ class TokenCounts(NamedTuple):
 
 
 class ModelPasses(NamedTuple):
-    """The passes that a step makes over one model, besides generating with it."""
+    """Passes of a step over one model, apart from generation."""
 
     size: ModelSize
     forwards: int
     """Passes without gradients: old logprobs, the reference's logprobs, the critic's values"""
     epochs: int
-    """Passes with gradients: one for each epoch over the samples, however many optimizer steps share these"""
+    """Passes with gradients: one for each epoch over the samples, with any number of optimizer steps"""
 
 
 class Devices(NamedTuple):
-    """The devices over which the work of a step is spread."""
+    """The devices that share the work of a step."""
 
     ranks: int
     tp: int
@@ -130,7 +130,7 @@ def roofline(
     return {
         "generate": generate_seconds(generated, policy, devices, spec),
         "logprobs": sum(p.forwards * seconds for p, seconds in zip(passes, one_pass, strict=True)),
-        # the backward pass computes a product for the weights' gradient and one for the input's
+        # The backward pass computes one product for the weights' gradient and one for the input's.
         "train": sum(3 * p.epochs * seconds for p, seconds in zip(passes, one_pass, strict=True)),
     }
 

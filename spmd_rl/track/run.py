@@ -1,4 +1,4 @@
-"""`Run`: the run directory and everything that is measured, one line a step. Every rank has one; rank 0's writes.
+"""`Run`: the run directory and all measurements, one line a step. Every rank has one; rank 0's writes.
 
 with Run.open(cfg, world) as track:
     with track.step(3):
@@ -36,16 +36,16 @@ from spmd_rl.track.samples import SampleLog, SampleRow
 from spmd_rl.track.trackers import Tracker, check, open_trackers
 
 _CLOSE_TIMEOUT = 3.0
-"""Seconds for which the report and the trackers may hold up the end of a run that failed."""
+"""Seconds for which the report and the trackers may delay the end of a failed run."""
 _PARTS_TIMEOUT = 1.0
-"""Seconds for which the end of a run that failed waits for the samples of other ranks."""
+"""Seconds for which the end of a failed run waits for the samples of other ranks."""
 PHASES = ("generate", "score", "logprobs", "train", "publish", "checkpoint", "eval", "coordination")
-"""The phases whose `time/*` stands in every line."""
+"""Phases whose `time/*` is in every line."""
 _REDUCTIONS: tuple[Reduce, ...] = ("sum", "mean", "max")
 
 
 class Run:
-    """Metrics, samples, trackers and report of one run. `Stateful`: a checkpoint holds the line of its own step."""
+    """Metrics, samples, trackers and report of one run. `Stateful`: a checkpoint holds the line of its step."""
 
     def __init__(self, cfg: JobConfig, world: World, run_id: str) -> None:
         self.directory = Path(cfg.run.dir)
@@ -63,15 +63,15 @@ class Run:
         self._num_started = 0
         self._step_start: float | None = None
         self.line: Values = {}
-        """The step's values so far that are equal on all ranks; after the step, its whole line."""
+        """Values of the step so far that are equal on all ranks; after the step, its complete line."""
         self._local: dict[Reduce, Values] = {}
 
     @classmethod
     @contextmanager
     def open(cls, cfg: JobConfig, world: World) -> Iterator["Run"]:
-        """[all] Open the run directory: make it, or tidy up what a killed run left in it.
+        """[all] Open the run directory: make it, or clean up after a killed run.
 
-        Leaving the context, cleanly or not, writes the report and meets no other rank. Raises `UserError` where the
+        Leaving the context, with or without an exception, writes the report and meets no other rank. UserError if the
         directory cannot be written or another job uses it.
         """
         with ExitStack() as stack:
@@ -105,18 +105,19 @@ class Run:
         """[all] Measure everything inside as `step`; a clean exit writes its line, with one collective."""
         self._begin(step)
         self._num_started += 1
-        profiled = self._cfg.profile and self._num_started == 2  # the first does what is done only once
+        # The first step includes one-time work, such as compilation.
+        profiled = self._cfg.profile and self._num_started == 2
         name = f"step-{step:06d}-rank-{self._world.rank}.json"
         with _trace(self.directory / "traces" / name) if profiled else nullcontext():
-            yield  # no `finally`: with an exception pending, no rank is met and nothing is written
+            # No `finally`: with an exception pending, no rank may be met and nothing written.
+            yield
         self._end(step)  # [all]
 
     def add(self, values: Mapping[str, float], reduce: Reduce | None = None) -> None:
         """Add values to the step's line. No key may be added twice in a step.
 
-        `reduce=None`: the values are equal on all ranks already; else they are reduced over the ranks that
-        have the key. The keys `tokens` and `generated_tokens`, of the step, become `system/tps` and
-        `system/generated_tps`.
+        With `reduce=None` the values must be equal on all ranks; otherwise they are reduced over the ranks that have
+        the key. The step's `tokens` and `generated_tokens` become `system/tps` and `system/generated_tps`.
         """
         target = self.line if reduce is None else self._local.setdefault(reduce, {})
         assert not target.keys() & values.keys(), f"added twice in a step: {sorted(target.keys() & values.keys())}"
@@ -136,15 +137,16 @@ class Run:
     def samples(
         self, step: int, rows: Callable[[], Iterable[SampleRow]], failure: Exception | None = None
     ) -> Iterator[None]:
-        """[all] Log `rows()`, this rank's samples of `step`, after what is inside, even if that raises.
+        """[all] Log `rows()`, this rank's samples of `step`, after the code inside, even if it raises.
 
-        `failure`, alike on all ranks, is why the run ends with this step: it is raised once the samples are saved.
+        failure: the reason, alike on all ranks, why the run ends with this step; raised once the samples are saved.
         """
         try:
             yield
         finally:
             self.log_samples(step, rows())
         if failure is not None:
+            # All ranks have written their samples; rank 0 may merge them.
             self._world.gather("track: samples of the last step", None)  # [all] all have written theirs
             if self._world.rank == 0:
                 self._merge_last()
@@ -152,20 +154,22 @@ class Run:
             raise failure
 
     def state(self) -> dict[str, Any]:
-        """[all] Return the state for a checkpoint inside a step, with all that the step's line holds by then."""
+        """[all] Return the state for a checkpoint inside a step, with the step's line so far."""
         assert self._step is not None, "a checkpoint is saved inside a step"
         self._reduce()  # [all]
         if self._goodput:
-            self._goodput.step(self._step)  # killed after the save and before its end, it is not done again
+            # A run that is killed after the save and before the step's end does not repeat the step.
+            self._goodput.step(self._step)
         return {"run": self._cfg.run.name, "id": self._id, "step": self._step, "line": self.line}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """[all] Cut metrics and samples back to the checkpoint's step.
 
-        Where the line of that step is missing, it is written from the state, without the times: the process that
-        measured them was killed before it wrote the line.
+        A missing line of that step is written from the state, without times: the process that measured them was killed
+        before it wrote the line.
         """
-        if state["run"] == self._cfg.run.name:  # else: another run begins from this one's checkpoint
+        # Another run may begin from this one's checkpoint, with a new tracker id.
+        if state["run"] == self._cfg.run.name:
             self._id = state["id"]
         if self._world.rank == 0:
             self._truncate(state["step"], state["line"])
@@ -225,7 +229,7 @@ class Run:
         self._local = {}
 
     def _add_derived(self) -> None:
-        """Add what follows from the values of the line."""
+        """Add values derived from others of the line."""
         line = self.line
         line["system/overhead"] = line["time/coordination"] / line["time/total"]
         if "warmup/loss" in line:  # the answers are demonstrations
@@ -237,7 +241,7 @@ class Run:
             line["system/efficiency"] = bound / (line["time/total"] - line["time/eval"] - line["time/checkpoint"])
 
     def _truncate(self, last: int, line: Values | None) -> None:
-        """Remove what lies after step `last`, and write the line of `last` where it is missing; on rank 0."""
+        """Remove everything after step `last`, and write a missing line of `last`; on rank 0."""
         self._goodput.resume(last)
         has_line = self._metrics.truncate(last)
         for log in (self._samples, self._held_out):
@@ -246,7 +250,7 @@ class Run:
             self._metrics.append(last, {key: value for key, value in line.items() if key != "tokens"})
 
     def _merge_last(self) -> None:
-        """Merge the samples of a step that has no end, once all ranks have written theirs; on rank 0."""
+        """Merge the samples of an unfinished step, once all ranks have written theirs; on rank 0."""
         if self._world.rank == 0 and (step := self._step) is not None:
             deadline = time.monotonic() + _PARTS_TIMEOUT
             while not self._samples.complete(step) and time.monotonic() < deadline:
@@ -256,12 +260,13 @@ class Run:
                     self._samples.merge(step)
 
     def _close(self, clean: bool) -> None:
-        """Write the report and close the trackers, whatever ends the run."""
+        """Write the report and close the trackers, also after an exception."""
         failed = not clean and isinstance(sys.exc_info()[1], Exception)
         for close in (*[self._merge_last] * failed, self.write_report, self._close_trackers):
             if clean:
                 close()
-            else:  # what it raises is printed, and does not hide what ended the run
+            # In a thread, whose exceptions are printed and do not hide the reason for the end of the run.
+            else:
                 thread = threading.Thread(target=close, daemon=True)
                 thread.start()
                 thread.join(_CLOSE_TIMEOUT)
@@ -275,7 +280,7 @@ class Run:
 
 
 def _prepare(cfg: JobConfig, world: World, stack: ExitStack) -> dict[str, str | None]:
-    """Make, lock and tidy the run directory; on rank 0. Returns the tracker id of a fresh run, or an error."""
+    """Make, lock and clean up the run directory; on rank 0. Returns the tracker id of a new run, or an error."""
     directory = Path(cfg.run.dir)
     try:
         check(cfg.track)
@@ -315,7 +320,7 @@ def _lock(directory: Path, stack: ExitStack) -> None:
 
 @contextmanager
 def _trace(path: Path) -> Iterator[None]:
-    """Profile the code inside on the CPU and the accelerator, and write the trace; after an exception write nothing."""
+    """Profile the code inside on the CPU and the accelerator, and write the trace, except after an exception."""
     with torch.profiler.profile() as profiler:
         yield
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -323,7 +328,7 @@ def _trace(path: Path) -> Iterator[None]:
 
 
 def _times(phases: Mapping[str, float], total: float) -> Values:
-    """Return the seconds by phase, `time/total`, and `time/other` for what no phase accounts for."""
+    """Return the seconds by phase, `time/total`, and `time/other` for the remainder."""
     times = dict.fromkeys((f"time/{phase}" for phase in PHASES), 0.0)
     for phase, seconds in phases.items():
         times[f"time/{render.NAMES.get(phase, phase)}"] = seconds

@@ -1,4 +1,4 @@
-"""Reads a run directory for the report and for comparisons, while the run goes on or after its end."""
+"""Reads a run directory for the report and for comparisons, during the run or later."""
 
 import heapq
 import mmap
@@ -25,18 +25,18 @@ class RunData:
     directory: Path
     lines: Sequence[dict[str, Any]]
     settings: dict[str, Any]
-    """`config.yaml` without `about`"""
+    """Settings in `config.yaml`, without `about`"""
     about: dict[str, Any]
     """Pipeline, git revision and package versions"""
     launch: dict[str, Any]
-    """Command, machine and time of the last start; empty where the journal does not have them"""
+    """Command, machine and time of the last start; empty if the journal lacks them"""
 
     def series(self, key: str) -> list[Point]:
         """Return (step, value) of each line that has a number under `key`."""
         return [(line["step"], line[key]) for line in self.lines if isinstance(line.get(key), int | float)]
 
     def setting(self, key: str) -> Any:
-        """Return a setting by its dotted key; None if there is none."""
+        """Return a setting by its dotted key; None if it is missing."""
         value: Any = self.settings
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -44,7 +44,7 @@ class RunData:
 
 
 def read_run(directory: Path) -> RunData:
-    """Read a run directory. UserError, in one line, if it is none or cannot be read."""
+    """Read a run directory. UserError, in one line, if it has no run or cannot be read."""
     try:
         settings = saved_config(directory)
     except OSError as error:
@@ -57,13 +57,13 @@ def read_run(directory: Path) -> RunData:
 
 
 class Extremes(NamedTuple):
-    """The best and the worst samples of a samples file, as its lines have them; none is in both."""
+    """The best and the worst samples of a samples file, as its lines have them; no sample is in both."""
 
     mean: float
     """Mean score of all scored samples of the file, or of its beginning."""
     best: list[dict[str, Any]]
     worst: list[dict[str, Any]]
-    """Empty where all scores are equal: `best` then holds some of them."""
+    """Worst samples; empty if all scores are equal, when `best` holds some samples."""
     suspect: list[dict[str, Any]]
     """Paid samples that look like cheats."""
 
@@ -106,9 +106,11 @@ class _Scored(msgspec.Struct):
 def _launch(journal: Path) -> dict[str, Any]:
     """Return the last `run` event of a journal, which `Run.open` writes."""
     try:
+        # Mapped and searched from the end: journals of long runs have gigabytes.
         with open(journal, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             found = text.rfind(b'"event":"run"')
             begin = text.rfind(b"\n", 0, max(found, 0)) + 1
             return msgspec.json.decode(text[begin : text.find(b"\n", begin)]) if found >= 0 else {}
-    except (OSError, ValueError, msgspec.DecodeError):  # none, an empty one, a line that is cut off
+    # A missing file, an empty one, or a truncated line.
+    except (OSError, ValueError, msgspec.DecodeError):
         return {}

@@ -1,11 +1,11 @@
 """`samples/step-000001.jsonl`: every sample of a step, one JSON object a line, in (ticket, answer) order.
 
 `samples/eval-000010.jsonl` has the held-out answers of an evaluation in the same form. An agent's trajectory is one
-line with all its turns and what the environment returned after each; where its turns do not continue each other, it is
-several lines (segments), of which the last bears the verdict that counts. `python -m spmd_rl view` shows them.
+line with all its turns and the environment's replies. If its turns do not continue each other, it is several lines
+(segments), the last of which has the verdict that counts. `python -m spmd_rl view` shows them.
 
 Each rank writes its own samples into a hidden part file, and rank 0 merges the parts once every rank has written. Each
-of these files appears whole or not at all: what a killed run left is merged by the next start (`recover`) or removed.
+of these files appears completely or not at all: the next start merges (`recover`) or removes those of a killed run.
 """
 
 import heapq
@@ -21,45 +21,45 @@ import msgspec
 from spmd_rl.types import FinishReason, Message
 
 FILES_AT_ONCE = 256
-"""Parts that are merged in one pass: a process may open about a thousand files."""
+"""Number of parts that are merged in one pass: a process may open about a thousand files."""
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class StepRow(msgspec.Struct, omit_defaults=True):
-    """What an environment made of one answer of an agent, see `AgentStep`."""
+    """An environment's reply to one answer of an agent, see `AgentStep`."""
 
     observation: str
     reward: float
     state: str
-    """Hash of the state in which the answer was given, as 16 hex digits."""
+    """Hash of the state before the answer, as 16 hex digits."""
     action: str | None
-    """What was handed to the environment; None where the answer held no action, or more than one."""
+    """Action passed to the environment; None if the answer held none, or more than one."""
     board: str = ""
-    """A drawing of the state after the action, for people alone."""
+    """Drawing of the state after the action, for people alone."""
     metrics: Mapping[str, float] = {}
 
 
 class TurnRow(msgspec.Struct, omit_defaults=True):
-    """One turn of a `SampleRow`: what the engine was given and what it sampled, as token ids and as text.
+    """One turn of a `SampleRow`: the engine's input and its sampled tokens, as ids and as text.
 
-    The tokens that it was given are never trained on, and all that it sampled are, where the sample is kept.
+    The input is never trained on; all sampled tokens are, if the sample is kept.
     """
 
     text: str
     prompt_ids: Sequence[int] | msgspec.Raw
     """Token ids before the sampled ones, or their JSON."""
     token_ids: list[int]
-    """Sampled token ids."""
+    """Token ids that the engine sampled."""
     logprobs: list[float]
-    """The engine's logprob of each sampled token, in nats."""
+    """Logprob of each sampled token in the engine, in nats."""
     versions: list[int]
-    """The policy version that sampled each token."""
+    """Policy version that sampled each token."""
     finish_reason: FinishReason
     step: StepRow | None = None
-    """What the environment returned; None where there is none."""
+    """Reply of the environment; None without one."""
     advantage: float | None = None
-    """The advantage of this turn's tokens; None where that of the sample is theirs."""
+    """Advantage of this turn's tokens; None if the sample's applies."""
 
 
 class SampleRow(msgspec.Struct, omit_defaults=True):
@@ -68,29 +68,29 @@ class SampleRow(msgspec.Struct, omit_defaults=True):
     ticket: int
     answer: int
     id: str
-    """The prompt's id."""
+    """Id of the sample's prompt."""
     domain: str
     messages: Sequence[Message] | msgspec.Raw
-    """The prompt's messages, or their JSON."""
+    """Messages of the prompt, or their JSON."""
     ground_truth: str
     turns: list[TurnRow]
     verdict: Mapping[str, Any]
     advantage: float | None
-    """The advantage of the whole answer, or the mean over its tokens if turns have their own; None without one."""
+    """Advantage of the whole answer, or the mean over its tokens if turns have their own; None without one."""
     kept: bool
-    """Whether the sample was trained on."""
+    """True if the sample was trained on."""
     reject_reason: str | None
-    """Why it was not; None for a kept sample."""
+    """Reason for which it was not; None for a kept sample."""
     greedy: bool = False
-    """Whether it was drawn at temperature 0; written only where it was."""
+    """True if it was drawn at temperature 0; written only then."""
     unit: int | None = None
-    """See `Sample.unit`; written only where it is not the answer's own number."""
+    """Unit as in `Sample.unit`; written only if it is not the answer's number."""
     last: bool = True
-    """Written only for a segment of a trajectory that goes on in another line."""
+    """False, and written, only for a segment of a trajectory that continues in another line."""
 
 
 class _Key(msgspec.Struct, order=True):
-    """The two fields of a line by which lines are sorted."""
+    """The two fields by which lines are sorted."""
 
     ticket: int
     answer: int
@@ -103,7 +103,7 @@ class SampleLog:
     """The files of one kind in the `samples/` directory of a run, as one of `num_ranks` ranks writes them."""
 
     def __init__(self, root: Path, rank: int, num_ranks: int, kind: str = "step") -> None:
-        """`kind`: `step` for the samples that a step trains on, `eval` for held-out answers."""
+        """Take the kind: `step` for the samples that a step trains on, `eval` for held-out answers."""
         self.root, self._kind = root, kind
         self._rank = rank
         self._num_ranks = num_ranks
@@ -124,18 +124,18 @@ class SampleLog:
     def merge(self, step: int) -> None:
         """Merge the parts of all ranks into the step's file; on rank 0, after all ranks have written.
 
-        A step of which no rank has logged samples gets no file.
+        A step without logged samples gets no file.
         """
         parts = [part for rank in range(self._num_ranks) if (part := self._part(step, rank)).exists()]
         if parts:
             self._merge(step, parts)
 
     def complete(self, step: int) -> bool:
-        """Return whether all ranks have written their samples of a step, and nobody has merged them."""
+        """Return True if all ranks have written their samples of a step, and none is merged yet."""
         return all(self._part(step, rank).exists() for rank in range(self._num_ranks))
 
     def recover(self) -> None:
-        """Merge each complete set of parts that a killed run left, and remove all others; on rank 0, before writing."""
+        """Merge each complete set of parts of a killed run, and remove all others; on rank 0, before writing."""
         left: dict[tuple[int, int], list[Path]] = {}
         for path in self.root.glob(f".{self._kind}-*"):
             match = re.fullmatch(rf"\.{self._kind}-(\d+)\.rank-(\d+)-of-(\d+)\.part", path.name)

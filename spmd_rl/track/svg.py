@@ -1,4 +1,4 @@
-"""Small charts as SVG text: lines over steps and stacked bars. Colours may be CSS variables of the page around them."""
+"""Small charts as SVG text: lines over steps and stacked bars. Colours may be CSS variables of the page."""
 
 import math
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from itertools import pairwise
 from spmd_rl.base.errors import printable
 
 MAX_POINTS = 300
-"""A longer series is drawn as the means of this many equal slices."""
+"""Largest number of points of a series; a longer one is drawn as means of this many equal slices."""
 MAX_DOTS = 60
-"""Up to this many points are drawn as dots; a line of more is smoothed."""
+"""Largest number of points that are drawn as dots; a longer line is smoothed."""
 Point = tuple[float, float]
 
 
@@ -26,7 +26,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """The area between two lines over the same steps, such as the least and the greatest of some seeds."""
+    """The area between two lines over the same steps, such as the minimum and maximum of some seeds."""
 
     color: str
     low: Sequence[Point]
@@ -58,7 +58,7 @@ class Frame:
 
 
 def ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
-    """Return about `count` round values from `low` to `high`; only integers where `whole`."""
+    """Return about `count` round values from `low` to `high`; only integers if `whole`."""
     step = (high - low) / max(count, 1)
     size = 10.0 ** math.floor(math.log10(step))
     step = next(size * nice for nice in (1, 2, 2.5, 5, 10) if size * nice >= step * 0.85)
@@ -78,7 +78,7 @@ def label(value: float) -> str:
 
 
 def labels(values: Sequence[float]) -> list[str]:
-    """Format the numbers of one axis shortly, with enough digits that no two look alike."""
+    """Format the numbers of one axis shortly, with enough digits to keep them distinct."""
     words = [label(value) for value in values]
     digits = 4
     while len(set(words)) < len(words) and digits < 12:
@@ -153,14 +153,14 @@ def _dot(frame: Frame, x: float, y: float) -> str:
 
 
 def _room(y_range: Point) -> float:
-    """The width that the numbers of a vertical axis need."""
+    """Return the width of the numbers of a vertical axis."""
     return max(46.0, 12 + 6.8 * max((len(words) for words in labels(ticks(*y_range, 4))), default=0))
 
 
 def line_chart(
     all_series: Sequence[Series], width: float = 560, height: float = 210, bands: Sequence[Band] = ()
 ) -> str:
-    """Draw lines over steps, and bands behind them. Empty series are skipped; without any other nothing is drawn."""
+    """Draw lines over steps, and bands behind them. Empty series are skipped; an empty string without any other."""
     shown = [series for series in all_series if series.points]
     if not shown:
         return ""

@@ -1,7 +1,7 @@
 """The phases of each rank over the last steps, read from the ends of `journal/rank-N.jsonl` and drawn as a timeline.
 
-Each moment of a phase is of one kind: compute, wait (for other ranks, or for something to do) or copy. A journal does
-not see waits inside a library's own collectives (FSDP's, the engine's): they count as what the library does.
+Each moment of a phase is of one kind: compute, wait (for other ranks, or idle) or copy. Waits inside a library's own
+collectives (FSDP's, the engine's) are invisible to a journal, and count as compute.
 """
 
 import re
@@ -16,12 +16,12 @@ import msgspec
 from spmd_rl.track.svg import label, rect, svg, text, ticks
 
 KINDS = {"compute": "solid", "wait": "pale", "copy": "striped"}
-"""The kinds of time, and how each is drawn (see `svg.rect`)"""
+"""Kinds of time, and the look of each (see `svg.rect`)"""
 MAX_RANKS = 16
 _TAIL_BYTES = 1 << 20
 _BOUNDS = ("start", "step", "enter", "exit", "collective", "collective_done", "kind", "kind_done")
 _MIN_WIDTH = 0.5
-"""Width in units of the drawing below which a span is not drawn by itself"""
+"""Width, in units of the drawing, below which a span is not drawn by itself"""
 _decode = msgspec.json.Decoder(dict).decode
 
 
@@ -37,7 +37,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """The length of the span in seconds."""
+        """Length of the span in seconds."""
         return self.end - self.begin
 
 
@@ -53,7 +53,7 @@ def read_journals(directory: Path, num_steps: int) -> dict[int, list[Span]]:
 
 
 def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
-    """Turn the events of a journal into spans. A nested phase, or kind of time, interrupts the one around it."""
+    """Turn the events of a journal into spans. A nested phase, or kind of time, interrupts the outer one."""
     result: list[Span] = []
     phases: list[str] = []
     kinds: list[str] = []
@@ -85,7 +85,7 @@ def seconds_by_kind(row: Iterable[Span]) -> dict[str, float]:
 
 
 def draw(ranks: dict[int, list[Span]], colors: dict[str, str], names: dict[str, str], width: float = 1150) -> str:
-    """Draw one row a rank. `names` are the phases that are shown under another name, `colors` are by shown name."""
+    """Draw one row a rank. `names`: phases that are shown under another name. `colors`: by shown name."""
     everything = [span for row in ranks.values() for span in row]
     if not everything:
         return ""
@@ -115,7 +115,7 @@ def draw(ranks: dict[int, list[Span]], colors: dict[str, str], names: dict[str, 
 
 
 def coalesce(row: Iterable[Span], shortest: float) -> list[Span]:
-    """Join neighbours of one phase and kind; what lasts less than `shortest` seconds joins the span before it."""
+    """Join neighbours of one phase and kind; a span shorter than `shortest` seconds joins the previous one."""
     result: list[Span] = []
     for span in row:
         last = result[-1] if result else None
@@ -135,7 +135,8 @@ def _tail(path: Path) -> list[dict[str, Any]]:
         lines = file.read().split(b"\n")
     events: list[dict[str, Any]] = []
     for line in lines[int(size > _TAIL_BYTES) : -1]:
-        with suppress(msgspec.DecodeError):  # cut short by a full disk or a kill
+        # A line may be truncated by a full disk or a kill.
+        with suppress(msgspec.DecodeError):
             event = _decode(line)
             if event["event"] == "start":
                 events.clear()

@@ -1,4 +1,4 @@
-"""The text of each token id, from the `tokenizer.json` of the run's model, as far as it lies on this machine."""
+"""The text of each token id, from a local `tokenizer.json` of the run's model."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -15,16 +15,16 @@ BROKEN = "\ufffd"
 
 
 class TokenTexts:
-    """Texts of the tokens of one model. Without a tokenizer, `missing` is the reason, and there are none."""
+    """Texts of the tokens of one model. If the tokenizer is missing, `missing` is the reason."""
 
     def __init__(self, model: str | None) -> None:
-        """model: `policy.model`, a directory or a name of the hub; nothing is downloaded."""
+        """Load the tokenizer of `model`, a directory or a name of the hub, without downloading."""
         self._tokenizer, self.missing = _load(str(model)) if model else (None, "the run names no model")
 
     def texts(self, ids: Sequence[int]) -> list[str] | None:
-        """One text for each id, special tokens too; joined, they are the text of all. None without a tokenizer.
+        """Return one text for each id, special tokens too; joined, they are the text of all. None without a tokenizer.
 
-        A character of several tokens stands with the last of them.
+        A character of several tokens is given to the last of them.
         """
         return None if self._tokenizer is None else list(_texts(self._tokenizer, ids))
 
@@ -44,7 +44,7 @@ def _texts(tokenizer: "Tokenizer", ids: Sequence[int]) -> Iterator[str]:
     stream = DecodeStream(skip_special_tokens=False)
     for index, token_id in enumerate(ids):
         text = stream.step(tokenizer, token_id)
-        # an answer that ends within a character is shown as the model left it
+        # An answer that ends within a character is shown in the form that the model left it.
         yield text if text is not None else (BROKEN if index == len(ids) - 1 else "")
 
 

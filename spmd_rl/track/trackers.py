@@ -1,4 +1,4 @@
-"""Experiment trackers, which get each line of `metrics.jsonl` on rank 0. By default there are none.
+"""Experiment trackers, which get each line of `metrics.jsonl` on rank 0. None by default.
 
 `track.wandb=offline` and `track.swanlab=offline` need no account: `wandb sync` and `swanlab sync` send `run.dir/wandb`
 and `run.dir/swanlab` later. `tensorboard --logdir RUN_DIR/tensorboard` shows TensorBoard's event files.
@@ -25,11 +25,11 @@ class Tracker:
     log: Callable[[int, Mapping[str, float]], object]
     """Send the metrics of a finished step: `log(step, values)`."""
     close: Callable[[], object]
-    """Send what is buffered."""
+    """Flush buffered data and close it."""
 
 
 def check(cfg: TrackConfig) -> None:
-    """Raise a `UserError` where the package of a chosen tracker is not installed."""
+    """Raise a `UserError` if the package of a chosen tracker is not installed."""
     chosen = {"wandb": cfg.wandb != "off", "tensorboard": cfg.tensorboard, "swanlab": cfg.swanlab != "off"}
     for name, wanted in chosen.items():
         if wanted and find_spec(name) is None:

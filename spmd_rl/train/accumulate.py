@@ -1,9 +1,8 @@
-"""`Policy` and `Critic`: what is the same for every backend, over what each gives (`base.ShardedModel`).
+"""`Policy` and `Critic`: the code common to all backends, on top of a `base.ShardedModel`.
 
-A batch is cut into micro-batches, as many on all ranks; ranks that have fewer run dummies without weight. Weights of
-tokens are global, so that each data shard's gradient is a term of one sum, and the gradient is the same however the
-batch is spread over ranks and cut into micro-batches. The norm, the averages and whether the update is skipped are the
-same numbers on all ranks.
+A batch is cut into equally many micro-batches on all ranks; ranks with fewer run dummies of weight 0. Token weights are
+global, so each data shard's gradient is a term of one sum, and the gradient does not depend on the split over ranks and
+micro-batches. Norm, averages and the decision to skip are equal on all ranks.
 """
 
 import math
@@ -30,14 +29,14 @@ from spmd_rl.train.schedule import learning_rate
 from spmd_rl.train.state import SavedState, Shard, read_state, staged, write_state
 
 AnyLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
-"""A `BoundLoss` or a `BoundValueLoss`: called with what a forward gives and the micro-batch on the device."""
+"""A `BoundLoss` or a `BoundValueLoss`, called with a forward's outputs and the micro-batch on the device."""
 
 
 class BaseRole:
     """Shared implementation of policy, reference and critic; a frozen role has no optimizer, and no `update`."""
 
     def __init__(self, model: ShardedModel, layout: Layout, role: RoleConfig) -> None:
-        """`model`: sharded over `layout`, from the settings `role`."""
+        """Wrap `model`, sharded over `layout` by the settings `role`."""
         self.model, self.layout, self.lr_factor = model, layout, 1.0
         self.hidden_size, self.size = model.hidden_size, model.size
         self._role, self._settings, self._world = role, role.optimizer, layout.world
@@ -45,7 +44,7 @@ class BaseRole:
 
     @torch.no_grad()
     def evaluate(self, name: str, batch: Batch, args: ForwardArgs, num_columns: int) -> list[Tensor]:
-        """[all] The model's outputs over the whole batch: float32 [T] each, 0 outside of the loss mask."""
+        """[all] Return the model's outputs over the whole batch: float32 [T] each, 0 outside of the loss mask."""
         bins = plan(batch, self._role.train.tokens_per_microbatch)
         found = []
 
@@ -60,7 +59,8 @@ class BaseRole:
             MicrobatchLoop(name=name, count=count, is_trained=False, args=args, select=select, finish=finish)
         )
         columns = torch.zeros(num_columns, batch.num_tokens, device=batch.token_ids.device)
-        with self._world.collective(f"{name}: results"):  # where a rank waits whose device waits for another rank
+        # Copying results to the host waits for the device, which may wait for another rank.
+        with self._world.collective(f"{name}: results"):
             for places, outputs in found:
                 for column, output in zip(columns, outputs, strict=True):
                     column[places] = output.to(column.device)
@@ -68,15 +68,17 @@ class BaseRole:
         return list(columns)
 
     def optimize(self, batch: Batch, args: ForwardArgs, loss: AnyLoss) -> Metrics:
-        """[all] One optimizer step. RunFailed after `max_skipped_updates` gradients in a row that are not finite."""
+        """[all] Run one optimizer step. RunFailed after `max_skipped_updates` non-finite gradients in a row."""
         settings = self._settings
         assert settings is not None, "a frozen role has no update"
         sums, count = self.accumulate(batch, args, loss)
         sums = self._of_block(sums)  # [all]
         sums["grad_square"] = self.model.grad_square()  # [all]
+        # Sorted, so that all ranks reduce in the same order.
         greatest = {name: sums.pop(name) for name in sorted(sums) if averages.is_extreme(name)}
         sums = self._world.reduce("update: gradient norm and averages", sums, op="sum")  # [all]
-        if greatest:  # the loss has the same quantities on all ranks
+        # The loss has the same metrics on all ranks, so this branch is equal everywhere.
+        if greatest:
             greatest = self._world.reduce("update: extremes", greatest, op="max")  # [all]
         norm = math.sqrt(sums.pop("grad_square"))
         lr = self.lr_factor * learning_rate(
@@ -86,7 +88,8 @@ class BaseRole:
             warmup=settings.warmup_steps,
             total=self._role.total_updates,
         )
-        skipped = not math.isfinite(norm)  # the same number on every rank, so the same branch
+        # The norm is the same number on every rank, so all ranks take the same branch.
+        skipped = not math.isfinite(norm)
         self.model.step(lr, None if skipped else norm)  # [all]
         self._count(skipped, settings.max_skipped_updates)
         total, num_tokens = sums.pop("loss"), max(1.0, sums.pop("num_tokens"))
@@ -95,8 +98,8 @@ class BaseRole:
         return means | {"skipped": float(skipped), "num_microbatches": float(count)}
 
     def accumulate(self, batch: Batch, args: ForwardArgs, loss: AnyLoss) -> tuple[dict[str, float], int]:
-        """[all] Gradients; the loss, its quantities and its tokens over this data shard (see `averages`); micro-batches
-        run."""
+        """[all] Accumulate gradients; return loss, metrics and tokens of this data shard (see `averages`), and
+        micro-batches run."""
         bins = plan(batch, self._role.train.tokens_per_microbatch)
         count = max(1, self._agree_on_count("update", len(bins)))
         sums: dict[str, Tensor | float] = {}
@@ -105,6 +108,7 @@ class BaseRole:
             micro = micro.to(self._world.device)
             per_token, quantities = loss(*outputs, micro)
             total = (per_token * micro.weights[micro.sampled.index]).sum()
+            # Dummies beyond this rank's own bins run for the collectives alone and must not count in averages.
             columns = {"loss": total, "num_tokens": torch.ones_like(per_token), **quantities}
             for name, values in columns.items():
                 sums[name] = averages.joined(name, sums.get(name), values.detach() if i < len(bins) else None)
@@ -114,12 +118,14 @@ class BaseRole:
         self.model.run(
             MicrobatchLoop(name="update", count=count, is_trained=True, args=args, select=select, finish=finish)
         )
-        with self._world.collective("update: results"):  # where a rank waits whose device waits for another rank
+        # Copying results to the host waits for the device, which may wait for another rank.
+        with self._world.collective("update: results"):
             return {name: float(value) for name, value in sums.items()}, count
 
     def _of_block(self, sums: dict[str, float]) -> dict[str, float]:
-        """[all] A data shard's sums on one of the ranks that have them; nothing under the same names on the others."""
-        if self.layout.size("pp") > 1:  # the last stage alone knows the names
+        """[all] Return a data shard's sums on one of its ranks, and zeros under the same names on the others."""
+        # Only the last stage computes the loss, and so knows the names of its metrics.
+        if self.layout.size("pp") > 1:
             src = self._world.size - 1
             names = self._world.broadcast("update: names of averages", sorted(sums), src)  # [all]
             sums = {name: sums.get(name, averages.nothing(name)) for name in names}
@@ -128,9 +134,10 @@ class BaseRole:
         return sums if counts else {name: averages.nothing(name) for name in sums}
 
     def _of_last_stage(self, columns: Tensor) -> Tensor:
-        """[all] What the last stage of the pipeline has, on all stages."""
+        """[all] Broadcast columns from the last pipeline stage to all stages."""
         if self.layout.size("pp") == 1:
             return columns
+        # The group's collectives need tensors on its device, but columns may be on the CPU.
         sent = columns.to(self._world.device).contiguous()
         dist.broadcast(sent, group=self.layout.group("pp"), group_src=self.layout.size("pp") - 1)  # [all] of the line
         return sent.to(columns.device)
@@ -148,21 +155,22 @@ class BaseRole:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """See `Role`. The optimizer's state comes for its step alone, and for `save` and `load`."""
+        """Keep the weights on the device inside. The optimizer's state is there only in its step, `save` and `load`."""
         self.model.wake()
         yield
-        self.model.sleep()  # not in a `finally`: an error ends the job, and a broken device would hang or hide it
+        # Not in a `finally`: an error ends the job, and copying from a broken device would hang or hide it.
+        self.model.sleep()
 
     def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
-        """See `PolicyRole`. adapters: see `Adapters.published`, of backends that have them."""
+        """Yield every weight whole, see `PolicyRole`. adapters: see `Adapters.published`, of backends with adapters."""
         return self.model.weights() if adapters == "merged" else self.model.weights(adapters)
 
     def save(self, folder: Path) -> list[Path]:
-        """See `Role`."""
+        """Write all tensors that training changes, see `Role`."""
         return self._write(folder, self.model.state(), self._world.progress)
 
     def stage(self, folder: Path) -> Callable[[Callable[[], object]], list[Path]]:
-        """See `Role`."""
+        """Copy the state to the host and return its writer, see `Role`."""
         return partial(self._write, folder, staged(self.model.state()))
 
     def _write(self, folder: Path, state: Iterable[Shard], on_progress: Callable[[], object]) -> list[Path]:
@@ -170,20 +178,20 @@ class BaseRole:
         return write_state(folder / f"{self._world.rank:05d}.safetensors", state, about, on_progress)
 
     def load(self, folder: Path) -> None:
-        """See `Role`."""
+        """Restore the state from a verified folder, see `Role`."""
         read_state(self.model.state(), SavedState.open(folder, self._world), self._world.progress)  # [all]
         self.model.on_state_loaded()
 
     def counters(self) -> dict[str, int]:
-        """`updates` (skipped ones too: the schedule follows the step) and `skipped_in_a_row`."""
+        """Return `updates` (with skipped ones, as the schedule follows steps) and `skipped_in_a_row`."""
         return {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
-        """Take over what `counters` gave."""
+        """Restore the numbers that `counters` returned."""
         self._updates, self._skipped_in_a_row = counters["updates"], counters["skipped_in_a_row"]
 
     def close(self) -> None:
-        """See `Role`."""
+        """Free everything the role holds; idempotent."""
         self.model.close()
 
 
@@ -192,17 +200,17 @@ class Policy(BaseRole):
 
     @cached_property
     def constraint(self) -> Constraint | None:
-        """What its answers have to parse as."""
+        """Grammar that the policy's answers must match, if any."""
         return constraint_of(self._role.constraint, self._role.model, self._role.trust_remote_code)
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """See `PolicyRole`."""
+        """Return logprob and entropy of sampled tokens, see `PolicyRole`."""
         args = ForwardArgs(temperature, constraint=self.constraint)
         logprobs, entropy = self.evaluate("logprobs", batch, args, 2)  # [all]
         return logprobs, entropy
 
     def top_logprobs(self, batch: Batch, temperature: float, k: int, num_ids: int) -> tuple[Tensor, Ragged, Ragged]:
-        """See `PolicyRole`."""
+        """Return the k most likely tokens with logprobs, see `PolicyRole`."""
         columns = self.evaluate("logprobs", batch, ForwardArgs(temperature, top=(k, num_ids)), 2 + 2 * k)  # [all]
         tops = torch.stack(columns[2:], 1)[batch.sampled.index]
         lists = (tops[:, :k].round().int(), tops[:, k:])
@@ -210,20 +218,20 @@ class Policy(BaseRole):
 
     @property
     def sync_steps(self) -> int | None:
-        """See `PolicyRole`."""
+        """Steps between syncs with the policy, see `PolicyRole`."""
         return self._role.sync_steps
 
     def follow(self, policy: PolicyRole) -> None:
-        """See `PolicyRole`."""
+        """Move the weights towards the policy's, see `PolicyRole`."""
         move(self.model.state(), policy.weights(), self._role.own.mixup, self._role.model_key)  # [all]
         self.model.on_state_loaded()
 
     def packing_fingerprint(self, batch: Batch) -> Tensor:
-        """See `Role`."""
+        """Return a number per token that exposes packing leaks, see `Role`."""
         return self.evaluate("logprobs", batch, ForwardArgs(), 2)[0]  # [all]
 
     def update(self, batch: Batch, loss: BoundLoss, temperature: float) -> Metrics:
-        """See `PolicyRole`."""
+        """Run one optimizer step, see `PolicyRole`."""
         args = ForwardArgs(temperature, compares=batch.teacher_ids is not None, constraint=self.constraint)
         return self.optimize(batch, args, loss)
 
@@ -232,15 +240,15 @@ class Critic(BaseRole):
     """The critic, which predicts scores: see `train.base.CriticRole`."""
 
     def values(self, batch: Batch) -> Tensor:
-        """See `CriticRole`."""
+        """Return the values before sampled tokens, see `CriticRole`."""
         return self.evaluate("values", batch, ForwardArgs(), 1)[0]
 
     def packing_fingerprint(self, batch: Batch) -> Tensor:
-        """See `Role`."""
+        """Return a number per token that exposes packing leaks, see `Role`."""
         return self.evaluate("values", batch, ForwardArgs(is_fingerprint=True), 1)[0]
 
     def update(self, batch: Batch, loss: BoundValueLoss) -> Metrics:
-        """See `CriticRole`."""
+        """Run one optimizer step, see `CriticRole`."""
         return self.optimize(batch, ForwardArgs(), loss)
 
 
@@ -249,13 +257,13 @@ def _selected(batch: Batch, bins: list[list[int]]) -> Callable[[int], Batch]:
 
 
 class Pace:
-    """Keeps the CPU at most one micro-batch ahead of a device: it need not wait, and what it calls progress is some."""
+    """Limits the CPU to one micro-batch of lead over the device, so that progress reports stay truthful."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, None
 
     def keep(self) -> None:
-        """Wait for what the device was given before the last call; a CPU is never ahead."""
+        """Wait for the device's work from before the last call; no-op on a CPU."""
         if self._device.type == "cpu" or not torch.accelerator.is_available():
             return
         event = torch.Event(self._device)
@@ -275,7 +283,7 @@ def walk(
 ) -> None:
     """[all] Run the steps of a pass on this rank, each journalled and counted as progress.
 
-    steps: of a backend without a pipeline, `alone(loop)`. beside: what each of them runs within.
+    steps: of a backend without a pipeline, `alone(loop)`. beside: context of each step.
     """
     pace, steps = Pace(layout.world.device), list(steps)
     several = any(step.chunk for step in steps)
@@ -285,11 +293,12 @@ def walk(
         name = f"{loop.name}: {way}{part}micro-batch {step.microbatch + 1}/{loop.count}"
         with layout.collective(name), beside():  # [stage]
             (forward if step.is_forward else backward)(step)
+            # In training a micro-batch ends with its backward pass.
             if not (loop.is_trained and step.is_forward):
                 pace.keep()
         layout.world.progress()
 
 
 def alone(loop: MicrobatchLoop) -> Iterator[Step]:
-    """The steps of a backend without a pipeline: each micro-batch goes back at once."""
+    """Yield the steps of a backend without a pipeline: each forward is followed by its backward."""
     return one_forward_one_backward(0, 1, loop.count) if loop.is_trained else forward_only(1, loop.count)

@@ -1,4 +1,4 @@
-"""A checkpoint that holds adapters alone, and the weights that these make of the model's own."""
+"""Weights of a checkpoint that holds only adapters, merged into the model's files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from spmd_rl.train.state import MODEL, SavedState
 
 
 def adapters_of(saved: SavedState, dtype: torch.dtype = torch.float32) -> dict[str, Adapter]:
-    """The adapters of a saved state, in `dtype`, by the names of their layers; none if it holds whole weights."""
+    """Return the adapters of a saved state in `dtype`, by layer name; none if it holds whole weights."""
     if SCALING not in saved.tensors:
         return {}
     head, scaling = MODEL + PREFIX, float(saved.read(SCALING))
@@ -35,17 +35,17 @@ def adapters_of(saved: SavedState, dtype: torch.dtype = torch.float32) -> dict[s
 
 
 class AdaptedFiles(WeightFiles):
-    """The weights of a model's directory, each with what the checkpoint's adapter adds to it."""
+    """Weights of a model's directory, each merged with the checkpoint's adapter."""
 
     def __init__(
         self, folder: Path, saved: SavedState, parts: Mapping[str, Sequence[Part]], dtype: torch.dtype
     ) -> None:
-        """parts: `stored_parts` of the model. dtype: that the layers compute in. UserError if it is another model."""
+        """parts: `stored_parts` of the model. dtype: of the layers' computation. UserError if it is another model."""
         super().__init__(folder)
         self._saved, self._dtype = saved, dtype
         self._adapters: dict[str, Adapter] = {}
         self._layers: dict[str, str] = {}
-        """By the name that is stored, and the name that the trainer's model has for it."""
+        """Trainer's name of each layer, by stored name."""
         for layer, adapter in adapters_of(saved, dtype).items():
             weight = f"{layer}.weight"
             stored = (weight, *(part.name for part in parts.get(weight, ())))
@@ -57,8 +57,9 @@ class AdaptedFiles(WeightFiles):
             self._adapters[name], self._layers[name] = adapter, f"{layer}.weight"
 
     def read(self, name: str, region: Region) -> torch.Tensor:
-        """See `WeightFiles`."""
-        if MODEL + name in self._saved.tensors:  # trained beside the adapters
+        """Return a region of a merged weight, see `WeightFiles`."""
+        # Weights that were trained in addition to the adapters, such as a value head.
+        if MODEL + name in self._saved.tensors:
             return self._saved.read(MODEL + name, region)
         adapter = self._adapters.get(name)
         if adapter is None:
@@ -79,7 +80,8 @@ def write_adapter(saved: SavedState, model_dir: Path, path: Path, dtype: torch.d
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(model_dir),
         "r": one.a.shape[0],
-        "lora_alpha": one.scaling * one.a.shape[0],  # with the plain factor, alpha / r, whichever it was trained with
+        # peft computes alpha / r, so alpha is chosen to give this scaling for either kind of scaling in training.
+        "lora_alpha": one.scaling * one.a.shape[0],
         "target_modules": sorted({layer.rpartition(".")[2] for layer in adapters}),
         "use_dora": one.magnitude is not None,
         "inference_mode": True,

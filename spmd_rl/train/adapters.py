@@ -6,10 +6,10 @@
     adapters.initialize()
     for name, tensor in adapters.published(whole_parameters, "merged"): ...
 
-A backend that reads regions one by one has `reading` in place of `hidden` and `initialize`.
+A backend that reads regions one by one uses `reading` instead of `hidden` and `initialize`.
 
-peft wraps a linear layer, whose weight is then `X.base_layer.weight`, and is frozen. Adapters are float32 shards like
-all that is trained, and the same in every layout and backend: where they begin follows from their names.
+peft wraps a linear layer and freezes its weight, then named `X.base_layer.weight`. Adapters are float32 shards like all
+trained parameters. Their initial values follow from their names, so they are equal in every layout and backend.
 """
 
 import zlib
@@ -32,28 +32,29 @@ from spmd_rl.train.recompute import decoder_layers
 from spmd_rl.train.state import Shard
 
 BASE, NAME = ".base_layer", "default"
-"""What peft puts into the names of parameters: of a frozen layer, and of adapters"""
+"""Parts that peft adds to parameter names: of a frozen layer, and of adapters."""
 OWN_A, OWN_B, OWN_MAGNITUDE = (f".lora_{kind}.{NAME}.weight" for kind in ("A", "B", "magnitude_vector"))
 ENDINGS = {OWN_A: A, OWN_B: B, OWN_MAGNITUDE: MAGNITUDE}
-"""Of a parameter's name, and what peft's files have in its place"""
+"""Endings of parameter names, with those in peft's files."""
 
 
 class SavedScaling:
-    """The factor of a model's adapters as a checkpoint has it. One of adapters that count half is another model."""
+    """LoRA scaling in a checkpoint, saved so that a checkpoint with another scaling is refused."""
 
     def __init__(self, settings: LoraConfig) -> None:
         self.settings = settings
+        # float64, so that the comparison after a load is exact.
         self._saved_scaling = torch.tensor(settings.scaling if settings.rank else 0.0, dtype=torch.float64)
 
     def state(self, is_mine: bool) -> list[Shard]:
-        """What is saved beside the adapters."""
+        """Return the tensor saved in addition to the adapters."""
         found = [Shard(SCALING, (), (), self._saved_scaling, is_mine)] if self.settings.rank else []
         if found and self.settings.base:
             found.append(Shard(IN_NF4, (), (), torch.ones((), dtype=torch.float64), is_mine))
         return found
 
     def check_scaling(self) -> None:
-        """ValueError if what `state` gave was overwritten with another factor; it is put back."""
+        """Raise a ValueError if a loaded checkpoint has another scaling; restore the right one."""
         saved, own = float(self._saved_scaling), self.settings.scaling if self.settings.rank else 0.0
         self._saved_scaling.fill_(own)
         if saved != own:
@@ -62,20 +63,20 @@ class SavedScaling:
             )
 
     def scaled(self, b: Tensor) -> Tensor:
-        """A `B`, multiplied by the factor in float32."""
+        """Return `B` times the scaling, multiplied in float32."""
         wide = torch.promote_types(b.dtype, torch.float32)
         return (b.to(wide) * self.settings.scaling).to(b.dtype)
 
 
 class StoredAdapters(SavedScaling):
-    """Those of a backend that knows tensors by the names of a checkpoint, and no layers of peft's."""
+    """Adapters of a backend that has tensors under checkpoint names and no peft layers."""
 
     def __init__(self, settings: LoraConfig, layers: Iterable[str]) -> None:
         super().__init__(settings)
         self.layers = frozenset(layers)
 
     def shapes(self, files: WeightFiles) -> dict[str, tuple[int, ...]]:
-        """Of all `A` and `B`, by name. files: of the model."""
+        """Return the shapes of all `A` and `B` by name. files: of the model."""
         return {PREFIX + layer + kind: self._shape(files, layer, kind) for layer in self.layers for kind in (A, B)}
 
     def _shape(self, files: WeightFiles, layer: str, kind: str) -> tuple[int, ...]:
@@ -83,7 +84,7 @@ class StoredAdapters(SavedScaling):
         return (self.settings.rank, columns) if kind == A else (rows, self.settings.rank)
 
     def read(self, files: WeightFiles, name: str, region: Region) -> Tensor:
-        """A part of a stored tensor, or of what an adapter begins with."""
+        """Return a region of a stored tensor, or of an adapter's initial value."""
         if not name.startswith(PREFIX):
             return files.read(name, region)
         kind, ending = (A, OWN_A) if name.endswith(A) else (B, OWN_B)
@@ -91,12 +92,13 @@ class StoredAdapters(SavedScaling):
         return first_value(layer + ending, torch.Size(self._shape(files, layer, kind)))[region]
 
     def published(self, wholes: Iterable[tuple[str, Tensor]], adapters: str) -> Iterator[tuple[str, Tensor]]:
-        """As `Adapters.published`, of tensors of which an adapter's come before its layer's weight."""
+        """Yield as `Adapters.published` does; adapters must come before their layer's weight."""
         known: dict[str, Tensor] = {}
         for name, tensor in wholes:
             layer = PREFIX + name.removesuffix(".weight")
             if adapters == "merged" and name.startswith(PREFIX):
-                known[name] = tensor.clone()  # it is gone with the next one
+                # A published tensor is valid only until the next one.
+                known[name] = tensor.clone()
             elif layer + A in known:
                 adapter = Adapter(known.pop(layer + A), known.pop(layer + B), self.settings.scaling)
                 yield name, merged(adapter, tensor, name, len(tensor))
@@ -105,7 +107,7 @@ class StoredAdapters(SavedScaling):
 
 
 class Adapters(SavedScaling):
-    """The adapters of one model, a part of which may be elsewhere."""
+    """Adapters of one model, of which other ranks may hold parts."""
 
     def __init__(self, model: nn.Module, settings: LoraConfig, key: str, head: nn.Module | None = None) -> None:
         """Put adapters into `model`, in place, and freeze all else but `head`, if given. UserError if it cannot have
@@ -116,7 +118,7 @@ class Adapters(SavedScaling):
         super().__init__(settings)
         self._model = model
         self.layers: dict[str, nn.Module] = {}
-        """peft's, by name"""
+        """Wrapped layers of peft by name."""
         if not settings.rank:
             return
         from peft import LoraConfig as Peft
@@ -126,12 +128,14 @@ class Adapters(SavedScaling):
         inject_adapter_in_model(
             Peft(
                 r=settings.rank,
-                lora_alpha=settings.rank * settings.scaling,  # with peft's own factor of either kind
+                # peft divides by the rank, so this gives our scaling, plain or rank-stabilised.
+                lora_alpha=settings.rank * settings.scaling,
                 target_modules=[f"model.{name}" for name in names],
                 lora_dropout=settings.dropout,
                 use_dora=settings.dora,
             ),
-            nn.ModuleDict({"model": model}),  # by a mixture's type peft would take experts for layers of these names
+            # The wrapper hides the model type: for a mixture's type peft would take experts for layers of these names.
+            nn.ModuleDict({"model": model}),
         )
         self.layers = {name: model.get_submodule(name) for name in names}
         for layer in self.layers.values() if settings.base else ():
@@ -143,7 +147,7 @@ class Adapters(SavedScaling):
                 p.data = p.data.float()
 
     def stored(self, parts: Mapping[str, list[Part]]) -> dict[str, list[Part]]:
-        """The parts by today's names of parameters, from those by the names that the model had without adapters."""
+        """Return the parts by present parameter names, from those by names without adapters."""
         found = {self._own_name(name): known for name, known in parts.items()}
         for name, p in self._model.named_parameters():
             if ending := next((one for one in ENDINGS if name.endswith(one)), None):
@@ -157,10 +161,10 @@ class Adapters(SavedScaling):
 
     @contextmanager
     def hidden(self, hides: bool = True) -> Iterator[None]:
-        """Within, the model is the one without adapters; whole or sharded, as it also computes.
+        """Make the model the one without adapters inside this context, whole or sharded, in names and in computation.
 
-        peft's own switch says of parameters whether they are trained, which FSDP keeps of its shards apart from that of
-        what it gathers: adapters would stay frozen for good, and nobody would see it.
+        peft's switch also sets `requires_grad`, which FSDP stores for shards and for gathered parameters separately:
+        adapters would silently stay frozen.
         """
         modules = self._model.named_modules() if hides else ()
         here = {name: layer for name, layer in modules if self.layers.get(name) is layer}
@@ -171,9 +175,8 @@ class Adapters(SavedScaling):
             self._model.set_submodule(name, layer)
 
     def reading(self, read: Fill) -> Fill:
-        """How any part of the parameters, whose shapes are still those of the whole, is filled: by `read`, which has
-        those of the model without adapters, or with what an adapter begins with.
-        """
+        """Return a reader of any region of the parameters, whose shapes are unsharded: from `read`, by names without
+        adapters, or an adapter's initial value."""
 
         def fill(name: str, region: Region, target: Tensor) -> None:
             layer, _, kind = name.rpartition(f"{BASE}.")
@@ -187,41 +190,44 @@ class Adapters(SavedScaling):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Begin with the model as it is, whose weights are loaded."""
+        """Initialise the adapters of a model with loaded weights."""
         for name, p in self._model.named_parameters():
             if name.endswith((OWN_A, OWN_B)):
                 local(p).copy_(first_value(name, p.shape)[owned_region(p)])
             elif name.endswith(OWN_MAGNITUDE):
                 layer = self._model.get_submodule(name.removesuffix(OWN_MAGNITUDE))
-                local(p).copy_(local(layer.base_layer.weight).to(p.dtype).norm(dim=1))  # whose rows ranks share alike
+                # Row norms of the frozen weight; ranks shard both tensors by rows in the same way.
+                local(p).copy_(local(layer.base_layer.weight).to(p.dtype).norm(dim=1))
 
     def published(self, wholes: Iterable[tuple[str, Tensor]], adapters: str) -> Iterator[tuple[str, Tensor]]:
-        """All parameters, whole, as an engine gets them.
+        """Yield all parameters whole, as an engine receives them.
 
-        adapters: `merged` into the weights; `apart`, under peft's names beside the frozen ones; or `alone`, of which
-        all that is frozen has been left out. Where they are not merged, `B` is multiplied by their factor.
+        adapters: `merged` into the weights; `apart`, under peft's names with the frozen ones; or `alone`, without the
+        frozen ones. Unless merged, `B` is multiplied by the scaling.
         """
         return (self._merged if adapters == "merged" else self._scaled)(self._unpacked(wholes))
 
     def _unpacked(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """All parameters, those in 4 bits as what they mean."""
         for name, tensor in wholes:
             layer = name.removesuffix(f"{BASE}.weight")
             if self.settings.base and layer != name:
                 columns = self.layers[layer].base_layer.in_features
-                tensor = unpack(tensor.to(torch.uint8), columns, tensor.dtype)  # bytes have come as numbers
+                # A gather returns the bytes as numbers of the compute dtype.
+                tensor = unpack(tensor.to(torch.uint8), columns, tensor.dtype)
             yield name, tensor
 
     def _merged(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Weights of the model without adapters, each with what its adapter adds; from all parameters, whole."""
+        """Yield the weights of the model without adapters, each merged with its adapter, from all parameters whole."""
         known: dict[str, Tensor] = {}
         for name, tensor in wholes:
             layer = name.partition(".lora_")[0].removesuffix(f"{BASE}.weight")
             if layer not in self.layers:
                 yield name, tensor
                 continue
-            known[name.removeprefix(layer)] = tensor.clone()  # it is gone with the next one
-            if len(known) == 3 + self.settings.dora:  # one layer's come together
+            # A published tensor is valid only until the next one.
+            known[name.removeprefix(layer)] = tensor.clone()
+            # The tensors of one layer come together: weight, `A`, `B`, and with DoRA the magnitude.
+            if len(known) == 3 + self.settings.dora:
                 a, b, *magnitude = (known[ending] for ending in ENDINGS if ending in known)
                 adapter = Adapter(a, b, self.settings.scaling, *magnitude)
                 weight = known[f"{BASE}.weight"]
@@ -230,18 +236,19 @@ class Adapters(SavedScaling):
         assert not known, f"an adapter is not whole: {sorted(known)}"
 
     def _scaled(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """All parameters as they are, but `B` multiplied by the factor of adapters."""
+        """Yield all parameters unchanged, except `B`, which is multiplied by the scaling."""
         for name, tensor in wholes:
             yield name, self.scaled(tensor) if name.endswith(OWN_B) else tensor
 
     def begin(self, is_trained: bool) -> None:
-        """Adapters drop some of their inputs from now on, or not; of no effect without `dropout`."""
+        """Turn dropout of the adapters' inputs on or off; no effect without `dropout`."""
         for layer in self.layers.values() if self.settings.dropout else ():
-            layer.lora_dropout[NAME].train(is_trained)  # until the next call: a layer may be computed a second time
+            # Stays set until the next call, because recomputation runs a layer a second time.
+            layer.lora_dropout[NAME].train(is_trained)
 
     @contextmanager
     def drawn(self, num_steps: int, microbatch: int, layout: Layout) -> Iterator[None]:
-        """Within, what is dropped is a function of the updates done, and of what of the batch is here."""
+        """Seed dropout inside this context from the number of updates and this rank's part of the batch."""
         if not self.layers or not self.settings.dropout:
             yield
             return
@@ -252,7 +259,7 @@ class Adapters(SavedScaling):
 
 
 def first_value(name: str, shape: torch.Size) -> Tensor:
-    """What the adapter's parameter of this name begins with, whole: `A` uniform as peft draws it, `B` zero."""
+    """Return an adapter parameter's initial value, unsharded: `A` uniform as in peft, `B` zero."""
     if name.endswith(OWN_B):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -260,7 +267,7 @@ def first_value(name: str, shape: torch.Size) -> Tensor:
 
 
 def targets(model: nn.Module, wanted: list[str] | None, key: str) -> list[str]:
-    """The names of the linear layers that get an adapter. UserError, naming the setting, if there are none.
+    """Return the names of the linear layers that get an adapter. UserError, naming the setting, if there are none.
 
     key: of the layout, `train` or `<section>.train`.
     """
@@ -277,5 +284,5 @@ def targets(model: nn.Module, wanted: list[str] | None, key: str) -> list[str]:
 
 
 def wrapped(module: Any, adapter: str) -> list[nn.Module]:
-    """A linear layer; or, of one that peft wraps, the frozen one and that part of its adapter: `lora_A`, `lora_B`."""
+    """Return a linear layer; or of a wrapped one the frozen layer and that part of its adapter: `lora_A`, `lora_B`."""
     return [module.base_layer, getattr(module, adapter)[NAME]] if hasattr(module, "base_layer") else [module]

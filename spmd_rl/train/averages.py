@@ -1,6 +1,6 @@
-"""Quantities of tokens summed up over micro-batches: sums, and under names that end in `/max` or `/min` extremes.
+"""Per-token metrics accumulated over micro-batches: sums, or extremes under names that end in `/max` or `/min`.
 
-The least is kept as the greatest of the negated values, so that ranks join all extremes in one way.
+A minimum is stored as the maximum of negated values, so that one max-reduction joins all extremes.
 """
 
 import math
@@ -11,20 +11,21 @@ from torch import Tensor
 
 
 def is_extreme(name: str) -> bool:
-    """Whether the greatest or the least value counts, not the mean."""
+    """Return True for metrics reduced by max or min, not by mean."""
     return name.endswith(("/max", "/min"))
 
 
 def nothing(name: str) -> float:
-    """The value of a sum, or of an extreme, over no tokens."""
+    """Return the value of a sum, or of an extreme, over no tokens."""
     return -math.inf if is_extreme(name) else 0.0
 
 
 def joined(name: str, before: Tensor | float | None, values: Tensor | None) -> Tensor | float:
-    """The sum or extreme `before` joined with more `values`, [N] or a single sum; without values, `before`."""
+    """Return the sum or extreme `before` joined with more `values`, [N] or a single sum; without values, `before`."""
     before = nothing(name) if before is None else before
     if values is None or not values.numel():
         return before
+    # float64: rounding in long float32 sums would show in the means.
     values = values.double()
     if not is_extreme(name):
         return before + values.sum()
@@ -33,5 +34,5 @@ def joined(name: str, before: Tensor | float | None, values: Tensor | None) -> T
 
 
 def extremes(found: Mapping[str, float]) -> dict[str, float]:
-    """Extremes with the sign of their names (see above); those over no tokens are left out."""
+    """Return extremes with the sign of their names (see above), without those over no tokens."""
     return {name: -v if name.endswith("/min") else v for name, v in found.items() if v > -math.inf}

@@ -1,11 +1,11 @@
-"""`dither`: master weights that begin anywhere inside of their rounding interval, so that no small step gets lost.
+"""`dither`: master weights that start at random points of their rounding intervals, so that small steps are not lost.
 
-Checkpoints are stored in bfloat16, so their weights lie exactly on its grid. The float32 masters that are made of them
-start in the middle of their rounding intervals, and a weight of the rounded model moves only when its master has
-crossed half an interval: a first step of 3e-5 reaches none above 0.015. Whole early steps are lost, without a trace in
-the loss. With a constant offset for each master, uniform over its interval, the rounded model is at the start the very
-same, and follows its masters without bias from the first step on (non-subtractive dither: Wannamaker et al., A Theory
-of Nonsubtractive Dither, IEEE Transactions on Signal Processing 48, 2000).
+Checkpoints are stored in bfloat16, so their weights are exactly on its grid. Float32 masters then start in the middle
+of their rounding intervals, and a rounded weight changes only when its master has moved half an interval: a first step
+of 3e-5 changes none above 0.015. Early steps are lost without a trace in the loss. With a constant offset per master,
+uniform over its interval, the rounded model starts unchanged and follows its masters without bias from the first step
+on (non-subtractive dither: Wannamaker et al., A Theory of Nonsubtractive Dither, IEEE Transactions on Signal Processing
+48, 2000).
 """
 
 import zlib
@@ -18,15 +18,15 @@ from spmd_rl.model.load import Region, local, owned_region
 from spmd_rl.model.lora import Adapter
 
 CHUNK = 2**22
-"""Elements at a time."""
+"""Elements processed at a time."""
 
 
 @torch.no_grad()
 def dither(model: nn.Module, dtype: torch.dtype) -> None:
-    """Add to each trained weight that `dtype` represents exactly an offset that rounding to `dtype` takes away again.
+    """Add an offset that rounding to `dtype` removes to each trained weight that `dtype` represents exactly.
 
-    Weights between the values of `dtype` stay as they are. An offset is a function of the parameter's name and of the
-    element's place in the whole tensor, so it is the same in every layout.
+    Other weights stay unchanged. An offset depends on the parameter's name and the element's index in the whole tensor,
+    so it is the same in every layout.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -35,7 +35,7 @@ def dither(model: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def dither_region(part: Tensor, name: str, shape: Sequence[int], region: Region, dtype: torch.dtype) -> None:
-    """The same of `part`, contiguous, which is the `region` of the weight `name`, whose whole is of `shape`."""
+    """Dither `part`, contiguous, the `region` of the weight `name`, whose whole shape is `shape`."""
     if not part.numel() or part.dtype.itemsize <= dtype.itemsize:
         return
     places = _places(shape, region, part.device, (zlib.crc32(name.encode()) & 0x7FFFFFFF) << 32)
@@ -45,10 +45,10 @@ def dither_region(part: Tensor, name: str, shape: Sequence[int], region: Region,
 
 
 def merged(adapter: Adapter, weight: Tensor, name: str, num_rows: int, rows: slice = slice(None)) -> Tensor:
-    """The frozen weight `name`, or those of its rows, with what its adapter adds, in the dtype that it has.
+    """Return the frozen weight `name`, or some of its rows, merged with its adapter, in the weight's dtype.
 
-    That lies on the grid of its dtype as well: what an adapter adds while it is small would be rounded away, all of it,
-    and an engine would go on with the weights from before. With the offset it arrives on average, from the first step.
+    The frozen weight is on the grid of its dtype too: a small change by the adapter would be rounded away entirely, and
+    the engine would keep the old weights. With the offset the change arrives on average, from the first step.
     """
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
     begin, end, _ = rows.indices(num_rows)
@@ -58,7 +58,8 @@ def merged(adapter: Adapter, weight: Tensor, name: str, num_rows: int, rows: sli
 
 
 def _places(shape: Sequence[int], region: Region, device: torch.device, offset: int) -> Callable[[int, int], Tensor]:
-    """A function from a region's elements, as (begin, count), to `offset` and their flat indices in the whole."""
+    """Return a function from a region's elements, as (begin, count), to `offset` plus their flat indices in the
+    whole."""
     sizes = [part.stop - part.start for part in region]
 
     def places(begin: int, count: int) -> Tensor:
@@ -73,7 +74,8 @@ def _places(shape: Sequence[int], region: Region, device: torch.device, offset: 
 
 
 def _dithered(weights: Tensor, dtype: torch.dtype, places: Tensor) -> Tensor:
-    """`weights` plus noise, uniform over the interval that rounds to them; those that `dtype` lacks as they are."""
+    """Return `weights` plus noise, uniform over the interval that rounds to them; unchanged where `dtype` is
+    inexact."""
     rounded = weights.to(dtype)
     spacing = torch.ldexp(torch.ones_like(weights), torch.frexp(weights)[1]) * (torch.finfo(dtype).eps / 2)
     moved = weights + (_uniform(places).to(weights) - 0.5) * spacing
@@ -83,14 +85,15 @@ def _dithered(weights: Tensor, dtype: torch.dtype, places: Tensor) -> Tensor:
 
 
 def _uniform(counters: Tensor) -> Tensor:
-    """float32 in [0, 1), a hash of each int64 (the finalizer of MurmurHash3)."""
+    """Return float32 in [0, 1), a hash of each int64 (the finalizer of MurmurHash3)."""
     bits = counters ^ _high(counters)
     for factor in (-0xAE502812AA7333, -0x3B314601E57A13AD):
         bits = bits * factor
         bits = bits ^ _high(bits)
+    # 24 bits are exact in the mantissa of float32.
     return (bits & 0xFFFFFF).float() / 2**24
 
 
 def _high(bits: Tensor) -> Tensor:
-    """`bits` shifted right by 33, as if it were unsigned."""
+    """Return `bits` shifted right by 33, as if it were unsigned."""
     return bits >> 33 & 0x7FFFFFFF

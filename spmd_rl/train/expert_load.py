@@ -1,4 +1,4 @@
-"""`ExpertLoad`: how a mixture's routers spread tokens over experts, and an auxiliary loss that keeps the load even.
+"""`ExpertLoad`: counts of tokens per expert, and an auxiliary loss that keeps the load even.
 
     load = ExpertLoad(layout, coef, num_routers)
     load.begin(num_microbatches)
@@ -23,10 +23,10 @@ METRICS = ("moe/load_max_mean", "moe/entropy", "moe/aux_loss")
 
 
 class ExpertLoad:
-    """Counts of the routers that are here, in forward passes that keep a graph."""
+    """Counts of this rank's routers, in forward passes that keep a graph."""
 
     def __init__(self, layout: Layout, coef: float, num_routers: int | None) -> None:
-        """coef: of the loss. num_routers: of the layers that are here; None of a model that is no mixture."""
+        """coef: of the loss. num_routers: of this rank's layers; None for a dense model."""
         self._layout, self._coef, self._scale = layout, coef, 0.0
         self._groups = [group for axis in ("fsdp", "tp", "dp_replicate") if (group := layout.group(axis)) is not None]
         self._is_mixture = num_routers is not None
@@ -34,23 +34,23 @@ class ExpertLoad:
         self._is_real: Tensor | None = None
 
     def begin(self, num_microbatches: int) -> None:
-        """Start to count anew; this rank is about to compute so many, as many as all others."""
+        """Reset the counts before `num_microbatches` micro-batches, equally many on all ranks."""
         self._scale, self._totals = self._coef / num_microbatches, [0.0] * len(self._totals)
 
     def take(self, routed: Tensor | None) -> None:
-        """Which tokens of a row count, bool [t], as each layer is about to compute it.
+        """Set the mask of the row's tokens that count, bool [t], before each layer computes it.
 
-        Each layer: it may be computed a second time, for the backward pass, when other tokens have come by since.
+        Each layer calls this, because recomputation in the backward pass runs it again after other rows.
         """
-        if routed is not None:  # between the blocks of a layer each rank along `tp` has a run of the tokens
+        # Between the blocks of a layer each tensor-parallel rank has a span of the tokens.
+        if routed is not None:
             routed = routed.view(self._layout.size("tp"), -1)[self._layout.rank("tp")]
         self._is_real = routed
 
     def observe(self, place: int, probabilities: Tensor, chosen: Tensor, weights: Tensor) -> Tensor | None:
-        """[all] Count what the router number `place` has chosen: probabilities [T, E], experts int64 [T, k].
+        """[all] Count the choices of router number `place`: probabilities [T, E], experts int64 [T, k].
 
-        Returns `weights`, with which the answers of those chosen are weighed, with the gradient of the loss in them;
-        None where there is none.
+        Returns the routing weights `weights` with the loss's gradient attached; None without a loss.
         """
         if self._is_real is None or not torch.is_grad_enabled():
             return None
@@ -67,17 +67,18 @@ class ExpertLoad:
         self._sum(found)  # [all]
         num_experts, num_tokens = len(load), found[-1].clamp(min=1)
         share = found[:num_experts] / (num_tokens * chosen.shape[1])
-        loss = num_experts * (share * sums).sum() / num_tokens  # this rank's term: the other factors are global
+        # This rank's term of the loss: the other factors are global.
+        loss = num_experts * (share * sums).sum() / num_tokens
         return _AddLoss.apply(weights, self._scale * loss)
 
     def _sum(self, values: Tensor) -> None:
-        """[all] In place, over the ranks that have the same layers, each of which has tokens of its own."""
+        """[all] Sum in place over the ranks that have the same layers and different tokens."""
         for group in self._groups:
             dist.all_reduce(values, group=group)
 
     @torch.no_grad()
     def balance(self, biases: Collection[Tensor], speed: float) -> None:
-        """[all] Move the biases, [E], of each router that is here by what its load has been since `begin`."""
+        """[all] Move the biases, [E], of this rank's routers by their load since `begin`."""
         if not speed or not biases:
             return
         totals = torch.stack(self._totals)
@@ -87,9 +88,10 @@ class ExpertLoad:
             bias.add_(speed * torch.sign(own.mean() - own))
 
     def metrics(self) -> dict[str, float]:
-        """[all] Means over layers, of the tokens of all micro-batches since `begin`: `METRICS`, and the share dropped.
+        """[all] Return means over layers, for the tokens of all micro-batches since `begin`: `METRICS`, and the share
+        dropped.
 
-        Empty of a model that is no mixture.
+        Empty for a dense model.
         """
         if not self._is_mixture:
             return {}
@@ -109,7 +111,7 @@ class ExpertLoad:
 
 
 class _AddLoss(torch.autograd.Function):
-    """The first argument; its gradient brings that of the second, a loss, of which nothing else depends."""
+    """Identity on the first argument that also propagates gradient to the second, a loss that nothing else uses."""
 
     @staticmethod
     def forward(ctx, values: Tensor, loss: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A reference that follows the policy: its shards move towards a stream of whole weights, whatever both layouts."""
+"""A reference that follows the policy: its shards move towards a stream of whole weights, in any two layouts."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -12,11 +12,10 @@ from spmd_rl.train.state import MODEL, Shard
 
 @torch.no_grad()
 def move(state: Sequence[Shard], weights: Iterable[tuple[str, Tensor]], share: float, key: str) -> None:
-    """[all] Let the weights in `state` be `share` of those that come, and else what they were, in place.
+    """[all] Set the weights in `state` to share * `weights` + (1 - share) * present values, in place.
 
-    weights: whole, by stored name; a buffer that `state` has not is passed over. With a share of 1 the values are
-    taken over, to the bit where the dtype is the same. UserError, on every rank, where names or shapes differ, naming
-    the setting `key`.
+    weights: whole, by stored name; buffers that `state` lacks are skipped. A share of 1 copies them, bit for bit in
+    equal dtypes. UserError, on every rank, where names or shapes differ, naming the setting `key`.
     """
     shards = defaultdict[str, list[Shard]](list)
     for one in state:

@@ -1,7 +1,7 @@
 """Cut a rank's batch into micro-batches under a token budget. Pure: no rank, no collective.
 
-The cut depends on the samples' keys, lengths and common prefixes alone, never on the order in which they lie or on the
-rank. The dearest micro-batch comes first: ranks meet in every layer, so the i-th ones of all ranks should cost alike.
+The cut depends only on the samples' keys, lengths and common prefixes, not on their order or the rank. The most
+expensive micro-batch comes first: ranks synchronise in every layer, so the i-th ones of all ranks should cost the same.
 Left out: balance between ranks (the learner's).
 """
 
@@ -17,14 +17,15 @@ from spmd_rl.batch import Batch, Column, Entries, Ragged
 from spmd_rl.train.sharing import PrefixTree, prefix_segments
 
 ATTENTION_TOKENS = 2**14
-"""Positions that cost a token in attention what it costs elsewhere: about twelve times the width of the model."""
+"""Context length at which attention costs as much as the rest of a layer: about twelve times the model's width."""
 
 
 def plan(batch: Batch, budget: int) -> list[list[int]]:
-    """Samples of each micro-batch, in (ticket, answer) order: at most `budget` tokens each, every sample once.
+    """Return the samples of each micro-batch, in (ticket, answer) order: at most `budget` tokens each, every sample
+    once.
 
-    A prefix that several samples of a micro-batch share counts once (`sharing.py`). The samples of a unit stay
-    together; one longer than the budget gets a micro-batch of its own. An empty batch gives no micro-batch.
+    A prefix that several samples of a micro-batch share counts once (`sharing.py`). Samples of a unit stay together;
+    one above the budget gets a separate micro-batch. An empty batch has no micro-batch.
     """
     keys, units = batch.keys.tolist(), batch.units.tolist()
     paths: list[list[tuple[int, int]]] = [[] for _ in keys]
@@ -41,11 +42,12 @@ def plan(batch: Batch, budget: int) -> list[list[int]]:
     groups = list(members.values())
     bins = fill(list(needs.values()), budget)
     chosen = [sorted((s for i in one for s in groups[i]), key=lambda s: (keys[s], s)) for one in bins]
-    return sorted(chosen, key=lambda one: -_cost([paths[s] for s in one]))  # equal ones stay in order
+    # A stable sort: equal costs keep their order on all ranks.
+    return sorted(chosen, key=lambda one: -_cost([paths[s] for s in one]))
 
 
 def _cost(paths: list[list[tuple[int, int]]]) -> int:
-    """The cost of computing samples together, each given as segments (number, tokens); shared ones cost once."""
+    """Return the cost of computing samples together, each given as segments (number, tokens); shared ones cost once."""
     begins: dict[int, int] = {}
     longest: dict[int, int] = {}
     for path in paths:
@@ -57,15 +59,16 @@ def _cost(paths: list[list[tuple[int, int]]]) -> int:
 
 
 def token_index(batch: Batch, samples: Sequence[int]) -> Tensor:
-    """int64 [tokens of `samples`]: where each token of `batch.select(samples)` lies in `batch`."""
+    """Return the index in `batch` of each token of `batch.select(samples)`: int64 [tokens of `samples`]."""
     bounds = batch.starts.tolist()
     return torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in samples]).to(batch.token_ids.device)
 
 
 def fill(items: Sequence[Mapping[Hashable, int]], budget: int) -> list[list[int]]:
-    """First-fit: the indices of `items` in bins, each where it adds the fewest tokens, or else in a bin of its own.
+    """Return bins of indices of `items`, each in the bin where it adds the fewest tokens, or else in a new one (first
+    fit).
 
-    items: how many tokens an item needs of each segment. A segment that several items of a bin need takes room once.
+    items: tokens of each segment that an item needs. Segments shared by items of a bin count once.
     """
     bins: list[list[int]] = []
     room: list[int] = []
@@ -86,9 +89,9 @@ def fill(items: Sequence[Mapping[Hashable, int]], budget: int) -> list[list[int]
 
 
 def rounded(tree: PrefixTree, multiple: int) -> PrefixTree:
-    """The same tokens with a last segment that fills them up to a multiple of `multiple`.
+    """Return the same tokens padded by a last segment to a multiple of `multiple`.
 
-    Kernels are compiled and kept per shape: with every number of tokens a shape of its own, they would pile up.
+    Kernels are compiled and cached per shape: without this, every number of tokens would add one.
     """
     blank = -len(tree.token_ids) % multiple
     if not blank:
@@ -104,7 +107,8 @@ def rounded(tree: PrefixTree, multiple: int) -> PrefixTree:
 
 
 def dummy(like: Batch) -> Batch:
-    """Two tokens of weight 0, with the columns of `like`: what a rank runs while others still have micro-batches."""
+    """Return two tokens of weight 0 with the columns of `like`: the micro-batch of a rank that has run out of
+    its own."""
     device = like.token_ids.device
     columns = {name: _zeros(column, device) for name, column, _ in like.columns()} | {
         "position_ids": torch.arange(2, device=device),
@@ -115,7 +119,7 @@ def dummy(like: Batch) -> Batch:
 
 
 def _zeros(column: Column, device: torch.device) -> Entries:
-    """A column of one sample of two tokens; in a ragged one every list is empty."""
+    """Return a column of one sample of two tokens; in a ragged one every list is empty."""
     count = {"token": 2, "sample": 1}[column.per]
     values = torch.zeros(0 if column.ragged else count, *column.shape, dtype=column.dtype, device=device)
     return Ragged(values, torch.zeros(count + 1, dtype=torch.int64, device=device)) if column.ragged else values

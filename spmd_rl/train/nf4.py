@@ -1,11 +1,11 @@
-"""NF4: matrices under adapters that are held in 4 bits (QLoRA: Dettmers et al., arXiv 2305.14314).
+"""NF4: frozen matrices under adapters, stored in 4 bits (QLoRA: Dettmers et al., arXiv 2305.14314).
 
     pack_layer(linear)                          # its weight is bytes from now on, [rows, bytes of a row]
     unpack(pack(weight), columns, dtype)        # what it computes with
 
 A row is a row of bytes: its numbers, two a byte, then the bfloat16 factors of its blocks. So rows are sharded, gathered
-and moved like those of any parameter, and mean the same in every layout. A matrix is unpacked while it is multiplied
-by, and in the backward pass once more.
+and moved like those of any parameter, in every layout. A matrix is unpacked for its product, and again in the backward
+pass.
 """
 
 from collections.abc import Callable
@@ -26,20 +26,20 @@ CODE = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""The 16 numbers, between which a normal distribution is shared out evenly"""
+"""Values of the 16 codes, equally probable under a normal distribution"""
 
 
 class Packed(nn.Linear):
-    """A frozen linear layer whose `weight` has been packed."""
+    """A frozen linear layer with a packed `weight`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """As of the layer with the weight unpacked in the dtype of `input`."""
+        """Compute the layer with its weight unpacked to the dtype of `input`."""
         out = _Product.apply(input, self.weight, self.in_features)
         return out if self.bias is None else out + self.bias
 
 
 class _Product(torch.autograd.Function):
-    """`input @ weight.T`; what is kept for the backward pass are the bytes."""
+    """`input @ weight.T` that saves only the bytes for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, packed: Tensor, columns: int) -> Tensor:
@@ -55,7 +55,7 @@ class _Product(torch.autograd.Function):
 
 @torch.no_grad()
 def pack_layer(layer: nn.Linear) -> None:
-    """Pack a layer's weight in place; of one on the meta device, whose bytes come later, the shape alone."""
+    """Pack a layer's weight in place; on the meta device only its shape changes."""
     weight = layer.weight
     shape = (layer.out_features, sum(_sizes(layer.in_features)))
     packed = torch.empty(shape, dtype=torch.uint8, device="meta") if weight.is_meta else pack(weight)
@@ -63,7 +63,7 @@ def pack_layer(layer: nn.Linear) -> None:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[rows, columns] as bytes, [rows, bytes of a row]."""
+    """Return [rows, columns] as bytes, [rows, bytes of a row]."""
     blocks = nn.functional.pad(weight.float(), (0, -weight.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     factors = nonzero(blocks.abs().amax(2)).bfloat16()
     code = torch.tensor(CODE, device=weight.device)
@@ -74,7 +74,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """What rows of bytes mean, [rows, columns]."""
+    """Return the numbers of packed rows, [rows, columns]."""
     pairs, factors = packed.split(_sizes(columns), 1)
     values = _meanings(packed.device).index_select(0, pairs.int().flatten()).view(len(packed), -1, BLOCK)
     values *= factors.contiguous().view(torch.bfloat16).float()[..., None]
@@ -83,17 +83,17 @@ def unpack(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _meanings(device: torch.device) -> Tensor:
-    """The two numbers that each byte stands for, [256, 2]."""
+    """Return the two numbers of each byte value, [256, 2]."""
     return torch.tensor([[CODE[byte >> 4], CODE[byte & 15]] for byte in range(256)], device=device)
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """The values that a weight has once it has been packed."""
+    """Return the values of a weight after packing."""
     return unpack(pack(weight), weight.shape[1], weight.dtype)
 
 
 def packing(read: RegionReader, on_progress: Callable[[], object]) -> Callable[[nn.Module], None]:
-    """How a model is filled some of whose layers have been packed since `read` was made of it."""
+    """Return a loader for a model with layers that were packed after `read` was made for it."""
 
     @torch.no_grad()
     def load(model: nn.Module) -> None:
@@ -113,6 +113,5 @@ def packing(read: RegionReader, on_progress: Callable[[], object]) -> Callable[[
 
 
 def _sizes(columns: int) -> tuple[int, int]:
-    """Bytes of a row's numbers, and of its factors."""
     blocks = -(-columns // BLOCK)
     return blocks * BLOCK // 2, 2 * blocks

@@ -1,11 +1,11 @@
-"""`Offload`: tensors that move between the device's memory and host memory, which is reserved once.
+"""`Offload`: tensors that move between device memory and host memory, which is reserved once.
 
     weights = Offload(model.parameters())
     weights.to_host(); ...; weights.to_device()
 
-The storage under a tensor is freed and made anew; tensor objects, and whatever refers to them (FSDP, the optimizer),
-stay what they are. Nothing may read them meanwhile. On an accelerator the host copy is pinned, copies are asynchronous
-on the current stream, and only `to_host` waits, once, before it frees. Copies do not overlap with computing.
+A tensor's storage is freed and allocated again; tensor objects, and references to them (FSDP, the optimizer), stay
+valid. Nothing may read them while offloaded. On an accelerator the host copy is pinned, copies are asynchronous on the
+current stream, and only `to_host` waits, once, before it frees. Copies do not overlap with compute.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,11 +16,11 @@ from torch import Tensor, UntypedStorage
 from spmd_rl.model.load import local
 
 BLOCK_BYTES = 2**26
-"""Host memory is reserved in blocks of this size: torch rounds what it pins up to powers of two, up to twice of it."""
+"""Size of host memory blocks: torch rounds pinned allocations up to powers of two, up to twice the size."""
 
 
 class Offload:
-    """The storages under some tensors; of a DTensor, under this rank's shard."""
+    """Storages under some tensors; for a DTensor, under this rank's shard."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         """Take tensors that are on their device now."""
@@ -31,29 +31,32 @@ class Offload:
         self._on_host, self._changed = False, True
 
     def changed(self) -> None:
-        """Say that the tensors are not what was last copied to the host; else the next `to_host` copies nothing."""
+        """Mark the tensors as changed; else the next `to_host` copies nothing."""
         self._changed = True
 
     def to_host(self) -> None:
-        """Copy to the host, if they have changed, and free the device's memory; does nothing if they are there."""
+        """Copy to the host, if changed, and free device memory; no-op if they are there already."""
         if self._on_host:
             return
         on_device = torch.accelerator.is_available()
         if not self._blocks:
             total = sum(self._sizes)
             sizes = [min(BLOCK_BYTES, total - begin) for begin in range(0, total, BLOCK_BYTES)]
+            # Only copies to and from pinned memory are asynchronous.
             self._blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=on_device) for size in sizes]
         if self._changed:
             for host, device in self._pieces():
                 host.copy_(device, non_blocking=True)
         if on_device:
-            torch.accelerator.synchronize()  # the copies, and whatever other streams still read
+            # Wait for the copies, and for other streams that still read the storage.
+            torch.accelerator.synchronize()
         for storage in self._storages:
+            # Frees the memory, while tensors keep referring to the storage.
             storage.resize_(0)
         self._on_host, self._changed = True, False
 
     def to_device(self) -> None:
-        """Allocate and copy from the host; does nothing if they are on the device. Later work waits on the stream."""
+        """Allocate and copy from the host; no-op if they are on the device. Later work waits on the stream."""
         if not self._on_host:
             return
         for storage, size in zip(self._storages, self._sizes, strict=True):
@@ -63,7 +66,8 @@ class Offload:
         self._on_host = False
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same bytes on the host and on the device, uint8 [n] each: storages end to end, cut where blocks end."""
+        """Yield the same bytes on the host and on the device, uint8 [n] each: storages end to end, split at
+        block ends."""
         place = 0
         for storage, size in zip(self._storages, self._sizes, strict=True):
             data, done = _bytes(storage), 0
@@ -75,5 +79,4 @@ class Offload:
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:
-    """uint8, all of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,11 +1,11 @@
 """The order in which a pipeline stage runs forwards and backwards: one forward, one backward (1F1B). Pure.
 
-PipeDream-Flush (Narayanan et al., arXiv 2006.09503). torch.distributed.pipelining has the same schedule, but receives
-every micro-batch into buffers of one shape; ours differ in their tokens, and every rank knows by how much.
+PipeDream-Flush (Narayanan et al., arXiv 2006.09503). torch.distributed.pipelining has the same schedule, but needs
+micro-batches of one shape; ours differ in their tokens, in a way that every rank knows.
 
-With several chunks the schedule is interleaved (Narayanan et al., arXiv 2104.04473): stage s of S holds every S-th part
-of the layers, chunks s, s + S, ..., and what it waits for at the start and at the end is one chunk's work for each
-stage, not a whole stage's. Micro-batches go through the chunks in groups of S or more; their number may be any.
+With several chunks the schedule is interleaved (Narayanan et al., arXiv 2104.04473): stage s of S holds chunks s, s +
+S, ..., and the bubble at the start and the end is one chunk's work per stage, not a whole stage's. Micro-batches go
+through the chunks in groups of S or more; any number is allowed.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ class Step(NamedTuple):
     microbatch: int
     is_forward: bool
     chunk: int = 0
-    """which of the stage's own, in the order of the layers"""
+    """index among the stage's chunks, in the order of the layers"""
 
 
 def one_forward_one_backward(stage: int, num_stages: int, count: int, num_chunks: int = 1) -> Iterator[Step]:
-    """The steps of a stage over `count` micro-batches: each forward and backward once per chunk, each chunk in order.
+    """Yield the steps of a stage over `count` micro-batches: each forward and backward once per chunk, in order.
 
-    At most `most_in_flight` have been run forward and not yet backward: what a stage keeps of them does not grow with
-    their number. With one chunk the last stage, which may be the only one, goes back at once.
+    At most `most_in_flight` forwards await their backward, so memory does not grow with `count`. With one chunk, the
+    last stage runs each backward at once.
     """
     forwards = list(forward_only(num_stages, count, num_chunks))
     ahead = min(len(forwards), most_in_flight(stage, num_stages, count, num_chunks) - 1)
@@ -37,7 +37,7 @@ def one_forward_one_backward(stage: int, num_stages: int, count: int, num_chunks
 
 
 def most_in_flight(stage: int, num_stages: int, count: int, num_chunks: int = 1) -> int:
-    """How many forwards, each of one micro-batch through one chunk, wait for their backward at most."""
+    """Return the largest number of forwards, each of one micro-batch through one chunk, that await their backward."""
     after = num_stages - stage - 1
     if num_chunks == 1:
         return after + 1
@@ -46,15 +46,14 @@ def most_in_flight(stage: int, num_stages: int, count: int, num_chunks: int = 1)
 
 
 def forward_only(num_stages: int, count: int, num_chunks: int = 1) -> Iterator[Step]:
-    """The steps of every stage where nothing is trained."""
+    """Yield the steps of every stage without training."""
     for first, end in pairwise(accumulate(_groups(num_stages, count), initial=0)):
         for chunk in range(num_chunks):
             yield from (Step(i, True, chunk) for i in range(first, end))
 
 
 def _groups(num_stages: int, count: int) -> list[int]:
-    """How many micro-batches follow each other through a chunk: as many as stages, or a few more where they do not
-    divide, so that none waits for the stage before; fewer only if there are no more.
-    """
+    """Return the numbers of micro-batches that pass a chunk in a row: the number of stages, or slightly more if it does
+    not divide `count`, so that no stage waits for the one before; fewer only if there are no more."""
     rounds = max(1, count // num_stages)
     return [count // rounds + (group < count % rounds) for group in range(rounds)]

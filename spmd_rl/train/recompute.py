@@ -1,7 +1,7 @@
-"""Activation checkpointing: what a layer's forward pass keeps for its backward pass, and what is computed again.
+"""Activation checkpointing: which activations of a layer are kept for the backward pass, and which recomputed.
 
-`full` keeps a layer's input alone. `selective` also keeps what attention gives and every second matrix product: most of
-the work of a layer is then done once, for about half of its memory (the rule that torchtitan calls `op`).
+`full` keeps only a layer's input. `selective` also keeps the output of attention and every second matrix product: most
+of a layer's work is then done once, for about half of its memory (torchtitan's `op` rule).
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 ATTENTION = ("aten::_scaled_dot_product", "torch_attn::_varlen_attn")
-"""How the names of attention's kernels begin."""
+"""Prefixes of the names of attention kernels."""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules that transformers declares not to be split, in order. Of a model not sharded yet."""
+    """Return the modules that transformers marks as not to be split, in order. The model must not be sharded yet."""
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     assert layers, f"{type(model).__name__} declares no layer class"
@@ -28,7 +28,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute(model: nn.Module, mode: str) -> None:
-    """Set up `mode`, `full` or `selective`, for the decoder layers; nothing for `none`."""
+    """Set up `mode`, `full` or `selective`, for the decoder layers; no-op for `none`."""
     for layer in decoder_layers(model):
         # transformers checkpoints in training mode only; the modules inside stay in eval mode, without dropout
         layer.training = mode != "none"
@@ -41,7 +41,9 @@ def recompute(model: nn.Module, mode: str) -> None:
 
 
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The contexts of a layer's forward pass and of its recomputation. Each counts the products for itself."""
+    """Return the contexts of a layer's forward pass and of its recomputation. Each counts matrix products
+    separately."""
+    # The recomputation must skip and save the same products as the forward pass.
     numbers = {False: count(), True: count()}
     return create_selective_checkpoint_contexts(partial(_policy, numbers))
 

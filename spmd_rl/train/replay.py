@@ -1,13 +1,13 @@
-"""Router replay: the trainer's forward sends tokens to the experts that the engine has chosen for them.
+"""Router replay: the trainer's forward routes tokens to the experts that the engine chose.
 
     replay = Replay(model, layout, True)       # of the whole model, before it is cut
     chosen = replay.of_row(micro, tree)        # given to each layer, which calls `replay.take`
     ... = replay.choose(place, own)            # by each router
     metrics = replay.metrics()                 # [all]
 
-A small difference between engine and trainer may change who is chosen, and with it a token's probability by a lot. The
-weights of the replayed experts are the trainer's own router's, and so is their gradient (R3: Ma et al., arXiv
-2510.11370). Prompts, and whatever else the policy has not sampled, go where the trainer's router sends them.
+A small numerical difference between engine and trainer can change the chosen experts, and with them a token's
+probability by a lot. Routing weights and their gradient still come from the trainer's router (R3: Ma et al., arXiv
+2510.11370). Prompts and other tokens that the policy did not sample follow the trainer's router.
 """
 
 import torch
@@ -21,16 +21,16 @@ from spmd_rl.train.sharing import PrefixTree
 
 
 class Replay:
-    """Replaces what routers choose, for tokens of which the batch says whom the engine chose."""
+    """Replaces the choices of routers, for tokens with recorded choices of the engine."""
 
     def __init__(self, model: nn.Module, layout: Layout, is_on: bool) -> None:
-        """UserError if the model is no mixture, or if its routers weigh the chosen experts in an unknown way.
+        """Raise a UserError if the model is no mixture, or if its routers weigh the chosen experts in an unknown way.
 
-        is_on: else it does nothing.
+        is_on: False for no replay.
         """
         self._layout, self._kind = layout, router_class(model)
         self.places: dict[str, int] = {}
-        """Of the routers by name; none if it is off."""
+        """Positions of the routers by name; empty without replay."""
         self._chosen: Tensor | None = None
         self._counts: Tensor | float = 0.0
         if not is_on:
@@ -44,7 +44,7 @@ class Replay:
             raise UserError(f"policy.router_replay: how {name} weighs its experts is not known; must be false")
 
     def of_row(self, micro: Batch, tree: PrefixTree) -> Tensor | None:
-        """The engine's choices for each token of the tree: int64 [F, layers, k], -1 where there is none; on the CPU."""
+        """Return the engine's choices for each token of the tree: int64 [F, layers, k], -1 if unknown; on the CPU."""
         if not self.places or micro.experts is None or not len(micro.experts.values):
             return None
         lengths = micro.experts.offsets.diff()
@@ -56,18 +56,18 @@ class Replay:
         return chosen
 
     def take(self, chosen: Tensor | None) -> None:
-        """The choices for a row's tokens, int64 [t, layers, k], as each layer is about to compute it.
+        """Set the choices for a row's tokens, int64 [t, layers, k], before each layer computes it.
 
-        Each layer: it may be computed a second time, for the backward pass, when other tokens have come by since.
+        Each layer calls this, because recomputation in the backward pass runs it again after other rows.
         """
-        if chosen is not None:  # between the blocks of a layer each rank along `tp` has a run of the tokens
+        # Between the blocks of a layer each tensor-parallel rank has a span of the tokens.
+        if chosen is not None:
             chosen = chosen.unflatten(0, (self._layout.size("tp"), -1))[self._layout.rank("tp")]
         self._chosen = chosen
 
     def choose(self, place: int, own: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Whom the router of the layer that is `place` among the mixtures uses, instead of `own` (int64 [T, k] each),
-        and for which tokens that is the engine's choice (bool [T, 1]); None where the engine has made none.
-        """
+        """Return the experts for the router of mixture number `place`, instead of `own` (int64 [T, k] each), and the
+        mask of tokens with the engine's choice (bool [T, 1]); None without any."""
         if self._chosen is None:
             return None
         forced = self._chosen[:, place]
@@ -79,9 +79,8 @@ class Replay:
         return torch.where(known, forced, own), known
 
     def metrics(self) -> dict[str, float]:
-        """[all] Of the forwards with gradient since the last call: the share of tokens that have been replayed, and of
-        the engine's choices for them the share that the trainer's routers would not have made. Empty if it is off.
-        """
+        """[all] Return, of the forwards with gradient since the last call, the share of replayed tokens, and the share
+        of the engine's choices that the trainer's routers would not have made. Empty without replay."""
         if not self.places:
             return {}
         counts = self._counts.tolist() if isinstance(self._counts, Tensor) else (0.0, 0.0, 0.0)
@@ -92,7 +91,7 @@ class Replay:
 
 
 def _weighs_as_known(kind: type[nn.Module], config) -> bool:
-    """Whether `weights_of_chosen` gives what a router of this kind gives for those that it chooses itself."""
+    """Return True if `weights_of_chosen` equals the routing weights of a router of this kind."""
     generator = torch.Generator().manual_seed(0)
     router = kind(config).float()
     router.weight.data.normal_(generator=generator)

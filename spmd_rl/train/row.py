@@ -1,4 +1,4 @@
-"""`Row`: the tokens of a micro-batch as they enter a module of transformers on one rank, and how they are filled up."""
+"""`Row`: the tokens of a micro-batch as a transformers module gets them on one rank, and their padding."""
 
 import math
 from collections.abc import Callable
@@ -18,38 +18,38 @@ from spmd_rl.train.microbatch import rounded
 from spmd_rl.train.sharing import PrefixTree, share_prefixes
 
 ROUND_TOKENS, FEW_TOKENS = 128, 32
-"""Tokens and targets of a forward are filled up to a multiple of the first; few of them to one of the second."""
+"""Multiples to which a forward's tokens and targets are padded; the second if there are few."""
 
 
 def filled_up(rows: Tensor) -> Tensor:
-    """[N, ..] -> [N rounded up, ..], zeros at the end: kernels are kept per shape."""
+    """Return [N, ..] padded with zeros to [N rounded up, ..]: kernels are cached per shape."""
     return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, -len(rows) % granule(len(rows))))
 
 
 def granule(count: int) -> int:
-    """A multiple of what `count` tokens are filled up to."""
+    """Return the multiple to which `count` tokens are padded."""
     return ROUND_TOKENS if count > ROUND_TOKENS else FEW_TOKENS
 
 
 class Row(NamedTuple):
-    """The tokens of a micro-batch that enter this rank's part of the model, on the CPU."""
+    """Tokens of a micro-batch for this rank's part of the model, on the CPU."""
 
     token_ids: Tensor
-    """int64 [t]"""
+    """int64 [t], with padding"""
     position_ids: Tensor
-    """int64 [t]"""
+    """int64 [t], within each sample"""
     packing: Packing
-    """on the device"""
+    """Segments for attention, on the device"""
     keep: Tensor
-    """int64 [n]: which of the tokens predict a target"""
+    """int64 [n]: tokens that predict a target"""
     targets: Tensor
-    """int64 [n]: the tokens of the micro-batch that they predict"""
+    """int64 [n]: tokens of the micro-batch to predict"""
     own: Tensor | None
-    """int64 [n]: which of all its targets these are; None: all, in order"""
+    """int64 [n]: positions among all targets of the micro-batch; None: all, in order"""
     routed: Tensor
-    """bool [t]: which tokens count as a mixture's load, those that are no filling"""
+    """bool [t]: tokens that are not padding, and count in a mixture's load"""
     chosen: Tensor | None
-    """int64 [t, layers, k]: the experts that the engine chose, see `replay.py`; None: the model's own"""
+    """int64 [t, layers, k]: the engine's experts, see `replay.py`; None: the model's choice"""
 
 
 def row_of(
@@ -60,14 +60,15 @@ def row_of(
     context: Any = None,
     chosen_of: Callable[[Batch, PrefixTree], Tensor | None] = lambda micro, tree: None,
 ) -> Row:
-    """This rank's `Row` of a micro-batch. dtype: of attention. tp: ranks that share out the row's tokens.
+    """Return this rank's `Row` of a micro-batch. dtype: of attention. tp: ranks that split the row's tokens.
 
     context: of context parallelism (`model.context`). chosen_of: the engine's experts, by token of the tree.
     """
     targets = micro.sampled.index
     assert bool((micro.position_ids[targets] > 0).all()), "a sequence's first token has no logprob"
     tree = share_prefixes(micro)
-    num_tokens = len(tree.token_ids) if int(micro.keys[0, 0]) >= 0 else 0  # a dummy has none
+    # A dummy micro-batch has only padding.
+    num_tokens = len(tree.token_ids) if int(micro.keys[0, 0]) >= 0 else 0
     split = tp * (1 if context is None else context.granule)
     tree = rounded(tree, math.lcm(granule(len(tree.token_ids)), split))
     keep = tree.gather_index[targets - 1]
@@ -101,12 +102,12 @@ def row_of(
 
 
 def parts(found: Tensor, args: ForwardArgs) -> tuple[Tensor, ...]:
-    """What a policy's forward gives, of the columns [N, n] of its head: see `MicrobatchLoop.finish`."""
+    """Return a policy's outputs from the columns [N, n] of its head, see `MicrobatchLoop.finish`."""
     return (found[:, 0], found[:, 1], found[:, 2:]) if args.compares else found.unbind(-1)
 
 
 def aim(head: TokenHead, micro: Batch, row: Row, args: ForwardArgs, device: torch.device) -> None:
-    """Set the output embedding of a policy to give the logprobs of the row's targets in its next forward."""
+    """Set the targets of a policy's output embedding for its next forward."""
     targets = micro.token_ids[row.targets]
     if args.compares:
         others = micro.teacher_ids.index_select(0, row.targets).values.long()
@@ -116,11 +117,12 @@ def aim(head: TokenHead, micro: Batch, row: Row, args: ForwardArgs, device: torc
 
 
 def _support(micro: Batch, row: Row, constraint: Constraint | None, device: torch.device) -> Support | None:
-    """Among which tokens the row's targets were drawn. What was recorded holds none that a constraint forbids."""
+    """Return the tokens among which the row's targets were drawn. Recorded ones already satisfy a constraint."""
     if micro.candidate_ids is not None:
         lists = micro.candidate_ids.index_select(0, row.targets)
         return Candidates(to_device(lists.owners, device), to_device(lists.values.long(), device))
-    if constraint is None or int(micro.keys[0, 0]) < 0:  # a dummy answers nothing
+    # A dummy micro-batch has no answer to follow.
+    if constraint is None or int(micro.keys[0, 0]) < 0:
         return None
     sampled = micro.sampled
     answers = micro.token_ids[sampled.index].split(sampled.runs.bincount().tolist())

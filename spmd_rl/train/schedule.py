@@ -1,4 +1,4 @@
-"""Learning rate schedules: a pure function of how many updates have been made, so that a resume needs no state."""
+"""Learning rate schedules: pure functions of the number of updates, so that a resume needs no state."""
 
 import math
 
@@ -6,7 +6,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 def learning_rate(update: int, *, peak: float, schedule: str, warmup: int, total: int) -> float:
-    """Learning rate of update number `update` (from 0) out of `total`.
+    """Return the learning rate of update number `update` (from 0) out of `total`.
 
     The warm-up rises linearly from 0 and reaches `peak` in its last update, number `warmup` - 1; `linear` and `cosine`
     then fall from `peak` towards 0, which they reach after the last update. Past `total` they stay at 0.

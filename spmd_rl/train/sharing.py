@@ -1,13 +1,12 @@
-"""Common prefixes are computed once: the samples of a ticket become a tree of segments before they enter the model.
+"""Prefix sharing: the samples of a ticket become a tree of segments, so that common prefixes are computed once.
 
     tree = share_prefixes(batch)
     logits = model(tree.token_ids, ..., packing=Packing.of(tree.starts, tree.parents))
     logits[tree.gather_index]                # one row for every token of the batch
 
-The answers to one prompt share the prompt, trajectories share the history before they part, and rows that cut one
-trajectory into steps share all of it. This is a re-indexing and no approximation: hidden states do not depend on later
-tokens, so each segment attends to one copy of the path before it, and the gradients of all samples add up in that copy.
-Samples of a ticket may lie in different micro-batches or on different ranks: only what lies together shares.
+Answers share their prompt, trajectories share the history before they diverge, and rows that cut one trajectory into
+steps share all of it. This is exact: hidden states do not depend on later tokens, so each segment attends to one copy
+of the path before it, and the gradients of all samples add up in that copy. Only samples of one micro-batch share.
 """
 
 from collections import defaultdict
@@ -24,23 +23,23 @@ from spmd_rl.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """The tokens of a batch, without those that a sample repeats of another one; on the batch's device."""
+    """Tokens of a batch without those that a sample shares with an earlier one; on the batch's device."""
 
     token_ids: Tensor
-    """int64 [F], F at most T"""
+    """int64 [F], with F at most T"""
     position_ids: Tensor
-    """int64 [F]"""
+    """int64 [F], within each sample"""
     starts: Tensor
     """int64 [P+1]: first token of each segment, then F"""
     parents: Tensor
-    """int64 [P]: the segment that a segment continues, -1 for none; it comes earlier"""
+    """int64 [P]: the earlier segment that a segment continues, -1 for none"""
     gather_index: Tensor
-    """int64 [T]: where each token of the batch is found among these"""
+    """int64 [T]: index of each token of the batch in these"""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of tokens that one or more samples contain at the same position, after the same tokens."""
+    """A span of tokens at the same position, after the same tokens, of one or more samples."""
 
     begin: int
     """position of its first token in the samples"""
@@ -53,12 +52,12 @@ class Segment:
 
     @property
     def source(self) -> int:
-        """The first sample that contains all of it."""
+        """First sample that contains all of the segment."""
         return next(sample for sample, end in self.users if end == self.end)
 
 
 def share_prefixes(batch: Batch) -> PrefixTree:
-    """The tree of the batch's segments (see `prefix_segments`), laid end to end."""
+    """Return the tree of the batch's segments (see `prefix_segments`), laid end to end."""
     segments, bounds = prefix_segments(batch), batch.starts.tolist()
     starts = [0, *accumulate(segment.end - segment.begin for segment in segments)]
     index = torch.empty(starts[-1], dtype=torch.int64)
@@ -81,11 +80,10 @@ def share_prefixes(batch: Batch) -> PrefixTree:
 
 
 def prefix_segments(batch: Batch) -> list[Segment]:
-    """The segments that make the batch's samples, by the first sample that contains each, parents before children.
+    """Return the segments of the batch's samples, by the first sample that contains each, parents before children.
 
-    Samples of one ticket share the tokens with which they begin alike, but a run of sampled tokens (an answer) is
-    shared whole or not at all, and the last one only with a sample that goes on after it. A sample that shares nothing
-    is one segment, and so is a chain without a branch: a segment ends where samples part.
+    Samples of one ticket share their common first tokens, but a span of sampled tokens (an answer) is shared whole or
+    not at all, and the last one only with a sample that continues after it. A segment ends only where samples diverge.
     """
     ids, mask = batch.token_ids.cpu().numpy(), batch.loss_mask.cpu().numpy()
     bounds = batch.starts.tolist()
@@ -95,6 +93,7 @@ def prefix_segments(batch: Batch) -> list[Segment]:
         by_ticket[ticket].append(_Row(sample, ids[span], mask[span]))
     found: list[Segment] = []
     for rows in by_ticket.values():
+        # Sorted rows share with each other no more than their neighbours do.
         tree, before = _tree(sorted(rows, key=_Row.bytes)), len(found)
         found += [replace(s, parent=s.parent + before if s.parent >= 0 else -1) for s in tree]
     order = sorted(range(len(found)), key=lambda i: (found[i].users[0][0], found[i].begin))
@@ -111,22 +110,22 @@ class _Row:
     mask: np.ndarray
 
     def bytes(self) -> bytes:
-        """Sorted by these, samples that begin alike are neighbours."""
+        """Return a sort key that makes samples with equal beginnings neighbours."""
         return self.ids.tobytes()
 
     def last_cut(self, end: int) -> int:
-        """The last position before `end` at which a run of sampled tokens begins or ends; 0 without any."""
+        """Return the last position before `end` where a span of sampled tokens begins or ends; 0 without any."""
         cuts = np.flatnonzero(self.mask[1:end] != self.mask[: end - 1])
         return int(cuts[-1]) + 1 if len(cuts) else 0
 
     def not_inside_an_answer(self, position: int) -> int:
-        """`position`, or the beginning of the run of sampled tokens that it would cut in two."""
+        """Return `position`, or the beginning of the span of sampled tokens that it would split."""
         inside = 0 < position < len(self.ids) and self.mask[position - 1] and self.mask[position]
         return self.last_cut(position) if inside else position
 
 
 def _shared(a: _Row, b: _Row) -> int:
-    """How many tokens two samples share; see `prefix_segments`."""
+    """Return the number of tokens that two samples share; see `prefix_segments`."""
     least = min(len(a.ids), len(b.ids))
     differ = a.ids[:least] != b.ids[:least]
     common = int(differ.argmax()) if differ.any() else least
@@ -136,7 +135,7 @@ def _shared(a: _Row, b: _Row) -> int:
 
 
 def _tree(rows: Sequence[_Row]) -> list[Segment]:
-    """The segments of one ticket's samples, sorted such that any two share no more than those between them do."""
+    """Return the segments of one ticket's samples, sorted such that any two share no more than those between them."""
     shared = [0, *(_shared(a, b) for a, b in pairwise(rows))]  # of each row with the one before it
     segments: list[Segment] = []
     todo = [(0, len(rows), 0, -1)]
@@ -144,7 +143,8 @@ def _tree(rows: Sequence[_Row]) -> list[Segment]:
         first, last, begin, parent = todo.pop()
         users = sorted((row.sample, len(row.ids)) for row in rows[first:last])
         end, parts = _parting(rows, shared, first, last)
-        while len(parts) == 1:  # the others end here: no branch
+        # The other rows end here, so this is no branch.
+        while len(parts) == 1:
             end, parts = _parting(rows, shared, *parts[0])
         if end > begin:
             segments.append(Segment(begin, end, parent, tuple((sample, min(n, end)) for sample, n in users)))
@@ -154,7 +154,7 @@ def _tree(rows: Sequence[_Row]) -> list[Segment]:
 
 
 def _parting(rows: Sequence[_Row], shared: Sequence[int], first: int, last: int) -> tuple[int, list[tuple[int, int]]]:
-    """Up to where rows first : last are one, and the ranges of rows that go on from there, each its own way."""
+    """Return the end of the common part of rows first : last, and the ranges of rows that diverge there."""
     if last - first == 1:
         return len(rows[first].ids), []
     end = min(shared[first + 1 : last])

@@ -1,12 +1,12 @@
-"""A role's saved state: one format for all backends, so that any of them reads on any ranks what another has written.
+"""A role's saved state: one format for all backends and layouts, so that each reads the others' files.
 
     files = write_state(folder / "00000.safetensors", model.state(), {"backend": "fsdp2"}, world.progress)
     read_state(model.state(), SavedState.open(folder, world), world.progress)  # [all]; model: a `ShardedModel`
 
-Each rank writes one safetensors file, with the pieces of tensors that it alone holds. Tensors go by their Hugging Face
-names: `model/<name>` is a weight, `optimizer/<state>/<name>` what an optimizer keeps of it (`exp_avg`, for one), and
-`optimizer/<state>` what it keeps once. A piece is called `<name>@<where it begins>`, like `model/lm_head.weight@128,0`,
-and the file's metadata say how large each tensor is as a whole. Nothing in it is code.
+Each rank writes one safetensors file with its pieces of tensors. Tensors have Hugging Face names: `model/<name>` is a
+weight, `optimizer/<state>/<name>` its optimizer state (such as `exp_avg`), and `optimizer/<state>` state without a
+weight. A piece is called `<name>@<begin>`, like `model/lm_head.weight@128,0`; the file's metadata has each tensor's
+whole shape. A file contains no code.
 """
 
 import json
@@ -35,30 +35,30 @@ DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
 }
-"""safetensors' names of dtypes, in the order in which it writes their tensors."""
+"""Names of dtypes in safetensors, in the order in which it writes their tensors."""
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 ALIGNMENT = 8
-"""The first tensor begins at a multiple of so many bytes."""
+"""Alignment of the first tensor in bytes."""
 BROKEN = (ValueError, TypeError, KeyError, SafetensorError, msgspec.MsgspecError)
-"""Raised by the readers of a file that `write_state` did not write"""
+"""Errors of readers on a file that `write_state` did not write"""
 
 
 class Shard(NamedTuple):
-    """This rank's part of a tensor that is saved. Every rank lists every tensor of the whole model."""
+    """This rank's part of a saved tensor. Every rank lists every tensor of the whole model."""
 
     name: str
     shape: tuple[int, ...]
-    """of the whole"""
+    """shape of the whole tensor"""
     begin: tuple[int, ...]
-    """where the part begins"""
+    """first index of the part"""
     tensor: Tensor | None
-    """The part, live; None if all of it is elsewhere."""
+    """Live part; None if all of it is on other ranks."""
     is_mine: bool
-    """Whether this rank writes it: of the ranks that hold an element exactly one does."""
+    """True on the one rank that writes each element."""
 
 
 def shards_of(prefix: str, tensor: Tensor | None, own: Region, parts: Sequence[Part], is_mine: bool) -> Iterator[Shard]:
-    """The region `own` of a model's parameter, or of what is kept of it, by the names under which it is stored."""
+    """Yield the region `own` of a model's parameter, or of its optimizer state, under stored names."""
     for part in parts:
         shape = tuple(piece.stop - piece.start for piece in part.region)[part.is_expert :]
         common = overlap(own, part.region) if tensor is not None else None
@@ -71,25 +71,24 @@ def shards_of(prefix: str, tensor: Tensor | None, own: Region, parts: Sequence[P
 
 
 class TensorSpec(NamedTuple):
-    """Dtype and size of a tensor that is not there yet."""
+    """Dtype and size of a tensor that does not exist yet."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor's contents."""
+        """Size of the tensor's contents in bytes."""
         return math.prod(self.size) * self.dtype.itemsize
 
 
 def write_safetensors(
     path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]], about: Mapping[str, str]
 ) -> None:
-    """Write `tensors`, which come in the order of `specs`, one at a time; OSError as the file system gives it.
+    """Write `tensors`, in the order of `specs`, one at a time. OSError of the file system.
 
-    Of an iterator no more is taken than `specs` names: the rest may go into another file.
-    The library's own `save_file` wants all of them at once. The bytes are the same: a head in JSON, then the tensors,
-    those of wider numbers first, by name.
+    It consumes only the tensors of `specs` from an iterator: the rest may go to another file. safetensors' `save_file`
+    needs all of them in memory. The bytes are the same: a JSON head, then the tensors, wider dtypes first, by name.
     """
     order = sorted(specs, key=lambda name: (list(DTYPES).index(specs[name].dtype), name))
     head, begins, end = {"__metadata__": dict(about)}, {}, 0
@@ -103,7 +102,8 @@ def write_safetensors(
         file.write(len(text).to_bytes(8, "little") + text)
         coming = iter(tensors)
         for name, spec in specs.items():
-            given, tensor = next(coming, (None, None))  # one that ends early would leave a hole in the file
+            # An iterator that ends early would leave a hole in the file.
+            given, tensor = next(coming, (None, None))
             assert given == name and (tensor.dtype, tuple(tensor.shape)) == spec, (given, name)
             file.seek(8 + len(text) + begins[name])
             file.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
@@ -112,7 +112,7 @@ def write_safetensors(
 def write_state(
     path: Path, state: Iterable[Shard], about: Mapping[str, str], on_progress: Callable[[], object] = lambda: None
 ) -> list[Path]:
-    """Write this rank's pieces into the new file `path`; return it, or nothing where there is none. OSError."""
+    """Write this rank's pieces into the new file `path`; return it, or nothing without pieces. OSError."""
     mine = {key_of(one.name, one.begin): one for one in state if one.is_mine and one.tensor is not None}
     specs = {key: TensorSpec(one.tensor.dtype, tuple(one.tensor.shape)) for key, one in mine.items()}
     wholes = {one.name: one.shape for one in mine.values()}
@@ -129,23 +129,23 @@ def write_state(
 
 @torch.no_grad()
 def staged(state: Iterable[Shard]) -> list[Shard]:
-    """Copies, on the host, of what this rank writes of a state: training may go on before `write_state` has them."""
+    """Return copies on the host of what this rank writes of a state, so that training can continue before the write."""
     mine = (one for one in state if one.is_mine and one.tensor is not None)
     return [one._replace(tensor=one.tensor.detach().to("cpu", copy=True)) for one in mine]
 
 
 def head_of(wholes: Mapping[str, Sequence[int]], about: Mapping[str, str]) -> dict[str, str]:
-    """The metadata of a file whose tensors are, as a whole, of these shapes. about: who wrote it."""
+    """Return the metadata of a file for tensors of these whole shapes. about: the writer."""
     return {"format": FORMAT, **about, "shapes": json.dumps(wholes, separators=(",", ":"))}
 
 
 def key_of(name: str, begin: Iterable[int]) -> str:
-    """The key, in a file, of the piece of a tensor that begins at `begin`."""
+    """Return the key, in a file, of the piece of a tensor that begins at `begin`."""
     return f"{name}@{','.join(map(str, begin))}"
 
 
 class StoredPiece(NamedTuple):
-    """Where a part of a saved tensor lies: the file, its key there, and the region of the whole that it holds."""
+    """Location of a part of a saved tensor: the file, its key there, and its region of the whole."""
 
     file: str
     key: str
@@ -153,16 +153,16 @@ class StoredPiece(NamedTuple):
 
 
 class SavedState:
-    """The tensors in a folder, of which any part can be read, whoever wrote them.
+    """Tensors in a folder, readable region by region, written by any backend and layout.
 
     saved = SavedState.open(folder)
     saved.read("model/lm_head.weight")
     """
 
     def __init__(self, folder: Path, heads: Iterable[Mapping[str, Any]]) -> None:
-        """Use `open`. heads: of all files, as `_head` reads them."""
+        """Use `open`. heads: of all files, from `_head`."""
         self.tensors: dict[str, TensorSpec] = {}
-        """By name, whole."""
+        """Specs of whole tensors by name."""
         self.folder, self._files, self._pieces = folder, MappedFiles(folder), dict[str, list[StoredPiece]]()
         for head in heads:
             for key, dtype, size in head["pieces"]:
@@ -180,9 +180,9 @@ class SavedState:
 
     @classmethod
     def open(cls, folder: Path, world: World | None = None) -> "SavedState":
-        """[all] Read what lies where; of the files each rank reads some. Without a world: all of them.
+        """[all] Read the index of all files; each rank reads some of them, or without a world all.
 
-        UserError, on all ranks, if that is no saved state, or a damaged one; OSError if it cannot be read.
+        UserError, on all ranks, if it is no saved state or a damaged one; OSError if it cannot be read.
         """
         rank, size = (world.rank, world.size) if world is not None else (0, 1)
         files = sorted(path.name for path in folder.iterdir() if path.name.endswith(".safetensors"))
@@ -206,7 +206,7 @@ class SavedState:
         raise UserError(f"{folder} is no saved state that can be read: {error}")
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """A tensor, on the CPU; with `region`, that part. UserError if what is stored is damaged."""
+        """Return a tensor on the CPU, or its `region`. UserError if the file is damaged."""
         dtype, size = self.tensors[name]
         own = tuple(slice(0, n) for n in size) if region is None else region
         found = torch.empty([piece.stop - piece.start for piece in own], dtype=dtype)
@@ -223,7 +223,7 @@ class SavedState:
 
 
 def _head(folder: Path, file: str) -> dict[str, Any]:
-    """Read a file's name, pieces (key, dtype, size) and whole shapes, in plain values, without its tensors."""
+    """Read a file's name, pieces (key, dtype, size) and whole shapes as plain values, without its tensors."""
     opened = MappedFiles(folder).open(file)
     about = opened.metadata() or {}
     if about.get("format") != FORMAT:
@@ -239,7 +239,8 @@ def _count(region: Region) -> int:
 
 @torch.no_grad()
 def read_state(state: Sequence[Shard], saved: SavedState, on_progress: Callable[[], object] = lambda: None) -> None:
-    """Fill the tensors of `state` in place. ValueError, on every rank, if names or shapes are not those saved."""
+    """Fill the tensors of `state` in place. ValueError, on every rank, if names or shapes differ from the saved
+    ones."""
     ours = {one.name: tuple(one.shape) for one in state}
     theirs = {name: tuple(whole.size) for name, whole in saved.tensors.items()}
     if odd := sorted(ours.keys() ^ theirs.keys()):

@@ -1,4 +1,4 @@
-"""`stored_model`: a model directory as a module that a backend shards, weights read as late as can be."""
+"""`stored_model`: a model directory as a module that a backend shards; weights are read as late as possible."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -18,70 +18,72 @@ from spmd_rl.train.state import MODEL, SavedState
 
 
 class Stored(NamedTuple):
-    """A model before it is sharded, and how its weights are read."""
+    """A model before sharding, and the readers of its weights."""
 
     model: torch.nn.Module
     load: Callable[..., None] | None
-    """Fills this rank's shards; None of a model that is whole."""
+    """Function that fills this rank's shards; None for a whole model."""
     num_bytes: Callable[[], int]
-    """Bytes read so far."""
+    """Function that returns the bytes read so far."""
     reader: Callable[..., RegionReader] | None = None
-    """Called with the model, on the meta device: how any part of its weights is read; None of one that is whole."""
+    """Function from the model on the meta device to a reader of regions of its weights; None for a whole model."""
     files: WeightFiles | None = None
-    """What is stored, by its own names: for a backend that has no use for the model but its sizes."""
+    """Stored tensors by stored names, for a backend that uses only sizes of the model."""
 
 
 Source = Callable[..., Stored]
-"""Called like `stored_model`."""
+"""Function with the signature of `stored_model`."""
 
 
 def stored_model(role: RoleConfig, dtype: torch.dtype, on_progress: Callable[[], object]) -> Stored:
-    """The model of a role, a critic's with a value head; on the meta device, where shards can be read one by one."""
+    """Return the model of a role, a critic's with a value head; on the meta device if shards can be read separately."""
     folder, is_critic = model_directory(role.model), role.name == "critic"
     model, files = build_on_meta(folder, dtype, role.trust_remote_code), WeightFiles(folder)
     if is_critic:
         files = ValueHeadFiles(files, head_weights(with_value_head(model, role.value_bias)))
     load, reader = partial(load_weights, files=files, on_progress=on_progress), partial(RegionReader, files=files)
-    if mismatch(model, files):  # transformers renames and merges some weights as it loads them: experts, for one
+    # transformers renames and merges some weights on loading (experts, for one), so regions cannot be read by name.
+    if mismatch(model, files):
         whole = build_model(folder, dtype, "cpu", role.trust_remote_code, files.head if is_critic else ())
         model, load, reader = (files.fill(whole, role.value_bias) if is_critic else whole), None, None
     return Stored(model, load, lambda: files.bytes_read, reader, files)
 
 
 class CheckpointFiles(WeightFiles):
-    """The weights of a checkpoint's policy, and of the model's directory the buffers that it lacks."""
+    """Weights of a checkpoint's policy, plus the buffers that it lacks, from the model's directory."""
 
     def __init__(self, folder: Path, saved: SavedState, buffers: Collection[str]) -> None:
-        """buffers: the names of the model's saved ones."""
+        """buffers: names of the model's saved buffers."""
         super().__init__(folder)
         self._saved, prefix = saved, len(MODEL)
         self._trained = {name[prefix:]: spec for name, spec in saved.tensors.items() if name.startswith(MODEL)}
-        self._names = self._trained.keys() | (super().names & buffers)  # no other: one may be tied to what was trained
+        # Only buffers: another stored weight may be tied to a trained one, and is then stale.
+        self._names = self._trained.keys() | (super().names & buffers)
 
     @property
     def names(self) -> Collection[str]:
-        """See `WeightFiles`."""
+        """Names of all stored tensors, see `WeightFiles`."""
         return self._names
 
     def file_of(self, name: str) -> Path:
-        """See `WeightFiles`."""
+        """Return the file that holds a tensor, see `WeightFiles`."""
         return self._saved.folder if name in self._trained else super().file_of(name)
 
     def shape(self, name: str) -> list[int]:
-        """See `WeightFiles`."""
+        """Return the shape of a stored tensor."""
         return list(self._trained[name].size) if name in self._trained else super().shape(name)
 
     def read(self, name: str, region: Region) -> torch.Tensor:
-        """See `WeightFiles`."""
+        """Return a region of a stored tensor, see `WeightFiles`."""
         return self._saved.read(MODEL + name, region) if name in self._trained else super().read(name, region)
 
 
 def checkpoint_model(
     checkpoint: str, role: RoleConfig, dtype: torch.dtype, on_progress: Callable[[], object]
 ) -> Stored:
-    """As `stored_model`, with the weights of the policy in a verified checkpoint, saved by whatever backend and layout.
+    """Return `stored_model` with the policy's weights from a verified checkpoint of any backend and layout.
 
-    UserError, before anything is read, if they are not those of a model like this one.
+    UserError, before anything is read, if they belong to another model.
     """
     folder = model_directory(role.model)
     model, saved = build_on_meta(folder, dtype, role.trust_remote_code), SavedState.open(Path(checkpoint) / "policy")

@@ -1,6 +1,6 @@
-"""The vocabulary of the package: data that passes between stages (`data`) and what plug-ins see (`plugins`).
+"""The vocabulary of the package: data that passes between stages (`data`) and the interfaces of plug-ins (`plugins`).
 
-Nothing of torch, so that rewards, environments and sidecars can import it.
+Free of torch, so that rewards, environments and sidecars can import it.
 """
 
 # ruff: noqa: F401  imported here to be had from `spmd_rl.types`

@@ -1,8 +1,7 @@
-"""The data vocabulary: what passes between stages, from a dataset row to a judged answer.
+"""The data vocabulary, from a dataset row to a judged answer.
 
-Frozen `msgspec` structs, which are made ten times as fast as frozen dataclasses: they come in thousands. Nothing that
-they hold can lead back to them, so the search for cycles leaves them out (`gc=False`). Nothing of torch, so that
-rewards, environments and sidecars can import them. Ids and floats are `array`s. Tensors live in `batch.py`.
+Frozen `msgspec` structs. Free of torch, so that rewards, environments and sidecars can import them. Ids and floats are
+`array`s. Tensors live in `batch.py`.
 
     Prompt -> Request -> Completion -> Turn (AgentStep) -> Sample -> Group
                                         `-> AnswerInfo -> Verdict
@@ -22,23 +21,26 @@ FinishReason = Literal["stop", "length", "abort"]
 """`stop`: an end-of-sequence token or a stop string came; `length`: the token limit was reached; `abort`: given up."""
 
 VerdictStatus = Literal["ok", "wrong_format", "timeout", "error", "rejected", "unsupported"]
-"""Only `ok` and `wrong_format` carry a score; the others take the sample out of its group's baseline."""
+"""Statuses of a verdict. Only `ok` and `wrong_format` carry a score; the others exclude the sample from its baseline.
+"""
 
 MISSING_PACKAGE = "missing_package"
-"""A verdict's part of that name says that the answer failed for want of a package, which `detail` names."""
+"""Verdict part that marks an answer as failed for want of a package, which `detail` names."""
 
 UNPROVEN = "unproven"
-"""A verdict's part of that name says that the answer could have made the verdict itself."""
+"""Verdict part that marks an answer as able to have made the verdict itself."""
 
 SUSPECT = "suspect"
-"""A verdict's part of that name says that a paid answer looks like a cheat; `detail` says why."""
+"""Verdict part that marks a paid answer as a likely cheat; `detail` says why."""
 
 SPEAKER_FIELDS = ("name", "tool_call_id", "tools")
-"""Fields of a message that are no part of what its speaker says."""
+"""Message fields that are no part of the speaker's text."""
 
 SCORED: frozenset[str] = frozenset({"ok", "wrong_format"})
 
 
+# msgspec makes frozen structs ten times as fast as frozen dataclasses, and they come in thousands. None of them can be
+# part of a reference cycle, so `gc=False` keeps them out of the collector's scans.
 class TextPart(Struct, frozen=True, gc=False, tag="text"):
     """Text as one part of a message."""
 
@@ -49,25 +51,26 @@ class ImagePart(Struct, frozen=True, gc=False, tag="image"):
     """An image as one part of a message: its encoded bytes, or the path of a file that every rank can read."""
 
     media_type: str
-    """Such as `image/png`."""
+    """MIME type such as `image/png`."""
     data: bytes = b""
     path: str = ""
 
 
 class Message(Struct, frozen=True, gc=False, omit_defaults=True):
-    """One chat message, as chat templates know it."""
+    """One chat message in the form that chat templates take."""
 
     role: str
     content: str | tuple[TextPart | ImagePart, ...]
     fields: str = ""
-    """Its other fields, which the chat template gets too: the JSON text of an object. The first message of a
-    conversation has the conversation's `tools` among them."""
+    """JSON object with its other fields, which the chat template gets too. The conversation's `tools` are among those
+    of the first message.
+    """
     is_learnt: bool = True
-    """False: an answer that is not trained on (`weight: 0`)."""
+    """False for an answer that is not trained on (`weight: 0`)."""
 
     @property
     def others(self) -> dict[str, Any]:
-        """Fields beside role and content, by name."""
+        """Fields other than role and content, by name."""
         return json.loads(self.fields) if self.fields else {}
 
     def with_fields(self, fields: Mapping[str, Any]) -> "Message":
@@ -82,7 +85,7 @@ class Message(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def text(self) -> str:
-        """The text of all parts, joined. ValueError if one of them is an image."""
+        """Joined text of all parts. ValueError if one of them is an image."""
         if isinstance(self.content, str):
             return self.content
         if any(isinstance(part, ImagePart) for part in self.content):
@@ -97,34 +100,34 @@ class Prompt(Struct, frozen=True):
     """32 hex digits: blake2b-128 of the normalised content (`data.prompts.content_id`), or the row's own `id`."""
     messages: tuple[Message, ...]
     domain: str
-    """Names the rewarder: `reward.<domain>`."""
+    """Name of the rewarder: `reward.<domain>`."""
     ground_truth: str
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Whatever else the row or generator gave (plain JSON values), handed to the rewarder untouched."""
+    """Other values of the row or generator (plain JSON), which the rewarder gets unchanged."""
     priority: float = 0.0
-    """Prompts of a step with a higher one are begun first."""
+    """Priority within a step: higher values are generated first."""
     where: str = ""
     """File and line, or name and index, of its row, for error messages."""
 
 
 class Conversation(Struct, frozen=True, gc=False):
-    """A whole conversation, or a text with what comes before it, of which the assistant's own messages are learnt."""
+    """A whole conversation, or a text and its context. Only the assistant's messages are trained on."""
 
     messages: tuple[Message, ...]
     num_given: int = 0
-    """The first so many messages are a prompt: nothing is learnt from them, whoever speaks."""
+    """Number of leading messages that form the prompt and are never trained on, even the assistant's."""
     is_plain: bool = False
-    """Texts as they are, one after the other, without any chat template."""
+    """True for texts that are concatenated without a chat template."""
     borders: tuple[int, ...] = ()
-    """Where the steps of its last message begin but the first one, in characters."""
+    """Character offsets in the last message at which its second and later steps begin."""
 
     @property
     def prompt(self) -> tuple[Message, ...]:
-        """Messages that are given."""
+        """Leading messages that form the prompt."""
         return self.messages[: self.num_given]
 
     def in_steps(self, separator: str) -> "Conversation":
-        """The conversation whose last message has a step after each separator in it."""
+        """Return the conversation with a step boundary after each separator in its last message."""
         found = re.finditer(f"(?:{re.escape(separator)})+(?=.)", self.messages[-1].text, re.DOTALL)
         return replace(self, borders=tuple(one.end() for one in found))
 
@@ -134,55 +137,58 @@ class Example(Struct, frozen=True, gc=False):
 
     conversations: tuple[Conversation, ...]
     values: tuple[float, ...] = (0.0,)
-    """The margin by which the first one of a pair shall be better; of an answer that stands alone, 1 for each step that
-    is right and 0 for others."""
+    """Margin by which the first of a pair should be better. For a single answer, 1 for each right step and 0 for each
+    wrong one.
+    """
     first: int = 0
-    """Number of the first conversation, as an answer. Of pairs 0 is the chosen and 1 the rejected one."""
+    """Answer number of the first conversation. In pairs, 0 is chosen and 1 is rejected."""
 
 
 class Request(Struct, frozen=True, gc=False):
-    """What an engine is asked for: continue `prompt_ids` until a stop token or the limit."""
+    """A generation request: continue `prompt_ids` until a stop token or the limit."""
 
     id: str
     prompt_ids: array  # 'i'
     max_new_tokens: int
     temperature: float
-    """0 is greedy; logprobs are then those of temperature 1."""
+    """Sampling temperature; 0 is greedy, with the logprobs of temperature 1."""
     seed: int
-    """64-bit. Token t of the answer, those begun included, is drawn from (seed, t): never from a stream, so neither
-    batching nor placement changes it, nor where the answer was cut short. (vLLM draws from a stream for each request.)
+    """64-bit seed. Token t of the answer, counted from its first partial token, is drawn from (seed, t), so that
+    neither batching, placement nor interruptions change it. (vLLM draws from a stream for each request.)
     """
     order: tuple[int, ...] = ()
-    """(ticket, answer, turn): requests that wait are admitted in this order."""
+    """(ticket, answer, turn): waiting requests are admitted in this order."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the answer; the sampled stop token is kept as its last token."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer; the token that completes one is kept as its last token."""
     num_begun: int = 0
-    """The last so many of `prompt_ids` begin the answer, which was cut short: a stop string may begin in them."""
+    """Number of trailing `prompt_ids` that already belong to the interrupted answer; a stop string may begin in them.
+    """
     top_k: int = 0
-    """Draw among the so many most likely tokens alone; 0: among all. Greedy requests have no use for it."""
+    """Number of most likely tokens to draw from; 0: all. Unused in greedy requests."""
     top_p: float = 1.0
-    """Of the tokens that `min_p` and `top_k` leave, draw among the fewest that have this share of their probability.
-    Below 1 only with a `top_k`."""
+    """Probability share: after `min_p` and `top_k`, draw from the fewest tokens that reach it. Below 1 only with a
+    `top_k`.
+    """
     min_p: float = 0.0
-    """Draw among the tokens that have this share of the most likely one's probability. Above 0 only with a `top_k`."""
+    """Least probability of a candidate relative to the most likely token. Above 0 only with a `top_k`."""
     priority: float = 0.0
-    """Requests with a higher one are admitted before, whatever their order."""
+    """Admission priority, compared before `order`; higher is earlier."""
 
     @property
     def queue_key(self) -> tuple[float, tuple[int, ...]]:
-        """Of requests that wait, the one with the least is next."""
+        """Sort key of the admission queue; the least is next."""
         return -self.priority, self.order
 
     @property
     def begun(self) -> array:
-        """The tokens ('i') that begin the answer."""
+        """Tokens ('i') of the interrupted answer."""
         return self.prompt_ids[len(self.prompt_ids) - self.num_begun :]
 
     @property
     def truncated(self) -> bool:
-        """Whether tokens are cut off from the distribution: then logprobs are those of the renormalised rest."""
+        """True if candidates are cut off; logprobs are then those of the renormalised rest."""
         return self.top_k > 0 and self.temperature > 0
 
 
@@ -197,7 +203,7 @@ class CandidateIds(Struct, frozen=True, gc=False):
 
 
 class Completion(Struct, frozen=True, gc=False):
-    """What an engine gives back, once per request, when it finishes or is aborted."""
+    """An engine's reply to a request that finished or was aborted."""
 
     id: str
     token_ids: array  # 'i', without the prompt
@@ -205,14 +211,15 @@ class Completion(Struct, frozen=True, gc=False):
     versions: array  # 'i', policy version that sampled each token
     finish_reason: FinishReason
     candidate_ids: CandidateIds | None = None
-    """None: each token was drawn among all."""
+    """Candidates of each token; None if each was drawn from the whole vocabulary."""
     experts: array | None = None  # 'h', equally many for each of `token_ids`
-    """Of a mixture: the experts that each sampled token went to when it was fed, layer by layer; -1 for the last token,
-    which was not. None: not recorded."""
+    """Experts of a mixture, layer by layer, to which each sampled token was routed when fed; -1 for the last token,
+    which was never fed. None: not recorded.
+    """
 
 
 class Turn(Struct, frozen=True, gc=False):
-    """One exchange of a rollout: the tokens put in front of the policy since the last turn, and what it answered."""
+    """One exchange of a rollout: the tokens added to the context since the last turn, and the policy's answer."""
 
     prompt_ids: array  # 'i': tokens appended by us (turn 0: the rendered prompt); never trained on
     token_ids: array  # 'i': tokens the policy sampled, trained on
@@ -220,34 +227,34 @@ class Turn(Struct, frozen=True, gc=False):
     versions: array  # 'i'
     finish_reason: FinishReason
     text: str = ""
-    """The text of the sampled tokens, special ones left out; a stop string that ended the turn is part of it."""
+    """Text of the sampled tokens without special ones; includes a stop string that ended the turn."""
     candidate_ids: CandidateIds | None = None
-    """See `Completion.candidate_ids`."""
+    """Candidates of each token, as in `Completion.candidate_ids`."""
     step: "AgentStep | None" = None
-    """What the environment made of the answer; None where there is none."""
+    """Environment's reply to this answer; None outside of environments."""
     experts: array | None = None  # 'h'
-    """See `Completion.experts`."""
+    """Experts of each token, as in `Completion.experts`."""
 
 
 class AgentStep(Struct, frozen=True, gc=False):
-    """An environment's reply to one answer of an agent, as far as training, metrics and the sample log need it."""
+    """An environment's reply to one answer, reduced to the fields of training, metrics and the sample log."""
 
     observation: str
-    """The text that the environment returned."""
+    """Text returned by the environment."""
     reward: float
-    """The reward of this step, penalties included."""
+    """Reward of this step, penalties included."""
     state: int
-    """64-bit hash of the state in which the answer was given, by which GiGPO finds equal states of a group."""
+    """64-bit hash of the state before the answer; GiGPO groups equal states by it."""
     action: str | None = None
-    """What was handed to the environment; None where the answer held no action, or more than one."""
+    """Action passed to the environment; None if the answer held none, or more than one."""
     metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
     """`info["metrics"]` of the environment, such as `action_is_valid`."""
     board: str = ""
-    """What people see of the world after the step, where that is not the observation."""
+    """View of the world after the step for people, if it differs from the observation."""
 
 
 class AnswerInfo(Struct, frozen=True, gc=False):
-    """What a rewarder may know of an answer beside its text."""
+    """Facts about an answer that a rewarder gets with its text."""
 
     num_tokens: int
     finish_reason: FinishReason
@@ -255,24 +262,27 @@ class AnswerInfo(Struct, frozen=True, gc=False):
 
 
 class Verdict(Struct, frozen=True, gc=False):
-    """A rewarder's word on one answer. A verdict that is not `ok` or `wrong_format` is *not* a zero reward."""
+    """A rewarder's judgement of one answer. A status other than `ok` and `wrong_format` is *not* a zero reward."""
 
     status: VerdictStatus
     score: float = 0.0
     parts: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """Named terms of the score, logged per domain."""
+    """Named terms of the score, logged for each domain."""
     detail: str = ""
-    """Why, for `timeout`, `error`, `rejected` and `unsupported`: one line. A verdict with a score may have one too."""
+    """One-line reason for `timeout`, `error`, `rejected` and `unsupported`; optional for scored verdicts."""
     traceback: str = ""
-    """Where the rewarder's code raised, for `error`: several lines."""
+    """Traceback of the rewarder's exception, for `error`: several lines."""
     answer: str = ""
-    """The result that was judged, in one spelling for all that are the same: what answers vote for in `maj@k`. Empty
-    where there is none, or none that could be the same twice."""
+    """Normalised result that was judged, on which answers vote in `maj@k`. Empty without such a result, or if it cannot
+    occur twice.
+    """
 
     @classmethod
     def of(cls, found: Any) -> "Verdict":
-        """What a rewarder returned, as a verdict: a `Verdict`, a number, or a dict with `score`, whose other numbers
-        become `parts`, and whose `answer` is the verdict's. TypeError for anything else."""
+        """Convert a rewarder's return value to a verdict: a `Verdict`, a number, or a dict with `score`.
+
+        A dict's other numbers become `parts`, its `answer` the verdict's. TypeError for anything else.
+        """
         if isinstance(found, cls):
             return found
         parts, answer = {}, ""
@@ -286,7 +296,7 @@ class Verdict(Struct, frozen=True, gc=False):
 
     @property
     def scored(self) -> bool:
-        """Whether `score` means anything."""
+        """True if `score` is meaningful."""
         return self.status in SCORED
 
 
@@ -298,22 +308,22 @@ class Sample(Struct, frozen=True, gc=False):
     turns: tuple[Turn, ...]
     verdict: Verdict
     greedy: bool = False
-    """Drawn at temperature 0: a baseline for the others, never trained on."""
+    """True for a sample drawn at temperature 0: a baseline for the others, never trained on."""
     unit: int | None = None
-    """Samples of a ticket with the same number are trained on one data shard, in one micro-batch: a preferred answer
-    and the one it is compared with, or the segments of one trajectory. None: `answer`, a unit of its own."""
+    """Number shared by samples of a ticket that train in one micro-batch of one data shard: the answers of a preference
+    pair, or the segments of one trajectory. None: the sample's `answer`.
+    """
     last: bool = True
-    """False for all but the last segment of a trajectory whose turns do not continue each other; the last one stands
-    for the trajectory in every count of answers and scores."""
+    """False for all segments of a trajectory except the last, which counts as its answer and score."""
 
     @property
     def key(self) -> tuple[int, int]:
-        """The order of everything: (ticket, answer), never rank or arrival."""
+        """Sort key (ticket, answer) of all samples, independent of rank and arrival."""
         return (self.ticket, self.answer)
 
     @property
     def unit_number(self) -> int:
-        """`unit`, or what stands for it."""
+        """Unit of the sample: `unit`, else `answer`."""
         return self.answer if self.unit is None else self.unit
 
 
@@ -326,7 +336,7 @@ class Group(Struct, frozen=True):
 
 
 def concat(arrays: Sequence[array], typecode: str) -> array:
-    """One array of all elements in order."""
+    """Return one array of all elements in order."""
     out = array(typecode)
     for part in arrays:
         out.extend(part)

@@ -1,4 +1,4 @@
-"""The data vocabulary as bytes: msgpack of its structs, in which an array is its raw bytes behind its typecode."""
+"""The data vocabulary as msgpack bytes; an array is its typecode followed by its raw bytes."""
 
 from array import array
 from functools import cache
@@ -33,6 +33,9 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(payload: bytes | memoryview, kind: Any) -> Any:
-    """Return what `pack` was given, which was a `kind`. Other bytes raise a `MsgspecError`, ValueError, TypeError or
-    LookupError."""
+    """Decode the output of `pack` as a `kind`. Other bytes raise a `MsgspecError`, ValueError, TypeError or
+    LookupError.
+    """
+    # msgspec reports its own mistakes as MsgspecError, but `_decode_array` indexes and builds arrays: bad typecodes and
+    # empty payloads raise built-in errors.
     return _decoder(kind).decode(payload)

@@ -1,4 +1,4 @@
-"""What plug-ins are and what they are given: rewarders, environments, the sandbox and other services of a sidecar."""
+"""Interfaces of plug-ins and of the sidecar services that they use: rewarders, environments, the sandbox, HTTP."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,27 +11,26 @@ from spmd_rl.types.data import AnswerInfo, Prompt, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Where a rank lives, as a sidecar client needs to know it."""
+    """A rank's position on its node, for sidecar clients."""
 
     rank: int
     local_rank: int
     address: str
-    """ZMQ address of this node's sidecar host, the same on every rank of the node."""
+    """ZMQ address of the node's sidecar host, the same on every rank of the node."""
 
 
 class Rewarder(Protocol):
-    """A plain class of a user's own; `async def score` is as good, and so is a plain function in place of the class
-    (`reward_function.py`). `score` may also return a number, or a dict with `score`. See `rewards/` for examples.
+    """A user's plain class. `score` may be `async`, and a plain function may replace the class (`reward_function.py`).
 
-    It may offer `cheats(prompt)`, which yields (name, answer) pairs that solve nothing, and `gold(prompt)`, the right
-    answer: an audit scores both. `suspect(prompt, answer)` returns what makes a paid answer look like a cheat, or an
-    empty text; a run counts these.
+    `score` may also return a number, or a dict with `score`. See `rewards/` for examples. Optional methods:
 
-    It may offer `unsupported(prompt)`, why a row cannot be judged, whatever the answer, or an empty text: such rows are
-    left out of a run.
-
-    It may offer `score_batch(prompts, answers, infos)` for up to `max_batch` answers at once, and `start()`, where it
-    loads what is heavy: called once where it will work, whereas the settings' checks construct it too.
+    * `cheats(prompt)` yields (name, answer) pairs that solve nothing and `gold(prompt)` returns the right answer; an
+      audit scores both. `suspect(prompt, answer)` returns why a paid answer looks like a cheat, or an empty text; a run
+      counts these.
+    * `unsupported(prompt)` returns why no answer to a row can be judged, or an empty text. A run skips such rows.
+    * `score_batch(prompts, answers, infos)` scores up to `max_batch` answers at once.
+    * `start()` loads what is heavy. It runs only in the process that scores; the checks of settings call the
+      constructor.
     """
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
@@ -45,148 +44,152 @@ class Rewarder(Protocol):
 
 
 LostReason = Literal["timeout", "error", "lost"]
-"""Why a session is over before its episode is: a deadline has passed; the environment raised an exception or returned
-what is no reply; or its worker, its host or its lease is gone."""
+"""Reasons for the loss of a session: a deadline passed; the environment raised or returned no valid reply; or its
+worker, host or lease is gone.
+"""
 
 
 class EnvReply(Struct, frozen=True, gc=False):
-    """What an environment returned, from `reset` (without reward) or `step`."""
+    """Return value of an environment's `reset` (without reward) or `step`."""
 
     observation: str
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
     info: Mapping[str, Any] = {}
-    """Plain JSON values, see `Environment`."""
+    """Plain JSON values listed in `Environment`."""
 
     @property
     def done(self) -> bool:
-        """Whether the episode is over."""
+        """True if the episode is over."""
         return self.terminated or self.truncated
 
 
 class SessionLost(Exception):
-    """Raised by a session whose environment failed before its episode was over; the trajectory can be played again."""
+    """Failure of an environment before its episode was over. The trajectory can be played again."""
 
     def __init__(self, reason: LostReason, detail: str, traceback: str = "") -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
-        """One line."""
+        """Reason of the failure, one line."""
         self.traceback = traceback
-        """The traceback of the environment's own code, if it raised."""
+        """Traceback of the environment's own code, if it raised."""
 
 
 class Session(Protocol):
-    """One episode of an environment, wherever it runs."""
+    """One episode of an environment in this or another process."""
 
     reply: EnvReply
-    """What `reset` or the last step returned. `info["exhausted"]`: a finite set of tasks has come to its end."""
+    """Latest reply of `reset` or `step`. `info["exhausted"]`: a finite set of tasks is used up."""
 
     async def step(self, action: str) -> EnvReply:
         """Act. SessionLost if the environment fails, hangs or is gone; from then on each step raises it."""
         ...
 
     async def close(self) -> None:
-        """End the episode, which makes room for another. May be called twice; never raises."""
+        """End the episode and free its place. May be called twice; never raises."""
         ...
 
 
 class Environment(Protocol):
-    """A plain class of a user's own, with Gymnasium's five-tuple over strings. See `envs/` for examples.
+    """A user's plain class with Gymnasium's five-tuple over strings. See `envs/` for examples.
 
-    `reset(seed)` makes the same world for the same seed in every process; nothing touches a global generator. What
-    `info` may hold, plain JSON values all:
+    `reset(seed)` makes the same world for the same seed in every process and leaves global generators alone. `info` may
+    hold these plain JSON values:
 
-    * at reset: `instruction`, the rules, which stand before the first observation; `tools`, a list of functions in
-      OpenAI's schema, whose calls are then the actions; `suffix`, shown with the observation once and not kept;
-    * at each step: `metrics` by name (`success`, `action_is_valid`, `action_is_effective`), and `metrics_agg_mode`, how
-      each becomes one number of the episode (`mean`, `last`, `sum`, `max`; default `mean`);
-    * at each step too: `role`, of the message that shows the observation (default: `tool` where there are tools, else
-      `user`);
+    * at reset: `instruction`, the rules, shown before the first observation; `tools`, a list of functions in OpenAI's
+      schema, whose calls are then the actions; `suffix`, shown once with the observation and not kept;
+    * at each step: `metrics` by name (`success`, `action_is_valid`, `action_is_effective`), and `metrics_agg_mode`, the
+      aggregation of each over the episode (`mean`, `last`, `sum`, `max`; default `mean`); `role` of the message that
+      shows the observation (default: `tool` if there are tools, else `user`);
     * at both: `state_key`, equal for equal states (default: the observation), and `board`, a text for people alone.
     """
 
     def reset(self, seed: int) -> tuple[str | None, dict[str, Any]]:
-        """Begin an episode: (observation, info). An observation of None: a finite set of tasks has come to its end."""
+        """Begin an episode: (observation, info). An observation of None: a finite set of tasks is used up."""
         ...
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Act: (observation, reward, terminated, truncated, info). An empty action stands for an answer without one,
-        which is never valid. An exception costs this trajectory alone."""
+        """Act: (observation, reward, terminated, truncated, info).
+
+        An empty action means an answer without a valid one. An exception ends this trajectory alone.
+        """
         ...
 
     def close(self) -> None:
-        """Give up what the environment holds; may be called twice. Optional."""
+        """Free resources; may be called twice. Optional."""
         ...
 
     def solution(self) -> list[str] | None:
-        """Return actions that lead to the goal from here; None where there are none. Optional: for demonstrations."""
+        """Return actions that lead from here to the goal, or None. Optional: for demonstrations."""
         ...
 
 
 RunEnd = Literal["exit", "signal", "cpu", "wall", "output"]
-"""How untrusted code ended: by itself, by a signal, or over its limit of processor time, wall time or output. `wall`
-ends what sleeps; what works is ended by `cpu`."""
+"""Ends of untrusted code: by itself, by a signal, or over its limit of processor time, wall time or output. `wall` ends
+code that sleeps; `cpu` ends code that computes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RunLimits:
-    """What one run in a `Sandbox` may use. Hard: the kernel keeps them, whatever the code does."""
+    """Limits of one run in a `Sandbox`, enforced by the kernel."""
 
     cpu_seconds: int = 4
     """Processor time of each process."""
     wall_seconds: float = 9.0
-    """For which it may sleep. What uses the processor may take five times that, on a machine that has other work."""
+    """Seconds that the code may sleep. Code that computes may take five times as long, for a machine under load."""
     memory_bytes: int = 512 << 20
     """Address space of each process beyond the interpreter's own."""
     disk_bytes: int = 16 << 20
-    """All files together, in memory and gone after the run; 0: no file can be written."""
+    """Size of all files together, which live in memory for the run; 0: no file can be written."""
     processes: int = 1
-    """1: no other can be started (up to 64 threads can). More: so many, threads included, each with its own memory."""
+    """Number of processes, threads included, each with its own memory. 1: no second process, but up to 64 threads."""
     output_bytes: int = 16 << 20
-    """The limit for stdout, and for stderr."""
+    """Limit of stdout, and of stderr, each."""
     message_bytes: int = 64 << 20
-    """What a call of the code may give to its tests, as JSON. More is a failed test."""
+    """Size of a return value that the code may pass to its tests, as JSON. A larger one fails the test."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How one run of untrusted code went."""
+    """Result of one run of untrusted code."""
 
     end: RunEnd
     code: int
-    """Exit status if it ended by `exit`, signal number if by `signal`, else 0."""
+    """Exit status after `exit`, signal number after `signal`, else 0."""
     stdout: str
     stderr: str
     seconds: float
-    """Wall time."""
+    """Wall time in seconds."""
     cpu_seconds: float = 0.0
-    """Processor time, of all its processes that have ended before it."""
+    """Processor time of all its ended processes."""
     is_text: bool = True
     """A mark that stdout is UTF-8. Other bytes are U+FFFD in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """How tests went that were run against untrusted code."""
+    """Result of tests of untrusted code."""
 
     end: RunEnd
-    """Of the untrusted code; `exit` too if it was still there when the tests were through, `wall` without a verdict."""
+    """End of the untrusted code. `exit` too if it outlived the tests; `wall` if there is no verdict."""
     passed: tuple[bool, ...]
-    """One for each test, one for each source of code that did not load; empty if the tests did not end in time, or are
-    not supported."""
+    """Outcome of each test, or of each source of code that did not load. Empty if the tests timed out or are
+    unsupported.
+    """
     detail: str = ""
-    """Why the first failing test failed: one line."""
+    """One-line reason for the first failed test."""
     unsupported: str = ""
-    """What the tests need, by their text, that no plain value can do; the same for every code."""
+    """Feature of the tests' text that no plain value can provide; the same for every code."""
 
 
 class Sandbox(Protocol):
-    """Where untrusted Python runs: a system of its own without host files, network, environment or other processes.
+    """An isolated system for untrusted Python, without host files, network, environment or other processes.
 
-    RuntimeError from a method means that the sandbox or the tests failed, which says nothing about the code: whatever
-    the code does is a failed test or run. All methods block. See `sandbox/` for what is kept out and how.
+    RuntimeError from a method means that the sandbox or the tests failed, never the code: its failures are failed tests
+    or runs. All methods block. See `sandbox/` for the isolation.
     """
 
     def use(self, python: str) -> None:
@@ -194,7 +197,7 @@ class Sandbox(Protocol):
         ...
 
     def run(self, code: str, stdin: str = "", limits: RunLimits = ...) -> RunResult:
-        """Run a program. What it printed is its own word; compare it with what it could not see."""
+        """Run a program. Its output is unproven; compare it with values that the program could not see."""
         ...
 
     def check(
@@ -206,13 +209,13 @@ class Sandbox(Protocol):
         limits: RunLimits = ...,
         unproven: bool = False,
     ) -> CheckResult:
-        """Run tests, which the code cannot see, against the names that it defines.
+        """Run tests, hidden from the code, against the names that it defines.
 
-        `tests`: sources, each a script or a file of pytest or unittest; a script is one test. A name that they do not
-        define, or import `from solution`, is the code's. They run in a process of their own, which gets plain values
-        alone from the code; a test that wants more of it has failed. `prelude`: trusted source that both run first.
-        `entry`: a name that is the code's although the prelude or a builtin has it too. A source that asks the code
-        nothing is a RuntimeError. `unproven`: the tests run beside the code, which can make of them what it likes.
+        `tests`: sources, each a script (one test) or a file of pytest or unittest. Names that they neither define nor
+        import from elsewhere than `solution` are the code's. They run in a separate process, which gets only plain
+        values from the code; a test that needs more fails. `prelude`: trusted source that both run first. `entry`: a
+        name that is the code's even if the prelude or a builtin has it too. A source that uses nothing of the code is a
+        RuntimeError. `unproven`: run the tests in the code's process, where it can forge their outcome.
         """
         ...
 
@@ -221,32 +224,31 @@ class Http(Protocol):
     """JSON over HTTP, for a rewarder's `async def score`: the constructor parameter `http`."""
 
     async def post(self, url: str, body: Any, headers: Mapping[str, str] = ...) -> Any:
-        """The reply's JSON. Repeated, with growing pauses, where the server is not there or too busy (429, 5xx).
+        """Return the reply's JSON. Retries, with growing pauses, while the server is unreachable or busy (429, 5xx).
 
         TimeoutError: no reply in time. ConnectionError: none after all attempts. ValueError: the server refused the
-        request (another status), or its reply is too long or no JSON.
+        request (another status), or its reply is too long or not JSON.
         """
         ...
 
 
 class Environments(Protocol):
-    """What the rollout needs of the sidecar where answers are actions: sessions, without blocking."""
+    """Non-blocking sessions with the sidecar's environments, for the rollout."""
 
     outstanding: int
-    """The number of resets and steps whose reply is not there yet."""
+    """Number of resets and steps without a reply yet."""
 
     async def reset(self, tag: str, seed: int, held_out: bool = False, solve: bool = False) -> Session:
-        """Begin an episode of `env.<tag>`, which may wait until another ends. SessionLost if that fails.
+        """Begin an episode of `env.<tag>`; may wait until another ends. SessionLost if that fails.
 
-        held_out: with its `eval_args`. solve: each reply has what the environment's `solution()` returns, actions that
-        lead to the goal from there or None, as `info["solution"]`.
+        held_out: use its `eval_args`. solve: add the environment's `solution()` to each reply as `info["solution"]`.
         """
         ...
 
 
 class Scorer(Protocol):
-    """What the rollout needs of the sidecar: judge one answer, without blocking."""
+    """Non-blocking judgement of one answer by the sidecar, for the rollout."""
 
     async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Never raises for a sample's or a sidecar's failure: those come back as verdicts."""
+        """Judge one answer. Failures of the sample or the sidecar are verdicts, never exceptions."""
         ...

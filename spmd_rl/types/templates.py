@@ -1,4 +1,4 @@
-"""Templates: texts with `{name}` in the place of what is filled in. Other braces, and those of LaTeX, are mere text."""
+"""Templates: texts in which `{name}` is replaced. Other braces, LaTeX's included, are plain text."""
 
 import re
 from collections.abc import Sequence
@@ -11,6 +11,6 @@ _FIELD = re.compile(
 
 
 def unknown_fields(template: str, known: Sequence[str]) -> list[str]:
-    """Return the fields of a template, with their braces, that are none of the `known` names; each once."""
+    """Return each field of a template, with its braces, that is not among the `known` names, once."""
     found = dict.fromkeys(match[1] for match in _FIELD.finditer(template) if match[1])
     return [field for field in found if field[1:-1] not in known]

@@ -1,6 +1,4 @@
-"""docs/CONFIG.md and the docstrings it is made of."""
-
-from pathlib import Path
+"""The page of settings, and the docstrings it is made of."""
 
 import pytest
 
@@ -8,13 +6,6 @@ from spmd_rl.config.docs import SettingEntry, entries
 from spmd_rl.config.load import build, compose
 from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.tools.docs import markdown
-
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-
-
-def test_config_md_is_current():
-    """Mend with: python -m spmd_rl docs > docs/CONFIG.md"""
-    assert (DOCS / "CONFIG.md").read_text() == markdown()
 
 
 def shown(pipeline: str, *overrides: str) -> dict[str, SettingEntry]:
@@ -25,6 +16,16 @@ def shown(pipeline: str, *overrides: str) -> dict[str, SettingEntry]:
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_every_setting_says_what_it_means(pipeline):
     assert [key for key, entry in shown(pipeline).items() if not entry.doc] == []
+
+
+def test_the_page_has_a_row_for_every_setting_of_every_pipeline():
+    sections = markdown().split("\n## ")
+    for pipeline in PIPELINES:
+        (section,) = (one for one in sections if one.startswith(f"`python -m spmd_rl.{pipeline}`"))
+        rows = {row.split("|")[1].strip(" `"): row for row in section.splitlines() if row.startswith("| `")}
+        found = shown(pipeline)
+        assert rows.keys() == found.keys()
+        assert all(entry.doc.replace("|", "\\|") in rows[key] for key, entry in found.items())
 
 
 def test_an_entry_is_what_stands_in_the_schema():

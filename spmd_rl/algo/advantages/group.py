@@ -86,7 +86,7 @@ def remax(scored: Scored) -> Tensor:
         A_i = r_i - r(greedy answer)
 
     Source: ReMax (arXiv 2310.10505).
-    Use: one answer per prompt; a greedy answer is generated beside it. Equal scores give 0 only if the greedy answer
+    Use: one answer per prompt; a greedy answer is generated with it. Equal scores give 0 only if the greedy answer
     has the same score.
     """
     assert scored.greedy is not None, "remax needs the score of a greedy answer for every prompt"
@@ -126,7 +126,7 @@ def maxrl(scored: Scored) -> Tensor:
     terms of its series: of `-sum_{k < n} (1 - p)^k / k`, whose first term is REINFORCE's.
 
     Source: Maximum Likelihood Reinforcement Learning (arXiv 2602.02710), with the mean as the baseline.
-    Use: scores of 0 and 1, many hard prompts: a right answer weighs the more, the fewer there are. A group without one
+    Use: scores of 0 and 1, many hard prompts: the fewer right answers, the more each weighs. A group without one
     teaches nothing.
     """
     mean = group_mean(scored.scores, scored.groups)

@@ -1,4 +1,4 @@
-"""Advantages of agents, where each step of a trajectory is a sample with a reward of its own.
+"""Advantages of agents, where each step of a trajectory is a sample with a separate reward.
 
 `Scored.scores` are the rewards of the steps; `trajectories` and `steps` hold where each belongs. Where these are None,
 a sample is a trajectory of one step. Steps without a score are skipped; discounts use the true distance of the others.

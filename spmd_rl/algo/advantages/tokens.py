@@ -83,7 +83,7 @@ def reinforce_returns(
     Source: Simple Statistical Gradient-Following Algorithms (Williams 1992, REINFORCE). With `whiten_advantages` and
     the KL in the reward it is REINFORCE++ (arXiv 2501.03262).
     Keys: `gamma`: the discount from one token to the next.
-    Use: rewards stand at tokens (KL in the reward), or early tokens should count less (gamma < 1).
+    Use: rewards are per token (KL in the reward), or early tokens should count less (gamma < 1).
 
     `values` are not used. Shapes as in `gae`.
     """

@@ -69,8 +69,8 @@ def gspo(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
 
         L_t = -min(s_i A_t, clip(s_i, 1 - clip_low, 1 + clip_high) A_t),    s_i = exp(mean over t in i of log r_t)
 
-    The sample's value stands at each of its tokens, so `seq-mean-token-mean` gives the paper's objective; the gradient
-    of s_i reaches every token of the sample.
+    The sample's value is repeated at each of its tokens, so `seq-mean-token-mean` gives the paper's objective;
+    the gradient of s_i reaches every token of the sample.
 
     Source: Group Sequence Policy Optimization (arXiv 2507.18071, eq. 5 and 7).
     Keys: `clip_low`, `clip_high`: the band of s_i, far narrower than a token's; the paper takes 3e-4 and 4e-4.

@@ -15,7 +15,7 @@ def sapo(tokens: Tokens, *, sapo_tau_pos: float, sapo_tau_neg: float) -> Loss:
 
         L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t,    tau = sapo_tau_pos where A_t > 0, else sapo_tau_neg
 
-    At r = 1 the gradient is the policy gradient's, whatever tau is.
+    At r = 1 the gradient is the policy gradient's, for any tau.
 
     Source: Soft Adaptive Policy Optimization (arXiv 2511.20347), under `seq-mean-token-mean`.
     Keys: `sapo_tau_pos`, `sapo_tau_neg`: steepness of the gate, > 0; the paper takes 1 and 1.05, as a negative
@@ -34,7 +34,7 @@ def gmpo(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
         L_t = -A_i exp(mean over t in i of l_t),    l_t = s min(s log r_t, s clip(log r_t, -clip_low, clip_high)),
         s = sign(A_i),    A_i = mean over t in i of A_t
 
-    The sample's value stands at each of its tokens, so `seq-mean-token-mean` gives the paper's objective.
+    The sample's value is repeated at each of its tokens, so `seq-mean-token-mean` gives the paper's objective.
 
     Source: Geometric-Mean Policy Optimization (arXiv 2507.20673), whose band is symmetric: exp(-0.4) to exp(0.4).
     Keys: `clip_low`, `clip_high`: the band of the *log* ratio, [-clip_low, clip_high]; the paper takes 0.4 and 0.4.

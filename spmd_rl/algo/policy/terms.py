@@ -7,7 +7,7 @@ from spmd_rl.algo.policy.clipped import Loss
 
 
 def positive_sft(tokens: Tokens, *, sft_coef: float) -> Loss:
-    """Add a supervised loss on the policy's own right answers: the mean over their tokens, whatever the aggregation.
+    """Add a supervised loss on the policy's own right answers: the mean over their tokens, for any aggregation.
 
         L = -sft_coef / sum_{o in T} |o| * sum_{o in T} sum_t log pi(t),   T the right answers of the mini-batch
 

@@ -24,13 +24,13 @@ def dpo(pairs: Pairs, *, beta: float, label_smoothing: float, length_normalised:
 
 
 def ipo(pairs: Pairs, *, beta: float) -> Tensor:
-    """Identity preference optimisation: a finite margin, whatever the length of the answers.
+    """Identity preference optimisation: a finite margin, normalised by length.
 
         L = (d - 1 / (2 beta))^2, with d of the mean token
 
     Source: Azar et al. 2023, arXiv 2310.12036, equation 17; normalised by length as TRL has it from the authors.
     Keys: `beta`
-    Use: preferences that are nearly deterministic, where DPO goes on widening the margin.
+    Use: preferences that are nearly deterministic, where DPO keeps widening the margin.
     """
     return (pairs.difference(True) - 1 / (2 * beta)) ** 2
 

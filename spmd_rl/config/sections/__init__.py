@@ -1,1 +1,1 @@
-"""The sections of the settings, a file for those that belong together; `schema.py` puts them into pipelines."""
+"""Sections of the settings, related ones in one file; `schema.py` combines them into pipelines."""

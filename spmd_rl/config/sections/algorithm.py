@@ -37,7 +37,7 @@ ADVANTAGES = {**SAMPLE_ADVANTAGES, **TOKEN_ADVANTAGES}
 STEP_ADVANTAGES = ("starpo", "step_reinforce", "gigpo")
 """Estimators that credit each step of a trajectory"""
 AGENTIC_ADVANTAGES = (*STEP_ADVANTAGES, "turn_gae")
-"""Estimators for the steps of trajectories, which only an agent has"""
+"""Estimators for the steps of trajectories, for agents only"""
 CLIP = ("clip_low", "clip_high")
 LOSSES: Mapping[str, tuple[str, ...]] = {
     "ppo_clip": CLIP,
@@ -82,16 +82,16 @@ class CorrectionConfig:
     """
 
     level: str = "off"
-    """What one importance weight covers: `token`, `segment` (a turn), `sequence` (product over a sample), `geometric`
-    (mean over a sample) or `off`. It costs no forward pass. It is off by default, so that an algorithm is what its
-    paper says; `token` is advised where `train_infer/abs_diff/mean` is above 0.01, as with an engine in bfloat16 or
-    FP8."""
+    """Scope of one importance weight: `token`, `segment` (a turn), `sequence` (product over a sample), `geometric`
+    (mean over a sample) or `off`. It costs no forward pass. It is off by default, so that an algorithm is that of its
+    paper; `token` is advised if `train_infer/abs_diff/mean` is above 0.01, as with an engine in bfloat16 or FP8.
+    """
     upper: float | None = 2.0
-    """Importance weights are truncated to this (null: not at all)."""
+    """Upper limit at which importance weights are truncated (null: no limit)."""
     mask_low: float | None = None
-    """Tokens, segments or samples with a weight below this are masked in the loss; they still count in its divisors."""
+    """Weight below which tokens, segments or samples are masked in the loss; they still count in its divisors."""
     mask_high: float | None = None
-    """Tokens, segments or samples with a weight above this are masked in the loss, as with `mask_low`."""
+    """Weight above which tokens, segments or samples are masked in the loss, as with `mask_low`."""
 
     def __post_init__(self) -> None:
         one_of(self, level=LEVELS)
@@ -101,19 +101,21 @@ class CorrectionConfig:
 
 @dataclass
 class BoundsConfig:
-    """How far samples may be from the policy that trains on them: `algorithm.bounds`. Null: no bound."""
+    """Bounds on the distance between samples and the trained policy: `algorithm.bounds`. Null: no bound."""
 
     max_abs_diff: float | None = 1.0
     """Largest `train_infer/abs_diff/mean`, in nats: engine against trainer, lag included. An engine in bfloat16 is at
-    0.002 to 0.05; with a lag of one version, some tenths while a large learning rate moves the policy fast."""
+    0.002 to 0.05; with a lag of one version, some tenths while a large learning rate moves the policy fast.
+    """
     min_ess: float | None = 0.1
     """Smallest `train_infer/ess`: the effective share of the tokens under the raw importance weights."""
     max_lag: int | None = None
-    """Largest age of a token, in versions, as `rollout.partial_rollout` and `placement.max_staleness` make them."""
+    """Largest age of a token, in versions. `rollout.partial_rollout` and `placement.max_staleness` cause such ages."""
     on_breach: str = "warn"
-    """What a step outside of a bound does: `warn`, once for each run of such steps, or `stop`, on all ranks before the
-    update. `stop` computes the trainer's logprobs before each update, which is a forward pass more where a step has a
-    single update on samples of the current policy."""
+    """Effect of a step outside of a bound: `warn`, once for each run of such steps, or `stop`, on all ranks before the
+    update. `stop` computes the trainer's logprobs before each update, which is a forward pass more if a step has a
+    single update on samples of the current policy.
+    """
 
     def __post_init__(self) -> None:
         one_of(self, on_breach=("warn", "stop"))
@@ -132,8 +134,9 @@ class AlgorithmConfig:
     advantage: str = "grpo"
     """Advantage estimator. For whole answers: `grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_pp_baseline`, `remax`,
     `opo`, `lite_ppo`, `maxrl`, `pass_at_k`, `gdpo`; for the steps of agents: `starpo`, `step_reinforce`, `gigpo`,
-    `turn_gae` (with a critic); for tokens: `gae` (with a critic), `reinforce_returns`. Or a function of your own, as
-    `module:function`: docs/ALGORITHMS.md."""
+    `turn_gae` (with a critic); for tokens: `gae` (with a critic), `reinforce_returns`. Or your own function as
+    `module:function`: docs/ALGORITHMS.md.
+    """
     norm_std: bool = True
     """Divide centred scores by the standard deviation of their group (`false` is Dr.GRPO)."""
     gamma: float = 1.0
@@ -142,18 +145,19 @@ class AlgorithmConfig:
     """Lambda of GAE; 1 has no bias from the critic and the largest variance."""
     reward_weights: dict[str, float] = field(default_factory=dict)
     """Weights of several rewards, by the name of a part of the verdict, for `gdpo`: `{correct: 1, form: 0.5}`. The
-    parts of `rewards.composite:CompositeReward` have the names that are given to them. With other estimators the
-    rewarder adds its parts up, and GRPO compares the sums."""
+    parts of `rewards.composite:CompositeReward` have the names given there. With other estimators the rewarder sums its
+    parts, and GRPO compares the sums.
+    """
     pass_k: int = 4
     """Number k of answers in pass@k."""
     pass_score: float = 1.0
-    """An answer with a score of at least this counts as right (for `pass_at_k`, `error_max_len_clip` and
-    `sft_coef`)."""
+    """Score from which an answer counts as right (for `pass_at_k`, `error_max_len_clip` and `sft_coef`)."""
     step_reward_gamma: float = field(default=0.95, metadata={"agents": True})
     """Discount from one step of a trajectory to the next."""
     norm_over_steps: bool = field(default=False, metadata={"agents": True})
-    """In `starpo` and `gigpo`, count a trajectory in the mean and the deviation of its group as often as it has steps,
-    as verl-agent and ROLL do, and not once."""
+    """In `starpo` and `gigpo`, count a trajectory once for each of its steps in the mean and the deviation of its
+    group, as verl-agent and ROLL do, instead of once.
+    """
     episode_reward_weight: float = field(default=1.0, metadata={"agents": True})
     """Weight of the advantage between whole trajectories in GiGPO."""
     step_reward_weight: float = field(default=1.0, metadata={"agents": True})
@@ -161,50 +165,52 @@ class AlgorithmConfig:
     whiten_advantages: bool = False
     """Shift and scale the advantages of all tokens of the global batch to mean 0 and standard deviation 1."""
     advantage_clip: float | None = None
-    """Clip advantages to plus and minus this, after everything else (null: not at all)."""
+    """Bound to which advantages are clipped, positive and negative, after all else (null: none)."""
 
     reward_scale: float = 1.0
     """Factor by which every score is multiplied first."""
     reward_shift: float = 0.0
-    """Number that is added to every score after `reward_scale`."""
+    """Number added to every score after `reward_scale`."""
     format_penalty: float = 0.0
-    """Penalty that an answer in the wrong format loses from its score."""
+    """Penalty subtracted from the score of an answer in the wrong format."""
     repetition_coef: float = 0.0
     """Penalty for repetition, times the share of n-grams that repeat an earlier one."""
     repetition_ngram: int = 3
     """Length in tokens of the n-grams whose repetition is penalised."""
     overlong_coef: float = 0.0
-    """DAPO's soft overlong penalty: what answers at the token limit lose: `rollout.max_new_tokens`, times
-    `rollout.max_turns` where that is given."""
+    """DAPO's soft overlong penalty of answers at the token limit: `rollout.max_new_tokens`, times `rollout.max_turns`
+    if given.
+    """
     overlong_tokens: int | None = None
     """Tokens before the limit over which the overlong penalty rises. Default: a fifth of the limit."""
     norm_mean_type: str = "none"
-    """Subtract from scores their mean over the `batch`, the `group`, the `domain` (an agent's: the tag of the
-    environment) or the run so far (`running`), or `none`. With `step_reinforce` it is the returns of steps that are
-    normalised."""
+    """Subtract from scores their mean over the `batch`, the `group`, the `domain` (for agents: the tag of the
+    environment) or the run so far (`running`), or `none`. With `step_reinforce` the returns of steps are normalised.
+    """
     norm_std_type: str = "none"
     """Divide scores by their standard deviation in the `batch`, the `group`, the `domain` or the run so far
     (`running`), or `none`."""
     reward_clip: float | None = None
-    """Clip scores to plus and minus this, after normalisation (null: not at all)."""
+    """Bound to which scores are clipped, positive and negative, after normalisation (null: none)."""
 
     max_len_mask: bool = False
     """Mask answers that were truncated at the token limit in the loss; they stay in the baseline of their group."""
     difficulty_mask: bool = False
-    """Mask groups in the loss whose mean score lies outside of the two difficulty thresholds."""
+    """Mask groups in the loss whose mean score is outside of the two difficulty thresholds."""
     difficulty_low_threshold: float = 0.0
     """Mean score that a group must exceed under `difficulty_mask`."""
     difficulty_high_threshold: float = 1.0
-    """Mean score below which a group must stay under `difficulty_mask`."""
+    """Mean score that a group must stay below under `difficulty_mask`."""
     variance_top_p: float | None = None
-    """Mask all groups in the loss but those whose scores vary most, which together hold this share of the standard
-    deviations of all groups, as the code of RAGEN-2 does with 0.9 (null: mask none)."""
+    """Mask all groups in the loss except those with the largest standard deviations of scores, which together hold this
+    share of the sum over all groups, as the code of RAGEN-2 does with 0.9 (null: mask none).
+    """
     variance_eps: float = 0.01
-    """Deviation that those groups may miss of their share: a step in which less varies trains on nothing."""
+    """Tolerance of that share, in units of the deviations: a step with less variance in all trains on nothing."""
     error_max_len_clip: bool = False
     """Mask long wrong answers (score below `pass_score`) in the loss."""
     error_max_len_threshold: int = 4096
-    """Number of tokens from which `error_max_len_clip` takes a wrong answer as long."""
+    """Number of tokens from which `error_max_len_clip` counts a wrong answer as long."""
     difficulty_loss_weight: bool = False
     """Weight the loss of each group by 0.5 + 1.5 (1 - mean score), so that harder prompts count more. The mean is 1."""
     length_loss_weight: bool = False
@@ -212,21 +218,24 @@ class AlgorithmConfig:
 
     loss: str = "ppo_clip"
     """Policy loss: `ppo_clip`, `dual_clip`, `segment_clip`, `gspo`, `gspo_token`, `raft_pp`, `vanilla_pg`, `tis`,
-    `cispo`, `topr`, `dppo_tv`, `dppo_kl`, `sapo`, `gmpo`, `kimi`, `clip_cov`, `kl_cov`. Or a function of your own, as
-    `module:function`: docs/ALGORITHMS.md."""
+    `cispo`, `topr`, `dppo_tv`, `dppo_kl`, `sapo`, `gmpo`, `kimi`, `clip_cov`, `kl_cov`. Or your own function as
+    `module:function`: docs/ALGORITHMS.md.
+    """
     old_logprobs: str = "trainer"
-    """Whose logprobs stand below the line of the importance ratio: the `trainer`'s before the first update of the step
-    (the proximal policy of decoupled PPO; what lies between it and the engine is left to `correction`), or those with
-    which the `engine` sampled (the behaviour policy, of whatever version). With `engine` the ratio itself corrects lag
-    and mismatch, `correction` has nothing to do, and no forward pass is needed."""
+    """Denominator of the importance ratio: logprobs of the `trainer` before the first update of the step (the proximal
+    policy of decoupled PPO; its mismatch with the engine is left to `correction`), or those with which the `engine`
+    sampled (the behaviour policy, of any version). With `engine` the ratio itself corrects lag and mismatch,
+    `correction` has no effect, and no forward pass is needed.
+    """
     args: dict[str, Any] = field(default_factory=dict)
-    """Settings of a loss or an advantage of your own that are no keys of `algorithm`, by name of the parameter."""
+    """Settings of your own loss or advantage that are no keys of `algorithm`, by name of the parameter."""
     loss_agg: str = "token-mean"
     """Loss aggregation: `token-mean`, `seq-mean-token-mean`, `seq-mean-token-sum` or `seq-mean-token-sum-norm` (divided
     by `loss_agg_length`). Counts are those of the global batch."""
     loss_agg_length: int | None = None
-    """Constant divisor of `seq-mean-token-sum-norm`. Default: `rollout.max_new_tokens`, times `rollout.max_turns` where
-    that is given: the most tokens that an answer can have."""
+    """Constant divisor of `seq-mean-token-sum-norm`. Default: the largest length of an answer,
+    `rollout.max_new_tokens`, times `rollout.max_turns` if given.
+    """
     clip_low: float = 0.2
     """The importance ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.2
@@ -262,22 +271,24 @@ class AlgorithmConfig:
     """Estimator of the KL penalty in the loss: `k1`, `k2`, `k3` (Schulman, Approximating KL Divergence) or `abs`."""
     kl_reward_coef: float = 0.0
     """Weight of the KL penalty to the frozen reference in the reward: of each token, or, with an advantage of answers
-    (of steps), of the whole answer (step), before its baseline. With this and `kl_coef` at 0 no reference is loaded."""
+    (of steps), of the whole answer (step), before its baseline. With this and `kl_coef` at 0 no reference is loaded.
+    """
     kl_reward_estimator: str = "k1"
     """Estimator of the KL penalty in the reward: as `kl_estimator`."""
     target_kl: float | None = None
-    """KL in nats per answer towards which an adaptive controller moves the KL weights (null: they are fixed)."""
+    """KL in nats per answer towards which an adaptive controller moves the KL weights (null: fixed weights)."""
     kl_horizon: float = 10000.0
     """Number of answers over which the adaptive controller may change a KL weight by a fifth."""
 
     sample_epochs: int = 1
     """Passes over a step's samples, each of `train.updates_per_step` optimizer steps. The first takes the mini-batches
-    in order, each further one in a random order of its own. Old logprobs, advantages and values are those from before
-    the first."""
+    in order, each further one in a new random order. Old logprobs, advantages and values are those from before the
+    first.
+    """
     value_clip: float | None = None
-    """Clip the critic's values to within this of the old ones (null: not at all)."""
+    """Distance from the old values to which the critic's values are clipped (null: no clipping)."""
     critic_warmup: int = 0
-    """Number of first steps in which only the critic is trained."""
+    """Number of initial steps in which only the critic is trained."""
 
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
@@ -342,25 +353,25 @@ class AlgorithmConfig:
 
     @property
     def normalises(self) -> bool:
-        """Whether scores are normalised before the advantages."""
+        """True if scores are normalised before the advantages."""
         return (self.norm_mean_type, self.norm_std_type) != ("none", "none")
 
     @property
     def credits_steps(self) -> bool:
-        """Whether each step of an agent has an advantage of its own, before those of tokens."""
+        """True if each step of an agent gets a separate advantage, before those of tokens."""
         return self.advantage in STEP_ADVANTAGES
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a frozen reference is loaded."""
+        """True if a frozen reference is loaded."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
 
     @property
     def uses_greedy(self) -> bool:
-        """Whether each prompt gets a greedy answer beside its samples, as a baseline."""
+        """True if each prompt gets a greedy answer in addition to its samples, as a baseline."""
         return self.advantage == "remax"
 
     @property
     def uses_critic(self) -> bool:
-        """Whether a critic is trained."""
+        """True if a critic is trained."""
         return self.advantage in ("gae", "turn_gae")

@@ -1,4 +1,4 @@
-"""What every answer must parse as: `rollout.constraint`."""
+"""The grammar of answers: `rollout.constraint`."""
 
 import json
 import re
@@ -14,25 +14,27 @@ UNREAD = (
     *("allOf", "contains", "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains", "not"),
     *("patternProperties", "propertyNames", "then", "uniqueItems"),
 )
-"""Keywords of JSON Schema that the compiler of grammars passes over, or takes for something weaker"""
+"""Keywords of JSON Schema that the compiler of grammars ignores, or weakens"""
 FORMATS = (
     *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference"),
     *("uri-template", "json-pointer", "relative-json-pointer"),
 )
 LOOKS = re.compile(r"\(\?[^:]|\\[1-9bB]")
-"""What it passes over in a `pattern`"""
+"""Syntax in a `pattern` that the compiler ignores"""
 DATA = ("const", "default", "enum", "examples", "required")
-"""Keywords under which no schema stands"""
+"""Keywords whose values are data, not schemas"""
 
 
 @dataclass
 class ConstraintConfig:
-    """What every answer must parse as: one of the three at most. Logprobs, entropies and losses are over the tokens
-    that may follow; an answer ends only where it is whole, or cut off at its token limit."""
+    """Grammar that every answer must match: at most one of the three. Logprobs, entropies and losses are over the
+    tokens that may follow; an answer ends only when it is complete, or at its token limit.
+    """
 
     json_schema: str | None = None
     """A JSON schema, or the file that holds it. Objects have their keys in the schema's order and no others, and are
-    written on one line as `json.dumps` does."""
+    written on one line as `json.dumps` does.
+    """
     regex: str | None = None
     """A regular expression that the whole answer must match; without lookaround, backreferences or named groups."""
     choice: list[str] = field(default_factory=list)
@@ -40,7 +42,7 @@ class ConstraintConfig:
 
     @property
     def given(self) -> tuple[str, str] | None:
-        """Which key is given, and its value as one text."""
+        """Name of the key that is given and its value as one text; None without any."""
         texts = {"json_schema": self.json_schema, "regex": self.regex, "choice": json.dumps(self.choice)}
         return next(((key, text) for key, text in texts.items() if text not in (None, "[]")), None)
 
@@ -57,7 +59,7 @@ class ConstraintConfig:
 
 
 def _schema(text: str) -> Any:
-    """The schema that is given, or that stands in the file of that name."""
+    """Return the schema in a text, or in the file of that name."""
     try:
         is_given = text.lstrip().startswith("{")
         schema = json.loads(text if is_given else Path(text).expanduser().read_text(encoding="utf-8"))
@@ -72,7 +74,7 @@ def _schema(text: str) -> Any:
 
 
 def _unkept(schema: Any) -> Iterator[str]:
-    """Yield what of a schema, and of those within it, the compiler of grammars would not keep to."""
+    """Yield each part of a schema that the compiler of grammars would not enforce."""
     parts = enumerate(schema) if isinstance(schema, list) else schema.items() if isinstance(schema, dict) else ()
     for key, value in parts:
         of_text = key in ("format", "pattern")

@@ -18,7 +18,7 @@ GENERATORS = "reasoning_gym:"
 """Prefix of the sources of prompts that are generators, not files"""
 PROBLEM_KEYS = "question", "prompt", "messages", "problem"
 ROW_KEYS = (*PROBLEM_KEYS, "ground_truth", "answer", "solution", "domain", "id", "priority", "tools")
-"""What `data.keys` may name"""
+"""Names that `data.keys` may map"""
 SANDBOXES = ("auto", "bwrap", "forkserver", "none")
 
 
@@ -30,18 +30,19 @@ NO_DATA = (
 
 @dataclass
 class SourcesConfig:
-    """Where the rows of any pipeline come from, and how they become messages."""
+    """Sources of the rows of any pipeline, and their conversion to messages."""
 
     known_keys: ClassVar[tuple[str, ...]] = ()
-    """What `data.keys` may name"""
+    """Names that `data.keys` may map"""
     no_data: ClassVar[str] = ""
-    """What somebody reads who gives none"""
+    """Error message for settings without data"""
 
     train: str | None = None
     """Rows to train on: files (JSON lines, a JSON array, either with gzip, or parquet; `*` is a pattern), a dataset of
-    the Hugging Face hub (`openai/gsm8k:main:train`), `reasoning_gym:<task>`, or a comma-separated list of these."""
+    the Hugging Face hub (`openai/gsm8k:main:train`), `reasoning_gym:<task>`, or a comma-separated list of these.
+    """
     eval: str | None = None
-    """Held-out rows, given like `train`, of which all are kept. Default: the held-out share of `train`."""
+    """Held-out rows in the form of `train`; all are kept. Default: the held-out share of `train`."""
     holdout: float = 0.25
     """Share of `train` that is held out, by content hash, when `eval` is not given. 0: all rows are trained on, and
     nothing is evaluated; 1: all are evaluated."""
@@ -52,12 +53,15 @@ class SourcesConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Parameters of the task (reasoning_gym only)."""
     keys: dict[str, str | None] = field(default_factory=dict)
-    """Columns of the rows by the names that they have here: `data.keys.question=problem data.keys.answer=result`. A dot
-    reaches into a column; null: the rows have none (`data.keys.ground_truth=null`, for rewards that need none)."""
+    """Columns of the rows by their names in this package: `data.keys.question=problem data.keys.answer=result`. A dot
+    reaches into a column; null: the rows have none (`data.keys.ground_truth=null`, for rewards that need none).
+    """
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the model's chat template: `data.chat_template_kwargs.enable_thinking=false`."""
     format: str = "{question}"
-    """Template of the user message; `{question}` stands for the text of a row. Rows with `messages` do not use it."""
+    """Template of the user message; `{question}` is replaced by the text of a row. Rows with `messages`
+    do not use it.
+    """
     system: str | None = None
     """System message that is put before every prompt without one."""
 
@@ -88,13 +92,14 @@ class DataConfig(SourcesConfig):
     )
 
     overlong: str = "drop"
-    """What happens to prompts longer than `rollout.max_prompt_tokens`: `drop` (the run says how many) or `error`."""
+    """Treatment of prompts longer than `rollout.max_prompt_tokens`: `drop` (the run prints how many) or `error`."""
     domains: dict[str, str] = field(default_factory=dict)
     """Map from the domains (or ROLL's tags) of rows to other domains: `{deepmath_103k: math, RLVR: general}`."""
     mix: dict[str, float] = field(default_factory=dict)
     """Relative shares of the domains among training prompts: `{math: 0.4, code: 0.3, general: 0.3}`. They are exact: of
     the first n tickets each domain has its share to within one. A domain with 0 is evaluated and never trained on.
-    Default: prompts as they come."""
+    Default: prompts in their given order.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,25 +119,30 @@ class RewardConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of its constructor, or of each call of the function."""
     workers: int = 1
-    """Worker processes per node."""
+    """Number of worker processes per node."""
     cpus: str | None = None
     """CPUs to which the workers are pinned, as `0-3,8`, so that a slow domain takes no time from others or from the
-    ranks. Default: those that the run itself may use."""
+    ranks. Default: those that the run itself may use.
+    """
     timeout: float = 50.0
-    """Seconds of wall time after which an answer without a score gets the verdict `timeout`: far more than a rewarder's
-    own limits, so that a busy machine decides nothing. It ends what hangs."""
+    """Seconds of wall time after which an answer without a score gets the verdict `timeout`. Keep it far above a
+    rewarder's own limits, so that a busy machine decides nothing; it is meant for hanging code.
+    """
     start_seconds: float = 300.0
     """Seconds within which a worker must have built the rewarder, and the domain's own server must answer."""
     devices: str | None = None
     """Devices on which each node starts a server for this domain, such as a local judge: as in CUDA_VISIBLE_DEVICES
     (`"2,3"`; leave them free of ranks), or `cpu`. The rewarder's `url` is then the address of the server with `/v1`.
-    Default: no server."""
+    Default: no server.
+    """
     server: str = "vllm serve {model} --host 127.0.0.1 --port {port} --tensor-parallel-size {num_devices}"
-    """Command of that server, which must answer at `/health` once it is up; it runs without a shell. `{model}` stands
-    for `args.model`, `{port}` for a free port, `{num_devices}` for the number of `devices`."""
+    """Command of that server, which must answer at `/health` once it is up; it runs without a shell. `{model}` is
+    replaced by `args.model`, `{port}` by a free port, `{num_devices}` by the number of `devices`.
+    """
     sandbox: str = "auto"
     """Sandbox in which a rewarder runs the code of answers: `forkserver` (needs root), `bwrap` (bubblewrap), `auto`
-    (the first of these that works; if none does, the run does not start), or `none` (no isolation at all)."""
+    (the first of these that works; if none does, the run does not start), or `none` (no isolation at all).
+    """
     packages: list[str] = field(default_factory=list)
     """Installed packages that the code of answers may import in the sandbox, with all that they need, read-only:
     `[numpy, sympy]`. Default: the standard library alone."""
@@ -155,7 +165,7 @@ class RewardConfig:
 
     @property
     def server_command(self) -> list[str]:
-        """The words of `server`, in which `{port}` is not filled in yet; empty without `devices`."""
+        """Words of `server`, with `{port}` still unfilled; empty without `devices`."""
         if self.devices is None:
             return []
         known = {"{model}": str(self.args.get("model")), "{num_devices}": str(self.devices.count(",") + 1)}
@@ -166,18 +176,18 @@ class RewardConfig:
 
     @property
     def cpu_numbers(self) -> list[int]:
-        """The CPU numbers that `cpus` names; empty without it."""
+        """CPU numbers of `cpus`; empty without it."""
         return cpu_numbers(self.cpus)
 
 
 @dataclass
 class RewardsConfig:
-    """The rewarders of all domains: `reward`. In YAML the domains stand beside `error_budget`."""
+    """The rewarders of all domains: `reward`. In YAML the domains are siblings of `error_budget`."""
 
     error_budget: float = 0.1
-    """Share of the answers of a step that may be without a score; above it the run stops and says why."""
+    """Share of the answers of a step that may lack a score; above it the run stops with the reasons."""
     domains: dict[str, RewardConfig] = field(default_factory=dict, metadata={"inline": True})
-    """`reward.<domain>.*`"""
+    """Rewarders by domain: `reward.<domain>.*`"""
 
     def __post_init__(self) -> None:
         within(self, error_budget=(0, 1))

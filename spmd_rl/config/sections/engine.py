@@ -1,4 +1,4 @@
-"""What generates: `engine`."""
+"""The generation engine: `engine`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 from spmd_rl.config.values import at_least, one_of, require
 
 SIMULATED = ("fp8", "int8", "int4")
-"""Quantizations of the weights that are published: every engine takes the rounded ones."""
+"""Quantizations of the published weights, simulated by rounding, for every engine."""
 QUANTIZATIONS = (*SIMULATED, "w8a8_fp8", "w8a8_int8")
 ENGINES = {name: f"spmd_rl.engine.{name}" for name in ("native", "vllm", "sglang")}
-"""Engines: the packages that have their `ENGINE`, see `config/engines.py`."""
+"""Packages of the engines, each with its `ENGINE`; see `config/engines.py`."""
 
 
 @dataclass
@@ -17,30 +17,37 @@ class EngineConfig:
     """The generation engine: group `engine`."""
 
     name: str = "native"
-    """Generation engine: `native` is embedded and needs no package; `vllm` and `sglang` run them in the process of each
-    rank."""
+    """Generation engine: `native` is embedded and needs no package; `vllm` and `sglang` run in the process of each
+    rank.
+    """
     tp: int = 1
     """Number of neighbouring ranks that share one copy of the engine (a replica) by tensor parallelism."""
     pp: int = 1
-    """With `engine=vllm`: number of stages, of `tp` ranks each, that have some of a replica's layers. They take turns:
-    for models that `tp` alone cannot hold."""
+    """Number of pipeline stages of a replica under `engine=vllm`, of `tp` ranks each, for models that `tp` alone cannot
+    hold. Each stage has some of the layers, and stages take turns.
+    """
     max_running: int = 64
     """Largest number of requests that a replica decodes at the same time."""
     kv_tokens: int = 32768
     """Size of a replica's KV cache in tokens; `vllm` rounds it up to whole blocks."""
     quantization: str | None = None
-    """Round the weights that answers are generated with as an engine in `fp8` (blocks of 128 x 128), `int8` (rows) or
-    `int4` (groups of 32) would hold them: simulated, nothing is faster or smaller. `w8a8_int8`, `w8a8_fp8`: vLLM holds
-    the layers' matrices so, by row, and computes in it. Correct for any by `algorithm.correction.level=token`."""
+    """Round the weights for generation to `fp8` (blocks of 128 x 128), `int8` (rows) or `int4` (groups of 32):
+    simulated, nothing is faster or smaller. `w8a8_int8`, `w8a8_fp8`: vLLM holds the layers' matrices in this form, by
+    row, and computes in it. Correct for any by `algorithm.correction.level=token`.
+    """
     drafts: int = 0
-    """With `engine=vllm`: verify up to so many tokens at once that followed an answer's last ones before, in fewer
-    steps. The tokens are others than without, equally distributed. On CPUs large batches do without."""
+    """Number of draft tokens under `engine=vllm`, those that followed an answer's last ones before, that are verified
+    at once in fewer steps. The tokens differ from those without drafts but have the same distribution. Large batches on
+    CPUs are faster without.
+    """
     adapters: bool = False
-    """With `policy.lora`, on `vllm` and `sglang`: answer with the adapters beside the frozen weights, so that after the
-    first publish adapters alone are sent. Default: each publish sends whole weights, with adapters merged into them."""
+    """Answer with adapters on the frozen weights, on `vllm` and `sglang` with `policy.lora`, so that after the first
+    publish only adapters are sent. Default: each publish sends whole weights, with adapters merged into them.
+    """
     args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `EngineArgs`, such as `engine.args.max_num_batched_tokens=8192`, or of SGLang's
-    `ServerArgs`. Those that other settings give, or that the engine leans on, are refused. `native` takes none."""
+    `ServerArgs`. Those that other settings determine, or that the engine depends on, are refused. `native` takes none.
+    """
 
     def __post_init__(self) -> None:
         one_of(self, name=ENGINES, quantization=QUANTIZATIONS)
@@ -51,10 +58,10 @@ class EngineConfig:
 
     @property
     def ranks(self) -> int:
-        """Of one replica."""
+        """Number of ranks in one replica."""
         return self.tp * self.pp
 
     @property
     def axes(self) -> str:
-        """The sizes along which they stand."""
+        """Parallel sizes of a replica as text."""
         return f"tp {self.tp}" + f" x pp {self.pp}" * (self.pp > 1)

@@ -14,14 +14,14 @@ ON_ERROR = ("mask", "zero", "raise")
 
 
 class ActionFormat(NamedTuple):
-    """How an action is written in an answer."""
+    """The format of an action within an answer."""
 
     pattern: str
-    """Regular expression that finds it; the group is the action."""
+    """Regular expression that finds the action, which is its group."""
     template: str
-    """An answer for `str.format` with an action, as demonstrations give it."""
+    """Answer for `str.format` with an action, as demonstrations give it."""
     reminder: str = ""
-    """What the policy is told of it."""
+    """Instruction for the policy."""
 
 
 ACTION_FORMATS = {
@@ -42,50 +42,55 @@ ACTION_FORMATS = {
     ),
     "all": ActionFormat(r"\A(.*)\Z", "{}"),
 }
-"""The named `env.<tag>.pattern`s; one of the user's own needs words of their own."""
+"""Named values of `env.<tag>.pattern`. A user's own pattern needs its own instruction."""
 FIELDS = ("instruction", "suffix", "reminder", "history", "turn", "turns_left", "max_tokens", "observation")
-"""What a template may show"""
+"""Fields of a template"""
 
 
 @dataclass
 class EnvConfig:
-    """One environment: `env.<tag>`."""
+    """Settings of one environment: `env.<tag>`."""
 
     target: str
     """Class of the environment as `module:Class`: one of `envs/`, or your own on PYTHONPATH (docs/ENVIRONMENTS.md)."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of its constructor."""
+    """Arguments of the environment's constructor."""
     eval_args: dict[str, Any] = field(default_factory=dict)
-    """Arguments that replace these in held-out episodes, such as a split of its own."""
+    """Arguments that replace these in held-out episodes, such as a separate split."""
     share: float = 1.0
-    """Relative share of the groups of a step that this environment gets, beside the others."""
+    """Relative share of this environment among the groups of a step."""
     pattern: str | None = None
-    """Where an answer holds its action: `action` (`<answer>...</answer>`), `think` (`<think>...</think>` before it),
+    """Format of the action in an answer: `action` (`<answer>...</answer>`), `think` (`<think>...</think>` before it),
     `tool` (`<tool_call>...</tool_call>`), `all` (the answer itself), or a regular expression with one group. An answer
-    in which it is not found exactly once holds none, and the environment gets an empty action. Default: `all` where the
-    environment offers tools, whose calls it finds by itself, else `action`."""
+    with no match, or several, holds none, and the environment gets an empty action. Default: `all` if the environment
+    offers tools, whose calls it finds by itself, else `action`.
+    """
     format_penalty: float = 0.0
-    """Added to the reward of a step whose action is missing or not valid: a negative number, or 0."""
+    """Number added to the reward of a step whose action is missing or not valid: negative, or 0."""
     ineffective_penalty: float = 0.0
-    """Added to the reward of a step whose action is valid and changes nothing, such as a step into a wall: a negative
-    number, or 0. Environments say so as `action_is_effective` in `info["metrics"]`."""
+    """Number added to the reward of a step whose action is valid and changes nothing, such as a step into a wall:
+    negative, or 0. Environments report it as `action_is_effective` in `info["metrics"]`.
+    """
     system: str = "You are a helpful assistant and good at games. Your goal is to get the highest reward."
-    """System message; an empty one: none."""
+    """System message; if empty, none is sent."""
     template: str = "{instruction}\n{history}\n{observation}\n{suffix}\n{reminder}"
-    """User message of the first turn. `{instruction}` and `{suffix}` are what the environment says at its reset,
-    `{reminder}` says how to answer, as `pattern` wants it, `{history}` has the earlier turns of a prompt made afresh;
-    `{turn}`, `{turns_left}` and `{max_tokens}` (of an answer) are numbers. A line that comes out empty is left out."""
+    """User message of the first turn. `{instruction}` and `{suffix}` come from the environment's reset, `{reminder}`
+    explains the answer's format by `pattern`, `{history}` has the earlier turns of a prompt under `history`; `{turn}`,
+    `{turns_left}` and `{max_tokens}` (of an answer) are numbers. Empty lines are left out.
+    """
     next_template: str = "{observation}\n{reminder}"
     """User message of the later turns."""
     history: int | None = None
-    """Number of earlier turns that a prompt shows, each prompt made afresh; the turns of an episode are then trained as
-    samples of their own. By default an episode is one conversation, in which every turn continues the tokens of those
-    before it."""
+    """Number of earlier turns that a prompt shows. Each turn then has a newly built prompt, and is trained as a
+    separate sample. By default an episode is one conversation, in which every turn continues the tokens of those before
+    it.
+    """
     workers: int = 1
-    """Worker processes per node."""
+    """Number of worker processes per node."""
     mode: str = "thread"
     """`thread`: a worker holds `envs_per_worker` environments, each in a thread. `process`: each environment has a
-    process of its own, for what is not safe among threads, hangs or crashes."""
+    separate process, for code that is not thread-safe, hangs or crashes.
+    """
     envs_per_worker: int = 64
     """Environments that a worker holds at once; more wait until one ends."""
     reset_timeout: float = 60.0
@@ -97,14 +102,15 @@ class EnvConfig:
     start_seconds: float = 300.0
     """Seconds within which a worker must have imported the environment."""
     memory_mb: int | None = None
-    """Memory that a worker may use; one that uses more ends, and its episodes are played again."""
+    """Memory, in MiB, that a worker may use; one that uses more ends, and its episodes are played again."""
     recycle_after: int | None = None
     """Episodes after which a worker is replaced by a fresh one, for environments that leak."""
     retries: int = 2
-    """How often an episode is played again from its beginning, whose environment failed, hung or was lost."""
+    """Number of times that an episode is restarted after its environment failed, hung or was lost."""
     on_error: str = "mask"
-    """What becomes of an episode whose environment failed that often. `mask`: it does not train and is in no baseline;
-    `zero`: it ends there, with the reward that it has; `raise`: the run ends."""
+    """Treatment of an episode after its last retry. `mask`: it does not train and is in no baseline; `zero`: it ends
+    there, with the reward so far; `raise`: the run ends.
+    """
     sandbox: str = "auto"
     """Sandbox in which an environment runs untrusted code, see `reward.<domain>.sandbox`."""
     packages: list[str] = field(default_factory=list)
@@ -136,11 +142,13 @@ class EnvConfig:
             )
 
     def pattern_for(self, tools: bool) -> str:
-        """Return `pattern`, or its default. `tools`: whether the environment offers some."""
+        """Return `pattern`, or its default. `tools`: True if the environment offers some."""
         return self.pattern or ("all" if tools else "action")
 
     def penalties(self, action: str | None, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return by name what is added to the reward of an action. `metrics`: what the environment says of it."""
+        """Return by name the penalties that are added to the reward of an action. `metrics`: the environment's, for
+        this step.
+        """
         valid, effective = bool(action and metrics.get("action_is_valid", 1)), metrics.get("action_is_effective", 1)
         return {
             "format_penalty": 0.0 if valid else self.format_penalty,
@@ -149,18 +157,18 @@ class EnvConfig:
 
     @property
     def cpu_numbers(self) -> list[int]:
-        """The CPU numbers that `cpus` names; empty without it."""
+        """CPU numbers of `cpus`; empty without it."""
         return cpu_numbers(self.cpus)
 
 
 @dataclass
 class EnvsConfig:
-    """All environments: `env`. In YAML the tags stand beside the keys that all have in common."""
+    """All environments: `env`. In YAML the tags are siblings of the common keys."""
 
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the model's chat template: `env.chat_template_kwargs.enable_thinking=false`."""
     tags: dict[str, EnvConfig] = field(default_factory=dict, metadata={"inline": True})
-    """`env.<tag>.*`"""
+    """Environments by tag: `env.<tag>.*`"""
 
     def __post_init__(self) -> None:
         shares = [env.share for env in self.tags.values()]
@@ -169,11 +177,12 @@ class EnvsConfig:
 
 @dataclass
 class WarmupConfig:
-    """Supervised steps before the first step of reinforcement, on what the environments themselves show: `warmup`."""
+    """Supervised steps before the first step of reinforcement, on demonstrations of the environments: `warmup`."""
 
     steps: int = 0
-    """Optimizer steps on demonstrations, whose actions are those of the environment's own `solution()`. They count
-    among `steps`."""
+    """Optimizer steps on demonstrations, whose actions come from the environment's `solution()`. They count among
+    `steps`.
+    """
     episodes: int = 32
     """Demonstrations in each of these steps, all of different seeds."""
 

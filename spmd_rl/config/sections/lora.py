@@ -7,28 +7,33 @@ from spmd_rl.config.values import above, at_least, one_of, require
 
 @dataclass
 class LoraConfig:
-    """Train adapters in place of the model's own weights, which stay frozen in the compute dtype (Hu et al., arXiv
-    2106.09685). Needs the package peft."""
+    """Adapters that are trained while the model's own weights stay frozen in the compute dtype (Hu et al., arXiv
+    2106.09685). Needs the package peft.
+    """
 
     rank: int = 0
-    """Rank of the adapters; 0: none, all weights are trained. An adapter wants about ten times the learning rate."""
+    """Rank of the adapters; 0: none, all weights are trained. An adapter needs about ten times the learning rate."""
     alpha: float | None = None
-    """What an adapter computes is multiplied by alpha / rank. Default: 2 x rank."""
+    """Numerator of an adapter's factor, alpha / rank. Default: 2 x rank."""
     targets: list[str] | None = None
     """Last parts of the names of the linear layers that get an adapter, such as `[q_proj,v_proj]`. Default: all linear
-    layers of the decoder layers; stacked experts are none."""
+    layers of the decoder layers, without stacked experts.
+    """
     dropout: float = 0.0
-    """Share of an adapter's inputs that is dropped in updates. Their logprobs then differ from those before them.
-    Not with `train=megatron`."""
+    """Share of an adapter's inputs that is dropped in updates. Their logprobs then differ from those before them. Not
+    with `train=megatron`.
+    """
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (Kalajdzievski, arXiv 2312.03732)."""
     base: str | None = None
     """`nf4`: hold the frozen weights under adapters in 4 bits (QLoRA: Dettmers et al., arXiv 2305.14314), 4.25 with
-    their factors, and compute with what they mean in the compute dtype. With `train=fsdp2`, without `tp`, `pp`, `ep`
-    and `lora.dora`."""
+    their factors, and compute with them in the compute dtype. With `train=fsdp2`, without `tp`, `pp`, `ep` and
+    `lora.dora`.
+    """
     dora: bool = False
-    """Train the length of each row of a weight beside its adapter (DoRA: Liu et al., arXiv 2402.09353). With
-    `train=fsdp2`."""
+    """Also train the length of each row of an adapted weight (DoRA: Liu et al., arXiv 2402.09353). With
+    `train=fsdp2`.
+    """
 
     def __post_init__(self) -> None:
         at_least(self, rank=0)
@@ -40,6 +45,6 @@ class LoraConfig:
 
     @property
     def scaling(self) -> float:
-        """The factor of what an adapter computes."""
+        """Factor of an adapter's output."""
         alpha = 2 * self.rank if self.alpha is None else self.alpha
         return alpha / (self.rank**0.5 if self.rslora else self.rank)

@@ -1,4 +1,4 @@
-"""The models and what trains them: `policy`, `reference`, `critic`, `train`."""
+"""Models and their training: `policy`, `reference`, `critic`, `train`."""
 
 from dataclasses import dataclass, field, replace
 from os.path import expanduser
@@ -17,13 +17,13 @@ BACKENDS = {
     "deepspeed": "spmd_rl.train.deepspeed",
     "megatron": "spmd_rl.train.megatron",
 }
-"""Training backends: the packages that have their `BACKEND`, see `config/backends.py`."""
+"""Packages of the training backends, each with its `BACKEND`; see `config/backends.py`."""
 CHECKPOINTING = ("none", "selective", "full")
 
 
 @dataclass
 class ModelConfig:
-    """A model by its directory and compute dtype; where one is null, it is the policy's."""
+    """A model by its directory and compute dtype; null means the policy's."""
 
     model: str | None = None
     """A Hugging Face causal LM directory, or a model of the hub (`ORG/NAME@REVISION`). Default: the policy's, as it was
@@ -38,14 +38,15 @@ class ModelConfig:
 
 @dataclass
 class TrainedModelConfig(ModelConfig):
-    """A model that is trained, and its optimizer."""
+    """A trained model and its optimizer."""
 
     optimizer: str = "adamw"
-    """`adamw`; or `muon`: the matrices of the layers take steps that are orthogonalised, the rest (embeddings, output,
-    norms, biases) AdamW's. Its steps are scaled to the size of AdamW's, so that `lr` and `weight_decay` are for both.
-    It keeps half the state of AdamW, and gathers all matrices once an update."""
+    """`adamw`; or `muon`: the matrices of the layers take orthogonalised steps, the rest (embeddings, output, norms,
+    biases) AdamW's. Its steps are scaled to the size of AdamW's, so that `lr` and `weight_decay` suit both. It keeps
+    half the state of AdamW, and gathers all matrices once an update.
+    """
     lr: float = 1e-6
-    """Peak learning rate."""
+    """Peak learning rate of the schedule."""
     schedule: str = "constant"
     """Learning rate after the warm-up: `constant`, or a `linear` or `cosine` decay to 0 at `steps`."""
     warmup_steps: int = 0
@@ -55,22 +56,25 @@ class TrainedModelConfig(ModelConfig):
     weight_decay: float = 0.0
     """Decoupled weight decay, as AdamW has it."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """AdamW's decay rates of the first and the second moment."""
+    """Decay rates of AdamW's first and second moment."""
     eps: float = 1e-8
     """AdamW's epsilon, added to the root of the second moment."""
     muon_momentum: float = 0.95
-    """Decay rate of the mean of gradients that `optimizer=muon` follows, with Nesterov's look ahead."""
+    """Decay rate of the mean of gradients under `optimizer=muon`, with Nesterov's look ahead."""
     dither: bool = True
-    """Let the float32 master of each weight begin anywhere in the interval that rounds to it, not in the middle. The
-    model starts the same to the bit, but small steps are no longer lost to rounding. No effect in float32."""
+    """Let the float32 master of each weight begin at a random point of the interval that rounds to it, not in the
+    middle. The model starts the same to the bit, but small steps are no longer lost to rounding. No effect in float32.
+    """
     router_aux_coef: float = 0.0
-    """Mixtures of experts: coefficient of the auxiliary loss that keeps the load of the experts even, 1 where it is,
-    for each layer. Transformers' `router_aux_loss_coef`, in a model's config.json, is not read."""
+    """Mixtures of experts: coefficient of the auxiliary loss that balances the load of the experts, 1 when balanced,
+    for each layer. Transformers' `router_aux_loss_coef`, in a model's config.json, is not read.
+    """
     router_bias_update_speed: float = 0.0
-    """Mixtures of experts whose routers have a bias for each expert (DeepSeek-V3, GLM-4.5): by how much it moves after
-    each update, up where the expert had less than the mean load, else down. 0.001 in DeepSeek-V3."""
+    """Mixtures of experts whose routers have a bias for each expert (DeepSeek-V3, GLM-4.5): change of the bias after
+    each update, up if the expert had less than the mean load, else down. 0.001 in DeepSeek-V3.
+    """
     max_skipped_updates: int = 3
-    """Stop after this many consecutive non-finite gradients; each one skips its update on all ranks."""
+    """Number of consecutive non-finite gradients after which the run stops; each one skips its update on all ranks."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
@@ -93,7 +97,7 @@ class TrainedModelConfig(ModelConfig):
 
 @dataclass
 class ServedModelConfig(ModelConfig):
-    """The model that answers."""
+    """The model that generates answers, as a section."""
 
     router_replay: ClassVar[bool] = False
 
@@ -101,11 +105,12 @@ class ServedModelConfig(ModelConfig):
     """A Hugging Face causal LM directory (config.json, safetensors, tokenizer), or a model of the hub, which is
     downloaded: `Qwen/Qwen2.5-0.5B-Instruct`, with `@REVISION` for a branch, tag or commit."""
     dtype: str = "auto"
-    """Compute and engine dtype: `bfloat16`, `float32`, `float16` (with a factor of the loss that keeps gradients in its
-    range), or `auto`, which is bfloat16 where the hardware of all ranks multiplies it and else float32. Master weights
-    and optimizer state are always float32."""
+    """Compute and engine dtype: `bfloat16`, `float32`, `float16` (with a loss scale that keeps gradients in its range),
+    or `auto`: bfloat16 if the hardware of all ranks multiplies it, else float32. Master weights and optimizer state are
+    always float32.
+    """
     trust_remote_code: bool = False
-    """Run Python code that a model directory brings. Only for directories you trust, and only said on the line."""
+    """Run Python code from a model directory. Only for directories you trust, and only as a command-line override."""
 
 
 @dataclass
@@ -114,18 +119,21 @@ class EvaluatedModelConfig(ServedModelConfig):
 
     model: str = ServedModelConfig.model
     """A Hugging Face causal LM directory, a model of the hub (`Qwen/Qwen2.5-0.5B-Instruct`, with `@REVISION`), a
-    checkpoint, or a run directory, which stands for its newest checkpoint."""
+    checkpoint, or a run directory, which means its newest checkpoint.
+    """
     checkpoint: str | None = None
-    """A checkpoint that `model` was trained to, whose weights are taken. A run or a checkpoint as `model` sets both."""
+    """A checkpoint, trained from `model`, whose weights are used. A run or a checkpoint as `model` sets both."""
 
 
 @dataclass
 class PolicyConfig(ServedModelConfig, TrainedModelConfig):
-    """The model that is trained, and its optimizer."""
+    """The policy and its optimizer."""
 
     router_replay: bool = False
     """Mixtures of experts: training sends each sampled token to the experts that the engine chose for it, so that small
-    differences between the two do not become large ones (R3). `engine=native` and `sglang` tell."""
+    differences between the two do not become large ones (R3). Needs the router's choices from `engine=native` or
+    `sglang`.
+    """
 
 
 @dataclass
@@ -138,28 +146,35 @@ class TrainConfig:
     """Number of tensor-parallel ranks that share one copy of the model."""
     cp: int = 1
     """Number of context-parallel ranks that share the tokens of a micro-batch, for sequences too long for one rank.
-    `tokens_per_microbatch` is what they hold together."""
+    `tokens_per_microbatch` is their total.
+    """
     ep: int = 1
     """Number of expert-parallel ranks that share the experts of a mixture: each holds 1/ep of every layer's, and tokens
-    travel to them. They are ranks of `dp_shard` x `cp` x `tp`, and take none away from the data."""
+    travel to them. They are ranks of `dp_shard` x `cp` x `tp`, and take none away from the data.
+    """
     pp: int = 1
-    """Number of pipeline stages, which share out the layers; micro-batches pass through them (1F1B), so that an update
-    should have several times as many as there are stages. All ranks of a pipeline hold the same data shard."""
+    """Number of pipeline stages, among which the layers are divided; micro-batches pass through them (1F1B), so that an
+    update should have several times as many as there are stages. All ranks of a pipeline hold the same data shard.
+    """
     vpp: int = 1
     """Number of chunks of the layers that each pipeline stage holds, in turns with the other stages (interleaved 1F1B):
-    stages wait a vpp-th as long for each other, send vpp times as much, and keep a few more activations."""
+    stages wait a vpp-th as long for each other, send vpp times as much, and keep a few more activations.
+    """
     dp_replicate: int = 1
-    """Number of copies of the model, each shared out over ranks / tp / dp_replicate of them (HSDP). With
-    one copy a node, weights are gathered within a node, and only gradients cross between nodes, once an update."""
+    """Number of copies of the model, each sharded over ranks / tp / dp_replicate of them (HSDP). With one copy a node,
+    weights are gathered within a node, and only gradients cross between nodes, once an update.
+    """
     tokens_per_microbatch: int = 4096
     """Token budget of one forward and backward pass, from which the number of micro-batches follows (there is no
-    gradient accumulation to set). A longer single sequence gets a micro-batch of its own."""
+    gradient accumulation to set). A longer single sequence gets a separate micro-batch.
+    """
     updates_per_step: int = 1
     """Optimizer updates per training step, each on an equal share of its samples (mini-batches)."""
     activation_checkpointing: str = "none"
-    """What is computed again in the backward pass instead of being kept: `full`, each layer's activations, which takes
-    a third more compute; `selective`, all but attention and every second matrix product; `none`. `true` is `full`,
-    `false` is `none`."""
+    """Activations recomputed in the backward pass instead of being kept: `full`, those of each layer, for a third more
+    compute; `selective`, all but attention and every second matrix product; `none`. `true` is `full`, `false` is
+    `none`.
+    """
     reshard_after_forward: bool | None = None
     """Free the gathered weights of a layer after each use. With `false` they stay until the optimizer's step, which
     takes two more bytes per weight and saves two gathers per update. Default: `true` on devices, `false` on CPU and
@@ -168,18 +183,20 @@ class TrainConfig:
     """Compile the decoder layers with `torch.compile`. The first steps take a minute or more longer, later ones less.
     Needs a C++ compiler on CPU, Triton on GPU; not together with `activation_checkpointing`."""
     offload: bool = False
-    """Keep a role's weights in host memory while it computes nothing, and its optimizer's state but for the step
-    itself. The engine's weights leave the device while it does not generate. It has no effect on CPU."""
+    """Keep a role's weights in host memory while it computes nothing, and its optimizer's state except during the
+    optimizer's step. The engine's weights leave the device while it does not generate. It has no effect on CPU.
+    """
     deterministic: bool = False
     """Compute forward and backward passes with torch's deterministic algorithms. A rerun on a GPU needs it to be
     bitwise equal: attention's backward pass and sums over indices otherwise add in any order. Slower on a GPU; on a CPU
-    reruns are equal without it. It changes nothing in vLLM's and SGLang's own kernels."""
+    reruns are equal without it. It changes nothing in vLLM's and SGLang's own kernels.
+    """
     stage: int = 3
-    """DeepSpeed's ZeRO: what the ranks share out. 1: the optimizer's state; 2: gradients too; 3: weights too."""
+    """DeepSpeed's ZeRO stage. 1 shards the optimizer's state, 2 gradients too, 3 weights too."""
     offload_optimizer: bool = False
     """DeepSpeed: keep master weights and optimizer state in host memory, where the optimizer's step is computed."""
     offload_param: bool = False
-    """DeepSpeed: keep the shares of the weights in host memory too. With `stage=3`."""
+    """DeepSpeed: keep the shards of the weights in host memory too. With `stage=3`."""
 
     def __post_init__(self) -> None:
         one_of(self, name=BACKENDS)
@@ -194,12 +211,12 @@ class TrainConfig:
 
     @property
     def used_axes(self) -> dict[str, int]:
-        """`tp`, and of the other axes those of more than one rank."""
+        """Size of `tp`, and those of the other axes with more than one rank."""
         return {axis: size for axis, size in self.axes.items() if size > 1 or axis == "tp"}
 
     @property
     def ranks_per_shard(self) -> int:
-        """Ranks that hold the same data shard."""
+        """Number of ranks that hold the same data shard."""
         return self.tp * self.cp * self.pp
 
 
@@ -212,7 +229,7 @@ def _name_checkpointing(section: Any) -> None:
 
 @dataclass
 class TrainOverrides:
-    """Settings of a role's training backend that differ from `train`; where one is null, the policy's is used."""
+    """Settings of a role's training backend that differ from `train`; null means the policy's."""
 
     name: str | None = None
     """Training backend: `fsdp2`, `deepspeed` or `megatron`."""
@@ -223,29 +240,29 @@ class TrainOverrides:
     ep: int | None = None
     """Number of expert-parallel ranks that share the experts of a mixture."""
     pp: int | None = None
-    """Number of pipeline stages, which share out the layers."""
+    """Number of pipeline stages, among which the layers are divided."""
     vpp: int | None = None
     """Number of chunks of the layers that each pipeline stage holds."""
     dp_replicate: int | None = None
-    """Number of copies of the model, each shared out over ranks / tp / dp_replicate of them (HSDP)."""
+    """Number of copies of the model, each sharded over ranks / tp / dp_replicate of them (HSDP)."""
     tokens_per_microbatch: int | None = None
     """Token budget of one forward and backward pass."""
     activation_checkpointing: str | None = None
-    """What is computed again in the backward pass: `full`, `selective` or `none`."""
+    """Activations recomputed in the backward pass: `full`, `selective` or `none`."""
     reshard_after_forward: bool | None = None
     """Free the gathered weights of a layer after each use."""
     compile: bool | None = None
-    """Compile the decoder layers."""
+    """Compile the decoder layers with `torch.compile`."""
     offload: bool | None = None
     """Keep weights and optimizer state in host memory while they are not used."""
     deterministic: bool | None = None
     """Compute with torch's deterministic algorithms."""
     stage: int | None = None
-    """DeepSpeed's ZeRO: 1, 2 or 3."""
+    """DeepSpeed's ZeRO stage: 1, 2 or 3."""
     offload_optimizer: bool | None = None
     """DeepSpeed: keep master weights and optimizer state in host memory."""
     offload_param: bool | None = None
-    """DeepSpeed: keep the shares of the weights in host memory too."""
+    """DeepSpeed: keep the shards of the weights in host memory too."""
 
     def __post_init__(self) -> None:
         one_of(self, name=BACKENDS)
@@ -254,7 +271,7 @@ class TrainOverrides:
         _name_checkpointing(self)
 
     def over(self, train: TrainConfig) -> TrainConfig:
-        """The settings of `train`, with those of this section that are not null in their place."""
+        """Return the settings of `train`, overridden by those of this section that are not null."""
         return replace(train, **{key: value for key, value in vars(self).items() if value is not None})
 
 
@@ -271,20 +288,22 @@ class CriticConfig(TrainedModelConfig):
     `turn_gae`."""
 
     lr: float = 1e-5
-    """Peak learning rate."""
+    """Peak learning rate of the schedule."""
     train: TrainOverrides = field(default_factory=TrainOverrides)
 
 
 @dataclass
 class FollowingReferenceConfig(ReferenceConfig):
-    """The reference of the KL term; loaded only when `algorithm.kl_coef` or `kl_reward_coef` > 0. It stays as it was
-    before training, or follows the policy."""
+    """The reference of the KL term; loaded only when `algorithm.kl_coef` or `kl_reward_coef` > 0. It keeps the initial
+    weights, or follows the policy.
+    """
 
     sync_steps: int | None = None
-    """Steps after which the reference follows the policy, each time: after every so many (null: never)."""
+    """Number of steps between updates of the reference from the policy (null: never updated)."""
     mixup: float = 1.0
-    """Share of the policy's weights in what the reference becomes: 1 takes them over, less makes a moving average of
-    them, which is held in float32."""
+    """Share of the policy's weights in the updated reference: 1 copies them, less makes a moving average, which is held
+    in float32.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -294,24 +313,24 @@ class FollowingReferenceConfig(ReferenceConfig):
 
 @dataclass(frozen=True)
 class RoleConfig:
-    """What a role is built from: its own section, and what of the policy's that leaves open."""
+    """Settings of a role: its own section, completed from the policy's."""
 
     name: str
     """`policy`, `reference`, `critic`, `teacher` or `teacher.<domain>`"""
     own: ModelConfig
-    """Its section."""
+    """Section of the role itself."""
     model: str
     dtype: str
     trust_remote_code: bool
     train: TrainConfig
     total_updates: int
-    """Where the schedule of the learning rate ends."""
+    """Number of updates after which the schedule of the learning rate ends."""
     section: str = ""
-    """Of the settings, where it is not `name`."""
+    """Section of the settings, if it is not `name`."""
     value_bias: bool = True
-    """Whether a critic's value head has a bias, which a reward model's has not."""
+    """True if the value head has a bias, as a critic's does and a reward model's does not."""
     constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
-    """What the answers that it judges have to parse as."""
+    """Grammar of the answers that it judges."""
 
     @property
     def kind(self) -> str:
@@ -320,37 +339,37 @@ class RoleConfig:
 
     @property
     def optimizer(self) -> TrainedModelConfig | None:
-        """Its section, with the settings of an optimizer; None of a role that is frozen."""
+        """Section with the settings of an optimizer; None for a frozen role."""
         return self.own if isinstance(self.own, TrainedModelConfig) else None
 
     @property
     def sync_steps(self) -> int | None:
-        """Of a reference that follows the policy: after how many steps, each time."""
+        """Number of steps between updates of a reference that follows the policy."""
         return self.own.sync_steps if isinstance(self.own, FollowingReferenceConfig) else None
 
     @property
     def lora(self) -> LoraConfig:
-        """Its adapters; of rank 0 where it has none."""
+        """Adapters of the role; of rank 0 if it has none."""
         return self.optimizer.lora if self.optimizer else LoraConfig()
 
     @property
     def held_dtype(self) -> str:
-        """In which dtype weights are held that are computed with in `dtype`: beside adapters they are frozen."""
+        """Dtype in which the weights are held. Under adapters they are frozen, hence in the compute dtype `dtype`."""
         mixes = self.sync_steps is not None and self.own.mixup < 1
         return "float32" if mixes or (self.optimizer is not None and not self.lora.rank) else self.dtype
 
     def is_base_of(self, policy: "RoleConfig") -> bool:
-        """Whether this is the policy with its adapters off: frozen, of the same model, computed alike."""
+        """Return True if this is the policy with its adapters off: frozen, of the same model, computed alike."""
         alike = (self.model, self.dtype, self.train) == (policy.model, policy.dtype, policy.train)
         frozen = self.name == "reference" and self.sync_steps is None
         return alike and frozen and policy.lora.rank > 0
 
     @property
     def key(self) -> str:
-        """Where its `train` stands in the settings."""
+        """Key of its `train` section in the settings."""
         return "train" if (self.section or self.name) == "policy" else f"{self.name}.train"
 
     @property
     def model_key(self) -> str:
-        """Where its model stands in the settings."""
+        """Key of its model in the settings."""
         return f"{self.section or self.name}.model"

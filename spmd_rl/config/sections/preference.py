@@ -13,7 +13,7 @@ LOSSES = {
     "hinge": ("length_normalised", "reference_free"),
     "kto": ("desirable_weight", "undesirable_weight"),
 }
-"""Keys of `preference` that each loss reads beside `beta`"""
+"""Keys of `preference` that each loss reads in addition to `beta`"""
 
 
 @dataclass
@@ -24,15 +24,15 @@ class PreferenceConfig:
     """`dpo`, `ipo`, `simpo` and `hinge` compare pairs of answers; `kto` takes single answers with a `label`, and pairs
     as two of these."""
     beta: float = 0.1
-    """By what a reward is multiplied; in most losses, how strongly the policy is held to the reference."""
+    """Factor of rewards; in most losses, the strength with which the policy is held to the reference."""
     label_smoothing: float = 0.0
-    """The share of the labels that are taken for wrong, below 0.5."""
+    """Share of the labels that are assumed to be wrong, below 0.5."""
     length_normalised: bool = False
-    """Rewards of the mean token of an answer, not of the whole answer. `ipo` and `simpo` always do so."""
+    """Use the reward of an answer's mean token instead of the whole answer. `ipo` and `simpo` always do so."""
     reference_free: bool = False
     """Leave the reference out, as if all answers were equally likely under it. `simpo` always does so."""
     margin: float = 0.5
-    """By how much the reward of the chosen answer shall be greater (`simpo`: gamma)."""
+    """Margin of the chosen answer's reward over the rejected one's (`simpo`: gamma)."""
     desirable_weight: float = 1.0
     """Weight of good answers (`kto`)."""
     undesirable_weight: float = 1.0
@@ -46,12 +46,12 @@ class PreferenceConfig:
 
     @property
     def is_judged(self) -> bool:
-        """Whether answers stand alone."""
+        """True if answers are labelled singly instead of in pairs."""
         return self.loss == "kto"
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the reference's logprobs are needed."""
+        """True if the reference's logprobs are needed."""
         return self.loss != "simpo" and not (self.reference_free and "reference_free" in LOSSES[self.loss])
 
 
@@ -70,7 +70,7 @@ class LabelledConfig(PairsConfig):
     """The rows of a reward model: `data`. docs/SUPERVISED.md has their forms."""
 
     separator: str = "\\n\\n"
-    """What stands between the steps of an answer (`head=process`)."""
+    """Text between the steps of an answer (`head=process`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Rows whose answers are written, and the loss on held-out ones: `data`, `eval` of supervised pipelines."""
+"""Rows with written answers, and the loss on held-out ones: `data`, `eval` of supervised pipelines."""
 
 from dataclasses import dataclass
 
@@ -17,14 +17,16 @@ class RowsConfig(SourcesConfig):
 
     holdout: float = 0.05
     """Share of `train` that is held out, by content hash, when `eval` is not given. 0: all rows are trained on, and
-    nothing is evaluated."""
+    nothing is evaluated.
+    """
     rows_per_step: int = 32
-    """Number of rows that a step trains on. Each epoch has all rows once, in an order of its own."""
+    """Number of rows that a step trains on. Each epoch has all rows once, in a new order."""
     max_tokens: int = 1024
     """Token limit of a row, prompt and answers together."""
     overlong: str = "drop"
-    """What happens to rows longer than `max_tokens`: `drop` (`data/overlong` counts them), `cut` (their end is left
-    out) or `error`."""
+    """Treatment of rows longer than `max_tokens`: `drop` (`data/overlong` counts them), `cut` (their end is left out)
+    or `error`.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,8 +39,9 @@ class ValidationConfig:
     """The loss on held-out rows: `eval`."""
 
     every: int = 10
-    """Number of steps between evaluations; there is one before the first step and one after the last too. With 0 there
-    is none."""
+    """Number of steps between evaluations, with one before the first step and one after the last too. 0: no
+    evaluations.
+    """
     rows: int | None = None
     """Number of held-out rows that are evaluated, the same ones each time. Default: all."""
 
@@ -46,5 +49,5 @@ class ValidationConfig:
         at_least(self, every=0, rows=1)
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Whether there is an evaluation after `step` of `steps`."""
+        """Return True if there is an evaluation after `step` of `steps`."""
         return bool(self.every) and (step % self.every == 0 or step == steps)

@@ -14,7 +14,8 @@ class RunConfig:
 
     name: str | None = None
     """Name of the run. Default: model, algorithm and a hash of all settings that change samples or gradients, so that
-    the same command resumes its run."""
+    the same command resumes its run.
+    """
     dir: str | None = None
     """Run directory; all nodes must share it. Default: `runs/<pipeline>/<run.name>`."""
 
@@ -24,18 +25,19 @@ class RunConfig:
 
 
 def is_name(name: str) -> bool:
-    """Return whether a name can be that of a folder, and of none elsewhere."""
+    """Return True if a name can be that of a folder within another."""
     return Path(name).name == name and name.isprintable()
 
 
 @dataclass
 class PublishConfig:
-    """Handing the trained weights to the engine, after every step."""
+    """Transfer of the trained weights to the engine, after every step."""
 
     probe_every: int | None = None
     """Steps between probes, in which the engine answers a few prompts and the trainer checks its logprobs. 0: only the
     first publish after a start, which is always probed. Bytes are compared in every publish. Default: 1; with
-    `placement.mode=split`, where training waits for the answers, `eval.every`: it waits then anyway."""
+    `placement.mode=split`, whose training waits for the answers, `eval.every`, when it waits anyway.
+    """
 
     def __post_init__(self) -> None:
         if self.probe_every is not None:
@@ -44,20 +46,22 @@ class PublishConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Saving and resuming: `checkpoint`."""
+    """Writing and resuming of checkpoints: `checkpoint`."""
 
     every: int = 50
     """Steps between checkpoints; 0 saves only after the last step, which is always saved."""
     keep: int = 2
     """Number of newest checkpoints to keep."""
     overlap: bool = False
-    """Write checkpoints while the next step runs, from copies in host memory: one of each tensor that is saved. A
-    checkpoint is complete, and counts, when that step ends; the last one is written at once. `hf/` is never delayed."""
+    """Write checkpoints while the next step runs, from copies of each saved tensor in host memory. A checkpoint is
+    complete, and counts, when that step ends; the last one is written at once. `hf/` is never delayed.
+    """
     export_hf: bool = False
     """Write each checkpoint also in Hugging Face format, as `hf/`; the last checkpoint always has it."""
     resume: str = "auto"
     """`auto`: continue if `run.dir` holds a checkpoint. `never`: refuse a directory that holds a run. Or the path of a
-    checkpoint: one of another run to begin from it, one of this run to go back to it."""
+    checkpoint: one of another run to begin from it, one of this run to go back to it.
+    """
 
     def __post_init__(self) -> None:
         self.resume = expanduser(self.resume)
@@ -65,19 +69,20 @@ class CheckpointConfig:
 
     @property
     def is_given(self) -> bool:
-        """Whether `resume` is the path of a checkpoint."""
+        """True if `resume` is the path of a checkpoint."""
         return self.resume not in ("auto", "never")
 
 
 @dataclass
 class DeviceSpecConfig:
-    """The best rates that one device reaches: `track.device`."""
+    """Peak rates of one device: `track.device`."""
 
     flops: float | None = None
-    """Floating-point operations per second that a device reaches at best in `policy.dtype`; like the next, the
-    measure of `system/efficiency`. Default: those of the device itself, if it is known and the dtype is bfloat16."""
+    """Floating-point operations per second of a device at its peak in `policy.dtype`, for `system/efficiency`. Default:
+    those of the device itself, if it is known and the dtype is bfloat16.
+    """
     memory_bandwidth: float | None = None
-    """Bytes per second between a device and its own memory."""
+    """Bytes per second between a device and its own memory, for `system/efficiency`."""
 
     def __post_init__(self) -> None:
         above(self, flops=0, memory_bandwidth=0)
@@ -85,7 +90,7 @@ class DeviceSpecConfig:
 
 @dataclass
 class TrackConfig:
-    """Experiment trackers beside the files of the run directory: `track`."""
+    """Experiment trackers in addition to the files of the run directory: `track`."""
 
     wandb: str = "off"
     """Log to Weights & Biases: `off`, `offline` (which needs no account) or `online`."""
@@ -100,27 +105,29 @@ class TrackConfig:
 
 
 MOST_RANKS = 100_000
-"""The largest job that can be planned: the ranks of a placement are counted out."""
+"""Largest number of ranks that can be planned: a placement enumerates them."""
 
 
 @dataclass
 class PlanConfig:
-    """What `--plan` plans for; nothing of it has an effect on a run: `plan`."""
+    """Assumptions of `--plan`, without effect on a run: `plan`."""
 
     ranks: int | None = None
     """Number of ranks to plan for, also of `--dry-run`. Default: those that torchrun starts."""
     rank: int | None = None
-    """The rank whose memory is counted. Default: the first one, and with pipeline stages the first one of the last."""
+    """Rank whose memory is counted. Default: the first one, and with pipeline stages the first one of the last."""
     device: str = "cuda"
     """Type of the ranks' devices, on which kernels and the sizes of buffers depend: `cuda` or `cpu`."""
     device_gb: float = 80.0
     """Memory of a device, in units of 10^9 bytes."""
     reserve_gb: float = 6.0
-    """Of this, what is left to what is not counted: the driver's context, buffers of collectives, kernels' workspaces,
-    and what lies unused between blocks that are used."""
+    """Part of this reserved for uncounted memory: the driver's context, buffers of collectives, kernels' workspaces,
+    and fragmentation.
+    """
     shape: str | None = None
     """Directory with the `config.json` of `policy.model`, to plan without downloading it; one of `configs/shapes` by
-    its name."""
+    its name.
+    """
 
     def __post_init__(self) -> None:
         one_of(self, device=("cuda", "cpu"))
@@ -132,7 +139,7 @@ class PlanConfig:
 
 @dataclass
 class JournalConfig:
-    """Detection of stalls: `journal`."""
+    """Detection of stalls of the ranks: `journal`."""
 
     stall_seconds: float = 300.0
     """Seconds without progress of any rank after which all ranks dump their stacks and the job ends."""
@@ -146,17 +153,19 @@ class JournalConfig:
 
 @dataclass
 class SidecarConfig:
-    """Where sidecar hosts listen, and to whom: `sidecar`."""
+    """Addresses and clients of sidecar hosts: `sidecar`."""
 
     bind: str = "ipc"
     """Address of the sidecar hosts. `ipc`: a socket in a private directory. `tcp://127.0.0.1:PORT`: a loopback port.
-    `tcp://ADDRESS:PORT` (`*` for all addresses of each node): for a status from elsewhere; only with `keys`."""
+    `tcp://ADDRESS:PORT` (`*` for all addresses of each node): for a status from elsewhere; only with `keys`.
+    """
     keys: str | None = None
     """Directory of CURVE keys (`python -m spmd_rl sidecar_keys DIR`): traffic is encrypted, and only clients listed in
     `DIR/allowed` are served. Default: no keys, and only this machine is served."""
     hosts: list[str] = field(default_factory=list)
     """Hosts on machines without ranks (`python -m spmd_rl sidecar --bind ...`), as `tcp://HOST:PORT`: verdicts and
-    environments are spread over these and the ranks' own. Beyond loopback only with `keys`."""
+    environments are spread over these and the ranks' own. Beyond loopback only with `keys`.
+    """
 
     def __post_init__(self) -> None:
         self.keys = self.keys and expanduser(self.keys)

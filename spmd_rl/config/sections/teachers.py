@@ -1,4 +1,4 @@
-"""The models that the policy learns from, and how: `teacher`."""
+"""Teachers of the policy and the loss of distillation: `teacher`."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from spmd_rl.config.values import at_least, one_of, require
 from spmd_rl.types import unknown_fields
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "skewed_kl", "skewed_reverse_kl", "jensen_shannon")
-"""See `algo/distillation.py`"""
+"""Divergences of `algo/distillation.py`, by name."""
 
 
 @dataclass
@@ -16,47 +16,53 @@ class TeacherConfig(ModelConfig):
 
     train: TrainOverrides = field(default_factory=TrainOverrides)
     hint: str | None = None
-    """What it finds in its prompt, after an empty line, and the policy does not: `"The answer is {answer}."`, where
-    `{answer}` is the row's. Without a `model`, the teacher is the policy itself with this hint (`rlvr` alone)."""
+    """Text added to the teacher's prompt, after an empty line, which the policy does not see: `"The answer is
+    {answer}."`, in which `{answer}` is the row's. Without a `model`, the teacher is the policy itself with this hint
+    (`rlvr` alone).
+    """
 
 
 @dataclass
 class TeachersConfig(TeacherConfig):
-    """Distillation: the teachers, held in their compute dtype, and how the policy learns from them; only with
-    `teacher.model`, that of a domain, or a hint. Its vocabulary must be the policy's."""
+    """Distillation: the teachers, held in their compute dtype, and the policy's loss against them; only with
+    `teacher.model`, that of a domain, or a hint. Its vocabulary must be the policy's.
+    """
 
     alone: bool = True
     """Learn from the teacher alone; scores are measured and have no part in the gradient. `false`: the teacher's part
-    is added to what the algorithm makes of the scores."""
+    is added to the algorithm's loss on the scores.
+    """
     coef: float = 1.0
     """Weight, in the loss of each token, of the divergence between teacher and policy. 0: none."""
     loss: str = "reverse_kl"
-    """The divergence: `forward_kl`, `reverse_kl`, `skewed_kl`, `skewed_reverse_kl` or `jensen_shannon`. It is that over
-    the teacher's `top_k` tokens and all others as one."""
+    """Divergence between teacher and policy: `forward_kl`, `reverse_kl`, `skewed_kl`, `skewed_reverse_kl` or
+    `jensen_shannon`, over the teacher's `top_k` tokens and all others as one.
+    """
     top_k: int = 64
     """Number of the teacher's most likely tokens that it sends for each sampled token."""
     mix: float = 0.1
     """Share of the mixture that the skewed divergences compare with, and weight of the teacher in `jensen_shannon`."""
     reward_coef: float = 0.0
-    """Weight of the teacher's logprob over the policy's, as an advantage of each sampled token: policy gradient in the
-    place of a loss. Then `coef=0`, or both."""
+    """Weight of the teacher's logprob over the policy's, as an advantage of each sampled token: policy gradient instead
+    of a loss. Then `coef=0`, or both.
+    """
     domains: dict[str, TeacherConfig] = field(default_factory=dict, metadata={"inline": True})
-    """`teacher.<domain>.*`: a teacher for the answers of one domain, in the place of `teacher.model`."""
+    """Teachers for the answers of one domain, instead of `teacher.model`: `teacher.<domain>.*`."""
 
     @property
     def by_domain(self) -> dict[str, TeacherConfig]:
-        """The section of each teacher that there is; '' is that of every domain without one of its own."""
+        """Section of each existing teacher by domain; '' is that of all other domains."""
         return {domain: one for domain, one in ({"": self} | self.domains).items() if one.model or one.hint}
 
     @property
     def sections(self) -> dict[str, TeacherConfig]:
-        """Each section with a model of its own, by the name of its role: `teacher`, `teacher.<domain>`."""
+        """Section of each teacher with a separate model, by the name of its role: `teacher`, `teacher.<domain>`."""
         found = {f"teacher.{domain}".rstrip("."): one for domain, one in self.by_domain.items()}
         return {name: one for name, one in found.items() if one.model}
 
     @property
     def hints(self) -> dict[str, str | None]:
-        """The hint of each teacher; empty if there is none at all."""
+        """Hint of each teacher; empty without any hint."""
         found = {domain: one.hint for domain, one in self.by_domain.items()}
         return found if any(found.values()) else {}
 

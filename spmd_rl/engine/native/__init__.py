@@ -1,8 +1,8 @@
-"""The embedded engine: continuous batching over a Hugging Face module in the rank's own process.
+"""The embedded engine: continuous batching over a Hugging Face module in the rank's process.
 
-The default, and the reference the other engines are tested against. One token per running request and step, paged KV
-cache; what a prompt shares with another one, or with an earlier turn, is computed once. Left out: tensor parallelism,
-sliding windows, chunked prefill, preemption. Torch-free until it builds.
+The default, and the reference for tests of the other engines. One token per running request and step; paged KV cache
+with shared prefixes of prompts and earlier turns. Left out: tensor parallelism, sliding windows, chunked prefill,
+preemption. Torch-free until it builds.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from spmd_rl.config.engines import EngineFacts
 
 
 def build(*args: Any) -> Any:
-    """[all] See `engine.build`."""
+    """[all] Build the engine of this rank, see `engine.build`."""
     from spmd_rl.engine.native.assemble import build
 
     return build(*args)  # [all]

@@ -1,4 +1,4 @@
-"""Builds the native engine from settings."""
+"""Construction of the native engine from settings."""
 
 import torch
 

@@ -1,11 +1,10 @@
-"""Attention over the paged cache, as the module's layers call it.
+"""Attention over the paged cache, called by the module's layers.
 
 Registered with transformers under `ATTENTION`; a name without a mask function makes models build no mask. The engine
 hands its batch to `module(..., kv=...)`, which transformers passes down to every layer. A batch has some tokens of each
-request: the rest of a prompt, or the token sampled last. Their keys and values are stored, and each token attends to
-all that its request has stored up to it. One token or many, alone or in company: the same kernel computes the same
-sums, so that in float32 on a CPU (and `MKL_CBWR`, see `spmd_rl/__init__.py`) a token's bits are a function of it and
-the tokens before it.
+request: the rest of a prompt, or the last sampled token. Their keys and values are stored, and each token attends to
+its request's tokens up to itself. The kernel computes the same sums for any number of tokens and any batch, so that in
+float32 on a CPU (with `MKL_CBWR`, see `spmd_rl/__init__.py`) a token's bits depend only on it and the tokens before it.
 
 Left out: sliding windows (`module.py` refuses them), soft caps and sinks (refused at the first forward).
 """
@@ -25,10 +24,10 @@ ATTENTION = "spmd_paged"
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Rows that feed the same number of tokens each, and whose tables are about equally long."""
+    """Rows with equal numbers of new tokens and tables of similar length."""
 
     tokens: slice
-    """of the forward: R rows of Q tokens each, row by row"""
+    """tokens of the forward: R rows of Q tokens each, row by row"""
     tables: Tensor
     """int64 [R, N]: blocks of each row, padded with any block"""
     mask: Tensor
@@ -38,17 +37,18 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """What a forward of T packed tokens needs to know of the cache."""
+    """Cache layout for a forward of T packed tokens."""
 
     pool: KVPool
     slots: Tensor
-    """int64 [T]: where each token is stored; the forward may be longer: what follows is filling"""
+    """int64 [T]: slot to store each token; further tokens of the forward are padding"""
     buckets: tuple[Bucket, ...]
-    """all tokens, in order"""
+    """buckets of all tokens, in order"""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Store key and value [T, KVH, D] and return what query [T, H, D] reads: [T, H, D]."""
-        self.pool.write(layer, self.slots, key, value)  # of all rows first: a row may read what another one brings
+        # Write all rows first: a row may read blocks that another row of this batch fills.
+        self.pool.write(layer, self.slots, key, value)
         heads = (key.shape[1], query.shape[1] // key.shape[1])
         parts = []
         for bucket in self.buckets:

@@ -1,4 +1,4 @@
-"""`NativeEngine`: one step computes a token for every running request, and the prompts of those that are new.
+"""`NativeEngine`: a step computes a token for every running request, and the prompts of new ones.
 
     engine = NativeEngine(empty_module(path, torch.bfloat16), max_running=64, kv_tokens=32768)
     engine.load(model.state_dict().items(), version=0)
@@ -6,7 +6,7 @@
     while engine.num_unfinished:
         for completion in engine.step(): ...
 
-The same adds and steps give bitwise the same tokens and logprobs. Left out: what is asked for and why (`rollout/`).
+The same adds and steps give bitwise the same tokens and logprobs. Left out: the choice of requests (`rollout/`).
 """
 
 import math
@@ -33,11 +33,11 @@ from spmd_rl.model.stored import stored_parts
 from spmd_rl.types import Completion, FinishReason, Request
 
 BATCH_TOKENS = 4096
-"""Tokens of one forward (a longer prompt goes alone): the bound of its activations."""
+"""Limit on the tokens of one forward, which bounds activations; a longer prompt goes alone."""
 QUERIES = 256
-"""Tokens that attend in one call of the kernel: the bound of its mask."""
+"""Limit on the query tokens of one kernel call, which bounds its mask."""
 ROUND_FEW, ROUND_MANY = 8, 64
-"""Forwards are filled up to multiples of these: kernels are compiled and kept per shape, and would pile up."""
+"""Multiples to which forwards are padded: kernels are compiled and cached per shape, and would pile up."""
 
 
 class NativeEngine(Engine):
@@ -53,15 +53,15 @@ class NativeEngine(Engine):
         records_experts: bool = False,
         constraint: Constraint | None = None,
     ) -> None:
-        """`offload`: weights go to host memory and the KV cache is freed outside `awake()`. No effect on CPU.
+        """offload: outside `awake()` weights go to host memory and the KV cache is freed. No effect on CPU.
 
-        `text_of`: needed for requests with stop strings. records_experts: completions record which experts of a mixture
-        their tokens went to; UserError if the module is none. constraint: grammar of all answers.
+        text_of: needed for requests with stop strings. records_experts: record the experts of each token in
+        completions; UserError for a dense model. constraint: grammar of all answers.
         """
         self._constraint = constraint
         self._text_of = text_of
         self.model = module
-        """The module that it computes with."""
+        """Module of the engine."""
         self._parts = stored_parts(module)
         self._weights = weights_of(module, self._parts)
         config, weight = module.config, next(module.parameters())
@@ -82,14 +82,14 @@ class NativeEngine(Engine):
         self._aborted: list[Completion] = []
         self._version: int | None = None
         self.offloads = offload and self._device.type != "cpu"
-        """Whether it leaves the device outside `awake()`."""
+        """True if weights leave the device outside `awake()`."""
         self._num_awake = 0
         if self.offloads:
             self._sleep()
 
     @property
     def num_unfinished(self) -> int:
-        """Requests whose completion has not been handed out."""
+        """Number of requests whose completion has not been returned."""
         return len(self._scheduler.unfinished) + len(self._aborted)
 
     def add(self, request: Request) -> None:
@@ -101,12 +101,12 @@ class NativeEngine(Engine):
         self._scheduler.add(request)
 
     def abort(self, ids: Iterable[str]) -> None:
-        """End these requests; the next `step` returns what they have. Ids that have ended are passed over."""
+        """End these requests; the next `step` returns their tokens so far. Finished ids are ignored."""
         self._aborted += self._scheduler.abort(set(ids))
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Admit what fits, compute a token for each running request, return those that ended."""
+        """Admit requests that fit, compute a token for each running request, return the finished ones."""
         ended, self._aborted = self._aborted, []
         self._scheduler.admit()
         for rows in self._batches():
@@ -117,9 +117,10 @@ class NativeEngine(Engine):
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy all weights, cast to the engine's dtype. RunFailed names what is missing, unknown, doubled or misshapen.
 
-        `weights` is read to its end in any case: other ranks may be gathering it with us.
+        `weights` is always read to its end, because other ranks may be gathering it with us.
         """
-        self._scheduler.forget()  # a cached key would outlive its weights
+        # Cached keys belong to the old weights.
+        self._scheduler.forget()
         self._version = None
         checked = CheckedWeights(weights, {name: weight.shape for name, weight in self._weights.items()})
         for name, tensor in checked:
@@ -129,12 +130,12 @@ class NativeEngine(Engine):
         self._version = version
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights as they are, under their Hugging Face names."""
+        """Yield the weights unchanged, under their Hugging Face names."""
         yield from self._weights.items()
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Weights and KV cache on the device; nests. With `offload`, the outermost exit takes them off."""
+        """Keep weights and KV cache on the device inside; nests. With `offload`, the outermost exit offloads them."""
         if self.offloads and self._num_awake == 0:
             self._move(self._device)
             self.pool.wake()
@@ -143,11 +144,12 @@ class NativeEngine(Engine):
             yield
         finally:
             self._num_awake -= 1
-        if self.offloads and self._num_awake == 0:  # not with an exception pending: the process is about to end
+        # Not with an exception pending: the process is about to end.
+        if self.offloads and self._num_awake == 0:
             self._sleep()
 
     def close(self) -> None:
-        """Free weights and cache; idempotent."""
+        """Free weights and KV cache; idempotent."""
         self._scheduler.abort(self._scheduler.unfinished)
         self._aborted.clear()
         self._version = None
@@ -165,7 +167,8 @@ class NativeEngine(Engine):
         self._weights = weights_of(self.model, self._parts)
 
     def _batches(self) -> list[list[RunningSequence]]:
-        """The running rows in the order of their admission, in batches of `BATCH_TOKENS` to feed or one row."""
+        """Return the running rows in order of admission, in batches of at most `BATCH_TOKENS` new tokens, or
+        one row."""
         batches, room = [], 0
         for row in self._scheduler.rows:
             if not batches or row.num_fed > room:
@@ -176,7 +179,7 @@ class NativeEngine(Engine):
         return batches
 
     def _forward(self, rows: list[RunningSequence]) -> list[Completion]:
-        """Feed what is pending and sample behind it for every row; returns the completions of those that end."""
+        """Feed pending tokens and sample the next one for every row; return the completions of finished rows."""
         rows = sorted(rows, key=_shape)
         ids, positions, slots, last = [], [], [], []
         for row in rows:
@@ -196,7 +199,8 @@ class NativeEngine(Engine):
         )
         if self._experts:
             for row, chosen in zip(rows, self._experts.at(self._tensor(last)), strict=True):
-                if row.token_ids:  # else it was the prompt's last token that was fed
+                # Without a sampled token the last fed token was the prompt's.
+                if row.token_ids:
                     row.experts.extend(chosen)
         logits = output.logits[0, : len(rows)]
         if self._constraint:
@@ -211,15 +215,14 @@ class NativeEngine(Engine):
         return ended
 
     def _finish_reason(self, row: RunningSequence) -> FinishReason | None:
-        """The reason to stop after the last token, if there is one."""
         if row.token_ids[-1] in row.request.stop_ids or has_stop(row, self._text_of):
             return "stop"
         return "length" if len(row.token_ids) == row.request.max_new_tokens else None
 
     def _buckets(self, rows: list[RunningSequence]) -> Iterator[Bucket]:
-        """Rows (sorted by `_shape`) in runs of one shape, so that one long row does not pad them all.
+        """Yield buckets of rows of one shape (sorted by `_shape`), so that one long row does not pad them all.
 
-        What a row feeds beyond `QUERIES` tokens is cut into pieces, whose masks stay small.
+        Rows with more than `QUERIES` new tokens are cut into pieces, whose masks stay small.
         """
         begin = 0
         for (num_tokens, _), run in groupby(rows, key=_shape):
@@ -232,7 +235,8 @@ class NativeEngine(Engine):
                 begin += num_tokens * len(part)
 
     def _bucket(self, rows: Sequence[RunningSequence], positions: list[int], num: int, begin: int) -> Bucket:
-        """The bucket of `num` tokens of each row from these positions on; the first is token `begin` of the forward."""
+        """Return the bucket of `num` tokens of each row from these positions; the first is token `begin` of the
+        forward."""
         width = _width(max(positions) + num)
         tables = [(row.table + row.table[:1] * width)[: width // BLOCK] for row in rows]
         each = self._tensor(positions)[:, None, None] + torch.arange(num, device=self._device)[:, None]
@@ -247,17 +251,17 @@ class NativeEngine(Engine):
 
 
 def _shape(row: RunningSequence) -> tuple[int, int]:
-    """Rows of one shape feed equally many tokens, and differ in length by a factor of two at most (128: at most so)."""
+    """Return a key of rows that feed equally many tokens, with lengths within a factor of two, or all at most 128."""
     return row.num_fed, (row.num_tokens - 1 >> 7).bit_length()
 
 
 def _filled(num_tokens: int) -> int:
-    """How long a forward of so many tokens is."""
+    """Return the padded length of a forward of `num_tokens` tokens."""
     step = ROUND_FEW if num_tokens <= ROUND_MANY else ROUND_MANY
     return -(-num_tokens // step) * step
 
 
 def _width(num_tokens: int) -> int:
-    """To how many tokens a table is padded: beyond these steps, sums over keys would be grouped in another way."""
+    """Return the padded length of a table: other paddings would group the sums over keys differently."""
     step = 16 if num_tokens <= 256 else 256
     return -(-num_tokens // step) * step

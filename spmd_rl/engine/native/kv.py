@@ -1,9 +1,9 @@
-"""The paged KV cache: blocks of `BLOCK` tokens, counted references, and never a token beyond the pool.
+"""The paged KV cache: blocks of `BLOCK` tokens, reference counts, within a fixed pool.
 
-A request's *table* lists its blocks in order; token t lies in slot `table[t // BLOCK] * BLOCK + t % BLOCK`. A full
-block is kept under a key, which stands for its tokens and all before them. Whoever begins with the same tokens shares
-it: the answers of a group, and an agent's next turn. A block that nobody holds any longer stays until its place is
-needed; the longest unused one goes first. Left out: who gets blocks (`scheduler.py`).
+A request's *table* lists its blocks in order; token t is in slot `table[t // BLOCK] * BLOCK + t % BLOCK`. A full block
+is cached under a hash of its tokens and all before them, and shared by requests with the same prefix: the answers of a
+group, and an agent's next turn. An unreferenced block is evicted only when its memory is needed, the least recently
+used first. Left out: the assignment of blocks (`scheduler.py`).
 """
 
 from array import array
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 BLOCK = 4
-"""Tokens per block: what a shared prompt has beyond full blocks is computed again by each who begins with it."""
+"""Tokens per block; each request recomputes the tokens of a shared prompt beyond full blocks."""
 
 
 def blocks_for(num_tokens: int) -> int:
-    """Blocks that hold so many tokens."""
+    """Return the number of blocks for `num_tokens` tokens."""
     return -(-num_tokens // BLOCK)
 
 
 def block_keys(token_ids: array) -> list[bytes]:
-    """Return the key of each block that these tokens ('i') fill: 16 bytes of blake2b over the key before and them."""
+    """Return the key of each full block of these tokens ('i'): 16 bytes of blake2b over the previous key and them."""
     data, size = token_ids.tobytes(), BLOCK * token_ids.itemsize
     keys = [b""]
     for end in range(size, len(data) + 1, size):
@@ -32,7 +32,7 @@ def block_keys(token_ids: array) -> list[bytes]:
 
 
 class KVPool:
-    """Keys and values of all layers, which blocks are in use, and what the others still hold."""
+    """Keys and values of all layers, reference counts of blocks, and the cache of unreferenced ones."""
 
     def __init__(
         self, num_layers: int, num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -46,43 +46,45 @@ class KVPool:
         self._dtype, self._device = dtype, device
         self._references = [0] * self.num_blocks
         self._free: list[int] = []
-        self._unused: dict[int, None] = {}  # blocks that nobody holds, with a key; the longest unused one first
+        # Cached blocks without references, the least recently used first.
+        self._unused: dict[int, None] = {}
         self._keys: dict[int, bytes] = {}
         self._cached: dict[bytes, int] = {}
         self.wake()
 
     def wake(self) -> None:
-        """Allocate the memory, empty."""
+        """Allocate the memory of an empty pool."""
         self.data = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         self._num_clean = 0
         self.forget()
 
     def sleep(self) -> None:
-        """Free the memory. Nothing may be in use."""
+        """Free the memory. No block may be in use."""
         assert not any(self._references), "KV blocks in use"
         self.forget()
         self.data = torch.empty(0, dtype=self._dtype, device=self._device)
 
     def forget(self) -> None:
-        """Let nothing that is cached be found: it belongs to other weights. Who holds blocks goes on with them."""
+        """Drop the cache, which belongs to other weights. Holders of blocks keep them."""
         free = [block for block in range(self.num_blocks) if not self._references[block]]
-        self._free = free[::-1]  # a stack, lowest block on top: pages are touched late
+        # A stack with the lowest block on top, so that memory pages are touched late.
+        self._free = free[::-1]
         self._unused.clear()
         self._keys.clear()
         self._cached.clear()
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds, cached ones too."""
+        """Number of unreferenced blocks, including cached ones."""
         return len(self._free) + len(self._unused)
 
     @property
     def num_used(self) -> int:
-        """Blocks somebody holds."""
+        """Number of blocks with references."""
         return self.num_blocks - self.num_free
 
     def take(self, num_blocks: int) -> list[int]:
-        """So many blocks to write into, each with one reference."""
+        """Return `num_blocks` blocks to write into, each with one reference."""
         assert num_blocks <= self.num_free, f"{num_blocks} blocks asked for, {self.num_free} free"
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
         for block in blocks:
@@ -92,7 +94,7 @@ class KVPool:
         return blocks
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the cached blocks of the first keys, up to the first that is missing, each with one reference more."""
+        """Return the cached blocks of the first keys, up to the first missing one, and add a reference to each."""
         blocks = []
         for key in keys:
             if (block := self._cached.get(key)) is None:
@@ -104,13 +106,13 @@ class KVPool:
         return blocks
 
     def keep(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Let the first of these blocks be found by these keys; a key that another block has stays with it."""
+        """Cache the first of these blocks under these keys, except keys that another block has."""
         for key, block in zip(keys, blocks, strict=False):
             if self._cached.setdefault(key, block) == block:
                 self._keys[block] = key
 
     def drop(self, blocks: list[int]) -> None:
-        """One reference less; blocks without any are free, the last ones to be used again first."""
+        """Drop one reference each; of blocks without references the last ones are reused first."""
         for block in reversed(blocks):
             self._references[block] -= 1
             assert self._references[block] >= 0
@@ -127,7 +129,7 @@ class KVPool:
             part.flatten(0, 1).index_copy_(0, slots, new)
 
     def read(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of tables int64 [R, N]: each [R, num_heads, N * BLOCK, head_dim]."""
+        """Return keys and values of tables int64 [R, N]: each [R, num_heads, N * BLOCK, head_dim]."""
         rows, width = tables.shape
         flat = tables.flatten()
         keys, values = (part.index_select(0, flat) for part in self.data[:, layer])

@@ -1,4 +1,4 @@
-"""The engine's module: a Hugging Face causal LM of the right shape, its weights still unset, attention ours."""
+"""The engine's module: a Hugging Face causal LM with unset weights and our attention."""
 
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from spmd_rl.model.build import keep_float32, materialize, parameters_on_meta
 def empty_module(
     path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu", trust: bool = False
 ) -> nn.Module:
-    """A module made from `path/config.json` alone: no weight is read or initialised, buffers are right.
+    """Return a module made from `path/config.json` alone, with correct buffers and uninitialised weights.
 
-    Buffers (rotary frequencies) are computed on the CPU, as the trainer's are: a device's would differ in the last bit.
-    UserError for an architecture this engine cannot run.
+    Buffers (rotary frequencies) are computed on the CPU, as in the trainer: a device's would differ in the last bit.
+    UserError for an unsupported architecture.
     """
     config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
     _check(config)

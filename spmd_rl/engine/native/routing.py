@@ -1,4 +1,4 @@
-"""`ChosenExperts`: which experts of a mixture each token went to in the last forward, for training to repeat.
+"""`ChosenExperts`: experts of each token in the last forward, for router replay in training.
 
 chosen = ChosenExperts(module)
 module(...)
@@ -15,10 +15,10 @@ from spmd_rl.model.moe import router_class
 
 
 class ChosenExperts:
-    """Watches the routers of a module, in the order of its layers."""
+    """Recorder on the routers of a module, in the order of its layers."""
 
     def __init__(self, module: nn.Module) -> None:
-        """UserError if the module is no mixture whose routers transformers knows."""
+        """Raise a UserError if the module is no mixture with routers known to transformers."""
         kind = router_class(module)
         routers = [m for m in module.modules() if kind and isinstance(m, kind)]
         if not routers:
@@ -27,12 +27,12 @@ class ChosenExperts:
         for place, router in enumerate(routers):
             router.register_forward_hook(partial(self._watch, place))
         self.per_token = len(routers) * module.config.get_text_config().num_experts_per_tok
-        """How many numbers `at` gives for each token: the chosen experts of all layers."""
+        """Numbers per token in `at`: the chosen experts of all layers."""
 
     def _watch(self, place: int, router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
         self._found[place] = output[2]
 
     def at(self, tokens: Tensor) -> list[list[int]]:
-        """The experts of these tokens of the last forward (int64 [n]): of the first layer, of the second and so on."""
+        """Return the experts of these tokens of the last forward (int64 [n]), layer by layer."""
         found = torch.stack([chosen.index_select(0, tokens) for chosen in self._found], 1)
         return found.flatten(1).tolist()

@@ -1,7 +1,7 @@
 """Sampling as a pure function: token t of a request depends on its logits, its temperature and (seed, t) alone.
 
-Inverse CDF, so that no generator has a state. `sample` draws among all tokens, `sample_truncated` among those that
-min-p, top-k and top-p leave, in this order, as vLLM has it; which ones is recorded, for a trainer cannot find out: its
+Inverse CDF, so that no generator has a state. `sample` draws among all tokens, `sample_truncated` among those left by
+min-p, top-k and top-p, in vLLM's order. These candidates are recorded, because the trainer cannot recompute them: its
 logits differ by rounding, and change as it learns.
 """
 
@@ -18,17 +18,17 @@ from spmd_rl.engine.sequence import SequenceState
 from spmd_rl.model.constraint import Allowed, Constraint, accept
 
 CHUNK = 256
-"""Tokens of the vocabulary that are summed first: the CDF is built over chunks, then within one chunk."""
+"""Vocabulary tokens per partial sum: the CDF is built over chunks, then within one chunk."""
 
 
 def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) of 53 random bits, drawn from (seed, index): blake2b of both as 64-bit words."""
+    """Return a number in [0, 1) of 53 random bits from (seed, index): blake2b of both as 64-bit words."""
     word = hashlib.blake2b(struct.pack("<QQ", seed, index), digest_size=8).digest()
     return (int.from_bytes(word, "little") >> 11) * 2.0**-53
 
 
 def cut_off(logits: Tensor, rows: Sequence[SequenceState], constraint: Constraint) -> None:
-    """Take away, in place, what may not follow in the answer of each row: logits [R, V], one token after the last."""
+    """Mask, in place, tokens that the grammar forbids next in each row: logits [R, V], one token after the last."""
     words = constraint.blank(len(rows))
     for number, row in enumerate(rows):
         if row.matcher is None:
@@ -48,6 +48,7 @@ def draw(logits: Tensor, rows: Sequence[SequenceState]) -> tuple[list[int], list
     requests, device = [row.request for row in rows], logits.device
     temperatures = torch.tensor([request.temperature for request in requests], device=device)
     draws = [uniform(row.request.seed, row.request.num_begun + len(row.token_ids)) for row in rows]
+    # float64, because a uniform of 53 bits would round up to 1 in float32.
     uniforms = torch.tensor(draws, dtype=torch.float64, device=device)
     cut = [i for i, request in enumerate(requests) if request.truncated]
     tokens, logprobs, candidates = [0] * len(rows), [0.0] * len(rows), [[] for _ in rows]
@@ -64,7 +65,7 @@ def draw(logits: Tensor, rows: Sequence[SequenceState]) -> tuple[list[int], list
 
 
 def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per row and its logprob: int64 [R], float32 [R]; `logits` is [R, V] in any float dtype.
+    """Return one token per row and its logprob: int64 [R], float32 [R]; `logits` is [R, V] in any float dtype.
 
     `temperatures` float32 [R]: rows at 0 take the most likely token and report logprobs of temperature 1; the others
     take the first token whose cumulated probability exceeds `uniforms` float64 [R], and report log_softmax of
@@ -80,10 +81,12 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
     top = buffer.amax(dim=-1, keepdim=True)
     best = buffer[greedy].argmax(dim=-1)
     masses = buffer.sub_(top).exp_().unflatten(1, (-1, CHUNK))
+    # The sum over chunks is float64: over the whole vocabulary float32 would lose small masses.
     chunk_masses = masses.sum(dim=-1).double()
     chunk, rest = _draw(chunk_masses, uniforms)
     within, _ = _draw(masses[torch.arange(num_rows, device=logits.device), chunk].double(), rest)
-    tokens = (chunk * CHUNK + within).clamp_(max=num_tokens - 1)  # beyond only in a row of NaN
+    # Out of range only for a row with a NaN.
+    tokens = (chunk * CHUNK + within).clamp_(max=num_tokens - 1)
     tokens[greedy] = best
     chosen = logits.gather(-1, tokens[:, None]).float().div(scale).sub(top)[:, 0]
     return tokens, chosen - chunk_masses.sum(dim=-1).log().float()
@@ -92,14 +95,16 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
 def sample_truncated(
     logits: Tensor, temperatures: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """One token per row, its logprob among the candidates, and these: int64 [R], float32 [R], R ascending lists of ids.
+    """Return one token per row, its logprob among the candidates, and these: int64 [R], float32 [R], R ascending id
+    lists.
 
     `logits`, `temperatures` (above 0) and `uniforms` as in `sample`; `top_k` int64 [R] (1 or more, of equally likely
     tokens any), `top_p` and `min_p` float64 [R] as in `Request`. Candidates are drawn from in the order of their ids.
     """
     scaled = logits.float() / temperatures[:, None]
     values, ids = scaled.topk(min(int(top_k.max()), logits.shape[-1]), dim=-1)
-    masses = values.sub(values[:, :1]).double().exp()  # descending, the first is 1
+    # Values are descending, so subtracting the first makes its mass 1, without overflow.
+    masses = values.sub(values[:, :1]).double().exp()
     rank = torch.arange(masses.shape[-1], device=logits.device)
     masses[(rank >= top_k[:, None]) | (masses < min_p[:, None])] = 0.0
     sums = masses.cumsum(dim=-1)
@@ -115,7 +120,8 @@ def sample_truncated(
 
 
 def _draw(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse CDF over float64 [R, N] unnormalised: the index drawn, int64 [R], and what is left of the uniform, [R].
+    """Return the index drawn by inverse CDF over unnormalised float64 [R, N], int64 [R], and the rest of the uniform,
+    [R].
 
     u * total < total holds in float64 for every u <= 1 - 2**-53, and `right` finds the first sum *above* the target:
     an index without mass is never drawn.

@@ -1,11 +1,11 @@
-"""Who runs: requests wait by priority, then in (ticket, answer, turn) order, until a row and all their blocks are free.
+"""Admission: requests wait by priority, then (ticket, answer, turn), until a row and all their blocks are free.
 
-A request's blocks are taken at once for its prompt and its token limit: nothing is ever preempted, and the pool is the
-bound. Whoever waits first is admitted first, even if a later one would fit: no request starves.
+A request takes blocks for its prompt and token limit at admission, so nothing is ever preempted. The first in the queue
+is admitted first, even if a later one would fit: no request starves.
 
-A prompt begins with the blocks that are cached of it; the rest of it is computed. Its own blocks can be found from its
-admission on, so that the answers of a group, admitted together, compute their prompt once; those of its answer can be
-found when it has ended, by the agent's next turn.
+A prompt uses its cached blocks; the rest is computed. Its blocks are cached from its admission on, so that the answers
+of a group, admitted together, compute their prompt once; an answer's blocks are cached when it ends, for the agent's
+next turn.
 """
 
 import heapq
@@ -21,65 +21,66 @@ from spmd_rl.types import Completion, Request
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class RunningSequence(SequenceState):
-    """A request that runs."""
+    """A request that has been admitted."""
 
     table: list[int]
-    """blocks of all tokens it may come to store"""
+    """blocks for all tokens that it may store"""
     num_stored: int
-    """tokens whose keys and values are in the pool"""
+    """tokens with keys and values in the pool"""
     shared: bool = True
-    """whether later requests may find its blocks; not once the weights have changed under it"""
+    """whether later requests may use its blocks; False once the weights changed during it"""
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of prompt and answer."""
+        """Number of tokens of prompt and answer."""
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     @property
     def num_fed(self) -> int:
-        """Number of tokens to feed next: known and not stored yet."""
+        """Number of tokens to feed next: known but not stored yet."""
         return self.num_tokens - self.num_stored
 
     @property
     def fed(self) -> array:
-        """The ids ('i') of these tokens."""
+        """Ids ('i') of the tokens to feed next."""
         begin = self.num_stored - len(self.request.prompt_ids)
         return self.token_ids[begin:] if begin >= 0 else self.request.prompt_ids[begin:] + self.token_ids
 
     def slot(self, position: int) -> int:
-        """Where the token at `position` is stored."""
+        """Return the cache slot of the token at `position`."""
         return self.table[position // BLOCK] * BLOCK + position % BLOCK
 
 
 class Scheduler:
-    """Requests waiting and running, and the blocks they hold."""
+    """Waiting and running requests, and their blocks."""
 
     def __init__(self, pool: KVPool, max_running: int, num_experts: int = 0) -> None:
-        """`num_experts`: see `SequenceState`."""
+        """num_experts: experts recorded per token, see `SequenceState`."""
         self.rows: list[RunningSequence] = []
-        """running, in the order of their admission"""
+        """running requests, in the order of their admission"""
         self.unfinished: set[str] = set()
-        """ids of those waiting and running"""
+        """ids of waiting and running requests"""
         self.token_counts = EngineCounts()
-        """of the requests admitted"""
+        """counts over all admitted requests"""
         self._pool, self._max_running, self._num_experts = pool, max_running, num_experts
         self._waiting: list[tuple[tuple[float, tuple[int, ...]], int, Request]] = []  # a heap
         self._num_added = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request; those alike in priority and order are admitted in the order of `add`."""
+        """Queue a request; equal priority and order are admitted in the order of `add`."""
         assert request.id not in self.unfinished, f"request {request.id} is under way already"
         self.unfinished.add(request.id)
         heapq.heappush(self._waiting, (request.queue_key, self._num_added, request))
         self._num_added += 1
 
     def admit(self) -> None:
-        """Admit what fits. A row may begin with blocks that a row before it is about to compute."""
+        """Admit requests that fit. A row may start with blocks that an earlier row is about to compute."""
         while self._waiting and len(self.rows) < self._max_running:
             request = self._waiting[0][-1]
             num_tokens = len(request.prompt_ids)
             keys = block_keys(request.prompt_ids)
-            found = self._pool.find(keys[: (num_tokens - 1) // BLOCK])  # the last token's logits are asked for
+            # Never all of the prompt: the last token must be computed for its logits.
+            found = self._pool.find(keys[: (num_tokens - 1) // BLOCK])
             num_own = blocks_for(num_tokens + request.max_new_tokens - 1) - len(found)
             if num_own > self._pool.num_free:
                 self._pool.drop(found)
@@ -92,13 +93,13 @@ class Scheduler:
             self.token_counts.count(num_tokens, len(found) * BLOCK)
 
     def forget(self) -> None:
-        """Let no later request find keys and values of the weights so far; running rows go on with those they have."""
+        """Drop cached keys and values of the old weights for later requests; running rows keep theirs."""
         self._pool.forget()
         for row in self.rows:
             row.shared = False
 
     def end(self, row: RunningSequence) -> None:
-        """Take a row out and give its blocks back; what they hold stays cached, if it is of the present weights."""
+        """Remove a row and free its blocks, which stay cached if computed with the present weights."""
         self.rows.remove(row)
         self.unfinished.remove(row.request.id)
         if row.shared:
@@ -106,7 +107,7 @@ class Scheduler:
         self._pool.drop(row.table)
 
     def abort(self, ids: Set[str]) -> list[Completion]:
-        """End these requests, waiting or running; ids that have ended already are passed over."""
+        """End these requests, waiting or running; finished ids are ignored."""
         ids = frozenset(ids)
         ended = []
         for row in [row for row in self.rows if row.request.id in ids]:

@@ -1,8 +1,7 @@
-"""SGLang in the rank's own process: its scheduler, driven by hand, one replica over `engine.tp` neighbouring ranks.
+"""SGLang in the rank's process: its scheduler, driven turn by turn, one replica over `engine.tp` neighbouring ranks.
 
-Pinned to one version, whose private names `tests/unit/test_sglang_contract.py` finds. Tokens are drawn by the native
-engine's rule, so that a token depends on its logits, its request's seed and its place alone.
-Torch-free until it builds.
+Pinned to one version; `tests/unit/test_sglang_contract.py` checks its private names. Tokens are drawn by the native
+engine's rule: a token depends only on its logits, its request's seed and its position. Torch-free until it builds.
 """
 
 from typing import Any
@@ -11,7 +10,7 @@ from spmd_rl.config.engines import EngineFacts
 
 
 def build(*args: Any) -> Any:
-    """[all] See `engine.build`."""
+    """[all] Build the engine of this rank, see `engine.build`."""
     from spmd_rl.engine.sglang.assemble import build
 
     return build(*args)  # [all]

@@ -1,4 +1,4 @@
-"""`SglangAdapter`: the one adapter that SGLang computes with beside frozen weights, filled anew at each publish."""
+"""`SglangAdapter`: the only adapter in SGLang, overwritten at each publish, over frozen weights."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,18 +14,18 @@ from spmd_rl.engine.sglang.guest import unpinned
 from spmd_rl.model.lora import PREFIX, A, B
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""All linear layers of a decoder layer, as `policy.lora.targets` has them unless it says others."""
+"""All linear layers of a decoder layer, the default of `policy.lora.targets`."""
 
 
 def engine_args(lora: LoraConfig, device_type: str) -> dict[str, object]:
-    """Arguments of SGLang's for one adapter."""
+    """Return SGLang's arguments for one adapter."""
     slots = {"enable_lora": True, "max_loras_per_batch": 1, "max_lora_rank": lora.rank}
     backend = {"lora_backend": "torch_native"} if device_type == "cpu" else {}
     return slots | backend | {"lora_target_modules": lora.targets or TARGETS}
 
 
 class SglangAdapter(GivenAdapters):
-    """Beside one SGLang engine, in the same process, at tp=1."""
+    """Adapter of one SGLang engine in this process, at tp=1."""
 
     def __init__(
         self, manager: LoRAManager, shapes: Mapping[str, torch.Size], fusions: Mapping[str, Sequence[str]]
@@ -35,10 +35,10 @@ class SglangAdapter(GivenAdapters):
         self._manager, self._shapes = manager, shapes
         self._fused = {part: (one, parts) for one, parts in fusions.items() for part in parts}
         self.ref = LoRARef(lora_id="policy", lora_name="policy", lora_path="policy", pinned=False)
-        """By its id each request says that it shall be computed with the adapter."""
+        """Reference to the adapter, whose id is in each request."""
 
     def put(self) -> list[str]:
-        """See `GivenAdapters`."""
+        """Replace the adapter; return what is wrong with it, if anything."""
         if fault := self.fault():
             return [fault]
         manager = self._manager
@@ -49,11 +49,12 @@ class SglangAdapter(GivenAdapters):
             done = manager.load_lora_adapter_from_tensors(self.ref, own, self.config)
             if not done.success:
                 return [f"SGLang did not take the adapter: {done.error_message}"]
-            manager.fetch_new_loras({self.ref.lora_id})  # which it would leave to the first request
+            # SGLang would load the adapter only with the first request.
+            manager.fetch_new_loras({self.ref.lora_id})
         return []
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """See `GivenAdapters`."""
+        """Yield the tensors that the engine computes with."""
         pool = self._manager.memory_pool
         slot = pool.uid_to_buffer_id[self.ref.lora_id]
         for layer in self.layers:
@@ -69,4 +70,5 @@ class SglangAdapter(GivenAdapters):
                     yield key + A, a[place * rank : (place + 1) * rank]
                     yield key + B, rows[:, :rank]
                 elif key + B not in self.given and bool(torch.count_nonzero(rows)):
-                    yield key + B, rows  # which nobody gave
+                    # Nonzero although never published: yielded so that the comparison fails.
+                    yield key + B, rows

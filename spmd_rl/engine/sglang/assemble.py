@@ -1,4 +1,4 @@
-"""Starts SGLang in this process and wraps it as an engine."""
+"""Construction of SGLang in this process as an engine."""
 
 import torch
 
@@ -14,7 +14,7 @@ from spmd_rl.engine.sglang.guest import hosted
 from spmd_rl.model.constraint import constraint_of
 
 START_SECONDS = 600
-"""SGLang is imported and started in less, on a busy machine too, without any progress to show."""
+"""Limit without progress on importing and starting SGLang, on a busy machine too."""
 
 
 def build(

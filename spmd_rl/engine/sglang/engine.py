@@ -1,4 +1,4 @@
-"""`SglangEngine`: the real SGLang behind `Engine`, in this rank's process, request by request and turn by turn.
+"""`SglangEngine`: SGLang behind `Engine`, in this rank's process, request by request and turn by turn.
 
     engine = SglangEngine(start(path, ...), expected_shapes(path), replica)
     engine.load(model.named_parameters(), version=0)
@@ -7,7 +7,7 @@
         for completion in engine.step(): ...
 
 Requests are admitted in the order of `add`. At tp > 1 all ranks of a replica make the same calls in the same order.
-Left out: what is asked for and why (`rollout/`), how SGLang is started (`start.py`), tokenizers.
+Left out: the choice of requests (`rollout/`), the start of SGLang (`start.py`), tokenizers.
 """
 
 from array import array
@@ -36,9 +36,9 @@ from spmd_rl.engine.sglang.start import HostedScheduler, stop
 from spmd_rl.types import Completion, FinishReason, Request
 
 FUSIONS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-"""Which projections SGLang's models fuse."""
+"""Projections that SGLang's models fuse."""
 IDLE_TURNS = 4
-"""Turns after which nothing of the last requests is left in the scheduler; it takes one or two."""
+"""Turns until the scheduler has dropped the last requests; it takes one or two."""
 
 
 class SglangEngine(HostedEngine):
@@ -53,27 +53,30 @@ class SglangEngine(HostedEngine):
         text_of: TextOf = no_text,
         slot: SglangAdapter | None = None,
     ) -> None:
-        """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`.
+        """shapes: of the weights that `load` must bring, by Hugging Face name. sleeps: offload outside `awake`.
 
-        `replica`: the group that it was started over. `text_of`: needed for requests with stop strings. `slot`: see
-        `HostedEngine`.
+        replica: the group of its ranks. text_of: needed for requests with stop strings. slot: see `HostedEngine`.
         """
         self.scheduler = scheduler
-        """SGLang itself, for a look inside where something is wrong."""
+        """SGLang's scheduler, for debugging."""
         self._replica = replica
         self._sampler = scheduler.tp_worker.model_runner.sampler
-        self._rids: dict[str, str] = {}  # SGLang's names: an id may come again while SGLang still drops the last one
-        max_tokens = scheduler.max_req_len - 1  # it would cut short what is longer
+        # SGLang's names differ from ours: an id may be used again while SGLang still drops the old request.
+        self._rids: dict[str, str] = {}
+        # SGLang would truncate longer requests.
+        max_tokens = scheduler.max_req_len - 1
         capacity = Capacity(scheduler.max_running_requests, scheduler.max_total_num_tokens, max_tokens)
         super().__init__(capacity, shapes, sleeps, text_of, slot)
 
     def add(self, request: Request) -> None:
-        """Queue a request; ValueError if it is empty, longer than `capacity.max_tokens` or colder than 0."""
+        """Queue a request; ValueError if it is empty, longer than `capacity.max_tokens`, or its temperature is
+        below 0."""
         if request.temperature < 0:
             raise ValueError(f"request {request.id}: negative temperature {request.temperature}")
         row, recorder = self.begin(request), self._sampler.experts
         row.num_experts = recorder.per_token if recorder else 0
-        rid = self._rids[request.id] = f"{self.num_added:012d}"  # of one length: an abort goes by how a name begins
+        # Names of equal length, because SGLang aborts by prefix.
+        rid = self._rids[request.id] = f"{self.num_added:012d}"
         self._sampler.rows[rid] = row
         sampling = SamplingParams(max_new_tokens=request.max_new_tokens, ignore_eos=True)
         sampling.normalize(None)
@@ -98,16 +101,16 @@ class SglangEngine(HostedEngine):
 
     @property
     def _cache_key(self) -> str:
-        """Keys and values are shared among requests that have this in common."""
+        """Key that isolates cached keys and values; requests with equal keys share them."""
         return f"version {self.version}"
 
     def abort(self, ids: Iterable[str]) -> None:
-        """End these requests; the next `step` returns what they have. Ids that have ended are passed over."""
+        """End these requests; the next `step` returns their tokens so far. Finished ids are ignored."""
         rows = [self._end(id) for id in dict.fromkeys(ids) if id in self.under_way]
         self._aborted += [row.completion("abort") for row in rows]
 
     def _end(self, id: str, ended: bool = False) -> SequenceState:
-        """Forget a request; ended: SGLang has done so too."""
+        """Forget a request. ended: SGLang has already done so."""
         rid = self._rids.pop(id)
         del self._sampler.rows[rid]
         if not ended:
@@ -116,7 +119,8 @@ class SglangEngine(HostedEngine):
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """One turn: compute the prompts of new requests with a token each, or a token for each running request."""
+        """Run one turn: compute the prompts of new requests with one token each, or one token for each running
+        request."""
         ended, self._aborted = self._aborted, []
         if not self.under_way:
             return ended
@@ -125,7 +129,8 @@ class SglangEngine(HostedEngine):
             row = self._sampler.rows.get(req.rid)
             if row is None:
                 continue
-            new = len(req.output_ids) > len(row.token_ids)  # else part of a long prompt
+            # False while SGLang computes part of a long prompt.
+            new = len(req.output_ids) > len(row.token_ids)
             if new and (reason := self._extend(row, req)):
                 self._end(row.request.id, ended=req.finished())
                 ended.append(row.completion(reason))
@@ -134,9 +139,10 @@ class SglangEngine(HostedEngine):
         return ended
 
     def _extend(self, row: SequenceState, req: Req) -> FinishReason | None:
-        """Append the new token; the reason to stop, if there is one."""
+        """Append the new token; return the reason to stop, if any."""
         drawn = self._sampler.drawn[req.rid]
-        if row.token_ids:  # else it was the prompt's last token that was fed
+        # Without a sampled token the last fed token was the prompt's.
+        if row.token_ids:
             row.experts.extend(drawn.experts)
         else:
             self.count_prompt(row.request, req.cached_tokens)
@@ -150,8 +156,8 @@ class SglangEngine(HostedEngine):
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over all weights. RunFailed names what is missing, unknown, doubled or misshapen.
 
-        `weights` is read to its end in any case: other ranks may be gathering it with us. Requests under way go on with
-        the keys and values that they have.
+        `weights` is always read to its end, because other ranks may be gathering it with us. Requests in progress
+        continue with their keys and values.
         """
         self.version = None
         faults = self.take(weights)
@@ -162,21 +168,21 @@ class SglangEngine(HostedEngine):
         self.end_load(version, faults)
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Take over weights by their Hugging Face names; what is wrong with them."""
+        """Load weights by their Hugging Face names; return errors."""
         checked = CheckedWeights(weights, self.shapes)
         # A model may load in threads; the trainer's own tensor is good only until the next.
         self.model.load_weights((name, tensor.clone()) for name, tensor in checked)
         return checked.end()
 
     def _flush(self, version: int) -> None:
-        """Give up all keys and values. RunFailed if SGLang will not, as it does while a request is under way."""
+        """Drop all keys and values. RunFailed if SGLang refuses, as it does while a request is in progress."""
         for _ in range(IDLE_TURNS):
             self.scheduler.turn()
         if not self.scheduler.flush_cache(empty_cache=False):
             raise RunFailed(f"SGLang kept keys and values older than version {version}")
 
     def _turn_away(self, version: int) -> None:
-        """Let requests that have not begun pass over the keys and values of older weights. Those begun keep theirs."""
+        """Keep new requests from using keys and values of older weights. Requests in progress keep theirs."""
         self.version = version
         for request in [*self.scheduler.inbox, *self.scheduler.waiting_queue]:
             row = self._sampler.rows.get(request.rid)
@@ -184,7 +190,7 @@ class SglangEngine(HostedEngine):
                 request.extra_key = self._cache_key
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """SGLang's own tensors where they are plain and whole: at tp=1. With adapters, what the last load brought."""
+        """Yield SGLang's tensors where plain and whole, at tp=1. With adapters, those of the last load."""
         if dist.get_world_size(self._replica) > 1:
             return ((name, None) for name in self.shapes)
         dtype = next(self.model.parameters()).dtype
@@ -194,14 +200,15 @@ class SglangEngine(HostedEngine):
         self.scheduler.weight_updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[tag]))
 
     def _release(self) -> None:
-        for _ in range(IDLE_TURNS):  # it wants to have been idle
+        # SGLang flushes only after some idle turns.
+        for _ in range(IDLE_TURNS):
             self.scheduler.turn()
         tags = ["kv_cache", "weights"]
         self.scheduler.weight_updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
 
     @property
     def model(self) -> nn.Module:
-        """The module that SGLang computes with in this process."""
+        """SGLang's module in this process."""
         return self.scheduler.tp_worker.model_runner.model
 
     def _stop(self) -> None:

@@ -1,4 +1,4 @@
-"""SGLang as a guest in our process: what it is given before it is imported, and what it may not change for good.
+"""Isolation of SGLang in our process: variables set before its import, and state restored after it.
 
 Left out: the engine itself (`start.py`). Nothing here imports SGLang.
 """
@@ -21,18 +21,18 @@ from torch.overrides import TorchFunctionMode
 from spmd_rl.engine.guest import undisturbed
 
 FORCED = {"cpu": {"SGLANG_USE_CPU_ENGINE": "1"}}
-"""By type of device. Without it SGLang looks for kernels of vLLM's on the CPU."""
+"""Variables by type of device. Without this one SGLang looks for vLLM's kernels on the CPU."""
 DEFAULTS = {"cpu": {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * 64)}}
-"""By type of device; a user's own value wins. Unsaid, SGLang wants a NUMA node for each rank of a replica. `sgl_kernel`
-alone reads it, which is not there: nothing is bound."""
+"""Defaults by type of device; a user's value wins. Without it SGLang needs a NUMA node for each rank of a replica. Only
+`sgl_kernel`, which is not installed, reads the value: nothing is bound."""
 
 NOT_NEEDED = ("torchvision", "sgl_kernel")
-"""Packages that SGLang imports whatever it is asked for, and that have no build for the CPU or are not used there."""
+"""Packages that SGLang always imports and that have no CPU build or are not used there."""
 
 
 @contextmanager
 def hosted(device_type: str) -> Iterator[None]:
-    """Import and start SGLang inside; afterwards the process is as it was, SGLang's own variables and modules aside."""
+    """Import and start SGLang inside; on exit restore the process, except for SGLang's variables and modules."""
     os.environ.update(FORCED.get(device_type, {}))
     for name, value in DEFAULTS.get(device_type, {}).items():
         os.environ.setdefault(name, value)
@@ -44,9 +44,9 @@ def hosted(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def _plain() -> Iterator[None]:
-    """Let functions that are made inside stay as they are: on the CPU a C++ compiler would work at them for minutes.
+    """Disable `torch.compile` for functions made inside: on the CPU a C++ compiler would take minutes.
 
-    And memory, see `Unpinned`.
+    Pinned memory too, see `Unpinned`.
     """
     compiler = torch.compile
     torch.compile = lambda function=None, **settings: function or (lambda one: one)
@@ -58,7 +58,7 @@ def _plain() -> Iterator[None]:
 
 
 class Unpinned(TorchFunctionMode):
-    """Inside, memory that would be pinned for a device's sake is plain: where there is none, torch refuses to pin."""
+    """Context that ignores requests for pinned memory, which torch refuses without a device."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is Tensor.pin_memory:
@@ -67,19 +67,20 @@ class Unpinned(TorchFunctionMode):
 
 
 def unpinned() -> AbstractContextManager[object]:
-    """`Unpinned` on a machine without a device."""
+    """Return `Unpinned` on a machine without a device."""
     return nullcontext() if torch.accelerator.is_available() else Unpinned()
 
 
 @contextmanager
 def _without(packages: tuple[str, ...]) -> Iterator[None]:
-    """Let imports of packages that are not installed pass inside; whoever calls something of them gets an error."""
+    """Let imports of packages that are not installed succeed inside; calling anything in them is an error."""
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     finder = _Finder(absent)
     if "torchvision" in absent:
         from transformers.utils import is_torchvision_available
 
-        is_torchvision_available()  # which remembers that it is not
+        # Called so that transformers remembers that torchvision is missing.
+        is_torchvision_available()
     sys.meta_path.insert(0, finder)
     _Absent.importing = True
     try:
@@ -92,7 +93,7 @@ def _without(packages: tuple[str, ...]) -> Iterator[None]:
 
 
 class _Finder:
-    """Finds a module that has every name, for these packages and all that is in them."""
+    """Finds a module with every possible name, for these packages and their submodules."""
 
     def __init__(self, packages: list[str]) -> None:
         self._packages = packages
@@ -102,11 +103,12 @@ class _Finder:
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = _AbsentModule(spec.name)
-        module.__version__ = "9.0"  # what is asked for is whether it is old
+        # SGLang only checks for a minimum version.
+        module.__version__ = "9.0"
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is in it."""
+        """Do nothing: the module is empty."""
 
 
 class _AbsentModule(ModuleType):
@@ -117,10 +119,10 @@ class _AbsentModule(ModuleType):
 
 
 class _Absent(type):
-    """The type of what stands for a name of a package that is not installed: a class, so that others may inherit."""
+    """Metaclass of placeholders for names of missing packages: classes, so that others can inherit."""
 
     importing = False
-    """Whether modules are being imported, whose decorators and tables may be made; later calls are errors."""
+    """True during imports, which may use decorators and tables; later calls are errors."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

@@ -1,11 +1,11 @@
-"""`RecordedExperts`: which experts of a mixture each token went to in SGLang's last forward, for training to repeat.
+"""`RecordedExperts`: experts of each token in SGLang's last forward, for router replay in training.
 
 with recording_experts(True):
     ...                                 # SGLang is started
 recorded_experts().at(tokens)             # of these tokens of its last forward
 
-SGLang's own recorder also keeps what it saw of every place of the cache, in memory that CUDA has pinned: a machine
-without CUDA has none. What the last forward chose is all that is asked for here.
+SGLang's recorder also keeps the experts of every cache slot in pinned memory, which does not exist without CUDA. Only
+the last forward is needed here.
 """
 
 from collections.abc import Iterator
@@ -24,13 +24,13 @@ from spmd_rl.base.errors import UserError
 
 
 class RecordedExperts(RoutedExpertsCapturer):
-    """In the place of SGLang's own."""
+    """Replacement of SGLang's recorder of experts."""
 
     @staticmethod
     def create(
         *, model: nn.Module, model_config: Any, num_tokens: int, max_running_requests: int, device: str
     ) -> "RecordedExperts":
-        """[SGLang's] UserError for a model whose layers do not say what they choose."""
+        """[SGLang's] Make the recorder. UserError for a model whose layers do not expose their choices."""
         layers = [module.layer_id for module in model.modules() if isinstance(module, TopK)]
         if not layers:
             raise UserError("policy.router_replay: SGLang knows the model as no mixture of experts; must be false")
@@ -40,29 +40,29 @@ class RecordedExperts(RoutedExpertsCapturer):
         return RecordedExperts(sorted(layers), config, most, shared, device)
 
     def __init__(self, layers: list[int], config: Any, most: int, shared: int, device: str) -> None:
-        """layers: those that choose. most: tokens of a forward. shared: experts that SGLang adds for all tokens."""
+        """layers: mixture layers. most: tokens of a forward. shared: experts that SGLang adds for all tokens."""
         self.topk_size, self.num_fused_shared_experts = config.num_experts_per_tok, shared
         sizes = config.num_hidden_layers, self.topk_size + shared
         self.device_cache = BaseDeviceCache(most, *sizes, device, name="chosen experts")
         self._layers = torch.tensor(layers, device=device)
         self.per_token = len(layers) * self.topk_size
-        """How many numbers `at` gives for each token: the chosen experts of all layers that choose."""
+        """Numbers per token in `at`: the chosen experts of all mixture layers."""
 
     def on_forward_end(self, *args: Any, **kwargs: Any) -> None:
-        """[SGLang's] Nothing more is kept."""
+        """[SGLang's] Do nothing, as nothing more is kept."""
 
     def destroy(self) -> None:
-        """[SGLang's] Nothing is held beside torch's own memory."""
+        """[SGLang's] Do nothing: all memory is torch's."""
 
     def at(self, tokens: Tensor) -> list[list[int]]:
-        """The experts of these tokens of the last forward (int64 [n]): of the first layer, of the second and so on."""
+        """Return the experts of these tokens of the last forward (int64 [n]), layer by layer."""
         found = self.device_cache.buffer[tokens][:, self._layers, : self.topk_size]
         return found.flatten(1).tolist()
 
 
 @contextmanager
 def recording_experts(wanted: bool) -> Iterator[None]:
-    """Start SGLang inside, with `enable_return_routed_experts` saying the same."""
+    """Start SGLang inside; `wanted` must equal its `enable_return_routed_experts`."""
     model_runner.RoutedExpertsCapturer = RecordedExperts if wanted else RoutedExpertsCapturer
     try:
         yield
@@ -71,6 +71,6 @@ def recording_experts(wanted: bool) -> Iterator[None]:
 
 
 def recorded_experts() -> RecordedExperts | None:
-    """What records, in the SGLang that was started last."""
+    """Return the recorder of the SGLang that was started last."""
     found = get_global_experts_capturer()
     return found if isinstance(found, RecordedExperts) else None

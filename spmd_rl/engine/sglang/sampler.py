@@ -1,7 +1,7 @@
-"""`CountedSampler`: draws the tokens of SGLang's batches as the native engine draws them.
+"""`CountedSampler`: the native engine's sampling in SGLang's batches.
 
-SGLang's own refuses `min_p` with a seed, cuts by `top_k`, `top_p` and `min_p` in another
-order, and takes the logprobs of a truncated draw from the whole distribution.
+SGLang's sampler refuses `min_p` with a seed, applies `top_k`, `top_p` and `min_p` in another order, and takes logprobs
+of a truncated draw from the whole distribution.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from spmd_rl.model.constraint import Constraint
 
 
 class Drawn(NamedTuple):
-    """A token, its logprob, among which tokens it was drawn (none: among all), and the experts of the token before."""
+    """A token, its logprob, its candidates (none: all tokens), and the experts of the token before."""
 
     token: int
     logprob: float
@@ -27,21 +27,21 @@ class Drawn(NamedTuple):
 
 
 class CountedSampler(Sampler):
-    """Token t of a request is drawn from (seed, t), whatever it is computed beside."""
+    """Sampler that draws token t of a request from (seed, t), independent of the batch."""
 
     def __init__(self, constraint: Constraint | None = None, experts: RecordedExperts | None = None) -> None:
-        """constraint: what all answers have to parse as. experts: what records them, if anything does."""
+        """constraint: grammar of all answers. experts: recorder of experts, if any."""
         super().__init__()
         self._constraint, self.experts = constraint, experts
         self.rows: Mapping[str, SequenceState] = {}
-        """The requests under way, by SGLang's name for each."""
+        """Requests in progress, by SGLang's name."""
         self.batch: dict[str, int] = {}
-        """Those of the batch that is being computed, row by row, and which of its tokens is the last of each."""
+        """Requests of the present batch, row by row, each with the index of its last token."""
         self.drawn: dict[str, Drawn] = {}
-        """What was drawn last for each of them. SGLang throws the token away where it has computed part of a prompt."""
+        """Last draw of each request. SGLang drops the token after a partial prompt."""
 
     def forward(self, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """int64 [R], from logits [R, V]."""
+        """Return tokens int64 [R] from logits [R, V]."""
         logits = logits_output.next_token_logits
         # Those whose answer has ended are computed once more, and thrown away
         kept = [(i, rid) for i, rid in enumerate(self.batch) if rid in self.rows]

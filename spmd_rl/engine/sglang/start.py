@@ -1,8 +1,8 @@
-"""Start SGLang's scheduler in this process, on the process groups that are there, and take it down again.
+"""Start and stop of SGLang's scheduler in this process, on the existing process groups.
 
-It is the object that SGLang's own server runs in a child for each rank. Here nobody listens to sockets: requests and
-aborts are put into a list, answers are read off its batches, and a step is one turn of its loop. Its API is private:
-the version is pinned, and `tests/unit/test_sglang_contract.py` finds the names. Left out: requests, weights.
+SGLang's server runs this object in one child process per rank. Here there are no sockets: requests and aborts go into a
+list, answers are read from its batches, and a step is one turn of its loop. Its API is private: the version is pinned,
+and `tests/unit/test_sglang_contract.py` checks the names. Left out: requests, weights.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,8 @@ from spmd_rl.model.constraint import Constraint
 ALWAYS = {
     "skip_tokenizer_init": True,
     "load_format": "dummy",
-    "sampling_backend": "pytorch",  # ours takes its place
+    # Our sampler replaces it.
+    "sampling_backend": "pytorch",
     "disable_overlap_schedule": True,
     "disable_radix_cache": False,
     "schedule_policy": "fcfs",
@@ -49,7 +50,7 @@ ALWAYS = {
     "disaggregation_mode": "null",
     "quantization": None,
 }
-"""Arguments that the engine leans on."""
+"""Arguments that the engine depends on."""
 REASONS = {
     "disable_overlap_schedule": "or a batch would be scheduled before the last one's tokens are read",
     "disable_radix_cache": "or the answers to one prompt would compute it again and again",
@@ -71,16 +72,16 @@ OURS = {
     "enable_return_routed_experts": "policy.router_replay",
     "device": "the rank",
 }
-"""Arguments that a setting of ours gives."""
+"""Arguments set by our settings."""
 BY_DEVICE = {"cpu": {"attention_backend": "torch_native", "disable_cuda_graph": True, "page_size": 1}}
-"""Arguments by type of device; a user's own win."""
+"""Arguments by type of device; a user's values win."""
 
 
 class HostedScheduler(Scheduler):
-    """SGLang's scheduler without sockets."""
+    """SGLang's scheduler without its sockets."""
 
     def init_ipc_channels(self, port_args: PortArgs) -> None:
-        """Send what it has to say to nobody: its batches say the same."""
+        """Drop outgoing messages: the batches contain the same."""
         mute = SimpleNamespace(send_output=lambda output, request=None: None)
         self.ipc_channels = SimpleNamespace(
             recv_from_tokenizer=None,
@@ -92,7 +93,7 @@ class HostedScheduler(Scheduler):
         self.recv_from_tokenizer = self.load_snapshot_writer = None
 
     def init_request_receiver(self) -> None:
-        """Take requests out of a list. All ranks of a replica put the same into theirs."""
+        """Receive requests from a list, which must be equal on all ranks of a replica."""
         self.inbox: list[TokenizedGenerateReqInput | AbortReq] = []
         self.request_receiver = SimpleNamespace(recv_requests=self._received)
 
@@ -101,8 +102,9 @@ class HostedScheduler(Scheduler):
         return received
 
     def turn(self) -> ScheduleBatch | None:
-        """One turn of SGLang's loop: the batch that was computed, or nothing if there was nothing to compute."""
-        with unpinned() if self.enable_lora else nullcontext():  # adapters are computed with in pinned memory
+        """Run one turn of SGLang's loop; return the computed batch, or None if there was no work."""
+        # SGLang computes adapters with pinned memory.
+        with unpinned() if self.enable_lora else nullcontext():
             return self._turn()
 
     def _turn(self) -> ScheduleBatch | None:
@@ -135,10 +137,10 @@ def start(
     records_experts: bool = False,
     args: Mapping[str, Any] | None = None,
 ) -> HostedScheduler:
-    """[replica] SGLang with unset weights over the ranks of `replica`. constraint: what all answers have to parse as.
+    """[replica] Start SGLang with unset weights over the ranks of `replica`. constraint: grammar of all answers.
 
-    records_experts: completions record which experts of a mixture their tokens went to; UserError if the model is none.
-    args: arguments of `ServerArgs` that are the user's to choose; UserError for one that is unknown, or ours.
+    records_experts: record the experts of each token in completions; UserError for a dense model. args: the user's
+    arguments of `ServerArgs`; UserError for one that is unknown, or ours.
     """
     args = dict(args or {})
     check_args(args, ServerArgs, OURS, ALWAYS, REASONS)
@@ -179,11 +181,13 @@ def start(
 
 
 def stop(replica: dist.ProcessGroup) -> None:
-    """Leave SGLang's groups and ours for it; the default group stays. Meets nobody."""
-    set_global_expert_location_metadata(None, allow_overwrite=True)  # or another mixture could not start
+    """Leave SGLang's groups and ours for it, without communication; the default group remains."""
+    # Otherwise another mixture could not start in this process.
+    set_global_expert_location_metadata(None, allow_overwrite=True)
     if not dist.is_initialized():
         return
-    with suppress(AssertionError):  # an older group is gone already
+    # SGLang may have dropped an older group already.
+    with suppress(AssertionError):
         parallel_state.destroy_model_parallel()
         if parallel_state._WORLD is not None:
             parallel_state._WORLD.destroy()

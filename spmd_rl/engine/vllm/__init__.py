@@ -1,7 +1,7 @@
-"""vLLM in the rank's own process: the engine for throughput, one replica over `engine.tp` x `engine.pp` neighbours.
+"""vLLM in the rank's process: the engine for throughput, one replica over `engine.tp` x `engine.pp` neighbours.
 
-Pinned by `tests/unit/test_vllm_contract.py`, which states each behaviour of vLLM that this folder relies on, and
-`test_vllm_surface.py`, which finds the names, parameters and defaults. Torch-free until it builds.
+Pinned by `tests/unit/test_vllm_contract.py`, which tests each behaviour of vLLM that this folder needs, and
+`test_vllm_surface.py`, which checks names, parameters and defaults. Torch-free until it builds.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from spmd_rl.config.engines import EngineFacts
 
 
 def build(*args: Any) -> Any:
-    """[all] See `engine.build`."""
+    """[all] Build the engine of this rank, see `engine.build`."""
     from spmd_rl.engine.vllm.assemble import build
 
     return build(*args)  # [all]

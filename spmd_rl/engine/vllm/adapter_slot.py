@@ -1,7 +1,6 @@
-"""`AdapterSlot`: the one adapter that vLLM computes with beside frozen weights, replaced in place at each publish.
+"""`AdapterSlot`: the only adapter in vLLM, replaced in place at each publish, over frozen weights.
 
-Adapters (see `GivenAdapters`) reach it through a directory in memory, as peft writes one, which is the way in that vLLM
-documents.
+vLLM reads adapters (see `GivenAdapters`) from a peft directory in memory, the way that it documents.
 """
 
 import json
@@ -20,12 +19,12 @@ from spmd_rl.engine.vllm.start import model_of
 from spmd_rl.model.lora import PREFIX, A, B
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""`max_lora_rank` that vLLM takes."""
+"""Values of `max_lora_rank` that vLLM accepts."""
 MEMORY = Path("/dev/shm")
 
 
 def engine_args(rank: int) -> dict[str, object]:
-    """Arguments of vLLM's for one adapter of this rank."""
+    """Return vLLM's arguments for one adapter of this rank."""
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -35,17 +34,17 @@ def engine_args(rank: int) -> dict[str, object]:
 
 
 class AdapterSlot(GivenAdapters):
-    """Beside one vLLM engine, in the same process."""
+    """Adapter of one vLLM engine in this process."""
 
     def __init__(self, llm: LLMEngine) -> None:
         super().__init__()
         self._llm = llm
         self._folder = tempfile.TemporaryDirectory(prefix="spmd_rl-adapter-", dir=MEMORY if MEMORY.is_dir() else None)
         self.request = LoRARequest("policy", 1, self._folder.name)
-        """What each request says that shall be computed with the adapter."""
+        """Adapter reference in each request."""
 
     def put(self) -> list[str]:
-        """See `GivenAdapters`."""
+        """Replace the adapter; return what is wrong with it, if anything."""
         if fault := self.fault():
             return [fault]
         folder = Path(self._folder.name)
@@ -55,7 +54,7 @@ class AdapterSlot(GivenAdapters):
         return [] if taken else ["vLLM did not take the adapter"]
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """See `GivenAdapters`."""
+        """Yield the tensors that the engine computes with."""
         model = model_of(self._llm)
         packed = getattr(model, "packed_modules_mapping", {})
         for name, module in model.named_modules():
@@ -69,8 +68,9 @@ class AdapterSlot(GivenAdapters):
                     yield key + A, a[0, 0, :rank]
                     yield key + B, b[0, 0, :, :rank]
                 elif bool(torch.count_nonzero(b)):
-                    yield key + B, b[0, 0]  # which nobody gave
+                    # Nonzero although never published: yielded so that the comparison fails.
+                    yield key + B, b[0, 0]
 
     def close(self) -> None:
-        """Remove the directory; idempotent."""
+        """Remove the adapter's directory; idempotent."""
         self._folder.cleanup()

@@ -1,4 +1,4 @@
-"""Starts vLLM in this process and wraps it as an engine."""
+"""Construction of vLLM in this process as an engine."""
 
 import torch
 

@@ -1,6 +1,6 @@
-"""Answers that have to parse, on vLLM: its structured outputs with our `Constraint` in the place of its compilers.
+"""Constrained answers on vLLM: its structured outputs with our `Constraint` in place of its compilers.
 
-So one function says everywhere which tokens may follow, and vLLM needs no tokenizer of its own.
+So one function decides everywhere which tokens may follow, and vLLM needs no tokenizer.
 """
 
 import json
@@ -16,30 +16,31 @@ from spmd_rl.types import Request
 
 
 def constrain(llm: LLMEngine, constraint: Constraint) -> None:
-    """Let a started vLLM hold answers to a constraint: those of requests with `grammar_of`."""
-    llm.input_processor.structured_outputs_config = None  # by which it would look for a tokenizer
+    """Apply a constraint to answers of a started vLLM: those of requests with `grammar_of`."""
+    # With this configuration vLLM would load a tokenizer.
+    llm.input_processor.structured_outputs_config = None
     llm.engine_core.engine_core.structured_output_manager.backend = _Grammars(constraint)
 
 
 def grammar_of(request: Request) -> StructuredOutputsParams:
-    """What a request says of its grammar: the tokens that begin its answer."""
+    """Return a request's grammar argument: the tokens that begin its answer."""
     return StructuredOutputsParams(grammar=json.dumps(request.begun.tolist()))
 
 
 class _Grammars:
-    """What vLLM asks for grammars and masks."""
+    """Replacement of vLLM's backend of grammars and masks."""
 
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
 
     def compile_grammar(self, _: Any, grammar_spec: str, stop_token_ids: set[int] | None = None) -> XgrammarGrammar:
-        """The grammar of an answer, see `grammar_of`."""
+        """Return the grammar of an answer, see `grammar_of`."""
         grammar, matcher = self._constraint.grammar, self._constraint.begin(json.loads(grammar_spec))
         return XgrammarGrammar(grammar.tokenizer_info.vocab_size, matcher, grammar)
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> Tensor:
-        """Masks to be written."""
+        """Return uninitialised masks for `max_num_seqs` requests."""
         return self._constraint.blank(max_num_seqs)
 
     def destroy(self) -> None:
-        """Nothing is held."""
+        """Do nothing, as nothing is allocated."""

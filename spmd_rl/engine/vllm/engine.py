@@ -1,4 +1,4 @@
-"""`VllmEngine`: the real vLLM behind `Engine`, in this rank's process, request by request and step by step.
+"""`VllmEngine`: vLLM behind `Engine`, in this rank's process, request by request and step by step.
 
     engine = VllmEngine(start(path, ...), expected_shapes(path))
     engine.load(model.named_parameters(), version=0)
@@ -7,7 +7,7 @@
         for completion in engine.step(): ...
 
 Requests are admitted in the order of `add`. At tp > 1 all ranks of a replica make the same calls in the same order.
-Left out: what is asked for and why (`rollout/`), how vLLM is started (`start.py`), tokenizers.
+Left out: the choice of requests (`rollout/`), the start of vLLM (`start.py`), tokenizers.
 """
 
 import math
@@ -37,7 +37,8 @@ from spmd_rl.engine.vllm.weights import repack_heads, unpack_experts
 from spmd_rl.types import Completion, FinishReason, Request
 
 TEMPERATURES = (0.01, 2.0)
-"""What vLLM draws at, beside 0. It would raise a lower one to this, and report logprobs of what nobody asked for."""
+"""Range of temperatures besides 0. vLLM would silently raise a lower one to this, and report logprobs at another
+temperature."""
 
 
 class VllmEngine(HostedEngine):
@@ -53,14 +54,14 @@ class VllmEngine(HostedEngine):
         is_constrained: bool = False,
         outputs: Outputs | None = None,
     ) -> None:
-        """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`.
+        """shapes: of the weights that `load` must bring, by Hugging Face name. sleeps: offload outside `awake`.
 
-        `text_of`: needed for requests with stop strings. `slot`: see `HostedEngine`. is_constrained: by
-        `constrained.constrain`. outputs: of matrices in 8 bits, where vLLM computes in them.
+        text_of: needed for requests with stop strings. slot: see `HostedEngine`. is_constrained: by
+        `constrained.constrain`. outputs: of 8-bit matrices, if vLLM uses them.
         """
         self._is_constrained, self._outputs = is_constrained, outputs
         self.llm = llm
-        """vLLM itself, for a look inside where something is wrong."""
+        """vLLM's engine, for debugging."""
         config = llm.vllm_config
         kv_tokens = (config.cache_config.num_gpu_blocks - 1) * config.cache_config.block_size
         capacity = Capacity(config.scheduler_config.max_num_seqs, kv_tokens, config.model_config.max_model_len)
@@ -70,7 +71,8 @@ class VllmEngine(HostedEngine):
         count_drafts(llm, self.token_counts)
 
     def add(self, request: Request) -> None:
-        """Queue a request; ValueError if it is empty, longer than `capacity.max_tokens` or too hot or cold."""
+        """Queue a request; ValueError if it is empty, longer than `capacity.max_tokens`, or its temperature out of
+        range."""
         low, high = TEMPERATURES
         if request.temperature != 0 and not low <= request.temperature <= high:
             raise ValueError(f"request {request.id}: temperature {request.temperature} is not 0 or {low} to {high}")
@@ -91,7 +93,8 @@ class VllmEngine(HostedEngine):
             temperature=request.temperature,
             seed=_seed(request),
             max_tokens=request.max_new_tokens,
-            stop_token_ids=[id for id in request.stop_ids if id < self._num_ids],  # else vLLM refuses the request
+            # vLLM refuses requests with stop ids outside the vocabulary.
+            stop_token_ids=[id for id in request.stop_ids if id < self._num_ids],
             ignore_eos=True,
             top_k=request.top_k,
             top_p=request.top_p,
@@ -104,17 +107,17 @@ class VllmEngine(HostedEngine):
         )
 
     def _num_logprobs(self, request: Request) -> int:
-        """How many of the most likely tokens to ask for: enough to see all that are not cut off (see `TIES`)."""
+        """Return the number of most likely tokens to request: enough for all that are not cut off (see `TIES`)."""
         return min(self._num_ids, 2 * request.top_k + TIES) if request.truncated else 0
 
     def abort(self, ids: Iterable[str]) -> None:
-        """End these requests; the next `step` returns what they have. Ids that have ended are passed over."""
+        """End these requests; the next `step` returns their tokens so far. Finished ids are ignored."""
         rows = [self.under_way.pop(id) for id in dict.fromkeys(ids) if id in self.under_way]
         self.llm.abort_request([row.request.id for row in rows])
         self._aborted += [row.completion("abort") for row in rows]
 
     def step(self) -> list[Completion]:
-        """Admit what fits, compute one token for each running request, return those that ended."""
+        """Admit requests that fit, compute one token for each running request, return the finished ones."""
         ended, self._aborted = self._aborted, []
         if not self.under_way:
             return ended
@@ -129,7 +132,7 @@ class VllmEngine(HostedEngine):
         return ended
 
     def _extend(self, row: SequenceState, new: CompletionOutput) -> FinishReason | None:
-        """Append new tokens; the reason to stop, if there is one."""
+        """Append new tokens; return the reason to stop, if any."""
         found, request = new.logprobs, row.request
         for token, begin, end in zip(new.token_ids, found.start_indices, found.end_indices, strict=True):
             candidates: list[int] = []
@@ -140,7 +143,8 @@ class VllmEngine(HostedEngine):
                         f"rollout.top_k={request.top_k}: vLLM drew among more than {len(candidates)} tokens, "
                         "as the logits of many are equal; which ones it does not report"
                     )
-            row.append(token, found.logprobs[begin], self.version, candidates)  # the sampled one stands first
+            # vLLM lists the sampled token first.
+            row.append(token, found.logprobs[begin], self.version, candidates)
             if has_stop(row, self.text_of):
                 if new.finish_reason is None:
                     self.llm.abort_request([request.id])
@@ -149,7 +153,7 @@ class VllmEngine(HostedEngine):
         return new.finish_reason
 
     def _forget_logprobs(self) -> None:
-        """Free what vLLM would keep of them until an answer ends."""
+        """Free logprobs that vLLM would keep until an answer ends."""
         for state in self.llm.output_processor.request_states.values():
             state.logprobs_processor.logprobs = FlatLogprobs()
 
@@ -157,7 +161,7 @@ class VllmEngine(HostedEngine):
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over all weights. RunFailed names what is missing, unknown, doubled or misshapen.
 
-        `weights` is read to its end in any case: other ranks may be gathering it with us.
+        `weights` is always read to its end, because other ranks may be gathering it with us.
         """
         assert self.num_unfinished == 0, "load() with requests under way"
         self._read_what_is_scheduled()
@@ -167,7 +171,7 @@ class VllmEngine(HostedEngine):
         self.end_load(version, faults)
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Take over weights by their Hugging Face names; what is wrong with them."""
+        """Load weights by their Hugging Face names; return errors."""
         checked = CheckedWeights(weights, self.shapes)
         unpack_experts(self.model)
         # vLLM keeps a tensor until its layer is whole; the trainer's own is good only until the next.
@@ -179,9 +183,9 @@ class VllmEngine(HostedEngine):
         return faults if self._outputs is None or faults else self._outputs.faults(self.model)
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """vLLM's own tensors where they are plain and whole: on an accelerator at tp=1 all, on the CPU few.
+        """Yield vLLM's tensors where plain and whole: on an accelerator at tp=1 all, on the CPU few.
 
-        With adapters, what the last load brought.
+        With adapters, those of the last load.
         """
         config = self.llm.vllm_config
         if config.parallel_config.tensor_parallel_size > 1:
@@ -193,7 +197,7 @@ class VllmEngine(HostedEngine):
         self.llm.wake_up([tag])
 
     def _read_what_is_scheduled(self) -> None:
-        """Read the step that was scheduled ahead for requests which have ended by now: nothing of it is kept."""
+        """Read and drop the step that was scheduled ahead for requests that have ended since."""
         while self.llm.engine_core.engine_core.batch_queue:
             self.llm.step()
 
@@ -203,7 +207,7 @@ class VllmEngine(HostedEngine):
 
     @property
     def model(self) -> nn.Module:
-        """The module that vLLM computes with in this process."""
+        """vLLM's module in this process."""
         return model_of(self.llm)
 
     def _stop(self) -> None:
@@ -213,11 +217,12 @@ class VllmEngine(HostedEngine):
 
 
 def _seed(request: Request) -> int:
-    """The seed of one request: another one where an answer goes on, or it would begin with the same draws."""
+    """Return a request's seed, another one for a continued answer, which would else repeat the first draws."""
     seed = counter_seed(request.seed, request.num_begun) if request.num_begun else request.seed
-    return seed % 2**63  # vLLM reads -1 as none, and some of its runners keep signed words
+    # vLLM takes -1 for no seed, and some of its runners store signed words.
+    return seed % 2**63
 
 
 def _candidate_ids(ids: Sequence[int], logprobs: Sequence[float]) -> list[int]:
-    """The tokens that were not cut off, ascending; the first of `ids` may stand there twice."""
+    """Return the tokens that were not cut off, ascending; the first of `ids` may appear twice."""
     return sorted({id for id, logprob in zip(ids, logprobs, strict=True) if logprob != -math.inf})

@@ -1,4 +1,4 @@
-"""vLLM as a guest in our process: what it is given before it is imported, and what it may not change for good.
+"""Isolation of vLLM in our process: variables set before its import, and state restored after it.
 
 Left out: the engine itself (`start.py`). Nothing here imports vLLM.
 """
@@ -12,24 +12,28 @@ from contextlib import contextmanager
 from spmd_rl.engine.guest import undisturbed
 
 FORCED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""In-process is what this engine is."""
+"""Variables that keep vLLM in this process."""
 
 DEFAULTS = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it pins the threads that the trainer computes with
-    "VLLM_NO_USAGE_STATS": "1",  # else a thread reports to its makers
-    "VLLM_CONFIGURE_LOGGING": "0",  # else its own handlers, and a record factory for the whole process
+    # Otherwise vLLM pins the threads that the trainer also computes with.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Otherwise a thread reports usage to vLLM's makers.
+    "VLLM_NO_USAGE_STATS": "1",
+    # Otherwise vLLM installs log handlers, and a record factory for the whole process.
+    "VLLM_CONFIGURE_LOGGING": "0",
 }
-"""A user's own value wins."""
+"""Defaults of variables; a user's value wins."""
 
 RUNNERS = {name: {"VLLM_USE_V2_MODEL_RUNNER": value} for name, value in (("cuda", "1"), ("cpu", "0"))}
-"""By type of device, like `DEFAULTS`: which model runner. Unsaid, that would depend on whether Triton is there.
+"""Model runner by type of device, like `DEFAULTS`. By default it would depend on whether Triton is installed.
 
-Where `pp` is above 1 it is the older one: the newer one does not tell the first stages what the last one has drawn."""
+With `pp` above 1 it is the older one: the newer one does not send the drawn tokens to the first stages.
+"""
 
 
 @contextmanager
 def hosted(device_type: str, pp: int = 1) -> Iterator[None]:
-    """Import and start vLLM inside; afterwards the process is as it was, vLLM's own variables and modules aside.
+    """Import and start vLLM inside; on exit restore the process, except for vLLM's variables and modules.
 
     It would otherwise leave behind: LD_PRELOAD, LOCAL_WORLD_SIZE and OpenMP variables for our children, a
     `torch.set_num_threads` that does nothing, reseeded generators, a frozen heap, another float32 precision.
@@ -38,6 +42,7 @@ def hosted(device_type: str, pp: int = 1) -> Iterator[None]:
     for name, value in (DEFAULTS | RUNNERS.get(device_type if pp == 1 else "cpu", {})).items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its steps at tp > 1
+    # vLLM's steps at tp > 1 call deprecated functions.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     with undisturbed("VLLM_"):
         yield

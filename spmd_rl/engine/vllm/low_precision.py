@@ -1,7 +1,7 @@
-"""Matrices of layers that vLLM holds and computes with in INT8 or FP8, and the proof that it does.
+"""Layer matrices in INT8 or FP8 in vLLM, and the check that it computes with them.
 
-Kernels keep such a matrix in layouts of their own, so its bytes are compared with nothing. What each layer computes of
-a fixed input is compared instead with what the numbers that were handed over give.
+Kernels store such a matrix in other layouts, so its bytes cannot be compared. Each layer's output for a fixed input is
+compared instead with the output of the published numbers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,11 +19,11 @@ from spmd_rl.base.errors import UserError
 from spmd_rl.model.low_precision import SCALE, W8A8
 
 COLUMNS = 64
-"""Inputs that are not 0 in a row of the fixed input: so few that a sum shows each number that is another."""
+"""Nonzero inputs per row of the fixed input: so few that a sum reveals each wrong number."""
 
 
 def engine_args(form: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Further arguments of vLLM's, with which it expects what `model.low_precision.by_rows` hands over."""
+    """Return vLLM's further arguments for the format of `model.low_precision.by_rows`."""
     kind = form.removeprefix("w8a8_").rstrip("8").replace("fp", "float")
     numbers = {"num_bits": 8, "type": kind, "symmetric": True}
     group = {
@@ -42,7 +42,7 @@ def engine_args(form: str, args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_int8() -> None:
-    """Check that this CPU sums INT8 exactly. UserError without VNNI: there oneDNN's sums of two products saturate."""
+    """Raise a UserError on a CPU without VNNI, where oneDNN's INT8 sums of two products saturate."""
     largest = torch.full((64, 64), 127, dtype=torch.int8)
     packed = ops.create_onednn_scaled_mm(largest.t(), torch.ones(64, 1), torch.float32, True, False, 32)
     given, factors, _ = ops.onednn_scaled_int8_quant(largest.float(), None, None, True)
@@ -56,11 +56,14 @@ def check_int8() -> None:
 
 
 class Int8Kernel(CPUInt8ScaledMMLinearKernel):
-    """vLLM's INT8 kernel on the CPU, for layers that hand on float32 too and for weights that are loaded again."""
+    """vLLM's INT8 kernel on the CPU, extended to float32 outputs and to reloaded weights."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        with set_default_torch_dtype(layer.params_dtype):  # which it takes for that of the layer, and a reload leaves
-            if layer.params_dtype == torch.float32:  # the kernel for AMX takes bfloat16 and float16 alone
+        """Pack the weights of a layer for its dtype, and keep the factors of its rows."""
+        # vLLM takes the default dtype for the layer's, and a reload does not set it.
+        with set_default_torch_dtype(layer.params_dtype):
+            # The AMX kernel supports only bfloat16 and float16.
+            if layer.params_dtype == torch.float32:
                 self.linear_method = self._apply_weights_onednn
                 self.process_weights_for_onednn(layer)
             else:
@@ -74,18 +77,18 @@ _POSSIBLE_INT8_KERNELS[PlatformEnum.CPU] = [Int8Kernel]
 
 
 class Outputs:
-    """What each matrix in 8 bits gives for a fixed input: noted as it passes, then asked of vLLM.
+    """Output of each 8-bit matrix for a fixed input: recorded on publish, then compared with vLLM's.
 
-    The input are numbers that 8 bits hold, so that a kernel rounds none of them: each row of it has `COLUMNS` of them.
+    The inputs fit 8 bits, so that a kernel rounds none of them; each row has `COLUMNS` of them.
     """
 
     def __init__(self, form: str, dtype: torch.dtype) -> None:
-        """dtype: in which layers hand on what they compute."""
+        """dtype: of the layers' outputs."""
         (self._held, self._largest), self._dtype = W8A8[form], dtype
         self._wanted: dict[str, tuple[Tensor, Tensor]] = {}
 
     def noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights; each matrix comes before the factors of its rows."""
+        """Yield the weights unchanged and record outputs; each matrix comes before its rows' factors."""
         self._wanted.clear()
         of_matrix: dict[str, Tensor] = {}
         for name, tensor in weights:
@@ -100,7 +103,7 @@ class Outputs:
             yield name, tensor
 
     def faults(self, model: nn.Module) -> list[str]:
-        """The matrices with which vLLM does not compute what was noted."""
+        """Return the matrices whose outputs in vLLM differ from the recorded ones."""
         found = []
         fusions = getattr(model, "packed_modules_mapping", {})
         for name, module in model.named_modules():
@@ -120,10 +123,10 @@ class Outputs:
         return found + [f"the engine does not hold {name} in 8 bits" for name in self._wanted]
 
     def _numbers(self, columns: int, device: torch.device) -> Tensor:
-        """What each column is multiplied by: the largest number, with a sign."""
+        """Return the multiplier of each column: the largest number, with a sign."""
         return self._largest * (1 - 2 * (torch.arange(columns, device=device) * 7 // 5 % 2))
 
     def _input(self, columns: int, device: torch.device) -> Tensor:
-        """[rows, columns]: `_numbers`, a row for each `COLUMNS` of them."""
+        """Return the fixed input [rows, columns]: `_numbers`, `COLUMNS` of them per row."""
         rows = nn.functional.one_hot(torch.arange(columns, device=device) // COLUMNS).t()
         return (rows * self._numbers(columns, device)).to(self._dtype).contiguous()

@@ -1,7 +1,7 @@
-"""Start vLLM's engine in this process, on the process groups that are there, and take it down again.
+"""Start and stop of vLLM's engine in this process, on the existing process groups.
 
-The executor is vLLM's own for ranks that somebody else launched (`external_launcher`). What it would read from
-torchrun's environment it is given instead, so that it runs under plain Python too. Left out: requests, weights.
+The executor is vLLM's `external_launcher`. It gets as arguments what it would read from torchrun's environment, so that
+it runs under plain Python too. Left out: requests, weights.
 """
 
 import secrets
@@ -29,18 +29,19 @@ from spmd_rl.engine.as_world import as_world
 from spmd_rl.engine.vllm.drafts import engine_args
 
 CPU_BLOCK = 32
-"""Tokens of a KV block on the CPU, where vLLM's own 128 would round short prompts up fourfold and share none."""
+"""Tokens of a KV block on the CPU; vLLM's default of 128 would round short prompts up fourfold and share none."""
 BLOCK = 16
-"""The same elsewhere, unless the attention kernel wants another."""
+"""Tokens of a KV block elsewhere, unless the attention kernel needs another size."""
 
 TIES = 32
-"""Candidates that can be seen beyond twice `top_k`: vLLM keeps all tokens whose logit equals that of the last one."""
+"""Spare candidates beyond twice `top_k`: vLLM keeps all tokens whose logit equals the last one's."""
 MAX_LOGPROBS = 2 * MAX_TOP_K + TIES
 
 ALWAYS = {
     "skip_tokenizer_init": True,
     "load_format": "dummy",
-    "generation_config": "vllm",  # not the model's: it would stop and sample by that
+    # The model's generation config would change stop tokens and sampling.
+    "generation_config": "vllm",
     "distributed_executor_backend": "external_launcher",
     "disable_custom_all_reduce": True,
     "enable_prefix_caching": True,
@@ -49,11 +50,12 @@ ALWAYS = {
     "max_logprobs": MAX_LOGPROBS,
     "seed": 0,
     "disable_log_stats": True,
-    "gpu_memory_utilization": 0.01,  # it asks for that share to be free, although the cache's size is given in bytes
+    # vLLM requires this share of memory to be free, although the cache's size is set in bytes.
+    "gpu_memory_utilization": 0.01,
 }
-"""Arguments that the engine leans on."""
+"""Arguments that the engine depends on."""
 DEFAULTS = {"async_scheduling": False}
-"""Arguments that the user may choose otherwise."""
+"""Defaults of arguments that the user may change."""
 REASONS = {
     "enable_expert_parallel": "as the CPU's kernel ends the process, and no GPU has shown it",
     "enable_prefix_caching": "or the answers to one prompt would compute it again and again",
@@ -75,9 +77,9 @@ OURS = {
     "speculative_config": "engine.drafts",
     "quantization": "engine.quantization",
 }
-"""Arguments that a setting of ours gives."""
+"""Arguments set by our settings."""
 DEVICE_TOKENS = 16384
-"""Tokens that a step computes at most on a device, as vLLM's offline `LLM` has it on large GPUs."""
+"""Most tokens of a step on a device, as in vLLM's offline `LLM` on large GPUs."""
 
 
 def start(
@@ -96,14 +98,13 @@ def start(
     drafts: int = 0,
     args: Mapping[str, Any] | None = None,
 ) -> LLMEngine:
-    """[replica] vLLM with unset weights over the ranks of `replica`.
-
-    args: arguments of `EngineArgs` that are the user's to choose; UserError for one that is unknown, or ours.
-    """
+    """[replica] Start vLLM with unset weights over the ranks of `replica`. args: the user's arguments of `EngineArgs`;
+    UserError for one that is unknown, or ours."""
     check_args(args := dict(args or {}), EngineArgs, OURS, ALWAYS, REASONS)
     cpu = device.type == "cpu"
     block = CPU_BLOCK if cpu else BLOCK
-    num_blocks = -(-kv_tokens // block) + 1  # vLLM keeps one to itself
+    # vLLM reserves one block.
+    num_blocks = -(-kv_tokens // block) + 1
     config = EngineArgs(
         model=str(model_folder(path)),
         trust_remote_code=trust,
@@ -119,11 +120,11 @@ def start(
     config.cache_config.kv_cache_memory_bytes = num_blocks * block * _bytes_per_token(config)
 
     class Executor(ExecutorWithExternalLauncher):
-        """Knows its place without torchrun's variables.
+        """vLLM's executor without torchrun's variables.
 
-        The address is not used, as the default group stands. On the CPU its last part names the shared memory through
-        which ranks would reduce, spinning, in files that outlive them. Ranks that disagree on it reduce over gloo
-        instead; a name of each rank's own, in each start, is never another job's either.
+        The address is unused, as the default group exists. On the CPU its last part names shared memory through which
+        ranks would reduce, spinning, in files that outlive them. Ranks with different names reduce over gloo instead,
+        so each rank and start uses a new one.
         """
 
         world = replica
@@ -131,7 +132,8 @@ def start(
         def _distributed_args(self) -> tuple[str, int, int]:
             return f"env://:{secrets.token_hex(8)}", dist.get_rank(), local_rank
 
-    if cpu:  # else a C++ compiler must be there, for a function that counts ranks nobody asked for
+    # Otherwise vLLM compiles an unused function, which needs a C++ compiler.
+    if cpu:
         type(current_platform).simple_compile_backend = "eager"
     with _memory_unbound(), as_world(replica):
         llm = LLMEngine(config, executor_class=Executor, log_stats=False, multiprocess_mode=False)
@@ -143,12 +145,12 @@ def start(
 
 
 def model_of(llm: LLMEngine) -> nn.Module:
-    """The module that vLLM computes with in this process."""
+    """Return vLLM's module in this process."""
     return llm.model_executor.driver_worker.model_runner.get_model()
 
 
 def _lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[str, Any]:
-    """How long a request may be, and how its prompt is computed."""
+    """Return the arguments for request lengths and prompt computation."""
     config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
     max_tokens = min(config.max_position_embeddings, kv_tokens)
     if not cpu:
@@ -159,23 +161,24 @@ def _lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[s
 
 
 def _in_stages(llm: LLMEngine) -> None:
-    """Compute one step at a time where a replica's ranks have some layers each.
+    """Compute one step at a time in a replica with pipeline stages.
 
-    vLLM would schedule a second one, of other requests, before the first one's tokens are read; with ranks that
-    somebody else launched the two do not overlap.
+    vLLM would schedule a second step before the first one's tokens are read, but with externally launched ranks the two
+    do not overlap.
     """
     if llm.vllm_config.parallel_config.pipeline_parallel_size == 1:
         return
     core, runner = llm.engine_core.engine_core, llm.model_executor.driver_worker.model_runner
     core.batch_queue, core.step_fn = None, core.step
-    if runner.intermediate_tensors is None and not parallel_state.get_pp_group().is_first_rank:  # no warm-up made them
+    # Without a warm-up the buffers of later stages do not exist yet.
+    if runner.intermediate_tensors is None and not parallel_state.get_pp_group().is_first_rank:
         size, dtype, device = runner.max_num_tokens, runner.model_config.dtype, runner.device
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(size, dtype, device)
 
 
 @contextmanager
 def _memory_unbound() -> Iterator[None]:
-    """Keep vLLM on the CPU from binding all memory of this process, the trainer's too, to one NUMA node."""
+    """Keep vLLM on the CPU from binding all memory of this process, including the trainer's, to one NUMA node."""
     ops = torch.ops._C
     bind = getattr(ops, "init_cpu_memory_env", None)
     if bind is not None:
@@ -192,12 +195,13 @@ def _bytes_per_token(config: VllmConfig) -> int:
 
 
 def stop(llm: LLMEngine) -> None:
-    """Free what the engine holds and leave its groups; the default group stays. Meets nobody."""
+    """Free the engine and leave its groups, without communication; the default group remains."""
     llm.model_executor.shutdown()
     if not dist.is_initialized():
         return
     replica = llm.model_executor.world
-    with suppress(AssertionError):  # an older group is gone already
+    # vLLM may have dropped an older group already.
+    with suppress(AssertionError):
         parallel_state.destroy_model_parallel()
         if parallel_state._WORLD is not None:
             parallel_state._WORLD.destroy()

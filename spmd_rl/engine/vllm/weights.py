@@ -1,4 +1,4 @@
-"""What vLLM packs on the CPU in a layout of its own, and would not pack anew when its weights are loaded again."""
+"""Repacking of weights that vLLM packs on the CPU and would not pack again on a reload."""
 
 from torch import nn
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
@@ -6,9 +6,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 
 def repack_heads(model: nn.Module) -> None:
-    """Let output heads take up the embedding they are tied to: a reload passes over a layer that no name belongs to.
+    """Refresh output heads from their tied embedding: a reload skips a layer without a stored name.
 
-    On the CPU a head computes with a packed copy, which would stay the one of before. Elsewhere this does nothing.
+    On the CPU a head computes with a packed copy, which would otherwise stay old. No-op elsewhere.
     """
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
@@ -16,10 +16,10 @@ def repack_heads(model: nn.Module) -> None:
 
 
 def unpack_experts(model: nn.Module) -> None:
-    """Let the next reload pack the experts of a mixture once more: vLLM does so the first time alone.
+    """Make the next reload pack the experts of a mixture again: vLLM does so only the first time.
 
-    On the CPU experts compute with packed weights, and would take the plain ones of a reload for such. Elsewhere this
-    does nothing: what is not packed is copied to where captured graphs look for it.
+    On the CPU experts compute with packed weights, and would mistake reloaded plain ones for packed. No-op elsewhere:
+    unpacked weights are copied in place, where captured graphs expect them.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)

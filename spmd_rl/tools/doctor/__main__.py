@@ -1,7 +1,7 @@
-"""Checks what works on this machine, or on the ranks of torchrun, and says how to mend what does not.
+"""Checks what works on this machine, or on the ranks of torchrun, and prints a cure for each failure.
 
 Settings of a run (key=value) may follow: the doctor then checks that run's directory, ports, model size and sandboxes.
-Exit code 0 if nothing failed, 1 if something did, 2 for a setting that is none.
+Exit code 0 if nothing failed, 1 if something did, 2 for an invalid setting.
 """
 
 import shutil
@@ -26,13 +26,13 @@ from spmd_rl.tools.doctor.table import merge, show
 
 ARRIVE_SECONDS = 40.0
 NODE_SECONDS = 120.0
-"""The time until the first rank of each node is through with its own checks."""
+"""Seconds until the first rank of each node must have finished its own checks."""
 LEAVE_SECONDS = 30.0
 DIED = "look at what that rank printed above; out of memory: `dmesg`, fewer ranks a node"
 
 
 class Terminated(Exception):
-    """torchrun, or a person, ends this process: another rank may have died."""
+    """The signal to end this process, from torchrun or a person: another rank may have died."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -79,7 +79,7 @@ def chosen(beginnings: str) -> list[Check]:
 
 
 def examine(options: Options, wait_seconds: float, todo: Sequence[Check]) -> bool:
-    """Run checks and print the table on one rank. Returns whether any failed, on any rank."""
+    """Run checks and print the table on one rank. Return True if any failed, on any rank."""
     results: list[CheckOutcome] = []
     ranks = Ranks(rank())
     try:
@@ -117,12 +117,13 @@ def examine(options: Options, wait_seconds: float, todo: Sequence[Check]) -> boo
     everyone = ranks.gather("results", [asdict(result) for result in results], patience)
     by_rank = {rank: [CheckOutcome(**row) for row in rows] for rank, rows in enumerate(everyone) if rows}
     failed = _finish(ranks, by_rank if ranks.size > 1 else {ranks.rank: results}, options.folder)
-    ranks.gather("leave", True, patience)  # the first rank may hold the store
+    # The first rank may host the store, so it leaves last.
+    ranks.gather("leave", True, patience)
     return failed
 
 
 def _finish(ranks: Ranks, by_rank: dict[int, list[CheckOutcome]], folder: str) -> bool:
-    """Print the table, if it is for this rank to do. Returns whether anything failed."""
+    """Print the table, if this rank reports. Return True if anything failed."""
     merged = merge(by_rank, ranks.hosts)
     failed = any(result.verdict == "failed" for result in merged)
     if ranks.reports:

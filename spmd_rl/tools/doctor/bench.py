@@ -1,4 +1,4 @@
-"""What the checks of one child share: world, tiny model, policy and engines, each made when it is first asked for."""
+"""The shared objects of one child's checks: world, tiny model, policy and engines, each made on first use."""
 
 from contextlib import ExitStack
 from functools import cached_property
@@ -29,26 +29,26 @@ MODEL = LlamaConfig(
     eos_token_id=2,
     pad_token_id=0,
 )
-"""A shape that all kernels take: two million weights."""
+"""Configuration that all kernels accept, with two million weights."""
 
 
 class Bench:
-    """What the checks that need torch work with, on one rank."""
+    """The shared objects of the checks that need torch, on one rank."""
 
     def __init__(self, options: Options, stack: ExitStack) -> None:
-        """`stack` holds what must be closed in the end."""
+        """Keep `stack`, on which resources are pushed for closing."""
         self.options = options
         self._stack = stack
         self._engines: dict[str, Any] = {}
         self._publishers: dict[str, weights.Publisher] = {}
         self.answers: dict[str, list[list[int]]] = {}
-        """What each engine has answered last."""
+        """Last answers of each engine, by name."""
         self.version = 0
         self.folder = Path(options.folder)
 
     @cached_property
     def cfg(self) -> RlvrConfig:
-        """The settings of a run of the tiny model."""
+        """Settings of a run of the tiny model."""
         dtype = "bfloat16" if torch.accelerator.is_available() else "float32"
         return RlvrConfig(
             run=RunConfig(name="doctor", dir=str(self.folder)),
@@ -59,7 +59,7 @@ class Bench:
         )
 
     def _write_model(self) -> Path:
-        """Write the model, the same on every rank; this rank's own copy."""
+        """Write this rank's copy of the model, the same on every rank."""
         path = self.folder / "model"
         if not path.exists():
             with torch.random.fork_rng(devices=[]):
@@ -69,12 +69,12 @@ class Bench:
 
     @cached_property
     def world(self) -> World:
-        """[all] The world of all ranks."""
+        """[all] World of all ranks."""
         return self._stack.enter_context(World.open(self.folder, self.cfg.journal.stall_seconds))  # [all]
 
     @cached_property
     def shared(self) -> Path:
-        """[all] A directory beside the run directory that rank 0 has made; it is gone in the end."""
+        """[all] Temporary directory next to the run directory, made by rank 0."""
         made = None
         if self.world.rank == 0:
             made = str(self._stack.enter_context(scratch(Path(self.options.run_dir))))
@@ -82,11 +82,11 @@ class Bench:
 
     @cached_property
     def policy(self) -> train.base.PolicyRole:
-        """[all] The tiny model as it is trained."""
+        """[all] Tiny model as a trained role."""
         return train.build_role(self.cfg.role("policy"), self.world)  # [all]
 
     def engine(self, name: str) -> Any:
-        """[all] The engine of that name, started on first use."""
+        """[all] Return the engine of that name, started on first use."""
         if name not in self._engines:
             cfg = self.cfg
             cfg.engine.name = name
@@ -101,21 +101,21 @@ class Bench:
         return self._publishers[name](version=self.version)  # [all]
 
     def finish(self, name: str) -> None:
-        """[all] Wait until all ranks are through with a check, if there is a world by then."""
+        """[all] Wait until all ranks have finished a check, if there is a world."""
         if "world" in self.__dict__:
             self.world.barrier(f"doctor: {name}")  # [all]
 
     def leave_if_others_wait(self, name: str) -> None:
-        """Raise where the other ranks may be in the middle of the check that has failed here: they end with us."""
+        """Raise if other ranks may still be inside the check that failed here: they end with this one."""
         if world_size() > 1:
             raise RuntimeError(f"the check '{name}' failed")
 
     def close(self) -> None:
-        """Free the engines; only after a good end, since an engine's own groups may wait for other ranks."""
+        """Free the engines; only after success, since an engine's own groups may wait for other ranks."""
         for made in self._engines.values():
             made.close()
 
     @property
     def measures(self) -> bool:
-        """Whether this rank measures what its node is measured by."""
+        """True if this rank measures for its node."""
         return local_rank() == 0

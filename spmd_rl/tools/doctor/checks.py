@@ -1,7 +1,7 @@
 """The list of all checks, in the order in which they run.
 
-A check is a plain function. It returns one line about what it found, and raises `Failed` with a cure, or `Skipped`.
-Any other exception is a failure too, with the cure of the list.
+A check is a plain function. It returns one line about its findings, and raises `Failed` with a cure, or `Skipped`. Any
+other exception is a failure too, with the cure of the list.
 """
 
 from dataclasses import dataclass
@@ -21,15 +21,17 @@ class Check:
 
     name: str
     target: str
-    """`module:function`; a module without a dot is one of `spmd_rl/tools/doctor/`."""
+    """Function of the check, `module:function`; a module without a dot is one of `spmd_rl/tools/doctor/`."""
     process: str
-    """`node`: a torch-free child on the first rank of each node. Else all ranks run it, in a child of this name."""
+    """Process of the check. `node`: a torch-free child on the first rank of each node. Else all ranks run it, in a
+    child of this name.
+    """
     limit: float = 30.0
-    """Seconds after which it has failed."""
+    """Seconds after which the check has failed."""
     needs: str = ""
-    """The check without which this one cannot work."""
+    """Name of the check that must succeed before this one."""
     cure: str = REPORT
-    """What to do if it fails without saying so itself."""
+    """Cure for failures that carry none."""
     subject: str = ""
     """Name of the engine or backend that it checks, the first argument of its function; empty without one"""
 
@@ -37,7 +39,7 @@ class Check:
 BACKEND = "pip install 'spmd-rl[{}]'; or run with train=fsdp2"
 """Cure for a training backend, given its name"""
 ENGINE = "{}; or run with engine=native"
-"""Cure for an engine, given what installs its package"""
+"""Cure for an engine, given the command that installs its package"""
 
 
 def backend_check(name: str) -> Check:
@@ -47,7 +49,7 @@ def backend_check(name: str) -> Check:
 
 
 def engine_checks(name: str) -> list[Check]:
-    """Return the checks of an engine; one with a package runs in a process of its own, and takes longer to start."""
+    """Return the checks of an engine; one with a package runs in a separate process, and takes longer to start."""
     package = facts_of(name).package
     process, start, work = (name, 150, 60) if package else ("ranks", 30, 30)
     cure = ENGINE.format(facts_of(name).installation) if package else REPORT
@@ -85,7 +87,7 @@ CHECKS = (
 
 
 class Failed(Exception):
-    """A check has failed, and knows the cure."""
+    """A failed check with its cure."""
 
     def __init__(self, detail: str, cure: str) -> None:
         super().__init__(detail)
@@ -93,39 +95,40 @@ class Failed(Exception):
 
 
 class Skipped(Exception):
-    """There is nothing to check here; the message is the reason."""
+    """The absence of something to check; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the checks know of the run that is to be started. Plain values: it travels to the children as JSON."""
+    """Facts about the planned run, for the checks. Plain values: they are sent to the children as JSON."""
 
     run_dir: str
     folder: str
-    """A directory of the doctor's own, which all ranks of a node share."""
+    """Directory of the doctor that all ranks of a node share."""
     model: str
     keep: int
     bind: str
     keys: str | None
     sandboxes: tuple[str, ...]
-    """`reward.<domain>.sandbox` of all domains."""
+    """Values of `reward.<domain>.sandbox` in all domains."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckOutcome:
-    """What came of one check on one rank."""
+    """Result of one check on one rank."""
 
     name: str
     verdict: str
-    """`ok`, `failed` or `skipped`."""
+    """Outcome of the check: `ok`, `failed` or `skipped`."""
     detail: str
     cure: str = ""
     seconds: float = 0.0
     weight: int = 0
-    """How near a failure is to the cause: 3 a crash, 2 an exception, 1 a time limit, 0 what follows from another rank's
-    end. Of several ranks' failures the nearest is shown, and of those that are equal the first."""
+    """Closeness of a failure to the cause: 3 a crash, 2 an exception, 1 a time limit, 0 a consequence of another rank's
+    end. The closest failure of all ranks is shown, the first among equals.
+    """
     at: float = 0.0
-    """When it ended, in seconds since the epoch."""
+    """Time at its end, in seconds since the epoch."""
 
 
 def gib(num_bytes: float) -> str:

@@ -22,7 +22,7 @@ SETTING = "mend the setting that the message names"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the checks of a job, and tell of each that it begins and what came of it."""
+    """Run the checks of a job, and write a line at the beginning of each and its result."""
     job, out = json.loads(arguments[0]), int(arguments[1])
     die_with_parent(job["parent"])
     options = Options(**job["options"])
@@ -39,11 +39,12 @@ def main(arguments: Sequence[str]) -> None:
                 context.leave_if_others_wait(check.name)
         if context_meets(context):
             context.close()
-    os._exit(0)  # whatever a library leaves running must not hold up the doctor
+    # Threads and processes of a library must not delay the doctor.
+    os._exit(0)
 
 
 def build_context(process: str, options: Options, stack: ExitStack) -> Any:
-    """Return what the checks of a process get: the options, or a `Bench`."""
+    """Return the argument of the checks of a process: the options, or a `Bench`."""
     if process == "node":
         return options
     from spmd_rl.tools.doctor.bench import Bench
@@ -52,12 +53,12 @@ def build_context(process: str, options: Options, stack: ExitStack) -> Any:
 
 
 def context_meets(context: Any) -> bool:
-    """Return whether the other ranks run the same checks."""
+    """Return True if the other ranks run the same checks."""
     return not isinstance(context, Options)
 
 
 def run(check: Check, context: Any, verdicts: dict[str, str]) -> CheckOutcome:
-    """Run one check; whatever it raises becomes its result."""
+    """Run one check; an exception becomes its result."""
     began = time.perf_counter()
     verdict, cure = "failed", check.cure
     try:

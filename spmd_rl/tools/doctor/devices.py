@@ -1,4 +1,4 @@
-"""Devices, the speed of bfloat16, the shared directory and the collectives, as the ranks meet them."""
+"""Checks of devices, the speed of bfloat16, the shared directory and collectives, by all ranks."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from spmd_rl.tools.doctor.bench import Bench
 from spmd_rl.tools.doctor.checks import Failed, Skipped, gib
 
 BUSY = 0.5
-"""A device with less free memory than this share is somebody else's."""
+"""Share of free memory below which another process uses the device."""
 SMALL, LARGE = 8, {"cpu": 4 << 20, "device": 64 << 20}
 """Bytes of the all-reduces that measure latency and bandwidth."""
 
@@ -57,7 +57,7 @@ def dtype(bench: Bench) -> str:
 
 
 def _best(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the least seconds that `work` takes, after one run to warm up."""
+    """Return the least seconds of `work`, after one run to warm up."""
     found = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
@@ -76,7 +76,7 @@ def process_group(bench: Bench) -> str:
 
 
 def shared_directory(bench: Bench) -> str:
-    """[all] See on all ranks a file that rank 0 has written where the run directory will be."""
+    """[all] Check that all ranks see a file that rank 0 writes next to the run directory."""
     path = bench.shared / "seen"
     if bench.world.rank == 0:
         path.write_text("seen")
@@ -89,7 +89,7 @@ def shared_directory(bench: Bench) -> str:
 
 
 def host_collectives(bench: Bench) -> str:
-    """[all] Measure the all-reduce of the group that carries metadata and samples: `shm` on one node, else gloo."""
+    """[all] Measure the all-reduce of the group for metadata and samples: `shm` on one node, else gloo."""
     world = bench.world  # [all]
     if world.size == 1:
         raise Skipped("one rank; start it with torchrun")
@@ -113,7 +113,7 @@ def library_collectives(bench: Bench) -> str:
 
 
 def _all_reduce(bench: Bench, device: torch.device, group: dist.ProcessGroup | None) -> str:
-    """[all] Return latency and bandwidth of an all-reduce. Raises `Failed` where the sum is wrong."""
+    """[all] Return latency and bandwidth of an all-reduce. Raises `Failed` for a wrong sum."""
     seconds = {}
     size = LARGE["cpu" if device.type == "cpu" else "device"]
     for num_bytes in (SMALL, size):

@@ -1,4 +1,4 @@
-"""Each engine from its start to its sleep: weights published with a probe, answers generated, memory given back."""
+"""Checks of each engine: start, weights published with a probe, generated answers, memory returned in sleep."""
 
 import importlib.util
 import time
@@ -22,7 +22,7 @@ def start(name: str, bench: Bench) -> str:
 
 
 def _check_package(name: str) -> None:
-    """Raise `Skipped` where the engine's package is not installed, and `Failed` for a version that is not supported."""
+    """Raise `Skipped` if the engine's package is not installed, and `Failed` for an unsupported version."""
     facts = facts_of(name)
     if not facts.package:
         return
@@ -65,7 +65,7 @@ def _answers(engine) -> list[list[int]]:
 
 
 def sleep(name: str, bench: Bench) -> str:
-    """[all] Let the engine give its memory back, wake it, publish again: its answers must be the same."""
+    """[all] Let the engine return its memory, wake it, publish again: its answers must be the same."""
     engine, began = bench.engine(name), time.perf_counter()
     for _ in range(2):
         with engine.awake():

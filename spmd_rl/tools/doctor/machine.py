@@ -1,4 +1,4 @@
-"""What each node is asked once: versions, limits, the run directory, ports. Torch-free."""
+"""Checks once per node: versions, limits, the run directory, ports. Torch-free."""
 
 import errno
 import os
@@ -26,13 +26,13 @@ SHARED_MEMORY = 1 << 30
 WRITTEN = 16 << 20
 """Bytes that are written to measure a disk."""
 BYTES_PER_WEIGHT = 12
-"""Of a checkpoint: float32 weights and AdamW's two moments; `hf/` comes on top."""
+"""Bytes per weight in a checkpoint: float32 weights and AdamW's two moments, without `hf/`."""
 MASTER_PORT = 29500
-"""Where torchrun listens unless it is told otherwise."""
+"""Default port of torchrun's store."""
 
 
 def versions(options: Options) -> str:
-    """Compare what is installed with what `pyproject.toml` asks for, extras included where they are installed."""
+    """Compare installed versions with `pyproject.toml`, including installed extras."""
     wrong, shown = [], [f"python {'.'.join(map(str, sys.version_info[:3]))}"]
     for requirement in requirements():
         version = installed(requirement.name)
@@ -50,7 +50,7 @@ def versions(options: Options) -> str:
 
 
 def open_files(options: Options) -> str:
-    """Compare `ulimit -n` with what the ranks of this node need: sockets, pipes and files."""
+    """Compare `ulimit -n` with the needs of this node's ranks: sockets, pipes and files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = OPEN_FILES + OPEN_FILES_PER_RANK * ranks
@@ -74,7 +74,7 @@ def shared_memory(options: Options) -> str:
 
 
 def run_directory(options: Options) -> str:
-    """Write, flush and read back a file where the run directory is or will be, and compare the free space."""
+    """Write, flush and read back a file next to the run directory, and compare the free space."""
     folder = Path(options.run_dir)
     with scratch(folder) as place:
         began = time.perf_counter()
@@ -98,9 +98,9 @@ def run_directory(options: Options) -> str:
 
 @contextmanager
 def scratch(run_dir: Path) -> Iterator[Path]:
-    """Make a directory in the nearest existing parent of a run directory, or in itself, and remove it in the end.
+    """Make a directory in the nearest existing parent of a run directory, or in itself, and remove it on exit.
 
-    Raises `Failed` where that is not possible, and where the disk fills up inside.
+    Raises `Failed` if that is not possible, and if the disk fills up inside.
     """
     place = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     elsewhere = "run.dir=PATH of a directory that this user may write and all nodes share"
@@ -115,7 +115,7 @@ def scratch(run_dir: Path) -> Iterator[Path]:
 
 
 def ports(options: Options) -> str:
-    """Bind the port of torchrun's store, unless it runs already, and the sidecar's, if it has one."""
+    """Bind the port of torchrun's store, unless it is running already, and the sidecar's, if it has one."""
     found = []
     if "LOCAL_RANK" not in os.environ:
         port = int(os.environ.get("MASTER_PORT", MASTER_PORT))

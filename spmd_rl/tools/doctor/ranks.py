@@ -1,4 +1,4 @@
-"""How the doctor's ranks wait for each other: over torchrun's store, always with a time limit.
+"""Waits between the doctor's ranks: over torchrun's store, always with a time limit.
 
 No process group is needed, so a rank that never arrives, or dies on the way, is found and named.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from spmd_rl.tools.doctor.checks import Failed
 
 PAUSE = 0.05
-"""Seconds between two looks into the store."""
+"""Seconds between two reads of the store."""
 FIREWALL = "start all ranks with the same MASTER_ADDR and MASTER_PORT, and let this port through between the nodes"
 MISSING = (
     "look at what that rank or node printed; the same torchrun line, --nnodes included, must be started on all nodes, "
@@ -25,18 +25,18 @@ MISSING = (
 
 
 class Ranks:
-    """All ranks of this start, or this one alone where torchrun has not started it."""
+    """All ranks of this start, or this one alone without torchrun."""
 
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
-        """`store` is a torch.distributed store; None for one rank alone."""
+        """Keep `store`, a torch.distributed store; None for one rank alone."""
         self.rank, self.size, self._store = rank, size, store
         self._pidfds: dict[int, int] = {}
         self.hosts = {rank: socket.gethostname()}
-        """The machine of each rank that has arrived."""
+        """Machine of each rank that has arrived."""
 
     @classmethod
     def join(cls, seconds: float) -> "Ranks":
-        """Connect to torchrun's store. Raises `Failed` where it cannot be reached."""
+        """Connect to torchrun's store. Raises `Failed` if it cannot be reached."""
         env = os.environ
         if "LOCAL_RANK" not in env or env["WORLD_SIZE"] == "1":
             return cls()
@@ -49,12 +49,13 @@ class Ranks:
         except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
             told = f"rank {env['RANK']} cannot reach the store of rank 0 at {address[0]}:{address[1]} in {seconds:g} s"
             raise Failed(f"{told}: {str(error).splitlines()[0]}", FIREWALL) from None
-        env["TORCHELASTIC_USE_AGENT_STORE"] = str(True)  # the children are clients of the store that stands
+        # The children must be clients of the store that exists, never hosts of a new one.
+        env["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
         start = f"doctor/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         return cls(int(env["RANK"]), int(env["WORLD_SIZE"]), dist.PrefixStore(start, store))
 
     def arrive(self, seconds: float) -> str:
-        """Wait for all ranks. Raises `Failed`, which names those that have not come within `seconds`."""
+        """Wait for all ranks. Raises `Failed`, which names those that are missing after `seconds`."""
         me = [socket.gethostname(), os.getpid()]
         records = self.gather("arrive", me, seconds)
         for rank, record in enumerate(records):
@@ -70,11 +71,11 @@ class Ranks:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank prints the table: the first one that is there."""
+        """True if this rank prints the table: the first one that has arrived."""
         return self.rank == min(self.hosts)
 
     def gather(self, name: str, record: Any, seconds: float) -> list[Any]:
-        """Return each rank's record, plain JSON values, by rank; None for those that have none within `seconds`."""
+        """Return each rank's record, plain JSON values, by rank; None for those without one after `seconds`."""
         if self.size == 1:
             return [record]
         self._store.set(f"{name}/{self.rank}", json.dumps(record))
@@ -84,12 +85,12 @@ class Ranks:
         return [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
 
     def announce(self, name: str) -> None:
-        """Tell the other ranks that `name` has happened here."""
+        """Announce to the other ranks that `name` has happened here."""
         if self.size > 1:
             self._store.set(name, "1")
 
     def announced(self, name: str) -> bool:
-        """Return whether `name` has happened on any rank."""
+        """Return True if `name` has happened on any rank."""
         return self.size > 1 and self._store.check([name])
 
     def gone(self) -> list[int]:

@@ -21,11 +21,11 @@ from spmd_rl.types import Sample, Turn, Verdict
 
 PROMPT, ANSWER, SAMPLES = 32, 32, 4
 OFFLOADED = {"cpu": 16 << 20, "device": 256 << 20}
-"""Bytes that are moved to host memory and back, to measure it."""
+"""Bytes that are moved to host memory and back, to measure the bandwidth."""
 
 
 def batch(bench: Bench) -> Batch:
-    """Return this rank's samples: made up, and different on every data shard."""
+    """Return this rank's artificial samples, different on every data shard."""
     shard = bench.policy.layout.data
     samples = []
     for number in range(SAMPLES):
@@ -72,7 +72,7 @@ def _two_steps(bench: Bench, policy: PolicyRole) -> str:
 
 
 def offload(bench: Bench) -> str:
-    """[all] Let the policy leave the device and come back: the same bytes; and measure how fast memory moves."""
+    """[all] Offload the policy and load it again: the bytes must be the same; and measure the bandwidth."""
     before = prints(bench)  # [all]
     if prints(bench) != before:  # [all]
         raise Failed("weights differ after the way to host memory and back", REPORT)
@@ -80,7 +80,8 @@ def offload(bench: Bench) -> str:
     size = OFFLOADED["cpu" if device.type == "cpu" else "device"]
     tensor = torch.arange(size // 4, device=device, dtype=torch.int32)
     moved = Offload([tensor])
-    moved.to_host()  # reserves the host's memory
+    # The first move also reserves the host's memory, which is not measured.
+    moved.to_host()
     moved.to_device()
     began = time.perf_counter()
     moved.to_host()
@@ -100,7 +101,7 @@ def prints(bench: Bench) -> dict[str, object]:
 
 
 def checkpoint(bench: Bench) -> str:
-    """[all] Save to the shared directory, train on, restore: the weights of the checkpoint must be back."""
+    """[all] Save to the shared directory, train on, restore: the weights must be those of the checkpoint."""
     policy = bench.policy
     settings = CheckpointConfig()
     saver = Checkpointer(settings, bench.shared, bench.world, {"policy": policy}, {})

@@ -1,6 +1,6 @@
-"""Runs checks in child processes with time limits. A child that dies or hangs fails the check that it was in.
+"""Runs checks in child processes with time limits. A child that dies or hangs fails its current check.
 
-The checks that are left go on in a fresh child. Where all ranks run them, they agree where to go on.
+The remaining checks continue in a new child. If all ranks run them, they agree where to continue.
 """
 
 import json
@@ -19,7 +19,7 @@ from spmd_rl.tools.doctor.checks import Check, CheckOutcome, Options
 from spmd_rl.tools.doctor.ranks import Ranks, names
 
 GRACE = 8.0
-"""Seconds that a rank's child has left when another rank's has failed."""
+"""Seconds that a rank's child has left after another rank's has failed."""
 CLOSE_SECONDS = 10.0
 HANG = "read the log; a collective that hangs: NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME=<interface>"
 CONSEQUENCE = "ended because"
@@ -43,14 +43,15 @@ def run_checks(checks: Sequence[Check], options: Options, ranks: Ranks, verdicts
                 *results,
                 *(CheckOutcome(check.name, "skipped", f"{names(missing)} does not answer") for check in left),
             ]
-        for check in checks[len(results) : max(reached)]:  # another rank came further before it failed
+        # Another rank came further before it failed; all continue at the same check.
+        for check in checks[len(results) : max(reached)]:
             results.append(CheckOutcome(check.name, "failed", "this rank did not come so far"))
         attempt += 1
     return results
 
 
 class CheckProcess:
-    """One child process on its way through some checks."""
+    """One child process that runs some checks."""
 
     def __init__(self, name: str, checks: Sequence[Check], options: Options, verdicts: dict[str, str]) -> None:
         self._name, self._checks = name, list(checks)
@@ -76,7 +77,7 @@ class CheckProcess:
         self._pending = b""
 
     def watch(self, ranks: Ranks) -> list[CheckOutcome]:
-        """Read results until the child has ended, and end it where it fails; one result for each check it began."""
+        """Read results until the child has ended, and kill it after a failure; one result for each started check."""
         results: list[CheckOutcome] = []
         began = time.monotonic()
         deadline, hurried, inside = began + self._checks[0].limit, False, True
@@ -106,7 +107,7 @@ class CheckProcess:
         return results
 
     def _lines(self, seconds: float) -> list[dict] | None:
-        """Return what the child has told since the last call; None once it has ended."""
+        """Return the child's lines since the last call; None once it has ended."""
         if not select.select([self._reader], [], [], seconds)[0]:
             return []
         if not (chunk := os.read(self._reader, 1 << 16)):
@@ -140,7 +141,8 @@ class CheckProcess:
             self._process.wait(seconds)
 
     def kill(self) -> None:
-        """End the child and all that it has started; idempotent."""
+        """Kill the child and all processes that it has started; idempotent."""
+        # The child leads its own session, so the group has everything that it started.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,4 +1,4 @@
-"""Sandboxes and the sidecar, as each node has them. Torch-free."""
+"""Checks of sandboxes and the sidecar, once per node. Torch-free."""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ def forkserver(options: Options) -> str:
 
 
 def _variant(name: str) -> str:
-    """Return how long a run in a sandbox takes; `Skipped` where it does not work, since another one may."""
+    """Return the time of a run in a sandbox; `Skipped` if it does not work, since another one may."""
     try:
         seconds = _proven(name)
     except (OSError, RuntimeError) as error:
@@ -39,7 +39,7 @@ def _variant(name: str) -> str:
 
 
 def any_sandbox(options: Options) -> str:
-    """Find the sandbox that `reward.<domain>.sandbox` would take: each that is named, or the first of `auto`."""
+    """Find the sandbox that `reward.<domain>.sandbox` would use: each that is named, or the first of `auto`."""
     chosen, reasons = [], []
     for asked in dict.fromkeys(options.sandboxes or ("auto",)):
         for name in sandbox.AUTO if asked == "auto" else (asked,):
@@ -66,15 +66,15 @@ def _proven(name: str) -> float:
 
 
 class Echo:
-    """A rewarder that finds every answer right which is the ground truth."""
+    """A rewarder that accepts exactly the ground truth."""
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Score 1.0 or 0.0."""
+        """Score 1.0 for the ground truth, else 0.0."""
         return Verdict("ok", float(answer == prompt.ground_truth))
 
 
 def sidecar(options: Options) -> str:
-    """Start a sidecar where the run's would listen, get two verdicts, and stop it."""
+    """Start a sidecar at the run's address, get two verdicts, and stop it."""
     rewards = RewardsConfig(domains={"doctor": RewardConfig(f"{Echo.__module__}:Echo", start_seconds=40)})
     prompt = Prompt("doctor", (), "doctor", "42")
     with TemporaryDirectory(prefix="spmd-rl-doctor-") as folder:
@@ -89,7 +89,7 @@ def sidecar(options: Options) -> str:
 
 
 async def _ask(score: Callable, prompt: Prompt) -> tuple[list[float], float]:
-    """Return the scores of a right and a wrong answer, and the seconds that the second took."""
+    """Return the scores of a right and a wrong answer, and the seconds of the second."""
     right = await score(prompt, "42", AnswerInfo(1, "stop"))
     began = time.perf_counter()
     wrong = await score(prompt, "41", AnswerInfo(1, "stop"))

@@ -12,13 +12,13 @@ from spmd_rl.tools.doctor.checks import CHECKS, CheckOutcome
 
 STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
 SAME = "versions"
-"""The check that must find the same on all nodes."""
+"""Check whose result must be the same on all nodes."""
 
 
 def merge(by_rank: Mapping[int, Sequence[CheckOutcome]], hosts: Mapping[int, str]) -> list[CheckOutcome]:
-    """Return one result a check: the gravest failure, with the rank that it comes from, else what the first rank says.
+    """Return one result a check: the most serious failure, with its rank, else the first rank's result.
 
-    It takes the seconds of the slowest rank.
+    The seconds are those of the slowest rank.
     """
     order = ["ranks", *(check.name for check in CHECKS)]
     found = {result.name for results in by_rank.values() for result in results}
@@ -40,7 +40,7 @@ def merge(by_rank: Mapping[int, Sequence[CheckOutcome]], hosts: Mapping[int, str
 
 
 def show(results: Sequence[CheckOutcome]) -> None:
-    """Print the table and, below it, how many checks failed."""
+    """Print the table, and below it the number of failed checks."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     table = Table(box=None, pad_edge=False)
     table.add_column("check", no_wrap=True)

@@ -1,8 +1,8 @@
-"""Shows what a rank of a run would hold and be sent, and whether it fits, without its peers, weights or devices.
+"""Shows what a rank of a run would hold and receive, and whether it fits, without its peers, weights or devices.
 
     python -m spmd_rl plan rlvr plan.ranks=256 policy.model=Qwen/Qwen3-235B-A22B train.ep=32
 
-What is not counted, `plan.reserve_gb` is for. Nothing is written, and nothing downloaded but a model's `config.json`.
+Uncounted memory is covered by `plan.reserve_gb`. Nothing is written, and only a model's `config.json` is downloaded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,9 @@ __all__ = ["show", "trace"]
 
 
 def show(cfg: RlConfig) -> None:
-    """Print the map of the ranks, what the planned ones hold, and whether it fits; if not, what would.
+    """Print the map of the ranks, the memory of the planned ones, and whether it fits; if not, a layout that would.
 
-    Where `run.dir` holds steps of a run, their measured peaks stand beside the planned ones.
+    If `run.dir` holds steps of a run, their measured peaks are shown next to the planned ones.
     """
     console, placement = Console(highlight=False, markup=False, soft_wrap=True, width=140), _placement(cfg)
     train, generate = planned_ranks(cfg, placement)
@@ -58,7 +58,7 @@ def _placement(cfg: RlConfig) -> Placement:
 
 
 def planned_ranks(cfg: RlConfig, placement: Placement) -> tuple[list[int], list[str]]:
-    """Which ranks that train are traced, and which that do nothing but generate are reckoned, in words."""
+    """Return the training ranks to trace, and the names of generator ranks to estimate."""
     apart = [rank for rank in placement.generate if rank not in placement.train]
     if (one := cfg.plan.rank) is not None:
         return ([], [f"Rank {one}"]) if one in apart else ([one], [])
@@ -70,7 +70,7 @@ def planned_ranks(cfg: RlConfig, placement: Placement) -> tuple[list[int], list[
 
 
 def _traced(cfg: RlConfig, placement: Placement, ranks: Sequence[int]) -> list[Trace]:
-    """Of ranks that train, among those that do."""
+    """Return the traces of training ranks."""
     size = len(placement.train)
     return [replace(trace(cfg, placement.train.index(rank), size), rank=rank) for rank in ranks]
 
@@ -81,12 +81,12 @@ def _engine(cfg: RlConfig) -> EngineBytes:
 
 
 def room(plan: PlanConfig) -> float:
-    """Bytes that a plan may fill."""
+    """Return the bytes that a plan may fill."""
     return (plan.device_gb - plan.reserve_gb) * GB
 
 
 def verdict(plan: PlanConfig, worst: TableRow) -> str:
-    """Say whether the fullest phase fits."""
+    """Return text on the fullest phase and whether it fits."""
     says = "fits" if worst.total <= room(plan) else "does not fit"
     return (
         f"{worst.total / GB:.1f} GB in {worst.phase} + {plan.reserve_gb:g} GB in reserve: {says} {plan.device_gb:g} GB "

@@ -1,4 +1,4 @@
-"""The batch that a plan is made with: full micro-batches of the longest samples that the settings allow, on the CPU."""
+"""The batch of a plan: full micro-batches of the longest samples that the settings allow, on the CPU."""
 
 import math
 
@@ -10,7 +10,9 @@ from spmd_rl.config.schema import AlgorithmConfig, RolloutConfig
 
 
 def num_microbatches(rollout: RolloutConfig, updates: int, num_shards: int, tokens_per_microbatch: int) -> int:
-    """Micro-batches of each of a step's updates on each data shard, if all samples are as long as they can be."""
+    """Return the number of micro-batches of each of a step's updates on each data shard, if all samples have maximum
+    length.
+    """
     longest = tokens_per_turn(rollout, rollout.max_prompt_tokens)
     samples = rollout.prompts_per_step * rollout.answers_per_prompt / updates / num_shards
     per_microbatch = max(1, tokens_per_microbatch // longest)
@@ -20,7 +22,7 @@ def num_microbatches(rollout: RolloutConfig, updates: int, num_shards: int, toke
 def full_batch(
     algorithm: AlgorithmConfig, longest: int, count: int, tokens_per_microbatch: int, vocabulary: int
 ) -> Batch:
-    """So many micro-batches, each filled to the last token. In each the samples are of one unit.
+    """Return a batch of `count` micro-batches, each filled to the last token with samples of one unit.
 
     Every token but the first of a sample counts as sampled, and no two samples begin alike: nothing is saved.
     """

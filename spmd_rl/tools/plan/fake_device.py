@@ -1,12 +1,12 @@
-"""`FakeDeviceMode`: what a rank would hold on its device is fake, what it holds on its host is real.
+"""`FakeDeviceMode`: tensors on a rank's device are fake, those on its host are real.
 
-Within this mode tensors of numbers that the device would compute (floating, and all that comes of them) have shapes,
-but no memory; token ids, positions and lengths of the batch, which are made and read on the host, are real. Three
-questions that only a device could answer are answered here:
+Within this mode tensors that the device would compute (floating, and everything derived from them) have shapes, but no
+memory; token ids, positions and lengths of the batch, which are made and read on the host, are real. Three results that
+only a device could give are assumed:
 
 * a number that is read back from the device is 1 (a loss, a norm);
 * the experts of a mixture get equally many tokens;
-* what other ranks send looks like what this one sends, and is counted (`Traffic`).
+* data from other ranks equals this rank's, and is counted (`Traffic`).
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 META = torch.device("meta")
 INTEGERS = ("arange", "randint", "randperm")
-"""Operations whose results are integers unless they are told otherwise."""
+"""Operations whose results are integers by default."""
 KINDS = {
     "allgather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -33,19 +33,19 @@ KINDS = {
     "send": "send",
     "recv": "receive",
 }
-"""By what torch's names of collectives contain."""
+"""Kinds of collectives by a part of torch's name."""
 
 
 class FakeDeviceMode(TorchDispatchMode):
-    """A mode, to be entered before a `MemoryTracker`."""
+    """A mode that must be entered before a `MemoryTracker`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.meeting = ""
-        """The meeting to which what travels is charged."""
+        """Collective to which traffic is charged."""
         self.travelled: Counter[tuple[str, str]] = Counter()
-        """Bytes that come to this rank, by meeting and kind of collective."""
+        """Bytes that arrive at this rank, by collective and kind."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -57,7 +57,8 @@ class FakeDeviceMode(TorchDispatchMode):
         if not (any(map(_is_fake, tensors)) if tensors else _makes_floats(func, kwargs)):
             return func(*args, **kwargs)
         if tensors and all(tensor.is_meta for tensor in tensors) and kwargs.get("device") in (None, META):
-            return func(*args, **kwargs)  # of a model that is still to be sharded: many, and quick
+            # Operations on a model that is still to be sharded: many, and quick on the meta device.
+            return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
         if func is aten.bincount.default:
@@ -66,7 +67,7 @@ class FakeDeviceMode(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _meet(self, func: Any, args: Any) -> Any:
-        """A collective: (tensors, ..., group, ...) -> what it says that it returns."""
+        """Run a collective, (tensors, ..., group, ...), and return the result of its schema."""
         name = func.name().partition("::")[2].partition(".")[0]
         found = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
         size = ProcessGroup.unbox(found).size()
@@ -94,7 +95,7 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 def _makes_floats(func: Any, kwargs: Any) -> bool:
-    """Of an operation that is given no tensor."""
+    """Return True if an operation without tensor arguments makes floating-point numbers."""
     if kwargs.get("device") == META:
         return False
     dtype = kwargs.get("dtype")
@@ -104,7 +105,7 @@ def _makes_floats(func: Any, kwargs: Any) -> bool:
 
 
 def _even(count: int, num_places: int) -> Tensor:
-    """int64 [num_places]: as even as `count` things can lie in so many places."""
+    """Return int64 [num_places]: `count` things divided as evenly as possible."""
     counts = torch.full((num_places,), count // num_places, dtype=torch.int64)
     counts[: count % num_places] += 1
     return counts

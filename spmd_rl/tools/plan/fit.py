@@ -1,6 +1,6 @@
-"""The nearest layout that fits: settings near those that do not, in the order of how much they change.
+"""The nearest layout that fits: settings near those that do not, ordered by the size of the change.
 
-Candidates are reckoned (`estimate`), which takes no time; the first that seem to fit are then traced, one by one.
+Candidates are estimated (`estimate`), which takes no time; the first that seem to fit are then traced, one by one.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,11 +27,11 @@ KEPT = {"none": 1.0, "selective": 0.5, "full": 0.0}
 LADDER = ("none", "selective", "full")
 MOST_TRACED = 4
 MOST_TP = 8
-"""Tensor parallelism beyond a node is slow, and not proposed."""
+"""Largest tensor parallelism that is proposed: beyond a node it is slow."""
 
 
 def nearest(cfg: RlConfig, ranks: int, found: Trace, room: float, fits: Callable[[RlConfig], bool]) -> Iterator[str]:
-    """Say what to add to a command so that ranks that train fit, nothing if no such thing is found."""
+    """Yield the overrides with which training ranks fit; else a line on the failed search."""
     with phase("looking for a layout that fits"):
         candidates = [other for other in _candidates(cfg, ranks, found) if estimate(other, ranks, found) <= room]
     candidates.sort(key=lambda other: (_distance(cfg, other), estimate(other, ranks, found)))
@@ -46,14 +46,14 @@ def nearest(cfg: RlConfig, ranks: int, found: Trace, room: float, fits: Callable
 
 
 def changes(cfg: RlConfig, other: RlConfig) -> list[str]:
-    """The overrides that lead from one to the other."""
+    """Return the overrides that lead from one to the other."""
     keys = (*AXES, "activation_checkpointing", "tokens_per_microbatch", "offload")
     found = [f"train.{key}={getattr(other.train, key)}" for key in keys if differ(cfg.train, other.train, key)]
     return [f"engine.tp={other.engine.tp}"] * (cfg.engine.tp != other.engine.tp) + found
 
 
 def differ(one: TrainConfig, other: TrainConfig, key: str) -> bool:
-    """Whether a setting does."""
+    """Return True if a setting differs between the two."""
     return getattr(one, key) != getattr(other, key)
 
 
@@ -93,13 +93,14 @@ def _is_possible(axes: dict[str, int], vpp: int, ranks: int, found: Trace) -> bo
         deal_layers("train", config.num_hidden_layers, axes["pp"], vpp)
     except UserError:
         return False
-    latent = getattr(config, "kv_lora_rank", None)  # whose attention is not shared out, nor their saved buffers staged
+    # Latent attention is not sharded, nor are its saved buffers staged.
+    latent = getattr(config, "kv_lora_rank", None)
     shared = heads % tp == 0 and config.intermediate_size % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
     return shared and tp <= MOST_TP and not (latent and (tp > 1 or axes["pp"] > 1))
 
 
 def _distance(cfg: RlConfig, other: RlConfig) -> float:
-    """How much the settings differ: doublings of axes, steps of checkpointing."""
+    """Return the size of a change: doublings of axes, steps of checkpointing."""
     pairs = [(getattr(cfg.train, axis), getattr(other.train, axis)) for axis in (*AXES, "tokens_per_microbatch")]
     pairs.append((cfg.engine.tp, other.engine.tp))
     modes = [LADDER.index(one.train.activation_checkpointing) for one in (cfg, other)]
@@ -107,13 +108,13 @@ def _distance(cfg: RlConfig, other: RlConfig) -> float:
 
 
 def estimate(cfg: RlConfig, ranks: int, found: Trace) -> float:
-    """Bytes of a rank at its fullest, roughly: what a trace would find, from the model's sizes alone."""
+    """Return the bytes of a rank at its peak, roughly: an estimate of a trace from the model's sizes alone."""
     train, config, size = cfg.train, found.config, found.size
     sizes, width = LayoutSizes.of("train", ranks, **train.axes), 4 if dtype_of(cfg.policy) == "float32" else 2
     engine = beside_training(cfg, size, config)
     own = size.parameters / (ranks / sizes.dp_replicate)
     experts, dense = _of_layer(size, config)
-    # gathered weights of two layers, the gradients of one, whole, and again in float32 to be summed
+    # Gathered weights of two layers, the unsharded gradients of one, and these again in float32 to be summed.
     layer = (experts / sizes.ep + dense / sizes.tp) * (3 * width + 4)
     ends = 2 * config.vocab_size * config.hidden_size / sizes.tp * (2 * width + 4)
     tokens = max(train.tokens_per_microbatch, found.longest) / sizes.cp
@@ -130,7 +131,7 @@ def estimate(cfg: RlConfig, ranks: int, found: Trace) -> float:
 
 
 def _of_layer(size: ModelSize, config: Any) -> tuple[float, float]:
-    """Weights of all experts of a layer, and of the rest of it."""
+    """Return the number of weights of all experts of a layer, and of the rest of it."""
     per_expert = 3 * config.hidden_size * getattr(config, "moe_intermediate_size", 0)
     experts = num_experts(config) * per_expert
     layers, ends = config.num_hidden_layers, 2 * config.vocab_size * config.hidden_size
@@ -138,7 +139,7 @@ def _of_layer(size: ModelSize, config: Any) -> tuple[float, float]:
 
 
 def _activations(config: Any) -> float:
-    """Numbers that a layer keeps of a token: norms, projections, what the feed-forward units give."""
+    """Return the numbers that a layer keeps of a token: norms, projections, outputs of the feed-forward units."""
     units = config.intermediate_size
     if num_experts(config):
         units = (config.moe_intermediate_size + config.hidden_size) * (config.num_experts_per_tok + 1)

@@ -1,4 +1,4 @@
-"""What a run has measured of what was planned, from the metrics in its directory."""
+"""Measured memory of a run, from the metrics in its directory, to compare with its plan."""
 
 from pathlib import Path
 
@@ -7,9 +7,9 @@ from spmd_rl.track.render import NAMES
 
 
 def measured_peaks(run_dir: Path) -> dict[str, int]:
-    """The greatest peak of memory of any rank and step by phase, in bytes; empty where no step has been run.
+    """Return the peak of memory of any rank and step by phase, in bytes; empty without any step.
 
-    On a device it is what its allocator has given out; on the CPU the whole process' resident set.
+    On a device it is the allocator's peak; on the CPU the whole process' resident set.
     """
     peaks: dict[str, int] = {}
     phases = {name: phase for phase, name in NAMES.items()}

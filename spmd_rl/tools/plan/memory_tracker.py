@@ -1,13 +1,13 @@
-"""`MemoryTracker`: which storages of tensors are alive when, and how large they are.
+"""`MemoryTracker`: lifetimes and sizes of the storages of tensors.
 
     with MemoryTracker() as memory:
         with memory.window("update"):
             role.update(...)
     memory.peak("update").total
 
-It counts the storage under every tensor that an operation makes, until nothing refers to it any more or it is resized:
-what an allocator would be asked for, without its rounding and its holes. It works on real and on fake tensors alike.
-Of an operation's own scratch memory it sees nothing.
+It counts the storage under every tensor that an operation makes, until the last reference to it is gone or it is
+resized: the requests to an allocator, without its rounding and fragmentation. It works on real and on fake tensors.
+Operations' internal scratch memory is not counted.
 """
 
 import weakref
@@ -28,35 +28,35 @@ from torch.utils._pytree import tree_leaves
 ALIVE = 2**62
 RESIZED = "resize_"
 GATHERED = "gathered weights"
-"""Tag of what is resized: weights that FSDP has gathered, frees, and gathers again."""
+"""Tag of resized storages: weights that FSDP gathers, frees, and gathers again."""
 
 
 @dataclass(slots=True)
 class Allocation:
-    """One storage, from when it was allocated to when it was freed."""
+    """One storage, from its allocation to its release."""
 
     num_bytes: int
     made_by: str
-    """the operation that made it"""
+    """operation that made the storage"""
     born: int
-    """number of the event"""
+    """number of the event that made it"""
     died: int = ALIVE
     tag: str = ""
-    """what it holds; empty: what comes and goes"""
+    """tag of its content; empty for temporary data"""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What is alive when the most is."""
+    """The live storages at the moment of largest use."""
 
     total: int
-    """bytes"""
+    """live bytes at the peak"""
     by_tag: Counter[str]
-    """bytes; of what has no tag: `activations`, which outlive the meeting, and `temporary`, which do not"""
+    """bytes by tag; untagged ones are `activations`, which outlive the collective, or `temporary`"""
     largest: tuple[int, str]
-    """the largest of those without a tag: bytes and the operation that made it"""
+    """bytes of the largest untagged storage, and the operation that made it"""
     meeting: str
-    """the meeting of ranks in or after which it was"""
+    """collective in or after which the peak was"""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class _Window:
 
 @dataclass
 class MemoryTracker(TorchDispatchMode):
-    """A mode: within it storages are counted."""
+    """A mode within which storages are counted."""
 
     entries: list[Allocation] = field(default_factory=list)
     _alive: dict[int, tuple[Any, Allocation]] = field(default_factory=dict)
@@ -88,7 +88,8 @@ class MemoryTracker(TorchDispatchMode):
             memory._seen(storage, RESIZED)
             return result
 
-        UntypedStorage.resize_ = counted  # of this no operation tells: FSDP frees and gets back what it gathers
+        # No operation reports these: FSDP resizes storages to free gathered weights and to gather them again.
+        UntypedStorage.resize_ = counted
         super().__enter__()
         return self
 
@@ -98,7 +99,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does with its parts comes by here
+            # The operations on its local parts are dispatched here separately.
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
@@ -106,7 +108,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _seen(self, storage: UntypedStorage, made_by: str) -> None:
-        """Note a storage that is new, or of another size than it was."""
+        """Record a storage that is new, or whose size has changed."""
         key, size = storage._cdata, storage.nbytes()
         _, known = self._alive.get(key, (None, None))
         if known is not None:
@@ -132,7 +134,9 @@ class MemoryTracker(TorchDispatchMode):
         del self._alive[key]
 
     def tag(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Say what these tensors hold; of DTensors, their parts. What is not counted yet is from here on."""
+        """Set the tag of these tensors' storages (for DTensors, of their local parts); uncounted ones are counted from
+        now on.
+        """
         for tensor in tensors:
             storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
             self._seen(storage, "")
@@ -140,28 +144,30 @@ class MemoryTracker(TorchDispatchMode):
                 self._alive[storage._cdata][1].tag = name
 
     def meeting(self, name: str) -> None:
-        """Note that ranks meet now."""
+        """Record a collective at this moment."""
         self._meetings.append((self.now, name))
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
-        """What is done within goes by this name."""
+        """Record the events inside under this name."""
         self._windows[name] = window = _Window(self.now)
         yield
         window.end = self.now
 
     def split(self, window: str, meeting: str) -> tuple[tuple[int, int], tuple[int, int]]:
-        """A window as two spans of events: up to where a meeting's name begins with `meeting`, and from there."""
+        """Return a window as two spans of events: until a collective whose name begins with `meeting`,
+        and from there.
+        """
         begin, end = self._windows[window].begin, self._windows[window].end
         at = next((when for when, name in self._meetings if begin <= when and name.startswith(meeting)), end)
         return (begin, min(at, end)), (min(at, end), end)
 
     def span(self, window: str) -> tuple[int, int]:
-        """All of a window."""
+        """Return the span of a whole window."""
         return self._windows[window].begin, self._windows[window].end
 
     def peak(self, span: tuple[int, int], without: Iterable[str] = ()) -> Peak:
-        """When within a span of events the most is alive, not counting what has one of the tags `without`."""
+        """Return the peak within a span of events, without storages of the tags `without`."""
         begin, end = span
         entries = [e for e in self.entries if e.born <= end and e.died > begin and e.tag not in set(without)]
         changes: Counter[int] = Counter()

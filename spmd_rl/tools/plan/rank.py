@@ -1,10 +1,10 @@
-"""`trace`: what one rank of a run holds and is sent in each phase, found by running its own code without its tensors.
+"""`trace`: memory and traffic of one rank of a run in each phase, found by running its code without its tensors.
 
     found = trace(cfg, rank=0, size=256)
     found.phases["update"].peak.total
 
-The roles are those of a run, built by the same function over a `PlannedWorld`; what they compute is pretended
-(`fake_device.py`) and counted (`memory_tracker.py`). What an engine holds is reckoned (`engine.py`).
+The roles are those of a run, built by the same function over a `PlannedWorld`; their computation is faked
+(`fake_device.py`) and counted (`memory_tracker.py`). The memory of an engine is estimated (`engine.py`).
 """
 
 from collections import Counter
@@ -40,47 +40,47 @@ from spmd_rl.train import build_role
 from spmd_rl.train.stored_model import Stored
 
 ACCUMULATED = "update: results"
-"""The meeting after the last backward pass of an update."""
+"""Collective after the last backward pass of an update."""
 SUMS = "update: names of averages"
-"""What the last stage of a pipeline tells the others."""
+"""Broadcast from the last stage of a pipeline to the others."""
 WEIGHTS, OPTIMIZER, GRADIENTS = "weights", "optimizer", "gradients"
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What a role's part in a phase of a step needs."""
+    """Memory and traffic of a role in a phase of a step."""
 
     role: str
     peak: Peak
-    """without other roles that are off the device then"""
+    """peak without other roles that are off the device then"""
     travelled: Counter[str]
-    """bytes that come to this rank in a step, by kind of collective"""
+    """bytes that arrive at this rank in a step, by kind of collective"""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Of one rank."""
+    """The plan of one rank, by phase."""
 
     rank: int
     places: dict[str, int]
-    """where it stands along the axes of the policy's layout"""
+    """coordinates along the axes of the policy's layout"""
     held: dict[str, int]
-    """bytes, by role and what it holds for good"""
+    """permanent bytes, by role and content"""
     phases: dict[str, list[Phase]]
     size: Any
-    """`ModelSize` of the policy"""
+    """sizes of the policy, a `ModelSize`"""
     config: Any
-    """its text model's configuration"""
+    """configuration of its text model"""
     microbatches: int
-    """of each data shard in an update"""
+    """number in an update of each data shard"""
     longest: int
     """tokens of the longest sample"""
 
 
 def trace(cfg: RlConfig, rank: int, size: int) -> Trace:
-    """What rank `rank` of `size` holds. UserError if the layout is impossible.
+    """Return the plan of rank `rank` of `size`. UserError if the layout is impossible.
 
-    At most as many micro-batches are run as can be in flight, and one more, on which gradients are added up.
+    It runs at most as many micro-batches as can be in flight, and one more, which accumulates gradients.
     """
     offload, cfg = cfg.train.offload and cfg.plan.device != "cpu", planned(cfg)
     with ExitStack() as stack:
@@ -96,7 +96,7 @@ def trace(cfg: RlConfig, rank: int, size: int) -> Trace:
 
 
 def planned(cfg: RlConfig) -> RlConfig:
-    """Settings for a plan: every tensor stays where it is, and nothing is drawn at random."""
+    """Return settings for a plan: every tensor stays on its device, and nothing is drawn at random."""
     policy = cfg.policy
     if policy.dtype == "auto":
         dtype = "bfloat16" if cfg.plan.device != "cpu" else choose_dtype(torch.device("cpu"))[0]
@@ -114,12 +114,12 @@ def _met(memory: MemoryTracker, fake: FakeDeviceMode, name: str) -> None:
 
 
 class _Trace:
-    """The roles of a run, and what they do in a step."""
+    """The roles of a run, and their work in a step."""
 
     def __init__(
         self, cfg: RlConfig, offload: bool, world: PlannedWorld, memory: MemoryTracker, fake: FakeDeviceMode
     ) -> None:
-        """offload: weights and moments are off the device where nothing reads them."""
+        """Keep the planned objects. offload: weights and moments leave the device while they are unused."""
         self._offload, self._cfg, self._world, self._memory, self._fake = offload, cfg, world, memory, fake
         self._models: dict[str, nn.Module] = {}
         self._phases: dict[str, list[Phase]] = {}
@@ -130,10 +130,12 @@ class _Trace:
         for role in (role for role in cfg.roles if not role.is_base_of(cfg.roles[0])):
             if not backend(role.train.name).has_plan:
                 raise UserError(f"{role.key}.name: --plan cannot trace train={role.train.name}")
-            if role.lora.rank:  # peft moves weights, which made-up ones are not
+            # peft moves weights, which made-up ones do not support.
+            if role.lora.rank:
                 raise UserError(f"{role.name}.lora.rank: --plan cannot trace adapters; give {role.name}.lora.rank=0")
             with progress(f"rank {self._world.rank}: building the {role.name}"):
-                free = replace(role, constraint=ConstraintConfig())  # the answers of a plan are made up
+                # The answers of a plan are made up, and match no grammar.
+                free = replace(role, constraint=ConstraintConfig())
                 self._roles[role.name] = build_role(free, self._world, source=partial(self._model, role.name))
             self._tag(role.name)
         policy = self._roles["policy"]
@@ -144,6 +146,7 @@ class _Trace:
         self._run("publish", "policy", lambda: _emptied(policy.model.whole_parameters()))
         for name, role in self._roles.items():
             several = train.updates_per_step * cfg.algorithm.sample_epochs > 1
+            # The update itself computes these logprobs.
             if name == "policy" and not several and not needs_old_logprobs(cfg.algorithm):
                 continue  # the update itself computes these numbers
             batch, *counts = self._batch(name, vocabulary)
@@ -172,11 +175,12 @@ class _Trace:
         self._memory.tag(f"{name} {OPTIMIZER}", moments.values())
 
     def _batch(self, name: str, vocabulary: int) -> tuple[Batch, int, int]:
-        """A batch for a role, how many micro-batches it has, and how many those of a step have."""
+        """Return a batch for a role, its number of micro-batches, and their number in a step."""
         cfg, layout = self._cfg, self._roles[name].layout
         train, rollout, updates = cfg.role(name).train, cfg.rollout, cfg.train.updates_per_step
         longest, budget = tokens_per_turn(rollout, rollout.max_prompt_tokens), train.tokens_per_microbatch
         count = num_microbatches(rollout, updates, layout.data.size, budget)
+        # One micro-batch more than are in flight: the first to add to gradients of an earlier one.
         traced = min(count, 2 * layout.size("pp") if train.vpp > 1 else layout.size("pp") + 1)  # as many as can matter
         return full_batch(cfg.algorithm, longest, traced, budget, vocabulary), traced, count * updates
 
@@ -199,11 +203,11 @@ class _Trace:
         self._world.on_meeting = partial(_met, self._memory, self._fake)
 
     def _run(self, phase: str, name: str, work: Callable[[], object], traced: int = 1, count: int = 1) -> None:
-        """Do a role's part of a phase. traced, count: micro-batches that it runs, and that it would run in a step."""
+        """Run a role's part of a phase. traced, count: micro-batches in the trace, and in a step."""
         self._fake.travelled.clear()
         self._fake.meeting = phase
         window = f"{phase} {name}"
-        for what in ("update", "logprobs", "values"):  # the leader of a data shard says it
+        for what in ("update", "logprobs", "values"):
             self._world.told[f"{what}: number of micro-batches"] = {"count": float(traced)}
         with progress(f"rank {self._world.rank}: {phase} of the {name}"), self._memory.window(window):
             work()
@@ -214,7 +218,7 @@ class _Trace:
         self._phases.setdefault(phase, []).append(found)
 
     def _peak(self, phase: str, name: str, window: str) -> Peak:
-        """The peak of a window; where weights are off the device while others work, without those."""
+        """Return the peak of a window; with offload, without weights that are off the device."""
         if not self._offload:
             return self._memory.peak(self._memory.span(window))
         off = [f"{other} {what}" for other in self._roles for what in (WEIGHTS, OPTIMIZER) if other != name]
@@ -226,9 +230,9 @@ class _Trace:
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """Make a model's parameters plain tensors on the meta device, in place: FSDP cuts these much sooner than fake ones.
+    """Make a model's parameters plain tensors on the meta device, in place: FSDP cuts these much faster than fake ones.
 
-    Ties stay.
+    Tied parameters stay tied.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -241,7 +245,7 @@ def _plain(model: nn.Module) -> nn.Module:
 
 
 def _times(meeting: str, count: int) -> int:
-    """How often a meeting of the trace happens in a run of `count` micro-batches: the first ones stand for the rest."""
+    """Return how many collectives of a step one of the trace represents: the first micro-batches represent the rest."""
     _, found, place = meeting.partition("micro-batch ")
     if not found:
         return 1

@@ -1,4 +1,4 @@
-"""The plan of a rank as tables: what it holds in each phase, what comes to it in a step, and where it stands."""
+"""The plan of a rank as tables: its memory in each phase, its incoming traffic in a step, and its coordinates."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,22 +21,22 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A phase on one rank."""
+    """The memory of a phase on one rank."""
 
     phase: str
     columns: dict[str, int]
-    """bytes, by `COLUMNS`"""
+    """bytes by column, of `COLUMNS`"""
     largest: str = ""
-    """the largest tensor that comes and goes, and when"""
+    """largest temporary tensor, and its operation"""
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """Total number of bytes."""
         return sum(self.columns.values())
 
 
 def rows(cfg: RlConfig, found: Trace) -> list[TableRow]:
-    """The phases of a step in their order, each with what is on the device when the most is: of a rank that trains."""
+    """Return the phases of a training rank's step in order, each with the memory at its peak."""
     engine, sleeps, made = beside_training(cfg, found.size, found.config), sleeps_while_idle(cfg.train, cfg.plan), []
     for phase in ("publish", GENERATE, "prepare", "update", SAVE):
         parts = [_columns(part) for part in found.phases.get(phase, ())]
@@ -54,17 +54,17 @@ def rows(cfg: RlConfig, found: Trace) -> list[TableRow]:
 
 
 def engine_rows(engine: EngineBytes, sleeps: bool) -> list[TableRow]:
-    """The phases of a rank that does nothing but generate."""
+    """Return the phases of a rank that only generates."""
     return [TableRow(phase, _of_engine(engine, phase, sleeps)) for phase in ("publish", GENERATE)]
 
 
 def sleeps_while_idle(train: TrainConfig, plan: PlanConfig) -> bool:
-    """Whether what computes nothing is off the device."""
+    """Return True if idle roles are off the device."""
     return train.offload and plan.device != "cpu"
 
 
 def _of_engine(engine: EngineBytes, phase: str, sleeps: bool) -> dict[str, int]:
-    """With an engine that sleeps, weights are published before its cache is there."""
+    """Return the engine's columns; one that sleeps gets its weights before its cache exists."""
     kv = 0 if sleeps and phase == "publish" else engine.kv
     working = engine.working if phase == GENERATE else 0
     return {"engine": engine.weights, "KV cache": kv} | ({"temporary": working} if working else {})
@@ -88,7 +88,7 @@ def _columns(part: Phase) -> tuple[dict[str, int], str]:
 
 
 def show_map(console: Console, cfg: RlConfig, placement: Placement, found: Sequence[Trace]) -> None:
-    """Print which ranks stand along which axis, and which generate."""
+    """Print the ranks along each axis, and those that generate."""
     if found:
         _show_axes(console, cfg, placement.train, found[0])
     where = f"{ranks_do(placement.generate, 'generate')}: " if cfg.placement.is_split else ""
@@ -117,7 +117,7 @@ def _show_axes(console: Console, cfg: RlConfig, ranks: Sequence[int], found: Tra
 
 
 def show_rank(console: Console, found: Trace, table: Sequence[TableRow], measured: Mapping[str, int]) -> None:
-    """Print what a rank holds and what comes to it. measured: bytes by phase, of a run that there has been."""
+    """Print a rank's memory and incoming traffic. measured: bytes by phase of an earlier run."""
     place = ", ".join(f"{axis} {at}" for axis, at in found.places.items())
     show_table(console, f"Rank {found.rank} ({place})", table, measured)
     for row in table:
@@ -131,7 +131,7 @@ def show_rank(console: Console, found: Trace, table: Sequence[TableRow], measure
 
 
 def show_table(console: Console, who: str, table: Sequence[TableRow], measured: Mapping[str, int]) -> None:
-    """Print what a rank holds in each phase."""
+    """Print a rank's memory in each phase."""
     console.print()
     console.print(Text(f"{who}, GB at the peak of each phase", "bold"))
     grid = Table(box=None, pad_edge=False, padding=(0, 1))

@@ -1,10 +1,10 @@
-"""`PlannedWorld`: one rank's view of a world whose other ranks are not there.
+"""`PlannedWorld`: one rank's view of a world whose other ranks do not exist.
 
     with planned_world(rank=0, size=256) as world:
         layout = Layout(world, ep=8)
 
-Its process groups are torch's fake ones, of the right sizes, over which nothing travels. Whatever ranks tell each other
-is answered as if all of them said what this one says.
+Its process groups are torch's fake ones, of the right sizes, without traffic. Every collective returns as if all ranks
+had sent this rank's data.
 """
 
 import tempfile
@@ -26,50 +26,50 @@ from spmd_rl.distributed.membership import Membership, Rendezvous
 
 
 class PlannedWorld(World):
-    """Where this rank would stand. Made by `planned_world`."""
+    """A rank of a planned world. Made by `planned_world`."""
 
     def __init__(self, me: Membership, rendezvous: Rendezvous, journal: Journal) -> None:
         super().__init__(me, rendezvous, journal)
         self.on_meeting: Callable[[str], None] = lambda name: None
-        """Called with the name of each meeting that the journal would show."""
+        """Callback for the name of each collective that the journal would show."""
         self.told: dict[str, Any] = {}
-        """What other ranks alone know, by the name of the broadcast or reduction that brings it."""
+        """Data that only other ranks have, by the name of the broadcast or reduction that delivers it."""
 
     def subset(self, name: str, ranks: Sequence[int], written: bool = True) -> "PlannedWorld":
-        """This world: nothing is planned over some of its ranks alone."""
+        """Return this world: no plan uses only some of its ranks."""
         assert len(ranks) == self.size
         return self
 
     def gather(self, name: str, record: Any, type: Any = Any) -> list[Any]:
-        """[all] This rank's record, as if each rank had sent it."""
+        """[all] Return this rank's record, as if each rank had sent it."""
         return [msgspec.convert(msgspec.to_builtins(record), type)] * self.size
 
     def broadcast(self, name: str, record: Any, src: int = 0) -> Any:
-        """[all] What is `told`, else this rank's record."""
+        """[all] Return the record in `told`, else this rank's."""
         return self.told.get(name, record)
 
     def agree(self, name: str, value: Any) -> None:
-        """[all] One rank agrees with itself."""
+        """[all] Do nothing, since one rank agrees with itself."""
 
     def reduce(self, name: str, values: Mapping[str, float], op: Reduction = "sum") -> dict[str, float]:
-        """[all] As if each rank brought these values, but for those that are `told`."""
+        """[all] Reduce as if each rank had these values, except for those in `told`."""
         values = {**values, **self.told.get(name, {})}
         return {key: value * (self.size if op == "sum" else 1) for key, value in values.items()}
 
     def barrier(self, name: str) -> None:
-        """[all] Nobody else comes."""
+        """[all] Return at once, since there are no other ranks."""
 
     def collective(self, name: str, *args: Any, **kwargs: Any) -> AbstractContextManager[int]:
-        """[all] See `World`."""
+        """[all] Report the collective to `on_meeting`, and journal it."""
         self.on_meeting(name)
         return super().collective(name, *args, **kwargs)
 
 
 @contextmanager
 def planned_world(rank: int, size: int) -> Iterator[PlannedWorld]:
-    """The world of rank `rank` of `size`, on the CPU. This process must not be in a process group.
+    """Yield the world of rank `rank` of `size`, on the CPU. This process must not be in a process group.
 
-    The journal goes to a directory that is gone afterwards.
+    The journal goes to a temporary directory.
     """
     me = Membership(rank, size, 0, 1, node="0", launched=False, device=torch.device("cpu"))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -80,4 +80,5 @@ def planned_world(rank: int, size: int) -> Iterator[PlannedWorld]:
             journal.close()
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # it would give the next world's tensors meshes of this one
+        # The cache would give the next world's tensors meshes of this one.
+        _clear_sharding_prop_cache()

@@ -17,7 +17,7 @@ from spmd_rl.tools.view.server import ViewServer
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = Parser(
         program("view"),
         description="Shows the samples of a run: a page of this machine alone, or text on the terminal.",
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def serve(runs: RunIndex, port: int, no_browser: bool) -> int:
-    """Serve the page until Ctrl-C. UserError where the port cannot be had."""
+    """Serve the page until Ctrl-C. UserError if the port is unavailable."""
     try:
         server = ViewServer(runs, port)
     except (OSError, OverflowError) as error:

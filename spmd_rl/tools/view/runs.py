@@ -1,6 +1,6 @@
-"""Finds run directories and reads what stands at the top of each: settings, metrics, and which steps have samples.
+"""Finds run directories and reads their overview: settings, metrics, and the steps with samples.
 
-A file is read again when it has changed, so a run can be followed while it is being written.
+A changed file is read again, so a run can be followed while it is being written.
 """
 
 from functools import lru_cache
@@ -12,9 +12,9 @@ from spmd_rl.track.run_reader import RunData, read_run
 from spmd_rl.track.samples import merged_files
 
 KINDS = ("step", "eval")
-"""Of sample files: the samples that a step trains on, and held-out answers."""
+"""Kinds of sample files: samples that a step trains on, and held-out answers."""
 MAX_DEPTH = 3
-"""Folders below the one that is named in which runs are looked for."""
+"""Depth of the search for runs below the named folder."""
 SCORES = ("val/score/mean", "critic/score/mean")
 
 
@@ -22,7 +22,7 @@ class RunIndex:
     """The runs in a folder, by name: the path of their directory below it, or `.` for the folder itself."""
 
     def __init__(self, root: Path) -> None:
-        """UserError where there is no run."""
+        """Find the runs. UserError if the folder has no run."""
         self.root = root
         if not root.is_dir():
             raise UserError(f"{root}: no such directory")
@@ -30,19 +30,19 @@ class RunIndex:
             raise UserError(f"{root}: no run in it: neither config.yaml with metrics or samples, nor folders with them")
 
     def names(self) -> list[str]:
-        """The names of all runs that are there at this moment, those that were written last first."""
+        """Return the current names of all runs, the most recently written first."""
         folders = [self.root] if _is_run(self.root) else _below(self.root, MAX_DEPTH)
         found = sorted(folders, key=lambda folder: (-_changed(folder), folder))
         return [folder.relative_to(self.root).as_posix() for folder in found]
 
     def read(self, name: str) -> RunData:
-        """Read a run by its name. KeyError where there is none of that name."""
+        """Read a run by its name. KeyError for an unknown name."""
         if name not in self.names():
             raise KeyError(f"no run {name!r}")
         return read(self.root / name)
 
     def summaries(self) -> list[dict[str, Any]]:
-        """One line on each run."""
+        """Return a summary of each run."""
         return [summary(name, self.read(name)) for name in self.names()]
 
 
@@ -52,7 +52,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _below(folder: Path, depth: int) -> list[Path]:
-    """The runs below a folder, whose own folders are not searched."""
+    """Return the runs below a folder; folders of a run are not searched."""
     found = []
     for path in folder.iterdir():
         if path.is_dir() and not path.name.startswith("."):
@@ -61,13 +61,13 @@ def _below(folder: Path, depth: int) -> list[Path]:
 
 
 def _changed(folder: Path) -> float:
-    """When a run wrote its metrics, or else its settings."""
+    """Return the time at which a run wrote its metrics, or else its settings."""
     path = folder / "metrics.jsonl"
     return (path if path.exists() else folder / "config.yaml").stat().st_mtime
 
 
 def read(folder: Path) -> RunData:
-    """Read a run directory, anew where its metrics or settings have changed."""
+    """Read a run directory, again if its metrics or settings have changed."""
     return _read(folder, tuple(stamp(folder / name) for name in ("config.yaml", "metrics.jsonl")))
 
 
@@ -77,7 +77,7 @@ def _read(folder: Path, stamps: tuple[Any, ...]) -> RunData:
 
 
 def stamp(path: Path) -> tuple[int, int] | None:
-    """What changes with a file's content: time and size; None where there is no file."""
+    """Return modification time and size of a file, which identify its content; None without a file."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -86,19 +86,19 @@ def stamp(path: Path) -> tuple[int, int] | None:
 
 
 def files(run: RunData, kind: str) -> dict[int, Path]:
-    """The sample files of a run by step. KeyError for a kind that is none of `KINDS`."""
+    """Return the sample files of a run by step. KeyError for a kind outside of `KINDS`."""
     if kind not in KINDS:
         raise KeyError(f"no kind {kind!r} of samples")
     return dict(merged_files(run.directory / "samples", kind))
 
 
 def title(run: RunData) -> str:
-    """The name of a run for people."""
+    """Return the name of a run for people."""
     return str(run.setting("run.name") or run.directory.resolve().name)
 
 
 def summary(name: str, run: RunData) -> dict[str, Any]:
-    """What the list of runs tells of one."""
+    """Return the entry of a run in the list of runs."""
     scores = {key: points[-1][1] for key in SCORES if (points := run.series(key))}
     return {
         "run": name,
@@ -113,7 +113,7 @@ def summary(name: str, run: RunData) -> dict[str, Any]:
 
 
 def overview(name: str, run: RunData) -> dict[str, Any]:
-    """What the page needs of one run: its summary, its metrics' names, and the steps that have samples."""
+    """Return the page's data of one run: its summary, its metrics' names, and the steps with samples."""
     keys = sorted({key for line in run.lines for key, value in line.items() if isinstance(value, int | float)})
     kinds = {kind: list(files(run, kind)) for kind in KINDS}
     return summary(name, run) | {"steps": kinds, "keys": [key for key in keys if key != "step"]}

@@ -1,8 +1,8 @@
 """Serves the page and its data: HTTP on the loopback address, for this machine's user alone.
 
-Who may read: only whoever knows the address, which holds a random key, and only under a name of this machine (`Host`),
-so that no page of another site can read through a name that points here. What a model wrote is data: the page puts it
-into text nodes, and its content security policy allows no script but its own, and no other server.
+Readers need the address, which holds a random key, and must use a name of this machine (`Host`), so that no other
+site's page can read through a DNS name that points here. Text from a model is data: the page puts it into text nodes,
+and its content security policy allows no script but its own, and no other server.
 """
 
 import hmac
@@ -37,7 +37,7 @@ Query = Mapping[str, str]
 
 
 class Data:
-    """What the page asks for, by name. A missing or unknown argument raises KeyError or ValueError."""
+    """Data requests of the page, by name. A missing or unknown argument raises KeyError or ValueError."""
 
     def __init__(self, runs: RunIndex) -> None:
         self._runs = runs
@@ -60,7 +60,7 @@ class Data:
         return [listed(row) for row in rows(self._path(query))]
 
     def _trajectories(self, query: Query) -> list[dict[str, Any]]:
-        """All trajectories of a ticket, or that of one `answer`."""
+        """Return all trajectories of a ticket, or that of one `answer`."""
         path, ticket = self._path(query), int(query["ticket"])
         answer = int(query["answer"]) if "answer" in query else None
         texts = TokenTexts(self._runs.read(query["run"]).setting("policy.model"))
@@ -73,33 +73,33 @@ class Data:
 
 
 def page(nonce: str) -> str:
-    """The page: its style and its scripts in one document, each with the nonce that its policy asks for."""
+    """Return the page: style and scripts in one document, each with the nonce of its policy."""
     texts = {name: (FOLDER / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)}
     style, script = PALETTE + texts["page.css"], "\n".join(texts[name] for name in SCRIPTS)
     return texts["page.html"].replace("NONCE", nonce).replace("/* STYLE */", style).replace("/* SCRIPT */", script)
 
 
 class ViewServer(ThreadingHTTPServer):
-    """The server; `url` is the address of the page. OSError where the port is taken."""
+    """The server; `url` is the address of the page. OSError if the port is taken."""
 
     daemon_threads = True
 
     def __init__(self, runs: RunIndex, port: int = 0) -> None:
-        """port: 0 for any free one."""
+        """Bind the port; 0 means any free one."""
         super().__init__(("127.0.0.1", port), Handler)
         self.key = secrets.token_urlsafe(16)
         self.data = Data(runs)
         self.url = f"http://127.0.0.1:{self.server_port}/{self.key}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing where a browser has gone away; else one line."""
+        """Print one line, except after a closed connection."""
         error = sys.exception()
         if error is not None and not isinstance(error, ConnectionError):
             tell(f"view: {one_line(error)}")
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one request. Only GET is known."""
+    """The handler of one request. Only GET is supported."""
 
     server: ViewServer
     server_version, sys_version = "spmd_rl", ""
@@ -109,6 +109,7 @@ class Handler(BaseHTTPRequestHandler):
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
         address = urlsplit(self.path)
         key, _, rest = address.path.removeprefix("/").partition("/")
+        # `compare_digest` takes the same time for every wrong key, so that it cannot be guessed byte by byte.
         if host not in HOSTS or not hmac.compare_digest(key.encode(), self.server.key.encode()):
             return self._send(403, {"error": "not the address that was printed"})
         if not rest:
@@ -144,4 +145,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing: requests are no news on the terminal."""

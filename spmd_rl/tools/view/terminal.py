@@ -1,6 +1,6 @@
 """The terminal view: tables of runs, steps and samples, and trajectories turn by turn with tokens in colours.
 
-What a model wrote is shown with control characters escaped: a terminal acts on none of them.
+Control characters in a model's text are escaped, so that no terminal acts on them.
 """
 
 import sys
@@ -25,27 +25,27 @@ from spmd_rl.track.tokens import TokenTexts
 
 COLORS = ("none", "logprob", "mask", "advantage", "version")
 WIDTH = 132
-"""Columns where the output is no terminal."""
+"""Number of columns if the output is no terminal."""
 PALETTE = ("blue", "yellow", "green", "magenta", "cyan", "red")
 IMPROBABLE = ((-4.0, "bold red"), (-2.0, "red"), (-1.0, "yellow"), (-0.3, "cyan"))
-"""Colours of a token by the greatest logprob that they stand for, in nats."""
+"""Colours of a token by the largest logprob of their range, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is asked for."""
+    """The part of a run to show."""
 
     kind: str
-    """See `KINDS`."""
+    """Kind of samples, one of `KINDS`."""
     step: int | None
     sample: str | None
-    """`TICKET.ANSWER`, or `TICKET` for its whole group."""
+    """Sample as `TICKET.ANSWER`, or `TICKET` for its whole group."""
     color: str
-    """One of `COLORS`."""
+    """Meaning of the colours, one of `COLORS`."""
 
 
 def show(runs: RunIndex, place: Selection) -> None:
-    """Print it. UserError for a step or a sample that is not there."""
+    """Print the selection. UserError for a missing step or sample."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     names = runs.names()
     if len(names) > 1:

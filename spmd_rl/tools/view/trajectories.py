@@ -1,7 +1,7 @@
-"""Reads a file of the sample log: one short line on each trajectory, and a trajectory whole.
+"""Reads a file of the sample log: a short entry for each trajectory, and complete trajectories.
 
-A trajectory is a line of the file, or several: its segments (`Sample.last`), of which the last bears the verdict. The
-file is searched once for what the list shows; whole lines are then read from where they stand.
+A trajectory is one or several lines of the file: its segments (`Sample.last`), the last of which has the verdict. The
+file is read once for the list; complete lines are then read from their offsets.
 """
 
 from collections import defaultdict
@@ -15,11 +15,11 @@ import msgspec
 from spmd_rl.tools.view.runs import stamp
 
 STOP = "stop/"
-"""A part of a verdict named `stop/<reason>` says why an episode ended."""
+"""Prefix of a verdict's part whose name, `stop/<reason>`, gives the reason of an episode's end."""
 SEGMENT = ("answer", "advantage", "kept", "reject_reason", "turns")
 """Fields of a line that may differ between the segments of a trajectory."""
 PREVIEW = 160
-"""Characters of a prompt and of an answer in the list."""
+"""Number of characters of a prompt and of an answer in the list."""
 
 
 class _Step(msgspec.Struct):
@@ -41,7 +41,7 @@ class _Verdict(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """What the list needs of a line."""
+    """Fields of a line that the list needs."""
 
     ticket: int
     answer: int
@@ -58,37 +58,37 @@ class _Line(msgspec.Struct):
 
 
 class TrajectoryRow(msgspec.Struct, frozen=True):
-    """One trajectory in the list."""
+    """The entry of a trajectory in the list."""
 
     ticket: int
     answer: int
-    """Of its first segment."""
+    """Answer number of its first segment."""
     domain: str
     status: str
     score: float | None
-    """None where the verdict has none."""
+    """Score of the verdict; None without one."""
     end: str
-    """Why it ended: the environment's or the episode's reason, or that of its last turn."""
+    """Reason of its end: the environment's or the episode's, or that of its last turn."""
     turns: int
     tokens: int
-    """That the policy sampled."""
+    """Number of tokens that the policy sampled."""
     segments: int
     advantage: float | None
-    """Of the whole; of several, for each turn, the mean over its tokens."""
+    """Advantage of the whole; for several, the mean over the tokens of all turns."""
     kept: bool
     reject_reason: str | None
     greedy: bool
     version: int | None
-    """The latest policy version that sampled a token."""
+    """Latest policy version that sampled a token."""
     prompt: str
     text: str
-    """The beginnings of the prompt's last message, and of the last answer; of an agent, its actions."""
+    """Beginning of the last answer, or of an agent's actions; `prompt` is that of the prompt's last message."""
     offsets: tuple[int, ...]
-    """Where the lines of its segments begin in the file."""
+    """Byte offsets of its segments' lines in the file."""
 
 
 def rows(path: Path) -> Sequence[TrajectoryRow]:
-    """All trajectories of a file, in (ticket, answer) order. OSError; ValueError for a file that is none."""
+    """Return all trajectories of a file, in (ticket, answer) order. OSError; ValueError for an invalid file."""
     return _rows(path, stamp(path))
 
 
@@ -108,9 +108,10 @@ def _rows(path: Path, _: object) -> Sequence[TrajectoryRow]:
 
 
 def _trajectories(lines: Sequence[tuple[int, _Line]]) -> Iterator[list[tuple[int, _Line]]]:
-    """Put the segments of each trajectory together. Samples of one unit that are all `last` stay apart: a pair."""
+    """Group the segments of each trajectory. Samples of one unit that are all `last` stay separate: a pair."""
     begun: dict[tuple[int, int], list[tuple[int, _Line]]] = defaultdict(list)
-    for offset, line in lines:  # in (ticket, answer) order, in which segments of one unit follow each other
+    # Lines are in (ticket, answer) order, in which segments of one unit follow each other.
+    for offset, line in lines:
         key = (line.ticket, line.answer if line.unit is None else line.unit)
         begun[key].append((offset, line))
         if line.last:
@@ -157,7 +158,7 @@ def _advantage(segments: Sequence[tuple[int, _Line]]) -> float | None:
 
 
 def _prompt(line: _Line) -> str:
-    """The last message of the prompt; a task of an environment has none."""
+    """Return the last message of the prompt; empty for a task of an environment."""
     content = line.messages[-1].get("content") if line.messages else ""
     return _begin(
         content if isinstance(content, str) else " ".join(str(part.get("text", "")) for part in content or [])
@@ -175,8 +176,9 @@ def _begin(text: str) -> str:
 
 
 def whole(path: Path, row: TrajectoryRow) -> dict[str, Any]:
-    """A trajectory with everything that the log has of it: its row, its task, its verdict, and the `segments`, each
-    with its `turns` as in `SampleRow`."""
+    """Return everything that the log has of a trajectory: its row, its task, its verdict, and the `segments`, each with
+    its `turns` as in `SampleRow`.
+    """
     lines = []
     with open(path, "rb") as file:
         for offset in row.offsets:
@@ -188,5 +190,5 @@ def whole(path: Path, row: TrajectoryRow) -> dict[str, Any]:
 
 
 def listed(row: TrajectoryRow) -> dict[str, Any]:
-    """A row as the list shows it, without `offsets`."""
+    """Return a row for the list, without `offsets`."""
     return {name: getattr(row, name) for name in TrajectoryRow.__struct_fields__ if name != "offsets"}

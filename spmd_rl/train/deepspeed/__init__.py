@@ -11,7 +11,7 @@ ROUTING = ("router_replay", "router_aux_coef", "router_bias_update_speed")
 
 
 def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
-    """See `Backend.refuse`."""
+    """Raise a UserError for settings that this backend does not support."""
     train = role.train
     if train.offload_param and train.stage != 3:
         raise UserError(f"{role.key}.offload_param: only with {role.key}.stage=3, which alone shares parameters out")
@@ -32,7 +32,7 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
 
 
 def build(role: RoleConfig, layout: Any, source: Any) -> Any:
-    """[all] See `Backend.build`."""
+    """[all] Build the role on this backend, see `Backend.build`."""
     from spmd_rl.train.deepspeed.model import build
 
     return build(role, layout, source)

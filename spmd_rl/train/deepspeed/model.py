@@ -1,6 +1,6 @@
-"""`DeepSpeedModel`: a module of transformers whose state ZeRO shares out; or frozen, and forward-only.
+"""`DeepSpeedModel`: a transformers module sharded by ZeRO; or frozen and forward-only.
 
-Under stage 3 a parameter is gathered for the module that computes with it; under 1 and 2 each rank has all weights.
+Stage 3 gathers each parameter for the module that uses it; with stages 1 and 2 each rank has all weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ from spmd_rl.train.stored_model import Source
 
 
 class DeepSpeedModel:
-    """See `train.base.ShardedModel`."""
+    """A `train.base.ShardedModel` on DeepSpeed's ZeRO."""
 
     def __init__(self, module: nn.Module, layout: Layout, role: RoleConfig, read: Fill | None = None) -> None:
         """[all] Take over `module`: whole, float32 where trained; or on the meta device, with weights to `read`."""
@@ -73,17 +73,18 @@ class DeepSpeedModel:
         self._fill(fill, group)  # [all]
 
     def _sharing(self, config: dict[str, Any], group: dist.ProcessGroup) -> Callable[[nn.Parameter], None]:
-        """What stage 3 does with each parameter as soon as it has memory."""
+        """Return the function by which stage 3 partitions each parameter once it has memory."""
         if self._role.train.stage < 3:
             return lambda p: None
         init = partial(self._deepspeed.zero.Init, config_dict_or_path=config, data_parallel_group=group)
         return lambda p: init(module=nn.ParameterList([p]), dtype=self._dtype)
 
     def _fill(self, read: Fill, group: dist.ProcessGroup) -> None:
-        """[all] Set masters and weights from what this rank has to read of them."""
+        """[all] Read this rank's part of masters and weights."""
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if self._optimizer is not None:
             self._partition = Partition(self._deepspeed.utils, self._engine, trained, group)
+            # DeepSpeed creates optimizer state in the first step, too late for a checkpoint before it.
             self._optimizer.begin(self._partition.flats)
             for name, own in self._partition.held.items():
                 for region, piece in pieces(self._shapes[name], own, self._partition.tensor(name)):
@@ -104,26 +105,28 @@ class DeepSpeedModel:
             self._partition.refresh()  # [all]
 
     def run(self, loop: MicrobatchLoop) -> None:
-        """See `ShardedModel`."""
+        """Run all micro-batches of `loop`, see `ShardedModel`."""
         losses: list[Tensor] = []
         num_steps = int(self._steps)
 
         def forward(step: Step) -> None:
             if loop.is_trained:
+                # The boundary marks the last micro-batch, after which DeepSpeed may step.
                 self._engine.set_gradient_accumulation_boundary(step.microbatch == loop.count - 1)
             micro = loop.select(step.microbatch)
             with self._adapters.drawn(num_steps, step.microbatch, self._layout):
                 losses[:] = [loop.finish(step.microbatch, micro, self._outputs(micro, loop.args))]
 
         def backward(step: Step) -> None:
-            self._engine.backward(losses.pop() * self._world.size)  # which divides by it
+            # DeepSpeed divides the loss by the number of ranks; gradients here are sums.
+            self._engine.backward(losses.pop() * self._world.size)
 
         self._adapters.begin(loop.is_trained)
         with self._adapters.hidden(loop.args.is_base):
             walk(loop, self._layout, alone(loop), forward, backward)
 
     def _outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
-        """[all] See `MicrobatchLoop.finish`."""
+        """[all] Return the outputs of a micro-batch, see `MicrobatchLoop.finish`."""
         row, head = row_of(micro, self._device, self._dtype), self.module.get_output_embeddings()
         if self._role.name == "critic":
             head.gives_fingerprint = args.is_fingerprint
@@ -139,23 +142,23 @@ class DeepSpeedModel:
         return (found[:, 0].float(),) if self._role.name == "critic" else parts(found, args)
 
     def grad_square(self) -> float:
-        """See `ShardedModel`."""
+        """Return this rank's term of the squared gradient norm."""
         found = self._partition.gradients()
         return float(torch.stack(torch._foreach_norm(found)).double().square().sum()) if found else 0.0
 
     def step(self, lr: float, norm: float | None) -> None:
-        """See `ShardedModel`."""
+        """Clip the gradients and update the weights, see `ShardedModel`."""
         most = self._role.optimizer.max_grad_norm
         self._optimizer.open(lr, None if norm is None else min(1.0, most / max(norm, most)))
         self._engine.step()  # [all]
         self._steps += norm is not None
 
     def metrics(self) -> Metrics:
-        """See `ShardedModel`."""
+        """Return further metrics of the last update."""
         return {}
 
     def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
-        """See `ShardedModel`. adapters: see `Adapters.published`."""
+        """Yield every weight whole, see `ShardedModel`. adapters: see `Adapters.published`."""
         for name, tensor in self._adapters.published(self._wholes(adapters == "alone"), adapters):  # [all]
             yield from ((part.name, part.of(tensor)) for part in self._parts[name])
         if adapters == "alone":
@@ -164,7 +167,7 @@ class DeepSpeedModel:
             yield from ((part.name, part.of(buffer)) for part in self._parts.get(name, ()))
 
     def _wholes(self, trained_alone: bool) -> Iterator[tuple[str, Tensor]]:
-        """[all] Parameters, whole, in the compute dtype; each until the next one is asked for."""
+        """[all] Yield whole parameters in the compute dtype, each valid until the next one."""
         for name, p in self.module.named_parameters():
             if trained_alone and not p.requires_grad:
                 continue
@@ -176,7 +179,7 @@ class DeepSpeedModel:
                 yield name, p.detach()
 
     def state(self) -> list[Shard]:
-        """See `ShardedModel`."""
+        """Return the live tensors that training changes."""
         if self._partition is None:
             return []
         found = [Shard(f"{OPTIMIZER}step", (), (), self._steps, self._world.rank == 0)]
@@ -184,13 +187,14 @@ class DeepSpeedModel:
         prefixes = {MODEL: ""} | {f"{OPTIMIZER}{moment}/": moment for moment in MOMENTS}
         for name, own in self._partition.held.items():
             for prefix, moment in prefixes.items():
-                found += shards_of(prefix, None, (), self._parts[name], False)  # also what is elsewhere as a whole
+                # Every rank lists every tensor, also those without a part on this rank.
+                found += shards_of(prefix, None, (), self._parts[name], False)
                 for region, piece in pieces(self._shapes[name], own, self._partition.tensor(name, moment)):
                     found += shards_of(prefix, piece, region, self._parts[name], True)
         return found
 
     def on_state_loaded(self) -> None:
-        """See `ShardedModel`."""
+        """Refresh what is derived from the tensors of `state`."""
         self._adapters.check_scaling()
         if self._partition is not None:
             for kept in self._optimizer.state.values():
@@ -198,15 +202,15 @@ class DeepSpeedModel:
             self._partition.refresh()  # [all]
 
     def wake(self) -> None:
-        """See `ShardedModel`: what leaves the device is DeepSpeed's to say."""
+        """Do nothing: DeepSpeed decides what is offloaded."""
 
     def sleep(self) -> None:
-        """See `ShardedModel`."""
+        """Offload weights and optimizer state if the settings say so."""
         if self._partition is not None:
             self._partition.forget()
 
     def close(self) -> None:
-        """See `ShardedModel`."""
+        """Free all device and host memory; idempotent."""
         if self._engine is not self.module:
             self._engine.destroy()
         self._engine = self.module = nn.Module()
@@ -214,12 +218,12 @@ class DeepSpeedModel:
 
 
 def role_of(module: nn.Module, layout: Layout, role: RoleConfig, read: Fill | None = None) -> Policy | Critic:
-    """[all] The role of a model, see `DeepSpeedModel`; a critic's is one `with_value_head`."""
+    """[all] Return the role of a model, see `DeepSpeedModel`; a critic's is one `with_value_head`."""
     return (Critic if role.name == "critic" else Policy)(DeepSpeedModel(module, layout, role, read), layout, role)
 
 
 def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
-    """[all] See `Backend.build`."""
+    """[all] Build the role on this backend, see `Backend.build`."""
     stored = source(role, getattr(torch, role.held_dtype), layout.world.progress)
     read = stored.reader and stored.reader(stored.model)
     built = role_of(stored.model, layout, role, read)

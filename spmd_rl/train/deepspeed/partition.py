@@ -1,7 +1,6 @@
-"""Which flat part of a parameter this rank's ZeRO optimizer holds: its float32 master, its moments, its gradient.
+"""The flat part of each parameter in this rank's ZeRO optimizer: float32 master, moments and gradient.
 
-A flat part is no rectangle, but a few of them: `boxes`. So each rank saves and loads what it holds, without meeting the
-others.
+A flat part is a union of a few rectangles (`boxes`), so each rank saves and loads its part without communication.
 """
 
 import math
@@ -18,7 +17,7 @@ from spmd_rl.model.load import Fill, Region
 
 
 class Partition:
-    """The masters, moments and gradients of a model's trained parameters, as far as they are on this rank; flat."""
+    """This rank's flat parts of the masters, moments and gradients of a model's trained parameters."""
 
     def __init__(
         self, utils: ModuleType, engine: Any, parameters: Mapping[str, Parameter], group: dist.ProcessGroup
@@ -29,22 +28,23 @@ class Partition:
         self._is_whole = not any(hasattr(p, "ds_id") for p in self._parameters.values())
         self._copies: list[tuple[Parameter, str, Tensor]] = []
         self.held = {name: self._held(p) for name, p in self._parameters.items()}
-        """By parameter, which of its flat elements have their masters on this rank"""
+        """Flat elements of each parameter with their masters on this rank"""
         self.flats: list[Tensor] = [p for group in self._optimizer.param_groups for p in group["params"]]
-        """What the optimizer steps, float32: masters end to end"""
+        """Float32 tensors that the optimizer steps: masters end to end"""
         if not self._is_whole:
             self.flats = list(self._zero.fp32_partitioned_groups_flat)
 
     def _held(self, p: Parameter) -> slice:
         if not self._is_whole:
             return weights_here(p, self._group)[0]
-        if p._hp_mapping is None:  # stages 1 and 2 cut all of them together
+        # Stages 1 and 2 partition one flat tensor of all parameters, so this rank may hold nothing of this one.
+        if p._hp_mapping is None:
             return slice(0, 0)
         address = p._hp_mapping.lp_fragment_address
         return slice(address.start, address.start + address.numel)
 
     def tensor(self, name: str, moment: str = "") -> Tensor:
-        """The live elements `held` of a master, or of a moment of it; see `refresh`."""
+        """Return the live elements `held` of a master, or of one of its moments; see `refresh`."""
         p, own = self._parameters[name], self.held[name]
         if self._is_whole:
             if own.start == own.stop:
@@ -55,11 +55,12 @@ class Partition:
         utils = self._utils
         found = utils.safe_get_local_optimizer_state(p, moment) if moment else utils.safe_get_local_fp32_param(p)
         found = found.detach()
-        self._copies.append((p, moment, found))  # on a device it is a copy of what lies on the host
+        # On a device this is a copy of the tensor on the host; `refresh` writes it back.
+        self._copies.append((p, moment, found))
         return found[: own.stop - own.start]
 
     def gradients(self) -> list[Tensor]:
-        """Summed gradients, flat: this rank's share of each. Between the last backward pass and the step."""
+        """Return this rank's flat part of each summed gradient, between the last backward pass and the step."""
         found = []
         for name, own in self.held.items():
             p = self._parameters[name]
@@ -75,7 +76,7 @@ class Partition:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """[all] Take over what was written into `tensor`: into the optimizer, and rounded into the weights."""
+        """[all] Copy what was written into `tensor` to the optimizer and, rounded, to the weights."""
         for p, moment, found in self._copies:
             if moment:
                 self._utils.safe_set_local_optimizer_state(p, found, moment)
@@ -89,29 +90,30 @@ class Partition:
             p.ds_tensor.data.copy_(self._utils.safe_get_local_fp32_param(p))
 
     def forget(self) -> None:
-        """Free what `tensor` has copied."""
+        """Free the copies that `tensor` made."""
         self._copies.clear()
 
 
 def weights_here(p: Parameter, group: dist.ProcessGroup) -> tuple[slice, Tensor]:
-    """Which flat elements of a parameter this rank has in the compute dtype, and these, live."""
+    """Return the range of a parameter's flat elements on this rank in the compute dtype, and the live elements."""
     if not hasattr(p, "ds_id"):
         return slice(0, p.numel()), p.data.view(-1)
-    size = p.ds_tensor.numel()  # stage 3 cuts each parameter into equal parts, the last ones padded
+    # Stage 3 partitions each parameter into equal parts; the last ones are padded.
+    size = p.ds_tensor.numel()
     begin = min(dist.get_rank(group) * size, p.ds_numel)
     own = slice(begin, min(begin + size, p.ds_numel))
     return own, p.ds_tensor.data[: own.stop - own.start]
 
 
 def whole(module: nn.Module) -> Fill:
-    """How parts of a module's weights are read that it has now, whatever becomes of it."""
+    """Return a reader of the module's present weights that stays valid when the module changes."""
     held = {name: tensor.detach() for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
     return lambda name, region, target: target.copy_(held[name][region])
 
 
 @torch.no_grad()
 def spread(module: nn.Module, dtype: torch.dtype, device: torch.device, share: Callable[[Parameter], None]) -> None:
-    """[all] Give each parameter in turn memory on `device`, in place of what it holds, and `share` it; ties stay."""
+    """[all] Give each parameter new memory on `device` in turn and `share` it; ties are kept."""
     made: dict[int, Parameter] = {}
     for holder in module.modules():
         for key, p in holder.named_parameters(recurse=False, remove_duplicate=False):
@@ -122,7 +124,7 @@ def spread(module: nn.Module, dtype: torch.dtype, device: torch.device, share: C
 
 
 def pieces(shape: Sequence[int], own: slice, flat: Tensor) -> Iterator[tuple[Region, Tensor]]:
-    """The elements `own` of a tensor of this shape, which are `flat`, as regions of it and views of these."""
+    """Yield the elements `own` of a tensor of this shape as regions of it, with views of `flat`."""
     begin = 0
     for region in boxes(shape, own.start, own.stop):
         sizes = [part.stop - part.start for part in region]
@@ -131,7 +133,8 @@ def pieces(shape: Sequence[int], own: slice, flat: Tensor) -> Iterator[tuple[Reg
 
 
 def boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[Region]:
-    """The flat elements [begin, end) of a tensor as rectangular regions, in order: each is contiguous in it."""
+    """Yield the flat elements [begin, end) of a tensor as rectangular regions in order, each contiguous in the
+    tensor."""
     if begin >= end:
         return
     if not shape:

@@ -1,6 +1,6 @@
 """DeepSpeed itself: imported late and quietly, on this program's process groups, compiling nothing.
 
-What this folder leans on beyond DeepSpeed's documentation is held by `tests/unit/test_deepspeed_contract.py`.
+`tests/unit/test_deepspeed_contract.py` checks the undocumented behaviour of DeepSpeed that this folder needs.
 """
 
 import logging
@@ -19,64 +19,70 @@ from spmd_rl.config.sections.models import TrainConfig
 from spmd_rl.distributed import World
 
 IMPORT_SECONDS = 600.0
-"""What importing DeepSpeed may take without any progress, where many ranks of a machine read it at once."""
+"""Limit without progress on importing DeepSpeed, which many ranks of a machine read at once."""
 BUCKET = 2**26
-"""Gradients that are reduced at a time: DeepSpeed reserves the room for them."""
+"""Gradient elements per reduction, for which DeepSpeed allocates buffers."""
 
 
 class DataParallel:
-    """What DeepSpeed asks of its `mpu`: ranks differ in their data alone."""
+    """The `mpu` that DeepSpeed expects; all ranks are data parallel."""
 
     def __init__(self, group: dist.ProcessGroup, alone: dist.ProcessGroup | None) -> None:
-        """`group`: of a role's ranks, which may be some of the job's. `alone`: of this one."""
+        """group: ranks of a role, which may be a subset of the job's. alone: this rank."""
         self._group, self._alone = group, alone
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """The group over which state is shared out and gradients are summed."""
+        """Return the group over which state is partitioned and gradients are summed."""
         return self._group
 
     def get_data_parallel_world_size(self) -> int:
-        """Its size."""
+        """Return the size of the data-parallel group."""
         return dist.get_world_size(self._group)
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place in it."""
+        """Return this rank's position in the data-parallel group."""
         return dist.get_rank(self._group)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """This rank alone; with None, DeepSpeed meets all ranks of the job, of which some may not train."""
+        """Return a group of this rank alone; with None, DeepSpeed would use all ranks of the job, some of which may not
+        train."""
         return self._alone
 
     def get_model_parallel_world_size(self) -> int:
-        """1: no rank shares a layer with another one."""
+        """Return 1: no two ranks share a layer."""
         return 1
 
     def get_model_parallel_rank(self) -> int:
-        """0 on all ranks."""
+        """Return 0, on every rank."""
         return 0
 
 
 def start(world: World) -> ModuleType:
-    """Import DeepSpeed and let it take over the process groups that there are."""
-    os.environ.setdefault("DS_ACCELERATOR", kind(world.device))  # or it looks for devices itself, and warns
-    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # a run of one rank has no launcher
+    """Import DeepSpeed and let it use the existing process groups."""
+    # Without it DeepSpeed searches for devices, and warns.
+    os.environ.setdefault("DS_ACCELERATOR", kind(world.device))
+    # A run of one rank has no launcher that sets it.
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
     with world.journal.extend_timeout(IMPORT_SECONDS):
         import deepspeed
         from deepspeed.runtime.zero import partitioned_param_coordinator
 
     # a check of itself, in stage 3, that meets all ranks of the job, of which some may not train
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it writes to stdout
-    warnings.filterwarnings("ignore", "`torch.distributed.*deprecated", FutureWarning)  # names that it calls
+    # DeepSpeed logs to stdout.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # DeepSpeed calls deprecated names of torch.distributed.
+    warnings.filterwarnings("ignore", "`torch.distributed.*deprecated", FutureWarning)
     if not deepspeed.comm.is_initialized():
-        deepspeed.ops.__compatible_ops__ = {}  # or it compiles an all-reduce in shared memory, for a minute
+        # Otherwise DeepSpeed compiles a shared-memory all-reduce for a minute.
+        deepspeed.ops.__compatible_ops__ = {}
         deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
     return deepspeed
 
 
 @contextmanager
 def meeting_in(deepspeed: ModuleType, group: dist.ProcessGroup) -> Iterator[None]:
-    """Where stage 3, as it is set up, waits for all ranks of the job, let it wait for those of `group` alone."""
+    """Restrict the barriers of stage 3's setup, which are over all ranks of the job, to `group`."""
     barrier = deepspeed.comm.barrier
     deepspeed.comm.barrier = lambda *_, **__: dist.barrier(group)  # [all]
     try:
@@ -86,7 +92,7 @@ def meeting_in(deepspeed: ModuleType, group: dist.ProcessGroup) -> Iterator[None
 
 
 def settings(train: TrainConfig, dtype: torch.dtype, on_device: bool) -> dict[str, Any]:
-    """DeepSpeed's own settings. Clipping and the number of micro-batches are not left to it."""
+    """Return DeepSpeed's settings, without clipping and micro-batch counts, which this program handles."""
     host = {"device": "cpu", "pin_memory": on_device}
     zero = {
         "stage": train.stage,
@@ -95,7 +101,8 @@ def settings(train: TrainConfig, dtype: torch.dtype, on_device: bool) -> dict[st
         # or, from then on, every linear layer of this process is another one, which adds its bias in place: with
         # selective checkpointing that changes what was kept, and gradients of any backend are wrong in silence
         "memory_efficient_linear": False,
-        "stage3_param_persistence_threshold": 0,  # what is kept gathered would have to be refreshed after a load
+        # Parameters that stay gathered would be stale after a load.
+        "stage3_param_persistence_threshold": 0,
     }
     if train.offload_optimizer:
         zero["offload_optimizer"] = host
@@ -104,11 +111,13 @@ def settings(train: TrainConfig, dtype: torch.dtype, on_device: bool) -> dict[st
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
+        # `GatedAdamW` clips: its factor includes the clipping by the global norm.
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
+        # Sums in bfloat16 would lose what micro-batches and ranks add.
         "communication_data_type": "fp32",
         "zero_optimization": zero,
     }

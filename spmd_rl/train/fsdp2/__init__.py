@@ -9,14 +9,15 @@ from spmd_rl.config.sections.models import OPTIMIZERS, RoleConfig
 
 
 def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
-    """See `Backend.refuse`."""
+    """Raise a UserError for settings that this backend does not support."""
     train = role.train
     if train.compile and train.activation_checkpointing != "none":
         # torch may meet a layer's second pass with another graph than its first, and then refuses
         raise UserError(f"{role.key}.compile: not together with activation_checkpointing")
     if train.compile and (axis := next((axis for axis in ("tp", "cp", "ep", "pp") if train.axes[axis] > 1), "")):
         raise UserError(f"{role.key}.compile: not together with {axis} > 1")
-    if train.pp > 1 and (kind := model.get("model_type")) in SCALES_HIDDEN_STATES:  # each stage would
+    # Each stage would scale its input again.
+    if train.pp > 1 and (kind := model.get("model_type")) in SCALES_HIDDEN_STATES:
         raise UserError(f"{role.key}.pp: {kind} scales its hidden states; must be 1")
     if role.dtype == "float16" and getattr(role.own, "router_aux_coef", 0):
         raise UserError(
@@ -36,7 +37,7 @@ def _refuse_with_adapters(role: RoleConfig, section: str) -> None:
 
 
 def build(role: RoleConfig, layout: Any, source: Any) -> Any:
-    """[all] See `Backend.build`."""
+    """[all] Build the role on this backend, see `Backend.build`."""
     from spmd_rl.train.fsdp2.backend import build
 
     return build(role, layout, source)

@@ -1,4 +1,4 @@
-"""The policy, its frozen reference and the critic on `FSDP2Model`: what their outputs are, and `build`."""
+"""The policy, its frozen reference and the critic on `FSDP2Model`: their outputs, and `build`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,51 +20,52 @@ from spmd_rl.train.stored_model import Source
 
 
 class FSDP2Policy(FSDP2Model):
-    """A causal language model; it gives logprob and entropy."""
+    """A causal language model that returns logprob and entropy."""
 
     def __init__(self, model: nn.Module, *args: Any) -> None:
-        """[all] See `FSDP2Model`."""
+        """[all] Shard the model, see `FSDP2Model`."""
         factor = logit_factor(model.config.get_text_config())
         model.set_output_embeddings(TokenHead(model.get_output_embeddings(), factor))
         super().__init__(model, *args)
 
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
-        """See `FSDP2Model`."""
+        """Return the outputs of the last chunk, see `FSDP2Model`."""
         row = self.row(micro)
         aim(self.module.get_output_embeddings(), micro, row, args, self.device)
         return parts(self.predictions(micro, row), args)
 
 
 class FSDP2Value(FSDP2Model):
-    """A language model `with_value_head`; it gives the value of what stands before each token."""
+    """A language model `with_value_head` that returns the value before each token."""
 
     trains_head = True
 
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
-        """See `FSDP2Model`."""
+        """Return the outputs of the last chunk, see `FSDP2Model`."""
         self.module.get_output_embeddings().gives_fingerprint = args.is_fingerprint
         return (self.predictions(micro, self.row(micro))[:, 0].float(),)
 
 
 def policy_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable[..., None] | None = None) -> Policy:
-    """[all] The policy or reference of a causal language model; see `FSDP2Model`."""
+    """[all] Return the policy or reference of a causal language model; see `FSDP2Model`."""
     made = FSDP2Policy(model, layout, role.train, getattr(torch, role.dtype), role.optimizer, load)
     return Policy(made, layout, role)
 
 
 def critic_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable[..., None] | None = None) -> Critic:
-    """[all] The critic of a model `with_value_head`; see `FSDP2Model`."""
+    """[all] Return the critic of a model `with_value_head`; see `FSDP2Model`."""
     return Critic(FSDP2Value(model, layout, role.train, getattr(torch, role.dtype), role.optimizer, load), layout, role)
 
 
 def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
-    """[all] See `Backend.build`. The journal's line `loaded` counts the bytes that this rank has read."""
+    """[all] Build the role on FSDP2. The journal's line `loaded` counts the bytes that this rank read."""
     if role.train.deterministic:
         fix_workspace()
     held = getattr(torch, role.held_dtype)
     stored = source(role, held, layout.world.progress)
     load = stored.load
-    if role.lora.base and stored.reader is not None:  # as long as the model has the shapes that are stored
+    # Make the reader while the model still has the stored shapes: packing changes them.
+    if role.lora.base and stored.reader is not None:
         load = packing(stored.reader(stored.model), layout.world.progress)
     built = (critic_of if role.name == "critic" else policy_of)(stored.model, layout, role, load)
     layout.world.journal.note("loaded", role=role.name, bytes=stored.num_bytes())

@@ -1,4 +1,4 @@
-"""`train.deterministic`: forward and backward passes whose sums have one order, also on a GPU."""
+"""`train.deterministic`: forward and backward passes with a fixed summation order, also on a GPU."""
 
 import os
 from collections.abc import Iterator
@@ -8,19 +8,20 @@ import torch
 
 
 def fix_workspace() -> None:
-    """Have cuBLAS compute with workspaces of one size; to be called before the first matrix product of the process."""
+    """Make cuBLAS use fixed-size workspaces; call before the first matrix product of the process."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Have torch take deterministic algorithms inside, and raise where there is none.
+    """Make torch use deterministic algorithms inside, and raise if there is none.
 
-    It is not set for the whole process: the engine samples with running sums, for which torch has none on a GPU.
+    Not for the whole process: the engine samples with `cumsum`, which has no deterministic GPU algorithm in torch.
     """
     chosen, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads what nothing has written
+    # Filling uninitialised memory costs time, and no code here reads it before it is written.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:

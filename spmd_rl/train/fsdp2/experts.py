@@ -1,10 +1,10 @@
-"""Expert parallelism: each rank along `ep` holds some experts of every layer, and FSDP shards these over the others.
+"""Expert parallelism: each rank along `ep` holds some experts of every layer, sharded by FSDP over the other ranks.
 
     spread_experts(model, layout)  # [all] before FSDP shards the model
 
-An expert's gradient on its rank has the terms of the tokens of all `ep` ranks, so that it is summed over `expert_fsdp`
-and the copies of the model alone. Ranks that share out attention (`tp`) have different tokens everywhere else, and are
-to experts like any others: each expert is whole on one of `ep` ranks.
+An expert's gradient already includes the tokens of all `ep` ranks, so it is summed only over `expert_fsdp` and the
+model's copies. Tensor-parallel ranks have different tokens outside attention, so experts treat them like any other
+ranks: each expert is whole on one of `ep` ranks.
 """
 
 import torch
@@ -19,9 +19,9 @@ from spmd_rl.model.moe import is_supported, num_experts, spread, stacked_experts
 
 @torch.no_grad()
 def spread_experts(model: nn.Module, layout: Layout) -> None:
-    """[all] Leave this rank its experts, in place, and let the forward of each layer's experts meet the other ranks.
+    """[all] Keep only this rank's experts, in place, and add the exchange of tokens to each layer's forward.
 
-    UserError, naming the setting, if the layout does not go with the model's experts, or if it has none.
+    UserError, naming the setting, if the layout does not fit the model's experts, or if it has no experts.
     """
     ep, name = layout.size("ep"), model.config.name_or_path or type(model).__name__
     count = num_experts(model.config.get_text_config())

@@ -1,7 +1,7 @@
-"""Whole weights out of shards, for publishing: few large gathers in the compute dtype through buffers that are reused.
+"""Whole weights from shards, for publishing: few large gathers in the compute dtype through reused buffers.
 
-FSDP's own gather costs several times as much: it allocates anew for every layer, and touching fresh memory is dearer
-than copying. Casting before the gather halves what travels, and rounds as the forward pass does.
+FSDP's gather costs several times as much: it allocates for every layer, and touching fresh memory is slower than
+copying. Casting before the gather halves the traffic, and rounds as the forward pass does.
 """
 
 import math
@@ -17,11 +17,12 @@ from spmd_rl.distributed import Layout
 from spmd_rl.train.fsdp2.tensor_parallel import shape_of_share, whole
 
 BUCKET_BYTES = 2**25
-"""Gathered at a time on the CPU; a larger parameter goes alone."""
+"""Bytes per gather on the CPU; a larger parameter goes alone."""
 DEVICE_BUCKET_BYTES = 2**28
-"""The same on devices, where a gather's start costs more than its bytes, the more so the more ranks there are."""
+"""Bytes per gather on devices, where launch latency dominates and grows with the number of ranks."""
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+# torch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 Bucket = list[tuple[str, DTensor]]
@@ -30,12 +31,11 @@ Bucket = list[tuple[str, DTensor]]
 class Gather:
     """The gather of one model's parameters, each sharded in one dimension over one mesh axis by `fully_shard`.
 
-    Ranks that hold a copy of the model together meet each other alone, not those of the other copies.
-    Parameters that tensor parallelism has cut before are put together in a second stage, one by one.
+    Gathers stay inside one copy of the model. Tensor-parallel parameters are joined in a second stage, one by one.
     """
 
     def __init__(self, parameters: Mapping[str, DTensor], dtype: torch.dtype, layout: Layout) -> None:
-        """[all] `dtype`: what is handed out."""
+        """[all] dtype: of the yielded tensors."""
         on_device = kind(layout.world.device) != "cpu"
         room = DEVICE_BUCKET_BYTES if on_device else BUCKET_BYTES
         buckets = list(_buckets(parameters, dtype.itemsize, room, layout))
@@ -44,7 +44,7 @@ class Gather:
 
     @torch.no_grad()
     def whole(self, parameters: Mapping[str, DTensor]) -> Iterator[tuple[str, Tensor]]:
-        """[all] Each of the parameters whole: name and contiguous tensor, valid until the next one is asked for."""
+        """[all] Yield each parameter whole: name and contiguous tensor, valid until the next one."""
         buffers = _Buffers()
         for names in self._names:
             bucket = [(name, parameters[name]) for name in names]
@@ -56,7 +56,8 @@ class Gather:
         device = bucket[0][1].to_local().device
         mine = buffers.take("mine", sum(pieces), self._dtype, device)
         for (_, p), part in zip(bucket, mine.split(pieces), strict=True):
-            shard = p.to_local().flatten()  # shorter than the piece on the last ranks
+            # FSDP's shards on the last ranks are shorter than the piece.
+            shard = p.to_local().flatten()
             part[: shard.numel()].copy_(shard)
         gathered, group = mine, _group(bucket[0][1], self._layout)
         size = 1 if group is None else group.size()
@@ -66,17 +67,19 @@ class Gather:
                 _all_gather(gathered, mine, group=group)
         columns = gathered.view(size, -1).split(pieces, dim=1)
         for (name, p), column in zip(bucket, columns, strict=True):
-            if size > 1 and len(bucket) > 1:  # else it lies in one piece already, and may be of many gigabytes
+            # A single parameter is contiguous already, and its copy could take gigabytes.
+            if size > 1 and len(bucket) > 1:
                 column = buffers.take("whole", column.numel(), self._dtype, device).view(column.shape).copy_(column)
             yield name, _whole(column, p, self._layout)
 
 
 def _whole(column: Tensor, parameter: DTensor, layout: Layout) -> Tensor:
-    """From the pieces of all ranks of a copy, [ranks, piece], to what they hold together."""
+    """Return the tensor that all ranks of a copy hold together, from their pieces [ranks, piece]."""
     axis, dim, shape = _axis(parameter), _dim(parameter), shape_of_share(parameter, layout)
     # Ranks along `ep` are neighbours, and each of them has experts of its own, which it shares with those of other `ep`
     parts = column.view(layout.size(axis), -1, column.shape[1]).transpose(0, 1)
-    if dim == 0:  # the last shards are shorter
+    # Shards of the first dimension are end to end, and only the last ones are shorter.
+    if dim == 0:
         return parts.reshape(len(parts), -1)[:, : shape.numel() // len(parts)].reshape(shape)
     # shards of one size, one after the other: each row of the whole has a part in each
     local = parameter.to_local().shape
@@ -84,30 +87,30 @@ def _whole(column: Tensor, parameter: DTensor, layout: Layout) -> Tensor:
 
 
 def _group(parameter: DTensor, layout: Layout) -> dist.ProcessGroup | None:
-    """The ranks that hold a parameter, or all experts of a layer, together."""
+    """Return the group of the ranks that together hold a parameter, or all experts of a layer."""
     return layout.group("fsdp") if _axis(parameter) == "fsdp" else layout.expert_group
 
 
 def _axis(parameter: DTensor) -> str:
-    """Along which the ranks of a copy share a parameter out, after `ep`."""
+    """Return the mesh axis over which a copy's ranks shard a parameter, after `ep`."""
     return next(axis for axis in parameter.device_mesh.mesh_dim_names if axis in ("fsdp", "expert_fsdp"))
 
 
 def _dim(parameter: DTensor) -> int:
-    """The dimension in which they do."""
     return parameter.placements[parameter.device_mesh.mesh_dim_names.index(_axis(parameter))].dim
 
 
 def _piece(parameter: DTensor, layout: Layout) -> int:
-    """Elements of the largest shard: FSDP cuts a dimension like `torch.chunk`."""
+    """Return the elements of the largest shard: FSDP splits a dimension like `torch.chunk`."""
     shape, dim, size = list(shape_of_share(parameter, layout)), _dim(parameter), layout.size(_axis(parameter))
     if _axis(parameter) == "expert_fsdp":
-        shape[0] //= layout.size("ep")  # which has cut before
+        # Expert parallelism split the first dimension before FSDP.
+        shape[0] //= layout.size("ep")
     return -(-shape[dim] // size) * (math.prod(shape) // max(1, shape[dim]))
 
 
 def _buckets(parameters: Mapping[str, DTensor], itemsize: int, room_bytes: int, layout: Layout) -> Iterator[Bucket]:
-    """In order, at most `room_bytes` each unless it is a single parameter; each of parameters of one group."""
+    """Yield buckets in order, at most `room_bytes` each unless of a single parameter, each of one group."""
     bucket: Bucket = []
     room = room_bytes
     for name, parameter in parameters.items():
@@ -122,7 +125,7 @@ def _buckets(parameters: Mapping[str, DTensor], itemsize: int, room_bytes: int, 
 
 
 class _Buffers:
-    """Flat scratch tensors that grow and are never given back while a publish lasts."""
+    """Flat scratch tensors that grow, kept for the whole publish."""
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}

@@ -1,7 +1,7 @@
 """`FSDP2Model`: a module sharded over its layout's ranks, with an optimizer; or frozen and forward-only.
 
-Trainable parameters are float32 shards, gathered in the compute dtype layer by layer. What a forward computes is for
-the policy (`backend.py`) and the critic (`critic.py`) to say.
+Trainable parameters are float32 shards, gathered in the compute dtype layer by layer. `backend.py` defines the outputs
+of the policy and the critic.
 """
 
 import zlib
@@ -45,14 +45,14 @@ from spmd_rl.train.row import Row, filled_up, row_of
 from spmd_rl.train.state import MODEL, OPTIMIZER, Shard, shards_of
 
 COMPILE_SECONDS = 3600.0
-"""What compiling one shape may take without any progress."""
+"""Limit without progress on compiling one shape."""
 
 
 class FSDP2Model(ABC):
-    """See `train.base.ShardedModel`."""
+    """A `train.base.ShardedModel` on FSDP2."""
 
     trains_head = False
-    """Whether the output embedding is trained beside adapters, as one that begins at 0 must be"""
+    """True if the output embedding is trained in addition to adapters, as a value head that starts at 0 must be"""
 
     def __init__(
         self,
@@ -65,8 +65,7 @@ class FSDP2Model(ABC):
     ) -> None:
         """[all] Take over `model`: whole, or on the meta device with `load` to fill this rank's shards.
 
-        dtype: compute dtype. Parameters that require a gradient are float32; frozen ones may be of
-        any dtype. Without `optimizer` all of them are frozen.
+        dtype: compute dtype. Trained parameters are float32, frozen ones of any dtype; all without `optimizer`.
         """
         self._layout, self._world, self._train, self._dtype = layout, layout.world, train, dtype
         self.device = layout.world.device
@@ -89,12 +88,13 @@ class FSDP2Model(ABC):
         self._pipeline = Pipeline(model, layout, dtype, train.vpp)  # [all]
         recomputed = "none" if optimizer is None else train.activation_checkpointing
         for layer in shard.decoder_layers(model) if train.compile else ():
-            layer.compile()  # before it is sharded: FSDP's hooks stay outside of the graph
+            # Compile before sharding, so that FSDP's hooks stay outside of the graph.
+            layer.compile()
         # A gathered layer holds the weights until the next update: whoever has room need not gather it again
         on_device = kind(self.device) != "cpu"
         costly = not on_device or layout.size("pp") > 1
         self._keep_gathered = costly if train.reshard_after_forward is None else not train.reshard_after_forward
-        watch(self._replay, model)  # before whoever counts the choices
+        watch(self._replay, model)  # before the load counters see the choices
         self._routing = Routing(model, layout, optimizer) if optimizer is not None else None
         spread_experts(model, layout)  # [all]
         parallelize(model, layout)  # [all]
@@ -116,7 +116,7 @@ class FSDP2Model(ABC):
         self.sleep()
 
     def run(self, loop: MicrobatchLoop) -> None:
-        """See `ShardedModel`."""
+        """Run all micro-batches of `loop`, see `ShardedModel`."""
         stage, scales = self._pipeline, loop.is_trained and self._loss_scale.is_used
         num_steps = self._optimizer.num_steps if loop.is_trained else 0
         if loop.is_trained:
@@ -146,21 +146,23 @@ class FSDP2Model(ABC):
         with self._adapters.hidden(loop.args.is_base):
             walk(loop, self._layout, steps, forward, backward, self._around)
         if loop.is_trained or not self._keep_gathered:
-            shard.reshard(self.module)  # trained weights are about to change
+            # Gathered copies are about to become stale.
+            shard.reshard(self.module)
         with self._world.collective(f"{loop.name}: sends"):  # [all]
             stage.finish()
 
     @abstractmethod
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
-        """[stage] What the last chunk gives for a micro-batch: see `MicrobatchLoop.finish`."""
+        """[stage] Return the outputs of the last chunk for a micro-batch: see `MicrobatchLoop.finish`."""
 
     def grad_square(self) -> float:
-        """See `ShardedModel`."""
-        self._moments.to_device()  # not before: what the micro-batches held is free again
+        """Return this rank's term of the squared gradient norm."""
+        # Only now: the memory of the micro-batches is free again.
+        self._moments.to_device()
         return self._optimizer.local_grad_square(1 / self._loss_scale.factor)  # [all]
 
     def step(self, lr: float, norm: float | None) -> None:
-        """See `ShardedModel`."""
+        """Clip the gradients and update the weights, see `ShardedModel`."""
         self._changed = 0.0
         if norm is not None:
             self._changed = self._optimizer.step(lr, norm)
@@ -169,14 +171,16 @@ class FSDP2Model(ABC):
             self._moments.changed()
         self._loss_scale.update(skipped=norm is None)
         self._optimizer.zero_grad()
-        if self.offloads:  # the next update's micro-batches may need the room
+        # The next update's micro-batches may need the memory.
+        if self.offloads:
             with self._world.journal.kind("copy"):
                 self._moments.to_host()
 
     def metrics(self) -> Metrics:
-        """See `ShardedModel`."""
+        """Return further metrics of the last update."""
         found: Metrics = {}
-        if self._optimizer.rounds:  # alike on all ranks
+        # Equal on all ranks, so the collective is safe.
+        if self._optimizer.rounds:
             changed = self._world.reduce("update: changed weights", {"changed": self._changed}, op="sum")  # [all]
             found["changed_share"] = changed["changed"] / self._num_trained
         if self._loss_scale.is_used:
@@ -184,11 +188,12 @@ class FSDP2Model(ABC):
         return found | self._routing.metrics() | self._replay.metrics()  # [all]
 
     def row(self, micro: Batch) -> Row:
-        """What this rank computes of a micro-batch."""
+        """Return this rank's row of a micro-batch."""
         return row_of(micro, self.device, self._dtype, self._layout.size("tp"), self._context, self._replay.of_row)
 
     def _run(self, row: Row, kept: Tensor | int) -> Tensor:
-        """[stage] What the step's chunk of the model makes of a row; at the end of those `kept`: [1, n, ..]."""
+        """[stage] Run the step's chunk of the model on a row; return its output, at the end for the `kept` tokens: [1,
+        n, ..]."""
         device = self.device
         if self._pipeline.is_first:
             tokens = {"input_ids": to_device(row.token_ids[None], device)}
@@ -201,9 +206,9 @@ class FSDP2Model(ABC):
         return self.module(**tokens, **common, logits_to_keep=kept).logits
 
     def predictions(self, micro: Batch, row: Row) -> Tensor:
-        """[stage] What the output embedding makes of the hidden states that predict the loss mask's tokens: [N, ..].
+        """[stage] Return the output embedding's results for the tokens of the loss mask: [N, ..].
 
-        Of the last chunk. It gets those of `row` alone, in order, filled up by `filled_up`.
+        Last chunk only. Its input is the kept hidden states of `row`, in order, padded by `filled_up`.
         """
         device = self.device
         # the output's projection runs only where a target is predicted
@@ -215,13 +220,13 @@ class FSDP2Model(ABC):
 
     @contextmanager
     def _around(self) -> Iterator[None]:
-        """Enter what each forward and backward pass runs in: each shape of a micro-batch may have to be compiled."""
+        """Enter the context of each forward and backward pass: any new shape may have to be compiled."""
         patience = self._world.journal.extend_timeout(COMPILE_SECONDS) if self._train.compile else nullcontext()
         with patience, deterministic() if self._train.deterministic else nullcontext():
             yield
 
     def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
-        """See `ShardedModel`: bitwise what the forward pass computes with. adapters: see `Adapters.published`."""
+        """Yield every weight whole, bitwise equal to the forward pass's. adapters: see `Adapters.published`."""
         wholes = self.whole_parameters(trained_alone=adapters == "alone")
         for name, tensor in self._adapters.published(wholes, adapters):  # [all]
             yield from ((part.name, part.of(tensor)) for part in self._parts[name])
@@ -231,7 +236,7 @@ class FSDP2Model(ABC):
             yield from ((part.name, part.of(buffer)) for part in self._parts.get(name, ()))
 
     def whole_parameters(self, trained_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """[all] The same by parameters, of which some are stored in parts: those of the whole model, whole."""
+        """[all] Yield the same by parameter, whole, including parameters that are stored in parts."""
         shard.reshard(self.module)
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad or not trained_alone}
         if trained_alone not in self._gathers:  # [all] like this whole method
@@ -242,9 +247,9 @@ class FSDP2Model(ABC):
             yield name, tensor
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """The live tensors of `state`, by parameter: under `model` those that are not frozen, and `optimizer`.
+        """Return the live tensors of `state` by parameter: unfrozen ones under `model`, and `optimizer`.
 
-        Of a frozen model: all parameters, since a reference may follow the policy.
+        A frozen model has all parameters there, since a reference may follow the policy.
         """
         shard.reshard(self.module)
         frozen = self._optimizer is None
@@ -255,7 +260,7 @@ class FSDP2Model(ABC):
         return {"model": trained | self._routing.biases(), "optimizer": self._optimizer.state_dict()}
 
     def state(self) -> list[Shard]:
-        """See `ShardedModel`."""
+        """Return the live tensors that training changes."""
         live, optimizer = self.state_dict(), self._optimizer
         weights, moments, found = live["model"], live["optimizer"], []
         if optimizer is not None:
@@ -263,13 +268,15 @@ class FSDP2Model(ABC):
             if self._loss_scale.is_used:
                 found += [Shard(f"{OPTIMIZER}loss_scale", (2,), (0,), self._loss_scale.state, self._world.rank == 0)]
             found += self._adapters.state(self._world.rank == 0)
-            for name, bias in self._routing.biases().items():  # alike on all ranks
+            # Biases are equal on all ranks.
+            for name, bias in self._routing.biases().items():
                 found += shards_of(MODEL, bias, _whole(bias.shape), self._parts[name], self._world.rank == 0)
         for name, held in self._pipeline.held.items():
             if held.is_trained or optimizer is None:
                 here = name in weights
                 own = owned_region(weights[name]) if here else _whole(held.shape)
-                copy = zlib.crc32(name.encode()) % self._layout.size("dp_replicate")  # which share the work
+                # The copies of the model share the work: a hash of the name picks one.
+                copy = zlib.crc32(name.encode()) % self._layout.size("dp_replicate")
                 is_mine = here and counts_once(name, weights[name], self._layout, self._pipeline, copy)
                 kinds = optimizer.kinds(name) if optimizer is not None else ()
                 kept = {f"{OPTIMIZER}{kind}/": moments.get(f"{name}.{kind}") for kind in kinds}
@@ -279,7 +286,7 @@ class FSDP2Model(ABC):
         return found
 
     def on_state_loaded(self) -> None:
-        """See `ShardedModel`."""
+        """Refresh what is derived from the tensors of `state`."""
         self._adapters.check_scaling()
         self._weights.changed()
         self._moments.changed()
@@ -287,11 +294,11 @@ class FSDP2Model(ABC):
             self._optimizer.on_state_loaded()
 
     def wake(self) -> None:
-        """See `ShardedModel`."""
+        """Bring the weights back to the device."""
         self._weights.to_device()
 
     def sleep(self) -> None:
-        """See `ShardedModel`."""
+        """Offload weights and optimizer state if the settings say so."""
         if self.offloads:
             shard.reshard(self.module)
             with self._world.journal.kind("copy"):
@@ -299,7 +306,7 @@ class FSDP2Model(ABC):
                 self._moments.to_host()
 
     def close(self) -> None:
-        """See `ShardedModel`."""
+        """Free all device and host memory; idempotent."""
         self.module, self._optimizer = nn.Module(), None
         self._weights = self._moments = Offload(())
 

@@ -4,12 +4,12 @@
     muon = Muon(parameters, names, layout, settings)
     muon.step(lr)                                          # [all]
 
-It is for the weights of the layers with two dimensions, and for each expert's matrices; embeddings, output embedding,
-norms and biases are AdamW's. A step has the root mean square that AdamW's has, so that one learning rate does for both
-(Liu et al., arXiv 2502.16982). The matrices of a mixture are those that its checkpoint stores, one for each expert.
+Muon trains the two-dimensional weights of layers and each expert's matrices; AdamW trains embeddings, output embedding,
+norms and biases. A step has the root mean square of AdamW's, so one learning rate serves both (Liu et al., arXiv
+2502.16982). A mixture's matrices are those of its checkpoint, one per expert.
 
-The ranks of a copy gather the matrices in bfloat16, in which they are orthogonalised; each rank does every n-th one,
-and the others get it by broadcast. So every layout takes the same steps, to the rounding of the gradients.
+The ranks of a copy gather the matrices in bfloat16 and orthogonalise every n-th one each, then broadcast it. So every
+layout takes the same steps, up to the rounding of the gradients.
 """
 
 import math
@@ -28,16 +28,16 @@ from spmd_rl.train.fsdp2.gather import Gather
 from spmd_rl.train.fsdp2.shard import decoder_layers
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the odd polynomial of degree five whose repeated use brings all singular values near 1."""
+"""Coefficients of the odd polynomial of degree five that, iterated, moves all singular values near 1."""
 ITERATIONS, EPS = 5, 1e-7
 ADAMW_RMS = 0.2
 """Root mean square of AdamW's usual step, in units of the learning rate."""
 
 
 def matrices(model: nn.Module) -> dict[str, int]:
-    """The names of the parameters that Muon trains, each with how many matrices lie one upon the other in it.
+    """Return the names of the parameters that Muon trains, each with its number of stacked matrices.
 
-    Of a model that is not sharded yet. Stacked experts count once: their gate and their up projection are two.
+    The model must not be sharded yet. Stacked experts count once: their gate and up projections are two matrices.
     """
     stacked = {
         id(p): (experts, key) for experts in stacked_experts(model).values() for key, p in experts.named_parameters()
@@ -52,7 +52,7 @@ def matrices(model: nn.Module) -> dict[str, int]:
 
 
 def orthogonalized(stack: Tensor) -> Tensor:
-    """Each matrix of [n, A, B] with its singular values near 1, by Newton and Schulz's iteration; in bfloat16."""
+    """Return each matrix of [n, A, B] with singular values near 1, by Newton-Schulz iteration; in bfloat16."""
     a, b, c = COEFFICIENTS
     is_tall = stack.shape[1] > stack.shape[2]
     x = stack.bfloat16()
@@ -74,19 +74,20 @@ class Muon:
         layout: Layout,
         settings: TrainedModelConfig,
     ) -> None:
-        """`pieces`: as `matrices` gives them. The momentum of each parameter is there from the start."""
+        """pieces: see `matrices`. The momentum of each parameter exists from the start."""
         self._parameters, self._pieces, self._layout = parameters, pieces, layout
         self._momentum, self._weight_decay = settings.muon_momentum, settings.weight_decay
         self.buffers = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        """Running means of the gradients, sharded as the parameters are."""
+        """Running means of the gradients, sharded like the parameters."""
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """[all] Update from the gradients, which become this step's direction."""
+        """[all] Update from the gradients, which are replaced by this step's direction."""
         known = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         for name, grad in known.items():
             buffer = local(self.buffers[name]).lerp_(local(grad), 1 - self._momentum)
-            local(grad).lerp_(buffer, self._momentum)  # Nesterov's
+            # Nesterov momentum.
+            local(grad).lerp_(buffer, self._momentum)
         for name, direction in self._directions(known):
             p = self._parameters[name]
             rows, columns = direction.shape[-2] // self._pieces[name], direction.shape[-1]
@@ -94,14 +95,15 @@ class Muon:
             local(p).detach().mul_(1 - lr * self._weight_decay).add_(direction[owned_region(p)], alpha=-rate)
 
     def _directions(self, gradients: Mapping[str, DTensor]) -> Iterator[tuple[str, Tensor]]:
-        """[all] Each gradient whole and orthogonalised: bfloat16; the ranks of a copy share the work."""
+        """[all] Yield each gradient whole and orthogonalised, in bfloat16; the ranks of a copy share the work."""
         group, size, rank = self._layout.group("fsdp"), self._layout.size("fsdp"), self._layout.rank("fsdp")
         gather = Gather(gradients, torch.bfloat16, self._layout)
         turn: list[tuple[str, torch.Size]] = []
         mine = torch.empty(0)
         for number, (name, whole) in enumerate(gather.whole(gradients)):  # [all]
             if number % size == rank:
-                mine = whole.clone()  # the gather's own is gone with the next one
+                # The gather's buffer is overwritten by the next parameter.
+                mine = whole.clone()
             turn.append((name, whole.shape))
             if len(turn) == size or number == len(gradients) - 1:
                 yield from self._dealt_out(turn, mine, group, rank)  # [all]
@@ -110,7 +112,8 @@ class Muon:
     def _dealt_out(
         self, turn: list[tuple[str, torch.Size]], mine: Tensor, group: dist.ProcessGroup | None, rank: int
     ) -> Iterator[tuple[str, Tensor]]:
-        """[all] Of as many parameters as there are ranks, or fewer, each from the rank that has orthogonalised it."""
+        """[all] Yield the parameters of one turn, at most one per rank, each broadcast from the rank that
+        orthogonalised it."""
         device = self._layout.world.device
         if rank < len(turn):
             name, shape = turn[rank]

@@ -1,7 +1,7 @@
-"""AdamW, or Muon beside it, over sharded parameters: clipping by the global norm, state that exists from the start.
+"""AdamW, optionally with Muon, over sharded parameters: clipping by the global norm, state that exists from the start.
 
-AdamW works on this rank's shards as plain tensors, so that parameters on different meshes need no care. For Muon, which
-needs whole matrices, see `muon.py`.
+AdamW works on this rank's shards as plain tensors, so parameters on different meshes need no special case. Muon needs
+whole matrices, see `muon.py`.
 """
 
 from collections.abc import Mapping
@@ -19,13 +19,14 @@ from spmd_rl.train.fsdp2.tensor_parallel import complete_gradients, is_repeated
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = ("momentum_buffer",)
-"""What a checkpoint calls the state of a parameter of AdamW's, and of one of Muon's: torch's names."""
+"""Names of AdamW's and Muon's state in a checkpoint, as in torch."""
 LARGE, SAMPLED = 2**15, 2**12
-"""Of a parameter's shard of more than `LARGE` elements, at least `SAMPLED` are looked at to say how many change."""
+"""Size above which changed weights are estimated for a shard, and the least number of elements sampled."""
 
 
 def counts_once(name: str, parameter: Tensor, layout: Layout, pipeline: Pipeline, copy: int) -> bool:
-    """Whether a parameter's elements on this rank count in sums over all ranks; `copy` is the one that counts."""
+    """Return True if a parameter's elements on this rank count in sums over all ranks; `copy` is the one that
+    counts."""
     if layout.rank("dp_replicate") != copy or not pipeline.counts_here(name):
         return False
     return layout.rank("tp") == 0 or not is_repeated(parameter)
@@ -43,17 +44,18 @@ class Optimizer:
         pipeline: Pipeline,
         matrices: Mapping[str, int],
     ) -> None:
-        """`dtype`: the compute dtype. matrices: the whole model's parameters for Muon; none for AdamW alone."""
+        """dtype: compute dtype. matrices: the whole model's parameters for Muon; none for AdamW alone."""
         self._layout, self._dtype, self._pipeline, self._matrices = layout, dtype, pipeline, matrices
         self._max_norm = settings.max_grad_norm
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._shards = {name: local(p).detach() for name, p in self._parameters.items()}
         self.rounds = any(dtype.itemsize < shard.dtype.itemsize for shard in self._shards.values())
-        """Whether the compute dtype is narrower than the masters', so that a step may leave weights as they were."""
+        """True if the compute dtype is narrower than the masters', so that a step may leave weights unchanged."""
         others = {name: p for name, p in self._parameters.items() if name not in matrices}
         self._muon = Muon({n: p for n, p in self._parameters.items() if n in matrices}, matrices, layout, settings)
         self._moments = {f"{name}.{m}": torch.zeros_like(p) for name, p in others.items() for m in MOMENTS}
-        self._adamw = AdamW(  # of a pipeline stage all parameters may be frozen
+        # All parameters of a pipeline stage may be frozen, and torch refuses an empty list.
+        self._adamw = AdamW(
             [self._shards[name] for name in others] or [torch.zeros(0)],
             lr=settings.lr,
             betas=(settings.betas[0], settings.betas[1]),
@@ -61,39 +63,43 @@ class Optimizer:
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        for name in others:  # torch makes it in the first step: too late for a checkpoint before
+        # torch creates the state in the first step, too late for a checkpoint before it.
+        for name in others:
             shard, moments = self._shards[name], {m: local(self._moments[f"{name}.{m}"]) for m in MOMENTS}
             self._adamw.state[shard] = {"step": torch.zeros((), device=shard.device), **moments}
         self._steps = torch.zeros(())
-        """As many as AdamW has taken, which is the same of all its parameters and on all ranks"""
+        """Steps of AdamW, equal for all its parameters and on all ranks"""
         self._moments |= {f"{name}.{m}": buffer for name, buffer in self._muon.buffers.items() for m in MOMENTUM}
 
     @property
     def num_steps(self) -> int:
-        """Steps taken; skipped updates are none."""
+        """Number of steps taken, without skipped updates."""
         return int(self._steps)
 
     def local_grad_square(self, factor: float = 1.0) -> float:
-        """[all] This rank's term of the squared gradient norm, in float64: the sum over all ranks counts each once.
+        """[all] Return this rank's term of the squared gradient norm, in float64: the sum over all ranks counts each
+        element once.
 
-        factor: by which gradients are multiplied before, and stay.
+        factor: multiplies the gradients first, in place.
         """
         grads = self._local_grads()
         if factor != 1.0 and grads:
             torch._foreach_mul_(list(grads.values()), factor)
+        # Before the norm: a tied weight's gradient is a sum over its two stages.
         self._pipeline.sum_tied(grads)
         repeated = {name: grad for name, grad in grads.items() if is_repeated(self._parameters[name])}
         if self._layout.size("tp") > 1:
             complete_gradients(repeated, self._layout)
+        # Replicated gradients are equal on several ranks, and must enter the norm once.
         counted = [grad for name, grad in grads.items() if self.counts_here(name)]
         return float(torch.stack(torch._foreach_norm(counted)).double().square().sum()) if counted else 0.0
 
     def step(self, lr: float, norm: float) -> float:
         """[all] Clip the gradients, whose global norm is `norm`, and update at learning rate `lr`.
 
-        Returns how many of this rank's weights change in the compute dtype, which is how the engine gets them: summed
-        over all ranks, each counts once. Of a large parameter it is estimated from `SAMPLED` elements and more. 0
-        unless `rounds`.
+        Returns the number of this rank's weights that change in the compute dtype, as the engine gets them; the sum
+        over ranks counts each once. For large parameters it is an estimate from `SAMPLED` or more elements. 0 unless
+        `rounds`.
         """
         before = {name: self._sample(shard) for name, shard in self._shards.items()} if self.rounds else {}
         grads = self._local_grads()
@@ -101,6 +107,7 @@ class Optimizer:
             torch._foreach_mul_(list(grads.values()), self._max_norm / norm)
         self._muon.step(lr)  # [all]
         for name, shard in self._shards.items():
+            # AdamW steps plain local shards, which need plain local gradients.
             shard.grad = grads.get(name)
         for group in self._adamw.param_groups:
             group["lr"] = lr
@@ -113,16 +120,17 @@ class Optimizer:
         return sum(size * share for size, share in zip(sizes, found, strict=True))
 
     def _sample(self, shard: Tensor) -> Tensor:
-        """Evenly spaced weights in the compute dtype; all of a small parameter."""
+        """Return evenly spaced weights in the compute dtype; all of a small parameter."""
         stride = shard.numel() // SAMPLED if shard.numel() > LARGE else 1
         return shard.reshape(-1)[::stride].to(self._dtype)
 
     def counts_here(self, name: str, copy: int = 0) -> bool:
-        """Whether a parameter's elements on this rank count in sums over all ranks: each counts once, on one copy."""
+        """Return True if a parameter's elements on this rank count in sums over all ranks, each once and on one
+        copy."""
         return counts_once(name, self._parameters[name], self._layout, self._pipeline, copy)
 
     def zero_grad(self) -> None:
-        """Free the gradients."""
+        """Free the gradients of all parameters."""
         for tensor in (*self._parameters.values(), *self._shards.values()):
             tensor.grad = None
 
@@ -130,18 +138,18 @@ class Optimizer:
         return {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Sharded tensors `<parameter>.exp_avg` and so on, and one `step`, which all parameters of AdamW share."""
+        """Return sharded tensors `<parameter>.exp_avg` etc., and one `step` for all parameters of AdamW."""
         return {"step": self._steps} | self._moments
 
     def on_state_loaded(self) -> None:
-        """Called after the tensors of `state_dict` were overwritten: AdamW counts steps per parameter."""
+        """Restore AdamW's step counts per parameter, after the tensors of `state_dict` were overwritten."""
         for own in self._adamw.state.values():
             own["step"].copy_(self._steps)
 
     def kinds(self, name: str) -> tuple[str, ...]:
-        """What is kept of a parameter of the whole model that is trained."""
+        """Return the names of the optimizer's state for a trained parameter of the whole model."""
         return MOMENTUM if name in self._matrices else MOMENTS
 
     def moments(self) -> list[Tensor]:
-        """The live tensors of the state that are as large as the parameters."""
+        """Return the live state tensors that are as large as the parameters."""
         return list(self._moments.values())

@@ -1,10 +1,9 @@
-"""`Pipeline`: this rank's stage of a pipeline, and what travels between the stages.
+"""`Pipeline`: this rank's stage of a pipeline, and the messages between stages.
 
 Hidden states go down from the first stage to the last one, and their gradients up; with several chunks a stage, from
 the last stage around to the first one's next chunk. All ranks of a block hold the same batch, so each knows the shape
-of whatever comes: nothing is negotiated. Each direction has a process group of its own, and what goes around another,
-so that between two ranks messages go one way and in one order; sends do not wait, so that no two stages wait for each
-other.
+of every message. Each direction has a separate process group, and the wrap-around another, so that messages between two
+ranks keep one order; sends do not block, so no two stages wait for each other.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,21 +19,21 @@ from spmd_rl.train.pipeline import Step, forward_only, one_forward_one_backward
 
 
 class Pipeline:
-    """One stage; the only one where `pp` is 1, and then nothing travels."""
+    """One stage; with `pp` 1 the only one, without messages."""
 
     def __init__(self, model: nn.Module, layout: Layout, dtype: torch.dtype, vpp: int = 1) -> None:
-        """[all] Cut `model`, in place, to the `vpp` chunks that this stage computes. UserError: see `cut`.
+        """[all] Reduce `model`, in place, to the `vpp` chunks that this stage computes. UserError: see `cut`.
 
         dtype: of hidden states.
         """
         self.held: dict[str, Held]
-        """The parameters of the whole model, by name."""
+        """Parameters of the whole model by name."""
         self.held, self._chunks = cut(model, layout, vpp)
         self.stage, self.num_stages = layout.rank("pp"), layout.size("pp")
         self.has_end = self.stage == self.num_stages - 1
-        """Whether the model's last chunk is here, and with it what the model gives."""
+        """True if the model's last chunk, and thus its output, is on this rank."""
         self.elsewhere = [name for name, held in self.held.items() if self.stage not in held.stages]
-        """Names of the parameters that this stage lacks."""
+        """Names of the parameters that are not on this stage."""
         self._layout, self._dtype, self._vpp = layout, dtype, vpp
         self._width = model.config.get_text_config().hidden_size
         self._received: Tensor | None = None
@@ -53,34 +52,37 @@ class Pipeline:
                 self._tied_group = world.process_group("pp tied", ranks=[line[0], line[-1]])  # [the two]
 
     def steps(self, count: int, is_trained: bool) -> Iterator[Step]:
-        """This stage's steps over `count` micro-batches."""
+        """Yield this stage's steps over `count` micro-batches."""
         if not is_trained:
             return forward_only(self.num_stages, count, self._vpp)
         return one_forward_one_backward(self.stage, self.num_stages, count, self._vpp)
 
     def begin(self, step: Step) -> None:
-        """What is called until the next one is about its chunk."""
+        """Set the step, and with its chunk the context of the calls until the next `begin`."""
         self._chunks.current, self._received = step.chunk, None
 
     @property
     def is_first(self) -> bool:
-        """Whether the step's chunk begins with the input embedding."""
+        """True if the step's chunk begins with the input embedding."""
         return self.stage == 0 and self._chunks.current == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the step's chunk ends with the model's output."""
+        """True if the step's chunk ends with the model's output."""
         return self.has_end and self._chunks.current == self._vpp - 1
 
     def receive(self, num_tokens: int) -> Tensor:
-        """[stage] The hidden states of the next micro-batch from the chunk before: [1, num_tokens, hidden size]."""
+        """[stage] Return the hidden states of the next micro-batch from the previous chunk: [1, num_tokens, hidden
+        size]."""
         hidden = torch.empty(1, num_tokens, self._width, dtype=self._dtype, device=self._layout.world.device)
         self._receive(hidden, "down")
+        # A leaf of this stage's graph, whose gradient goes back to the previous chunk.
         self._received = hidden.requires_grad_(torch.is_grad_enabled())
         return self._received
 
     def forwarded(self, output: Tensor) -> None:
-        """[stage] Take what the forward of a micro-batch gave: the loss in the last chunk, else hidden states."""
+        """[stage] Take the output of a micro-batch's forward: the loss in the last chunk, else hidden states to
+        send."""
         if torch.is_grad_enabled():
             self._in_flight[self._chunks.current].append((self._received, output))
         if not self.is_last:
@@ -88,19 +90,20 @@ class Pipeline:
             self._send(output.detach(), "down")
 
     def backward(self) -> None:
-        """[stage] Run the oldest micro-batch backward that has been run forward through the step's chunk."""
+        """[stage] Run backward for the oldest micro-batch that still awaits it in the step's chunk."""
         received, output = self._in_flight[self._chunks.current].pop(0)
         gradient = None
         if not self.is_last:
             gradient = torch.empty_like(output)
             self._receive(gradient, "up")
-        if output.requires_grad:  # all before it may be frozen
+        # No gradient if all layers before are frozen.
+        if output.requires_grad:
             output.backward(gradient)
         if received is not None:
             self._send(received.grad, "up")
 
     def finish(self) -> None:
-        """[stage] Wait for what has been sent; nothing may be in flight any more."""
+        """[stage] Wait for all sends; nothing may be in flight afterwards."""
         assert not any(self._in_flight)
         for work, _ in self._sends:
             work.wait()
@@ -112,6 +115,7 @@ class Pipeline:
         dist.recv(tensor, group=group, group_src=source % self.num_stages)
 
     def _send(self, tensor: Tensor, way: str) -> None:
+        # A sent tensor must stay alive until the send is complete.
         self._sends = [(work, sent) for work, sent in self._sends if not work.is_completed()]
         tensor, target = tensor.contiguous(), self.stage + (1 if way == "down" else -1)
         group = self._groups[way, not 0 <= target < self.num_stages]
@@ -120,7 +124,7 @@ class Pipeline:
     def of_owners(
         self, own: Iterable[tuple[str, Tensor]], dtype: torch.dtype, trained_alone: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """[all] Every parameter of the whole model, by name and in its order, from the first stage that holds it.
+        """[all] Yield every parameter of the whole model, by name and in its order, from the first stage that holds it.
 
         own: those of this stage, whole, in their order, of `dtype`. A tensor is valid until the next one.
         trained_alone: without those that are frozen.
@@ -150,10 +154,11 @@ class Pipeline:
         return {name for name, held in self.held.items() if len(held.stages) > 1}
 
     def counts_here(self, name: str) -> bool:
-        """Whether a parameter that this stage holds counts here in sums over all stages, rather than in another one."""
+        """Return True if a parameter of this stage counts here in sums over all stages, not in another one."""
         return self.held[name].stages[0] == self.stage
 
     def sum_tied(self, gradients: Mapping[str, Tensor]) -> None:
-        """[all] Make the gradient of a weight that two stages hold the sum over both, in place and the same on both."""
+        """[all] Set the gradient of a weight that two stages hold to the sum over both, in place on both."""
+        # Both stages must run these collectives in the same order.
         for name in sorted(self._tied() & gradients.keys()):
             dist.all_reduce(gradients[name], group=self._tied_group)

@@ -12,7 +12,7 @@ from spmd_rl.train.replay import Replay
 
 
 def watch(replay: Replay, model: nn.Module) -> None:
-    """Hook the layers and routers that are here, before FSDP shards them."""
+    """Hook this rank's layers and routers, before FSDP shards them."""
     for layer in decoder_layers(model) if replay.places else ():
         layer.register_forward_pre_hook(partial(_before, replay), with_kwargs=True)
     for name, module in model.named_modules():

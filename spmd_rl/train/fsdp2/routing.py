@@ -1,4 +1,4 @@
-"""How the routers of a mixture are watched in modules of transformers, and two ways to keep their load even.
+"""Counts of a mixture's routers in modules of transformers, and two ways to keep their load even.
 
     routing = Routing(model, layout, settings)  # before the model is sharded
     routing.begin(num_microbatches)
@@ -6,10 +6,9 @@
     routing.balance()                           # [all]
     metrics = routing.metrics()                 # [all]
 
-One is an auxiliary loss (`train/expert_load.py`), the other a bias of each expert's score, which counts only for who is
-chosen: after every update it moves by a constant, up where the expert had less than the mean load and down where it had
-more (Wang et al., arXiv 2408.15664, as in DeepSeek-V3). It has no gradient, and is a saved buffer of the models that
-have it.
+One is an auxiliary loss (`train/expert_load.py`), the other a bias on each expert's score that affects only the choice:
+every update moves it by a constant, up for an expert below the mean load and down for one above (Wang et al., arXiv
+2408.15664, as in DeepSeek-V3). It has no gradient, and is a saved buffer of the model.
 """
 
 from collections.abc import Callable
@@ -27,12 +26,12 @@ BIAS = "e_score_correction_bias"
 
 
 class Routing:
-    """Watches the routers of the layers that are here, in forward passes that keep a graph."""
+    """Observer of this rank's routers, in forward passes that keep a graph."""
 
     def __init__(self, model: nn.Module, layout: Layout, settings: TrainedModelConfig) -> None:
-        """UserError if the load is to be kept even and the model has no routers, or no biases, to do it with.
+        """Raise a UserError if the settings balance the load and the model has no routers, or no biases.
 
-        Of the layers of a pipeline, `model` holds this stage's alone.
+        model: this pipeline stage's layers.
         """
         self._speed = settings.router_bias_update_speed
         kind, name = router_class(model), model.config.name_or_path or type(model).__name__
@@ -62,9 +61,9 @@ class Routing:
         return watch
 
     def balance(self) -> None:
-        """[all] Move the biases of experts by what their load has been since `begin`."""
+        """[all] Move the biases of experts by their load since `begin`."""
         self._load.balance([getattr(router, BIAS) for router in self._biased.values()], self._speed)  # [all]
 
     def biases(self) -> dict[str, Tensor]:
-        """The live biases that training changes, by name; none unless `balance` moves them."""
+        """Return the live biases that training changes, by name; none unless `balance` moves them."""
         return {f"{key}.{BIAS}": getattr(m, BIAS) for key, m in self._biased.items()} if self._speed else {}

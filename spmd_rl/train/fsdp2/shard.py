@@ -1,7 +1,7 @@
 """Shard a Hugging Face model over the data-parallel ranks with FSDP2; with `dp_replicate`, over those of each copy.
 
 A unit is a decoder layer, or the root with what is left (embedding, final norm, head). With expert or tensor
-parallelism the experts of a layer are a unit of their own, sharded over `expert_fsdp`.
+parallelism the experts of a layer are another unit, sharded over `expert_fsdp`.
 """
 
 from dataclasses import replace
@@ -21,8 +21,8 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
     """[all] Shard `model` in place; forward and backward compute in `dtype`, gradients are summed in the parameters'.
 
     Trainable parameters are of one dtype, float32 (or float64, in which a test can tell mathematics from rounding);
-    frozen ones may be of any. keep_gathered: what has been gathered stays so until `reshard`. recomputed: `none`, or
-    the mode of activation checkpointing as in `recompute`.
+    frozen ones may be of any. keep_gathered: gathered parameters stay until `reshard`. recomputed: `none`, or the mode
+    of activation checkpointing as in `recompute`.
     """
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
     assert trained <= {torch.float32} or trained == {torch.float64}, f"trainable parameters of {trained}"
@@ -41,6 +41,7 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
         "mp_policy": policy(copies * num_shards),
         "shard_placement_fn": lambda p: placement(p.shape, num_shards),
     }
+    # Experts are sharded over `expert_fsdp` alone, so they need a separate mesh.
     apart = set(stacked_experts(model).values()) if layout.shares_experts else set()
     for experts in apart:
         fully_shard(
@@ -51,6 +52,7 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
             reshard_after_forward=not keep_gathered,
             shard_placement_fn=lambda p: placement(local(p).shape, layout.size("expert_fsdp")),
         )
+    # Before FSDP, so that its hooks surround the checkpointed layer.
     recompute(model, recomputed)
     for layer in layers:
         fully_shard(layer, reshard_after_forward=not keep_gathered, **common)
@@ -68,9 +70,9 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
 
 
 def placement(shape: torch.Size, num_ranks: int) -> Shard | None:
-    """The dimension in which ranks share out stacked experts; None for the first one, as all other parameters are.
+    """Return the dimension in which ranks shard stacked experts; None for the first one, as for all other parameters.
 
-    There are often fewer experts than ranks: of 128, each of 256 ranks would hold half a one, padded to a whole. Other
+    Experts are often fewer than ranks: with 128, each of 256 ranks would hold half of one, padded to a whole. Other
     dimensions must divide: torch pads the first one alone.
     """
     if len(shape) < 3 or shape[0] % num_ranks == 0:
@@ -79,19 +81,19 @@ def placement(shape: torch.Size, num_ranks: int) -> Shard | None:
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
-    """The root first, then the layers."""
+    """Return the root first, then the layers."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Free all gathered parameters. After a forward without backward the root holds its own in any case."""
+    """Free all gathered parameters. The root keeps its own gathered after a forward without backward."""
     for unit in fsdp_units(model):
         unit.reshard()
 
 
 def sum_over_copies(model: nn.Module, now: bool) -> None:
-    """Let the next backward sum gradients over the copies of the model too; until then each copy adds up its own.
+    """Make the next backward sum gradients over the model's copies too; until then each copy accumulates separately.
 
-    Of no effect where there is one copy.
+    No effect with one copy.
     """
     fsdp_units(model)[0].set_requires_all_reduce(now)

@@ -1,8 +1,8 @@
 """Cut a causal language model of Hugging Face into pipeline stages, in place, without a forward of our own.
 
-What other stages compute is replaced by modules that give back what they are given, so that the model's own forward and
-the names of the parameters that remain stay as they are. Later stages are called with `inputs_embeds`. A stage of
-several chunks is one model too, of which each forward computes one chunk: see `Chunks`.
+Modules of other stages are replaced by pass-through modules, so that the model's forward and its remaining parameter
+names do not change. Later stages are called with `inputs_embeds`. A stage of several chunks is one model, too; each
+forward computes one chunk, see `Chunks`.
 """
 
 import re
@@ -21,42 +21,43 @@ from spmd_rl.train.fsdp2.shard import decoder_layers
 
 
 class Held(NamedTuple):
-    """Where a parameter of the whole model lies."""
+    """Location of a parameter of the whole model."""
 
     stages: tuple[int, ...]
-    """Two, the first and the last, of one that ties the embeddings."""
+    """Stages with the parameter: the first and the last for tied embeddings."""
     shape: torch.Size
     is_trained: bool
 
 
 class PassThrough(nn.Module):
-    """A module that another stage computes; a weight that this stage holds under another name keeps its own here."""
+    """Placeholder for a module of another stage; keeps a weight that this stage has under another name."""
 
     def __init__(self, weight: nn.Parameter | None = None) -> None:
-        """weight: of no effect on the forward."""
+        """weight: kept, without effect on the forward."""
         super().__init__()
         self.weight = weight
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """The hidden states, as they came."""
+        """Return the hidden states unchanged."""
         return hidden_states
 
 
 class _End(PassThrough):
-    """In place of the output embedding."""
+    """Placeholder for the output embedding."""
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return hidden_states.clone()  # of a view FSDP would warn
+        # FSDP warns about a view as a module's output.
+        return hidden_states.clone()
 
 
 class Chunks:
-    """The parts of a model that a stage computes one at a time: its forward computes the `current` one alone.
+    """Chunks of a stage's model: a forward computes only the `current` one.
 
-    Outside of the forward all of them are in their places, for whoever walks over modules and parameters.
+    Outside of a forward all chunks are in place, for code that walks over modules and parameters.
     """
 
     def __init__(self, model: nn.Module, chunk_of: Mapping[nn.Module, int]) -> None:
-        """chunk_of: of the modules that are in one chunk and no other; not sharded yet."""
+        """chunk_of: modules that belong to exactly one chunk; not sharded yet."""
         self.current = 0
         output = model.get_output_embeddings()
         stand_ins = [_End() if module is output else PassThrough() for module in chunk_of]
@@ -74,18 +75,19 @@ class Chunks:
 
 
 def cut(model: nn.Module, layout: Layout, vpp: int = 1) -> tuple[dict[str, Held], Chunks]:
-    """Leave of `model`, which is not sharded yet, what this rank's stage computes: `vpp` chunks of its layers.
+    """Reduce `model`, not sharded yet, to this rank's stage: `vpp` chunks of its layers.
 
-    Returns, alike on all ranks, where each parameter of the whole model lies, by its name and in its order; and this
-    stage's chunks. UserError, naming the setting, if there are more chunks than layers, if the model computes anything
-    between its input embedding and its layers, or if a checkpoint of it holds more than parameters.
+    Returns the location of each parameter of the whole model, in order and equal on all ranks; and this stage's chunks.
+    UserError, naming the setting, if there are more chunks than layers, if the model computes anything between its
+    input embedding and its layers, or if a checkpoint of it holds more than parameters.
     """
     stage, num_stages = layout.rank("pp"), layout.size("pp")
     layers = decoder_layers(model)
     dealt = deal_layers(layout.key, len(layers), num_stages, vpp)
     if num_stages == 1:
         return {name: Held((0,), p.shape, p.requires_grad) for name, p in model.named_parameters()}, Chunks(model, {})
-    if model.config.get_text_config().model_type in SCALES_HIDDEN_STATES:  # each stage would
+    # Each stage would scale its input again.
+    if model.config.get_text_config().model_type in SCALES_HIDDEN_STATES:
         raise UserError(f"{layout.key}.pp: {type(model).__name__} scales its hidden states; must be 1")
     place_of = {layers[i]: place for place, mine in enumerate(dealt) for i in mine}
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
@@ -97,7 +99,8 @@ def cut(model: nn.Module, layout: Layout, vpp: int = 1) -> tuple[dict[str, Held]
         for p in module.parameters():
             holders[p].add(number)
     odd = [name for name, p in model.named_parameters() if p not in holders]
-    odd += [name for name, _ in model.named_buffers() if name in model.state_dict()]  # would be exported too
+    # Saved buffers would be exported too.
+    odd += [name for name, _ in model.named_buffers() if name in model.state_dict()]
     if odd or embedding not in around:
         raise UserError(f"{layout.key}.pp: {type(model).__name__} has {odd or 'weights'} beside its layers; must be 1")
     held = {name: Held(tuple(sorted(holders[p])), p.shape, p.requires_grad) for name, p in model.named_parameters()}
@@ -107,14 +110,16 @@ def cut(model: nn.Module, layout: Layout, vpp: int = 1) -> tuple[dict[str, Held]
             tied = next((p for p in module.parameters() if stage in holders[p]), None)
             model.set_submodule(name, (_End if module is output else PassThrough)(tied))
             gone += [] if tied is not None else [re.escape(name)]
-    if gone:  # a checkpoint's other weights are no reason to refuse it
+    # Weights of other stages in a checkpoint must not count as unexpected.
+    if gone:
         known = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = [*known, rf"^({'|'.join(gone)})\."]
     return held, Chunks(model, {m: place // num_stages for m, place in place_of.items() if stage_of[m] == stage})
 
 
 def _around(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """The modules beside the list of layers that hold parameters; before it at most the input embedding may stand."""
+    """Return the modules with parameters outside the list of layers; only the input embedding may precede the
+    layers."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found = next(((name, module) for name, module in lists if list(module) == layers), None)
     if found is None:

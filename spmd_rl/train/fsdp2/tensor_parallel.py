@@ -1,11 +1,11 @@
-"""Tensor parallelism by transformers' own plan of a model, with sequence parallelism and a shared-out vocabulary.
+"""Tensor parallelism by transformers' plan of a model, with sequence parallelism and a sharded vocabulary.
 
-The ranks of a block share out attention heads, the units of the feed-forward layers and the vocabulary of embedding and
-head. Between these each of them has a run of the row's tokens (Korthikanti et al., arXiv 2205.05198): norms and
-residuals see those alone, a block of layers gathers all tokens before it, and its output is summed and dealt out again.
+The ranks of a block shard attention heads, feed-forward units and the vocabulary of embedding and head. Between these
+each rank has a span of the row's tokens (Korthikanti et al., arXiv 2205.05198): norms and residuals see only that span;
+a block of layers all-gathers tokens before it and reduce-scatters its output.
 
-So what a rank computes adds to one loss what no other rank adds: the gradient of a weight that every rank holds whole
-(norms, routers, biases of sums, the value head) is the sum over ranks. Experts are not cut: see `experts.py`.
+So each rank contributes a different term of the loss: the gradient of a replicated weight (norms, routers, biases of
+sums, the value head) is the sum over ranks. Experts are not cut: see `experts.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,14 +31,14 @@ from spmd_rl.train.adapters import wrapped
 from spmd_rl.train.fsdp2.stages import PassThrough
 
 COLUMNS, ROWS = "colwise", "rowwise"
-"""transformers' words for layers whose outputs are shared out, and for those that sum over shared-out inputs."""
+"""transformers' names for layers with sharded outputs, and for layers that sum over sharded inputs."""
 _WHOLE = "replicated_with_grad_allreduce"
-"""The same for a weight that all ranks hold whole and that each applies to its own heads alone."""
+"""transformers' name for a replicated weight that each rank applies to its own heads."""
 KEYS_AND_VALUES = ("k_proj", "v_proj")
 
 
 def parallelize(model: nn.Module, layout: Layout) -> None:
-    """[all] Share out the model over the `tp` axis, in place, before FSDP shards it.
+    """[all] Shard the model over the `tp` axis, in place, before FSDP shards it.
 
     Its forward still takes all tokens of the row, a multiple of the axis' size, and still gives hidden states and
     outputs of all of them. UserError, naming the setting, if transformers has no plan for the model or if the model's
@@ -54,7 +54,8 @@ def parallelize(model: nn.Module, layout: Layout) -> None:
             for linear in wrapped(modules[name], "lora_B"):
                 _share_outputs(linear, mesh, copies if name.endswith(KEYS_AND_VALUES) else 1)
         elif style == ROWS:
-            for linear in wrapped(modules[name], "lora_A"):  # `lora_B` gets the sum of what ranks make of their inputs
+            # `lora_A` computes partial sums over sharded inputs; `lora_B` gets their sum.
+            for linear in wrapped(modules[name], "lora_A"):
                 _share_inputs(linear, mesh, group)
     for block in _blocks(planned, ROWS):
         modules[block].register_forward_pre_hook(partial(_gather_tokens, group), with_kwargs=True)
@@ -62,7 +63,7 @@ def parallelize(model: nn.Module, layout: Layout) -> None:
 
 
 def _plan(model: nn.Module, layout: Layout) -> dict[str, str]:
-    """The style of each of the layers' modules that transformers' plan names."""
+    """Return the style of each module of the layers in transformers' plan."""
     planned, inside, experts = {}, f"{model.base_model_prefix}.", stacked_experts(model)
     for pattern, style in (model.config.get_text_config().base_model_tp_plan or {}).items():
         if pattern.startswith("layers."):
@@ -74,7 +75,7 @@ def _plan(model: nn.Module, layout: Layout) -> dict[str, str]:
 
 
 def _unsupported(model: nn.Module, planned: Mapping[str, str]) -> str:
-    """What of a plan cannot be carried out here; empty if all can."""
+    """Return the unsupported part of a plan; empty if all is supported."""
     if unknown := sorted({style for style in planned.values() if style not in (COLUMNS, ROWS, _WHOLE)}):
         return f"uses {unknown[0]!r}, which is not supported"
     if not planned:
@@ -87,19 +88,21 @@ def _unsupported(model: nn.Module, planned: Mapping[str, str]) -> str:
 
 
 def _blocks(planned: Mapping[str, str], style: str) -> set[str]:
-    """The modules that hold those of one style."""
+    """Return the modules that contain layers of one style."""
     return {name.rpartition(".")[0] for name, planned_style in planned.items() if planned_style == style}
 
 
 def _copies_of_keys(model: nn.Module, layout: Layout, planned: Mapping[str, str]) -> int:
-    """How many ranks compute the same key-value head: several if there are fewer. UserError if sizes do not fit."""
+    """Return the number of ranks that compute the same key-value head, above 1 if heads are fewer. UserError if sizes
+    do not fit."""
     config, tp = model.config.get_text_config(), layout.size("tp")
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     sizes = {"attention heads": heads, "key-value heads": kv_heads}
     units = config.intermediate_size
     if all(block.endswith("attn") for block in _blocks(planned, ROWS)):
-        units = 0  # experts alone, which are not cut
+        # All feed-forward layers are mixtures, whose experts are not sharded here.
+        units = 0
     else:
         sizes["feed-forward units"] = units
     apart = all(any(name.endswith(projection) for name in planned) for projection in KEYS_AND_VALUES)
@@ -118,7 +121,7 @@ def _copies_of_keys(model: nn.Module, layout: Layout, planned: Mapping[str, str]
 
 
 def _share_outputs(linear: nn.Linear, mesh: DeviceMesh, copies: int) -> None:
-    """Give each rank a part of the outputs; each part to `copies` neighbours, who hold the weights whole if several."""
+    """Shard the outputs over ranks; each part goes to `copies` neighbours, with whole weights if several."""
     rows = None
     if copies == 1:
         _distribute(linear, "weight", mesh, 0)
@@ -130,15 +133,15 @@ def _share_outputs(linear: nn.Linear, mesh: DeviceMesh, copies: int) -> None:
 
 
 def _share_inputs(linear: nn.Linear, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    """Give each rank a part of the inputs, and of what all of them sum up its run of the tokens."""
+    """Shard the inputs over ranks, and the sum of their results by tokens."""
     _distribute(linear, "weight", mesh, 1)
     linear.forward = partial(_sum_of_inputs, linear, group)
 
 
 def _share_vocabulary(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    """Give each rank a part of the embedding's rows, and of the head's; its run of tokens in between.
+    """Shard the rows of embedding and head over ranks, and tokens in between.
 
-    Of a pipeline, each stage has what it has: what travels from stage to stage is each rank's run of tokens.
+    Pipeline stages do what they have of this, and exchange each rank's span of tokens.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
@@ -156,16 +159,17 @@ def _share_vocabulary(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGro
 
 
 def _share_look_up(embedding: nn.Embedding, group: dist.ProcessGroup) -> None:
-    """Let each rank look up what it has of the embedding, which has been distributed."""
+    """Make each rank look up its part of the embedding, which is distributed already."""
     own = owned_region(embedding.weight)[0]
-    if embedding.padding_idx is not None:  # its row gets no gradient
+    # The padding row gets no gradient.
+    if embedding.padding_idx is not None:
         inside = own.start <= embedding.padding_idx < own.stop
         embedding.padding_idx = embedding.padding_idx - own.start if inside else None
     embedding.forward = partial(_look_up, embedding, own, group)
 
 
 def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
-    """Keep this rank's part of a parameter. Nothing travels: each rank has it whole, or all have it on meta."""
+    """Keep this rank's part of a parameter, without communication: each rank has it whole, or all have it on meta."""
     whole = getattr(module, name)
     part = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
     setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
@@ -185,35 +189,36 @@ def _sum_of_inputs(linear: nn.Linear, group: dist.ProcessGroup, x: Tensor) -> Te
 
 
 def _look_up(embedding: nn.Embedding, own: slice, group: dist.ProcessGroup, token_ids: Tensor) -> Tensor:
-    """[all] [1, t] -> [1, t / size, h]: a token's row lies on one rank, and adds to nothing on the others."""
+    """[all] [1, t] -> [1, t / size, h]: one rank has a token's row, the others add zeros."""
     outside = (token_ids < own.start) | (token_ids >= own.stop)
-    with _local_weight(embedding):  # some families scale what they look up
+    # The module's own forward runs, because some families scale the embeddings.
+    with _local_weight(embedding):
         found = type(embedding).forward(embedding, (token_ids - own.start).masked_fill(outside, 0))
     return sum_rows(found.masked_fill(outside[..., None], 0.0)[0], group)[None]
 
 
 def _gather_tokens(group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """[all] A block of layers, called with the tokens of this rank, gets those of all."""
+    """[all] Replace a block's input, this rank's tokens, with all tokens."""
     if args:
         return (gather_rows(args[0][0], group)[None], *args[1:]), kwargs
     return args, kwargs | {"hidden_states": gather_rows(kwargs["hidden_states"][0], group)[None]}
 
 
 def _gather_result(model: nn.Module, group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """[all] The hidden states of all tokens, for the head; of a pipeline's last chunk alone."""
+    """[all] Return the hidden states of all tokens for the head; in a pipeline only in the last chunk."""
     if not isinstance(model.get_output_embeddings(), PassThrough):
         output.last_hidden_state = gather_rows(output.last_hidden_state[0], group)[None]
     return output
 
 
 def _computed_alike(size: int, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """What all ranks compute alike; each of them gives it an equal part of its gradient."""
+    """Return an output that all ranks compute equally; each rank passes back an equal part of its gradient."""
     return output.detach() + (output - output.detach()) / size
 
 
 @contextmanager
 def _local_weight(module: nn.Module) -> Iterator[None]:
-    """Within, `module.weight` is this rank's part: an attribute of the object hides the parameter of that name."""
+    """Make `module.weight` this rank's part inside: an attribute of the object hides the parameter of that name."""
     module.__dict__["weight"] = local(module.weight)
     try:
         yield
@@ -222,7 +227,7 @@ def _local_weight(module: nn.Module) -> Iterator[None]:
 
 
 def sharded_dim(parameter: Tensor) -> int | None:
-    """The dimension in which the ranks of a block share a parameter out; None where each of them holds it whole."""
+    """Return the dimension in which the ranks of a block shard a parameter; None if each has it whole."""
     if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
         return None
     placement = parameter.placements[parameter.device_mesh.mesh_dim_names.index("tp")]
@@ -230,13 +235,14 @@ def sharded_dim(parameter: Tensor) -> int | None:
 
 
 def is_repeated(parameter: Tensor) -> bool:
-    """Whether the ranks of a block hold the same of a parameter, as of all that is neither cut nor an expert's."""
+    """Return True if all ranks of a block have the same of a parameter, as for all that is neither sharded nor an
+    expert's."""
     names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
     return sharded_dim(parameter) is None and "expert_fsdp" not in (names or ())
 
 
 def shape_of_share(parameter: Tensor, layout: Layout) -> torch.Size:
-    """What this rank and those at its place in other blocks hold of a parameter together."""
+    """Return the shape that this rank and its peers in other blocks hold of a parameter together."""
     shape, dim = list(parameter.shape), sharded_dim(parameter)
     if dim is not None:
         own = share(slice(0, shape[dim]), layout.size("tp"), layout.rank("tp"))
@@ -245,12 +251,13 @@ def shape_of_share(parameter: Tensor, layout: Layout) -> torch.Size:
 
 
 def whole(tensor: Tensor, parameter: Tensor, layout: Layout) -> Tensor:
-    """[all] All of a parameter, from each rank's part of it; `tensor` itself where each rank holds all."""
+    """[all] Return a whole parameter from each rank's part; `tensor` itself if each rank has all of it."""
     dim = sharded_dim(parameter)
     if dim is None:
         return tensor
     size, length = layout.size("tp"), parameter.shape[dim]
-    piece = -(-length // size)  # of the first ranks; the last may hold less
+    # Size on the first ranks; the last may have fewer.
+    piece = -(-length // size)
     shape = [*tensor.shape[:dim], piece, *tensor.shape[dim + 1 :]]
     mine = tensor.new_zeros(shape)
     mine.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
@@ -260,6 +267,6 @@ def whole(tensor: Tensor, parameter: Tensor, layout: Layout) -> Tensor:
 
 
 def complete_gradients(gradients: Mapping[str, Tensor], layout: Layout) -> None:
-    """[all] Sum the gradients of parameters that every rank of a block holds whole, in place."""
+    """[all] Sum the gradients of replicated parameters over the ranks of a block, in place."""
     for gradient in gradients.values():
         dist.all_reduce(gradient, group=layout.group("tp"))

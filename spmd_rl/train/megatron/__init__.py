@@ -1,4 +1,4 @@
-"""The backend `megatron`: Megatron-core, with Hugging Face names on the outside. Torch-free until it builds."""
+"""The backend `megatron`: Megatron-core behind Hugging Face names. Torch-free until it builds."""
 
 from typing import Any
 from warnings import catch_warnings, simplefilter
@@ -9,20 +9,20 @@ from spmd_rl.config.packages import installed, unsupported
 from spmd_rl.config.sections.models import RoleConfig
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
-"""The types of models that it trains: modules of `architectures/`, each of which says where a model's weights lie."""
+"""Supported model types, each a module of `architectures/` with the mapping of its weights."""
 LATENT = "deepseek_v3"
-"""The one with latent attention, and a bias for each expert"""
+"""Model type with latent attention, and a bias for each expert"""
 MIXTURES = ("qwen3_moe", "mixtral", LATENT)
 BIASES = ("attention_bias", "mlp_bias")
-"""Keys of `config.json` under which a model has biases that the mapping lacks"""
+"""Keys of `config.json` for biases that the mapping lacks"""
 GROUPS = {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
-"""DeepSeek-V3's: how many experts are chosen, and of how many groups, from how many of these"""
+"""DeepSeek-V3's numbers of chosen experts, of groups, and of groups to choose from"""
 IMPORT_SECONDS = 600.0
-"""What importing Megatron may take without any progress: it is large, and all ranks of a machine read it at once."""
+"""Limit without progress on importing Megatron, which is large and read by all ranks of a machine at once."""
 
 
 def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
-    """See `Backend.refuse`."""
+    """Raise a UserError for settings that this backend does not support."""
     train, kind = role.train, model.get("model_type")
     out = unsupported("megatron-core")
     if out or installed("megatron-core") is None:
@@ -46,7 +46,7 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
 
 
 def _check_model(role: RoleConfig, model: dict[str, Any]) -> None:
-    """Raise a UserError where a layer is none of Megatron's, or ranks cannot share it out in equal parts."""
+    """Raise a UserError if Megatron lacks a layer, or ranks cannot split it equally."""
     if (act := model.get("hidden_act", "silu")) != "silu":
         raise UserError(f"{role.key}.name: train=megatron has not the activation {act} of this model")
     if biased := next((key for key in BIASES if model.get(key)), ""):
@@ -65,9 +65,10 @@ def _check_model(role: RoleConfig, model: dict[str, Any]) -> None:
 
 
 def _check_latent(role: RoleConfig, model: dict[str, Any]) -> None:
-    """The same of what a model of DeepSeek-V3's type may have otherwise than that one, from which defaults are."""
+    """Raise a UserError for a DeepSeek-V3 type model with settings other than the defaults of DeepSeek-V3."""
     chosen, groups, of_groups = (model.get(key, n) for key, n in GROUPS.items())
-    limits = of_groups < groups and chosen // of_groups != 2  # Megatron judges a group by so many experts
+    # Megatron scores a group by its best `chosen // of_groups` experts, transformers by its best two.
+    limits = of_groups < groups and chosen // of_groups != 2
     odd = {
         "q_lora_rank": model.get("q_lora_rank", 1536) is None,
         "rope_interleave": not model.get("rope_interleave", True),
@@ -79,9 +80,10 @@ def _check_latent(role: RoleConfig, model: dict[str, Any]) -> None:
 
 
 def build(role: RoleConfig, layout: Any, source: Any) -> Any:
-    """[all] See `Backend.build`; of the module that `source` gives sizes alone are read."""
+    """[all] Build the role on Megatron; only sizes are read from the module of `source`."""
     with layout.world.journal.extend_timeout(IMPORT_SECONDS), catch_warnings():
-        simplefilter("ignore")  # Megatron names all that it could use and does not find
+        # Megatron warns of every optional package that it does not find.
+        simplefilter("ignore")
         from spmd_rl.train.megatron.backend import build
 
     return build(role, layout, source)

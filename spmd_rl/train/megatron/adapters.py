@@ -1,13 +1,13 @@
-"""Adapters on Megatron, whose linear layers are several of the checkpoint's in one, and cut.
+"""Adapters on Megatron, whose linear layers fuse several layers of the checkpoint, and are sharded.
 
     adapters = MegatronAdapters(role.lora, module, rules, layout.key)
     parameters = parameters_of(adapters.rules, ...)
     adapters.attach(chunks, shapes, groups.tp, head_dim)
 
-Each linear layer of the checkpoint has an `A` and a `B`, whole on all ranks that share a layer out, so that they are
-stored as they are elsewhere. What they add is computed beside the frozen layer: of its input by all `A` in one product,
-of which ranks give each other the few columns, and then by those rows of the `B` that are this rank's outputs. So each
-rank has a term of their gradients, which Megatron sums as it does those of norms.
+Each linear layer of the checkpoint has an `A` and a `B`, replicated on the tensor-parallel ranks, so that they are
+stored as in other backends. The frozen layer's input is multiplied by all `A` in one product, whose few columns the
+ranks exchange, and then by the rows of `B` for this rank's outputs. So each rank has a term of their gradients, which
+Megatron sums as it does those of norms.
 """
 
 import re
@@ -31,11 +31,11 @@ from spmd_rl.train.megatron.mapping import Piece, Rule, Shapes, TensorShare, Who
 from spmd_rl.train.megatron.parameters import LAYERS, Experts
 
 INSIDE = ".adapters."
-"""In names of parameters, between Megatron's of a linear layer and ours of an adapter"""
+"""Separator in parameter names between Megatron's linear layer and our adapter"""
 
 
 class MegatronAdapters(StoredAdapters):
-    """Those of one model; none where `settings` say so."""
+    """Adapters of one model; none without `settings`."""
 
     def __init__(self, settings: LoraConfig, module: nn.Module, rules: Mapping[str, Rule], key: str) -> None:
         """module: of transformers, for the names of its layers. key: of the layout. See `train.adapters.Adapters`."""
@@ -43,7 +43,7 @@ class MegatronAdapters(StoredAdapters):
         self._is_on = True
         kinds = {re.sub(r"\.\d+\.", ".{}.", layer) for layer in self.layers}
         self.rules: dict[str, Rule] = {}
-        """The model's, each behind those of its adapters"""
+        """Rules of the model, each after those of its adapters"""
         for name, rule in rules.items():
             for layer, _, kind in (stored.rpartition(".") for stored in rule.names):
                 if name.startswith(LAYERS) and kind == "weight" and layer in kinds:
@@ -53,7 +53,7 @@ class MegatronAdapters(StoredAdapters):
             self.rules[name] = rule
 
     def trains(self, name: str) -> bool:
-        """Whether a parameter is trained."""
+        """Return True if a parameter is trained."""
         return not self.layers or INSIDE in name
 
     def attach(
@@ -64,7 +64,7 @@ class MegatronAdapters(StoredAdapters):
         head_dim: int,
         experts: Experts,
     ) -> None:
-        """Put this rank's into the chunks that are here. group: of the ranks that share a layer out."""
+        """Put this rank's adapters into its chunks. group: of the tensor-parallel ranks."""
         share = TensorShare(group.rank(), group.size(), head_dim)
         fused = {name.partition(INSIDE)[0] for name in self.rules if INSIDE in name}
         for chunk, layers in chunks.items() if fused else ():
@@ -75,7 +75,8 @@ class MegatronAdapters(StoredAdapters):
                     own = [one for one in pieces if one.name.removesuffix(".weight") in self.layers]
                     linear.adapters = FusedAdapters(linear, own, self.settings, group)
                     linear.register_forward_hook(self._add)
-            if chunk.pre_process:  # layers that are computed again have gradients only where their input has
+            # Recomputed layers have gradients only if their input requires one.
+            if chunk.pre_process:
                 chunk.embedding.register_forward_hook(lambda _, __, hidden: hidden.requires_grad_())
 
     def _add(self, linear: nn.Module, args: tuple[Tensor], found: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
@@ -84,20 +85,21 @@ class MegatronAdapters(StoredAdapters):
 
     @contextmanager
     def hidden(self, hides: bool) -> Iterator[None]:
-        """Within, the model is the one without adapters."""
+        """Make the model the one without adapters inside."""
         self._is_on = not hides
         yield
         self._is_on = True
 
 
 class FusedAdapters(nn.Module):
-    """What is added to one of Megatron's linear layers."""
+    """Adapters of one of Megatron's linear layers."""
 
     def __init__(self, linear: nn.Module, pieces: list[Piece], settings: LoraConfig, group: dist.ProcessGroup) -> None:
-        """pieces: of its weight, those that have adapters."""
+        """pieces: of its weight, with adapters."""
         super().__init__()
         self._group, self._scaling = group, settings.scaling
-        is_whole = isinstance(linear, nn.Linear)  # of which each rank has its own tokens
+        # Each rank computes its own tokens with a replicated layer.
+        is_whole = isinstance(linear, nn.Linear)
         self._exchange = sum_rows if isinstance(linear, RowParallelLinear) else None if is_whole else gather_rows
         first, count = {}, 0
         make = partial(torch.empty, device=linear.weight.device)
@@ -107,8 +109,10 @@ class FusedAdapters(nn.Module):
             self.a[own] = nn.Parameter(make(settings.rank, columns))
             self.b[own] = nn.Parameter(make(rows, settings.rank))
         for parameter in self.parameters():
-            parameter.sequence_parallel = True  # its gradient is a term of a sum over ranks
-        rows_of = torch.full((len(linear.weight),), count)  # by default that of zeros
+            # Its gradient on a rank is a term of a sum over ranks, which Megatron computes for this mark.
+            parameter.sequence_parallel = True
+        # Rows without an adapter use an additional row of zeros.
+        rows_of = torch.full((len(linear.weight),), count)
         for one in pieces:
             rows, self._columns = one.stored
             rows_of[one.region[0]] = first[one.name] + torch.arange(rows.start, rows.stop)

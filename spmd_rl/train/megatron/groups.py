@@ -1,4 +1,4 @@
-"""The process groups of a layout, handed over to Megatron, which then keeps no state of its own about ranks."""
+"""Process groups of a layout in Megatron's form, so that Megatron keeps no global state of ranks."""
 
 from collections.abc import Sequence
 
@@ -18,13 +18,13 @@ ALONG = {
     "tp_cp": ("cp", "tp"),
     "tp_dp_cp": ("dp_shard", "cp", "tp"),
 }
-"""Megatron's name of a group -> the axes of the layout along which its ranks differ"""
+"""Axes of the layout along which the ranks of a Megatron group differ, by the group's name"""
 ALONG_EXPERTS = {"ep": ("ep",), "expt_dp": ("expert_fsdp",), "tp_ep": ("ep",), "tp_ep_pp": ("pp", "ep"), "expt_tp": ()}
-"""The same of experts, each of which is whole on a rank"""
+"""Axes of groups for experts, each of which is whole on a rank"""
 
 
 def groups_of(layout: Layout) -> ProcessGroupCollection:
-    """[all] Form them. Groups of the same ranks are one."""
+    """[all] Form Megatron's groups. Groups of the same ranks are one."""
     formed: dict[tuple[int, ...], dist.ProcessGroup] = {}
     # messages between stages have two ends alone, which groups over shared memory have not
     backend = "gloo" if layout.world.device.type == "cpu" else None
@@ -46,7 +46,7 @@ def groups_of(layout: Layout) -> ProcessGroupCollection:
 
 
 def _ranks(layout: Layout, axes: Sequence[str], along: Sequence[str]) -> list[int]:
-    """The ranks that differ from this one along some of `axes` alone, in order."""
+    """Return the ranks that differ from this one only along some of `axes`, in order."""
     ranks = [0]
     for axis in axes:
         places = range(layout.size(axis)) if axis in along else [layout.rank(axis)]

@@ -1,11 +1,10 @@
-"""Where each weight of a Hugging Face checkpoint lies in Megatron's parameters: said once, read in both directions.
+"""Location of each Hugging Face weight in Megatron's parameters: declared once, used in both directions.
 
     NAMES = {"decoder.layers.{}.mlp.linear_fc1.weight": Stacked("...gate_proj.weight", "...up_proj.weight"), ...}
     for piece in rule.pieces(shapes, TensorShare(tp_rank, tp_size)): ...
 
-An architecture (`architectures/`) gives each parameter a rule. A rule says which pieces of which stored tensors a
-rank's part of the parameter consists of. Reading a checkpoint, publishing, and saving or loading a state are loops over
-pieces.
+An architecture (`architectures/`) gives each parameter a rule. A rule lists the pieces of stored tensors in a rank's
+part of the parameter. Reading a checkpoint, publishing, and saving or loading a state are loops over pieces.
 """
 
 from abc import ABC, abstractmethod
@@ -15,11 +14,11 @@ from typing import NamedTuple
 from spmd_rl.model.load import Region
 
 Shapes = Callable[[str], tuple[int, ...]]
-"""The shape of a stored tensor, whole, by its name."""
+"""Function from a stored tensor's name to its whole shape."""
 
 
 class TensorShare(NamedTuple):
-    """Which of the ranks that share a layer out."""
+    """This rank's position in the tensor-parallel group."""
 
     rank: int
     size: int
@@ -27,36 +26,36 @@ class TensorShare(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A region of a stored tensor, and where it lies in a rank's parameter."""
+    """A region of a stored tensor, and its location in a rank's parameter."""
 
     name: str
     shape: tuple[int, ...]
-    """of the stored tensor, whole"""
+    """whole shape of the stored tensor"""
     stored: Region
     region: Region
 
 
 class Rule(ABC):
-    """How a parameter is made of stored tensors, in whose names `{}` is the number of a layer, then of an expert."""
+    """Composition of a parameter from stored tensors, in whose names `{}` is the number of a layer, then of an
+    expert."""
 
     is_cut, is_buffer = True, False
-    """Whether the ranks that share a layer out have different parts; else all of them have the same. And whether it is
-    float32 whatever the model's dtype, and has no gradient."""
+    """Flags: tensor-parallel ranks have different parts (else equal ones); it is always float32, without gradient."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
 
     def named(self, *numbers: int) -> "Rule":
-        """The rule of one layer, or of one expert of a layer, by their numbers."""
+        """Return the rule of one layer, or of one expert of a layer, by number."""
         return type(self)(*(name.format(*numbers) for name in self.names))
 
     @abstractmethod
     def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
-        """The shape of a rank's parameter."""
+        """Return the shape of a rank's parameter."""
 
     @abstractmethod
     def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
-        """What a rank's parameter consists of; what lies in no piece is filling."""
+        """Yield the pieces of a rank's parameter; elements in no piece are padding."""
 
 
 class Whole(Rule):
@@ -65,31 +64,31 @@ class Whole(Rule):
     is_cut = False
 
     def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
-        """See `Rule`."""
+        """Return the shape of a rank's parameter."""
         return shapes(self.names[0])
 
     def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
-        """See `Rule`."""
+        """Yield the pieces of stored tensors in a rank's parameter."""
         everything = _all(shapes(self.names[0]))
         yield Piece(self.names[0], shapes(self.names[0]), everything, everything)
 
 
 class Buffer(Whole):
-    """The same of a buffer of transformers' module."""
+    """One stored tensor that is a buffer of transformers' module, whole on every rank."""
 
     is_buffer = True
 
 
 class Stacked(Rule):
-    """A run of the rows of each stored tensor, one below the other; the last rank may have fewer, and filling."""
+    """A span of the rows of each stored tensor, stacked; the last rank may have fewer, and padding."""
 
     def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
-        """See `Rule`."""
+        """Return the shape of a rank's parameter."""
         rows = sum(-(-shapes(name)[0] // share.size) for name in self.names)
         return (rows, *shapes(self.names[0])[1:])
 
     def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
-        """See `Rule`."""
+        """Yield the pieces of stored tensors in a rank's parameter."""
         place = 0
         for name in self.names:
             num_rows, *rest = shapes(name)
@@ -104,15 +103,15 @@ class Stacked(Rule):
 
 
 class Columns(Rule):
-    """A run of the columns of a stored tensor."""
+    """A span of the columns of a stored tensor."""
 
     def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
-        """See `Rule`."""
+        """Return the shape of a rank's parameter."""
         num_rows, num_columns = shapes(self.names[0])
         return num_rows, num_columns // share.size
 
     def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
-        """See `Rule`."""
+        """Yield the pieces of stored tensors in a rank's parameter."""
         num_rows, width = self.shape(shapes, share)
         here = slice(share.rank * width, (share.rank + 1) * width)
         rows = slice(0, num_rows)
@@ -120,16 +119,17 @@ class Columns(Rule):
 
 
 class Heads(Rule):
-    """Queries, keys and values: for each key-value head those of its queries, then its key, then its value."""
+    """Queries, keys and values, by key-value head: its queries, its key, its value."""
 
     def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
-        """See `Rule`."""
+        """Return the shape of a rank's parameter."""
         return (sum(shapes(name)[0] for name in self.names) // share.size, *shapes(self.names[0])[1:])
 
     def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
-        """See `Rule`."""
+        """Yield the pieces of stored tensors in a rank's parameter."""
         num_groups = shapes(self.names[1])[0] // share.head_dim
-        counts = [shapes(name)[0] // num_groups for name in self.names]  # rows of a key-value head
+        # Rows of one key-value head in each tensor.
+        counts = [shapes(name)[0] // num_groups for name in self.names]
         own = num_groups // share.size
         for group in range(own):
             place = group * sum(counts)
@@ -141,7 +141,7 @@ class Heads(Rule):
 
 
 def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Region]:
-    """The regions that elements `begin` to `end` of a tensor of one or two dimensions make up, in their order."""
+    """Yield the regions that make up the elements `begin` to `end` of a 1- or 2-dimensional tensor, in order."""
     if len(shape) == 1:
         yield (slice(begin, end),)
         return

@@ -39,7 +39,7 @@ from spmd_rl.train.state import Shard
 
 
 class MegatronModel:
-    """See `train.base.ShardedModel`."""
+    """A `train.base.ShardedModel` on Megatron-core."""
 
     def __init__(
         self,
@@ -50,7 +50,8 @@ class MegatronModel:
         rules: Mapping[str, Rule],
         options: dict[str, Any],
     ) -> None:
-        """[all] module: of transformers, on the meta device: its sizes alone are read. The weights come from `files`.
+        """[all] Build and fill the model. module: of transformers, on the meta device, for sizes only; weights come
+        from `files`.
 
         rules, options: see `architectures`. UserError if the weights do not fit them, or the layout.
         """
@@ -92,7 +93,8 @@ class MegatronModel:
             trained = {name for name, rule, *_ in parameters if own and self._trains(name) and not rule.is_buffer}
             for name, tensor in local.items():
                 tensor.requires_grad_(name in trained)
-                tensor.detach().zero_()  # what no stored tensor fills is never read, but must be finite
+                # Padding that no stored tensor fills is never used, but must be finite: 0 * NaN is NaN.
+                tensor.detach().zero_()
             self._optimizer = own and DistributedAdamW(self._chunks, self._config, own, self._groups)
             about = (shapes.__getitem__, layout, self._groups, head_dim(config))
             self._tensors = Tensors(parameters, local, trained, self._dtype, *about)
@@ -100,11 +102,11 @@ class MegatronModel:
         self._make_offload(role, local)
 
     def _trains(self, name: str) -> bool:
-        """Whether a parameter of a trained model is; beside adapters a critic's head, which begins at 0."""
+        """Return True if a parameter is trained: with adapters, also a critic's head, which starts at 0."""
         return self._adapters.trains(name) or (self._is_critic and name.startswith(HEAD))
 
     def _load(self, files: WeightFiles, role: RoleConfig) -> None:
-        """[all] Each rank reads what it keeps: of what is trained the masters, from which parameters follow."""
+        """[all] Read this rank's part: masters of trained parameters, from which parameters follow."""
         read = partial(self._adapters.read, files)
         fill(list(self._tensors.frozen()), read, self._world.progress)
         if self._optimizer is None:
@@ -127,10 +129,11 @@ class MegatronModel:
         self.sleep()
 
     def run(self, loop: MicrobatchLoop) -> None:
-        """See `ShardedModel`. By Megatron's schedules: 1F1B over stages, interleaved where they have chunks."""
+        """Run the micro-batches by Megatron's schedules: 1F1B over stages, interleaved with several chunks."""
         num_stages, num_chunks = self._layout.size("pp"), len(self._chunks)
         count = loop.count
-        if num_chunks > 1:  # its interleaved schedule wants whole rounds; what is more is without weight
+        # Megatron's interleaved schedule needs whole rounds; the additional micro-batches have weight 0.
+        if num_chunks > 1:
             count = -(-count // num_stages) * num_stages
         chunks = self._optimizer.wrapped if loop.is_trained else self._chunks
         stages = {}
@@ -147,7 +150,8 @@ class MegatronModel:
                 data_iterator=[iter(range(count)) for _ in chunks],
                 model=list(chunks),
                 num_microbatches=count,
-                seq_length=1,  # of no effect: stages say how long each micro-batch is
+                # No effect: the stages exchange the shapes of each micro-batch.
+                seq_length=1,
                 micro_batch_size=1,
                 forward_only=not loop.is_trained,
                 pg_collection=self._groups,
@@ -155,7 +159,8 @@ class MegatronModel:
             )
 
     def _forward(self, loop: MicrobatchLoop, numbers: Iterator[int], chunk: nn.Module) -> tuple[Tensor, Any]:
-        """[stage] What a chunk makes of the next micro-batch, and what is to be called with it if that is the end."""
+        """[stage] Return a chunk's output for the next micro-batch, and the function to call with it in the
+        last chunk."""
         number = next(numbers)
         micro, device = loop.select(number), self.device
         row = row_of(micro, device, self._dtype, self._layout.size("tp"), self._context, self._replay.of_row)
@@ -178,7 +183,7 @@ class MegatronModel:
     def _finish(
         self, loop: MicrobatchLoop, number: int, micro: Batch, row: Row, out: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """[stage] The loss, as Megatron wants it: with a number of tokens, which is not used, and nothing to report."""
+        """[stage] Return the loss in Megatron's form: with an unused number of tokens, and an empty report."""
         found = out[0, : len(row.keep)]
         if row.own is not None:
             own = to_device(row.own, self.device)
@@ -187,7 +192,7 @@ class MegatronModel:
         return loop.finish(number, micro, parts(found, loop.args)), nothing, {}
 
     def grad_square(self) -> float:
-        """See `ShardedModel`."""
+        """Return this rank's term of the squared gradient norm."""
         self._moments.to_device()
         with on_cpu(self.device):
             self._optimizer.prepare()
@@ -195,7 +200,7 @@ class MegatronModel:
         return float(torch.stack(torch._foreach_norm(counted)).double().square().sum()) if counted else 0.0
 
     def step(self, lr: float, norm: float | None) -> None:
-        """See `ShardedModel`."""
+        """Clip the gradients and update the weights, see `ShardedModel`."""
         with on_cpu(self.device):
             if norm is not None:
                 self._optimizer.step(lr, norm)  # [all]
@@ -208,15 +213,15 @@ class MegatronModel:
                 self._moments.to_host()
 
     def metrics(self) -> Metrics:
-        """See `ShardedModel`."""
+        """Return further metrics of the last update."""
         return self._load_of_experts.metrics() | self._replay.metrics()  # [all]
 
     def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
-        """See `ShardedModel`: bitwise what the forward pass computes with. adapters: see `Adapters.published`."""
+        """Yield every weight whole, bitwise equal to the forward pass's. adapters: see `Adapters.published`."""
         return self._adapters.published(self._tensors.whole(trained_alone=adapters == "alone"), adapters)  # [all]
 
     def state(self) -> list[Shard]:
-        """See `ShardedModel`."""
+        """Return the live tensors that training changes."""
         self._moments.to_device()
         if self._optimizer is None:
             return []
@@ -224,7 +229,7 @@ class MegatronModel:
         return [*shards, *self._adapters.state(self._world.rank == 0)]
 
     def on_state_loaded(self) -> None:
-        """[all] See `ShardedModel`."""
+        """[all] Refresh what is derived from the tensors of `state`."""
         self._adapters.check_scaling()
         self._weights.changed()
         self._moments.changed()
@@ -233,17 +238,17 @@ class MegatronModel:
                 self._optimizer.on_state_loaded()  # [all]
 
     def wake(self) -> None:
-        """See `ShardedModel`."""
+        """Bring the weights back to the device."""
         self._weights.to_device()
 
     def sleep(self) -> None:
-        """See `ShardedModel`."""
+        """Offload weights and optimizer state if the settings say so."""
         if self._offloads:
             with self._world.journal.kind("copy"):
                 self._weights.to_host()
                 self._moments.to_host()
 
     def close(self) -> None:
-        """See `ShardedModel`."""
+        """Free all device and host memory; idempotent."""
         self._chunks, self._optimizer, self._tensors = [], None, None
         self._weights = self._moments = Offload(())

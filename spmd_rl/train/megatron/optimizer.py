@@ -1,7 +1,7 @@
-"""Megatron's distributed data parallelism and optimizer: gradients and AdamW's state shared out over data shards.
+"""Megatron's distributed data parallelism and optimizer: gradients and AdamW's state sharded over data shards.
 
-Both are built from their classes, with the groups of the layout: the library's own factory meets all ranks of the job,
-of which some may only generate, and pickles. AdamW is torch's.
+Both are built from their classes, with the groups of the layout: the library's factory runs collectives of all ranks of
+the job, some of which may only generate, and pickles. AdamW is torch's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,19 +27,19 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Master(NamedTuple):
-    """A run of a parameter's elements of which this rank keeps the float32 weights and the moments."""
+    """A span of a parameter's elements whose float32 weights and moments are on this rank."""
 
     parameter: nn.Parameter
     begin: int
     end: int
     weights: Tensor
-    """float32 [end - begin], live; of a float32 model the parameter's own"""
+    """float32 [end - begin], live; for a float32 model the parameter's storage"""
     state: dict[str, Tensor]
-    """`step` and `MOMENTS`"""
+    """optimizer state by name: `step` and `MOMENTS`"""
 
 
 class DistributedAdamW:
-    """What trains the chunks of a model that are here."""
+    """Trainer of this rank's chunks of a model."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class DistributedAdamW:
         )
         wrap = partial(DistributedDataParallel, config, how, pg_collection=groups)
         self.wrapped = [wrap(chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
-        """The chunks, to be called instead where gradients are wanted."""
+        """Chunks to call if gradients are wanted."""
         config.finalize_model_grads_func = _finalize
         config.no_sync_func = None
         of_experts = [{i: own for i, chunk in enumerate(self.wrapped) if (own := chunk.expert_parallel_buffers)}]
@@ -65,7 +65,7 @@ class DistributedAdamW:
         self._optimizers += [self._over(own, config, groups.expt_dp) for own in of_experts if own]
         self.masters = [master for optimizer in self._optimizers for master in _masters(optimizer)]
         self.steps = torch.zeros(())
-        """As many as AdamW has taken, of all parameters alike"""
+        """Steps of AdamW, equal for all parameters"""
 
     def _over(self, buffers: Mapping[int, list[Any]], config: TransformerConfig, group: Any) -> DistributedOptimizer:
         settings = self._settings
@@ -95,12 +95,12 @@ class DistributedAdamW:
         )
 
     def prepare(self) -> None:
-        """Give the masters their gradients, which the last pass has summed over data shards."""
+        """Give the masters their gradients, summed over data shards by the last pass."""
         for optimizer in self._optimizers:
             optimizer.prepare_grads()
 
     def step(self, lr: float, norm: float) -> None:
-        """[all] Clip gradients of the global norm `norm`, update, and give all ranks the new weights."""
+        """[all] Clip gradients of the global norm `norm`, update, and distribute the new weights."""
         gradients = [master.weights.grad for master in self.masters]
         if gradients and norm > self._settings.max_grad_norm:
             torch._foreach_mul_(gradients, self._settings.max_grad_norm / norm)
@@ -111,33 +111,33 @@ class DistributedAdamW:
         self.steps += 1
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Drop the gradients of all parameters."""
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         for optimizer in self._optimizers:
             optimizer.zero_grad()
 
     def publish_masters(self) -> None:
-        """[all] Make the parameters what the masters say, on all ranks."""
+        """[all] Copy the masters into the parameters, on all ranks."""
         for optimizer in self._optimizers:
             optimizer._copy_main_params_to_model_params()
         for chunk in self.wrapped:
             chunk.start_param_sync(force_sync=True)  # [all]
 
     def on_state_loaded(self) -> None:
-        """[all] Called after masters, moments and `steps` were overwritten."""
+        """[all] Refresh the parameters after masters, moments and `steps` were overwritten."""
         for master in self.masters:
             master.state["step"].copy_(self.steps)
         self.publish_masters()  # [all]
 
 
 def _finalize(chunks: list[nn.Module], num_tokens: Tensor | None, **given: Any) -> None:
-    """[all] Sum gradients; the weights of tokens are global, so that nothing is divided by their number."""
+    """[all] Sum gradients without dividing by the number of tokens, because token weights are global."""
     finalize_model_grads(chunks, None, **given)
 
 
 def _masters(optimizer: DistributedOptimizer) -> list[Master]:
-    """What this rank keeps, with AdamW's state from the start on: torch makes it in the first step."""
+    """Return this rank's masters, with AdamW's state, which torch would create only in the first step."""
     parameters = chain(*optimizer.model_float16_groups, *optimizer.model_fp32_groups)
     weights = chain(*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups)
     found = []

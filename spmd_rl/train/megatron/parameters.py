@@ -1,4 +1,4 @@
-"""The parameters of a model as Megatron has them, each with its rule; and parts of tensors under Hugging Face names."""
+"""Megatron's parameters with their rules; and parts of tensors under Hugging Face names."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
@@ -16,58 +16,58 @@ from spmd_rl.train.megatron.mapping import Piece, Rule
 LAYERS, EXPERTS = "decoder.layers.", ".local_experts."
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 MLP, DENSE = ".mlp.", ".mlp.linear_"
-"""In names of parameters: of either kind of MLP, and of one without experts"""
+"""Parts of the names of either kind of MLP, and of a dense one"""
 
 
 class Parameter(NamedTuple):
-    """A parameter of the whole model, of which the ranks of its stage have parts."""
+    """A parameter of the whole model, sharded over the ranks of its stage."""
 
     name: str
-    """Megatron's, with the number of its layer in the whole model"""
+    """name in Megatron, with the layer's number in the whole model"""
     rule: Rule
     stage: int
     is_copy: bool = False
-    """It is the input embedding again, which the last of several stages has too where output and input are tied."""
+    """True for the last stage's second copy of a tied input embedding."""
     owner: int | None = None
-    """Of an expert's, which has it whole: the place along `ep` of the ranks that have it."""
+    """Position along `ep` of the ranks that hold this expert whole; None if it is no expert."""
 
 
 class StoredPart(NamedTuple):
-    """A part of a stored tensor that is here."""
+    """This rank's part of a stored tensor."""
 
     name: str
     shape: tuple[int, ...]
-    """of the whole"""
+    """shape of the whole tensor"""
     stored: Region
     tensor: Tensor
-    """live"""
+    """live elements of the part"""
 
 
 class Experts(NamedTuple):
-    """Of the mixtures of a model."""
+    """Expert layers of a model."""
 
     count: int
-    """of a layer"""
+    """experts per mixture layer"""
     size: int
-    """how many ranks share them out"""
+    """number of ranks that share the experts"""
     first: int = 0
-    """the layers before it have none"""
+    """first mixture layer"""
 
     def are_in(self, layer: int) -> bool:
-        """Whether a layer is a mixture."""
+        """Return True if a layer is a mixture."""
         return self.count > 0 and layer >= self.first
 
     def fit(self, name: str, layer: int) -> bool:
-        """Whether a layer has a parameter, or a module, of this name; each kind of MLP has its own."""
+        """Return True if a layer has a parameter, or a module, of this name; dense MLPs and mixtures differ."""
         return MLP not in name or (DENSE in name) != self.are_in(layer)
 
 
 def parameters_of(
     names: Mapping[str, Rule], dealt: Sequence[range], num_stages: int, is_tied: bool, experts: Experts
 ) -> list[Parameter]:
-    """All parameters of the model, in order; experts that are at one place on their ranks are neighbours.
+    """Return all parameters of the model in order; experts at the same position of their ranks are neighbours.
 
-    dealt: the layers of each chunk, of which stages have every n-th.
+    dealt: the layers of each chunk; a stage has every n-th chunk.
     """
     found = [Parameter(EMBEDDING, names[EMBEDDING], 0)]
     own = {name: rule for name, rule in names.items() if name.startswith(LAYERS)}
@@ -93,9 +93,9 @@ def parameters_of(
 
 
 def local_parameters(chunks: Mapping[GPTModel, range], experts: Experts, owner: int) -> dict[str, nn.Parameter]:
-    """The parameters of the chunks that are here, with their layers, by the names of `Parameter`.
+    """Return the parameters of this rank's chunks and layers by the names of `Parameter`.
 
-    owner: this rank's place among those that share experts out.
+    owner: this rank's position along `ep`.
     """
     found = {}
     first = owner * (experts.count // experts.size)
@@ -109,7 +109,8 @@ def local_parameters(chunks: Mapping[GPTModel, range], experts: Experts, owner: 
                 place, rest = after.split(".", 1)
                 name = f"{before}{EXPERTS}{first + int(place)}.{rest}"
                 parameter.allreduce = (
-                    False  # its gradients are summed over the ranks that have it, tensor-parallel or not
+                    # Its gradients are summed over all ranks that have it, tensor-parallel or not.
+                    False
                 )
             found[name] = parameter
     return found
@@ -118,7 +119,7 @@ def local_parameters(chunks: Mapping[GPTModel, range], experts: Experts, owner: 
 def check_files(parameters: Sequence[Parameter], files: WeightFiles, module: nn.Module, is_tied: bool) -> None:
     """Raise a UserError unless each stored tensor has a place in the model, and each place a stored tensor.
 
-    module: of transformers, which may say that nobody reads some.
+    module: of transformers, which may list ignored tensors.
     """
     wanted = {name for parameter in parameters for name in parameter.rule.names if not name.startswith(PREFIX)}
     if missing := sorted(wanted - set(files.names)):
@@ -131,7 +132,7 @@ def check_files(parameters: Sequence[Parameter], files: WeightFiles, module: nn.
 
 
 def parts_of(tensor: Tensor, own: Region, pieces: Sequence[Piece]) -> Iterator[StoredPart]:
-    """What the region `own` of a parameter, which is `tensor`, is under the names of stored tensors."""
+    """Yield the parts of stored tensors in the region `own` of a parameter, which is `tensor`."""
     for piece in pieces:
         common = overlap(own, piece.region)
         if common is not None:
@@ -142,7 +143,7 @@ def parts_of(tensor: Tensor, own: Region, pieces: Sequence[Piece]) -> Iterator[S
 
 @torch.no_grad()
 def fill(parts: Sequence[StoredPart], read: Callable[[str, Region], Tensor], on_progress: Callable[[], object]) -> None:
-    """Read what the parts hold, converted to the dtype that they have."""
+    """Read the contents of the parts, converted to their dtypes."""
     for part in parts:
         part.tensor.copy_(read(part.name, part.stored))
         on_progress()

@@ -1,9 +1,9 @@
-"""What Megatron-core needs on ranks without CUDA: it asks for a CUDA device in many places, whatever it runs on.
+"""Shim for Megatron-core on ranks without CUDA: it uses a CUDA device in many places unconditionally.
 
     with on_cpu(world.device): ...Megatron's code...
 
-Inside, on a CPU and nowhere else, tensors that it asks for on `cuda` are on the CPU, and streams and random states of
-devices are those of the CPU. On a device it does nothing at all, so that no run on one depends on it.
+On a CPU, tensors requested on `cuda` are on the CPU inside, and streams and random states are those of the CPU. On a
+device the shim does nothing, so that no such run depends on it.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _NoStream:
-    """In place of a stream of a device, and of its events."""
+    """Placeholder for a device's stream, and its events."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: self
@@ -34,14 +34,14 @@ _REPLACED = {
     "current_stream": lambda *_: _NoStream(),
     "stream": lambda *_: nullcontext(),
 }
-"""Of `torch.cuda`"""
+"""Replacements in `torch.cuda`, by attribute name"""
 
 
 class _Messages:
-    """Between pipeline stages: no stage waits until another has received, as on devices, where short ones are buffered.
+    """Messages between pipeline stages, sent without waiting for the receiver, as on devices, which buffer short ones.
 
-    Gloo's messages wait, and an interleaved schedule, whose stages do not all pair what they send and receive alike,
-    then stops for good. Each direction has a tag of its own: with two stages both are between the same ranks.
+    Gloo's sends block, so an interleaved schedule, whose stages pair sends and receives differently, would deadlock.
+    Each direction has another tag: with two stages both are between the same ranks.
     """
 
     def __init__(self) -> None:
@@ -58,17 +58,18 @@ class _Messages:
         prev_pipeline_rank: int,
         next_pipeline_rank: int,
     ) -> list[dist.Work]:
-        """In the place of Megatron's: what is to be waited for."""
+        """Replace Megatron's exchange; return the works to wait for."""
         sent = (tensor_send_prev, prev_pipeline_rank, 0), (tensor_send_next, next_pipeline_rank, 1)
         for tensor, rank, tag in sent:
             if tensor is not None:
-                copy = tensor.detach().clone()  # the schedule frees what it has sent
+                # The schedule frees a tensor's data after it was sent.
+                copy = tensor.detach().clone()
                 self._sent.append((dist.isend(copy, rank, group, tag), copy))
         received = (tensor_recv_prev, prev_pipeline_rank, 1), (tensor_recv_next, next_pipeline_rank, 0)
         return [dist.irecv(tensor, rank, group, tag) for tensor, rank, tag in received if tensor is not None]
 
     def shapes(self, communicator: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> tuple:
-        """In the place of a communicator's: the shapes of what comes from the stage before and from the one after."""
+        """Replace a communicator's method; return the shapes from the previous and the next stage."""
         own = [None if tensor is None else torch.tensor(tensor.shape) for tensor in (send_prev, send_next)]
         found = [torch.zeros(3, dtype=torch.int64) if wanted else None for wanted in (recv_prev, recv_next)]
         for request in self.exchange(
@@ -84,7 +85,7 @@ class _Messages:
         return tuple([0, 0, 0] if shape is None else shape.tolist() for shape in found)
 
     def end(self) -> None:
-        """Wait until all has been received."""
+        """Wait until all messages have been received."""
         for request, _ in self._sent:
             request.wait()
 
@@ -97,14 +98,15 @@ class _OnCPU(TorchFunctionMode):
         if device is not None and not isinstance(device, int) and torch.device(device).type == "cuda":
             kwargs = {**kwargs, "device": "cpu"}
         found = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.type and isinstance(found, str):  # it tells dtypes apart by such names
+        # Megatron compares dtypes by these names.
+        if func is torch.Tensor.type and isinstance(found, str):
             return found.replace("torch.", "torch.cuda.", 1)
         return found
 
 
 @contextmanager
 def on_cpu(device: torch.device) -> Iterator[None]:
-    """Let Megatron's code run inside, if `device` is a CPU; else do nothing."""
+    """Let Megatron's code run on a CPU inside; no-op if `device` is not one."""
     if device.type != "cpu":
         yield
         return

@@ -1,8 +1,8 @@
-"""A model of Megatron-core made from a configuration of transformers: its `GPTModel`, with five parts of our own.
+"""A model of Megatron-core made from a configuration of transformers: its `GPTModel`, with five replaced parts.
 
-Megatron's local layers (no Transformer Engine), in which attention is `packed_attention`, so that packing, prefix trees
-and context parallelism are what they are elsewhere; rotary positions are those of the row; norms round as transformers
-does; and the output embedding gives logprob and entropy of the targets, not logits.
+The layers are Megatron's local ones (no Transformer Engine). Attention is `packed_attention`, so that packing, prefix
+trees and context parallelism work as in other backends; rotary positions are those of the row; norms round as in
+transformers; the output embedding returns logprob and entropy of the targets, not logits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,54 +39,56 @@ from spmd_rl.train.expert_load import ExpertLoad
 from spmd_rl.train.megatron.parameters import Experts
 from spmd_rl.train.replay import Replay
 
-if not isinstance(multi_latent_attention.TELinear, type):  # no Transformer Engine, for whose classes it asks
+# Without Transformer Engine these names are no classes, but the module asks for them.
+if not isinstance(multi_latent_attention.TELinear, type):
     multi_latent_attention.HAVE_TE = False
 RANDOM = "model-parallel-rng"
-"""Megatron's name of a state of random numbers"""
+"""Megatron's name of a random number state"""
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """What all layers need of a row; Megatron hands it down where its own packing would go."""
+    """Row data for all layers, in the argument that Megatron has for its packing parameters."""
 
     positions: Tensor
     """int64 [t], on the device"""
     packing: Packing
     routed: Tensor
-    """bool [t], on the device: which tokens are no filling"""
+    """bool [t], on the device: tokens that are not padding"""
     chosen: Tensor | None
-    """int64 [t, layers, k], on the device: the experts that the engine chose, see `train/replay.py`"""
+    """int64 [t, layers, k], on the device: the engine's experts, see `train/replay.py`"""
     qkv_format: str = "row"
-    """Megatron asks whether it is its own"""
+    """Format that Megatron checks, not one of its own"""
     cp_group: None = None
     local_cp_size: None = None
 
 
 class Norm(nn.Module):
-    """RMSNorm, which rounds to the dtype of its input before it multiplies by its weight, as transformers does."""
+    """RMSNorm that rounds to its input's dtype before it multiplies by its weight, as in transformers."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel  # its gradient is a term of a sum over ranks
+        # Its gradient on a rank is a term of a sum over ranks, which Megatron computes for this mark.
+        self.weight.sequence_parallel = config.sequence_parallel
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden size] -> the same."""
+        """Normalise over the last dimension: [..., hidden size]."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 class LatentNorm(Norm):
-    """That of latents, which has an epsilon of its own in transformers."""
+    """RMSNorm of latents, with the other epsilon that transformers uses there."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
         super().__init__(config, hidden_size, 1e-6)
 
 
 class PackedAttention(nn.Module):
-    """In place of Megatron's `DotProductAttention`."""
+    """Replacement of Megatron's `DotProductAttention`."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -97,7 +99,7 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """[t, 1, heads, D], [t, 1, kv heads, D] twice -> [t, 1, heads * D]; [all] of the ranks that share a row out.
 
-        Latent attention leaves out the 1, and its values may be narrower.
+        Latent attention has no batch dimension 1, and its values may be narrower.
         """
         q, k, v = (x.flatten(0, -3).transpose(0, 1)[None] for x in (query, key, value))
         out, _ = packed_attention(self, q, k, v, None, self.scale, packed_seq_params.packing)  # [all]
@@ -105,16 +107,16 @@ class PackedAttention(nn.Module):
 
 
 class Rotary(nn.Module):
-    """In place of Megatron's rotary embedding: angles of the row's own positions, with transformers' frequencies."""
+    """Replacement of Megatron's rotary embedding: angles of the row's positions, with transformers' frequencies."""
 
     def __init__(self, rotary: nn.Module, device: torch.device) -> None:
-        """rotary: transformers'."""
+        """rotary: the module of transformers."""
         super().__init__()
         self.register_buffer("frequencies", rotary.inv_freq.to(device), persistent=False)
         self.scale = rotary.attention_scaling
 
     def get_rotary_seq_len(self, *args: Any) -> Tensor:
-        """What Megatron calls `forward` with, where it would be a length."""
+        """Return the positions, which Megatron then passes to `forward` as the length."""
         return args[-1].positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
@@ -124,7 +126,7 @@ class Rotary(nn.Module):
 
 
 class LatentRotary(Rotary):
-    """The same for latent attention, with the factor of cosines and sines."""
+    """Rotary embedding for latent attention, with the factor of cosines and sines."""
 
     def forward(self, positions: Tensor, **_: Any) -> tuple[Tensor, float]:
         """int64 [t] -> float32 [t, 1, rotated dimensions], and the factor."""
@@ -132,16 +134,16 @@ class LatentRotary(Rotary):
 
 
 class Head(nn.Module):
-    """In place of the output embedding: logprob and entropy of `targets`, from the hidden states at `keep`."""
+    """Replacement of the output embedding: logprob and entropy of `targets`, from the hidden states at `keep`."""
 
     def __init__(self, weight: nn.Parameter | None, vocab_size: int, groups: ProcessGroupCollection) -> None:
-        """`weight`: this rank's rows; None where the input embedding's are handed to `forward`."""
+        """weight: this rank's rows; None if `forward` gets the input embedding's."""
         super().__init__()
         self.weight, self._vocab_size, self._group = weight, vocab_size, groups.tp
         self.keep: Tensor | None = None
-        """int64 [n], to be set before each forward: which tokens of the row predict a target"""
+        """int64 [n], set before each forward: tokens of the row that predict a target"""
         self.targets: Tensor | None = None
-        """int64 [n], or [n, 1 + m], likewise; see `TokenHead`"""
+        """int64 [n], or [n, 1 + m], set before each forward; see `TokenHead`"""
         self.temperature = 1.0
         self.support: Support | None = None
         self.top: tuple[int, int] | None = None
@@ -153,20 +155,21 @@ class Head(nn.Module):
         if self._group.size() > 1:
             hidden, first = gather_rows(hidden, self._group), self._group.rank() * len(weight)  # [all]
             share = VocabularyShare(first, self._group)
-        own = weight[: self._vocab_size - first]  # the rest is filling
+        # The last rows of the last rank are padding.
+        own = weight[: self._vocab_size - first]
         about = (self.targets, self.temperature, self.support, self.top, share)
         return head_outputs(hidden[self.keep], own, *about)[:, None], None  # [all]
 
 
 class ReplayedChoice:
-    """In place of Megatron's own replay of routers, of one layer."""
+    """Replacement of Megatron's replay of one layer's router."""
 
     def __init__(self, replay: Replay, place: int) -> None:
-        """`place`: of the layer among the mixtures of the whole model."""
+        """place: of the layer among the mixtures of the whole model."""
         self._replay, self._place = replay, place
 
     def get_replay_topk(self, scores: Tensor, top_k: int, *groups: Any) -> tuple[Tensor, Tensor]:
-        """Scores and indices of the chosen experts, [T, k] each, where a router would take those with the highest."""
+        """Return scores and indices of the replayed experts, [T, k] each, instead of those with the highest scores."""
         *limits, highest = groups
         values, own = highest(scores, top_k, *limits)
         found = self._replay.choose(self._place, own)
@@ -174,20 +177,21 @@ class ReplayedChoice:
 
 
 def follow(chunk: GPTModel, module: nn.Module, device: torch.device, group: dist.ProcessGroup) -> None:
-    """Give a chunk the positions of a module of transformers, and what it does with padding."""
+    """Give a chunk the rotary positions and the padding behaviour of a transformers module."""
     if chunk.pre_process:
         _ignore_padding(chunk.embedding, module.get_input_embeddings().padding_idx, group)
     rotary = module.base_model.rotary_emb
     if not chunk.config.multi_latent_attention:
         chunk.rotary_pos_emb = Rotary(rotary, device)
         return
-    chunk.config.rope_type = "yarn"  # Megatron's name of what gives a factor too
+    # Megatron's name of the rotary type that also has a factor.
+    chunk.config.rope_type = "yarn"
     for layer in chunk.decoder.layers:
         layer.self_attention.rotary_pos_emb = LatentRotary(rotary, device)
 
 
 def _ignore_padding(embedding: nn.Module, padding_id: int | None, group: dist.ProcessGroup) -> None:
-    """Let the token `padding_id` give its row no gradient, as transformers' embeddings do; `group`: tensor-parallel."""
+    """Drop the gradient of the row of `padding_id`, as transformers' embeddings do; `group`: tensor-parallel."""
 
     def without(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], found: Tensor) -> Tensor:
         is_padding = (kwargs["input_ids"][0] == padding_id).view(group.size(), -1)[group.rank()]
@@ -198,11 +202,11 @@ def _ignore_padding(embedding: nn.Module, padding_id: int | None, group: dist.Pr
 
 
 class WatchedRouter(TopKRouter):
-    """Megatron's router; what it chooses is counted. A bias of each expert is a parameter, by both libraries' names."""
+    """Megatron's router with counted choices. The experts' bias is a parameter, by both libraries' names."""
 
     load: ExpertLoad
     place: int
-    """among the routers that are here"""
+    """position among this rank's routers"""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config, pg_collection)
@@ -219,7 +223,7 @@ class WatchedRouter(TopKRouter):
 
 
 def mixtures_of(chunks: Mapping[GPTModel, range]) -> dict[int, nn.Module]:
-    """The layers that are mixtures, by their numbers in the whole model."""
+    """Return the mixture layers by number in the whole model."""
     return {
         number: layer
         for chunk, layers in chunks.items()
@@ -229,7 +233,7 @@ def mixtures_of(chunks: Mapping[GPTModel, range]) -> dict[int, nn.Module]:
 
 
 def watch_routers(mixtures: Mapping[int, nn.Module], first: int, replay: Replay, load: ExpertLoad) -> None:
-    """Let each router that is here ask `replay` and report to `load`. first: of the whole model's mixtures."""
+    """Connect this rank's routers to `replay` and `load`. first: of the whole model's mixtures."""
     for place, (number, layer) in enumerate(mixtures.items()):
         layer.register_forward_pre_hook(partial(_take, replay, load), with_kwargs=True)
         router = layer.mlp.router
@@ -246,12 +250,13 @@ def _take(replay: Replay, load: ExpertLoad, layer: nn.Module, args: tuple[Any, .
 def config_of(
     config: PreTrainedConfig, layout: Layout, train: TrainConfig, dtype: torch.dtype, options: dict[str, Any]
 ) -> TransformerConfig:
-    """Megatron's configuration of the model."""
+    """Return Megatron's configuration of the model."""
     tp, pp, vpp = layout.size("tp"), layout.size("pp"), train.vpp
     stages: dict[str, Any] = {}
     if vpp > 1:
         stages = {"virtual_pipeline_model_parallel_size": vpp}
-    if pp > 1:  # micro-batches are of different lengths
+    # Stages must exchange shapes, because micro-batches differ in length.
+    if pp > 1:
         stages |= {"pipeline_dtype": dtype, "variable_seq_lengths": True}
     if train.activation_checkpointing == "full":
         stages |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -277,7 +282,8 @@ def config_of(
         "context_parallel_size": layout.size("cp"),
         "use_cpu_initialization": layout.world.device.type == "cpu",
         "perform_initialization": False,
-        "calculate_per_token_loss": True,  # before gradients have their buffers, or these divide by the data shards
+        # Otherwise the gradient buffers divide by the number of data shards.
+        "calculate_per_token_loss": True,
         "expert_model_parallel_size": layout.size("ep"),
         "expert_tensor_parallel_size": 1,
         "moe_token_dispatcher_type": "alltoall",
@@ -295,9 +301,9 @@ def chunks_of(
     is_tied: bool,
     experts: Experts,
 ) -> dict[GPTModel, range]:
-    """This rank's chunks of the model, in order, with their layers; parameters may hold anything yet.
+    """Return this rank's chunks of the model in order, with their layers; parameters are uninitialised.
 
-    dealt: the layers of all chunks, of which a stage has every n-th.
+    dealt: the layers of all chunks; a stage has every n-th chunk.
     """
     made = {}
     _prepare_process()
@@ -319,22 +325,23 @@ def chunks_of(
         )
         if is_last:
             model.output_layer = Head(model.output_layer.weight, vocab_size, groups)
-        model.to(torch.cuda.current_device())  # routers and what makes latents are made on the CPU
+        # Routers and projections of latents are created on the CPU regardless of the configuration.
+        model.to(torch.cuda.current_device())
         made[model] = dealt[place]
     return made
 
 
 def _prepare_process() -> None:
-    """Make what Megatron has once a process: layers that share out their tokens ask for it."""
+    """Set up Megatron's global state, once a process: sequence-parallel layers need it."""
     tracker = get_cuda_rng_tracker()
     if RANDOM not in tracker.get_states():
-        tracker.add(RANDOM, 0)  # nothing random is drawn
+        # Megatron asks for this state although nothing random is drawn.
+        tracker.add(RANDOM, 0)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 
 
 def _layer(config: TransformerConfig, is_mixture: bool) -> ModuleSpec:
-    """What a layer is made of."""
     spec: ModuleSpec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if is_mixture else None,
         multi_latent_attention=config.multi_latent_attention,

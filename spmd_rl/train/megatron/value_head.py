@@ -1,4 +1,4 @@
-"""A critic on Megatron: the value of what stands before each token, in place of the output embedding."""
+"""A critic on Megatron: a value head in place of the output embedding."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -17,10 +17,10 @@ LAYER = OUTPUT.removesuffix("weight")
 
 
 class ValueHead(nn.Module):
-    """Whole on every rank; each computes the values of the tokens that it has."""
+    """Value head, whole on every rank; each computes the values of its tokens."""
 
     gives_fingerprint = False
-    """see `ForwardArgs`"""
+    """True: return fingerprints, see `ForwardArgs`"""
 
     def __init__(self, config: TransformerConfig, has_bias: bool, groups: ProcessGroupCollection) -> None:
         super().__init__()
@@ -29,10 +29,11 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(1, config.hidden_size, **how))
         self.bias = nn.Parameter(torch.empty(1, **how)) if has_bias else None
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # its gradient is a term of a sum over ranks
+            # Its gradient on a rank is a term of a sum over ranks, which Megatron computes for this mark.
+            parameter.sequence_parallel = config.sequence_parallel
         self._group = groups.tp
         self.keep: Tensor | None = None
-        """See `transformer.Head`"""
+        """Tokens to compute, see `transformer.Head`"""
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
         """[all] of the ranks that share a row's tokens out: [t / tp, 1, h] -> float32 [n, 1, 1]."""
@@ -48,6 +49,6 @@ class ValueHead(nn.Module):
 
 
 def rules_with(names: Mapping[str, Rule], head: Collection[str]) -> dict[str, Rule]:
-    """An architecture's rules with those of a value head, stored under the names `head`."""
+    """Return an architecture's rules with those of a value head, stored under the names `head`."""
     own = {f"{LAYER}{name.rpartition('.')[2]}": Whole(name) for name in head}
     return {name: rule for name, rule in names.items() if name != OUTPUT} | own

@@ -27,9 +27,10 @@ NAMES = llama.AROUND | ATTENTION | llama.MLP | qwen3_moe.MIXTURE | MIXTURE
 
 
 def options(config: Any) -> dict[str, Any]:
-    """See `architectures`."""
+    """Return the `TransformerConfig` fields that differ from Llama's."""
     rope = config.rope_parameters
-    scales = rope["rope_type"] != "default"  # attention too, if the model says so
+    # Scaled rotary positions also scale attention, if the model says so.
+    scales = rope["rope_type"] != "default"
     return {
         "qk_layernorm": True,
         "rope_type": "rope",

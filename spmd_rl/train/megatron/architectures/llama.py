@@ -1,4 +1,4 @@
-"""Llama."""
+"""Llama: the mapping from which other architectures are derived."""
 
 from typing import Any
 
@@ -24,5 +24,5 @@ NAMES = AROUND | ATTENTION | MLP
 
 
 def options(config: Any) -> dict[str, Any]:
-    """See `architectures`. `config`: of transformers."""
+    """Return the `TransformerConfig` fields that differ from Llama's. config: of transformers."""
     return {}

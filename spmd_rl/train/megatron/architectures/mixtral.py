@@ -1,4 +1,4 @@
-"""Mixtral."""
+"""Mixtral: a mixture of experts in every layer."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ NAMES = llama.AROUND | llama.ATTENTION | MIXTURE
 
 
 def options(config: Any) -> dict[str, Any]:
-    """See `architectures`."""
+    """Return the `TransformerConfig` fields that differ from Llama's."""
     return {
         "num_moe_experts": config.num_local_experts,
         "moe_router_topk": config.num_experts_per_tok,

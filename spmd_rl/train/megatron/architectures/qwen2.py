@@ -12,5 +12,5 @@ NAMES = llama.NAMES | {
 
 
 def options(config: Any) -> dict[str, Any]:
-    """See `architectures`."""
+    """Return the `TransformerConfig` fields that differ from Llama's."""
     return {"add_qkv_bias": True}

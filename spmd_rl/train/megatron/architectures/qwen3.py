@@ -14,5 +14,5 @@ NAMES = llama.NAMES | NORMS
 
 
 def options(config: Any) -> dict[str, Any]:
-    """See `architectures`."""
+    """Return the `TransformerConfig` fields that differ from Llama's."""
     return {"qk_layernorm": True}

@@ -17,7 +17,7 @@ NAMES = llama.AROUND | llama.ATTENTION | NORMS | MIXTURE
 
 
 def options(config: Any) -> dict[str, Any]:
-    """See `architectures`."""
+    """Return the `TransformerConfig` fields that differ from Llama's."""
     return {
         "qk_layernorm": True,
         "num_moe_experts": config.num_experts,
