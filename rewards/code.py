@@ -167,7 +167,7 @@ class CodeReward:
             if result.end == "cpu" or left <= 0:
                 return passed, f"{TIME_IS_UP}: {self._limits.cpu_seconds} s for an input, {most:g} s for all"
             ended = result.end == "exit" and result.code == 0
-            passed[i] = ended and same_output(result.stdout, expected, self._tolerance)
+            passed[i] = ended and result.is_text and same_output(result.stdout, expected, self._tolerance)
             if not passed[i]:
                 why = why or result.stderr.strip().rpartition("\n")[2]
                 if not self._partial:

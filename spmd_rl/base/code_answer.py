@@ -20,9 +20,10 @@ empty lines at the beginning and the end, do not count; capital letters and cont
 if they are the same text, or plain decimal numbers (`-1.50`, `.5`, `1e-3`; digits 0 to 9 alone, no leading zeros, no
 underscores, neither inf nor nan) of the same value; whole numbers of more than 15 digits as text alone. If the expected
 number is a fraction or has an exponent, it may differ by half a unit of the last digit that it shows, up to `tolerance`
-(above 1: times the number); and always by `tolerance`, or that times the number if this is less. So 0 is not
-`0.0000004`, and `0.333333` is `0.3333333333333333`. (LiveCodeBench compares the values exactly: `tolerance=0`. APPS
-allows 1e-8 and 1e-5 of it, Codeforces' checkers mostly 1e-6, absolute or relative.)
+(of numbers above 1: times the number); and always by `tolerance`, or that times the number where this is less. So 0 is
+neither `0.0000004` nor `1e-400`, and `0.333333` is `0.3333333333333333`. All this is computed exactly, in decimals:
+`12345678901234567.0` is not `12345678901234568`. (LiveCodeBench compares values: `tolerance=0`. APPS allows 1e-8 and
+1e-5 of it, Codeforces' checkers mostly 1e-6, absolute or relative.)
 
     program("```python\\nprint(input())\\n```")    # "print(input())\\n"
     same_output("0.3333333333333333\\n", "0.333333", tolerance=1e-6)
@@ -34,10 +35,9 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Context, Decimal
 from functools import cached_property
 from itertools import islice, zip_longest
-from math import isfinite
 
 _OPEN = re.compile(r"(?<![`~])(?P<fence>`{3,}(?!`)|~{3,}(?!~))(?P<info>[^`\n]*)$", re.MULTILINE)
 _LANGUAGE = re.compile(r"\W*([\w+#.-]*)")
@@ -53,7 +53,9 @@ _MAX_PARSED, _MAX_ENDS = 200_000, 8
 _BLANK = " \t\r\n"
 _WORD = re.compile(rf"\n|[^{_BLANK}]+")
 _NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
-_LONG, _NOISE = 15, 5e-16
+_LONG = 15
+_EXACT = Context(prec=3000)
+"""More digits than a sum of two numbers of 100 characters can have, as exponents have three digits."""
 
 
 def program(answer: str, tests: str = "") -> str | None:
@@ -231,10 +233,11 @@ def _same_word(actual: str, expected: str, tolerance: float) -> bool:
     digits = expected.lstrip("+-")
     if digits.isdigit() and len(digits) > _LONG:
         return False
-    value = Decimal(expected)
-    if tolerance and not digits.isdigit() and isfinite(number := float(expected)):
-        size, shown = abs(number), 0.5 * 10.0 ** min(max(value.as_tuple().exponent, -300), 300)
-        allowed = max(min(shown, tolerance * max(1.0, size)), tolerance * min(1.0, size), _NOISE * size)
-        return abs(float(actual) - number) <= allowed * (1 + 1e-6)
-    # Decimal is exact: 0.1 and 0.10 are equal, 0.1 and 0.1000000000000000055 are not.
-    return Decimal(actual) == value
+    wanted = Decimal(expected)
+    difference = _EXACT.abs(_EXACT.subtract(Decimal(actual), wanted))
+    if not tolerance or digits.isdigit():
+        return not difference
+    size, relative = wanted.copy_abs(), Decimal(str(tolerance))
+    shown = Decimal((0, (5,), wanted.as_tuple().exponent - 1))
+    most, least = (_EXACT.multiply(relative, pick(size, 1)) for pick in (max, min))
+    return difference <= max(min(shown, most), least)

@@ -89,7 +89,8 @@ class _Run:
         texts = [self.data[name].decode(errors="replace") for name in ("stdout", "stderr")]
         code = code if self.end in (None, end) else 0
         final = end if (end, self.end) == ("cpu", "exit") else self.end or end
-        self.result = RunResult(final, code, *texts, seconds, cpu_seconds)
+        is_text = texts[0].encode() == self.data["stdout"]
+        self.result = RunResult(final, code, *texts, seconds, cpu_seconds, is_text)
         if not self.data["report"] and self.end is None:  # it may have been killed here before it was ready
             raise RuntimeError(f"the sandbox did not start ({end} {code}): {texts[1].strip()[-300:]}")
 

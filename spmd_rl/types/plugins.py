@@ -165,6 +165,8 @@ class RunResult:
     """Wall time of the run, in seconds."""
     cpu_seconds: float = 0.0
     """Processor time of all its ended processes."""
+    is_text: bool = True
+    """A mark that stdout is UTF-8. Other bytes are U+FFFD in it."""
 
 
 @dataclass(frozen=True, slots=True)

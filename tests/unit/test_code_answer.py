@@ -191,6 +191,17 @@ def test_an_answer_that_is_made_to_be_slow_is_not(answer):
         ("1000000000000001", "1000000000000000.0", False),
         ("1000000000000000", "1000000000000000.0", True),
         ("1e21", "1" + "0" * 21, False),
+        ("12345678901234568", "12345678901234567.0", False),
+        ("9007199254740992", "9007199254740993.0", False),
+        ("12345678901234567", "12345678901234567.0", True),
+        ("12345678901234568.9", "12345678901234567.5", False),
+        ("123456789012345678.94", "123456789012345678.9", True),
+        ("0.0", "5e-324", False),
+        ("0", "1e-400", False),
+        ("-1e-400", "1e-400", False),
+        ("1e-400", "1e-0400", False),
+        ("1e-400", "0.1e-399", True),
+        ("1e999", "-1e-999", False),
         ("1\x1c2", "1 2", False),
         ("1\x0b2", "1 2", False),
         ("1\u00a02", "1 2", False),
@@ -199,6 +210,14 @@ def test_an_answer_that_is_made_to_be_slow_is_not(answer):
 )
 def test_equality_of_outputs(actual, expected, equal):
     assert same_output(actual, expected, tolerance=1e-6) is equal
+
+
+def test_numbers_that_are_made_to_be_slow_are_not():
+    long, small = "9" * 94 + "e999 ", "0." + "9" * 90 + "e-999 "
+    begin = time.process_time()
+    assert not same_output(long * 3_000, small * 3_000, 1e-6)
+    assert same_output("1.0e999 " * 3_000, "1.00e999 " * 3_000, 1e-6)
+    assert time.process_time() - begin < 2
 
 
 def test_the_tolerance_is_a_setting():

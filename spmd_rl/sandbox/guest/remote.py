@@ -53,7 +53,7 @@ class Remote:
 
     def __setattr__(self, name, value):
         client, number = place_of(self)
-        client.ask("set", number, name, client.encoded(value, {}))
+        client.ask("set", number, name, client.encoded(value))
 
     def __call__(self, *args, **kwargs):
         client, number = place_of(self)
@@ -110,8 +110,7 @@ class Client:
 
     def call(self, number, args, names):
         """Call an object of the program; change the arguments as it has changed them."""
-        seen = {}
-        result, after = self._ask("call", number, [self.encoded(arg, seen) for arg in args], names)
+        result, after = self._ask("call", number, [self.encoded(arg) for arg in args], names)
         try:
             for index, node in after:
                 _renew(args[index], decode(node, self._remote))
@@ -123,11 +122,11 @@ class Client:
         """Return the answer to a question."""
         return self._ask(*question)[0]
 
-    def encoded(self, value, seen):
+    def encoded(self, value):
         """Return a value that the tests give to the program as it travels. Refused if it is not plain."""
         try:
-            return encode(value, self._handle, seen)
-        except (Beyond, ValueError, RecursionError) as error:
+            return encode(value, self._handle)
+        except (Beyond, RecursionError) as error:
             self.beyond = self.beyond or f"values: the tests pass {error}"
             self.refuse(self.beyond)
 

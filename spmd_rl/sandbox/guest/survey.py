@@ -1,14 +1,12 @@
 """Decides from the text of tests, before any answer, whether they can be judged by plain values, and if not, why.
 
 The reason begins with what it is about: `process` (what only a process shared with the program could show), `values`
-(what is not plain, or is used as a reference) or `objects` (more than methods and attributes of an object).
+(what is not plain, or identity) or `objects` (more than methods and attributes of an object).
 """
 
 import ast
 import builtins
 import importlib
-
-from spmd_rl.sandbox.guest.flow import CHANGE, Flow, is_constant, key_of, name_of
 
 
 def _words(text):
@@ -74,12 +72,11 @@ class Survey:
         for_pytest = classes or any(node.decorator_list for node in functions) or any(map(_params, tests))
         is_plain = not for_pytest and all(node in tree.body for node in tests) and "pytestmark" not in self.bound
         self.plain_tests = [node.name for node in tests] * is_plain
-        self._local = classes | {node.name for node in functions} - {
-            node.arg for node in nodes if isinstance(node, ast.arg)
-        }
+        args = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        self._local = classes | {node.name for node in functions} - args
         parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
         reasons = (self._reason(node) or self._misused(node, parents.get(node)) for node in nodes)
-        self.reason = next(filter(None, reasons), "") or Flow(self, tree, functions).reason
+        self.reason = next(filter(None, reasons), "")
 
     def _find_names(self, nodes, functions, known, entry):
         """Find which names are the program's (`names`; `own` with the parameter of a `check`)."""
@@ -95,10 +92,8 @@ class Survey:
         self.own = self.names | {node.args.args[0].arg for node in functions if node.name == "check" and node.args.args}
 
     def _find_objects(self, nodes, functions):
-        """Find which names seem to be objects of the program (`made`), and which parameters are constants (`flat`)."""
+        """Find which names seem to be objects of the program (`made`)."""
         columns = [column for node in functions for column in _parametrized(node)]
-        self.flat = {name for name, values in columns if all(map(is_constant, values))}
-        self.flat |= {name for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for name in _bound(node)}
         self._fixed = {name for name, values in columns if all(map(_is_fixed, values))}
         compared = {id(side) for node in nodes if isinstance(node, ast.Compare) for side in _compared(node)}
         calls = [node for node in nodes if isinstance(node, ast.Call) and id(node) not in compared]
@@ -134,11 +129,7 @@ class Survey:
             fits = not name or name in OF_OBJECTS | self._local or of_self or self.root(parent.func)
             return "" if fits else f"objects: the tests call {name} of one"
         if isinstance(parent, ast.Compare):
-            return (
-                ""
-                if all(isinstance(op, (ast.Is, ast.IsNot)) for op in parent.ops)
-                else "objects: the tests compare one"
-            )
+            return "" if all(map(_is_identity, parent.ops)) else "objects: the tests compare one"
         fits = isinstance(parent, PASSED_ON) or (isinstance(parent, ast.Call) and node is parent.func)
         return "" if fits else f"objects: the tests have one in a {type(parent).__name__}"
 
@@ -168,9 +159,7 @@ class Survey:
         return ""
 
     def _name(self, node):
-        return (
-            f"process: the tests use {node.id}" if node.id in NAMES and node.id not in self.bound | self.names else ""
-        )
+        return f"process: the tests use {node.id}" if node.id in NAMES - self.bound - self.names else ""
 
     def _attribute(self, node):
         owner = name_of(node.value)
@@ -178,12 +167,9 @@ class Survey:
             return f"objects: the tests use {node.attr}"
         if owner in self.names & MODULES:
             return f"process: the tests use {owner} without an import"
+        reaches = node.attr in ATTRIBUTES and not self.root(node.value)
         replaces = not isinstance(node.ctx, ast.Load) and owner in MODULES & self.bound
-        return (
-            f"process: the tests use {node.attr}"
-            if replaces or (node.attr in ATTRIBUTES and not self.root(node.value))
-            else ""
-        )
+        return f"process: the tests use {node.attr}" if reaches or replaces else ""
 
     def _arg(self, node):
         return f"process: the tests need the fixture {node.arg}" if node.arg in FIXTURES else ""
@@ -198,22 +184,10 @@ class Survey:
 
     def _compare(self, node):
         fixed = any(_is_fixed(side) or name_of(side) in self._fixed for side in [node.left, *node.comparators])
-        return ONE if any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops) and not fixed else ""
-
-    def _subscript(self, node):
-        return self._changes(node.value) if not isinstance(node.ctx, ast.Load) else ""
-
-    def _changes(self, node):
-        """Return why a change by the tests would have to reach the program."""
-        is_part = isinstance(node, (ast.Attribute, ast.Call)) and not self.makes(node) and self.root(node)
-        return "values: the tests change what the program has" if is_part else ""
+        return ONE if any(map(_is_identity, node.ops)) and not fixed else ""
 
     def _withitem(self, node):
-        if (
-            node.optional_vars
-            and isinstance(node.context_expr, ast.Call)
-            and any(map(self._is_own, node.context_expr.args))
-        ):
+        if node.optional_vars and any(map(self._is_own, getattr(node.context_expr, "args", ()))):
             return TEXT
         return "objects: the tests enter one" if self.root(node.context_expr) else ""
 
@@ -233,8 +207,6 @@ class Survey:
     def _call(self, node):
         name = name_of(node.func) or getattr(node.func, "attr", "")
         given = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if getattr(node.func, "attr", "") in CHANGE and (reason := self._changes(node.func.value)):
-            return reason
         if self.root(node.func):
             names = set(map(name_of, given)) - {""}
             types = {each for each in names - self.bound - self.own if hasattr(builtins, each)}
@@ -250,6 +222,21 @@ class Survey:
         if name in ("isinstance", "issubclass") and self._is_own(node.args[-1]):
             return "objects: the tests ask for the class of one"
         return ""
+
+
+def name_of(node):
+    """Return the name that a node is, else an empty text."""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def key_of(node):
+    """Return what stands for a name or an attribute of `self`, else an empty text."""
+    is_own = isinstance(node, ast.Attribute) and name_of(node.value) == "self"
+    return f"self.{node.attr}" if is_own else name_of(node)
+
+
+def _is_identity(op):
+    return isinstance(op, (ast.Is, ast.IsNot))
 
 
 def _is_fixed(node):

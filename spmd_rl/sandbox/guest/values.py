@@ -27,24 +27,20 @@ FAULTS = ValueError, TypeError, ArithmeticError, LookupError, RecursionError, Me
 """Exceptions that a malformed message raises."""
 
 
-def encode(value, other, seen=None):
-    """Return the JSON form of a value. `other(value)`: the form of what is not plain, or an exception. `seen`: the
-    containers that can change, by id; ValueError if one of them occurs twice. RecursionError if it is nested deeply."""
+def encode(value, other):
+    """Return the JSON form of a value. `other(value)`: the form of what is not plain, or an exception. RecursionError
+    if it is nested deeply."""
     kind = type(value)
     if kind in SCALARS:
         return value
     if kind in LEAVES:
         return LEAVES[kind](value)
-    if seen is not None and kind in (list, dict, set):
-        if id(value) in seen:
-            raise ValueError("one container in two places")
-        seen[id(value)] = value
     if kind in LETTERS:
         if SCALARS.issuperset(map(type, value)):
             return [LETTERS[kind], *value]
-        return [LETTERS[kind], *[encode(item, other, seen) for item in value]]
+        return [LETTERS[kind], *[encode(item, other) for item in value]]
     if kind is dict:
-        return ["d", *[encode(item, other, seen) for pair in value.items() for item in pair]]
+        return ["d", *[encode(item, other) for pair in value.items() for item in pair]]
     return other(value)
 
 

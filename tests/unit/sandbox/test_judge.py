@@ -284,15 +284,6 @@ BEYOND = [
     "assert eval('f(1)') == 2",
     "try:\n    from solution import f\nexcept ImportError:\n    f = None\nassert f(1) == 2",
     "assert math.isclose(f(1), 2)",
-    "a = f(1)\nb = f(2)\nassert a == [1]",
-    "a = f(1)\na[0].append(2)\nassert a == [[2]]",
-    "x = [1]\nf(x)\nx.append(2)\nassert f([1]) == 1",
-    "x = [1]\ns = Sorter(x)\ns.sort()\nassert x == [1]",
-    "row = [1]\nf([row])\nassert row == [1]",
-    "assert [f(1), f(2)] == [[1], [2]]",
-    "out = []\nfor i in range(2):\n    out.append(f(i))\nassert out == [[0], [1]]",
-    "import time\na = f(1)\ntime.sleep(1)\nassert a == [1]",
-    "f(1).append(2)\nassert f(1) == [1]",
 ]
 
 
@@ -311,9 +302,7 @@ def test_what_reaches_beyond_values_is_found_in_the_text(source):
         "    with pytest.raises((KeyError, ValueError)): f(a)",
         "assert type(f(1)) is int and type(f(2)) in (list, tuple)",
         "class Own(Exception): pass\ntry:\n    f(1)\nexcept (Own, ValueError):\n    pass\nassert f(2) is None",
-        "a = f(1)\nb = f(2)\nassert a == 1 and b > a",
         "x = [2, 1]\nassert f(x) is None and x == [1, 2]",
-        "assert [f(i) for i in range(3)] == [0, 1, 2]",
         "head = Node(1, Node(2))\nassert rev(head).val == 2 and head.next is None",
         "assert Extract([[1]]) == [1]",
     ],
@@ -338,7 +327,6 @@ def test_faults_are_found_in_the_text(source):
     [
         "class Node:\n    x = 1\nn = Node()\nassert f(n) == 1",
         "x = range(3)\nassert f(x) == 1",
-        "x = [1]\nassert f(x, x) == 1",
     ],
 )
 def test_what_tests_give_and_is_not_plain_is_unsupported(sandbox, test):

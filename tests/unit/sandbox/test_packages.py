@@ -9,7 +9,6 @@ from spmd_rl.sandbox.bwrap import Bubblewrap
 from spmd_rl.sandbox.forkserver import ForkServer
 from spmd_rl.sandbox.packages import find_packages
 from spmd_rl.types import MISSING_PACKAGE, AnswerInfo, Message, Prompt, RunLimits, Verdict
-from tests.unit.sandbox.cases import rows
 from tests.unit.sandbox.test_hostile import refused
 
 LIMITS = RunLimits(cpu_seconds=20, wall_seconds=60.0, memory_bytes=256 << 20, disk_bytes=4 << 20)
@@ -34,18 +33,13 @@ def packaged(request):
     made.close()
 
 
-def test_programs_and_tests_have_them(packaged) -> None:
+def test_programs_have_them_and_their_values_are_plain(packaged) -> None:
     program = "import numpy as np, mpmath\nprint(int((np.ones((9, 9)) @ np.ones((9, 9))).sum()), mpmath.mpf(2) ** 3)"
     assert packaged.run(program, limits=LIMITS).stdout == "729 8.0\n"
-    code = "import numpy as np\ndef double(a): return 2 * np.array(a)\ndef total(a): return np.array(a).sum()"
-    tests = ["assert total([1, 2]) == 3", "import numpy as np\nassert (double(np.ones(2)) == np.array([2.0, 2])).all()"]
+    code = "import numpy as np\ndef double(a): return (2 * np.array(a)).tolist()\ndef total(a): return int(np.sum(a))"
+    tests = ["assert total([1, 2]) == 3", "assert double([1.0, 1]) == [2.0, 2]"]
     assert packaged.check(code, [*tests, "assert total([1]) == 2"], limits=LIMITS).passed == (True, True, False)
-
-
-def test_arrays_are_one_on_both_sides_with_the_memory_that_they_share(packaged) -> None:
-    reward = CodeReward(packaged, seconds=20, total_seconds=60.0)
-    found = {case.id: (case.expect, case.judge(reward)[0]) for case in rows("arrays", "0")}
-    assert len(found) > 45 and not {name: said for name, said in found.items() if said[1] not in said[0]}
+    assert packaged.check(code, ["import numpy\nassert total([1]) == 1"], limits=LIMITS).unsupported
 
 
 def test_nothing_else_of_what_is_installed_can_be_imported_or_seen(packaged) -> None:
