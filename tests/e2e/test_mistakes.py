@@ -71,7 +71,7 @@ TOLD_AT_ONCE = [
         "rollout.constraint.choice: not with rollout.target, whose turns",
     ),
     ("rollout.temperature=-1", "rollout.temperature: must be greater than 0, not -1.0"),
-    ("algorithm=grop", "algorithm: unknown option 'grop'; known: cispo, "),
+    ("algorithm=grop", "algorithm: unknown option 'grop'; did you mean algorithm=grpo? known: cispo, "),
     ("algorithm.advantage=grop", "algorithm.advantage: unknown name 'grop'; known: grpo"),
     ("algorithm.loss=ppo", "algorithm.loss: unknown name 'ppo'; known: ppo_clip"),
     ("algorithm.loss_agg=mean", "algorithm.loss_agg: unknown name 'mean'; known: token-mean, "),
@@ -105,7 +105,7 @@ TOLD_AT_ONCE = [
     ("algorithm=[grpo,ppo]", "algorithm: must be one option, not [grpo,ppo]; known: cispo, "),
     ("reward.toy.args=[1]", "reward.toy.args: expected mapping, got [1]"),
     ("data.train={path}/deep.jsonl", "data.train: {path}/deep.jsonl:1: nested "),
-    ("engine.tp=2", "engine.tp: 2 is impossible, "),
+    ("engine.tp=2", "engine.tp: not with engine=native; must be 1"),
     ("train.tp=3", "train.tp: 3 does not divide "),
     ("--multirun", "--multirun: not supported, "),
     # numbers that are bounded before they are counted out

@@ -21,7 +21,8 @@ from spmd_rl.batch import Batch
 from spmd_rl.config.schema import EngineConfig, PolicyConfig, RoleConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.engine.base import Engine
-from spmd_rl.engine.native import NativeEngine, empty_module
+from spmd_rl.engine.native.engine import NativeEngine
+from spmd_rl.engine.native.module import empty_module
 from spmd_rl.model.build import shape_on_meta
 from spmd_rl.model.load import local
 from spmd_rl.train.accumulate import Policy
