@@ -107,8 +107,7 @@ class CodeReward:
         """Run the program against its tests. Raises if the row has none or they are at fault."""
         if (code := asked_program(prompt.extra, answer)) is None:
             return Verdict("wrong_format", 0.0, {"passed": 0.0})
-        # Outputs are compared here, outside of the sandbox: a program cannot forge them, unlike the result of a test in
-        # its process.
+        # Compared here, outside of the sandbox, where a program cannot forge them.
         if pairs := stdin_cases(prompt.extra):
             unproven, (passed, why) = False, self._run(code, pairs)
         else:
@@ -156,7 +155,6 @@ class CodeReward:
         failure. Empty if the program slept.
         """
         passed, why, most = [False] * len(pairs), "", self._limits.wall_seconds
-        # Five times the limit, as for a program that computes on a machine under load.
         left, end = most, time.monotonic() + 5 * most
         for i, (stdin, expected) in enumerate(pairs):
             patience = min(most, max(0.1, end - time.monotonic()))
@@ -273,7 +271,6 @@ def _call_source(call: str, case: Mapping[str, Any]) -> str:
     text = case.get("stdin", case.get("input")).strip()
     lines = text.split("\n") if text else []
     expected = case.get("expected_stdout", case.get("output"))
-    # JSON's texts are embedded by repr: values never become source code of their own.
     values = json.dumps([[_value(line) for line in lines], _value(expected)])
     names = "import json\nfrom spmd_rl.sandbox.guest.testing import same"
     return f"{names}\ngiven, expected = json.loads({values!r})\nassert same({call}(*given), expected)"

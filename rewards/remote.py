@@ -35,6 +35,7 @@ class RemoteReward:
     async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """Ask the server. ValueError for a reply that is no verdict."""
         question = to_builtins({"prompt": prompt, "answer": answer, "info": info})
+        question["prompt"].pop("where", None)  # a path of this machine is of no use elsewhere
         reply = await self._http.post(self._url, question, self._headers)
         if not isinstance(reply, dict) or not isinstance(reply.get("parts", {}), dict):
             raise ValueError(f"the reply is not a verdict: {str(reply)[:200]}")
