@@ -212,7 +212,7 @@ def normalize_override(line: str, groups: Mapping[str, Sequence[str]], added: Se
     if key in groups and key != GROUP_WITHOUT_DEFAULT and isinstance(override.value(), list):
         raise UserError(f"{key}: must be one option, not {_value_of(line)}; known: {', '.join(groups[key])}")
     if key in groups and not isinstance(override.value(), str | list):
-        raise UserError(_unknown_option(key, str(override.value()), groups[key]))
+        raise UserError(_unknown_option(key, override.value(), groups[key]))
     if key in added:
         return "+" + override.input_line.lstrip("+")
     if key in groups or "/" in key:
@@ -252,8 +252,8 @@ def _no_such_config(error: MissingConfigException) -> str:
     return f"--config-name: no {missing}.yaml in the config directory"
 
 
-def _unknown_option(group: str, option: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(option, known, 1)
+def _unknown_option(group: str, option: Any, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(option), known, 1)
     meant = f"did you mean {group}={near[0]}? " if near else ""
     return f"{group}: unknown option {option!r}; {meant}known: {', '.join(known)}"
 

@@ -181,7 +181,7 @@ def test_plain_is_the_inverse_of_build():
         ("reward.math.timeout=3", "reward.math.target: must be given"),
         ("train=horovod", "train: unknown option 'horovod'; known: deepspeed, fsdp2, megatron"),
         ("train=null", "train: unknown option None; known: deepspeed, fsdp2, megatron"),
-        ("algorithm=grop", "algorithm: unknown option 'grop'; did you mean algorithm=grpo? known: asyppo, cispo"),
+        ("algorithm=grop", "algorithm: unknown option 'grop'; did you mean algorithm=grpo? known: cispo"),
         ("+experiment=nope", "experiment: unknown option 'nope'; known: demo, "),
         ("just_a_word", "just_a_word: not an override; say key=value"),
         ("hydra.run.dir=x", "hydra.run.dir: Hydra's own settings have no effect here"),
