@@ -86,7 +86,7 @@ def test_no_known_cheat_of_code_is_paid():
     sandbox.close()
     assert kinds[GOLD].scores == [1.0] * 4 + [0.0] and not paid_cheats(kinds), dict(describe(kinds))
     told = dict(describe(kinds))[UNSUPPORTED]
-    assert told.startswith("2 rows, left out of a run: 1 x process: the tests need the fixture tmp_path; 1 x gold: it p")
+    assert told.startswith("2 rows, left out of a run: 1 x process: the tests need the fixture tmp_path; 1 x gold: ")
 
 
 def test_what_form_and_words_alone_pay_is_told():
@@ -254,7 +254,8 @@ def test_rows_whose_tests_check_nothing_are_told():
     kinds = audited(CodeReward(sandbox), [idle, good], 9)
     sandbox.close()
     (told,) = unjudged(kinds)
-    assert told.startswith(f"row idle, {GOLD}: error: ") and "ask the program nothing" in told and not paid_cheats(kinds)
+    assert told.startswith(f"row idle, {GOLD}: error: ") and "ask the program nothing" in told
+    assert not paid_cheats(kinds)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_a_good_line_passes_and_writes_nothing(place):
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("policy.model=/no/such", "policy.model: no directory /no/such; give a Hugging Face model directory, or `python -m"),
+        ("policy.model=/no/such", "policy.model: no directory /no/such; give a Hugging Face model directory, or `py"),
         ("data.train={place}/rows.jsonl,{place}/none.jsonl", "data.train: no file {place}/none.jsonl"),
         ("data.eval={place}/none.jsonl", "data.eval: no file {place}/none.jsonl"),
         ("reward.math.target=nowhere:X", "reward.math.target: nowhere:X cannot be imported: ModuleNotFoundError: "),
