@@ -31,7 +31,7 @@ def agree_on_start(world: World, cfg: Any, data: Mapping[str, Sequence[Any]]) ->
 
     data: rows by the name of their setting. A row has an `id` and can be encoded by msgspec.
     """
-    values = _values(cfg)
+    values = agreed_values(cfg)
     rows = {name: [[row.id, _digest(row)] for row in found] for name, found in data.items()}
     # One digest first: settings and rows are gathered only after a mismatch.
     digests = world.gather("start: settings, versions and data", _digest([values, rows]))  # [all]
@@ -49,8 +49,8 @@ def agree_on_start(world: World, cfg: Any, data: Mapping[str, Sequence[Any]]) ->
     raise Disagreement("; ".join(lines[:NAMED]) + more)
 
 
-def _values(cfg: Any) -> dict[str, Any]:
-    """Return settings by key and package versions by name."""
+def agreed_values(cfg: Any) -> dict[str, Any]:
+    """Return what all ranks must have alike: settings by key, versions of packages and digests of sources by name."""
     settings = dict(flatten(to_dict(cfg)))
     unused = unused_packages(settings)
     versions = {f"package {name}": version for name, version in package_versions().items() if name not in unused}

@@ -229,12 +229,12 @@ ABOUT = """
 from spmd_rl.config import RlvrConfig
 from spmd_rl.config.load import load
 from spmd_rl.config.run_identity import identity_hash
-from spmd_rl.distributed.agreement import common_values
+from spmd_rl.distributed.agreement import agreed_values
 from spmd_rl.base.errors import located, traceback_of
 from spmd_rl.base.targets import import_target
 given = ["data=jsonl_math", "data.train=rows.jsonl", "algorithm.loss=rewards.length:LengthReward"]
 cfg = load("rlvr", RlvrConfig, given)
-print(identity_hash(cfg), {name: value for name, value in common_values(cfg, {}).items() if name.startswith("source")})
+print(identity_hash(cfg), {name: value for name, value in agreed_values(cfg).items() if name.startswith("source")})
 try:
     import_target("key", "envs.calculator:calculate")(None)
 except Exception as error:
