@@ -47,7 +47,7 @@ def records(ranks: int, seed: int) -> list[bytes]:
         rows["num_prompt_tokens"] = PROMPT_TOKENS
         rows["num_tokens"] = rows["num_answer_tokens"] + PROMPT_TOKENS
         finished = [SliceReport(ticket, 0, "toy", row.tolist()) for ticket, row in zip(mine, rows, strict=True)]
-        reports.append(RankReport(finished, [], [], str(ranks * TICKETS), 0.0, 1.0, 0))
+        reports.append(RankReport(finished, running=[], idle_seconds=0.0, seconds=1.0, num_aborted=0))
     return [msgspec.msgpack.encode(one) for one in reports]
 
 

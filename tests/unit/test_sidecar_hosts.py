@@ -81,10 +81,10 @@ async def ask_while(scorer, answers, disturb) -> list:
 def test_verdicts_are_spread_by_the_number_of_workers(node, config, tmp_path):
     keys, bind = sidecar_keys.make(tmp_path / "keys"), free_address()
     with by_hand(bind, *SLOW, "reward.toy.workers=2", "policy.model=any", keys=keys) as remote:
-        family = [psutil.Process(remote.pid), *psutil.Process(remote.pid).children(recursive=True)]
-        assert len(family) == 5  # host, keeper, fork server, two workers
         with connect(config, node, bind, keys=str(keys)) as (scorer, _):
             assert asyncio.run(ask_while(scorer, ANSWERS, lambda: None)) == numbers(ANSWERS)
+            family = [psutil.Process(remote.pid), *psutil.Process(remote.pid).children(recursive=True)]
+            assert len(family) == 5  # host, keeper, fork server, two workers
             there = fetch_status(bind, ClientKeys.load(keys)).pools["toy"].verdicts
             assert len(ANSWERS) / 2 < there < 0.8 * len(ANSWERS)
         remote.send_signal(signal.SIGINT)
