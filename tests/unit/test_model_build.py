@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd_rl.base.errors import UserError
 from spmd_rl.model.build import build_model
@@ -100,17 +101,17 @@ def test_logprobs_and_entropy(rows, temperature, truncated, monkeypatch):
     monkeypatch.setattr("spmd_rl.model.logprobs.CHUNK", 300)  # several parts of the vocabulary, the last one short
     draw = torch.Generator().manual_seed(0)
     hidden = (torch.randn(rows, 8, generator=draw, dtype=torch.float64) * 2).requires_grad_()
-    weight = torch.randn(40, 8, generator=draw, dtype=torch.float64).requires_grad_()
-    targets = torch.randint(0, 40, (rows,), generator=draw)
+    weight = torch.randn(300, 8, generator=draw, dtype=torch.float64).requires_grad_()
+    targets = torch.randint(0, 300, (rows,), generator=draw)
     weights = torch.randn(rows, generator=draw, dtype=torch.float64)
-    logits, support, cut = hidden @ weight.T / temperature, None, torch.zeros(rows, 40, dtype=torch.bool)
+    logits, support, cut = hidden @ weight.T / temperature, None, torch.zeros(rows, 300, dtype=torch.bool)
     if truncated:
-        cut = torch.rand(rows, 40, generator=draw) < torch.arange(1, rows + 1)[:, None] / (rows + 1)
+        cut = torch.rand(rows, 300, generator=draw) < torch.arange(1, rows + 1)[:, None] / (rows + 1)
         cut[torch.arange(rows), targets] = False
         cut[7:8] = False  # a row that was drawn from all tokens
         support = Candidates(*(~cut & cut.any(-1, keepdim=True)).nonzero().T)
         if truncated == "masked":
-            bits = torch.nn.functional.pad(~cut, (0, 24)).view(rows, 2, 32).long()
+            bits = torch.nn.functional.pad(~cut, (0, 20)).view(rows, 10, 32).long()
             words = (bits << torch.arange(32)).sum(-1).int()
             support = Allowed(words, torch.arange(rows))
     full = torch.log_softmax(logits.masked_fill(cut, -torch.inf), -1)
@@ -139,6 +140,23 @@ def test_logprobs_of_a_bfloat16_model_are_float32():
     torch.testing.assert_close(logprobs, wanted, rtol=0, atol=1e-6)
     logprobs.sum().backward()
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+def test_products_of_the_head_have_aligned_rows():
+    """Products of another width are several times slower on GPUs."""
+    widths = set()
+
+    class Widths(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten.mm.default and out.shape[0] == 5000:
+                widths.add(out.shape[1])
+            return out
+
+    hidden, weight = torch.randn(5000, 8, requires_grad=True), torch.randn(1280, 8, requires_grad=True)
+    with Widths():
+        token_logprobs(hidden, weight, torch.zeros(5000, dtype=torch.int64))[0].sum().backward()
+    assert widths == {8, 128, 384}  # 2**21 // 5000 is 419
 
 
 def test_logprobs_stay_finite_at_the_edges():
