@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 from torch._ops import OpOverload
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 ATTENTION = ("aten::_scaled_dot_product", "torch_attn::_varlen_attn")
@@ -28,16 +28,20 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute(model: nn.Module, mode: str) -> None:
-    """Set up `mode`, `full` or `selective`, for the decoder layers; no-op for `none`."""
-    for layer in decoder_layers(model):
-        # transformers checkpoints in training mode only; the modules inside stay in eval mode, without dropout
-        layer.training = mode != "none"
+    """Set up `mode`, `full` or `selective`, for the decoder layers; no-op for `none`.
+
+    A layer that is compiled keeps its checkpointing inside the graph.
+    """
     if mode == "none":
         return
-    settings: dict[str, Any] = {"use_reentrant": False}
+    # No layer draws random numbers (dropout is off), so their state need not be kept: on a device that would be a copy.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if mode == "selective":
-        settings["context_fn"] = _contexts
-    model.gradient_checkpointing_enable(settings)
+        options["context_fn"] = _contexts
+    for layer in decoder_layers(model):
+        # In `forward`, not around the module as transformers has it: a graph then holds both passes of the layer. Two
+        # graphs of one layer (other shapes, recompiled) would keep other tensors, which torch refuses.
+        layer.forward = partial(checkpoint, layer.forward, **options)
 
 
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:

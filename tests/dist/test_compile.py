@@ -14,13 +14,15 @@ from tests.models import tiny
 from tests.training import SETTINGS, SHARES, TEMPERATURE, fsdp2_policy, global_batch, loss, relative
 
 
-def differences(world: World, path) -> list[float]:
+def differences(world: World, path, kept: str) -> list[float]:
     """[all] The number of graphs; relative differences of logprobs and entropy, and of moments, that is gradients."""
     seen = []
     for compiled in (False, True):
         policy = PolicyConfig(**{**SETTINGS, "lr": 0.0})
         model = build_model(path, torch.float32, "cpu")
-        mine = fsdp2_policy(model, Layout(world), TrainConfig(compile=compiled), torch.float32, policy)
+        mine = fsdp2_policy(
+            model, Layout(world), TrainConfig(compile=compiled, activation_checkpointing=kept), torch.float32, policy
+        )
         found = []
         for seed in range(2):
             share = global_batch(seed).select(SHARES["dealt"](world.rank, world.size))
@@ -34,10 +36,11 @@ def differences(world: World, path) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kept", ["none", "selective", "full"])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler")
-def test_compiled_layers_compute_the_same(tmp_path) -> None:
+def test_compiled_layers_compute_the_same(kept, tmp_path) -> None:
     path = tiny("qwen3", tmp_path / "model")
     env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kernels")}
-    for graphs, *off in run_ranks(2, differences, str(path), timeout=240, env=env):
+    for graphs, *off in run_ranks(2, differences, str(path), kept, timeout=240, env=env):
         assert graphs == 2, "one without gradients and one with them, for both layers and both batches"
         assert len(off) > 40 and max(off) < 1e-5

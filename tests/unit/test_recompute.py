@@ -16,10 +16,7 @@ from tests.models import tiny
 def measured(path, mode: str) -> tuple[int, int, dict[str, torch.Tensor]]:
     """Bytes that a forward pass keeps, operations of both passes, gradients."""
     model, ids = build_model(path, torch.float64, "cpu"), torch.arange(128) % 250
-    for layer in model.model.layers:
-        layer.training = mode != "none"
-    if mode != "none":
-        recompute(model, mode)
+    recompute(model, mode)
     packing, tracker = Packing.of(torch.tensor([0, len(ids)])), MemTracker()
     tracker.track_external(model)
     with FlopCounterMode(display=False) as flops:

@@ -11,9 +11,6 @@ from spmd_rl.config.sections.models import OPTIMIZERS, RoleConfig
 def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
     """Raise a UserError for settings that this backend does not support."""
     train = role.train
-    if train.compile and train.activation_checkpointing != "none":
-        # torch may meet a layer's second pass with another graph than its first, and then refuses
-        raise UserError(f"{role.key}.compile: not together with activation_checkpointing")
     if train.compile and (axis := next((axis for axis in ("tp", "cp", "ep", "pp") if train.axes[axis] > 1), "")):
         raise UserError(f"{role.key}.compile: not together with {axis} > 1")
     # Each stage would scale its input again.
