@@ -317,6 +317,10 @@ class Sample(Struct, frozen=True, gc=False):
     """
     last: bool = True
     """False for all segments of a trajectory except the last, which counts as its answer and score."""
+    targets: tuple[float, ...] = ()
+    """Numbers of a written row that its loss compares with: the reference's logprob of the answer, in nats; the margin
+    of a chosen answer; or a label for each turn.
+    """
 
     @property
     def key(self) -> tuple[int, int]:
