@@ -33,7 +33,7 @@ class Preference(Imitation):
     def annotate(self, batch: Batch, samples: Sequence[Sample]) -> None:
         """Set `reference_sums`, if the loss has a reference."""
         if self._settings.uses_reference:
-            batch.reference_sums = torch.tensor([sample.targets[0] for sample in samples], dtype=torch.float32)
+            batch.reference_sums = torch.tensor([sum(sample.targets) for sample in samples], dtype=torch.float32)
 
     def bind(self, batch: Batch, number: int) -> Term:
         """[all] Return the loss of a mini-batch in which every comparison weighs the same; see `Imitation.bind`."""
