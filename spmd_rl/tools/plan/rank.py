@@ -102,7 +102,7 @@ def planned(cfg: RlConfig) -> RlConfig:
         dtype = "bfloat16" if cfg.plan.device != "cpu" else choose_dtype(torch.device("cpu"))[0]
         policy = replace(policy, dtype=dtype)
     others = {
-        name: replace(own, train=replace(own.train, offload=False))
+        name: replace(own, train={**own.train, "offload": False})
         for name, own in (("reference", cfg.reference), ("critic", replace(cfg.critic, dither=False)))
     }
     return replace(cfg, policy=replace(policy, dither=False), train=replace(cfg.train, offload=False), **others)
