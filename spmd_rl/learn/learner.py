@@ -4,6 +4,8 @@ from dataclasses import astuple, replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from spmd_rl.algo import AGGREGATIONS
 from spmd_rl.algo.kl import adaptive_coef
 from spmd_rl.algo.moments import Moments
@@ -16,9 +18,9 @@ from spmd_rl.learn.custom import bind
 from spmd_rl.learn.hints import Render
 from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, mean_over, measure_mismatch, update
 from spmd_rl.learn.prepare import Plan
-from spmd_rl.learn.roofline import Roofline
 from spmd_rl.learn.teachers import Teachers
 from spmd_rl.learn.transfer import RoleShards, fill_in, give_advantages, redistribute
+from spmd_rl.learn.utilization import forward_flops, peak_flops
 from spmd_rl.learn.verdict_terms import repetition_penalties, verdict_terms
 from spmd_rl.rollout.table import trajectories_of
 from spmd_rl.train import Roles
@@ -40,13 +42,13 @@ class Learner:
         num_updates: int = 1,
         seed: int = 0,
         replayed: bool = False,
-        roofline: Roofline | None = None,
+        peak: float | None = None,
         teacher: TeachersConfig | None = None,
         render: Render | None = None,
     ) -> None:
-        """Use `of`. num_updates: optimizer steps per step. seed: the run's. replayed: see `pack`. render: a
-        tokenizer's, for the hints of teachers."""
-        self._policy, self._reference, self._critic, _ = roles
+        """Use `of`. num_updates: optimizer steps per step. seed: the run's. replayed: see `pack`. peak: operations per
+        second of a device. render: a tokenizer's, for the hints of teachers."""
+        self._policy, self._reference, self._critic, self._frozen = roles
         self._teachers = Teachers.of(roles, teacher, rollout.temperature, render) if teacher else None
         self._world = world = roles.policy.layout.world
         self._seed, self._rollout, self._num_updates, self._replayed = seed, rollout, num_updates, replayed
@@ -67,11 +69,11 @@ class Learner:
         self._kl_factor = 1.0  # what the adaptive controller has made of the KL coefficients
         self._scores = Moments()
         self._prepared: Metrics = {}
-        self._roofline = roofline
+        self._peak = peak
 
     @classmethod
     def of(cls, cfg: RlConfig, roles: Roles, render: Render | None = None) -> "Learner":
-        """Return the learner of a run, by its settings, which also reports the least time of a step (`roofline/*`)."""
+        """Return the learner of a run, by its settings."""
         return cls(
             roles,
             cfg.algorithm,
@@ -79,7 +81,7 @@ class Learner:
             num_updates=cfg.train.updates_per_step,
             seed=cfg.seed,
             replayed=cfg.policy.router_replay,
-            roofline=Roofline(roles, cfg.track.device, cfg.policy.dtype, cfg.engine.tp),
+            peak=peak_flops(cfg.track.device.flops, roles.policy.layout.world.device, cfg.policy.dtype),
             teacher=cfg.teacher,
             render=render,
         )
@@ -151,11 +153,22 @@ class Learner:
                 for batch in batches:
                     self._teachers.reward(batch)
             self.plan = token_advantages.logged(batches, self.plan, settings, data, bool(self._teachers))  # [all]
-            if self._roofline:
-                trains = self.plan.step > settings.critic_warmup
-                epochs = settings.sample_epochs
-                self._prepared |= self._roofline.metrics(collected, self.plan, needs_old, epochs * trains, epochs)
+            if self._peak:
+                flops = self._flops(collected.table.answers, needs_old)
+                self._prepared["seconds_at_peak"] = flops / (self._peak * self._world.size)
         return batches
+
+    def _flops(self, answers: np.ndarray, needs_old: bool) -> float:
+        """Return the operations of the step: generation, forward passes, and updates of three forward passes each."""
+        width, plan = 1 + answers["answer"].max(initial=0), self.plan
+        trained = answers[np.isin(answers["ticket"] * width + answers["answer"], plan.keys @ (width, 1))]
+        updates = 3 * self._settings.sample_epochs
+        passes = [(self._policy, needs_old + updates * (plan.step > self._settings.critic_warmup))]
+        passes += [(self._critic, 1 + updates)] if self._critic else []
+        # Of several teachers, each sees its own domain alone.
+        passes += [(role, 1) for role in (self._reference, next(iter(self._frozen.values()), None)) if role]
+        generated = forward_flops(self._policy.size, answers)
+        return generated + sum(count * forward_flops(role.size, trained) for role, count in passes)
 
     def _needs_old(self, plan: Plan) -> bool:
         """Return True if the policy's logprobs before the update are read; alike on all ranks."""

@@ -240,8 +240,8 @@ class Run:
         for counted, speed in (("tokens", "system/tps"), ("generated_tokens", "system/generated_tps")):
             if counted in line:
                 line[speed] = line.pop(counted) / line["time/total"]
-        if bound := sum(seconds for key, seconds in line.items() if key.startswith("roofline/")):
-            line["system/efficiency"] = bound / (line["time/total"] - line["time/eval"] - line["time/checkpoint"])
+        if seconds := line.pop("seconds_at_peak", 0.0):
+            line["system/efficiency"] = seconds / (line["time/total"] - line["time/eval"] - line["time/checkpoint"])
 
     def _truncate(self, last: int, line: Values | None) -> None:
         """Remove everything after step `last`, and write a missing line of `last`; on rank 0."""
