@@ -11,7 +11,7 @@ from spmd_rl.algo.kl import adaptive_coef
 from spmd_rl.algo.moments import Moments
 from spmd_rl.base.errors import tell
 from spmd_rl.batch import Batch, pack
-from spmd_rl.config.schema import AlgorithmConfig, RlConfig, RolloutConfig, TeachersConfig
+from spmd_rl.config.schema import RlConfig
 from spmd_rl.learn import prepare, token_advantages
 from spmd_rl.learn.advantages import Credit, Samples, credit
 from spmd_rl.learn.custom import bind
@@ -34,24 +34,15 @@ class Learner:
     """One step of learning. Stateful: the KL coefficient, the moments of the scores, the count of steps without
     advantage."""
 
-    def __init__(
-        self,
-        roles: Roles,
-        algorithm: AlgorithmConfig,
-        rollout: RolloutConfig,
-        num_updates: int = 1,
-        seed: int = 0,
-        replayed: bool = False,
-        peak: float | None = None,
-        teacher: TeachersConfig | None = None,
-        render: Render | None = None,
-    ) -> None:
-        """Use `of`. num_updates: optimizer steps per step. seed: the run's. replayed: see `pack`. peak: operations per
-        second of a device. render: a tokenizer's, for the hints of teachers."""
+    def __init__(self, cfg: RlConfig, roles: Roles, render: Render | None = None) -> None:
+        """render: a tokenizer's, for the hints of teachers."""
+        rollout, algorithm = cfg.rollout, cfg.algorithm
         self._policy, self._reference, self._critic, self._frozen = roles
-        self._teachers = Teachers.of(roles, teacher, rollout.temperature, render) if teacher else None
+        self._teachers = Teachers.of(roles, cfg.teacher, rollout.temperature, render)
         self._world = world = roles.policy.layout.world
-        self._seed, self._rollout, self._num_updates, self._replayed = seed, rollout, num_updates, replayed
+        self._seed, self._rollout, self._num_updates = cfg.seed, rollout, cfg.train.updates_per_step
+        self._replayed = cfg.policy.router_replay
+        self._peak = peak_flops(cfg.track.device.flops, world.device, cfg.policy.dtype)
         limit = rollout.max_answer_tokens
         self._settings = replace(
             algorithm,
@@ -69,22 +60,6 @@ class Learner:
         self._kl_factor = 1.0  # what the adaptive controller has made of the KL coefficients
         self._scores = Moments()
         self._prepared: Metrics = {}
-        self._peak = peak
-
-    @classmethod
-    def of(cls, cfg: RlConfig, roles: Roles, render: Render | None = None) -> "Learner":
-        """Return the learner of a run, by its settings."""
-        return cls(
-            roles,
-            cfg.algorithm,
-            cfg.rollout,
-            num_updates=cfg.train.updates_per_step,
-            seed=cfg.seed,
-            replayed=cfg.policy.router_replay,
-            peak=peak_flops(cfg.track.device.flops, roles.policy.layout.world.device, cfg.policy.dtype),
-            teacher=cfg.teacher,
-            render=render,
-        )
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, see `checkpoint.Stateful`."""
