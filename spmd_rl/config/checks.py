@@ -12,6 +12,7 @@ from spmd_rl.base.curve_keys import ClientKeys, HostKeys
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.hub import TOKENIZERS, fetch_config, fetch_weights, hub_dataset, hub_id, model_folder
 from spmd_rl.base.targets import import_coroutine
+from spmd_rl.base.waits import phase
 from spmd_rl.bundled import HOME
 from spmd_rl.config.adapter_checks import check_adapters
 from spmd_rl.config.algorithm_targets import check_algorithm
@@ -22,7 +23,6 @@ from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.constraint_checks import check_constraint
 from spmd_rl.config.engines import facts_of
 from spmd_rl.config.model_files import check_weights
-from spmd_rl.config.phases import phase
 from spmd_rl.config.placement import Placement, check_frozen
 from spmd_rl.config.plugin_checks import check_envs, check_reward_weights, check_rewards
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers, local_rank, world_size

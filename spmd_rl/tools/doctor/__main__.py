@@ -15,8 +15,8 @@ from typing import NoReturn
 
 from spmd_rl.base.command_line import Parser, at_least, program
 from spmd_rl.base.errors import UserError, tell
+from spmd_rl.base.waits import phase
 from spmd_rl.config.load import load
-from spmd_rl.config.phases import phase
 from spmd_rl.config.ranks import local_rank, rank
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.tools.doctor.checks import CHECKS, Check, CheckOutcome, Failed, Options

@@ -20,10 +20,10 @@ from torch import nn
 from spmd_rl.base.devices import cpu_as
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.hub import model_folder
+from spmd_rl.base.waits import phase as progress
 from spmd_rl.batch import Batch
 from spmd_rl.config.backends import backend
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
-from spmd_rl.config.phases import phase as progress
 from spmd_rl.config.schema import RlConfig
 from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.models import RoleConfig
