@@ -10,7 +10,7 @@ for one of tokens, that number is the reward at the turn's last token. So a traj
 each of its turns.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,16 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmd_rl.algo import masks, shaping
-from spmd_rl.algo.groups import group_mean
+from spmd_rl.algo import shaping
 from spmd_rl.algo.inputs import Scored
-from spmd_rl.algo.moments import Moments
-from spmd_rl.algo.shaping import clip
+from spmd_rl.algo.moments import Moments, group_mean
+from spmd_rl.algo.shaping import clip, repetition_penalty
+from spmd_rl.base.errors import UserError
 from spmd_rl.batch import as_tensor
 from spmd_rl.config.schema import AlgorithmConfig
+from spmd_rl.distributed import World
 from spmd_rl.learn.custom import answer_advantage, bind, token_advantage
-from spmd_rl.rollout.table import SampleTable, last_segments
-from spmd_rl.types import Group
+from spmd_rl.rollout.table import SampleTable, last_segments, trajectories_of
+from spmd_rl.types import Group, Prompt, Sample, Verdict, concat
 
 
 class Samples(Protocol):
@@ -378,13 +379,13 @@ def mask(data: Metadata, settings: AlgorithmConfig) -> tuple[dict[int, str], Ten
     solved = group_mean(data.scores, data.groups) if settings.difficulty_loss_weight else None
     keep: dict[str, Tensor] = {}
     if settings.max_len_mask:
-        keep["truncated"] = masks.max_len_mask(as_tensor(data.answers["truncated"], np.bool_))
+        keep["truncated"] = shaping.max_len_mask(as_tensor(data.answers["truncated"], np.bool_))
     if settings.difficulty_mask:
-        keep["too easy or too hard"] = bind(masks.difficulty_mask, settings)(data.scores, data.groups)
+        keep["too easy or too hard"] = bind(shaping.difficulty_mask, settings)(data.scores, data.groups)
     if settings.variance_top_p is not None:
-        keep["too little variance"] = bind(masks.variance_mask, settings)(data.scores, data.groups)
+        keep["too little variance"] = bind(shaping.variance_mask, settings)(data.scores, data.groups)
     if settings.error_max_len_clip:
-        keep["long and wrong"] = bind(masks.error_max_len_mask, settings)(data.scores, data.lengths)
+        keep["long and wrong"] = bind(shaping.error_max_len_mask, settings)(data.scores, data.lengths)
     kept = torch.ones(len(data.answers), dtype=torch.bool)
     reasons: dict[int, str] = {}
     for reason, passed in keep.items():
@@ -393,7 +394,50 @@ def mask(data: Metadata, settings: AlgorithmConfig) -> tuple[dict[int, str], Ten
             reasons.setdefault(row, reason)
     weights = torch.ones(len(data.answers), dtype=torch.float64)
     if solved is not None:
-        weights = weights * masks.difficulty_weight(1 - solved)
+        weights = weights * shaping.difficulty_weight(1 - solved)
     if settings.length_loss_weight:
-        weights = weights * masks.length_weight(data.lengths)
-    return dict(sorted(reasons.items())), masks.mean_one(weights[kept])
+        weights = weights * shaping.length_weight(data.lengths)
+    return dict(sorted(reasons.items())), shaping.mean_one(weights[kept])
+
+
+def verdict_terms(
+    groups: Iterable[Group], names: Sequence[str], world: World
+) -> dict[tuple[int, int], tuple[float, ...]]:
+    """[all] Return the parts `names` of each scored answer of all ranks, by (ticket, answer) of its last sample.
+
+    groups: this rank's. UserError, on all ranks, where a verdict lacks one.
+    """
+    rows, problems = [], []
+    for group in groups:
+        for samples in trajectories_of(group.samples):
+            verdict = samples[-1].verdict
+            if verdict.scored:
+                problems += [_missing(name, group.prompt, verdict) for name in names if name not in verdict.parts]
+                rows.append([*samples[-1].key, *(verdict.parts.get(name, 0.0) for name in names)])
+    with world.phase("coordination"):
+        records = world.gather("prepare: terms of verdicts", [problems[:1], rows])  # [all]
+    for problem in (problem for theirs, _ in records for problem in theirs):
+        raise UserError(problem)
+    return {(ticket, answer): tuple(values) for _, theirs in records for ticket, answer, *values in theirs}
+
+
+def repetition_penalties(
+    trajectories: Iterable[Sequence[Sample]], settings: AlgorithmConfig, world: World
+) -> dict[Key, float]:
+    """[all] Return the penalty of each answer for repetition, counted over all its turns.
+
+    trajectories: of this rank, the samples of each. An answer of several samples goes by the key of its last one.
+    """
+    penalty = bind(repetition_penalty, settings)
+    mine = []
+    for samples in trajectories:
+        turns = [turn.token_ids for sample in samples for turn in sample.turns]
+        mine.append([*samples[-1].key, penalty(torch.tensor(concat(turns, "i"), dtype=torch.int64))])
+    with world.phase("coordination"):
+        records = world.gather("prepare: repetition", mine)
+    return {(ticket, answer): value for record in records for ticket, answer, value in record}
+
+
+def _missing(name: str, prompt: Prompt, verdict: Verdict) -> str:
+    has = ", ".join(sorted(verdict.parts)) or "none"
+    return f"algorithm.reward_weights.{name}: a verdict of reward.{prompt.domain} has no such part; it has {has}"

@@ -13,7 +13,7 @@ from spmd_rl.base.errors import tell
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import RlConfig
 from spmd_rl.learn import prepare, token_advantages
-from spmd_rl.learn.advantages import Credit, Samples, credit
+from spmd_rl.learn.advantages import Credit, Samples, credit, repetition_penalties, verdict_terms
 from spmd_rl.learn.custom import bind
 from spmd_rl.learn.hints import Render
 from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, mean_over, measure_mismatch, update
@@ -21,7 +21,6 @@ from spmd_rl.learn.prepare import Plan
 from spmd_rl.learn.teachers import Teachers
 from spmd_rl.learn.transfer import RoleShards, fill_in, give_advantages, redistribute
 from spmd_rl.learn.utilization import forward_flops, peak_flops
-from spmd_rl.learn.verdict_terms import repetition_penalties, verdict_terms
 from spmd_rl.rollout.table import trajectories_of
 from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import solo
-from spmd_rl.learn import sample_log, verdict_terms
-from spmd_rl.learn.advantages import Metadata, mask, shape
+from spmd_rl.learn import sample_log
+from spmd_rl.learn.advantages import Metadata, mask, repetition_penalties, shape
 from spmd_rl.types import Group, Verdict
 from tests import plans
 from tests.unit.test_prepare import GROUPS, collected, group, planned
@@ -100,7 +100,7 @@ def test_repetition_is_told_by_the_rank_that_holds_the_answer() -> None:
     twice = replace(g, samples=(g.samples[0], replace(g.samples[1], turns=g.samples[1].turns * 2)))
     settings = AlgorithmConfig(repetition_coef=0.5, repetition_ngram=1)
     with solo() as world:
-        told = verdict_terms.repetition_penalties(plans.trajectories(collected([twice])), settings, world)
+        told = repetition_penalties(plans.trajectories(collected([twice])), settings, world)
     assert told == {(3, 0): 0.0, (3, 1): -0.25}
     sizes = {"num_updates": 1, "num_shards": 1, "hidden_size": 64, "max_tokens": 8}
     plan, _ = plans.plan(collected([twice]), settings, Moments(), penalties=told, **sizes)
