@@ -26,8 +26,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from spmd_rl.base.errors import RunFailed
 from spmd_rl.data import counter_seed
 from spmd_rl.engine.base import Capacity
-from spmd_rl.engine.checked_weights import CheckedWeights
-from spmd_rl.engine.fused_weights import plain_weights
+from spmd_rl.engine.fused_weights import CheckedWeights, plain_weights
 from spmd_rl.engine.hosted import HostedEngine
 from spmd_rl.engine.sequence import SequenceState, TextOf, has_stop, no_text
 from spmd_rl.engine.vllm.adapter_slot import AdapterSlot
