@@ -1,5 +1,5 @@
-"""What the engines of other packages share at their start: isolation of state that the package may not change
-permanently, a check of `engine.args`, and a replica's process group in place of the default one.
+"""Start of the engines of other packages: isolation of state that a package may not change permanently, a check of
+`engine.args`, and a replica's process group in place of the default one.
 """
 
 import gc

@@ -1,6 +1,8 @@
 """`Learner`: a step of learning, from collected samples to updated weights, and the algorithm's own state."""
 
+from collections.abc import Callable
 from dataclasses import astuple, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,8 +15,8 @@ from spmd_rl.base.errors import tell
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import RlConfig
 from spmd_rl.learn import prepare, token_advantages
-from spmd_rl.learn.advantages import Credit, Samples, credit, repetition_penalties, verdict_terms
-from spmd_rl.learn.custom import bind
+from spmd_rl.learn.advantages import Samples, StepTable, credit, repetition_penalties, verdict_terms
+from spmd_rl.learn.custom import answer_advantage, bind
 from spmd_rl.learn.hints import Render
 from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, mean_over, measure_mismatch, update
 from spmd_rl.learn.prepare import Plan
@@ -87,11 +89,12 @@ class Learner:
             terms = verdict_terms(collected.groups, names, self._world) if names else None  # [all]
             with self._world.phase("coordination"):
                 greedy = rollout.answers_per_prompt if settings.uses_greedy else None
-                limits = rollout.max_answer_tokens, greedy
-                found = credit(collected.table, settings, self._scores, *limits, penalties, terms)
+                table = StepTable.of(collected.table, greedy)
+                credited = partial(credit, table, settings, self._scores, rollout.max_answer_tokens, penalties, terms)
+                table, self._scores = credited()
                 shares = prepare.Shares(self._num_updates, data.size, self._policy.hidden_size)
                 aggregate = bind(AGGREGATIONS[settings.loss_agg], settings)
-                self.plan, self._scores = prepare.plan(collected.step, found, shares, aggregate), found.running
+                self.plan = prepare.plan(collected.step, table, shares, aggregate)
             if not self._teachers:
                 self._check_signal()
             own = self.plan.samples_of(collected.groups, self._world.rank)
@@ -117,7 +120,8 @@ class Learner:
                 mismatch = measure_mismatch(batches, settings.correction.level, data)  # [all]
                 self._monitor.check(self.plan.step, mismatch | {"rollout/lag/max": self._oldest})
             kl_reward_coef = settings.kl_reward_coef * self._kl_factor
-            self._take_kl(batches, found, kl_reward_coef)  # [all]
+            if kl_reward_coef and answer_advantage(settings):
+                self._take_kl(batches, credited, len(table.advantages), kl_reward_coef)  # [all]
             self._prepared = token_advantages.finish(  # [all]
                 batches, self.plan, settings, kl_reward_coef, data, self._seed
             )
@@ -154,14 +158,17 @@ class Learner:
             return True
         return self._monitor.stops or token_advantages.needs_old_logprobs(settings)
 
-    def _take_kl(self, batches: list[Batch], found: Credit, coef: float) -> None:
-        """[all] Subtract the KL to the reference from the rewards of answers or turns, before their baseline."""
-        if not coef or found.less is None:
-            return
+    def _take_kl(
+        self, batches: list[Batch], credited: Callable[..., tuple[StepTable, Moments]], count: int, coef: float
+    ) -> None:
+        """[all] Subtract the KL to the reference from the rewards of answers or turns, before their baseline.
+
+        credited: computes the table anew. count: of the turns that have an advantage.
+        """
         settings, data = self._settings, self._policy.layout.data
-        kl = token_advantages.kl_of_turns(batches, self.plan, len(found.advantages), settings, data)  # [all]
-        found = found.less(coef * kl)
-        self.plan, self._scores = prepare.with_scores(self.plan, found), found.running
+        kl = token_advantages.kl_of_turns(batches, self.plan, count, settings, data)  # [all]
+        table, self._scores = credited(kl=coef * kl)
+        self.plan = prepare.with_scores(self.plan, table)
         give_advantages(batches, self.plan, data)
 
     def _check_signal(self) -> None:
