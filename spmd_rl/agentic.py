@@ -30,7 +30,7 @@ def run(cfg: AgenticConfig) -> None:
         expert = Demonstrator(cfg.env, cfg.rollout, cfg.engine.kv_tokens, cfg.seed, place.environments, job.tokenizer)
         demonstrations = Demonstrations(cfg.warmup, tasks, expert, world)
         imitation = Imitation.of(cfg, place.roles.policy)
-        learner = Learner.of(cfg, place.roles)
+        learner = Learner(cfg, place.roles)
         evaluate = Evaluation.of(cfg)
         saver, start = job.restore(place, rollouts=rollouts, learner=learner)  # [all] and publish
         if start == 0:

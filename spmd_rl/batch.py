@@ -116,8 +116,7 @@ class Batch(_Remembered):
     loss_mask: Tensor = field(metadata=per_token(torch.bool))
     """bool [T]: the token was sampled by the policy (its logprob comes from the token before it)"""
     rollout_logprobs: Tensor = field(metadata=per_token(torch.float32, "nats"))
-    """float32 [T]: the engine's natural logprob of each sampled token, 0 elsewhere. Rows that no engine sampled hold a
-    number of the whole answer from `RowSource` (a reference's sum, a margin) at their first learnt token"""
+    """float32 [T]: the engine's natural logprob of each sampled token; 0 elsewhere, and in written rows"""
     lags: Tensor = field(metadata=per_token(torch.int32, "policy versions"))
     """int32 [T]: versions between the policy that sampled the token and the step's; 0 elsewhere"""
     candidate_ids: Ragged | None = field(default=None, metadata=per_token(torch.int32, "token ids", ragged=True))
@@ -157,6 +156,14 @@ class Batch(_Remembered):
     """bool [T]: tokens chosen over the global batch (clip-cov, kl-cov); None where nothing needs them"""
     right: Tensor | None = field(default=None, metadata=per_token(torch.float32))
     """float32 [T]: see `Tokens.right`, 0 outside the loss mask; None where no loss reads it"""
+    reference_sums: Tensor | None = field(default=None, metadata=per_sample(torch.float32, "nats"))
+    """float32 [S]: the reference's logprob of the whole answer; None outside of preference losses with a reference"""
+    margins: Tensor | None = field(default=None, metadata=per_sample(torch.float32, "score"))
+    """float32 [S]: by how much the chosen answer of a pair should be better, 0 for the rejected one; None outside of
+    reward models on pairs"""
+    labels: Tensor | None = field(default=None, metadata=per_token(torch.float32))
+    """float32 [T]: 1 at the learnt token of each right answer or step, 0 elsewhere; None outside of reward models on
+    labels"""
 
     @property
     def num_tokens(self) -> int:

@@ -31,7 +31,7 @@ def run(cfg: RlvrConfig) -> None:
             place.generate()
             return
         rollouts, publish, world, track = place.rollouts, place.publish, place.world, job.track
-        learner = Learner.of(cfg, place.roles, job.tokenizer.render)
+        learner = Learner(cfg, place.roles, job.tokenizer.render)
         evaluate = Evaluation.of(cfg)
         saver, start = job.restore(place, rollouts=rollouts, learner=learner)  # [all] and publish
         if start == 0:

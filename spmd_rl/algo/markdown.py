@@ -20,7 +20,6 @@ from spmd_rl.algo import (
     POLICY_TERMS,
     TOKEN_ADVANTAGES,
     kl,
-    masks,
     moments,
     selection,
     shaping,
@@ -93,8 +92,8 @@ def _named(*functions: Function) -> dict[str, Function]:
 
 
 SCORES = (shaping.scale_shift, shaping.format_penalty, shaping.repetition_penalty, shaping.overlong_penalty)
-MASKS = (masks.max_len_mask, masks.difficulty_mask, masks.variance_mask, masks.error_max_len_mask)
-WEIGHTS = (masks.difficulty_weight, masks.length_weight, masks.mean_one)
+MASKS = (shaping.max_len_mask, shaping.difficulty_mask, shaping.variance_mask, shaping.error_max_len_mask)
+WEIGHTS = (shaping.difficulty_weight, shaping.length_weight, shaping.mean_one)
 SECTIONS = (
     Section(
         "Advantages of answers",

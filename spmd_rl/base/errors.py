@@ -10,6 +10,7 @@ import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -56,6 +57,14 @@ def printable(text: str, lines: bool = True) -> str:
 def tell(text: str, lines: bool = False, file: TextIO | None = None) -> None:
     """Print a text at once, made printable, on stderr or another stream: a single line unless it may have several."""
     print(printable(text, lines), file=file or sys.stderr, flush=True)
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> str:
+    """Return rows of cells as lines with aligned columns. right: columns that are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pads = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    cells = [[pad(cell, n) for pad, cell, n in zip(pads, row, widths, strict=True)] for row in rows]
+    return "\n".join("  ".join(row).rstrip() for row in cells)
 
 
 def plural(count: int, noun: str) -> str:

@@ -11,26 +11,57 @@ import hashlib
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from spmd_rl.base.errors import UserError, tell
+from spmd_rl.base.process import in_background
 from spmd_rl.checkpoint import manifest
 from spmd_rl.checkpoint.directory import CheckpointDir
 from spmd_rl.checkpoint.manifest import EXPORT, Manifest, TornCheckpoint
-from spmd_rl.checkpoint.unsealed import Unsealed
 from spmd_rl.config.resume import holds_run
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World
 from spmd_rl.train.base import Role
 
+T = TypeVar("T")
+POLL_SECONDS = 1.0
+
+
+class Unsealed(Generic[T]):
+    """A checkpoint in progress, invalid for readers until all ranks have sealed it with a manifest.
+
+    The writing thread meets no other rank. Its work is no progress of the run during training, or it would hide a hang;
+    it is progress while the run waits for it.
+    """
+
+    def __init__(self, step: int, temporary: Path, write: Callable[[Callable[[], object]], T]) -> None:
+        """Start `write`, which calls its argument after each part of its work."""
+        self.step, self.temporary, self._moved = step, temporary, 0
+        self._written = in_background("checkpoint", lambda: write(self._move))
+
+    def _move(self) -> None:
+        self._moved += 1
+
+    def result(self, on_progress: Callable[[], object]) -> T:
+        """Wait for `write` and return its result, or raise its exception; call `on_progress` after each part."""
+        seen = self._moved
+        # Polled, so that a write that makes progress is no stall, and one that hangs is.
+        while not wait([self._written], POLL_SECONDS).done:
+            if self._moved != seen:
+                seen = self._moved
+                on_progress()
+        return self._written.result()
+
+
 STATE = "state.json"
 """File of a checkpoint that holds everything but tensors."""
 
-T = TypeVar("T")
+
 Hashed = list[tuple[str, int, str]]
 """Files that a rank wrote: relative path, size in bytes and hash of each."""
 

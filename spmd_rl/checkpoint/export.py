@@ -6,7 +6,7 @@ weight files of the model directory.
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -16,6 +16,7 @@ from torch import Tensor
 from spmd_rl.base.hub import model_folder
 from spmd_rl.distributed import World
 from spmd_rl.train.base import CriticRole, PolicyRole
+from spmd_rl.train.state import TensorSpec, write_safetensors
 
 MAX_SHARD_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -183,3 +184,25 @@ class _Shards:
         except SafetensorError as failed:
             raise OSError(str(failed)) from failed
         self._pending, self._pending_bytes = {}, 0
+
+
+def write_streamed(
+    specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]], path: Path, max_bytes: int
+) -> None:
+    """Write `tensors`, in the order of `specs`, into files of at most `max_bytes` each, and their index.
+
+    `path` exists. A larger tensor gets a separate file. OSError from the file system.
+    """
+    # Files are planned from the specs first, since each name contains their number.
+    files: list[dict[str, TensorSpec]] = [{}]
+    held = 0
+    for name, spec in specs.items():
+        if begins_file(held, spec.num_bytes, max_bytes):
+            files.append({})
+            held = 0
+        files[-1][name] = spec
+        held += spec.num_bytes
+    mine = iter(tensors)
+    for number, inside in enumerate(files, start=1):
+        write_safetensors(path / file_name(number, len(files)), inside, mine, {"format": "pt"})
+    write_index(path, [list(inside) for inside in files], sum(spec.num_bytes for spec in specs.values()))

@@ -31,12 +31,12 @@ from typing import Any, NoReturn
 from spmd_rl.base.command_line import Parser, program
 from spmd_rl.base.errors import Disagreement, RunFailed, UserError, one_line, printable, tell
 from spmd_rl.base.process import tell_torchrun
+from spmd_rl.base.waits import phase
 from spmd_rl.config.apply import apply
 from spmd_rl.config.checks import check, check_plan, fetch_models
 from spmd_rl.config.docs import entries, options
 from spmd_rl.config.keys import leaves, suggestion, to_dict
 from spmd_rl.config.load import CONFIGS, build, chosen, compose, load
-from spmd_rl.config.phases import phase
 from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.config.ranks import local_rank, rank
 from spmd_rl.config.resume import continue_run

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from spmd_rl.base.errors import UserError
+from spmd_rl.base.waits import waiting
 from spmd_rl.distributed import shared_group
 from spmd_rl.distributed.device_files import device_file, driver
-from spmd_rl.distributed.wait_message import waiting
 
 FOREVER = timedelta(days=365)
 """Timeout of stores and groups. The watchdog alone decides on stalls, never a library's clock."""

@@ -1,7 +1,7 @@
 """`Imitation`: supervised learning on all sampled tokens of collected samples, regardless of their scores."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from spmd_rl.learn.teachers import Teachers
 from spmd_rl.learn.transfer import redistribute
 from spmd_rl.rollout.row_source import num_empty
 from spmd_rl.train.base import BoundLoss, BoundValueLoss, CriticRole, Metrics, PolicyRole, Role
+from spmd_rl.types import Sample
 
 
 class Term(NamedTuple):
@@ -36,21 +37,29 @@ class Term(NamedTuple):
         return self.sides.get(name.rpartition("/")[2], otherwise)
 
 
-def deal(collected: Samples, count: int, role: Role) -> tuple[Plan, list[Batch]]:
+def deal(
+    collected: Samples, count: int, role: Role, annotate: Callable[[Batch, Sequence[Sample]], None] | None = None
+) -> tuple[Plan, list[Batch]]:
     """[all] Return the plan in which all learnt tokens of each of `count` optimizer steps weigh the same, and this
-    rank's share of the samples in each."""
+    rank's share of the samples in each.
+
+    annotate: sets further columns of the batch of these samples, see `Imitation.annotate`.
+    """
     world, data = role.layout.world, role.layout.data
     with world.phase("coordination"):
         shares = Shares(count, data.size, role.hidden_size)
         made = plan(collected.step, all_alike(collected.table), shares, AGGREGATIONS["token-mean"])
-    packed = pack(made.samples_of(collected.groups, world.rank), collected.step - 1)
+    own = made.samples_of(collected.groups, world.rank)
+    packed = pack(own, collected.step - 1)
+    if annotate:
+        annotate(packed, own)
     return made, redistribute(packed, made, count, data, world)  # [all]
 
 
 class Imitation:
     """One supervised step on the sampled tokens of what was collected, `-mean log pi(t)`.
 
-    A subclass overrides `bind` for another loss.
+    A subclass overrides `bind` for another loss, and `annotate` for what that compares with.
     """
 
     def __init__(
@@ -78,6 +87,9 @@ class Imitation:
         lr_factor = (cfg.warmup.lr or cfg.policy.lr) / (cfg.policy.lr or 1.0)
         return cls(policy, cfg.train.updates_per_step, cfg.rollout.temperature, lr_factor)
 
+    def annotate(self, batch: Batch, samples: Sequence[Sample]) -> None:
+        """Set the columns of `batch` that hold the targets of its samples; here there are none."""
+
     def bind(self, batch: Batch, number: int) -> Term:
         """[all] Return the loss of mini-batch `number` of the plan; every token weighs the same."""
         return Term(batch, nll, float(self.plan.num_sampled[self.plan.minibatches == number].sum()))
@@ -101,7 +113,7 @@ class Imitation:
 
     def _prepare(self, collected: Samples, count: int) -> list[Term]:
         with self._world.phase("prepare"):
-            self.plan, batches = deal(collected, count, self.policy)  # [all]
+            self.plan, batches = deal(collected, count, self.policy, self.annotate)  # [all]
             return [self.bind(batch, number) for number, batch in enumerate(batches)]  # [all]
 
     def update(self, terms: list[Term]) -> Metrics:

@@ -4,7 +4,7 @@ The loss of a comparison is put on the first learnt token of its first answer, w
 token sums work in every layout. Rewards and similar metrics are means over comparisons.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -19,6 +19,7 @@ from spmd_rl.learn.custom import bind
 from spmd_rl.learn.imitation import Imitation, Term
 from spmd_rl.rollout.row_source import CHOSEN, MISMATCHED, REJECTED
 from spmd_rl.train.base import Metrics, PolicyRole
+from spmd_rl.types import Sample
 
 
 class Preference(Imitation):
@@ -28,6 +29,11 @@ class Preference(Imitation):
         """num_updates: optimizer steps per step."""
         super().__init__(policy, num_updates, name="dpo/loss")
         self._settings = settings
+
+    def annotate(self, batch: Batch, samples: Sequence[Sample]) -> None:
+        """Set `reference_sums`, if the loss has a reference."""
+        if self._settings.uses_reference:
+            batch.reference_sums = torch.tensor([sum(sample.targets) for sample in samples], dtype=torch.float32)
 
     def bind(self, batch: Batch, number: int) -> Term:
         """[all] Return the loss of a mini-batch in which every comparison weighs the same; see `Imitation.bind`."""
@@ -66,7 +72,9 @@ class Preference(Imitation):
         others = batch.select((batch.keys[:, 1] == MISMATCHED).nonzero()[:, 0])
         with self.policy.awake():
             logprobs, _ = self.policy.logprobs(others, 1.0)  # [all]
-        sums = {"sum": float((logprobs - others.rollout_logprobs).double().sum()), "count": float(others.num_samples)}
+        answers = _Answers(logprobs[others.sampled.index], others)
+        ratios = logprobs.index_add(0, others.sampled.index[answers.first], -answers.reference)
+        sums = {"sum": float(ratios.double().sum()), "count": float(others.num_samples)}
         found = self.policy.layout.data.reduce("prepare: baseline", sums, "sum")  # [all]
         return max(0.0, found["sum"] / max(found["count"], 1.0))
 
@@ -78,9 +86,9 @@ class _Answers:
         samples = batch.sampled.samples
         self.lengths = torch.bincount(samples, minlength=batch.num_samples)
         self.first = self.lengths.cumsum(0) - self.lengths  # among the N learnt tokens
-        reference = batch.rollout_logprobs[batch.sampled.index]
         zeros = logprobs.new_zeros(batch.num_samples)
-        self.logprobs, self.reference = zeros.index_add(0, samples, logprobs), zeros.index_add(0, samples, reference)
+        self.logprobs = zeros.index_add(0, samples, logprobs)
+        self.reference = zeros if batch.reference_sums is None else batch.reference_sums
         self.chosen, self.rejected = ((batch.keys[:, 1] == side).nonzero()[:, 0] for side in (CHOSEN, REJECTED))
 
 

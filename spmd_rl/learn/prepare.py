@@ -20,7 +20,7 @@ from torch import Tensor
 from spmd_rl.batch import Batch
 from spmd_rl.data.seeds import counter_seed
 from spmd_rl.distributed import DataShard
-from spmd_rl.learn.advantages import Credit, Key, Metadata, keys
+from spmd_rl.learn.advantages import Key, StepTable, keys
 from spmd_rl.learn.balance import assign, divide
 from spmd_rl.types import Group, Sample
 
@@ -136,15 +136,15 @@ class Shares(NamedTuple):
     """hidden size of the policy, which sets the work of a sample"""
 
 
-def plan(step: int, found: Credit, shares: Shares, aggregate: Callable[[Tensor], Tensor]) -> Plan:
+def plan(step: int, data: StepTable, shares: Shares, aggregate: Callable[[Tensor], Tensor]) -> Plan:
     """Return the plan that distributes the answers that train over optimizer steps and data shards.
 
     aggregate: weighs the answers of an optimizer step by their lengths; one of `algo.AGGREGATIONS`.
     """
-    data, weights = found.data, found.weights.clone()
+    weights = data.weights.clone()
     trains = np.ones(len(data.answers), np.bool_)
-    trains[list(found.masked)] = False
-    right = found.right[torch.from_numpy(trains)].double()
+    trains[list(data.masked)] = False
+    right = data.right[torch.from_numpy(trains)].double()
     minibatches = divide(data.answers["ticket"][trains], shares.num_updates)
     bounds_in = partial(np.searchsorted, v=np.arange(shares.num_updates + 1))
     for begin, end in pairwise(bounds_in(minibatches).tolist()):
@@ -152,11 +152,11 @@ def plan(step: int, found: Credit, shares: Shares, aggregate: Callable[[Tensor],
         right[begin:end] /= (right[begin:end] @ data.lengths[trains][begin:end].double()).clamp(min=1)
     kept = trains[data.owners]
     samples, owners = data.samples[kept], (trains.cumsum() - 1)[data.owners[kept]]
-    runs, kept_runs = found.runs, kept.repeat(found.runs.counts)
+    runs, kept_runs = data.runs, kept.repeat(data.runs.counts)
     rows = np.stack([samples[name] for name in ("ticket", "unit", "num_prompt_tokens", "num_tokens")], axis=1)
     bounds = bounds_in(minibatches[owners]).tolist()
     data_rank, imbalance = assign(rows, bounds, shares.num_shards, shares.hidden_size)
-    left_out = data.num_excluded + len(found.masked)
+    left_out = data.num_excluded + len(data.masked)
     return Plan(
         step=step,
         keys=np.stack((samples["ticket"], samples["answer"]), axis=1),
@@ -170,28 +170,28 @@ def plan(step: int, found: Credit, shares: Shares, aggregate: Callable[[Tensor],
         num_runs=runs.counts[kept],
         turns=runs.turns[kept_runs],
         run_lengths=runs.lengths[kept_runs],
-        advantages=found.advantages[runs.turns[kept_runs]],
+        advantages=data.advantages[runs.turns[kept_runs]],
         weights=weights.numpy()[owners],
         right=(right / weights).numpy()[owners],
         minibatches=minibatches[owners],
-        masked=data.excluded + _reasons(data, found.masked),
+        masked=data.excluded + _reasons(data, data.masked),
         left_out=left_out / max(1, data.num_excluded + len(trains)),
         stale=bool((samples["lag"] > 0).any()),
         balance=imbalance,
-        mean_reward=_mean(found.scores),
+        mean_reward=_mean(data.shaped),
     )
 
 
-def with_scores(plan: Plan, found: Credit) -> Plan:
+def with_scores(plan: Plan, data: StepTable) -> Plan:
     """Return the plan of the same answers with other scores."""
-    return replace(plan, advantages=found.advantages[plan.turns], mean_reward=_mean(found.scores))
+    return replace(plan, advantages=data.advantages[plan.turns], mean_reward=_mean(data.shaped))
 
 
 def _mean(scores: Tensor) -> float:
     return float(scores.mean()) if len(scores) else 0.0
 
 
-def _reasons(data: Metadata, masked: Mapping[int, str]) -> tuple[tuple[Key, str], ...]:
+def _reasons(data: StepTable, masked: Mapping[int, str]) -> tuple[tuple[Key, str], ...]:
     rows = np.flatnonzero(np.isin(data.owners, list(masked))) if masked else np.empty(0, np.int64)
     reasons = [masked[owner] for owner in data.owners[rows].tolist()]
     return tuple(zip(keys(data.samples[rows]), reasons, strict=True))

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from spmd_rl.base.targets import import_coroutine
+from spmd_rl.base.waits import WaitMessage
 from spmd_rl.config.generation import GenerationSettings
 from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.data import EnvTasks, Prompts, counter_seed
 from spmd_rl.distributed import World
-from spmd_rl.distributed.wait_message import WaitMessage
 from spmd_rl.engine.base import Engine
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.engine_loop import EngineLoop

@@ -48,9 +48,8 @@ class RowSource:
         self._render, self._world, self._seed, self._end = render, world, seed, num_rows
         self._done, self._mismatched, self._warned = 0, mismatched, False
         self.reference: dict[str, np.ndarray] = {}
-        """By `train` and `eval`, numbers of each row that its loss needs: float32 [rows, 3]. A `Sample` has no other
-        place for one, so they stand as the logprob of its first token, and are no engine's. With a reference: its sum
-        of logprobs of each answer, in nats; else the first answer has `Example.values`."""
+        """Logprob of each answer of each row under the reference, in nats: float32 [rows, 3] by `train` and `eval`.
+        They become the `Sample.targets`. Without one, the first answer has `Example.values`."""
 
     def collect(self, step: int) -> Collected:
         """[all] The rows of a training step; of each group the ticket is its place in the run."""
@@ -124,12 +123,15 @@ class RowSource:
             answers[MISMATCHED] = _exchanged(example, self._other(store, number, example))
         texts = {answer: self._pieces(conversation, store, number) for answer, conversation in answers.items()}
         known = self.reference.get("train" if store is self._examples.train else "eval")
-        values = [example.values, (), ()] if known is None else [(value,) for value in known[number]]
+        values = [example.values, (), ()] if known is None else [(value,) for value in known[number].tolist()]
         if not all(texts.values()):  # a pair without one of its sides is none
             texts = {}
-        turns = {answer: _turns(texts[answer], values[answer]) for answer in texts}
         verdict = Verdict("ok", sum(example.values) / len(example.values))
-        samples = [Sample(ticket, answer, turns[answer], verdict, unit=0) for answer in turns]
+        samples = [
+            # A row that was cut may have fewer turns than labels.
+            Sample(ticket, answer, _turns(text), verdict, unit=0, targets=tuple(values[answer][: len(text)]))
+            for answer, text in texts.items()
+        ]
         return Group(Prompt(str(number), (), "rows", ""), ticket, tuple(samples))
 
     def _other(self, store: RowStore, number: int, example: Example) -> Example:
@@ -164,15 +166,12 @@ def num_empty(collected: Collected) -> int:
     return len(collected.table) - len(set(collected.table.answers["ticket"].tolist()))
 
 
-def _turns(pieces: Pieces, values: Sequence[float]) -> tuple[Turn, ...]:
-    """The turns of an answer; the first learnt token of each has its value as a logprob, where there is one."""
-    turns = []
-    for number, (given, learnt) in enumerate(pieces):
-        logprobs = array("f", bytes(4 * len(learnt)))
-        if number < len(values):
-            logprobs[0] = values[number]
-        turns.append(Turn(given, learnt, logprobs, array("i", bytes(4 * len(learnt))), "stop"))
-    return tuple(turns)
+def _turns(pieces: Pieces) -> tuple[Turn, ...]:
+    zeros = [bytes(4 * len(learnt)) for _, learnt in pieces]
+    return tuple(
+        Turn(given, learnt, array("f", none), array("i", none), "stop")
+        for (given, learnt), none in zip(pieces, zeros, strict=True)
+    )
 
 
 def _exchanged(example: Example, other: Example) -> Conversation:

@@ -9,7 +9,9 @@ with Run.open(cfg, world) as track:
 
 import fcntl
 import os
+import platform
 import secrets
+import shlex
 import sys
 import threading
 import time
@@ -27,7 +29,7 @@ from spmd_rl.config.ranks import world_size
 from spmd_rl.config.run_identity import write_config
 from spmd_rl.config.schema import JobConfig
 from spmd_rl.distributed import World
-from spmd_rl.track import launch_info, messages, render
+from spmd_rl.track import messages, render
 from spmd_rl.track.goodput import Goodput
 from spmd_rl.track.memory import PhaseMemory
 from spmd_rl.track.metrics import MetricsFile, Reduce, Values, combine, describe
@@ -240,8 +242,8 @@ class Run:
         for counted, speed in (("tokens", "system/tps"), ("generated_tokens", "system/generated_tps")):
             if counted in line:
                 line[speed] = line.pop(counted) / line["time/total"]
-        if bound := sum(seconds for key, seconds in line.items() if key.startswith("roofline/")):
-            line["system/efficiency"] = bound / (line["time/total"] - line["time/eval"] - line["time/checkpoint"])
+        if seconds := line.pop("seconds_at_peak", 0.0):
+            line["system/efficiency"] = seconds / (line["time/total"] - line["time/eval"] - line["time/checkpoint"])
 
     def _truncate(self, last: int, line: Values | None) -> None:
         """Remove everything after step `last`, and write a missing line of `last`; on rank 0."""
@@ -294,8 +296,8 @@ def _prepare(cfg: JobConfig, world: World, stack: ExitStack) -> dict[str, str | 
             log.recover()
         world.journal.note(
             "run",
-            command=launch_info.command_line(),
-            machine=launch_info.machine(),
+            command=command_line(),
+            machine=machine(),
             ranks=max(world.size, world_size()),
         )
     except UserError as error:
@@ -336,3 +338,37 @@ def _times(phases: Mapping[str, float], total: float) -> Values:
     for phase, seconds in phases.items():
         times[f"time/{render.NAMES.get(phase, phase)}"] = seconds
     return times | {"time/other": total - sum(times.values()), "time/total": total}
+
+
+def command_line() -> str:
+    """Return the command line of this run. Example: `torchrun --nproc-per-node 2 -m spmd_rl.rlvr steps=20`."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = ["-m", spec.name] if spec else [sys.argv[0]]
+    return shlex.join([*_launcher(), *program, *sys.argv[1:]])
+
+
+def machine() -> str:
+    """Describe this machine. Example: `2 x Intel(R) Xeon(R) Processor, 24 GiB`, with accelerators in front."""
+    parts = []
+    if torch.accelerator.is_available():
+        parts.append(f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parts.append(f"{cores} x {_cpu_name()}")
+    parts.append(f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB")
+    return ", ".join(parts)
+
+
+def _launcher() -> list[str]:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ["python"]
+    # torchrun's own arguments are gone by now; they are reconstructed from its variables.
+    local, total = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    nodes = ["--nnodes", str(total // local)] if total > local else []
+    return ["torchrun", *nodes, "--nproc-per-node", str(local)]
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -39,7 +39,7 @@ class Roles(NamedTuple):
 
 def build_roles(roles: Sequence[RoleConfig], world: "World") -> Roles:
     """[all] Build the policy and the pipeline's other roles. UserError if a model does not load, fit, or pack."""
-    from spmd_rl.train.adapter_off import AdapterOff
+    from spmd_rl.train.accumulate import AdapterOff
 
     own = [role for role in roles if not role.is_base_of(roles[0])]
     built = build_own(own, world)  # [all]

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from spmd_rl.base.errors import RunFailed
 from spmd_rl.engine.base import Capacity
-from spmd_rl.engine.checked_weights import CheckedWeights
-from spmd_rl.engine.fused_weights import plain_weights
+from spmd_rl.engine.fused_weights import CheckedWeights, plain_weights
 from spmd_rl.engine.hosted import HostedEngine
 from spmd_rl.engine.sequence import SequenceState, TextOf, has_stop, no_text
 from spmd_rl.engine.sglang.adapter_slot import SglangAdapter

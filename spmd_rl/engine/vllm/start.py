@@ -24,8 +24,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from spmd_rl.base.hub import model_folder
 from spmd_rl.config.sections.rollout import MAX_TOP_K
-from spmd_rl.engine.arguments import check_args
-from spmd_rl.engine.as_world import as_world
+from spmd_rl.engine.guest import as_world, check_args
 from spmd_rl.engine.vllm.drafts import engine_args
 
 CPU_BLOCK = 32

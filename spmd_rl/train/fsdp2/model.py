@@ -8,6 +8,8 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from spmd_rl.model.build import materialize
 from spmd_rl.model.context import context_of
 from spmd_rl.model.differentiable import collect
 from spmd_rl.model.load import Region, local, owned_region
+from spmd_rl.model.moe import weights_of_chosen
 from spmd_rl.model.size import ModelSize
 from spmd_rl.model.stored import stored_parts
 from spmd_rl.train.accumulate import walk
@@ -34,15 +37,68 @@ from spmd_rl.train.fsdp2.gather import Gather
 from spmd_rl.train.fsdp2.muon import matrices
 from spmd_rl.train.fsdp2.optimizer import Optimizer, counts_once
 from spmd_rl.train.fsdp2.pipeline import Pipeline
-from spmd_rl.train.fsdp2.replayed import watch
 from spmd_rl.train.fsdp2.routing import Routing
+from spmd_rl.train.fsdp2.shard import decoder_layers
 from spmd_rl.train.fsdp2.tensor_parallel import parallelize
-from spmd_rl.train.loss_scale import LossScale
 from spmd_rl.train.offload import Offload
 from spmd_rl.train.pipeline import Step
 from spmd_rl.train.replay import Replay
 from spmd_rl.train.row import Row, filled_up, row_of
 from spmd_rl.train.state import MODEL, OPTIMIZER, Shard, shards_of
+
+FIRST, GROWS_AFTER = 2.0**15, 200
+"""Initial factor, and good updates after which it doubles."""
+
+
+class LossScale:
+    """A factor on the loss that keeps float16 gradients in range (Micikevicius et al., arXiv 1710.03740); equal on all
+    ranks.
+
+    An overflowing gradient skips its update, like any non-finite one, and halves the factor; many good ones double it.
+    In other dtypes it is always 1.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.is_used = dtype == torch.float16
+        self.state: Tensor = torch.tensor([FIRST if self.is_used else 1.0, 0.0])
+        """float32 [2], live: the factor, and good updates since its last change"""
+
+    @property
+    def factor(self) -> float:
+        """Present factor, a power of two, so that it rounds nothing."""
+        return float(self.state[0])
+
+    def update(self, skipped: bool) -> None:
+        """Adapt the factor after an update. skipped: its gradient was not finite."""
+        if not self.is_used:
+            return
+        self.state[1] = 0 if skipped else self.state[1] + 1
+        if skipped or self.state[1] == GROWS_AFTER:
+            self.state.copy_(torch.tensor([max(1.0, self.factor * (0.5 if skipped else 2.0)), 0.0]))
+
+
+def watch(replay: Replay, model: nn.Module) -> None:
+    """Hook this rank's layers and routers, before FSDP shards them."""
+    for layer in decoder_layers(model) if replay.places else ():
+        layer.register_forward_pre_hook(partial(_before, replay), with_kwargs=True)
+    for name, module in model.named_modules():
+        if name in replay.places:
+            module.register_forward_hook(partial(_replace, replay, replay.places[name]))
+
+
+def _before(replay: Replay, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    replay.take(kwargs.get("chosen"))
+
+
+def _replace(
+    replay: Replay, place: int, router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    logits, weights, own = output
+    if (found := replay.choose(place, own)) is None:
+        return None
+    chosen, known = found
+    return logits, torch.where(known, weights_of_chosen(router, logits, chosen), weights), chosen
+
 
 COMPILE_SECONDS = 3600.0
 """Limit without progress on compiling one shape."""

@@ -1,11 +1,18 @@
-"""A line on stderr during a long wait: early enough to calm a user, rare enough to be read.
+"""Lines on stderr while something takes long: early enough to calm a user, rare enough to be read.
 
 message = WaitMessage(world.rank)
 while not done():
     message("waiting for 14 verdicts (math)")  # in every round
 message.over()
+
+with waiting("waiting for 2 ranks", world.rank):  # where there is no round
+    connect()
+
+with phase("reading the prompts"):  # of a command that only prints: "reading the prompts ..."
+    prompts = Prompts.load(cfg.data)
 """
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +23,9 @@ from spmd_rl.base.errors import tell
 
 FIRST_SECONDS, EVERY_SECONDS = 20.0, 30.0
 """Seconds before the first line, and between two lines."""
+QUIET_SECONDS, LEAST_SECONDS = 2.0, 0.2
+"""Age in seconds of the command, and of the phase, before a line of `phase`."""
+BEGAN = time.monotonic()
 
 
 class WaitMessage:
@@ -63,3 +73,21 @@ def waiting(text: str, rank: int, first: float = FIRST_SECONDS) -> Iterator[None
         over.set()
         thread.join()
         message.over()
+
+
+@contextmanager
+def phase(text: str, speaks: bool | None = None) -> Iterator[None]:
+    """Print the text as soon as the command is two seconds old, if this phase is still active then.
+
+    speaks: True if this process prints; by default rank 0 does.
+    """
+    wait = max(LEAST_SECONDS, BEGAN + QUIET_SECONDS - time.monotonic())
+    timer = threading.Timer(wait, tell, (f"{text} ...",))
+    # A daemon, so that a pending line never delays the exit.
+    timer.daemon = True
+    if os.environ.get("RANK", "0") == "0" if speaks is None else speaks:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,13 +1,17 @@
-"""Losses of pairs: an answer that was chosen over another one to the same prompt.
+"""Preference losses by name: pure functions of the logprobs of whole answers, a loss for each comparison.
+
+`PAIR_LOSSES[name](pairs, **keys) -> [P]`; `JUDGED_LOSSES[name](judged, **keys) -> [S]`; the keyword names are keys of
+`preference`. `rewards` is what a loss takes for the reward of an answer.
 
 Below, r is the reward of an answer, log pi(y) - log pi_ref(y) summed over its tokens, of the mean token where
 `length_normalised`; without a reference log pi_ref is 0. d is r(chosen) - r(rejected).
 """
 
+import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, relu
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, relu
 
-from spmd_rl.algo.inputs import Pairs
+from spmd_rl.algo.inputs import Judged, Pairs
 
 
 def dpo(pairs: Pairs, *, beta: float, label_smoothing: float, length_normalised: bool) -> Tensor:
@@ -73,3 +77,38 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor, *, center_c
     Three of float [P]; returns float [P].
     """
     return -logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected) ** 2
+
+
+def kto(judged: Judged, *, beta: float, desirable_weight: float, undesirable_weight: float) -> Tensor:
+    """Kahneman-Tversky optimisation: each answer against what answers gain on average, without any pair.
+
+        L = desirable_weight (1 - sigmoid(beta (r - z))), or undesirable_weight (1 - sigmoid(beta (z - r)))
+        z = max(0, mean of r over prompts with answers to other prompts), without gradient
+
+    Source: Ethayarajh et al. 2024, arXiv 2402.01306, equations 7 and 8.
+    Keys: `beta`, `desirable_weight`, `undesirable_weight`
+    Use: votes in place of pairs. Where one kind is rarer, weight it: 1 to 1.33 times the other kind in all.
+
+    Returns float [S].
+    """
+    gain = beta * (judged.rewards - judged.baseline)
+    good = desirable_weight * (1 - gain.sigmoid())
+    return torch.where(judged.desirable, good, undesirable_weight * (1 - (-gain).sigmoid()))
+
+
+def binary(values: Tensor, labels: Tensor) -> Tensor:
+    """The loss of a reward model that says whether an answer, or a step of one, is right.
+
+        L = -log sigmoid(v) where it is right, -log sigmoid(-v) where it is wrong
+
+    Source: outcome: Cobbe et al. 2021, arXiv 2110.14168; process: Lightman et al. 2023, arXiv 2305.20050.
+    Keys: none
+    Use: `python -m spmd_rl.reward_model head=outcome` and `head=process`.
+
+    values: float [N], logits; labels: [N], 1 or 0; returns float [N].
+    """
+    return binary_cross_entropy_with_logits(values, labels.to(values.dtype), reduction="none")
+
+
+PAIR_LOSSES = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "hinge": hinge}
+JUDGED_LOSSES = {"kto": kto}
