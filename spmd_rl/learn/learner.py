@@ -57,7 +57,8 @@ class Learner:
             overlong_tokens=algorithm.overlong_tokens or -(-limit // 5),
         )
         self._monitor = MismatchMonitor(algorithm.bounds, world)
-        self._oldest = 0.0  # age of a token of the step, in versions
+        # Age of the oldest token of the step, in versions.
+        self._oldest = 0.0
         self._monitored = False
         self.plan: Plan | None = None
         """Plan of the last `prepare`; the sample log reads it."""

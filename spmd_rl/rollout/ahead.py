@@ -72,7 +72,9 @@ class StepsAhead:
             last = number
             if settings.partial_rollout:
                 if not keeps and position >= plan.goal + coordinator.num_rejected:
-                    return False  # what only later steps need would be given back at the end of this one
+                    # A slice that only a later step needs would be cancelled at the end of this one: only `keepers`
+                    # carry on.
+                    return False
                 # within the initial positions, those that are claimed first need not be the first ones
                 rejected = 0 if position < plan.initial_limit else coordinator.num_rejected
                 last = last_use(number, position, rejected, plan.goal)

@@ -101,7 +101,9 @@ class Collected:
         assert not any(group_slice.ticket in used for group_slice in running), "a used ticket is still under way"
         kept = [r for r in slices if r.ticket not in used] if settings.partial_rollout else []
         asked, num_cached, verified, accepted = map(sum, zip(*(r.token_counts for r in reports), strict=True))
-        seconds = max(r.seconds for r in reports)  # then the last has come: the others have been idle since they came
+        # A rank's time ends when it learns of the step's end. Engines of early ranks have been idle until the last one
+        # came.
+        seconds = max(r.seconds for r in reports)
         idle = [r.idle_seconds + seconds - r.seconds for r in reports if r.idle_seconds is not None]
         collected = cls(
             step=step,

@@ -231,7 +231,8 @@ class FirstKFinished(Coordinator):
         self._own_keys.add(f"resolved/{number}")
         goal, limit = self.plan.goal, self.plan.limit
         if (qualifies and qualified == goal) or (number == limit and qualified < goal):
-            came = [self._key(f"resolved/{n}") for n in range(1, number + 1)]  # waits for who is about to write
+            # Other replicas count a ticket before they write its position: `multi_get` waits for those writes.
+            came = [self._key(f"resolved/{n}") for n in range(1, number + 1)]
             self._end(" ".join(found.decode() for found in self._store.multi_get(came)))
 
     def used(self) -> set[int]:

@@ -186,7 +186,8 @@ class Context:
             if soft_limit is None or soft_limit.may_exceed(c.token_ids):
                 upto = limit
             elif len(c.token_ids) == first:
-                break  # an answer may have been aborted as it got there
+                # The engine may abort a request just as it reaches the soft limit.
+                break
             c = await self.engine_loop.generate(self._request(before + c.token_ids, len(c.token_ids), upto))
             c = _joined(partial, c)
         text = self.tokenizer.decode(c.token_ids)
@@ -206,7 +207,8 @@ class Context:
         """Return a request that continues `tokens`, whose last `num_begun` are the turn's; the turn may
         have `limit`."""
         s, ticket, answer, number = self.sampling, self.ticket, self.answer_index, self.num_turns
-        again = ("attempt", self.attempt) if self.attempt else ()  # other draws than when it was played before
+        # A retry with the seeds of the failed attempt would repeat its answers.
+        again = ("attempt", self.attempt) if self.attempt else ()
         return Request(
             id=f"{s.split}/{ticket}/{answer}/{number}",
             prompt_ids=tokens,
@@ -234,7 +236,8 @@ class Context:
 
     def cut_short(self) -> None:
         """Mark the last turn as ended by a token limit: another turn does not fit."""
-        if not self.turns:  # the segment had just begun: the last turn is the last of the segment before it
+        if not self.turns:
+            # The segment has just begun: the last turn belongs to the segment before it.
             self.turns = list(self.segments.pop())
         self.turns[-1] = replace(self.turns[-1], finish_reason="length")
 
@@ -313,7 +316,8 @@ def _failed(ctx: Context, error: Exception) -> list[Sample]:
 
 def abandoned(ctx: Context, verdict: Verdict) -> list[Sample]:
     """Return the samples of an episode that was given up, perhaps before its first turn."""
-    if not ctx.turns and not ctx.segments:  # a sample has at least one, if an empty one
+    if not ctx.turns and not ctx.segments:
+        # Tables and batches expect a turn in every sample, if only an empty one.
         nothing = array("i"), array("f"), array("i")
         prompt_ids = ctx.render(ctx.prompt.messages) if ctx.prompt.messages else array("i", ctx.tokenizer.stop_ids[:1])
         ctx.turns.append(Turn(prompt_ids, *nothing, "abort"))

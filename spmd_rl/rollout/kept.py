@@ -55,6 +55,7 @@ class KeptAnswers:
             os.write(self._file, HEAD.pack(len(record), zlib.crc32(record)) + record)
 
     def close(self) -> None:
+        """Close the file of this rank's answers."""
         os.close(self._file)
 
 

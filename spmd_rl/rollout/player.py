@@ -86,7 +86,8 @@ class QuestionRun:
             questions = self._claim(room)
             self._asks = bool(questions)
             self._running += [(one, self._player.ask(one, self.engine_loop)) for one in questions]
-            await asyncio.sleep(0)  # their requests now stand in the engine loop, and count
+            # Lets the new episodes reach their `generate`, so that their requests count as running.
+            await asyncio.sleep(0)
         self.engine_loop.admit()
 
     def report(self) -> None:
@@ -130,7 +131,8 @@ class Player:
         while slices := claim((self._num_slots - self.engine_loop.num_requests) // self.settings.rollout.slice_size):
             for group_slice in slices:
                 self.running[group_slice] = self._start_slice(group_slice)
-            await asyncio.sleep(0)  # their requests now stand in the engine loop, and count
+            # Lets the new episodes reach their `generate`, so that `num_requests` counts them in the next claim.
+            await asyncio.sleep(0)
 
     def _start_slice(self, group_slice: GroupSlice) -> Samples:
         s, seed = self.settings.rollout, self.settings.seed
@@ -142,7 +144,8 @@ class Player:
         stop = min(first + s.slice_size, s.answers_per_prompt) + s.redundancy
         answers = dict.fromkeys(range(first, stop), sampling)
         if self.settings.uses_greedy and first + s.slice_size >= s.answers_per_prompt:
-            answers[s.answers_per_prompt] = replace(sampling, temperature=0.0)  # one more, with the last slice
+            # The greedy baseline is one more answer, with the last slice.
+            answers[s.answers_per_prompt] = replace(sampling, temperature=0.0)
         draws = partial(counter_seed, seed, "train", epoch, prompt.id)
         return self._start(prompt, group_slice.ticket, draws, answers, self.engine_loop, s.redundancy)
 

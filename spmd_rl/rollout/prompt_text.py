@@ -58,7 +58,8 @@ def _filled(
         **numbers,
         "observation": reply.observation,
     }
-    lines = []  # not str.format: an observation, and the template itself, may be full of braces
+    # `str.format` would fail on braces, which observations and templates may be full of.
+    lines = []
     for line in with_line_breaks(template).split("\n"):
         filled = re.sub(r"\{(\w+)\}", lambda found: str(fields.get(found[1], found[0])), line)
         if filled or not line:

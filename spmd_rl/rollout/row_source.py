@@ -125,7 +125,8 @@ class RowSource:
         texts = {answer: self._pieces(conversation, store, number) for answer, conversation in answers.items()}
         known = self.reference.get("train" if store is self._examples.train else "eval")
         values = [example.values, (), ()] if known is None else [(value,) for value in known[number]]
-        if not all(texts.values()):  # a pair without one of its sides is none
+        if not all(texts.values()):
+            # The loss of a pair needs both sides: without one, the whole row is dropped.
             texts = {}
         turns = {answer: _turns(texts[answer], values[answer]) for answer in texts}
         verdict = Verdict("ok", sum(example.values) / len(example.values))
@@ -156,7 +157,8 @@ class RowSource:
             raise UserError(f"data.max_tokens={most}: {store.where(number)} has {length} tokens")
         if length > most:
             pieces = _cut(pieces, most) if what == "cut" else []
-        return pieces if all(learnt for _, learnt in pieces) else []  # an answer without a token is none
+        # Cutting may leave an answer without a learnt token, which is nothing to train on.
+        return pieces if all(learnt for _, learnt in pieces) else []
 
 
 def num_empty(collected: Collected) -> int:

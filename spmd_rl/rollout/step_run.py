@@ -142,7 +142,8 @@ class StepRun:
             with player.waiting(END):
                 await player.poll(self._has_news)
             self._report_finished()
-        if not (self._door and player.carries):  # else the engine goes on with what is carried
+        # With a door, the engine continues carried requests while the trainers update: it must not be emptied.
+        if not (self._door and player.carries):
             self.num_stopped = await player.end_step()
 
     async def until_idle(self) -> None:
@@ -153,7 +154,8 @@ class StepRun:
             await player.engine_loop.poll()
             self._report_finished()
             await player.start_slices(source.ahead)
-        await player.engine_loop.abort_all()  # surplus, where the step has ended
+        # If the step has ended meanwhile, what still runs is surplus.
+        await player.engine_loop.abort_all()
         await asyncio.sleep(FLUSH_SECONDS)
 
     def _has_news(self) -> bool:

@@ -59,7 +59,8 @@ def build_start(
     bind: str, keys: str, words: Sequence[str], config_dir: str | None, config_name: str | None
 ) -> wire.StartHost:
     """Return the sections `reward` and `env` that a host serves for a run, without servers."""
-    from spmd_rl.config.load import load_host  # a host that a rank starts does not load Hydra
+    # Imported here: a host that a rank starts does not need Hydra, whose import is slow.
+    from spmd_rl.config.load import load_host
 
     pipeline = words[0].removeprefix("spmd_rl.") if words else ""
     if not pipeline or "=" in pipeline:

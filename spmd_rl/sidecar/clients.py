@@ -125,7 +125,8 @@ class RemoteEnvironments(HostClient):
         try:
             reply = await self.request(id_, pool, wire.ResetRequest(id_, tag, seed, held_out, solve), 0)
         except asyncio.CancelledError:
-            self._end(id_, pool)  # its reply may be here already
+            # The host may have begun the session already; without this it would keep its slot.
+            self._end(id_, pool)
             raise
         if isinstance(reply, SessionLost):
             raise reply

@@ -123,7 +123,9 @@ class EnvPool(ProcessPool[_EnvWorker]):
             self._check_deadlines()
             self._start_wanted()
             if not self.ready:
-                self.progress += 1  # starting is progress; the worker's deadline limits it
+                # Counts as progress, or clients would give up a pool whose workers take long to start. The deadline
+                # limits it.
+                self.progress += 1
         if self._queue and self._may_dispatch:
             self._may_dispatch = False
             self._dispatch()

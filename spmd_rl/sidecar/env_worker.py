@@ -111,7 +111,8 @@ class _Player:
         """Play a call to its end."""
         outcome = self._outcome(call)
         if isinstance(outcome, wire.SessionFailure) and "MemoryError" in outcome.detail:
-            self._send(wire.Goodbye())  # first, so that no reset comes between
+            # Sent before the reply, so that the host assigns no reset in between to a process short of memory.
+            self._send(wire.Goodbye())
         try:
             self._send(wire.SessionReplies([outcome]))
         except wire.WireError as error:  # of a failure's text

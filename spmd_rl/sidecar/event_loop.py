@@ -22,7 +22,8 @@ class EventLoop:
         """Seconds in which this loop ran: the clock of all deadlines, so that a pause of the loop is no timeout."""
         self._last = time.monotonic()
         self._poller = zmq.Poller()
-        self._plain = select.epoll()  # a round costs what is ready, not what there is: thousands of workers
+        # With epoll, the cost of a round depends on the ready sockets and not on all, of which there are thousands.
+        self._plain = select.epoll()
         self._poller.register(self._plain.fileno(), zmq.POLLIN)
         self._events: dict[int, int] = {}
         self._callbacks: dict[zmq.Socket | int, Callable[[], None]] = {}
@@ -71,5 +72,6 @@ class EventLoop:
         if len(keys) < len(ready):
             keys += [file for file, _ in self._plain.poll(0)]
         for key in keys:
-            if callback := self._callbacks.get(key):  # an earlier callback may have closed it
+            # An earlier callback of this round may have closed the socket.
+            if callback := self._callbacks.get(key):
                 callback()

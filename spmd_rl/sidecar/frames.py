@@ -82,7 +82,8 @@ class FrameSocket:
         """Return the complete messages, and True if the peer is gone. WireError as in `Codec.decode`."""
         gone = False
         try:
-            chunk = self.socket.recv(RECEIVE_BYTES)  # the event loop calls again if there is more
+            # One read per round; the event loop calls again if there is more, and other sockets get their turn.
+            chunk = self.socket.recv(RECEIVE_BYTES)
             gone = not chunk
             self._unread += chunk
         except BlockingIOError:

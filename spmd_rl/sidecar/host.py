@@ -114,7 +114,8 @@ class Host:
             server.tick()
         for name, pool in self._pools.items():
             if name in self._servers and not self._servers[name].ready:
-                pool.progress += 1  # its requests wait as long as `start_seconds` allows
+                # Counts as progress, so that clients wait for the server as long as `start_seconds` allows.
+                pool.progress += 1
             else:
                 pool.tick()
         self._sessions.tick()
@@ -167,7 +168,8 @@ class Host:
 
     def _on_request(self, peer: bytes, item: wire.ScoreRequest) -> None:
         if self._draining:
-            return  # the client sends it once more elsewhere, when this host is gone
+            # Unanswered on purpose: once this host is gone, the client sends the request to another.
+            return
         client = self._clients.setdefault(peer, _ClientJobs())
         if item.id in client.jobs:
             raise wire.WireError(f"request {item.id} is in flight")

@@ -260,7 +260,8 @@ class HostClient:
         self._loop = loop
         self._last_tick = time.monotonic()
         for link in self.links:
-            link.heard = self.now  # silence while no loop ran means nothing
+            # While no event loop ran, no reply could arrive: that silence is not the host's.
+            link.heard = self.now
             loop.add_reader(link.socket.FD, self._receive, link)
         self._timer = loop.call_soon(self._tick)
 
@@ -302,12 +303,15 @@ class HostClient:
                 if not link.send(self._message(batch)):
                     link.unsent.extendleft(reversed(batch))
                     break
-            self._receive(link)  # the socket's descriptor reports changes only, and sending may have hidden one
+            # ZeroMQ's descriptor is edge-triggered, and a send may consume the edge: read now, or replies wait for the
+            # next tick.
+            self._receive(link)
 
     def _spread(self, pool: str, calls: deque[Call]) -> None:
         """Assign calls to hosts that answer, each to the one with the fewest calls per worker."""
         serving = [link for link in self.links if pool in link.pools and pool not in link.refused]
-        able = [link for link in serving if link.pools[pool].places] or serving  # a broken pool says why it is
+        # Without a working pool, a broken one still answers with the reason.
+        able = [link for link in serving if link.pools[pool].places] or serving
         parts = [1 / max(1, link.pools[pool].places) for link in able]
         shares = [(link.load[pool] * part, place) for place, (link, part) in enumerate(zip(able, parts, strict=True))]
         heapq.heapify(shares)

@@ -147,7 +147,8 @@ class HostProcess:
             if self._process.poll() is None:
                 pause = WATCH_SECONDS
                 continue
-            with self._lock, contextlib.suppress(OSError):  # without memory or processes, tried again later
+            # Without memory or processes the start fails; the next check tries again.
+            with self._lock, contextlib.suppress(OSError):
                 if not self._stopping:
                     code = self._process.returncode
                     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"

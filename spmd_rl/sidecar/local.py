@@ -78,7 +78,8 @@ class LocalEnvironments:
         """Play a call in a slot. SessionLost if the environment fails."""
         self.outstanding += 1
         try:
-            with deadline(seconds + 1) if self._timed else nullcontext():  # an `async def` is cancelled before
+            # `wait_for` cancels an `async def` first; the signal, a second later, interrupts plain functions.
+            with deadline(seconds + 1) if self._timed else nullcontext():
                 outcome = await asyncio.wait_for(slot.answer(call), seconds if self._timed else None)
         except (TimeoutError, Overtime):
             raise SessionLost("timeout", f"not done after {seconds:g} s") from None

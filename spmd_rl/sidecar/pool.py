@@ -119,7 +119,9 @@ class Pool(ProcessPool[_ScoreWorker]):
             self._on_deadline(worker)
         self.start_workers(self.spec.workers)
         if not self.ready:
-            self.progress += 1  # starting is progress; the worker's deadline limits it
+            # Counts as progress, or clients would give up a pool whose workers take long to start. The deadline limits
+            # it.
+            self.progress += 1
         if self._queue or self._suspects:
             self._dispatch()
 
@@ -217,7 +219,9 @@ class Pool(ProcessPool[_ScoreWorker]):
                 self._settle(job, verdict)
         else:
             self._suspects.extend(job for job in blamed if not job.cancelled)
-            for other in self.workers:  # whatever killed this worker may have struck idle ones, unnoticed yet
+            # The cause, such as a lack of memory, may have hit idle workers too, which show it only later. A suspect
+            # must not run on one.
+            for other in self.workers:
                 other.fresh = False
         for job in reversed(innocent):
             self._queue.push(job.client, job, first=True)

@@ -181,10 +181,12 @@ class ProcessPool(Generic[W]):
             except OSError as error:
                 self._say_short(error)
                 self._not_before = self.loop.now + RETRY_SECONDS
-                self.remove(worker)  # its socket closes, so it ends before it works on anything
+                # Without a pidfd its death would go unnoticed. Closing the socket ends it before it works.
+                self.remove(worker)
         elif isinstance(message, wire.StartFailed):
             self._failure = message.detail
-            if not self._was_ready:  # a user's mistake; later, perhaps a server that is down for a moment
+            if not self._was_ready:
+                # Before the first success this is a user's mistake; later, perhaps a server that is briefly down.
                 self._give_up(message.detail)
         else:
             if isinstance(message, wire.Ready):
@@ -230,7 +232,8 @@ class ProcessPool(Generic[W]):
 
     def _end_forkserver(self) -> None:
         if self._forkserver is not None:
-            self._forkserver_socket.close()  # upon which it ends, and all that it and the workers have started
+            # The keeper kills the fork server and all processes of its workers when this socket closes.
+            self._forkserver_socket.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._forkserver.wait(STOP_SECONDS)
             self._forkserver.kill()

@@ -27,7 +27,8 @@ def open_dealer(
     """Connect a DEALER to the host at `address`. only_connected: queue nothing for an absent host. ZMQError if the
     address is malformed."""
     dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))  # the same peer after every reconnect
+    # A fixed id: after a reconnect the host sees the same peer.
+    dealer.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.IMMEDIATE, int(only_connected))
     dealer.setsockopt(zmq.SNDHWM, wire.WINDOW)
@@ -56,7 +57,8 @@ def open_router(
     router.setsockopt(zmq.BACKLOG, BACKLOG)
     router.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that connects again is the same client
+    # By default a ROUTER rejects an id that it knows: a client could not reconnect before its old connection times out.
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)
     limit_connection(router, address)
     if keys is not None:
         keys.secure(router)

@@ -137,7 +137,8 @@ class ServerSupervisor:
         self._process.kill()
         self._process.wait()
         kill_children()
-        self._read()  # up to the end: nobody holds the other side any more
+        # All writers are dead, so this reads up to the end without blocking.
+        self._read()
         self._process.stdout.close()
         lines = [line.decode(errors="replace").strip()[-300:] for line in self._tail if line.strip()]
         for line in lines:

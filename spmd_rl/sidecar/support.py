@@ -53,7 +53,8 @@ def unsupported(rewarder: Rewarder, prompt: Prompt) -> str:
     """Return why a rewarder cannot judge a row; empty if it can, or has no `unsupported`."""
     try:
         return rewarder.unsupported(prompt) if hasattr(rewarder, "unsupported") else ""
-    except (RuntimeError, ValueError, KeyError, TypeError):  # a mistake of the row, which its verdicts report
+    except (RuntimeError, ValueError, KeyError, TypeError):
+        # A malformed row is no unsupported one: its verdicts report the error.
         return ""
 
 

@@ -74,7 +74,8 @@ def judge_batch(rewarder: Any, given: list[wire.ScoreInput]) -> list[Verdict]:
     prompts, answers, infos = ([getattr(one, name) for one in given] for name in ("prompt", "answer", "info"))
     try:
         found = list(rewarder.score_batch(prompts, answers, infos))
-        if len(found) != len(given):  # not tried alone: a list that is always of one score would fit then
+        if len(found) != len(given):
+            # Judging each alone could hide the mistake: a function that always returns one score would pass.
             return [Verdict("error", detail=_wrong_number(found, len(given)))] * len(given)
         return _checked_batch(found, len(given))
     except Exception as error:  # noqa: BLE001 - user code, at its boundary
@@ -179,5 +180,6 @@ def _understood(
 def _reply(sock: socket.socket, item: wire.ScoreRequest, verdict: Verdict) -> None:
     try:
         send_frame(sock, wire.ScoreReplies([wire.ScoreReply(item.id, verdict)]))
-    except wire.WireError as error:  # the verdict costs itself, not the worker
+    except wire.WireError as error:
+        # A verdict that cannot be encoded fails alone; raising would end the worker and its other requests.
         send_frame(sock, wire.ScoreReplies([wire.ScoreReply(item.id, Verdict("error", detail=f"its verdict {error}"))]))
