@@ -78,8 +78,7 @@ def main(
         if asked.help:
             return say(help_text(pipeline, schema, run, asked))
         if shows := asked.cfg or asked.dry_run or asked.plan:
-            # A preview writes no file, not even its error.
-            exit_.folder = None
+            exit_.folder = None  # a preview writes no file, not even its error
         cfg = load(pipeline, schema, asked.overrides, asked.config_dir, asked.config_name)
         if asked.cfg:
             return say(to_yaml(to_dict(cfg)))

@@ -179,7 +179,6 @@ class Learner:
         give_advantages(batches, self.plan, data)
 
     def _check_signal(self) -> None:
-        """Warn of consecutive steps without an advantage."""
         plan = self.plan
         assert plan is not None
         self._num_flat_steps = 0 if plan.advantages.any() else self._num_flat_steps + 1

@@ -52,7 +52,6 @@ class Agent:
 
 
 async def _play(ctx: Context, env: EnvConfig) -> list[Sample]:
-    """Play an episode once. SessionLost if the environment fails."""
     assert ctx.environments is not None, "an agent needs environments"
     task = ctx.prompt.extra
     session = await ctx.environments.reset(ctx.prompt.domain, task["seed"], task["held_out"])
@@ -124,7 +123,6 @@ def find_action(pattern: str, text: str) -> str | None:
 
 
 def _step(env: EnvConfig, before: EnvReply, reply: EnvReply, action: str | None) -> AgentStep:
-    """Return the step that `action` took from the state of `before`."""
     key = str(before.info.get("state_key", before.observation))
     state = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
     metrics = {str(name): float(value) for name, value in reply.info.get("metrics", {}).items()}

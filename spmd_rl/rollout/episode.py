@@ -272,7 +272,6 @@ class Context:
 
 
 def _joined(partial: Completion, rest: Completion) -> Completion:
-    """Concatenate a partial completion and its continuation."""
     columns = {name: getattr(partial, name) + getattr(rest, name) for name in ("token_ids", "logprobs", "versions")}
     if partial.candidate_ids and rest.candidate_ids:
         columns["candidate_ids"] = partial.candidate_ids + rest.candidate_ids

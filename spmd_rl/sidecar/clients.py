@@ -133,7 +133,6 @@ class RemoteEnvironments(HostClient):
         return OpenSession(id_, tag, reply, partial(self._step, pool, self.now), partial(self._end, id_, pool))
 
     async def _step(self, pool: str, began: float, request: wire.StepRequest) -> EnvReply:
-        """Take a step and await its reply. SessionLost without one."""
         if (link := self._sessions.get(request.session)) is None:
             raise SessionLost("lost", "its sidecar host is gone")
         if self.now - began > self.patience[pool]:

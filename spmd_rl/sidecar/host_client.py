@@ -191,11 +191,9 @@ class HostClient:
     # -- what a subclass defines ----------------------------------------------------------------------------------
 
     def _message(self, calls: list[Call]) -> msgspec.Struct:
-        """Return the message that carries these calls."""
         raise NotImplementedError
 
     def _cancel(self, call: Call) -> None:
-        """Cancel a call at its host."""
         raise NotImplementedError
 
     def _on_replies(self, link: HostLink, message: msgspec.Struct) -> None:
@@ -251,7 +249,6 @@ class HostClient:
     # -- the event loop -------------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        """Attach to the running event loop."""
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             return

@@ -75,7 +75,6 @@ class LocalEnvironments:
         )
 
     async def _play(self, slot: EnvSlot, seconds: float, call: wire.ResetRequest | wire.StepRequest) -> EnvReply:
-        """Play a call in a slot. SessionLost if the environment fails."""
         self.outstanding += 1
         try:
             # `wait_for` cancels an `async def` first; the signal, a second later, interrupts plain functions.

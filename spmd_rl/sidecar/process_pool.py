@@ -197,7 +197,6 @@ class ProcessPool(Generic[W]):
             self._on_message(worker, message)
 
     def _lose(self, worker: W) -> None:
-        """Remove a worker that is dead or must die."""
         self.deaths += not worker.ending
         self.remove(worker)
         if worker.ready:

@@ -306,7 +306,6 @@ def _prepare(cfg: JobConfig, world: World, stack: ExitStack) -> dict[str, str | 
 
 
 def _sample_logs(directory: Path, world: World) -> list[SampleLog]:
-    """Return the logs of training samples and of held-out answers."""
     return [SampleLog(directory / "samples", world.rank, world.size, kind) for kind in ("step", "eval")]
 
 

@@ -59,7 +59,6 @@ def _means(role: Role, **differences: Tensor) -> dict[str, float]:
 
 
 def _sample(number: int, ids: range) -> Sample:
-    """Return a sequence in which all tokens but the first count as sampled."""
     zeros = bytes(4 * (len(ids) - 1))
     turn = Turn(array("i", ids[:1]), array("i", ids[1:]), array("f", zeros), array("i", zeros), "length")
     return Sample(number, 0, (turn,), Verdict("ok"))

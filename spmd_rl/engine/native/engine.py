@@ -256,7 +256,6 @@ def _shape(row: RunningSequence) -> tuple[int, int]:
 
 
 def _filled(num_tokens: int) -> int:
-    """Return the padded length of a forward of `num_tokens` tokens."""
     step = ROUND_FEW if num_tokens <= ROUND_MANY else ROUND_MANY
     return -(-num_tokens // step) * step
 

@@ -150,7 +150,6 @@ def model_of(llm: LLMEngine) -> nn.Module:
 
 
 def _lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[str, Any]:
-    """Return the arguments for request lengths and prompt computation."""
     config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
     max_tokens = min(config.max_position_embeddings, kv_tokens)
     if not cpu:

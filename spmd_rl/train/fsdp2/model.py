@@ -94,8 +94,7 @@ class FSDP2Model(ABC):
         on_device = kind(self.device) != "cpu"
         costly = not on_device or layout.size("pp") > 1
         self._keep_gathered = costly if train.reshard_after_forward is None else not train.reshard_after_forward
-        # Before the load counters, which must see the replayed choices of experts.
-        watch(self._replay, model)
+        watch(self._replay, model)  # before the load counters, which must see the replayed choices
         self._routing = Routing(model, layout, optimizer) if optimizer is not None else None
         spread_experts(model, layout)  # [all]
         parallelize(model, layout)  # [all]
