@@ -132,16 +132,16 @@ def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
 
 
 def print_error(text: str) -> None:
-    """Write directly to stderr: a hanging thread may hold the lock of `sys.stderr`."""
+    """Write directly to stderr."""
+    # Not `sys.stderr`: a hanging thread may hold its lock.
     with contextlib.suppress(OSError):
         # One system call below Python's buffered stream.
         os.write(2, (printable(text) + "\n").encode())
 
 
 def _kill_at(pids: list[int], deadline: float) -> None:
-    """Send SIGKILL to processes that still run at the deadline. A stopped one never exits, and its agent would wait 30
-    s.
-    """
+    """Send SIGKILL to processes that still run at the deadline."""
+    # A stopped process never exits by itself, and its agent would wait 30 s for it.
     while time.monotonic() < deadline and any(map(running, pids)):
         time.sleep(0.05)
     for pid in pids:

@@ -43,6 +43,7 @@ class SignalThread:
 
     def _forked(self) -> None:
         """Keep a child that does not exec from ending its parent by a write to our pipe."""
+        # A forked child inherits the wakeup descriptor: a signal to it would reach this process.
         if not self._closed:
             signal.set_wakeup_fd(-1)
             for signum in self._signals:

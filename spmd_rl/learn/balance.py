@@ -52,12 +52,11 @@ def spread(samples: np.ndarray, num_shards: int, hidden_size: int) -> tuple[np.n
     """Return the shard that trains each sample, int64 [n], and each shard's work, which counts a ticket's prompt once.
 
     samples: int64 [n, 4], (ticket, unit, tokens of the prompt, all tokens); those of a ticket are neighbours, and begin
-    with the same prompt.
-
-    Tickets stay whole, or units are placed one by one if that leaves the slowest shard less work, as with many shards
-    and few tickets; several shards then compute the same prompt. Units are tried only if whole tickets leave more than
-    one part in `WORTH_SPREADING` to gain, because there are many more samples than tickets.
+    with the same prompt. Tickets stay whole, unless placing units one by one leaves the slowest shard less work.
     """
+    # Many shards and few tickets need the finer units, although several shards then compute the same prompt. Units are
+    # tried only if whole tickets leave more than one part in `WORTH_SPREADING` to gain, because there are many more
+    # samples than tickets.
     tickets, units, prompts, totals = samples.T
     first = begins(tickets)
     groups = first.cumsum() - 1

@@ -77,11 +77,9 @@ class Evaluation:
         return cls(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
 
     def questions(self, held_out: Sequence[Prompt], step: int) -> tuple[Sequence[Prompt], list[Sampling]]:
-        """Return the held-out prompts that are asked after `step`, and how each of their answers is drawn.
-
-        None are asked where `step` is not due. The noise is the same at every evaluation, so that two of them differ by
-        the policy alone.
-        """
+        """Return the held-out prompts of an evaluation after `step`, and the sampling of each answer; empty if none is
+        due."""
+        # The noise is the same at every evaluation, so that two of them differ by the policy alone.
         settings, rollout = self.settings, self.rollout
         if not settings.every or (step % settings.every and step != self.steps):
             return (), []

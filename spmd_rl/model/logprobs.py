@@ -303,8 +303,6 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _inside(targets: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """Return a mask of rows whose target is in this part of the vocabulary, and its index there; else any index.
-
-    A mask instead of a list of rows, whose length would need a synchronisation with the device.
-    """
+    """Return a mask of rows whose target is in this part of the vocabulary, and its index there; else any index."""
+    # A list of rows instead of a mask would need a synchronisation with the device for its length.
     return (targets >= begin) & (targets < end), (targets - begin).clamp(0, end - begin - 1)

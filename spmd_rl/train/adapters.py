@@ -161,11 +161,10 @@ class Adapters(SavedScaling):
 
     @contextmanager
     def hidden(self, hides: bool = True) -> Iterator[None]:
-        """Make the model the one without adapters inside this context, whole or sharded, in names and in computation.
-
-        peft's switch also sets `requires_grad`, which FSDP stores for shards and for gathered parameters separately:
-        adapters would silently stay frozen.
-        """
+        """Make the model the one without adapters inside this context, whole or sharded, in names and in
+        computation."""
+        # peft's own switch also sets `requires_grad`, which FSDP stores for shards and for gathered parameters
+        # separately: adapters would silently stay frozen.
         modules = self._model.named_modules() if hides else ()
         here = {name: layer for name, layer in modules if self.layers.get(name) is layer}
         for name, layer in here.items():

@@ -45,11 +45,9 @@ def dither_region(part: Tensor, name: str, shape: Sequence[int], region: Region,
 
 
 def merged(adapter: Adapter, weight: Tensor, name: str, num_rows: int, rows: slice = slice(None)) -> Tensor:
-    """Return the frozen weight `name`, or some of its rows, merged with its adapter, in the weight's dtype.
-
-    The frozen weight is on the grid of its dtype too: a small change by the adapter would be rounded away entirely, and
-    the engine would keep the old weights. With the offset the change arrives on average, from the first step.
-    """
+    """Return the frozen weight `name`, or some of its rows, merged with its adapter, in the weight's dtype."""
+    # The frozen weight is on the grid of its dtype too: a small change by the adapter would be rounded away entirely,
+    # and the engine would keep the old weights. With the offset it arrives on average, from the first step.
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
     begin, end, _ = rows.indices(num_rows)
     whole = (num_rows, weight.shape[1])

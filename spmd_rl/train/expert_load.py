@@ -38,10 +38,8 @@ class ExpertLoad:
         self._scale, self._totals = self._coef / num_microbatches, [0.0] * len(self._totals)
 
     def take(self, routed: Tensor | None) -> None:
-        """Set the mask of the row's tokens that count, bool [t], before each layer computes it.
-
-        Each layer calls this, because recomputation in the backward pass runs it again after other rows.
-        """
+        """Set the mask of the row's tokens that count, bool [t]; called by each layer before its computation."""
+        # Not once per row: recomputation in the backward pass runs a layer again after other rows.
         # Between the blocks of a layer each tensor-parallel rank has a span of the tokens.
         if routed is not None:
             routed = routed.view(self._layout.size("tp"), -1)[self._layout.rank("tp")]

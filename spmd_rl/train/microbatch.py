@@ -89,10 +89,8 @@ def fill(items: Sequence[Mapping[Hashable, int]], budget: int) -> list[list[int]
 
 
 def rounded(tree: PrefixTree, multiple: int) -> PrefixTree:
-    """Return the same tokens padded by a last segment to a multiple of `multiple`.
-
-    Kernels are compiled and cached per shape: without this, every number of tokens would add one.
-    """
+    """Return the same tokens padded by a last segment to a multiple of `multiple`."""
+    # Kernels are compiled and cached per shape: without this, every number of tokens would add one.
     blank = -len(tree.token_ids) % multiple
     if not blank:
         return tree

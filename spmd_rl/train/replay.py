@@ -56,10 +56,8 @@ class Replay:
         return chosen
 
     def take(self, chosen: Tensor | None) -> None:
-        """Set the choices for a row's tokens, int64 [t, layers, k], before each layer computes it.
-
-        Each layer calls this, because recomputation in the backward pass runs it again after other rows.
-        """
+        """Set the choices for a row's tokens, int64 [t, layers, k]; called by each layer before its computation."""
+        # Not once per row: recomputation in the backward pass runs a layer again after other rows.
         # Between the blocks of a layer each tensor-parallel rank has a span of the tokens.
         if chosen is not None:
             chosen = chosen.unflatten(0, (self._layout.size("tp"), -1))[self._layout.rank("tp")]

@@ -85,11 +85,10 @@ class TensorSpec(NamedTuple):
 def write_safetensors(
     path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]], about: Mapping[str, str]
 ) -> None:
-    """Write `tensors`, in the order of `specs`, one at a time. OSError of the file system.
-
-    It consumes only the tensors of `specs` from an iterator: the rest may go to another file. safetensors' `save_file`
-    needs all of them in memory. The bytes are the same: a JSON head, then the tensors, wider dtypes first, by name.
-    """
+    """Write `tensors`, in the order of `specs`, one at a time. Consumes only these from an iterator: the rest may go to
+    another file. OSError of the file system."""
+    # safetensors' `save_file` needs all of them in memory. The bytes are the same: a JSON head, then the tensors, wider
+    # dtypes first, by name.
     order = sorted(specs, key=lambda name: (list(DTYPES).index(specs[name].dtype), name))
     head, begins, end = {"__metadata__": dict(about)}, {}, 0
     for name in order:

@@ -6,21 +6,18 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 
 def repack_heads(model: nn.Module) -> None:
-    """Refresh output heads from their tied embedding: a reload skips a layer without a stored name.
-
-    On the CPU a head computes with a packed copy, which would otherwise stay old. No-op elsewhere.
-    """
+    """Refresh output heads from their tied embedding; no-op except on the CPU."""
+    # A reload skips a layer without a stored name. On the CPU a head computes with a packed copy, which would keep old
+    # weights.
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
 
 
 def unpack_experts(model: nn.Module) -> None:
-    """Make the next reload pack the experts of a mixture again: vLLM does so only the first time.
-
-    On the CPU experts compute with packed weights, and would mistake reloaded plain ones for packed. No-op elsewhere:
-    unpacked weights are copied in place, where captured graphs expect them.
-    """
+    """Make the next reload pack the experts of a mixture again; no-op except on the CPU."""
+    # vLLM packs only the first time, and would mistake reloaded plain weights for packed ones. Elsewhere unpacked
+    # weights are copied in place, where captured graphs expect them.
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod) and module.w13_weight.device.type == "cpu":

@@ -70,11 +70,10 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
 
 
 def placement(shape: torch.Size, num_ranks: int) -> Shard | None:
-    """Return the dimension in which ranks shard stacked experts; None for the first one, as for all other parameters.
-
-    Experts are often fewer than ranks: with 128, each of 256 ranks would hold half of one, padded to a whole. Other
-    dimensions must divide: torch pads the first one alone.
-    """
+    """Return the dimension in which ranks shard stacked experts; None for the first one, as for all other
+    parameters."""
+    # Experts are often fewer than ranks: with 128, each of 256 ranks would hold half of one, padded to a whole. Other
+    # dimensions must divide: torch pads the first one alone.
     if len(shape) < 3 or shape[0] % num_ranks == 0:
         return None
     return next((Shard(dim) for dim in range(1, len(shape)) if shape[dim] % num_ranks == 0), None)

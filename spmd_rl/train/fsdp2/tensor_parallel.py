@@ -216,7 +216,8 @@ def _computed_alike(size: int, _: nn.Module, args: tuple[Any, ...], output: Tens
 
 @contextmanager
 def _local_weight(module: nn.Module) -> Iterator[None]:
-    """Make `module.weight` this rank's part inside: an attribute of the object hides the parameter of that name."""
+    """Make `module.weight` this rank's part inside."""
+    # An attribute of the object hides the parameter of that name, which stays a DTensor.
     module.__dict__["weight"] = local(module.weight)
     try:
         yield

@@ -132,12 +132,14 @@ class DistributedAdamW:
 
 
 def _finalize(chunks: list[nn.Module], num_tokens: Tensor | None, **given: Any) -> None:
-    """[all] Sum gradients without dividing by the number of tokens, because token weights are global."""
+    """[all] Sum gradients without dividing by the number of tokens."""
+    # Token weights are global already.
     finalize_model_grads(chunks, None, **given)
 
 
 def _masters(optimizer: DistributedOptimizer) -> list[Master]:
-    """Return this rank's masters, with AdamW's state, which torch would create only in the first step."""
+    """Return this rank's masters, with AdamW's state."""
+    # torch would create the state only in the first step, too late for loading a checkpoint.
     parameters = chain(*optimizer.model_float16_groups, *optimizer.model_fp32_groups)
     weights = chain(*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups)
     found = []

@@ -332,7 +332,8 @@ def chunks_of(
 
 
 def _prepare_process() -> None:
-    """Set up Megatron's global state, once a process: sequence-parallel layers need it."""
+    """Set up Megatron's global state, once a process."""
+    # Its sequence-parallel layers need it.
     tracker = get_cuda_rng_tracker()
     if RANDOM not in tracker.get_states():
         # Megatron asks for this state although nothing random is drawn.
