@@ -3,11 +3,9 @@
     scores -> penalties, norms, clips -> estimator -> which sampled tokens an advantage reaches -> masks and weights
 
 Every rank holds the same metadata (rows of `table.ANSWER`) and computes the same result. An answer without a score is
-dropped, from its group's baseline too. An answer, or trajectory, may have several samples: the segments that
-`Sample.last` ends. An estimator of answers gives one number to an answer, which reaches the sampled tokens of all its
-turns and segments. One of steps gives a number to each turn of an agent, which reaches the tokens of that turn alone;
-for one of tokens, that number is the reward at the turn's last token. So a trajectory is trained once, not once for
-each of its turns.
+dropped, from its group's baseline too. An estimator of answers gives one advantage to an answer, for the sampled tokens
+of all its turns and segments. One of steps gives an advantage to each turn of an agent; one of tokens starts from a
+reward at each turn's last token. So a trajectory is trained once, not once per turn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -82,10 +80,8 @@ class Metadata:
 
     @classmethod
     def of(cls, table: SampleTable, greedy_answer: int | None = None) -> "Metadata":
-        """Return the scored answers of the groups that train.
-
-        greedy_answer: the number of the answer that is a baseline and never trains.
-        """
+        """Return the scored answers of the groups that train. greedy_answer: index of the answer that is a baseline and
+        never trains."""
         samples, steps = table.accepted, table.steps
         if len(steps) or not samples["last"].all():
             samples = samples[np.lexsort((samples["answer"], samples["ticket"]))]
@@ -152,7 +148,7 @@ def _steps_of(samples: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def adjusted(data: Metadata, settings: AlgorithmConfig, max_tokens: int, penalties: Tensor | None = None) -> Tensor:
-    """Scores, scaled and with penalties. float64 [n]. Parameters as in `shape`."""
+    """Return scores, scaled and with penalties, float64 [n]. Parameters as in `shape`."""
     scores = bind(shaping.scale_shift, settings)(data.scores)
     if settings.format_penalty:
         wrong = as_tensor(data.answers["wrong_format"], np.bool_)
@@ -165,7 +161,7 @@ def adjusted(data: Metadata, settings: AlgorithmConfig, max_tokens: int, penalti
 def normalised(
     values: Tensor, groups: Tensor, domains: Tensor, settings: AlgorithmConfig, running: Moments
 ) -> tuple[Tensor, Moments]:
-    """Values normalised and clipped, and the moments of all of the run, these included. float64 [n]."""
+    """Return values normalised and clipped, float64 [n], and the moments of all values of the run."""
     if "running" in (settings.norm_mean_type, settings.norm_std_type):
         running = running.merge(Moments.of(values))
     if settings.normalises:
@@ -183,9 +179,9 @@ def shape(
     penalties: Tensor | None = None,
     terms: Mapping[str, Tensor] | None = None,
 ) -> tuple[Scored, Moments]:
-    """Scores with penalties, normalised and clipped; and the moments of all scores of the run, these included.
+    """Return scores with penalties, normalised and clipped, and the moments of all scores of the run.
 
-    max_tokens: the limit of an answer. penalties: float64 [n], what else is added to the scores. terms: see `Scored`.
+    max_tokens: limit of an answer. penalties: float64 [n], added to the scores. terms: see `Scored`.
     """
     scores = adjusted(data, settings, max_tokens, penalties)
     scores, running = normalised(scores, data.groups, data.domains, settings, running)
@@ -196,10 +192,10 @@ def shape(
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Spans of sampled tokens that are credited as one: r of them, of m samples, end to end."""
+    """r spans of sampled tokens of m samples, end to end; the tokens of a span share one advantage."""
 
     turns: np.ndarray
-    """int64 [r]: equal numbers get one advantage: one for each answer, or for each turn of an agent"""
+    """int64 [r]: spans with equal numbers share an advantage: those of an answer, or of an agent's turn"""
     lengths: np.ndarray
     """int64 [r]: sampled tokens of each span"""
     counts: np.ndarray
@@ -225,8 +221,8 @@ class Credit:
     right: Tensor
     """bool [n]: answers that the supervised term takes"""
     less: Callable[[Tensor], "Credit"] | None = None
-    """Function of float64 [q] that recomputes the credit with this much less reward per turn; None if the trainer's
-    token-level estimator subtracts it"""
+    """Function of float64 [q] that recomputes the credit with this much less reward per turn; None if a token-level
+    estimator subtracts it later"""
 
 
 def credit(
@@ -240,9 +236,8 @@ def credit(
 ) -> Credit:
     """Return the advantages of answers, or of their turns if the estimator is per step, and which answers count.
 
-    running: the moments of the run's scores before this step. max_tokens: of an answer. greedy_answer: the number of
-    the answer that is a baseline, if there is one. penalties: added to the scores. terms: those that
-    `algorithm.reward_weights` names, in this order.
+    running: moments of the run's scores before this step. max_tokens: limit of an answer. greedy_answer: index of the
+    baseline, if there is one. penalties: added to the scores. terms: parts that `algorithm.reward_weights` names.
     """
     data = Metadata.of(table, greedy_answer)
     extra = None if penalties is None else as_tensor([penalties[key] for key in keys(data.answers)], np.float64)
@@ -263,7 +258,7 @@ def credit(
 
 
 def all_alike(table: SampleTable) -> Credit:
-    """Return a credit by which all sampled tokens of an update weigh the same, regardless of their scores."""
+    """Return a credit by which all sampled tokens of an update weigh the same."""
     data = Metadata.of(table)
     ones = torch.ones(len(data.answers), dtype=torch.float64)
     no_right = torch.zeros_like(ones, dtype=torch.bool)
@@ -279,7 +274,8 @@ def _advantages(
     terms: Mapping[str, Tensor] | None,
     kl: Tensor | None,
 ) -> tuple[np.ndarray, Runs, Tensor, Moments]:
-    """Return the first fields of `Credit` after the data. kl: see `Credit.less`; other parameters as in `shape`."""
+    """Return the runs, advantages, scores and moments of `Credit`. kl: see `Credit.less`; other parameters as in
+    `shape`."""
     # A token-level estimator starts from the scores themselves.
     estimator = answer_advantage(settings)
     if not (settings.credits_steps or (len(data.steps) and token_advantage(settings))):
@@ -308,12 +304,11 @@ def whole_samples(data: Metadata) -> Runs:
 
 
 def by_step(data: Metadata, scores: Tensor, settings: AlgorithmConfig) -> tuple[Scored, Runs]:
-    """Return the steps of the answers with their rewards, such that those of an answer add up to its score; and their
-    tokens.
+    """Return the steps of the answers, with rewards that add up to each answer's score, and the steps' tokens.
 
-    scores: float64 [n], with penalties. What the rewards of an answer's steps do not add up to, a penalty or the word
-    of a rewarder, counts with its last step; all of it does if scores are normalised, which are those of whole answers.
-    An answer without any turn of an agent is one step.
+    scores: float64 [n], with penalties. The difference between an answer's score and its rewards (a penalty, a
+    rewarder's verdict) is added to its last step; if scores are normalised, its last step gets the whole score. An
+    answer without an agent's turn is one step.
     """
     n, steps = len(data.answers), data.steps
     owners = data.owners[data.places]
@@ -354,10 +349,8 @@ def _states(data: Metadata, alone: np.ndarray) -> Tensor:
 
 
 def _runs(data: Metadata, alone: np.ndarray) -> Runs:
-    """One run for each turn of an agent, and one for each sample of the answers that are `alone`, without such turns.
-
-    Turns are numbered as the rows of `by_step`.
-    """
+    """Return one span for each turn of an agent, numbered as in `by_step`, and one for each sample of the answers that
+    are `alone`, without such turns."""
     others = np.flatnonzero(np.isin(data.owners, alone))
     places = np.concatenate((data.places, others))
     turns = np.concatenate((np.arange(len(data.steps)), len(data.steps) + alone.searchsorted(data.owners[others])))
@@ -370,9 +363,9 @@ def _runs(data: Metadata, alone: np.ndarray) -> Runs:
 
 
 def mask(data: Metadata, settings: AlgorithmConfig) -> tuple[dict[int, str], Tensor]:
-    """Return the answers to mask out of the loss, in order, each with the first reason; and weights of the others.
+    """Return the answers to mask out of the loss, in order, each with the first reason, and the weights of the others.
 
-    A masked answer keeps its place in its group's baseline, unlike one without a score. A weight, float64 of mean 1,
+    A masked answer still counts in its group's baseline, unlike an unscored one. A weight, float64 of mean 1,
     multiplies the answer's loss.
     """
     solved = group_mean(data.scores, data.groups) if settings.difficulty_loss_weight else None

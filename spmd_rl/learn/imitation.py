@@ -37,8 +37,8 @@ class Term(NamedTuple):
 
 
 def deal(collected: Samples, count: int, role: Role) -> tuple[Plan, list[Batch]]:
-    """[all] Return the plan in which all learnt tokens of each of `count` optimizer steps weigh the same, and this
-    rank's share of the samples in each."""
+    """[all] Return the plan and this rank's mini-batches for `count` optimizer steps; all learnt tokens of a step weigh
+    the same."""
     world, data = role.layout.world, role.layout.data
     with world.phase("coordination"):
         shares = Shares(count, data.size, role.hidden_size)
@@ -48,10 +48,7 @@ def deal(collected: Samples, count: int, role: Role) -> tuple[Plan, list[Batch]]
 
 
 class Imitation:
-    """One supervised step on the sampled tokens of what was collected, `-mean log pi(t)`.
-
-    A subclass overrides `bind` for another loss.
-    """
+    """A supervised step on collected samples: `-mean log pi(t)` over sampled tokens; subclasses override `bind`."""
 
     def __init__(
         self,
@@ -62,8 +59,8 @@ class Imitation:
         name: str = "warmup/loss",
         teachers: Teachers | None = None,
     ) -> None:
-        """num_updates: optimizer steps per step. lr_factor: multiplies the schedule's learning rate. name: metric of
-        the loss. teachers: sources of alternatives to each token."""
+        """num_updates: optimizer steps per step. lr_factor: multiplies the learning rate. name: metric of the loss.
+        teachers: sources of alternatives to each token."""
         self.policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
         self._temperature, self._lr_factor, self._name = temperature, lr_factor, name
         self._teachers = teachers
@@ -105,7 +102,7 @@ class Imitation:
             return [self.bind(batch, number) for number, batch in enumerate(batches)]  # [all]
 
     def update(self, terms: list[Term]) -> Metrics:
-        """[all] Update as `Learner.update` does; the loss by itself is the mean negative log-likelihood of a token, in
+        """[all] Update as `Learner.update` does; the reported loss is the mean negative log-likelihood of a token, in
         nats."""
         used = [terms[i] for i in np.unique(self.plan.minibatches).tolist()]
         self.policy.lr_factor = self._lr_factor

@@ -1,4 +1,4 @@
-"""`Learner`: a step of learning, from collected samples to updated weights, and the algorithm's own state."""
+"""`Learner`: one step of learning, from collected samples to updated weights."""
 
 from dataclasses import astuple, replace
 from itertools import chain
@@ -29,8 +29,8 @@ FLAT_STEPS = 5
 
 
 class Learner:
-    """One step of learning. Stateful: the KL coefficient, the moments of the scores, the count of steps without
-    advantage."""
+    """One step of learning. Stateful: the KL coefficient, moments of scores, and counts of steps without advantage or
+    samples."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class Learner:
         teacher: TeachersConfig | None = None,
         render: Render | None = None,
     ) -> None:
-        """Use `of`. num_updates: optimizer steps per step. seed: the run's. replayed: see `pack`. render: a
-        tokenizer's, for the hints of teachers."""
+        """Called by `of`. num_updates: optimizer steps per step. seed: of the run. replayed: see `pack`. render: of a
+        tokenizer, for teachers' hints."""
         self._policy, self._reference, self._critic, _ = roles
         self._teachers = Teachers.of(roles, teacher, rollout.temperature, render) if teacher else None
         self._world = world = roles.policy.layout.world
@@ -72,7 +72,7 @@ class Learner:
 
     @classmethod
     def of(cls, cfg: RlConfig, roles: Roles, render: Render | None = None) -> "Learner":
-        """Return the learner of a run, by its settings, which also reports the least time of a step (`roofline/*`)."""
+        """Return the learner of a run from its settings, with the metrics `roofline/*`."""
         return cls(
             roles,
             cfg.algorithm,
@@ -159,7 +159,7 @@ class Learner:
         return batches
 
     def _needs_old(self, plan: Plan) -> bool:
-        """Return True if the policy's logprobs before the update are read; alike on all ranks."""
+        """Return True if the policy's logprobs before the update are needed; equal on all ranks."""
         settings = self._settings
         # with one update on samples of the current version, the update itself computes these very numbers
         several = self._num_updates * settings.sample_epochs > 1
@@ -169,7 +169,7 @@ class Learner:
         return self._monitor.stops or token_advantages.needs_old_logprobs(settings)
 
     def _take_kl(self, batches: list[Batch], found: Credit, coef: float) -> None:
-        """[all] Subtract the KL to the reference from the rewards of answers or turns, before their baseline."""
+        """[all] Subtract the KL to the reference from the rewards of answers or turns; their baselines include it."""
         if not coef or found.less is None:
             return
         settings, data = self._settings, self._policy.layout.data
@@ -187,10 +187,8 @@ class Learner:
             tell(f"warning: step {plan.step}: {line}")
 
     def update(self, batches: list[Batch]) -> Metrics:
-        """[all] Run one optimizer step per mini-batch and epoch; none if no sample of any rank trains.
-
-        Equal on all ranks.
-        """
+        """[all] Run one optimizer step per mini-batch and epoch; none if no sample of any rank trains. Equal on all
+        ranks."""
         assert self.plan is not None
         metrics: Metrics = {}
         with self._world.phase("update"):
@@ -219,8 +217,8 @@ class Learner:
                 self._reference.follow(self._policy)  # [all]
 
     def _own_metrics(self, mean: Metrics) -> Metrics:
-        """Return the metrics of the plan and of the learner's state. Adapts the KL coefficient to the step's
-        mean KL."""
+        """Return the metrics of the plan and of the learner's state. Adapts the KL coefficient to the
+        step's mean KL."""
         plan, settings = self.plan, self._settings
         own: Metrics = {"actor/empty_steps": self._num_empty_steps} | plan.metrics()
         if len(plan.keys):

@@ -26,10 +26,10 @@ class Roofline:
     def metrics(
         self, collected: Samples, plan: Plan, needs_old: bool, policy_epochs: int, critic_epochs: int
     ) -> Metrics:
-        """Seconds by phase, equal on all ranks.
+        """Return the least seconds of each phase, equal on all ranks.
 
-        needs_old: the policy's logprobs were computed before the update. policy_epochs, critic_epochs: passes over the
-        samples in which each is updated.
+        needs_old: logprobs are computed before the update. policy_epochs, critic_epochs: passes over the samples that
+        update each role.
         """
         if self._spec is None:
             return {}

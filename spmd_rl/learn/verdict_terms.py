@@ -18,9 +18,7 @@ def verdict_terms(
     groups: Iterable[Group], names: Sequence[str], world: World
 ) -> dict[tuple[int, int], tuple[float, ...]]:
     """[all] Return the parts `names` of each scored answer of all ranks, by (ticket, answer) of its last sample.
-
-    groups: this rank's. UserError, on all ranks, where a verdict lacks one.
-    """
+    groups: of this rank. UserError, on all ranks, if a verdict lacks one."""
     rows, problems = [], []
     for group in groups:
         for samples in trajectories_of(group.samples):
@@ -38,10 +36,8 @@ def verdict_terms(
 def repetition_penalties(
     trajectories: Iterable[Sequence[Sample]], settings: AlgorithmConfig, world: World
 ) -> dict[Key, float]:
-    """[all] Return the penalty of each answer for repetition, counted over all its turns.
-
-    trajectories: of this rank, the samples of each. An answer of several samples goes by the key of its last one.
-    """
+    """[all] Return the penalty of each answer for repetition over all its turns, by the key of its last sample.
+    trajectories: of this rank, with their samples."""
     penalty = bind(repetition_penalty, settings)
     mine = []
     for samples in trajectories:
