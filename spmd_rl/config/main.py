@@ -102,8 +102,7 @@ def main(
         exit_.start()
         fetch_models(cfg.roles)
         run(cfg)
-        # Without it the interpreter searches torch's modules for cycles on exit, for a second or more.
-        gc.freeze()
+        gc.freeze()  # else the interpreter searches torch's modules for cycles on exit, for a second or more
     except KeyboardInterrupt:
         exit_.leave(130, "interrupted" if rank() == 0 else "")
     except UserError as error:

@@ -185,7 +185,7 @@ def shape(
     """
     scores = adjusted(data, settings, max_tokens, penalties)
     scores, running = normalised(scores, data.groups, data.domains, settings, running)
-    # penalties are the answers' own: a baseline may be any function of the prompt
+    # Penalties are the answers' own: a baseline may be any function of the prompt.
     greedy = None if data.greedy is None else bind(shaping.scale_shift, settings)(data.greedy)
     return Scored(scores, data.groups, data.lengths, greedy, terms=terms), running
 

@@ -126,7 +126,7 @@ def partition(costs: Sequence[int], num_parts: int) -> list[int]:
 
     while len(singles) + len(solutions) > 1:
         if len(singles) >= num_parts and not (solutions and solutions[0] < singles[-num_parts]):
-            # items that come next, one for each part: as long as a part is empty, the largest difference is theirs
+            # Items that come next, one for each part: as long as a part is empty, the largest difference is theirs.
             parts = singles[: -num_parts - 1 : -1]
             del singles[-num_parts:]
             first = min([part[1] for part in parts])

@@ -71,7 +71,7 @@ class Imitation:
     @classmethod
     def of(cls, cfg: AgenticConfig, policy: PolicyRole) -> "Imitation":
         """Return the supervised steps of a run at the learning rate `warmup.lr`, by default the policy's."""
-        # a factor, since the role's schedule knows `policy.lr` alone; where that is 0, nothing is trained
+        # A factor, since the role's schedule knows `policy.lr` alone; where that is 0, nothing is trained.
         lr_factor = (cfg.warmup.lr or cfg.policy.lr) / (cfg.policy.lr or 1.0)
         return cls(policy, cfg.train.updates_per_step, cfg.rollout.temperature, lr_factor)
 

@@ -161,7 +161,7 @@ class Learner:
     def _needs_old(self, plan: Plan) -> bool:
         """Return True if the policy's logprobs before the update are needed; equal on all ranks."""
         settings = self._settings
-        # with one update on samples of the current version, the update itself computes these very numbers
+        # With one update on samples of the current version, the update itself computes these very numbers.
         several = self._num_updates * settings.sample_epochs > 1
         proximal = settings.old_logprobs == "trainer"  # else the engine's logprobs take their place
         if proximal and (several or plan.stale):

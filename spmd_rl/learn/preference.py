@@ -130,5 +130,5 @@ def _loss(
         quantities["rewards/margins"] = quantities["rewards/chosen"] - quantities["rewards/rejected"]
         right = rewards[answers.chosen] > rewards[answers.rejected]
         quantities["rewards/accuracies"] = spread("chosen", right)
-    # a dummy has no comparison, and runs backward all the same
+    # A dummy has no comparison, and runs backward all the same.
     return (0.0 * logprobs).index_add(0, answers.first[places], losses), quantities

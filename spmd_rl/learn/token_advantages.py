@@ -64,7 +64,8 @@ def logged(
     code than `finish` has changed them."""
     shaped = settings.whiten_advantages or settings.advantage_clip is not None
     differ = bool(token_advantage(settings) or settings.kl_reward_coef or shaped or changed)
-    return plan.with_advantages(batches, data) if differ else plan  # [all] the settings are agreed on
+    # The settings are agreed on, so all ranks take the same branch.
+    return plan.with_advantages(batches, data) if differ else plan  # [all]
 
 
 def _of_critic(batches: Sequence[Batch], data: DataShard) -> dict[str, float]:

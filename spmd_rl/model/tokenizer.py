@@ -66,9 +66,9 @@ class Tokenizer:
         self._shown_roles: set[tuple[str, bool]] = set()
         self._warned = False
         self._hidden = _hidden_ids(hf, self.stop_ids)
-        # rows are checked against `data.max_tokens` and prompts against `rollout.max_prompt_tokens`
+        # Rows are checked against `data.max_tokens` and prompts against `rollout.max_prompt_tokens`.
         hf.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
-        # transformers' own wrapper would take twice the time of the decoding, and twice a sample
+        # transformers' own wrapper would take twice the time of the decoding, and twice a sample.
         backend = getattr(hf, "backend_tokenizer", None)
         self._decode = partial(hf.decode, clean_up_tokenization_spaces=False) if backend is None else backend.decode
 
@@ -281,7 +281,7 @@ def _check_size(hf: "PreTrainedTokenizerBase", folder: Path) -> None:
     """Refuse a tokenizer with tokens that have no row in the model."""
     # Tokens of images and the like may lack a row: no text has them.
     size = vocabulary_size(folder) if (folder / "config.json").is_file() else None
-    # those of the object have its names for images too
+    # Those of the object have its names for images too.
     own = type(hf).SPECIAL_TOKENS_ATTRIBUTES
     named = [str(token) for name, token in hf.special_tokens_map.items() if name not in own]
     added = [(id, str(token)) for id, token in hf.added_tokens_decoder.items() if str(token) not in named]

@@ -75,7 +75,7 @@ class StepsAhead:
                     # A slice that only a later step needs would be cancelled at the end of this one: only `keepers`
                     # carry on.
                     return False
-                # within the initial positions, those that are claimed first need not be the first ones
+                # Within the initial positions, those that are claimed first need not be the first ones.
                 rejected = 0 if position < plan.initial_limit else coordinator.num_rejected
                 last = last_use(number, position, rejected, plan.goal)
             return version() >= oldest_version(last, self._max_staleness, self.start)

@@ -89,7 +89,8 @@ class Rollouts:
         collected = self._generate(step)  # [all]
         collected = check_errors(collected, self._settings.reward, self._settings.rollout, self._world)  # [all]
         if step < self._settings.last_ahead and not collected.failure:
-            self.start_ahead(step + 1)  # [all] by the policy that is about to be updated: one version behind
+            # The policy is about to be updated, so these answers are one version behind.
+            self.start_ahead(step + 1)  # [all]
         return collected
 
     def _generate(self, step: int) -> Collected:
@@ -104,7 +105,8 @@ class Rollouts:
                 shared.begin(run, self._unused)
             self._play(run)
             report = shared.report(run, sorted(player.running), engine.leads)
-            reports = world.gather(END, report, RankReport)  # [all] who comes early waits here for the others' verdicts
+            # Early ranks wait here for the others' verdicts.
+            reports = world.gather(END, report, RankReport)  # [all]
         with world.phase("coordination"):
             collected = Collected.of(step, self._settings.rollout, shared.coordinator, reports, shared.finished)
             collected = replace(collected, pace=run.pace(collected.table.answers["lag"], world))  # [all]
@@ -126,7 +128,8 @@ class Rollouts:
             with run.driven():
                 if engine.leads:
                     self._runner.run(run.until_idle())
-            world.barrier(AHEAD)  # [all] here, and not in a collective of the update that may have a time limit
+            # Ranks wait for each other here, since a collective of the update may have a time limit.
+            world.barrier(AHEAD)  # [all]
         run.pause()
 
     def _play(self, run: StepRun) -> None:

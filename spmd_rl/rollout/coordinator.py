@@ -186,6 +186,8 @@ class FirstKInOrder(Coordinator):
         before, outcome = _parts(self._add_owned(f"ticket/{position}", QUALIFIES if qualifies else REJECTED))
         if position == 0:
             before = 0
+        # Only the second writer of a counter goes on. If each replica walked the backlog behind a late ticket, 1,024
+        # tickets of 32 replicas would take 63,616 store operations instead of 3,196.
         while before is not None and outcome:
             count = before + (outcome == QUALIFIES)
             position += 1

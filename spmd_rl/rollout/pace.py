@@ -17,6 +17,8 @@ def oldest_version(step: int, max_staleness: int, start: int = 0) -> int:
 def last_use(step: int, position: int, num_rejected: int, per_step: int) -> int:
     """Return the last step that may use the ticket at this position of `step`, where answers are carried on. Each step
     uses tickets in order until `per_step` qualify."""
+    # Rejected tickets must count. Otherwise a ticket that this step needs would wait for a policy that only a later
+    # update makes: a deadlock, found by random histories.
     return step + max(0, position - num_rejected) // per_step
 
 

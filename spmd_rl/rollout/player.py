@@ -228,7 +228,7 @@ class Player:
     async def answer(self, claim: Claim, finish: Callable[[Group], object]) -> None:
         """Answer the questions that `claim(room)` returns until it returns none. finish: gets each question's answers
         as soon as they have ended."""
-        # not the loop in which carried requests wait
+        # Not the loop in which carried requests wait.
         await self.rest(QuestionRun(self, EngineLoop(self.engine, self.world), claim, finish))
 
     async def rest(self, asked: "QuestionRun") -> None:

@@ -46,7 +46,7 @@ def run_host(fd: int) -> None:
 def serve(options: argparse.Namespace) -> None:
     """Run a host until SIGTERM or Ctrl-C drains it."""
     check_bind(options.bind, keyed=bool(options.keys))
-    # what can be imported here can be imported by the workers
+    # What can be imported here can be imported by the workers.
     os.environ["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     start = build_start(options.bind, options.keys or "", options.words, options.config_dir, options.config_name)
     host = Host(start, None)

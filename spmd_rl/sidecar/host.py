@@ -173,7 +173,7 @@ class Host:
         client = self._clients.setdefault(peer, _ClientJobs())
         if item.id in client.jobs:
             raise wire.WireError(f"request {item.id} is in flight")
-        # a copy: the rest of its frame is not kept
+        # A copy: the rest of its frame is not kept.
         job = ScoreJob(peer, item.id, item.domain, item.timeout, item.input.copy())
         client.jobs[item.id] = job
         if pool := self._pools.get(item.domain):

@@ -161,7 +161,7 @@ class HostProcess:
         # The parent-death signal follows the thread that forks: it must last as long as the host.
         lasting = threading.current_thread() in (threading.main_thread(), self._watcher)
         message = msgspec.structs.replace(self._start, parent=os.getpid() if lasting else 0)
-        # what can be imported here can be imported there
+        # What can be imported here can be imported there.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         self._process, self._socket = start_child("spmd_rl.sidecar", message, environment)
 

@@ -77,7 +77,7 @@ def _dithered(weights: Tensor, dtype: torch.dtype, places: Tensor) -> Tensor:
     rounded = weights.to(dtype)
     spacing = torch.ldexp(torch.ones_like(weights), torch.frexp(weights)[1]) * (torch.finfo(dtype).eps / 2)
     moved = weights + (_uniform(places).to(weights) - 0.5) * spacing
-    # below a power of two the interval is half as wide
+    # Below a power of two the interval is half as wide.
     kept = (rounded.to(weights.dtype) == weights) & (moved.to(dtype) == rounded)
     return torch.where(kept, moved, weights)
 

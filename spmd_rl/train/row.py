@@ -17,6 +17,8 @@ from spmd_rl.train.base import ForwardArgs
 from spmd_rl.train.microbatch import rounded
 from spmd_rl.train.sharing import PrefixTree, share_prefixes
 
+# Kernels and primitives are cached per shape: with free shapes, the process of a 0.2 MB model grew from 412 to 1,128 MB
+# in 300 updates.
 ROUND_TOKENS, FEW_TOKENS = 128, 32
 """Multiples to which a forward's tokens and targets are padded; the second if there are few."""
 

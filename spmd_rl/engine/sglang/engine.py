@@ -176,7 +176,7 @@ class SglangEngine(HostedEngine):
 
     def _flush(self, version: int) -> None:
         """Drop all keys and values. RunFailed if SGLang refuses."""
-        # SGLang refuses while a request is in progress.
+        # SGLang refuses while a request is in progress, and after the last answer until a turn was idle.
         for _ in range(IDLE_TURNS):
             self.scheduler.turn()
         if not self.scheduler.flush_cache(empty_cache=False):

@@ -137,7 +137,7 @@ class FSDP2Model(ABC):
 
         def backward(step: Step) -> None:
             stage.begin(step)
-            # between nodes, not for each micro-batch
+            # Between nodes, not for each micro-batch.
             shard.sum_over_copies(self.module, now=step.microbatch == loop.count - 1)
             stage.backward()
 
@@ -211,7 +211,7 @@ class FSDP2Model(ABC):
         Last chunk only. Its input is the kept hidden states of `row`, in order, padded by `filled_up`.
         """
         device = self.device
-        # the output's projection runs only where a target is predicted
+        # The output's projection runs only where a target is predicted.
         found = self._run(row, to_device(filled_up(row.keep), device))[0, : len(row.keep)]
         if row.own is None:
             return found

@@ -26,7 +26,7 @@ ALONG_EXPERTS = {"ep": ("ep",), "expt_dp": ("expert_fsdp",), "tp_ep": ("ep",), "
 def groups_of(layout: Layout) -> ProcessGroupCollection:
     """[all] Form Megatron's groups. Groups of the same ranks are one."""
     formed: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    # messages between stages have two ends alone, which groups over shared memory have not
+    # Messages between stages have two ends alone, which groups over shared memory have not.
     backend = "gloo" if layout.world.device.type == "cpu" else None
 
     def group(ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -49,7 +49,7 @@ class DistributedAdamW:
         groups: ProcessGroupCollection,
     ) -> None:
         self._settings = settings
-        # float32 sums: those of bfloat16 would lose what micro-batches and ranks add
+        # Float32 sums: those of bfloat16 would lose what micro-batches and ranks add.
         how = DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=config.bf16, overlap_grad_reduce=False
         )
@@ -145,6 +145,8 @@ def _masters(optimizer: DistributedOptimizer) -> list[Master]:
     found = []
     for parameter, shard in zip(parameters, weights, strict=True):
         place = optimizer._get_model_param_range_map(parameter)["param"]
+        # A step counter per tensor: Megatron's own loading shares one between all tensors, and trains on wrongly
+        # without an error.
         state = {"step": torch.zeros((), device=shard.device)} | {
             name: torch.zeros_like(shard.detach()) for name in MOMENTS
         }
