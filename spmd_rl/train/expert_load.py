@@ -7,8 +7,8 @@
     metrics = load.metrics()                                   # [all]
 
 The loss is that of Switch Transformers (Fedus et al., arXiv 2101.03961), summed over layers: experts x the sum over
-them of f x P, where f is an expert's share of all choices and P its mean probability. Both are over the tokens of all
-ranks in one round of micro-batches: as if one rank computed the round alone. The loss is 1 where the load is even.
+them of f x P, where f is an expert's share of all choices and P its mean probability, both over the tokens of all ranks
+in one round of micro-batches. It is 1 where the load is even.
 """
 
 from collections.abc import Collection
@@ -87,10 +87,7 @@ class ExpertLoad:
 
     def metrics(self) -> dict[str, float]:
         """[all] Return means over layers, for the tokens of all micro-batches since `begin`: `METRICS`, and the share
-        dropped.
-
-        Empty for a dense model.
-        """
+        dropped. Empty for a dense model."""
         if not self._is_mixture:
             return {}
         sums = dict.fromkeys((*METRICS, "layers"), 0.0)

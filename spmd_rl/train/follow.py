@@ -14,8 +14,8 @@ from spmd_rl.train.state import MODEL, Shard
 def move(state: Sequence[Shard], weights: Iterable[tuple[str, Tensor]], share: float, key: str) -> None:
     """[all] Set the weights in `state` to share * `weights` + (1 - share) * present values, in place.
 
-    weights: whole, by stored name; buffers that `state` lacks are skipped. A share of 1 copies them, bit for bit in
-    equal dtypes. UserError, on every rank, where names or shapes differ, naming the setting `key`.
+    weights: whole, by stored name; buffers that `state` lacks are skipped. A share of 1 copies exactly in equal dtypes.
+    UserError, on every rank, naming the setting `key`, if names or shapes differ.
     """
     shards = defaultdict[str, list[Shard]](list)
     for one in state:

@@ -62,10 +62,8 @@ def row_of(
     context: Any = None,
     chosen_of: Callable[[Batch, PrefixTree], Tensor | None] = lambda micro, tree: None,
 ) -> Row:
-    """Return this rank's `Row` of a micro-batch. dtype: of attention. tp: ranks that split the row's tokens.
-
-    context: of context parallelism (`model.context`). chosen_of: the engine's experts, by token of the tree.
-    """
+    """Return this rank's `Row` of a micro-batch. dtype: of attention. tp: ranks that split the tokens. context: see
+    `model.context`. chosen_of: the engine's experts, by token of the tree."""
     targets = micro.sampled.index
     assert bool((micro.position_ids[targets] > 0).all()), "a sequence's first token has no logprob"
     tree = share_prefixes(micro)

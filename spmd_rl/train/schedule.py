@@ -8,8 +8,8 @@ SCHEDULES = ("constant", "linear", "cosine")
 def learning_rate(update: int, *, peak: float, schedule: str, warmup: int, total: int) -> float:
     """Return the learning rate of update number `update` (from 0) out of `total`.
 
-    The warm-up rises linearly from 0 and reaches `peak` in its last update, number `warmup` - 1; `linear` and `cosine`
-    then fall from `peak` towards 0, which they reach after the last update. Past `total` they stay at 0.
+    It rises linearly from 0 to `peak`, reached in update `warmup` - 1; `linear` and `cosine` then fall to 0, reached
+    after the last update.
     """
     if update < warmup:
         return peak * (update + 1) / warmup
