@@ -116,9 +116,8 @@ class Shutdown:
 
 
 def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
-    """Return the result of `call` on a new thread; `otherwise` if it is late or raises, which is printed, or the store
-    is lost.
-    """
+    """Return the result of `call` on a new thread; `otherwise` if it is late, raises (which is printed), or the store
+    is lost."""
     found = [otherwise]
 
     def run() -> None:

@@ -177,7 +177,7 @@ def serve(sock: socket.socket, tag: str, spec: wire.EnvPoolSpec) -> None:
 
 
 def limit_memory(num_bytes: int, slots: int) -> None:
-    """Limit this process's memory to its present use, so many bytes more, and its slots' stacks.
+    """Limit this process's memory to its present use plus `num_bytes` and the stacks of its slots' threads.
 
     An allocation beyond is a MemoryError. RLIMIT_DATA counts writable private memory, not what libraries reserve or
     map.

@@ -107,7 +107,7 @@ class StoredAdapters(SavedScaling):
 
 
 class Adapters(SavedScaling):
-    """Adapters of one model, of which other ranks may hold parts."""
+    """Adapters of one model, whole or sharded."""
 
     def __init__(self, model: nn.Module, settings: LoraConfig, key: str, head: nn.Module | None = None) -> None:
         """Put adapters into `model`, in place, and freeze all else but `head`, if given. UserError if it cannot have
