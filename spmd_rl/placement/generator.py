@@ -45,14 +45,14 @@ class Begin(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class EndedStep:
-    """A step that has ended, as one replica has it."""
+    """A step that has ended on one replica."""
 
     shared: SharedStep
     report: RankReport
 
 
 class Generator:
-    """The steps, the policy and the meetings of one rank."""
+    """The steps, the policy and the meetings of one generator rank."""
 
     def __init__(
         self,
