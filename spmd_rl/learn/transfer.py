@@ -203,10 +203,10 @@ def redistribute(packed: Batch, plan: Plan, num_updates: int, data: DataShard, w
         batch = transfer("prepare: samples", packed, Route.of(plan, data), world, plan.columns())  # [all]
     mine = plan.data_rank == data.rank
     batch.weights = _at_sampled(plan.weights[mine].astype(np.float32), plan.num_sampled[mine], batch)
-    # Equal on all ranks.
+    # The plan is equal on all ranks, so all batches get the column or none.
     if plan.right.any():
         batch.right = _at_sampled(plan.right[mine].astype(np.float32), plan.num_sampled[mine], batch)
-    # Equal on all ranks.
+    # The plan is equal on all ranks, so all batches get the column or none.
     if len(plan.turns) != plan.num_answers:
         runs = mine.repeat(plan.num_runs)
         batch.turns = _at_sampled(plan.turns[runs], plan.run_lengths[runs], batch)

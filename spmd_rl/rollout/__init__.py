@@ -8,7 +8,7 @@
 | `episode`, `agent`, `thinking` | how one sample is made |
 | `step_run`, `collection`, `ahead` | a step on one replica; steps that follow each other |
 | `collected`, `table`, `filters` | the result of a step, and which groups train |
-| `row_source`, `dump`, `demonstrations`, `kept` | samples from rows, files and solutions; answers of an evaluation as files |
+| `row_source`, `dump`, `demonstrations`, `kept` | samples from rows, files or solutions; evaluations as files |
 
 CONTRIBUTING.md defines the words. An answer is the result of one episode; its `unit` number is shared by samples with
 one score and one advantage (`Sample.unit`). Surplus is what a step has started and does not use.

@@ -65,7 +65,7 @@ class Unpinned(TorchFunctionMode):
 
 
 def unpinned() -> AbstractContextManager[object]:
-    """Return `Unpinned` on a machine without a device."""
+    """Return a context that ignores requests for pinned memory; a no-op with a device."""
     return nullcontext() if torch.accelerator.is_available() else Unpinned()
 
 
