@@ -1,10 +1,10 @@
 """`Job`: the start of every pipeline: form the world, agree on settings, end a finished run, restore a checkpoint.
 
     with Job.open(cfg, rows, prompts, cfg.data.chat_template_kwargs) as job:  # [all]
-        place = place_ranks(job)  # [all] who trains and who generates; without sections for that, `job.train()`
+        place = place_ranks(job)  # [all] which ranks train and generate; supervised pipelines call `job.train()`
         saver, start = job.restore(place, rollouts=place.rollouts, learner=learner)  # [all]
 
-Who does what is the affair of `placement/`, what a step does that of the pipelines.
+`placement/` decides which ranks train and generate; the pipelines define the step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -107,6 +107,6 @@ def traceback_of(error: BaseException) -> str:
     return f"{text[: MAX_TRACEBACK // 4]}\n  [...]\n{text[-3 * MAX_TRACEBACK // 4 :]}"
 
 
-# a bundled reward or environment is a plug-in like any other
+# A bundled reward or environment is a plug-in like any other.
 _is_ours = re.compile(rf"{re.escape(str(Path(__file__).parents[1]))}/(?!bundled/)").match
 _INSTALLED = ("<", *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, sys.prefix)

@@ -93,7 +93,7 @@ class Checkpointer:
         parts: Mapping[str, Stateful],
         export: Callable[[Path], list[Path]] | None = None,
     ) -> None:
-        """Take in `roles` those whose tensors change, in `parts` all other state, by the names to save under.
+        """roles: those whose tensors change; parts: all other state; both by the names to save under.
 
         export: called on all ranks to write a Hugging Face directory; returns the files that this rank wrote. See
         `HfExport`.

@@ -191,7 +191,6 @@ def chosen(pipeline: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _groups(*folders: Path) -> dict[str, list[str]]:
-    """Return the options of each config group in these directories."""
     found: dict[str, set[str]] = {}
     for path in (path for folder in folders for path in folder.glob("*/*.yaml")):
         found.setdefault(path.parent.name, set()).add(path.stem)

@@ -78,7 +78,7 @@ def main(
         if asked.help:
             return say(help_text(pipeline, schema, run, asked))
         if shows := asked.cfg or asked.dry_run or asked.plan:
-            exit_.folder = None  # a preview writes nothing, not even its error
+            exit_.folder = None  # a preview writes no file, not even its error
         cfg = load(pipeline, schema, asked.overrides, asked.config_dir, asked.config_name)
         if asked.cfg:
             return say(to_yaml(to_dict(cfg)))
@@ -102,7 +102,7 @@ def main(
         exit_.start()
         fetch_models(cfg.roles)
         run(cfg)
-        gc.freeze()  # or the interpreter searches torch's modules for cycles on exit, for a second or more
+        gc.freeze()  # else the interpreter searches torch's modules for cycles on exit, for a second or more
     except KeyboardInterrupt:
         exit_.leave(130, "interrupted" if rank() == 0 else "")
     except UserError as error:

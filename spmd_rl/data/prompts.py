@@ -157,11 +157,10 @@ def _checked_mix(mix: Mapping[str, float], train: Sequence[Prompt]) -> Mix:
 
 
 def content_id(messages: Iterable[Message]) -> str:
-    """Return the identity of a problem, 32 hexadecimal digits: blake2b-128 over its messages, tools included.
-
-    Contents are in Unicode NFC, with each run of white space as one space. The ground truth is not included: one
-    question with two answers is one question, and must not be both trained on and held out.
-    """
+    """Return the identity of a problem, 32 hexadecimal digits: blake2b-128 over its messages, tools included, in
+    Unicode NFC with each run of white space as one space."""
+    # The ground truth is not included: one question with two answers is one question, and must not be both trained on
+    # and held out.
     said = [(m, _normal(m.content) if isinstance(m.content, str) else to_builtins(m.content)) for m in messages]
     content = [[m.role, text, *filter(None, [m.fields])] for m, text in said]
     return blake2b(json.dumps(content, separators=(",", ":")).encode(), digest_size=16).hexdigest()

@@ -116,9 +116,8 @@ class Shutdown:
 
 
 def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
-    """Return the result of `call` on a new thread; `otherwise` if it is late or raises, which is printed, or the store
-    is lost.
-    """
+    """Return the result of `call` on a new thread; `otherwise` if it is late, raises (which is printed), or the store
+    is lost."""
     found = [otherwise]
 
     def run() -> None:
@@ -132,16 +131,16 @@ def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
 
 
 def print_error(text: str) -> None:
-    """Write directly to stderr: a hanging thread may hold the lock of `sys.stderr`."""
+    """Write directly to stderr."""
+    # Not `sys.stderr`: a hanging thread may hold its lock.
     with contextlib.suppress(OSError):
         # One system call below Python's buffered stream.
         os.write(2, (printable(text) + "\n").encode())
 
 
 def _kill_at(pids: list[int], deadline: float) -> None:
-    """Send SIGKILL to processes that still run at the deadline. A stopped one never exits, and its agent would wait 30
-    s.
-    """
+    """Send SIGKILL to processes that still run at the deadline."""
+    # A stopped process never exits by itself, and its agent would wait 30 s for it.
     while time.monotonic() < deadline and any(map(running, pids)):
         time.sleep(0.05)
     for pid in pids:

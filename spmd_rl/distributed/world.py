@@ -173,7 +173,8 @@ class World(Collectives):
         return f"{what} {self._num_formed[what, ranks]}"
 
     def clone_store(self) -> dist.Store:
-        """Return a new connection to the same keys: a store's `add` waits behind another thread's `wait`."""
+        """Return a new connection to the same keys."""
+        # A store's `add` waits behind another thread's `wait` on the same connection.
         return self.store.clone()
 
     def exchange(
@@ -225,11 +226,9 @@ class World(Collectives):
 
 
 def _add_in_order() -> None:
-    """Fix the order in which several threads add the gradients of equal rows (`x[index]`), in our code and in
-    libraries.
-
-    On the CPU this costs nothing; without it the order depends on thread timing, and no rerun is exact.
-    """
+    """Make the gradients of equal rows (`x[index]`) sum in a fixed order, in our code and in libraries."""
+    # By default several threads add in the order of their timing, and no rerun is exact. On the CPU the fixed order
+    # costs nothing.
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Deterministic mode also fills uninitialised memory by default, which would write all memory twice.
     torch.utils.deterministic.fill_uninitialized_memory = False

@@ -3,11 +3,9 @@
     scores -> penalties, norms, clips -> estimator -> which sampled tokens an advantage reaches -> masks and weights
 
 Every rank holds the same metadata (rows of `table.ANSWER`) and computes the same result. An answer without a score is
-dropped, from its group's baseline too. An answer, or trajectory, may have several samples: the segments that
-`Sample.last` ends. An estimator of answers gives one number to an answer, which reaches the sampled tokens of all its
-turns and segments. One of steps gives a number to each turn of an agent, which reaches the tokens of that turn alone;
-for one of tokens, that number is the reward at the turn's last token. So a trajectory is trained once, not once for
-each of its turns.
+dropped, from its group's baseline too. An estimator of answers gives one advantage to an answer, for the sampled tokens
+of all its turns and segments. One of steps gives an advantage to each turn of an agent; one of tokens starts from a
+reward at each turn's last token. So a trajectory is trained once, not once per turn.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -193,7 +191,7 @@ def adjusted(data: StepTable, settings: AlgorithmConfig, max_tokens: int, penalt
 def normalised(
     values: Tensor, groups: Tensor, domains: Tensor, settings: AlgorithmConfig, running: Moments
 ) -> tuple[Tensor, Moments]:
-    """Values normalised and clipped, and the moments of all of the run, these included. float64 [n]."""
+    """Return values normalised and clipped, float64 [n], and the moments of all values of the run."""
     if "running" in (settings.norm_mean_type, settings.norm_std_type):
         running = running.merge(Moments.of(values))
     if settings.normalises:
@@ -211,13 +209,13 @@ def shape(
     penalties: Tensor | None = None,
     terms: Mapping[str, Tensor] | None = None,
 ) -> tuple[Scored, Moments]:
-    """Scores with penalties, normalised and clipped; and the moments of all scores of the run, these included.
+    """Return scores with penalties, normalised and clipped, and the moments of all scores of the run.
 
-    max_tokens: the limit of an answer. penalties: float64 [n], what else is added to the scores. terms: see `Scored`.
+    max_tokens: limit of an answer. penalties: float64 [n], added to the scores. terms: see `Scored`.
     """
     scores = adjusted(data, settings, max_tokens, penalties)
     scores, running = normalised(scores, data.groups, data.domains, settings, running)
-    # penalties are the answers' own: a baseline may be any function of the prompt
+    # Penalties are the answers' own: a baseline may be any function of the prompt.
     greedy = None if data.greedy is None else bind(shaping.scale_shift, settings)(data.greedy)
     return Scored(scores, data.groups, data.lengths, greedy, terms=terms), running
 
@@ -286,9 +284,9 @@ def by_step(data: StepTable, scores: Tensor, settings: AlgorithmConfig) -> tuple
     """Return the steps of the answers with their rewards, such that those of an answer add up to its score; and their
     tokens.
 
-    scores: float64 [n], with penalties. What the rewards of an answer's steps do not add up to, a penalty or the word
-    of a rewarder, counts with its last step; all of it does if scores are normalised, which are those of whole answers.
-    An answer without any turn of an agent is one step.
+    scores: float64 [n], with penalties. The difference between an answer's score and its rewards (a penalty, a
+    rewarder's verdict) is added to its last step; if scores are normalised, its last step gets the whole score. An
+    answer without an agent's turn is one step.
     """
     n, steps = len(data.answers), data.steps
     owners = data.owners[data.places]
@@ -347,7 +345,7 @@ def _runs(data: StepTable, alone: np.ndarray) -> Runs:
 def mask(data: StepTable, settings: AlgorithmConfig) -> tuple[dict[int, str], Tensor]:
     """Return the answers to mask out of the loss, in order, each with the first reason; and weights of the others.
 
-    A masked answer keeps its place in its group's baseline, unlike one without a score. A weight, float64 of mean 1,
+    A masked answer still counts in its group's baseline, unlike an unscored one. A weight, float64 of mean 1,
     multiplies the answer's loss.
     """
     solved = group_mean(data.scores, data.groups) if settings.difficulty_loss_weight else None

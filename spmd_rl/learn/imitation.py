@@ -71,8 +71,8 @@ class Imitation:
         name: str = "warmup/loss",
         teachers: Teachers | None = None,
     ) -> None:
-        """num_updates: optimizer steps per step. lr_factor: multiplies the schedule's learning rate. name: metric of
-        the loss. teachers: sources of alternatives to each token."""
+        """num_updates: optimizer steps per step. lr_factor: multiplies the learning rate. name: metric of the loss.
+        teachers: sources of alternatives to each token."""
         self.policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
         self._temperature, self._lr_factor, self._name = temperature, lr_factor, name
         self._teachers = teachers
@@ -83,7 +83,7 @@ class Imitation:
     @classmethod
     def of(cls, cfg: AgenticConfig, policy: PolicyRole) -> "Imitation":
         """Return the supervised steps of a run at the learning rate `warmup.lr`, by default the policy's."""
-        # a factor, since the role's schedule knows `policy.lr` alone; where that is 0, nothing is trained
+        # A factor, since the role's schedule knows `policy.lr` alone; where that is 0, nothing is trained.
         lr_factor = (cfg.warmup.lr or cfg.policy.lr) / (cfg.policy.lr or 1.0)
         return cls(policy, cfg.train.updates_per_step, cfg.rollout.temperature, lr_factor)
 
@@ -117,7 +117,7 @@ class Imitation:
             return [self.bind(batch, number) for number, batch in enumerate(batches)]  # [all]
 
     def update(self, terms: list[Term]) -> Metrics:
-        """[all] Update as `Learner.update` does; the loss by itself is the mean negative log-likelihood of a token, in
+        """[all] Update as `Learner.update` does; the reported loss is the mean negative log-likelihood of a token, in
         nats."""
         used = [terms[i] for i in np.unique(self.plan.minibatches).tolist()]
         self.policy.lr_factor = self._lr_factor

@@ -1,4 +1,4 @@
-"""`Learner`: a step of learning, from collected samples to updated weights, and the algorithm's own state."""
+"""`Learner`: one step of learning, from collected samples to updated weights."""
 
 from collections.abc import Callable
 from dataclasses import astuple, replace
@@ -32,8 +32,8 @@ FLAT_STEPS = 5
 
 
 class Learner:
-    """One step of learning. Stateful: the KL coefficient, the moments of the scores, the count of steps without
-    advantage."""
+    """One step of learning. Stateful: the KL coefficient, moments of scores, and counts of steps without advantage or
+    samples."""
 
     def __init__(self, cfg: RlConfig, roles: Roles, render: Render | None = None) -> None:
         """render: a tokenizer's, for the hints of teachers."""
@@ -51,7 +51,8 @@ class Learner:
             overlong_tokens=algorithm.overlong_tokens or -(-limit // 5),
         )
         self._monitor = MismatchMonitor(algorithm.bounds, world)
-        self._oldest = 0.0  # age of a token of the step, in versions
+        # Age of the oldest token of the step, in versions.
+        self._oldest = 0.0
         self._monitored = False
         self.plan: Plan | None = None
         """Plan of the last `prepare`; the sample log reads it."""
@@ -149,9 +150,9 @@ class Learner:
         return generated + sum(count * forward_flops(role.size, trained) for role, count in passes)
 
     def _needs_old(self, plan: Plan) -> bool:
-        """Return True if the policy's logprobs before the update are read; alike on all ranks."""
+        """Return True if the policy's logprobs before the update are needed; equal on all ranks."""
         settings = self._settings
-        # with one update on samples of the current version, the update itself computes these very numbers
+        # With one update on samples of the current version, the update itself computes these very numbers.
         several = self._num_updates * settings.sample_epochs > 1
         proximal = settings.old_logprobs == "trainer"  # else the engine's logprobs take their place
         if proximal and (several or plan.stale):
@@ -172,7 +173,6 @@ class Learner:
         give_advantages(batches, self.plan, data)
 
     def _check_signal(self) -> None:
-        """Warn of consecutive steps without an advantage."""
         plan = self.plan
         assert plan is not None
         self._num_flat_steps = 0 if plan.advantages.any() else self._num_flat_steps + 1
@@ -181,10 +181,8 @@ class Learner:
             tell(f"warning: step {plan.step}: {line}")
 
     def update(self, batches: list[Batch]) -> Metrics:
-        """[all] Run one optimizer step per mini-batch and epoch; none if no sample of any rank trains.
-
-        Equal on all ranks.
-        """
+        """[all] Run one optimizer step per mini-batch and epoch; none if no sample of any rank trains. Equal on all
+        ranks."""
         assert self.plan is not None
         metrics: Metrics = {}
         with self._world.phase("update"):
@@ -213,8 +211,8 @@ class Learner:
                 self._reference.follow(self._policy)  # [all]
 
     def _own_metrics(self, mean: Metrics) -> Metrics:
-        """Return the metrics of the plan and of the learner's state. Adapts the KL coefficient to the step's
-        mean KL."""
+        """Return the metrics of the plan and of the learner's state. Adapts the KL coefficient to the
+        step's mean KL."""
         plan, settings = self.plan, self._settings
         own: Metrics = {"actor/empty_steps": self._num_empty_steps} | plan.metrics()
         if len(plan.keys):

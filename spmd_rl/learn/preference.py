@@ -1,7 +1,7 @@
 """`Preference`: a step of learning from pairs of answers, or from single answers labelled good or bad.
 
-The loss of a comparison is put on the first learnt token of its first answer, whose unit is in one micro-batch: so
-token sums work in every layout. Rewards and similar metrics are means over comparisons.
+The loss of a comparison is put on the first learnt token of its first answer. A unit is in one micro-batch, so token
+sums work in every layout. Rewards and similar metrics are means over comparisons.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -93,14 +93,14 @@ class _Answers:
 
 
 def _compare(function: Callable[[Pairs], Tensor], baseline: float, answers: _Answers) -> tuple[Tensor, Tensor]:
-    """Return the indices and values of the losses of a batch's pairs, which are in order."""
+    """Return the indices and losses of a batch's pairs, in order."""
     ratios, lengths = answers.logprobs - answers.reference, answers.lengths
     chosen, rejected = answers.chosen, answers.rejected
     return chosen, function(Pairs(ratios[chosen], ratios[rejected], lengths[chosen], lengths[rejected]))
 
 
 def _judge(function: Callable[[Judged], Tensor], baseline: float, answers: _Answers) -> tuple[Tensor, Tensor]:
-    """Return the indices and values of the losses of a batch's single answers."""
+    """Return the indices and losses of a batch's single answers."""
     judged = torch.cat([answers.chosen, answers.rejected])
     desirable = torch.arange(len(judged), device=judged.device) < len(answers.chosen)
     ratios = (answers.logprobs - answers.reference)[judged]
@@ -117,8 +117,8 @@ def _loss(
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Preference loss; `Preference.bind` fills the first three arguments to make a `BoundLoss`.
 
-    scales: learnt tokens for each chosen and each rejected answer of the mini-batch, where there are such. Means are
-    over tokens: what an answer has on one of them must count for all.
+    scales: learnt tokens of the mini-batch per chosen and per rejected answer. Metrics are means over tokens, so a
+    value of an answer, on one token, is multiplied by its scale.
     """
     answers = _Answers(logprobs, batch)
     places, losses = compare(answers)
@@ -138,5 +138,5 @@ def _loss(
         quantities["rewards/margins"] = quantities["rewards/chosen"] - quantities["rewards/rejected"]
         right = rewards[answers.chosen] > rewards[answers.rejected]
         quantities["rewards/accuracies"] = spread("chosen", right)
-    # a dummy has no comparison, and runs backward all the same
+    # A dummy has no comparison, and runs backward all the same.
     return (0.0 * logprobs).index_add(0, answers.first[places], losses), quantities

@@ -1,10 +1,7 @@
-"""The plan of a step: every number that depends on several samples, and the data shard that trains each sample.
+"""The plan of a step: all numbers that depend on several samples, and the data shard that trains each sample.
 
-All ranks hold the metadata of all samples (`table.ANSWER`), so each computes the same advantages, token weights and
-distribution of the samples over the data shards, in (ticket, answer) order: nothing here meets other ranks, and
-`transfer.py` carries the plan out. Counts and means are over answers, never over the segments that some have.
-
-`balance.py` says which shard trains what; the plan does not know who generated a sample.
+All ranks hold the metadata of all samples (`table.ANSWER`) and compute the same plan without communication;
+`transfer.py` carries it out. Samples are in (ticket, answer) order. Counts and means are over answers, not segments.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,8 +24,7 @@ from spmd_rl.types import Group, Sample
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Numbers that every rank computes alike from the metadata of a step. One row per sample that trains, in order; n
-    rows."""
+    """Numbers that every rank computes alike, for the n samples that train, one row each in (ticket, answer) order."""
 
     step: int
     keys: np.ndarray
@@ -48,13 +44,13 @@ class Plan:
     data_rank: np.ndarray
     """int64 [n]: data shard of the policy that trains it"""
     num_runs: np.ndarray
-    """int64 [n]: spans of sampled tokens that are credited as one: the whole sample, or each turn of an agent"""
+    """int64 [n]: number of spans in the sample: 1, or one for each turn of an agent; a span has one advantage"""
     turns: np.ndarray
-    """int64 [r]: turn or answer of each span, sample by sample, by equal numbers"""
+    """int64 [r]: turn or answer of each span, all samples end to end; spans with equal numbers share an advantage"""
     run_lengths: np.ndarray
     """int64 [r]: sampled tokens of each span"""
     advantages: np.ndarray
-    """float64 [r]: mean advantage of each span's tokens; before a token-level estimator, the reward of its turn"""
+    """float64 [r]: mean advantage of each span's tokens; with a token-level estimator, first the reward of its turn"""
     weights: np.ndarray
     """float64 [n]: weight of each token of the sample in its mini-batch"""
     right: np.ndarray
@@ -103,10 +99,8 @@ class Plan:
         return tuple([getattr(self, name) for name in self.__slots__])
 
     def with_advantages(self, batches: Sequence[Batch], data: DataShard) -> "Plan":
-        """[all] Return the plan with each run's mean advantage, as the batches have it now.
-
-        batches: this rank's mini-batches. data: its share of the policy's data.
-        """
+        """[all] Return the plan with each span's mean advantage in `batches`, this rank's mini-batches. data: its data
+        shard of the policy."""
         here = (self.data_rank == data.rank).repeat(self.num_runs)
         lengths = self.run_lengths[here]
         runs = np.arange(len(lengths)).repeat(lengths)

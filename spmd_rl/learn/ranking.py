@@ -19,8 +19,8 @@ TOKENS = 2
 
 
 class Judging(Imitation):
-    """One step on answers labelled right or wrong, as a whole or by step; labels come with the samples (`RowSource`).
-    Every label of a mini-batch weighs the same."""
+    """One step on answers labelled right or wrong, as a whole or by step; labels come with the samples (`RowSource`)
+    and weigh the same."""
 
     def __init__(self, critic: CriticRole, num_updates: int) -> None:
         """num_updates: optimizer steps per step."""
@@ -78,7 +78,7 @@ def _label_loss(values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tens
 
 
 def _pair_loss(center_coef: float, values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Pair loss, a `BoundValueLoss` once it has its coefficient; it is put on the token of the chosen answer."""
+    """Pair loss, on the chosen answer's token; bound to its coefficient it is a `BoundValueLoss`."""
     chosen, rejected = ((batch.keys[:, 1] == side).nonzero()[:, 0] for side in (CHOSEN, REJECTED))
     pair = values[chosen], values[rejected]
     loss = (0.0 * values).index_add(0, chosen, bradley_terry(*pair, batch.margins[chosen], center_coef=center_coef))

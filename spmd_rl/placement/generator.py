@@ -45,14 +45,14 @@ class Begin(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class EndedStep:
-    """A step that has ended, as one replica has it."""
+    """A step that has ended on one replica."""
 
     shared: SharedStep
     report: RankReport
 
 
 class Generator:
-    """The steps, the policy and the meetings of one rank."""
+    """The steps, the policy and the meetings of one generator rank."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Generator:
         receiver: WeightReceiver,
         trainers: tuple[int, ...],
     ) -> None:
-        """world: of the ranks that train (`trainers`, indices in it) and those that generate."""
+        """world: of both sides. trainers: indices of the trainer ranks in it."""
         self._cfg, self._player, self._prompts, self._trainers = cfg, player, prompts, trainers
         self._world, self._engine = world, player.engine
         self._steps, self._receiver, self._meetings = steps, receiver, Meetings(world.store)

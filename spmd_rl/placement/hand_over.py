@@ -22,7 +22,7 @@ Slices = Mapping[GroupSlice, Sequence[Sample]]
 
 
 class SentSlice(msgspec.Struct, array_like=True, frozen=True):
-    """A slice on its way."""
+    """A slice in a message."""
 
     ticket: int
     number: int
@@ -30,7 +30,7 @@ class SentSlice(msgspec.Struct, array_like=True, frozen=True):
 
 
 def places(tickets: Iterable[int], num_trainers: int) -> dict[int, int]:
-    """Return which rank that trains is given each ticket, by its index among them: dealt in turn, in order."""
+    """Return the trainer rank of each ticket, by its index: tickets are assigned in turn, in order."""
     return {ticket: place % num_trainers for place, ticket in enumerate(sorted(tickets))}
 
 

@@ -8,7 +8,7 @@
 update is done; its weights go to ranks that generate (`weights/collective.py`). In between the two sides do not wait
 for each other: tickets are claimed from the store (`rollout/coordinator.py`), whose rules know `max_staleness`.
 
-R1   Trainers come first. A meeting is opened when all of them stand at it and, for a hand over, the coordinator has
+R1   Trainers come first. A meeting is opened when all of them have reached it and, for a hand over, the coordinator has
      ended the step. Replicas see it then, and enter at their next engine step; none waits for an update.
 R2   One number orders all meetings: hand over, publish, hand over of an evaluation, the end of the run. Trainers alone
      announce meeting k + 1, after k has ended; each rank does k, k + 1, ... and never chooses.
@@ -49,9 +49,9 @@ from spmd_rl.distributed import World
 from spmd_rl.rollout.coordinator import Store
 
 LOOK_SECONDS = 0.002
-"""Between two looks of a replica for a meeting, at least: an engine step takes longer."""
+"""Least seconds between two polls of a replica for a meeting; an engine step takes longer."""
 IDLE_SECONDS = 0.01
-"""Between two looks where there is nothing else to do."""
+"""Seconds between two polls of an idle replica."""
 
 
 class Meeting(msgspec.Struct, array_like=True, frozen=True):

@@ -22,7 +22,7 @@ from spmd_rl.weights import Buckets, Publisher, WeightReceiver
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The ranks of a world that train, and those that have an engine."""
+    """Trainer ranks and generator ranks of a world."""
 
     world: World
     train: tuple[int, ...]

@@ -30,7 +30,7 @@ from spmd_rl.rollout.step_run import StepRun
 from spmd_rl.types import Group, Prompt
 
 LOOK_SECONDS = 0.002
-"""Between two looks whether a step has ended."""
+"""Seconds between two polls for the end of a step."""
 
 
 class LentReplica:
@@ -43,10 +43,8 @@ class LentReplica:
         self._runner = asyncio.Runner()
 
     def play(self, step: int) -> tuple[SharedStep, RankReport]:
-        """[all] of the replica: generate with the others until the step has ended; return what came of it.
-
-        Nothing that is under way then is kept.
-        """
+        """[all] of the replica: generate until the step has ended; return its slices and this rank's report. Running
+        slices are cancelled."""
         steps, world = self._steps, self._player.world
         claim = steps.claim(lambda: step - 1)
         shared = SharedStep(steps.coordinator, claim, self._cfg.rollout, world.rank)
@@ -71,7 +69,7 @@ class LentReplica:
 
 
 class MetRollouts:
-    """Stateful, like `Rollouts`."""
+    """Rollouts of other ranks, received in meetings. Stateful, like `Rollouts`."""
 
     def __init__(
         self,
@@ -94,11 +92,11 @@ class MetRollouts:
         return self._cursor.state(self.prompts.fingerprint())
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """See `checkpoint.Stateful`. UserError if the tickets would now stand for other prompts."""
+        """Load a state. UserError if the prompts have changed."""
         self._cursor = Cursor.of_state(state, self.prompts.fingerprint())
 
     def begin(self, start: int) -> None:
-        """[all] that train and that generate: let steps after `start` be generated."""
+        """[all] of both sides: start the generation of steps after `start`."""
         first, cursor = max(start, self._cfg.num_shown) + 1, self._cursor
         begin = Begin(first, start, cursor.next, list(cursor.skipped))
         self._world.broadcast("start: first step", msgspec.to_builtins(begin), src=self._ranks[0])  # [all]
@@ -167,12 +165,12 @@ class MetRollouts:
         return [Group(prompts[one.ticket], one.ticket, tuple(found[one])) for one in sorted(found)]
 
     def finish(self) -> None:
-        """[all] that train: let the others go."""
+        """[all] that train: end the run of the generator ranks."""
         with self.meetings.opened(self._trainers, Meeting("end")):  # [all] that train
             pass
 
     def _wait(self, name: str, until: Callable[[], bool]) -> None:
-        """Wait, on the first rank that trains, for what the others do."""
+        """Wait until `until()` is true, on the first trainer rank; the others wait in the next collective."""
         if self._trainers.rank == 0:
             with self._world.journal.waiting(name):
                 while not until():

@@ -1,8 +1,8 @@
-"""`StepsAhead`: the steps of a run where replicas generate ahead of training, and do not meet at the end of each.
+"""`StepsAhead`: the steps of a run in which replicas generate ahead of training, without a collective at each step's
+end.
 
-A step's end is in the store, and with it the tickets that it uses; a replica writes there with which slices it goes on.
-So each replica begins the next step by itself, once the others know of the end, and no older policy than
-`placement.max_staleness` allows begins one of its tickets.
+The store holds the end of a step and the tickets that it uses. Each replica writes there which slices it carries on.
+The next step begins once all have written; `placement.max_staleness` limits the age of the policy that starts a ticket.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +23,14 @@ class Replicas(NamedTuple):
     """The replicas of a job as one rank sees them."""
 
     mine: int
-    """The number of this rank's replica; on a rank without an engine, that of the next one."""
+    """Number of this rank's replica; on a rank without an engine, of the next one."""
     count: int
     keepers: Sequence[int]
-    """Numbers of those whose ranks only generate, and so go on with slices in the next step."""
+    """Replicas whose ranks only generate, and which therefore carry slices into the next step."""
 
 
 class StepsAhead:
-    """Goes from step to step; its cursor says which tickets no step has used."""
+    """The current step and the cursor of unused tickets."""
 
     def __init__(
         self,
@@ -40,16 +40,16 @@ class StepsAhead:
         replicas: Replicas,
         priority_of: Callable[[int], float],
     ) -> None:
-        """priority_of: a ticket's; see `plan_step`."""
+        """priority_of: priority of a ticket; see `plan_step`."""
         self.cursor, self.number, self.start = Cursor(), 0, 0
         self.replicas = replicas
         self.coordinator: Coordinator
-        """Coordinator of the step `number`, once `begin` has been called."""
+        """Coordinator of step `number`; set by `begin`."""
         self._store, self._settings, self._max_staleness = store, settings, max_staleness
         self._priority_of = priority_of
 
     def begin(self, first: int, start: int, cursor: Cursor) -> None:
-        """Begin with the step `first` of a run that goes on from version `start`."""
+        """Begin with step `first`, in a run that resumed from version `start`."""
         self.start = start
         self._open(first, cursor, ())
 
@@ -64,7 +64,7 @@ class StepsAhead:
         return oldest_version(self.number, self._max_staleness, self.start)
 
     def claim(self, version: Callable[[], int]) -> SliceClaim:
-        """Return how this rank's replica claims slices of this step. version: of its policy, now."""
+        """Return the claim of this rank's replica for the step. version: returns its policy's current version."""
         coordinator, settings = self.coordinator, self._settings
         number, plan, keeps = self.number, coordinator.plan, self.replicas.mine in self.replicas.keepers
 
@@ -72,8 +72,10 @@ class StepsAhead:
             last = number
             if settings.partial_rollout:
                 if not keeps and position >= plan.goal + coordinator.num_rejected:
-                    return False  # what only later steps need would be given back at the end of this one
-                # within the initial positions, those that are claimed first need not be the first ones
+                    # A slice that only a later step needs would be cancelled at the end of this one: only `keepers`
+                    # carry on.
+                    return False
+                # Within the initial positions, those that are claimed first need not be the first ones.
                 rejected = 0 if position < plan.initial_limit else coordinator.num_rejected
                 last = last_use(number, position, rejected, plan.goal)
             return version() >= oldest_version(last, self._max_staleness, self.start)
@@ -81,11 +83,11 @@ class StepsAhead:
         return claims(settings.claim, coordinator, self.replicas.mine, self.replicas.count, may_begin)
 
     def leave(self, slices: Sequence[GroupSlice]) -> None:
-        """Say that this replica knows of the step's end, and that it goes on with these slices in the next one."""
+        """Write that this replica has left the step and carries these slices on."""
         self.coordinator.leave(self.replicas.mine, msgspec.msgpack.encode(slices))
 
     def advance(self) -> bool:
-        """Go on to the next step, unless a replica that may go on with slices has not left this one."""
+        """Open the next step and return True; False until all `keepers` have left this one."""
         if (left := self.coordinator.left(self.replicas.keepers)) is None:
             return False
         carried = [one for theirs in left for one in _slices(theirs)]

@@ -1,10 +1,10 @@
-"""The fork server of a pool: it imports the target's module once, then forks a worker for each socket it is sent.
+"""The fork server of a pool: imports the target's module once, then forks a worker for each socket that it receives.
 
-A worker that was killed is thus replaced in milliseconds, however slow the import. Each worker builds its own rewarder
-or environment after the fork, so that no connection, thread or random state is shared.
+A killed worker is replaced in milliseconds, even if the import is slow. Each worker builds its rewarder or environment
+after the fork: no connection, thread or random state is shared.
 
-The process that the host starts is a keeper, which runs no user code: it forks the fork server, adopts whatever that
-and its workers start and leave behind, and kills all of them when the host closes its socket or dies.
+The host starts a keeper, which runs no user code: it forks the fork server, adopts all processes that this and its
+workers leave behind, and kills them when the host closes its socket or dies.
 
     python -m spmd_rl.sidecar.forkserver <fd of a socket to the host>
 """
@@ -25,7 +25,7 @@ from spmd_rl.sidecar.frames import receive_frame
 
 
 def main(fd: int) -> None:
-    """Keep a fork server until the host is gone, and leave nothing behind."""
+    """Keep a fork server until the host is gone; end all its processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     adopt_orphans()
@@ -64,7 +64,7 @@ def serve_forks(fd: int, keeper: int) -> None:
 
 
 def _run_worker(host: socket.socket, fd: int, parent: int, start: wire.StartForkServer) -> None:
-    """Run a worker in the forked child. Never returns, since the parent's stack is not ours to unwind."""
+    """Run a worker in the forked child. Never returns: the parent's stack must not unwind here."""
     code = 1
     try:
         die_with_parent(parent)

@@ -1,4 +1,4 @@
-"""The status of a running host: its pools, workers, queues, verdicts and deaths. Changes nothing.
+"""Read-only status of a running host: pools, workers, queues, verdicts and deaths.
 
 python -m spmd_rl sidecar --status tcp://10.0.0.1:5555 --keys DIR
 python -m spmd_rl sidecar --status ipc:///tmp/spmd-rl-.../host --json
@@ -19,7 +19,7 @@ REPLY_SECONDS = 5.0
 
 
 def fetch_status(address: str, keys: ClientKeys | None, seconds: float = REPLY_SECONDS) -> wire.HostStatus:
-    """Ask the host at `address` for its status. UserError if it does not answer within `seconds`."""
+    """Request the status of the host at `address`. UserError if it does not answer within `seconds`."""
     context = zmq.Context()
     try:
         dealer = open_dealer(context, address, keys)

@@ -248,7 +248,6 @@ def _said(verdict: Verdict) -> str:
 
 
 def _examples(rewarder: Rewarder | str) -> str:
-    """Return text on the rewarder's scores for its `examples()`."""
     if isinstance(rewarder, str) or not hasattr(rewarder, "examples"):
         return rewarder if isinstance(rewarder, str) else "has no examples of its own"
     told = reward_audit.score

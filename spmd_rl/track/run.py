@@ -308,12 +308,12 @@ def _prepare(cfg: JobConfig, world: World, stack: ExitStack) -> dict[str, str | 
 
 
 def _sample_logs(directory: Path, world: World) -> list[SampleLog]:
-    """Return the logs of training samples and of held-out answers."""
     return [SampleLog(directory / "samples", world.rank, world.size, kind) for kind in ("step", "eval")]
 
 
 def _lock(directory: Path, stack: ExitStack) -> None:
-    """Lock the directory until `stack` closes: the same command in a second terminal would be the same run."""
+    """Lock the directory until `stack` closes."""
+    # The same command in a second terminal would write the same run.
     fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

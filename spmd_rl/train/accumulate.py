@@ -1,8 +1,8 @@
 """`Policy` and `Critic`: the code common to all backends, on top of a `base.ShardedModel`.
 
-A batch is cut into equally many micro-batches on all ranks; ranks with fewer run dummies of weight 0. Token weights are
-global, so each data shard's gradient is a term of one sum, and the gradient does not depend on the split over ranks and
-micro-batches. Norm, averages and the decision to skip are equal on all ranks.
+All ranks run equally many micro-batches; ranks with fewer run dummies of weight 0. Token weights are global, so the
+gradient is a sum over data shards and does not depend on the split into ranks and micro-batches. Norm, averages and the
+decision to skip an update are equal on all ranks.
 """
 
 import math
@@ -31,7 +31,7 @@ AnyLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 
 
 class BaseRole:
-    """Shared implementation of policy, reference and critic; a frozen role has no optimizer, and no `update`."""
+    """Shared implementation of policy, reference and critic; a frozen role has no optimizer and no `update`."""
 
     def __init__(self, model: ShardedModel, layout: Layout, role: RoleConfig) -> None:
         """Wrap `model`, sharded over `layout` by the settings `role`."""
@@ -121,7 +121,8 @@ class BaseRole:
             return {name: float(value) for name, value in sums.items()}, count
 
     def _of_block(self, sums: dict[str, float]) -> dict[str, float]:
-        """[all] Return a data shard's sums on one of its ranks, and zeros under the same names on the others."""
+        """[all] Return a data shard's sums on one of its ranks, and zeros on the others, so that a sum over ranks
+        counts each once."""
         # Only the last stage computes the loss, and so knows the names of its metrics.
         if self.layout.size("pp") > 1:
             src = self._world.size - 1
@@ -153,7 +154,7 @@ class BaseRole:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Keep the weights on the device inside. The optimizer's state is there only in its step, `save` and `load`."""
+        """Keep the weights on the device inside; the optimizer's state only in its step, `save` and `load`."""
         self.model.wake()
         yield
         # Not in a `finally`: an error ends the job, and copying from a broken device would hang or hide it.
@@ -255,13 +256,13 @@ def _selected(batch: Batch, bins: list[list[int]]) -> Callable[[int], Batch]:
 
 
 class Pace:
-    """Limits the CPU to one micro-batch of lead over the device, so that progress reports stay truthful."""
+    """Limit of the CPU's lead over the device to one micro-batch, so that progress reports stay truthful."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, None
 
     def keep(self) -> None:
-        """Wait for the device's work from before the last call; no-op on a CPU."""
+        """Wait for the device's work up to the previous call; no-op on a CPU."""
         if self._device.type == "cpu" or not torch.accelerator.is_available():
             return
         event = torch.Event(self._device)
@@ -279,10 +280,8 @@ def walk(
     backward: Callable[[Step], object],
     beside: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """[all] Run the steps of a pass on this rank, each journalled and counted as progress.
-
-    steps: of a backend without a pipeline, `alone(loop)`. beside: context of each step.
-    """
+    """[all] Run and journal the steps of a pass on this rank. steps: `alone(loop)` for a backend without a pipeline.
+    beside: context of each step."""
     pace, steps = Pace(layout.world.device), list(steps)
     several = any(step.chunk for step in steps)
     for step in steps:

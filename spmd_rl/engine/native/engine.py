@@ -225,10 +225,8 @@ class NativeEngine(Engine):
         return "length" if len(row.token_ids) == row.request.max_new_tokens else None
 
     def _buckets(self, rows: list[RunningSequence]) -> Iterator[Bucket]:
-        """Yield buckets of rows of one shape (sorted by `_shape`), so that one long row does not pad them all.
-
-        Rows with more than `QUERIES` new tokens are cut into pieces, whose masks stay small.
-        """
+        """Yield buckets of rows of one shape (sorted by `_shape`); rows with more than `QUERIES` new tokens are cut."""
+        # One long row would otherwise pad all others. Pieces of `QUERIES` tokens keep masks small.
         begin = 0
         for (num_tokens, _), run in groupby(rows, key=_shape):
             alike, num_together = list(run), max(1, QUERIES // num_tokens)
@@ -261,13 +259,13 @@ def _shape(row: RunningSequence) -> tuple[int, int]:
 
 
 def _filled(num_tokens: int) -> int:
-    """Return the padded length of a forward of `num_tokens` tokens."""
     step = ROUND_FEW if num_tokens <= ROUND_MANY else ROUND_MANY
     return -(-num_tokens // step) * step
 
 
 def _width(num_tokens: int) -> int:
-    """Return the padded length of a table: other paddings would group the sums over keys differently."""
+    """Return the padded length of a table."""
+    # Another padding would group the sums over keys differently, and change their bits.
     step = 16 if num_tokens <= 256 else 256
     return -(-num_tokens // step) * step
 

@@ -174,7 +174,8 @@ class SglangEngine(HostedEngine):
         return checked.end()
 
     def _flush(self, version: int) -> None:
-        """Drop all keys and values. RunFailed if SGLang refuses, as it does while a request is in progress."""
+        """Drop all keys and values. RunFailed if SGLang refuses."""
+        # SGLang refuses while a request is in progress, and after the last answer until a turn was idle.
         for _ in range(IDLE_TURNS):
             self.scheduler.turn()
         if not self.scheduler.flush_cache(empty_cache=False):

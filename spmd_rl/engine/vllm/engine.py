@@ -153,7 +153,6 @@ class VllmEngine(HostedEngine):
         return new.finish_reason
 
     def _forget_logprobs(self) -> None:
-        """Free logprobs that vLLM would keep until an answer ends."""
         for state in self.llm.output_processor.request_states.values():
             state.logprobs_processor.logprobs = FlatLogprobs()
 

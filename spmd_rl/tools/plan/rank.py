@@ -276,10 +276,8 @@ class _Trace:
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """Make a model's parameters plain tensors on the meta device, in place: FSDP cuts these much faster than fake ones.
-
-    Tied parameters stay tied.
-    """
+    """Make a model's parameters plain tensors on the meta device, in place; tied parameters stay tied."""
+    # FSDP cuts plain meta tensors much faster than fake ones.
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):

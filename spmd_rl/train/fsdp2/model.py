@@ -150,7 +150,7 @@ class FSDP2Model(ABC):
         on_device = kind(self.device) != "cpu"
         costly = not on_device or layout.size("pp") > 1
         self._keep_gathered = costly if train.reshard_after_forward is None else not train.reshard_after_forward
-        watch(self._replay, model)  # before the load counters see the choices
+        watch(self._replay, model)  # before the load counters, which must see the replayed choices
         self._routing = Routing(model, layout, optimizer) if optimizer is not None else None
         spread_experts(model, layout)  # [all]
         parallelize(model, layout)  # [all]
@@ -193,7 +193,7 @@ class FSDP2Model(ABC):
 
         def backward(step: Step) -> None:
             stage.begin(step)
-            # between nodes, not for each micro-batch
+            # Between nodes, not for each micro-batch.
             shard.sum_over_copies(self.module, now=step.microbatch == loop.count - 1)
             stage.backward()
 
@@ -267,7 +267,7 @@ class FSDP2Model(ABC):
         Last chunk only. Its input is the kept hidden states of `row`, in order, padded by `filled_up`.
         """
         device = self.device
-        # the output's projection runs only where a target is predicted
+        # The output's projection runs only where a target is predicted.
         found = self._run(row, to_device(filled_up(row.keep), device))[0, : len(row.keep)]
         if row.own is None:
             return found
