@@ -77,6 +77,11 @@ class RowSource:
             )
         self._warned = self._warned or bool(dropped)
 
+    def shown(self, number: int, answer: int) -> Conversation | None:
+        """Return an answer of a held-out row as it was written; None if it was taken from another row."""
+        example = self._examples.eval[number]
+        return dict(enumerate(example.conversations, example.first)).get(answer)
+
     def metrics(self, collected: Collected) -> dict[str, float]:
         """How far the run is in its data, and what the step has of it; equal on all ranks."""
         tokens, epoch = int(collected.table.answers["num_tokens"].sum()), self._done / len(self._examples.train)

@@ -86,14 +86,17 @@ def _evaluation(num_eval: int, eval: EvaluationConfig, steps: int = 0) -> tuple[
 
 
 def footer(run_dir: Path, steps: int) -> str:
-    """Return text on the report and the last checkpoint, how to continue, and how to load the model."""
+    """Return text on the report and the last checkpoint, how to continue, and how to load the model.
+
+    steps: of the run if it has done them all, else 0.
+    """
     lines = [("report", str(run_dir / "report.html"))]
     if (run_dir / RESULTS).exists():
         lines.append(("results", str(run_dir / RESULTS)))
     if checkpoints := sorted((run_dir / "checkpoints").glob("step-*")):
         last = checkpoints[-1]
         lines.append(("checkpoint", str(last)))
-        lines.append(("continue", f"the same command with steps= above {steps}"))
+        lines.append(("continue", "the same command" + f" with steps= above {steps}" * (steps > 0)))
         if (last / "hf").is_dir():
             # A reward model is loaded by another class of transformers.
             ranks = "ForSequenceClassification" in (last / "hf" / "config.json").read_text()
