@@ -80,7 +80,9 @@ class Checkpointer:
 
         With `overlap`, the previous checkpoint is sealed first; one after which no step comes is written at once.
         """
-        is_due = step != self._saved and (last or stops or (self._cfg.every and step % self._cfg.every == 0))
+        is_due = last or (self._cfg.every and step % self._cfg.every == 0)
+        if stops:
+            is_due = step != self._saved
         if not is_due and self._unsealed is None:
             return
         with self._world.phase("save"), ExitStack() as awake:

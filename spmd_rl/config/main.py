@@ -257,7 +257,8 @@ def given_run_dir(pipeline: str, argv: Sequence[str]) -> Path | None:
     given = {key.lstrip("+"): value.strip("'\"") for key, _, value in (word.partition("=") for word in argv)}
     name, folder = given.get("run.name", ""), given.get("run.dir")
     plain_words = "$" not in f"{name}{folder}"
-    return run_dir(pipeline, name, folder) if plain_words and (is_name(name) or folder) else None
+    is_given = folder or (name and is_name(name))
+    return run_dir(pipeline, name, folder) if plain_words and is_given else None
 
 
 class _Parser(Parser):

@@ -114,7 +114,8 @@ def interrupted(run_dir: Path) -> str:
     latest = run_dir / "checkpoints" / "latest"
     saved = int(latest.read_text().strip().removeprefix("step-")) if latest.exists() else 0
     done = max((line["step"] for line in read_lines(run_dir / "metrics.jsonl")), default=0)
-    lost = f"steps {saved + 1} to {done} are lost" if done > saved else "no finished step is lost"
+    several = f"steps {saved + 1} to {done} are" if done > saved + 1 else f"step {done} is"
+    lost = f"{several} lost" if done > saved else "no finished step is lost"
     kept = f"the newest checkpoint is that of step {saved}" if saved else "there is no checkpoint yet"
     place = f"step {saved}" if saved else "the start"
     return f"{kept}, {lost} (checkpoint.every)\nthe same command goes on from {place}"
