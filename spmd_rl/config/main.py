@@ -107,22 +107,8 @@ def main(
         gc.freeze()  # or the interpreter searches torch's modules for cycles on exit, for a second or more
     except KeyboardInterrupt:
         exit_.leave(130, "interrupted" if rank() == 0 else "")
-    except Stopped as stopped:
-        tell_torchrun(str(stopped))
-        exit_.leave(stopped.code, str(stopped) if rank() == 0 else "")
-    except UserError as error:
-        if isinstance(error, Disagreement) and rank() != 0:
-            exit_.leave(2, "")
-        exit_.fail(2, str(error), error.report)
-    except RunFailed as error:
-        exit_.fail(1, str(error), error.report)
     except Exception as error:  # noqa: BLE001 - the boundary of a rank: recorded, then the end of the process
-        if full := full_disk(error):
-            exit_.fail(2, f"disk full: {full.filename or exit_.folder}")
-        if lost := lost_file(error, exit_.folder):
-            exit_.fail(2, f"run.dir: {lost.filename}: {lost.strerror}", traceback.format_exc())
-        tell(traceback.format_exc().rstrip(), lines=True)
-        exit_.fail(1, one_line(error), traceback.format_exc(), printed=True)
+        exit_.end(error)
 
 
 def _evaluate(schema: type, argv: Sequence[str]) -> None:
@@ -162,6 +148,22 @@ class Exit:
         path = self.folder / ERROR_FILE if self.folder else None
         if path and rank() == 0 and path.exists() and not fresh(path):
             path.unlink(missing_ok=True)
+
+    def end(self, error: Exception) -> NoReturn:
+        """Exit with the code and the lines of an exception; call it where that is handled."""
+        if isinstance(error, Stopped):
+            tell_torchrun(str(error))
+            self.leave(error.code, str(error) if rank() == 0 else "")
+        if isinstance(error, UserError | RunFailed):
+            if isinstance(error, Disagreement) and rank() != 0:
+                self.leave(2, "")
+            self.fail(2 if isinstance(error, UserError) else 1, str(error), error.report)
+        if full := full_disk(error):
+            self.fail(2, f"disk full: {full.filename or self.folder}")
+        if lost := lost_file(error, self.folder):
+            self.fail(2, f"run.dir: {lost.filename}: {lost.strerror}", traceback.format_exc())
+        tell(traceback.format_exc().rstrip(), lines=True)
+        self.fail(1, one_line(error), traceback.format_exc(), printed=True)
 
     def fail(self, code: int, line: str, report: str = "", printed: bool = False) -> NoReturn:
         """Print `line` once for all ranks that fail alike, and exit.

@@ -120,7 +120,8 @@ class Supervisor:
             if number := self.shutdown.ask_to_stop(signum):
                 self._asked_at = time.monotonic()
                 if number == 1:
-                    print_error(f"{signum.name}: this step is finished and saved, then the run ends; again: at once")
+                    text = "the run ends once this step is finished and saved; a second signal ends it at once"
+                    print_error(f"{signum.name}: {text}")
                 return
         elif self._me.launched and time.monotonic() - self._asked_at < _SAME_SECONDS:
             return

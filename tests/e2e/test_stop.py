@@ -28,7 +28,7 @@ def assert_stopped(run: Running, signum: signal.Signals) -> None:
     folders = sorted(path.name for path in (run.run_dir / "checkpoints").iterdir())
     assert folders == ["latest", "step-000002"]
     text = run.text()
-    assert text.count(f"{signum.name}: this step is finished and saved, then the run ends; again: at once") == 1
+    assert text.count(f"{signum.name}: the run ends once this step is finished and saved; a second ") == 1
     assert f"\n{signum.name}: stopped after step 2, which is saved\n" in text
     assert text.count("continue    the same command\n") == 1
     assert not (run.run_dir / "error.txt").exists()
@@ -76,7 +76,7 @@ def test_a_second_signal_ends_the_run_at_once(toy: Toy) -> None:
     run = toy.linger("enter score", *SETTINGS, name="twice", env={"LINGER_SECONDS": "60"}, ranks=0)
     run.wait_for("enter score")
     os.kill(run.pid("rank-0"), signal.SIGINT)
-    while "again: at once" not in run.text():
+    while "ends it at once" not in run.text():
         assert run.process.poll() is None
     os.kill(run.pid("rank-0"), signal.SIGINT)
     assert run.wait() == 128 + signal.SIGINT
