@@ -36,7 +36,7 @@ def run(cfg: AgenticConfig) -> None:
         if start == 0:
             with track.step(0):
                 track.add(evaluate(rollouts, world, 0, track.log_eval))  # [train]
-        for step in range(start + 1, cfg.steps + 1):
+        for step in job.steps(start, saver):
             source, student = (demonstrations, imitation) if step <= cfg.warmup.steps else (rollouts, learner)
             with track.step(step):
                 collected = source.collect(step)  # [train] played here or by other ranks

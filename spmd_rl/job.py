@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from spmd_rl import sidecar, train
-from spmd_rl.base.errors import UserError
+from spmd_rl.base.errors import Stopped, UserError
 from spmd_rl.checkpoint import Checkpointer, HfExport, finished, problem_of
 from spmd_rl.checkpoint.checkpointer import Stateful
 from spmd_rl.config.schema import JobConfig
@@ -67,6 +67,8 @@ class Job:
     """True if the run directory already holds the last step."""
     track: Run | None = None
     """The run directory on trainer ranks, once `open_run` has opened it."""
+    stopped: Stopped | None = None
+    """Reason why the run ends before its last step."""
     frozen: FrozenRoles | None = None
     """Roles that run on ranks other than the trainer ranks; None without any, and on other ranks."""
 
@@ -84,7 +86,7 @@ class Job:
 
         `source`: the prompts or tasks of the tickets; None in a pipeline that does not generate. `template_args`: of
         the chat template. `envs`: None in a pipeline without environments. UserError on all ranks, naming the
-        difference, if they disagree.
+        difference, if they disagree. `Stopped`, after everything is closed, if a signal ended the `steps`.
         """
         run_dir = Path(cfg.run.dir)
         tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code, template_args)
@@ -101,6 +103,8 @@ class Job:
             if not job.is_over:
                 agree_on_dtype(world, cfg.policy)  # [all]
             yield job
+        if job.stopped:
+            raise job.stopped
 
     def open_run(self, world: World) -> None:
         """[train] Open the run directory. world: the trainer ranks."""
@@ -155,6 +159,19 @@ class Job:
         start = saver.restore()  # [train]
         self.begin(place, start)  # [all]
         return saver, start
+
+    def steps(self, start: int, saver: Checkpointer) -> Iterator[int]:
+        """[train] Yield the steps after `start`. Once a signal has asked for the end, save the step that is done, and
+        yield no more; then leaving the job raises `Stopped`."""
+        stop = self.world.stop
+        stop.accept()
+        for step in range(start + 1, self.cfg.steps + 1):
+            yield step
+            if self.track.stop_signal and step < self.cfg.steps:
+                saver.maybe_save(step, stops=True)  # [train] the signal is agreed on
+                self.stopped = Stopped(self.track.stop_signal, step)
+                break
+        stop.refuse()
 
     def verify(self, key: str, checkpoint: str | None) -> None:
         """[all] Raise a UserError naming the setting `key` unless every byte of a checkpoint matches its manifest."""

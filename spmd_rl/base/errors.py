@@ -12,6 +12,7 @@ import sysconfig
 import traceback
 from collections.abc import Container, Sequence
 from pathlib import Path
+from signal import Signals
 from typing import TextIO
 
 MAX_CHARACTERS = 300
@@ -36,6 +37,14 @@ class Disagreement(UserError):
 
 class RunFailed(_Reported, RuntimeError):
     """The run stops for a reason it can name in one line, and resumes from its last checkpoint. Exit code 1."""
+
+
+class Stopped(Exception):
+    """The run saved a step and ended because a signal asked for it. Exit code 128 and the signal's number."""
+
+    def __init__(self, signum: int, step: int) -> None:
+        super().__init__(f"{Signals(signum).name}: stopped after step {step}, which is saved")
+        self.code = 128 + signum
 
 
 def one_line(error: BaseException | str) -> str:

@@ -101,15 +101,19 @@ class Checkpointer:
         self._cfg, self._run_dir, self._world = cfg, run_dir, world
         self._dir = CheckpointDir(run_dir / "checkpoints")
         self._roles, self._parts, self._export = dict(roles), dict(parts), export
-        # Alike on all ranks, since it decides whether they meet.
+        # Both alike on all ranks, since they decide whether these meet.
         self._unsealed: Unsealed[Hashed] | None = None
+        self._saved = 0
 
-    def maybe_save(self, step: int, last: bool = False) -> None:
-        """[all] Save if `step` is due, or `last`. UserError on all ranks if any could not write.
+    def maybe_save(self, step: int, last: bool = False, stops: bool = False) -> None:
+        """[all] Save if `step` is due, `last`, or the run `stops` after it. UserError on all ranks if any could not
+        write.
 
-        With `overlap`, the previous checkpoint is sealed first; the `last` one is written at once.
+        With `overlap`, the previous checkpoint is sealed first; one after which no step comes is written at once.
         """
         is_due = last or (self._cfg.every and step % self._cfg.every == 0)
+        if stops:
+            is_due = step != self._saved
         if not is_due and self._unsealed is None:
             return
         with self._world.phase("save"), ExitStack() as awake:
@@ -119,7 +123,8 @@ class Checkpointer:
             if is_due:
                 for role in self._roles.values():
                     awake.enter_context(role.awake())
-                self._save(step, export=last or self._cfg.export_hf, overlap=self._cfg.overlap and not last)  # [all]
+                overlap = self._cfg.overlap and not (last or stops)
+                self._save(step, export=last or self._cfg.export_hf, overlap=overlap)  # [all]
 
     def restore(self) -> int:
         """[all] Load the checkpoint that `checkpoint.resume` selects; return its step, or 0 without one.
@@ -142,6 +147,7 @@ class Checkpointer:
 
     def _save(self, step: int, export: bool, overlap: bool) -> None:
         """[all] Write everything into a temporary directory and move it; with `overlap`, a thread does the writing."""
+        self._saved = step
         state = self._state(step)  # [all]
         # A random name: ranks of an earlier, half-dead start must not write into this directory.
         nonce = self._world.broadcast("save: begin", secrets.token_hex(4))  # [all]

@@ -22,6 +22,7 @@ from spmd_rl.base.errors import printable
 from spmd_rl.base.process import running, tell_torchrun
 from spmd_rl.distributed.heartbeat import Heartbeats
 from spmd_rl.distributed.journal import Journal
+from spmd_rl.distributed.stop import StopRequest
 
 _CALLBACK_SECONDS = 3.0
 _PEER_SECONDS = _STORE_SECONDS = 1.0
@@ -64,6 +65,10 @@ class Shutdown:
         # Without a store the other ranks notice by themselves.
         return _within(_STORE_SECONDS, write, end)
 
+    def ask_to_stop(self, signum: signal.Signals) -> int:
+        """Ask the run to save its step and end; see `StopRequest.ask`. Return 0 if the store does not answer."""
+        return _within(_STORE_SECONDS, lambda: StopRequest(self._store).ask(signum), 0)
+
     def announced(self) -> End | None:
         """Return the announced reason for the end of the run, if any."""
         return msgspec.msgpack.decode(self._store.get(_KEY), type=End) if self._store.check([_KEY]) else None
@@ -101,7 +106,7 @@ class Shutdown:
             for peer in peers:
                 if peer.rank not in live:
                     # A call that holds the GIL may have silenced it: faulthandler's C handler still writes its stacks.
-                    _send(peer.pid, signal.SIGUSR1)
+                    _send(peer.pid, signal.SIGUSR2)
         for callback in [*self.callbacks * (self._rank == 0), sys.stdout.flush]:
             _within(began + _CALLBACK_SECONDS - time.monotonic(), callback, None)
         if all(self._rank < peer.rank for peer in peers if peer.rank in live):

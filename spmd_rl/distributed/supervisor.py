@@ -78,6 +78,8 @@ class SignalThread:
 
 
 _UNWIND_SECONDS = 5
+_SAME_SECONDS = 2.0
+"""Time in seconds within which a rank receives one signal from both its launcher and the scheduler."""
 
 
 class Supervisor:
@@ -93,16 +95,18 @@ class Supervisor:
         stall_seconds: float,
         signals: Sequence[signal.Signals],
     ) -> None:
-        """[all] Start watching; main thread only. `stall_seconds` may be infinity; `signals` end the run."""
+        """[all] Start watching; main thread only. `stall_seconds` may be infinity; `signals` ask the run to
+        save and end; a second one, or one that comes before the first step, ends it at once."""
         self._me = me
         # The barrier lets all ranks read their clocks within a moment, from which ages of heartbeats are computed.
         collectives.barrier("start: clocks")
         mine = Peer(me.rank, me.node, socket.gethostname(), os.getpid(), time.monotonic())
         peers = [Peer(*peer) for peer in collectives.gather("start: peers", mine)]
         self._journal, self._announced, self._run_dir = journal, False, run_dir
+        self._asked_at: float | None = None
         self._heartbeats = Heartbeats(store, mine, peers, journal)
         self.shutdown = Shutdown(store, self._heartbeats, journal, run_dir)
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
         stacks = str(journal.path.parent / "stacks-rank-*.txt")
         self._watchdog = Watchdog(self._heartbeats, self.shutdown, stall_seconds, stacks)
         self._signals = SignalThread(signals, self._signalled)
@@ -158,9 +162,18 @@ class Supervisor:
     def _stop(self) -> None:
         self._watchdog.stop()
         self._signals.close()
-        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.unregister(signal.SIGUSR2)
 
     def _signalled(self, signum: signal.Signals) -> None:
+        if self._asked_at is None:
+            if number := self.shutdown.ask_to_stop(signum):
+                self._asked_at = time.monotonic()
+                if number == 1:
+                    text = "the run ends once this step is finished and saved; a second signal ends it at once"
+                    print_error(f"{signum.name}: {text}")
+                return
+        elif self._me.launched and time.monotonic() - self._asked_at < _SAME_SECONDS:
+            return
         if self.shutdown.claim():
             text = f"rank {self._me.rank} received {signum.name}"
             gone = self._killed_ranks(0.0)

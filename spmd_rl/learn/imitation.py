@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from spmd_rl.algo import AGGREGATIONS
@@ -54,6 +55,10 @@ def deal(
     if annotate:
         annotate(packed, own)
     return made, redistribute(packed, made, count, data, world)  # [all]
+
+
+RowLog = Callable[[int, Mapping[tuple[int, int], float]], None]
+"""Function that logs held-out rows: it gets the step, and by ticket and answer the score of each row of this rank."""
 
 
 class Imitation:
@@ -128,18 +133,35 @@ class Imitation:
         metrics = mean_over(found, "actor", lambda number, key: used[number].weight(key, 1.0))
         return metrics | self.plan.metrics()
 
-    def measure(self, parts: Iterable[Samples]) -> Metrics:
-        """[all] Return the loss on held-out samples as `val/*`; they come in parts. Equal on all ranks."""
+    def measure(self, parts: Iterable[Samples], log: RowLog = lambda step, scores: None) -> Metrics:
+        """[all] Return the loss on held-out samples as `val/*`; they come in parts. Equal on all ranks.
+
+        log: gets the mean over the learnt tokens of each sample of their logprobs, or of a critic's values.
+        """
         sums, counts, overlong = defaultdict[str, float](float), defaultdict[str, float](float), None
+        scores = dict[tuple[int, int], float]()
         with self._world.phase("eval"):
             for collected in parts:  # [all] have as many
                 overlong = (overlong or 0) + num_empty(collected)
                 (one,) = self._prepare(collected, 1)  # [all]
                 with self.policy.awake():
-                    found = measure(self.policy.layout.data, one.batch, self.outputs(one.batch), one.loss)  # [all]
+                    outputs = self.outputs(one.batch)  # [all]
+                    found = measure(self.policy.layout.data, one.batch, outputs, one.loss)  # [all]
+                if self.policy.layout.data.is_leader:
+                    scores |= _mean_by_sample(one.batch, outputs[0])
                 for name, value in found.items():
                     weight = one.weight(name, one.count)
                     sums[name] += weight * value
                     counts[name] += weight
+            if overlong is not None:
+                log(collected.step, scores)
         means = {f"val/{name.removeprefix('actor/')}": sums[name] / counts[name] for name in sums if counts[name]}
         return means if overlong is None else {**means, "val/overlong": float(overlong)}
+
+
+def _mean_by_sample(batch: Batch, values: Tensor) -> dict[tuple[int, int], float]:
+    """Return the mean of `values`, [T], over the sampled tokens of each sample."""
+    samples = batch.sampled.samples
+    counts = torch.bincount(samples, minlength=batch.num_samples).clamp(min=1)
+    sums = values.new_zeros(batch.num_samples).index_add(0, samples, values[batch.sampled.index])
+    return dict(zip(map(tuple, batch.keys.tolist()), (sums / counts).tolist(), strict=True))

@@ -16,7 +16,7 @@ from spmd_rl.batch import Batch
 from spmd_rl.config.sections.preference import PreferenceConfig
 from spmd_rl.learn.advantages import Samples
 from spmd_rl.learn.custom import bind
-from spmd_rl.learn.imitation import Imitation, Term
+from spmd_rl.learn.imitation import Imitation, RowLog, Term
 from spmd_rl.rollout.row_source import CHOSEN, MISMATCHED, REJECTED
 from spmd_rl.train.base import Metrics, PolicyRole
 from spmd_rl.types import Sample
@@ -56,9 +56,9 @@ class Preference(Imitation):
         """[all] Update the policy, see `Imitation.update`."""
         return self._with_margins(super().update(terms), "rewards")  # [all]
 
-    def measure(self, parts: Iterable[Samples]) -> Metrics:
+    def measure(self, parts: Iterable[Samples], log: RowLog = lambda step, scores: None) -> Metrics:
         """[all] Return the loss on held-out samples, see `Imitation.measure`."""
-        return self._with_margins(super().measure(parts), "val/rewards")  # [all]
+        return self._with_margins(super().measure(parts, log), "val/rewards")  # [all]
 
     def _with_margins(self, metrics: Metrics, section: str) -> Metrics:
         """Return the metrics with the margin of single answers, where there are good and bad ones."""

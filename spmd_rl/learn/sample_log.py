@@ -1,19 +1,20 @@
 """Rows of the sample log: each sample with its prompt, advantage, and reason if it is dropped; held-out answers."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from spmd_rl.learn.imitation import Imitation
+from spmd_rl.learn.imitation import Imitation, RowLog
 from spmd_rl.learn.learner import Learner
 from spmd_rl.learn.prepare import Plan
-from spmd_rl.rollout import Collected
+from spmd_rl.rollout import Collected, RowSource
 from spmd_rl.track.run import Run
+from spmd_rl.track.run_reader import plain_text
 from spmd_rl.track.samples import SampleRow, StepRow, TurnRow
-from spmd_rl.types import AgentStep, Group, Prompt, Sample, Verdict, concat
+from spmd_rl.types import AgentStep, Conversation, Group, Prompt, Sample, Verdict, concat
 
 DECIMALS = 6
 """Decimals of a logprob in the log"""
@@ -75,6 +76,23 @@ def held_out(groups: Iterable[Group]) -> Iterator[SampleRow]:
         messages = msgspec.Raw(_encode(group.prompt.messages))
         for sample, turns in zip(group.samples, _turns(group), strict=True):
             yield _row(group.prompt, messages, sample, turns, None, "held out")
+
+
+def of_rows(track: Run, source: RowSource) -> RowLog:
+    """Return a function that logs the held-out rows of a supervised run with their scores, in the form of answers."""
+
+    def log(step: int, scores: Mapping[tuple[int, int], float]) -> None:
+        found = ((*key, source.shown(*key), score) for key, score in scores.items())
+        track.log_eval(step, (_written(*one) for one in found if one[2]))
+
+    return log
+
+
+def _written(number: int, answer: int, shown: Conversation, score: float) -> SampleRow:
+    *given, last = shown.messages
+    turn = TurnRow(plain_text(last.content), [], [], [], [], "stop")
+    verdict = _verdict(Verdict("ok", score))
+    return SampleRow(number, answer, str(number), "rows", given, "", [turn], verdict, None, False, "held out")
 
 
 def _row(

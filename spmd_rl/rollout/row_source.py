@@ -76,6 +76,11 @@ class RowSource:
             )
         self._warned = self._warned or bool(dropped)
 
+    def shown(self, number: int, answer: int) -> Conversation | None:
+        """Return an answer of a held-out row as it was written; None if it was taken from another row."""
+        example = self._examples.eval[number]
+        return dict(enumerate(example.conversations, example.first)).get(answer)
+
     def metrics(self, collected: Collected) -> dict[str, float]:
         """Return the run's progress through its data, and sizes of the step; equal on all ranks."""
         tokens, epoch = int(collected.table.answers["num_tokens"].sum()), self._done / len(self._examples.train)

@@ -33,7 +33,10 @@ def start_child(
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
+        # In a group of its own: torchrun signals the group of a rank, which still needs its sidecar for the step.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, process_group=0
+        )
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         ours.sendall(frame)
     return process, ours

@@ -86,14 +86,17 @@ def _evaluation(num_eval: int, eval: EvaluationConfig, steps: int = 0) -> tuple[
 
 
 def footer(run_dir: Path, steps: int) -> str:
-    """Return text on the report and the last checkpoint, how to continue, and how to load the model."""
+    """Return text on the report and the last checkpoint, how to continue, and how to load the model.
+
+    steps: of the run if it has done them all, else 0.
+    """
     lines = [("report", str(run_dir / "report.html"))]
     if (run_dir / RESULTS).exists():
         lines.append(("results", str(run_dir / RESULTS)))
     if checkpoints := sorted((run_dir / "checkpoints").glob("step-*")):
         last = checkpoints[-1]
         lines.append(("checkpoint", str(last)))
-        lines.append(("continue", f"the same command with steps= above {steps}"))
+        lines.append(("continue", "the same command" + f" with steps= above {steps}" * (steps > 0)))
         if (last / "hf").is_dir():
             # A reward model is loaded by another class of transformers.
             ranks = "ForSequenceClassification" in (last / "hf" / "config.json").read_text()
@@ -111,7 +114,8 @@ def interrupted(run_dir: Path) -> str:
     latest = run_dir / "checkpoints" / "latest"
     saved = int(latest.read_text().strip().removeprefix("step-")) if latest.exists() else 0
     done = max((line["step"] for line in read_lines(run_dir / "metrics.jsonl")), default=0)
-    lost = f"steps {saved + 1} to {done} are lost" if done > saved else "no finished step is lost"
+    several = f"steps {saved + 1} to {done} are" if done > saved + 1 else f"step {done} is"
+    lost = f"{several} lost" if done > saved else "no finished step is lost"
     kept = f"the newest checkpoint is that of step {saved}" if saved else "there is no checkpoint yet"
     place = f"step {saved}" if saved else "the start"
     return f"{kept}, {lost} (checkpoint.every)\nthe same command goes on from {place}"

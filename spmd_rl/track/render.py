@@ -215,7 +215,8 @@ def spread(steps: Sequence[int], count: int) -> list[int]:
 
 def _sample(row: dict[str, Any], color: str, model: str) -> str:
     verdict, turns = row["verdict"], row["turns"]
-    facts = [f"ticket {row['ticket']}.{row['answer']}", f"{sum(len(turn['token_ids']) for turn in turns)} tokens"]
+    count = sum(len(turn["token_ids"]) for turn in turns)
+    facts = [f"ticket {row['ticket']}.{row['answer']}", *[f"{count} tokens"] * (count > 0)]
     if row.get("greedy"):
         facts.append("greedy")
     if row["advantage"] is not None:

@@ -61,6 +61,10 @@ class Run:
         self._phase_reporter = PhaseReporter()
         self._trackers: list[Tracker] = []
         self._step: int | None = None
+        self._latest = 0
+        self.stop_signal = 0
+        """Number of the signal that asked for the end of the run, as of the last step's end; 0 without one. Equal on
+        all ranks."""
         self._merging = threading.Lock()
         self._num_started = 0
         self._step_start: float | None = None
@@ -156,13 +160,14 @@ class Run:
             raise failure
 
     def state(self) -> dict[str, Any]:
-        """[all] Return the state for a checkpoint inside a step, with the step's line so far."""
-        assert self._step is not None, "a checkpoint is saved inside a step"
+        """[all] Return the state for a checkpoint in a step or after it, with the step's line so far."""
         self._reduce()  # [all]
         if self._goodput:
             # A run that is killed after the save and before the step's end does not repeat the step.
-            self._goodput.step(self._step)
-        return {"run": self._cfg.run.name, "id": self._id, "step": self._step, "line": self.line}
+            self._goodput.step(self._latest)
+        # Rank 0 alone knows the goodput, once the step is over.
+        line = {key: value for key, value in self.line.items() if key != "system/goodput"}
+        return {"run": self._cfg.run.name, "id": self._id, "step": self._latest, "line": line}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """[all] Cut metrics and samples back to the checkpoint's step.
@@ -182,7 +187,7 @@ class Run:
             render.write_report(self.directory)
 
     def _begin(self, step: int) -> None:
-        self._step, self.line, self._local = step, {}, {}
+        self._step, self._latest, self.line, self._local = step, step, {}, {}
         self._world.journal.set_step(step)
         if self._step_start is None:
             if self._world.rank == 0:
@@ -226,8 +231,10 @@ class Run:
         self._phase_reporter.first_step = False
 
     def _reduce(self) -> None:
-        """[all] Reduce the values of all ranks into the line, with one collective."""
-        records = self._world.gather("track: metrics", self._local)
+        """[all] Reduce the values of all ranks into the line, and agree on the signal, with one collective."""
+        asked = self._world.stop.asked() if self._world.rank == 0 else 0
+        gathered = self._world.gather("track: metrics", [asked, self._local])
+        self.stop_signal, records = gathered[0][0], [local for _, local in gathered]
         for reduce in _REDUCTIONS:
             self.line |= combine(reduce, [record.get(reduce, {}) for record in records])
         self._local = {}
@@ -277,7 +284,8 @@ class Run:
                 thread.join(_CLOSE_TIMEOUT)
         if clean and self._goodput:
             self._goodput.end()
-            tell(messages.footer(self.directory, self._cfg.steps), lines=True)
+            ends = not self.stop_signal or self._latest >= self._cfg.steps
+            tell(messages.footer(self.directory, self._cfg.steps if ends else 0), lines=True)
 
     def _close_trackers(self) -> None:
         for tracker in self._trackers:
