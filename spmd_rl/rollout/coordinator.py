@@ -7,7 +7,8 @@ Every replica has a `Coordinator` over the store that all share; the rules are f
     slices/<position>   counter: slices of a ticket whose verdicts are all in, where a ticket has several;
                         slices/<position>/<n>: what was answered
     end                 written when the step has ended: which tickets it uses
-    left/<replica>      slices with which a replica goes on in the next step, where replicas do not meet at its end
+    left/<number>       slices under way on a replica that knows of the end, where replicas do not meet at it
+    joined              counter: replicas that take part until the end alone, and leave what they have to others
 
 `rollout.accept` names the rule that ends a step, each a subclass. The number of store operations per ticket does not
 grow with the number of replicas, and all replicas together look `POLLS_PER_SECOND` times a second for news.
@@ -63,7 +64,7 @@ class Store(Protocol):
 class Coordinator:
     """One step as one replica sees it; `coordinate` makes the one that `rollout.accept` names."""
 
-    shared_keys: tuple[str, ...] = ("claimed", "rejected", "end")
+    shared_keys: tuple[str, ...] = ("claimed", "rejected", "end", "joined")
 
     def __init__(
         self, store: Store, prefix: str, plan: StepPlan, replicas: int = 1, clock: Callable[[], float] = time.monotonic
@@ -124,14 +125,27 @@ class Coordinator:
         """The number of resolved tickets that do not qualify, as far as this replica knows."""
         return self._num_rejected
 
-    def leave(self, replica: int, slices: bytes) -> None:
-        """Write down the slices with which a replica goes on in the next step."""
-        self._store.set(self._key(f"left/{replica}"), slices)
-        self._own_keys.add(f"left/{replica}")
+    def join(self) -> int:
+        """Take part until the end alone; return which of these replicas this one is, from 0.
 
-    def left(self, replicas: Sequence[int]) -> list[bytes] | None:
-        """Return what these replicas have written with `leave`; None until all of them have."""
-        keys = [self._key(f"left/{replica}") for replica in replicas]
+        One that joins after the end finds it before it claims, and leaves nothing. So replicas that know of the end may
+        count differently.
+        """
+        return self._store.add(self._key("joined"), 1) - 1
+
+    @property
+    def num_joined(self) -> int:
+        """The number of replicas that have joined."""
+        return self._store.add(self._key("joined"), 0)
+
+    def leave(self, number: int, slices: bytes) -> None:
+        """Write down the slices that a replica has under way at the end."""
+        self._store.set(self._key(f"left/{number}"), slices)
+        self._own_keys.add(f"left/{number}")
+
+    def left(self, numbers: Sequence[int]) -> list[bytes] | None:
+        """Return what was written with `leave` under these numbers; None until all of it is there."""
+        keys = [self._key(f"left/{number}") for number in numbers]
         return [self._store.get(key) for key in keys] if not keys or self._store.check(keys) else None
 
     def forget(self, shared: bool) -> None:

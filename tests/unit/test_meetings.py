@@ -239,7 +239,9 @@ class Rank:
         self.world = World(run, threads, view, tuple(range(size)), me)
         lent = run.cfg.placement.is_lent
         first = 0 if lent else run.num_train
-        replicas = Replicas(max(0, me - first), size - first, tuple(range(run.num_train - first, size - first)))
+        replicas = Replicas(
+            max(0, me - first), size - first, {rank - first: rank for rank in range(run.num_train, size)}
+        )
         staleness, rollout = run.cfg.placement.max_staleness, run.cfg.rollout
         self.steps = StepsAhead(view, rollout, staleness, replicas, lambda ticket: float(ticket % 3))
         self.player = None
