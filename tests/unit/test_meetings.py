@@ -382,7 +382,7 @@ def test_in_random_histories_no_ticket_is_lost_and_no_token_too_old(seeds: range
         modes.add(run.cfg.placement.mode)
         assert run.num_keys < 60, "keys of old steps stay in the store"
     assert max(lives) > 3 and lives.count(1) > len(seeds) // 5 and modes == {"split", "lent"}
-    assert CountingPlayer.taken["begun"] > 3 and CountingPlayer.taken["finished"] > 1
+    assert CountingPlayer.taken.total() > 5, "what lent replicas left goes on"
     assert {0, 1, 2, 3} <= lags and mixed > 20, "answers of two versions, too"
 
 
