@@ -14,7 +14,7 @@ from spmd_rl.config.schema import RlConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.learn import Evaluation
-from spmd_rl.placement.hand_over import gather_reports, places, send_slices
+from spmd_rl.placement.hand_over import gather_reports, parts_of, places, send_slices
 from spmd_rl.placement.meetings import IDLE_SECONDS, Meeting, Meetings
 from spmd_rl.rollout.ahead import StepsAhead
 from spmd_rl.rollout.collected import RankReport
@@ -74,6 +74,8 @@ class Generator:
         self._answers: list[Group] = []
         self._unused: dict[GroupSlice, Group] = {}
         """Slices that finished here and go on in the open step."""
+        self._coming: set[GroupSlice] = set()
+        """Slices that a lent replica has begun, and hands over to this one."""
         self._previous: Coordinator | None = None
         self._has_left = self._is_over = False
         self._waited, self._swaps = 0.0, list[float]()
@@ -95,6 +97,8 @@ class Generator:
             if self.poll():
                 await self.enter()
             elif self._has_left and self._steps.advance():
+                given = {one for one, rank in self._steps.given.items() if rank == self._world.rank}
+                self._coming |= given - self._player.running.keys()  # its hand over may have been before
                 self._has_left, self._waited, self._swaps = False, 0.0, []
             elif not self._has_left and self._may_begin:
                 await self._step()
@@ -133,7 +137,7 @@ class Generator:
         with world.phase("generate"), run.counted():
             shared.begin(run, self._unused)
             await run.until_end()
-        running = sorted(player.running)
+        running = sorted([*player.running, *self._coming])
         report = shared.report(run, running, leads=True)
         report.pace = {
             "placement/generate_wait_seconds": self._waited,
@@ -183,7 +187,8 @@ class Generator:
         elif kind == "eval":
             slices = {GroupSlice(group.ticket, 0): group.samples for group in self._answers}
             held_out, _ = self._evaluation.questions(self._prompts.eval, meeting.number)
-            send_slices(world, self._trainers, slices, places(range(len(held_out)), len(self._trainers)))  # [all]
+            to = places(range(len(held_out)), len(self._trainers))
+            send_slices(world, parts_of(slices, self._trainers, to))  # [all]
             self._answers = []
         self._is_over = kind == "end"
         self._meetings.end()
@@ -196,7 +201,9 @@ class Generator:
             to = places(shared.coordinator.used_tickets(), len(self._trainers))
             slices = {one: group.samples for one, group in shared.finished.items() if one.ticket in to}
         gather_reports(self._world, report, None)  # [all]
-        send_slices(self._world, self._trainers, slices, to)  # [all]
+        for one in send_slices(self._world, parts_of(slices, self._trainers, to)):  # [all]
+            self._coming.discard(one.place)
+            self._player.take(one.place, one.begun, one.samples)
         if self._previous:
             self._previous.forget(shared=False)
         self._previous = ended.shared.coordinator if ended else None

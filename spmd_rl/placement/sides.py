@@ -108,7 +108,7 @@ def _parts(
         prompts, longest, prompt_id = fit_prompts(prompts, job.tokenizer, *sections, world)  # [all]
     leads = world.gather("start: replicas", own is not None and own.leads)  # [all]
     ranks = [rank for rank, is_first in enumerate(leads) if is_first]
-    keepers = [number for number, rank in enumerate(ranks) if rank not in sides.train]
+    keepers = {number: rank for number, rank in enumerate(ranks) if rank not in sides.train}
     replicas = Replicas(sum(leads[: world.rank]), len(ranks), keepers)
 
     def priority(ticket: int) -> float:

@@ -5,7 +5,8 @@ The store holds the end of a step and the tickets that it uses. Each replica wri
 The next step begins once all have written; `placement.max_staleness` limits the age of the policy that starts a ticket.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -25,8 +26,8 @@ class Replicas(NamedTuple):
     mine: int
     """Number of this rank's replica; on a rank without an engine, of the next one."""
     count: int
-    keepers: Sequence[int]
-    """Replicas whose ranks only generate, and which therefore carry slices into the next step."""
+    keepers: Mapping[int, int]
+    """First ranks of those whose ranks only generate, by number: they go on with slices in the next step."""
 
 
 class StepsAhead:
@@ -43,10 +44,13 @@ class StepsAhead:
         """priority_of: priority of a ticket; see `plan_step`."""
         self.cursor, self.number, self.start = Cursor(), 0, 0
         self.replicas = replicas
+        self.given: dict[GroupSlice, int] = {}
+        """Slices that others left at the end of the step before, and the first rank of the replica that goes on with
+        each: the one that has fewest."""
         self.coordinator: Coordinator
         """Coordinator of step `number`; set by `begin`."""
         self._store, self._settings, self._max_staleness = store, settings, max_staleness
-        self._priority_of = priority_of
+        self._priority_of, self._name = priority_of, replicas.mine
 
     def begin(self, first: int, start: int, cursor: Cursor) -> None:
         """Begin with step `first`, in a run that resumed from version `start`."""
@@ -66,30 +70,40 @@ class StepsAhead:
     def claim(self, version: Callable[[], int]) -> SliceClaim:
         """Return the claim of this rank's replica for the step. version: returns its policy's current version."""
         coordinator, settings = self.coordinator, self._settings
-        number, plan, keeps = self.number, coordinator.plan, self.replicas.mine in self.replicas.keepers
+        number, plan = self.number, coordinator.plan
 
         def may_begin(position: int) -> bool:
             last = number
             if settings.partial_rollout:
-                if not keeps and position >= plan.goal + coordinator.num_rejected:
-                    # A slice that only a later step needs would be cancelled at the end of this one: only `keepers`
-                    # carry on.
-                    return False
-                # Within the initial positions, those that are claimed first need not be the first ones.
+                # within the initial positions, those that are claimed first need not be the first ones
                 rejected = 0 if position < plan.initial_limit else coordinator.num_rejected
                 last = last_use(number, position, rejected, plan.goal)
             return version() >= oldest_version(last, self._max_staleness, self.start)
 
         return claims(settings.claim, coordinator, self.replicas.mine, self.replicas.count, may_begin)
 
+    def join(self) -> None:
+        """Take part in the open step until its end alone."""
+        self._name = self.replicas.count + self.coordinator.join()
+
     def leave(self, slices: Sequence[GroupSlice]) -> None:
-        """Write that this replica has left the step and carries these slices on."""
-        self.coordinator.leave(self.replicas.mine, msgspec.msgpack.encode(slices))
+        """Say that this replica knows of the step's end, and that others wait for these slices of its."""
+        self.coordinator.leave(self._name, msgspec.msgpack.encode(slices))
 
     def advance(self) -> bool:
-        """Open the next step and return True; False until all `keepers` have left this one."""
-        if (left := self.coordinator.left(self.replicas.keepers)) is None:
+        """Go on to the next step, unless a replica that may have slices under way has not left this one."""
+        count, keepers = self.replicas.count, self.replicas.keepers
+        left = self.coordinator.left([*keepers, *range(count, count + self.coordinator.num_joined)])
+        if left is None:
             return False
-        carried = [one for theirs in left for one in _slices(theirs)]
+        slices = list(map(_slices, left))
+        kept, others = slices[: len(keepers)], sorted(chain(*slices[len(keepers) :]))
+        held, ranks = list(map(len, kept)), list(keepers.values())
+        self.given = {}
+        for one in others:
+            place = held.index(min(held))
+            self.given[one] = ranks[place]
+            held[place] += 1
+        carried = [*chain(*kept), *others]
         self._open(self.number + 1, self.cursor.after(self.coordinator.used_tickets()), carried)
         return True

@@ -5,9 +5,10 @@ Every replica has a `Coordinator` over the shared store. The rules are functions
     claimed             counter: slices handed out so far
     rejected            counter: resolved tickets that do not qualify (each lets one more start)
     slices/<position>   counter: slices of a ticket whose verdicts are all in, where a ticket has several;
-                        slices/<position>/<n>: their answers
-    end                 the tickets that the step uses, once it has ended
-    left/<replica>      slices that a replica carries on, where replicas do not meet at the step's end
+                        slices/<position>/<n>: what was answered
+    end                 written when the step has ended: which tickets it uses
+    left/<number>       slices under way on a replica that knows of the end, where replicas do not meet at it
+    joined              counter: replicas that take part until the end alone, and leave what they have to others
 
 `rollout.accept` names the subclass that ends a step. Store operations per ticket do not grow with the number of
 replicas, and all replicas together poll `POLLS_PER_SECOND` times a second.
@@ -64,7 +65,7 @@ class Store(Protocol):
 class Coordinator:
     """One step as one replica sees it; `coordinate` makes the one that `rollout.accept` names."""
 
-    shared_keys: tuple[str, ...] = ("claimed", "rejected", "end")
+    shared_keys: tuple[str, ...] = ("claimed", "rejected", "end", "joined")
 
     def __init__(
         self, store: Store, prefix: str, plan: StepPlan, replicas: int = 1, clock: Callable[[], float] = time.monotonic
@@ -124,14 +125,27 @@ class Coordinator:
         """Number of resolved tickets that do not qualify, as of the last poll."""
         return self._num_rejected
 
-    def leave(self, replica: int, slices: bytes) -> None:
-        """Write the slices that a replica carries on."""
-        self._store.set(self._key(f"left/{replica}"), slices)
-        self._own_keys.add(f"left/{replica}")
+    def join(self) -> int:
+        """Take part until the end alone; return which of these replicas this one is, from 0.
 
-    def left(self, replicas: Sequence[int]) -> list[bytes] | None:
-        """Return the slices that these replicas carry on; None until all have called `leave`."""
-        keys = [self._key(f"left/{replica}") for replica in replicas]
+        One that joins after the end finds it before it claims, and leaves nothing. So replicas that know of the end may
+        count differently.
+        """
+        return self._store.add(self._key("joined"), 1) - 1
+
+    @property
+    def num_joined(self) -> int:
+        """The number of replicas that have joined."""
+        return self._store.add(self._key("joined"), 0)
+
+    def leave(self, number: int, slices: bytes) -> None:
+        """Write down the slices that a replica has under way at the end."""
+        self._store.set(self._key(f"left/{number}"), slices)
+        self._own_keys.add(f"left/{number}")
+
+    def left(self, numbers: Sequence[int]) -> list[bytes] | None:
+        """Return what was written with `leave` under these numbers; None until all of it is there."""
+        keys = [self._key(f"left/{number}") for number in numbers]
         return [self._store.get(key) for key in keys] if not keys or self._store.check(keys) else None
 
     def forget(self, shared: bool) -> None:

@@ -32,6 +32,7 @@ from msgspec.structs import replace
 from spmd_rl.base.errors import RunFailed, UserError, located, traceback_of
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.engine_loop import EngineLoop
+from spmd_rl.rollout.transcript import Transcript
 from spmd_rl.types import (
     AgentStep,
     AnswerInfo,
@@ -108,7 +109,8 @@ class Context:
     engine_loop: EngineLoop
     scorer: Scorer
     environments: Environments | None = None
-    """Environments that play `ctx.prompt` if it is a task."""
+    """Where `ctx.prompt` is the task of an environment, what plays it."""
+    transcript: Transcript = field(default_factory=Transcript)
     attempt: int = 0
     """Number of restarts of the episode."""
     turns: list[Turn] = field(default_factory=list)
@@ -179,10 +181,11 @@ class Context:
             history = [part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
             before = concat([*history, prompt_ids], "i")
         first = limit if soft_limit is None else min(limit, soft_limit.num_tokens)
-        c = await self.engine_loop.generate(self._request(before, 0, first))
+        c = self.transcript.replay(before) or await self.engine_loop.generate(self._request(before, 0, first))
         # Two reasons to ask again: the engine has aborted the request, or the answer may go on beyond its soft limit.
         while c.finish_reason == "abort" or (len(c.token_ids) == first < limit and c.finish_reason == "length"):
             partial, upto = c, first
+            self.transcript.add(before, c)
             if soft_limit is None or soft_limit.may_exceed(c.token_ids):
                 upto = limit
             elif len(c.token_ids) == first:
@@ -190,6 +193,7 @@ class Context:
                 break
             c = await self.engine_loop.generate(self._request(before + c.token_ids, len(c.token_ids), upto))
             c = _joined(partial, c)
+        self.transcript.add(before, c)
         text = self.tokenizer.decode(c.token_ids)
         known = (c.token_ids, c.logprobs, c.versions, c.finish_reason, text, c.candidate_ids)
         turn = Turn(prompt_ids, *known, experts=c.experts)
@@ -250,6 +254,7 @@ class Context:
     def begin_again(self) -> None:
         """Forget all turns; the episode restarts with other random numbers."""
         self.attempt += 1
+        self.transcript.clear()
         self.turns, self.segments = [], []
         self.num_turns = self.num_sampled = self.num_tokens = 0
 

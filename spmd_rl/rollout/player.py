@@ -25,12 +25,15 @@ from spmd_rl.rollout.episode import Budget, Context, Episode, Sampling, first_of
 from spmd_rl.rollout.expected import ExpectedVerdicts
 from spmd_rl.rollout.step_plan import GroupSlice, num_slots
 from spmd_rl.rollout.thinking import thinking
+from spmd_rl.rollout.transcript import Answered, Transcript
 from spmd_rl.types import Environments, Group, Prompt, Sample, Scorer
 
 SCORE_POLLS = 200
 """Limit of polls until a rank that waits for verdicts claims again."""
 
 Samples = asyncio.Future[list[list[Sample]]]
+Begun = dict[int, list[Answered]]
+"""What the policy has answered so far in the episodes of a slice, by answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,10 @@ class Player:
         """True if slices continue in the next step."""
         self.engine_loop = EngineLoop(engine, world)
         self.running: dict[GroupSlice, Samples] = {}
-        """Unfinished slices that started here."""
+        """Slices that have started here and have not finished."""
+        self.left: dict[GroupSlice, Begun] = {}
+        """Slices that the last step's end found unfinished, where this replica does not go on with them."""
+        self._transcripts: dict[GroupSlice, dict[int, Transcript]] = {}
         self._prompts, self._tokenizer, self._environments = prompts, services.tokenizer, services.environments
         self._scorer = ExpectedVerdicts(services.scorer, settings.reward, world.journal)
         s = settings.rollout
@@ -134,7 +140,15 @@ class Player:
             # Lets the new episodes reach their `generate`, so that `num_requests` counts them in the next claim.
             await asyncio.sleep(0)
 
-    def _start_slice(self, group_slice: GroupSlice) -> Samples:
+    def take(self, group_slice: GroupSlice, begun: Begun, samples: Sequence[Sample]) -> None:
+        """Go on with a slice that another replica has begun, or, where there are `samples`, has finished."""
+        if samples:
+            self.running[group_slice] = asyncio.get_running_loop().create_future()
+            self.running[group_slice].set_result([list(samples)])
+        else:
+            self.running[group_slice] = self._start_slice(group_slice, begun)
+
+    def _start_slice(self, group_slice: GroupSlice, begun: Begun | None = None) -> Samples:
         s, seed = self.settings.rollout, self.settings.seed
         epoch, prompt = self._prompts.ticket(group_slice.ticket, seed)
         sampling = Sampling(seed, "train", s.temperature, s.max_new_tokens, stop=s.stop_strings, **s.truncation)
@@ -144,10 +158,12 @@ class Player:
         stop = min(first + s.slice_size, s.answers_per_prompt) + s.redundancy
         answers = dict.fromkeys(range(first, stop), sampling)
         if self.settings.uses_greedy and first + s.slice_size >= s.answers_per_prompt:
-            # The greedy baseline is one more answer, with the last slice.
-            answers[s.answers_per_prompt] = replace(sampling, temperature=0.0)
+            answers[s.answers_per_prompt] = replace(sampling, temperature=0.0)  # one more, with the last slice
+        earlier = begun or {}
+        transcripts = {answer: Transcript(earlier.get(answer, ())) for answer in answers}
+        self._transcripts[group_slice] = transcripts
         draws = partial(counter_seed, seed, "train", epoch, prompt.id)
-        return self._start(prompt, group_slice.ticket, draws, answers, self.engine_loop, s.redundancy)
+        return self._start(prompt, group_slice.ticket, draws, answers, self.engine_loop, transcripts, s.redundancy)
 
     def _start(
         self,
@@ -156,6 +172,7 @@ class Player:
         seed: Callable[..., int],
         answers: Mapping[int, Sampling],
         engine_loop: EngineLoop,
+        transcripts: Mapping[int, Transcript],
         spare: int = 0,
     ) -> Samples:
         """Start one episode per answer. Return the future of all their samples, in order. seed: see `Context`. spare:
@@ -171,7 +188,10 @@ class Player:
             scorer=self._scorer,
             environments=self._environments,
         )
-        contexts = [context(answer_index=answer, sampling=sampling) for answer, sampling in answers.items()]
+        contexts = [
+            context(answer_index=answer, sampling=sampling, transcript=transcripts[answer])
+            for answer, sampling in answers.items()
+        ]
         tasks = [asyncio.ensure_future(play(self._episode, ctx)) for ctx in contexts]
         samples = asyncio.ensure_future(first_of(tasks, len(tasks) - spare)) if spare else asyncio.gather(*tasks)
         samples.add_done_callback(lambda _: engine_loop.wake())
@@ -181,6 +201,7 @@ class Player:
         """Yield and remove the slices whose episodes have all ended, in order."""
         for group_slice in sorted(group_slice for group_slice, samples in self.running.items() if samples.done()):
             samples = in_order(self.running.pop(group_slice).result())
+            self._transcripts.pop(group_slice, None)  # none where another replica has finished it
             _, prompt = self._prompts.ticket(group_slice.ticket, self.settings.seed)
             yield group_slice, Group(prompt, group_slice.ticket, samples)
 
@@ -214,6 +235,10 @@ class Player:
         self._wait_message.over()
         num_stopped = await self.engine_loop.abort_all()
         if not self.carries:
+            self.left = {
+                one: {answer: transcript.answers for answer, transcript in self._transcripts[one].items()}
+                for one in self.running
+            }
             await self.cancel()
             self.engine_loop.clear()
         return num_stopped
@@ -224,6 +249,7 @@ class Player:
             samples.cancel()
         await asyncio.gather(*self.running.values(), return_exceptions=True)
         self.running.clear()
+        self._transcripts.clear()
 
     async def answer(self, claim: Claim, finish: Callable[[Group], object]) -> None:
         """Answer the questions that `claim(room)` returns until it returns none. finish: gets each question's answers
@@ -245,7 +271,8 @@ class Player:
         """Start the episodes of a question."""
         of = next(iter(one.answers.values()))
         seed = partial(counter_seed, of.seed, of.split, 0, one.prompt.id)
-        return self._start(one.prompt, one.number, seed, one.answers, engine_loop)
+        transcripts = {answer: Transcript() for answer in one.answers}
+        return self._start(one.prompt, one.number, seed, one.answers, engine_loop, transcripts)
 
     @property
     def asks_again(self) -> bool:
