@@ -1,13 +1,18 @@
 """The entry point of a confined process: it reads the job, then becomes the program, the tested code or its tests.
 
-It has three descriptors beside the program's 0, 1 and 2: `job`, JSON to read; `report`, which gets one byte when the
-process is ready, then what the tests found; `rpc`, a socket between tested code and its tests.
+It has three descriptors after the program's 0, 1 and 2: `job`, JSON to read; `report`, which gets one byte when the
+process is ready, then the report of the tests; `rpc`, a socket between tested code and its tests.
 
-In mode `run` it executes the job's code as `__main__`; in mode `serve` it executes it as the module `solution` and lets
-the tests call it; in mode `test` it never executes it; in mode `beside` code and tests share the process. The report
-descriptor is closed before untrusted code runs, except in mode `beside`, whose report proves nothing.
+| mode | the code of the job |
+|---|---|
+| run | is executed as `__main__` |
+| serve | is executed as the module `solution`, which the tests call |
+| test | is not here: the tests are |
+| beside | shares the process with the tests, so the report proves nothing |
 
-    main(job=3, report=4, rpc=5)  # in a process of its own, which it ends
+In the modes `run` and `serve` the report descriptor is closed before untrusted code runs.
+
+    main(job=3, report=4, rpc=5)  # ends the process
 """
 
 import builtins
@@ -18,19 +23,22 @@ import sys
 
 from spmd_rl.sandbox.guest import program, serve, testing
 
-MAX_DIGITS = 100_000  # the longest number that tests may make a text of: the time grows with the square of its length
-THREADS = 64  # the number of threads that a program may have if it may not fork
+MAX_DIGITS = 100_000
+"""Length of the longest number that tests may make a text of: the time grows with its square."""
+THREADS = 64
+"""Number of threads of a program that may not fork."""
 
 
 def main(job, report, rpc):
-    """Do the job and end the process. The arguments are descriptors; `rpc` may be -1."""
+    """Do the job and end the process. The arguments are descriptors."""
     with open(job, "rb") as file:
         job = json.load(file)
     set_limits(job["limits"])
     builtins.exit = builtins.quit = sys.exit
     try:
         os.getcwd()
-    except OSError:  # it has been removed: there are no files
+    except OSError:
+        # the directory has been removed: there are no files
         os.getcwd = lambda: "/"
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(MAX_DIGITS if job["mode"] == "test" else 0)
@@ -48,7 +56,7 @@ def main(job, report, rpc):
 
 
 def set_limits(limits):
-    """Set limits that cannot be raised again. `processes` 0 leaves the user's own limit."""
+    """Set limits that cannot be raised again. `processes` 0 leaves the limit of the user."""
     processes = THREADS if limits["processes"] == 1 else limits["processes"]
     for name, soft, hard in [
         ("CPU", limits["cpu"], limits["cpu"] + 1),
