@@ -7,7 +7,9 @@ run in a separate process, without untrusted code, which only plain values enter
 
 import contextlib
 import json
+import keyword
 import os
+import re
 import select
 import selectors
 import shutil
@@ -169,8 +171,18 @@ class BaseSandbox(ServedSandbox):
         end = ended[-1][0].end
         if "wall" in (testing.end, end):
             return CheckResult("wall", ())
-        unsupported, sources = _judged(testing, report, len(tests), beside=unproven)
-        if unsupported:
+        if (found := _read(report)) is None:
+            why = f"the tests ended by {testing.end} {testing.code}"
+            idle = _idle(tests)
+            if code == idle:
+                raise RuntimeError(f"{why}: {testing.stderr.strip()}")
+            # the code is to blame, whatever it did, unless the tests end like that without it too
+            self.check(idle, tests, prelude, entry, limits)
+            return CheckResult(end, (False,) * len(tests), f"{why}, by what the code did")
+        error, unsupported, sources = found
+        if error or not (sources or unsupported):
+            raise RuntimeError(error or "there are no tests")
+        if unsupported and not unproven:
             return CheckResult(end, (), unsupported=unsupported)
         passed = tuple(outcome for outcomes, _ in sources for outcome in outcomes)
         return CheckResult(end, passed, next((why for _, why in sources if why), ""))
@@ -201,27 +213,23 @@ class BaseSandbox(ServedSandbox):
         return runs
 
 
-def _judged(
-    testing: RunResult, written: bytes, num_sources: int, beside: bool
-) -> tuple[str, list[tuple[list[bool], str]]]:
-    """Return why the tests are unsupported, and for each source which tests passed and why one failed.
+def _read(report: bytes) -> tuple[str, str, list[tuple[list[bool], str]]] | None:
+    """Return the mistake of the tests, why they are unsupported, and for each source which passed and why one failed.
 
-    RuntimeError if the tests are at fault. The code is to blame for the end of their process after a first question,
-    and for all of the report if it shares that process.
+    None if it is no report: the process of the tests died, or the code in it wrote something else.
     """
-    asked, text = written.startswith(b"?") or beside, written.lstrip(b"?")
     try:
-        report = json.loads(text)
-        passed = [([each is True for each in passed] or [False], str(why)[:1000]) for passed, why in report["sources"]]
-        error, unsupported = str(report["error"]), str(report["unsupported"])[:1000]
+        found = json.loads(report)
+        sources = [([each is True for each in passed] or [False], str(why)[:1000]) for passed, why in found["sources"]]
+        return str(found["error"])[:1000], str(found["unsupported"])[:1000], sources
     except (ValueError, TypeError, KeyError, RecursionError):
-        ended = f"the tests ended by {testing.end} {testing.code}"
-        if asked:
-            return "", [([False], f"{ended}, after what the code answered")] * num_sources
-        raise RuntimeError(f"{ended}: {testing.stderr.strip()}") from None
-    if error or not (passed or unsupported):
-        raise RuntimeError(error[:1000] or "there are no tests")
-    return "" if beside else unsupported, passed
+        return None
+
+
+def _idle(tests: Sequence[str]) -> str:
+    """Return a program that has a function for each word of the tests; it only raises."""
+    words = {word for test in tests for word in re.findall(r"[A-Za-z_]\w*", test) if not keyword.iskeyword(word)}
+    return "".join(f"def {word}(*_, **__): raise Exception\n" for word in sorted(words))
 
 
 def _give_up(run: _Run) -> None:

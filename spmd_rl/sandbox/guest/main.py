@@ -44,7 +44,7 @@ def main(job, report, rpc):
         sys.set_int_max_str_digits(MAX_DIGITS if job["mode"] == "test" else 0)
     os.write(report, b"r")
     if job["mode"] in ("test", "beside"):
-        found = testing.test(job, report, rpc)
+        found = testing.test(job, rpc)
         with open(report, "wb") as file:
             file.write(found)
         os._exit(0)

@@ -79,9 +79,8 @@ for _name in REFUSED:
 class Client:
     """The asker of the program, whose answers are plain values, numbers of objects and names of exceptions."""
 
-    def __init__(self, link, began):
-        """Take `began`, which is called before the first question that lets the program act."""
-        self._link, self._began, self._errors, self._first = link, began, {}, {}
+    def __init__(self, link):
+        self._link, self._errors, self._first = link, {}, {}
         self.asked, self.refused, self.gone, self.beyond = 0, "", "", ""
 
     def greet(self):
@@ -139,10 +138,7 @@ class Client:
     def _ask(self, *question):
         if self.gone:
             self.refuse(self.gone)
-        if question[0] != "name":
-            if not self.asked:
-                self._began()
-            self.asked += 1
+        self.asked += question[0] != "name"
         try:
             self._link.send(question)
             sort, *said = self._link.receive()

@@ -5,7 +5,6 @@ nor Python defines, is the program's; `remote.Client` asks for it.
 """
 
 import json
-import os
 import signal
 import sys
 import types
@@ -16,13 +15,11 @@ from spmd_rl.sandbox.guest.link import Link
 from spmd_rl.sandbox.guest.remote import Client, Remote
 from spmd_rl.sandbox.guest.survey import BadTests, Survey
 
-ASKED = b"?"
-"""Mark before the report that the program has been asked, and is to blame if this process dies."""
 CHECKS = "assert", "fail", "raise", "return False"
 """Words of which a source has at least one, or it checks nothing."""
 
 
-def test(job, report, rpc):
+def test(job, rpc):
     """Test the program at the other end of `rpc`, or in this process if the job has it, and return a report as JSON.
 
     It has `error`, a mistake of the tests; `unsupported`, why they need more than plain values; and `sources`: for each
@@ -39,7 +36,7 @@ def test(job, report, rpc):
         surveys = [Survey(source, frozenset(base), job["entry"]) for source in job["tests"]]
         found["unsupported"] = next((each.reason for each in surveys if each.reason), "") * (job["mode"] == "test")
         if not found["unsupported"]:
-            client = Client(Link(rpc, job["message_bytes"]), lambda: os.write(report, ASKED))
+            client = Client(Link(rpc, job["message_bytes"]))
             tester = Tester(job, client, base)
             found["sources"] = [tester.judge(survey, source) for survey, source in zip(surveys, job["tests"])]  # noqa: B905
             found["unsupported"] = client.beyond
