@@ -165,6 +165,9 @@ class Survey:
     def _arg(self, node):
         return f"process: the tests need the fixture {node.arg}" if node.arg in FIXTURES else ""
 
+    def _try(self, node):
+        return "process: the import of the program may fail" if any(map(_is_import_of_program, ast.walk(node))) else ""
+
     def _await(self, node):
         return f"values: the tests have a {type(node).__name__}"
 
@@ -186,7 +189,10 @@ class Survey:
         return any(name_of(each) in self.own for each in ast.walk(node))
 
     def _classdef(self, node):
-        return "values: the tests inherit from the program" if any(map(self.root, node.bases)) else ""
+        inherits = any(map(self.root, [*getattr(node, "bases", ()), *node.decorator_list]))
+        return "values: the tests inherit from the program, or have it decorate" if inherits else ""
+
+    _functiondef = _classdef
 
     def _call(self, node):
         name = name_of(node.func) or getattr(node.func, "attr", "")
