@@ -29,8 +29,7 @@ from spmd_rl.types import CheckResult, RunEnd, RunLimits, RunResult
 LIMITS = RunLimits()
 # a first import from a cold disk is slow
 PROOF = RunLimits(cpu_seconds=60, wall_seconds=120.0)
-DRAIN_SECONDS = 1.0
-"""Time to read what is left in the pipes of a process that has ended."""
+DRAIN_SECONDS = 1.0  # to read what is left in the pipes of a process that has ended
 PATIENCE, LOOK, SLEEPS = 5, 0.1, 0.02
 """Wall time of a process that computes, as a multiple of its limit; time between two looks at it, as a share of the
 limit; share of a processor below which it sleeps, unless it waits for one."""
@@ -140,10 +139,9 @@ class BaseSandbox(ServedSandbox):
         return result
 
     def run_jobs(self, jobs: list[dict[str, Any]], limits: RunLimits, stdin: str = "") -> list[tuple[RunResult, bytes]]:
-        """Run one job, or two with a socket pair between them, each in a confined process, until the first has ended.
+        """Run one job, or two with a socket pair between them, until the first has ended; return the ends and reports.
 
-        Returns for each how it ended, and its report. Only in the mode `test` is the report the word of trusted code.
-        `guest/main.py` reads the jobs. RuntimeError if a process did not start.
+        The report of the mode `test` alone is the word of trusted code. RuntimeError if a process did not start.
         """
         with self._lock, ExitStack() as stack:
             runs = self._open(stack, jobs, limits, stdin)
@@ -214,10 +212,7 @@ class BaseSandbox(ServedSandbox):
 
 
 def _read(report: bytes) -> tuple[str, str, list[tuple[list[bool], str]]] | None:
-    """Return the mistake of the tests, why they are unsupported, and for each source which passed and why one failed.
-
-    None if it is no report: the process of the tests died, or the code in it wrote something else.
-    """
+    """Return the tests' mistake, why they are unsupported, and for each source which passed and why one failed."""
     try:
         found = json.loads(report)
         sources = [([each is True for each in passed] or [False], str(why)[:1000]) for passed, why in found["sources"]]

@@ -16,8 +16,7 @@ from typing import Any
 
 from spmd_rl.types import RunLimits
 
-START_SECONDS = 120.0
-"""Time in which a server must have loaded the standard library and the packages, on a cold disk."""
+START_SECONDS = 120.0  # to load the standard library and the packages from a cold disk
 GUEST = ["base/process", *(f"sandbox/{name}" for name in ("confine", "forkserver_main", "namespaces", "server"))]
 """Our modules that the server imports, in addition to all of `sandbox/guest`."""
 # older interpreters cannot evaluate our annotations
@@ -40,16 +39,10 @@ class ServedSandbox(ABC):
 
     @abstractmethod
     def launch(self, orders: int, guest: int, stack: ExitStack) -> subprocess.Popen:
-        """Start the server's process by `spawn`; `orders` is its socket, `guest` the archive of our modules.
-
-        `stack` closes when the process is ready or dead.
-        """
+        """Start the server with its socket and the archive of our modules; `stack` closes when it is ready or dead."""
 
     def start(self, slot: int, limits: RunLimits, fds: Sequence[int]) -> "Forked":
-        """Start a job in a confined process, whose descriptors are these from 0 on; a dead server is replaced.
-
-        `slot`: 0 or 1, different for processes that run at once. The caller closes the descriptors.
-        """
+        """Start a job with copies of these descriptors from 0 on. `slot`: 0 or 1, another for each job that runs."""
         if self.process.poll() is not None:
             self.reopen()
         ours, theirs = socket.socketpair()
@@ -92,11 +85,9 @@ class ServedSandbox(ABC):
 
 
 def spawn(command: list[str], start: str, fds: list[int], environment: dict[str, str], **user: Any) -> subprocess.Popen:
-    """Start the process of a server, which calls `forkserver_main.start` with these arguments.
-
-    Its standard streams are pipes like those of its children, who inherit the interpreter's objects for them.
-    """
+    """Start a process that calls `forkserver_main.start` with these arguments."""
     code = f"from spmd_rl.sandbox import forkserver_main as main; main.start({start})"
+    # its children have pipes too, and inherit the interpreter's objects for them
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     return subprocess.Popen([*command, "-c", code], pass_fds=fds, env=environment, cwd="/", **pipes, **user)
 

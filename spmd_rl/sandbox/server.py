@@ -24,8 +24,7 @@ from spmd_rl.sandbox import confine
 from spmd_rl.sandbox.guest import main
 
 FILTERS = {may_fork: confine.seccomp_program(may_fork) for may_fork in (False, True)}
-FIRST_FREE_FD = 64
-"""Number of the first descriptor that does not collide with those of a child."""
+FIRST_FREE_FD = 64  # descriptors from here on do not collide with those of a child
 
 
 @dataclass(eq=False)

@@ -3,14 +3,9 @@
 It has three descriptors after the program's 0, 1 and 2: `job`, JSON to read; `report`, which gets one byte when the
 process is ready, then the report of the tests; `rpc`, a socket between tested code and its tests.
 
-| mode | the code of the job |
-|---|---|
-| run | is executed as `__main__` |
-| serve | is executed as the module `solution`, which the tests call |
-| test | is not here: the tests are |
-| beside | shares the process with the tests, so the report proves nothing |
-
-In the modes `run` and `serve` the report descriptor is closed before untrusted code runs.
+Mode `run` executes the job's code as `__main__`, `serve` as the module `solution`, which the tests call; both close the
+report descriptor first. Mode `test` has the tests alone. In mode `beside` code and tests share the process, so the
+report proves nothing.
 
     main(job=3, report=4, rpc=5)  # ends the process
 """
@@ -23,10 +18,9 @@ import sys
 
 from spmd_rl.sandbox.guest import program, serve, testing
 
+# the time to make a text of a number grows with the square of its length
 MAX_DIGITS = 100_000
-"""Length of the longest number that tests may make a text of: the time grows with its square."""
-THREADS = 64
-"""Number of threads of a program that may not fork."""
+THREADS = 64  # of a program that may not fork
 
 
 def main(job, report, rpc):

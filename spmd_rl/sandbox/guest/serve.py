@@ -19,8 +19,7 @@ from spmd_rl.sandbox.guest.common import execute
 from spmd_rl.sandbox.guest.link import Gone, Link
 from spmd_rl.sandbox.guest.values import decode, encode
 
-MAX_TEXT = 100_000
-"""Characters of an exception's text."""
+MAX_TEXT = 100_000  # characters of an exception's text
 
 
 def serve(job, rpc):

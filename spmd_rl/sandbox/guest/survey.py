@@ -1,8 +1,7 @@
 """The decision from the text of tests, before any answer, if plain values are enough to judge them.
 
 The reason begins with its subject: `process` (effects that only a process shared with the program shows), `values` (of
-no plain type, or identity) or `objects` (more than methods and attributes of an object). The text does not show all:
-the gold answer of a row does the rest.
+no plain type, or identity) or `objects` (more than methods and attributes of an object). Gold answers show the rest.
 """
 
 import ast
@@ -50,15 +49,11 @@ class BadTests(Exception):
 
 
 class Survey:
-    """The `reason` why a source of tests is unsupported (empty if it is not), its `code`, the `names` of the program,
-    those of them that it does not import (`lent`), the names that it has `bound`, and its `plain_tests`.
-    """
+    """The `reason` why a source of tests is unsupported, `names` of the program and those of them that it does not
+    import (`lent`), the names that it has `bound`, and its `plain_tests`."""
 
     def __init__(self, source, known=frozenset(), entry=""):
-        """Read a source that runs after one with the names `known`; it may hide the name `entry` of the program.
-
-        BadTests if it does not compile, or imports a module that is not here.
-        """
+        """Read a source that runs after one with the names `known`. BadTests if it cannot compile or import."""
         try:
             tree = ast.parse(source)
             self.code = compile(tree, "<tests>", "exec")

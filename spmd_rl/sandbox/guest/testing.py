@@ -20,10 +20,10 @@ CHECKS = "assert", "fail", "raise", "return False"
 
 
 def test(job, rpc):
-    """Test the program at the other end of `rpc`, or in this process if the job has it, and return a report as JSON.
+    """Test the program at the other end of `rpc`, or in this process, and return a report as JSON.
 
-    It has `error`, a mistake of the tests; `unsupported`, why they need more than plain values; and `sources`: for each
-    a list with True for each test that passed, and why the first that failed did.
+    It has `error`, a mistake of the tests; `unsupported`, why they need more than plain values; and `sources`, what
+    `Tester.judge` returns for each.
     """
     sys.stdin = None
     found = {"error": "", "unsupported": "", "sources": []}

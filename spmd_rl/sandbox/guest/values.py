@@ -28,10 +28,7 @@ FAULTS = ValueError, TypeError, ArithmeticError, LookupError, RecursionError, Me
 
 
 def encode(value, other):
-    """Return the JSON form of a value. RecursionError if it is nested deeply.
-
-    `other(value)` returns the form of a value that is not plain, or raises.
-    """
+    """Return the JSON form of a value, with `other(value)` for one that is not plain. RecursionError if it is deep."""
     kind = type(value)
     if kind in SCALARS:
         return value
