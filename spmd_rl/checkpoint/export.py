@@ -7,6 +7,7 @@ weight files of the model directory.
 import json
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from spmd_rl.base.hub import model_folder
 from spmd_rl.distributed import World
+from spmd_rl.model.diffusion import FlowModel
 from spmd_rl.train.base import CriticRole, PolicyRole
+from spmd_rl.train.denoising import Denoising
 
 MAX_SHARD_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -73,6 +76,29 @@ class RewardExport:
         return files
 
 
+class FlowExport:
+    """Writer of a diffusion model's transformers, each as a directory that diffusers' `from_pretrained` loads."""
+
+    def __init__(self, policy: Denoising, flow: FlowModel, world: World) -> None:
+        """flow: the model that is trained, of whose directory the other files come."""
+        self._policy, self._flow, self._world = policy, flow, world
+
+    def __call__(self, path: Path) -> list[Path]:
+        """[all] Write the directory `path` as `HfExport` does, or one below it for each of several folders of
+        weights."""
+        flow, world, files = self._flow, self._world, list[Path]()
+        weights = self._policy.weights()
+        with world.collective("export: weights", "copy"):
+            if flow.stem == "model":
+                return write_hf(weights, flow.folder, path, world.rank == 0, world.progress)
+            for name, some in groupby(weights, lambda pair: pair[0].partition(".")[0]):
+                own = ((key.partition(".")[2], tensor) for key, tensor in some)
+                if world.rank == 0:
+                    (path / name).mkdir(parents=True)
+                files += write_hf(own, flow.folder / name, path / name, world.rank == 0, world.progress, stem=flow.stem)
+        return files
+
+
 def write_hf(
     weights: Iterable[tuple[str, Tensor]],
     model_dir: Path,
@@ -80,13 +106,16 @@ def write_hf(
     write: bool,
     progress: Callable[[], object],
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    stem: str = "model",
 ) -> list[Path]:
     """[all] Iterate over `weights`; with `write`, store them in `path` with the side files of `model_dir`.
+
+    stem: name of the weight files, without number and ending.
 
     Returns the written files. A full disk does not stop the iteration, in which other ranks take part: the OSError
     comes after it.
     """
-    writer = _Shards(path, max_shard_bytes) if write else None
+    writer = _Shards(path, max_shard_bytes, stem) if write else None
     error: OSError | None = None
     for name, tensor in weights:  # [all]
         progress()
@@ -123,18 +152,18 @@ def begins_file(held_bytes: int, tensor_bytes: int, max_bytes: int) -> bool:
     return held_bytes > 0 and held_bytes + tensor_bytes > max_bytes
 
 
-def file_name(number: int, count: int) -> str:
+def file_name(number: int, count: int, stem: str = "model") -> str:
     """Return the name under which `from_pretrained` looks for file `number` of `count`, from 1 on."""
-    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
 
 
-def write_index(path: Path, names: Sequence[Sequence[str]], total_bytes: int) -> None:
+def write_index(path: Path, names: Sequence[Sequence[str]], total_bytes: int, stem: str = "model") -> None:
     """Write the index of the tensors in each file, unless there is only one file."""
     if len(names) == 1:
         return
-    weight_map = {name: file_name(i, len(names)) for i, inside in enumerate(names, start=1) for name in inside}
+    weight_map = {name: file_name(i, len(names), stem) for i, inside in enumerate(names, start=1) for name in inside}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    (path / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 class _Shards:
@@ -142,8 +171,8 @@ class _Shards:
     memory.
     """
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        self._path = path
+    def __init__(self, path: Path, max_bytes: int, stem: str) -> None:
+        self._path, self._stem = path, stem
         self._max_bytes = max_bytes
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
@@ -166,8 +195,8 @@ class _Shards:
         self._flush()
         for number, _ in enumerate(self._names, start=1):
             # The number of files is part of each name, and known only at the end.
-            self._part(number).rename(self._path / file_name(number, len(self._names)))
-        write_index(self._path, self._names, self._total_bytes)
+            self._part(number).rename(self._path / file_name(number, len(self._names), self._stem))
+        write_index(self._path, self._names, self._total_bytes, self._stem)
 
     def _part(self, number: int) -> Path:
         return self._path / f"model-{number:05d}.safetensors"

@@ -275,9 +275,8 @@ def check_model(key: str, name: str) -> str:
 
 def check_vocabularies(roles: list) -> None:
     """Check that a token id means the same to each model: some judge the answers of others."""
-    policy, *others = roles
-    for role in others:
-        if problem := difference(model_folder(policy.model), model_folder(role.model)):
+    for role in roles[1:]:
+        if problem := difference(model_folder(roles[0].model), model_folder(role.model)):
             raise UserError(f"{role.model_key}: {role.model} has another vocabulary than policy.model: {problem}")
 
 
