@@ -87,7 +87,7 @@ class PictureRollouts:
     ) -> None:
         """scorer: of plain rewards; without these the differentiable one scores too."""
         self.prompts, self.flow, self.reward = prompts, flow, _reward(cfg.feedback.reward)
-        self._cfg, self._policy, self._world, self._scorer = cfg, policy, world, scorer
+        self._cfg, self.policy, self._world, self._scorer = cfg, policy, world, scorer
         self._runner = asyncio.Runner()
 
     def state(self) -> dict[str, Any]:
@@ -162,8 +162,8 @@ class PictureRollouts:
         shift = cfg.pictures.shift or self.flow.shift
         levels = shifted(cfg.pictures.steps, shift)
         drafts = [self._begin(step, *one) for one in mine]
-        with self._policy.awake():
-            self._policy.compute("generate", drafts, lambda net, one: self._sample(net, one, step, levels, trained))
+        with self.policy.awake():
+            self.policy.compute("generate", drafts, lambda net, one: self._sample(net, one, step, levels, trained))
         with self.flow.decoding(world.device), torch.no_grad():
             decoded = [self.flow.decode(one.latents[-1]).clamp(0, 1).cpu() for one in drafts]
         drafts = [replace(one, images=images) for one, images in zip(drafts, decoded, strict=True)]

@@ -88,7 +88,6 @@ class FlowModel(Protocol):
     """Shift of its noise levels, as it was trained."""
     stem: str
     """Name of weight files without ending, in `experts`' folders if it has several files of parts."""
-    num_train_timesteps: int
 
     def build(self, dtype: torch.dtype) -> Denoiser:
         """Return the denoiser without weights, on the meta device."""

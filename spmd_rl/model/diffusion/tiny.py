@@ -128,16 +128,16 @@ def draw(counts: Tensor, colours: Tensor, generator: torch.Generator) -> Tensor:
     return 2 * mask * F.one_hot(colours, 3)[:, :, None, None] - 1
 
 
-def build_tiny(folder: Path) -> None:
+def build_tiny(folder: Path, updates: int = UPDATES) -> None:
     """Train the tiny model and write its directory, completely or not at all; no-op if it is there."""
     if (folder / "config.json").is_file():
         return
-    tell(f"policy.model: training the tiny model of squares once, {UPDATES} updates, into {folder}")
+    tell(f"policy.model: training the tiny model of squares once, {updates} updates, into {folder}")
     generator, model = torch.Generator().manual_seed(0), _initialized()
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, UPDATES)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, updates)
     every = word_ids([words_of(count, colour) for count in range(1, 1 + len(COUNTS)) for colour in COLOURS])
-    for _ in range(UPDATES):
+    for _ in range(updates):
         shown, said = torch.randint(0, len(every), (2, BATCH), generator=generator)
         said = torch.where(torch.rand(BATCH, generator=generator) < MISLABELLED, said, shown)
         # Some have no prompt at all, for guidance.
