@@ -1,7 +1,9 @@
-"""Rules for pictures: colour (with a gradient), number of shapes, and size of the file. No weights are needed.
+"""Rewards of pictures: rules (colour with a gradient, number of shapes, size of the file) and models like CLIP.
 
 feedback.reward.target=rewards.pictures:colour
 reward.shapes.target=rewards.pictures:ShapeCount
+reward.pictures.target=rewards.pictures:PreferenceScore reward.pictures.args.model=yuvalkirstain/PickScore_v1
+feedback.reward.target=rewards.pictures:preference feedback.reward.args.model=/models/clip-vit-large-patch14
 
 A rewarder gets a picture as an answer: a `data:` URL of a PNG, as `spmd_rl` writes them. The ground truth of a prompt
 has its number and its colour: `3 red`.
@@ -11,6 +13,8 @@ import base64
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
@@ -109,3 +113,70 @@ class Compressibility:
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """Measure the size."""
         return Verdict("ok", self._sign * len(base64.b64decode(answer.removeprefix(URL))) / 1000)
+
+
+# Scores of models: the scaled cosine of the embeddings of picture and prompt over 100, as in CLIP score and PickScore
+# (arXiv 2305.01569). One function serves both roads: in a sidecar, and with a gradient on the ranks' devices.
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Normalisation of CLIP's pictures"""
+
+
+@cache
+def loaded(model: str, device: str) -> tuple[Any, Any]:
+    """Return the frozen model and its tokenizer. ValueError, naming the directory, unless it is of the CLIP family."""
+    from transformers import AutoModel, AutoTokenizer
+
+    if not Path(model).is_dir() and model.count("/") != 1:
+        raise ValueError(f"model={model}: no such directory; `hf download` fetches one")
+    try:
+        net = AutoModel.from_pretrained(model, use_safetensors=True)
+    except OSError as error:
+        raise ValueError(f"model={model} has no weights here: {str(error).splitlines()[0]}") from None
+    if not hasattr(net, "get_image_features"):
+        raise ValueError(f"model={model} embeds no pictures: it must be of the CLIP family")
+    return net.eval().requires_grad_(False).to(device), AutoTokenizer.from_pretrained(model)
+
+
+def preference(images: Any, prompts: Sequence[Prompt], model: str) -> Any:
+    """Return the scores of pictures [B, 3, H, W] in 0..1, or of the first frames of videos, [B], with gradient."""
+    import torch
+    import torch.nn.functional as F
+
+    net, tokenizer = loaded(model, str(images.device))
+    images = images[:, 0] if images.dim() == 5 else images
+    side = net.config.vision_config.image_size
+    pixels = F.interpolate(images.clamp(0, 1).float(), (side, side), mode="bicubic", antialias=True)
+    mean, std = (pixels.new_tensor(of).view(3, 1, 1) for of in (MEAN, STD))
+    texts = [prompt.messages[-1].text for prompt in prompts]
+    tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=77, return_tensors="pt")
+    with torch.no_grad():
+        words = _embedding(net.get_text_features(**tokens.to(images.device)))
+    seen = _embedding(net.get_image_features(pixel_values=(pixels - mean) / std))
+    return net.logit_scale.exp() * (F.normalize(seen, dim=-1) * F.normalize(words, dim=-1)).sum(-1) / 100
+
+
+def _embedding(found: Any) -> Any:
+    return getattr(found, "pooler_output", found)
+
+
+class PreferenceScore:
+    """A rewarder with that score, in a sidecar."""
+
+    def __init__(self, model: str, device: str = "cpu") -> None:
+        """model: a directory, or a model of the hub. device: torch's name."""
+        self._model, self._device = model, device
+        if not Path(model).is_dir() and model.count("/") != 1:
+            raise ValueError(f"model={model}: no such directory; `hf download` fetches one")
+
+    def start(self) -> None:
+        """Load the model, in the process that uses it."""
+        loaded(self._model, self._device)
+
+    def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        """Score one picture, a `data:` URL of a PNG."""
+        import torch
+
+        width, height, data = pixels(answer)
+        image = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(1, height, width, 3).movedim(-1, 1) / 255
+        with torch.inference_mode():
+            return Verdict("ok", float(preference(image.to(self._device), [prompt], self._model)[0]))

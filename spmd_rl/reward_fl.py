@@ -21,7 +21,7 @@ def run(cfg: RewardFlConfig) -> None:
     if cfg.reward.domains:
         sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
 
-    from spmd_rl.checkpoint import FlowExport
+    from spmd_rl.checkpoint.flow_export import FlowExport
     from spmd_rl.job import Job
     from spmd_rl.learn.feedback import Feedback
     from spmd_rl.rollout.pictures import PictureRollouts, open_flow

@@ -12,6 +12,7 @@ from spmd_rl.rollout.pictures import PictureRollouts
 from spmd_rl.sidecar.local import LocalScorer
 from spmd_rl.train import build_denoisers
 from spmd_rl.train.denoising import denoiser_source
+from spmd_rl.types import AnswerInfo, Prompt
 
 SETTINGS = (
     "data.train=shapes:squares",
@@ -46,3 +47,13 @@ def learner(cfg: RewardFlConfig, world: World) -> tuple[PictureRollouts, Feedbac
     roles = build_denoisers(cfg.denoisers, world, denoiser_source(flow))
     rollouts = PictureRollouts(cfg, Prompts.load(cfg.data), flow, roles.policy, world, LocalScorer(cfg.reward))
     return rollouts, Feedback(cfg, rollouts, roles, world)
+
+
+class FailsForOne:
+    """A rewarder that raises for the prompts of one colour."""
+
+    def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> float:
+        """Score a picture by its size."""
+        if "red" in prompt.ground_truth:
+            raise ValueError("no red here")
+        return -float(len(answer))

@@ -8,6 +8,6 @@ Left out: reading `hf/` back, which other programs do.
 """
 
 from spmd_rl.checkpoint.checkpointer import Checkpointer, Stateful, finished, problem_of
-from spmd_rl.checkpoint.export import FlowExport, HfExport, RewardExport
+from spmd_rl.checkpoint.export import HfExport, RewardExport
 
-__all__ = ["Checkpointer", "FlowExport", "HfExport", "RewardExport", "Stateful", "finished", "problem_of"]
+__all__ = ["Checkpointer", "HfExport", "RewardExport", "Stateful", "finished", "problem_of"]

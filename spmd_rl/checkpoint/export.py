@@ -7,7 +7,6 @@ weight files of the model directory.
 import json
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -16,9 +15,7 @@ from torch import Tensor
 
 from spmd_rl.base.hub import model_folder
 from spmd_rl.distributed import World
-from spmd_rl.model.diffusion import FlowModel
 from spmd_rl.train.base import CriticRole, PolicyRole
-from spmd_rl.train.denoising import Denoising
 
 MAX_SHARD_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -73,29 +70,6 @@ class RewardExport:
             own = {"architectures": names, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
             config |= own | self._config
             (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        return files
-
-
-class FlowExport:
-    """Writer of a diffusion model's transformers, each as a directory that diffusers' `from_pretrained` loads."""
-
-    def __init__(self, policy: Denoising, flow: FlowModel, world: World) -> None:
-        """flow: the model that is trained, of whose directory the other files come."""
-        self._policy, self._flow, self._world = policy, flow, world
-
-    def __call__(self, path: Path) -> list[Path]:
-        """[all] Write the directory `path` as `HfExport` does, or one below it for each of several folders of
-        weights."""
-        flow, world, files = self._flow, self._world, list[Path]()
-        weights = self._policy.weights()
-        with world.collective("export: weights", "copy"):
-            if flow.stem == "model":
-                return write_hf(weights, flow.folder, path, world.rank == 0, world.progress)
-            for name, some in groupby(weights, lambda pair: pair[0].partition(".")[0]):
-                own = ((key.partition(".")[2], tensor) for key, tensor in some)
-                if world.rank == 0:
-                    (path / name).mkdir(parents=True)
-                files += write_hf(own, flow.folder / name, path / name, world.rank == 0, world.progress, stem=flow.stem)
         return files
 
 

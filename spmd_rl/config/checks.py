@@ -20,6 +20,7 @@ from spmd_rl.config.architectures import check_architecture, experts_in
 from spmd_rl.config.backends import backend, check_following
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.constraint_checks import check_constraint
+from spmd_rl.config.diffusion import check_diffusion
 from spmd_rl.config.engines import facts_of
 from spmd_rl.config.model_files import check_weights
 from spmd_rl.config.phases import phase
@@ -315,5 +316,6 @@ CHECKS = (
     stay_offline,
     # Last, since a module with tensors imports torch, which takes seconds that other mistakes need not cost.
     check_algorithm,
+    check_diffusion,
 )
 """Checks in order; each applies to pipelines that have its sections (`apply`)"""

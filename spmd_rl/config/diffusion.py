@@ -1,7 +1,12 @@
 """The settings of `python -m spmd_rl.reward_fl`; see `schema`."""
 
-from dataclasses import dataclass, field
+import importlib.util
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.targets import import_target
 from spmd_rl.config.schema import PipelineConfig
 from spmd_rl.config.sections.data import RewardsConfig
 from spmd_rl.config.sections.models import ReferenceConfig, RoleConfig
@@ -67,4 +72,26 @@ class RewardFlConfig(PipelineConfig):
     def denoisers(self) -> list[RoleConfig]:
         """Settings of the policy, and of its frozen reference if the loss compares with it."""
         reference = [self.role("reference", ReferenceConfig())] if self.feedback.uses_reference else []
-        return [self.role("policy"), *reference]
+        return [replace(role, is_denoiser=True) for role in (self.role("policy"), *reference)]
+
+
+def check_diffusion(policy: DiffusionModelConfig, feedback: FeedbackConfig) -> None:
+    """Check that the model is there, with the packages that it needs; and that the differentiable reward can be
+    imported."""
+    folder = Path(policy.model)
+    is_embedded = policy.model == DiffusionModelConfig().model
+    if not is_embedded and not any((folder / name).is_file() for name in ("model_index.json", "config.json")):
+        raise UserError(
+            f"policy.model: {folder} holds no diffusion model; `hf download ORG/NAME --local-dir DIR` fetches one"
+        )
+    if (index := folder / "model_index.json").is_file():
+        if importlib.util.find_spec("diffusers") is None:
+            raise UserError("policy.model: diffusers is not installed here; pip install 'spmd-rl[diffusion]'")
+        for name in (name for name in ("transformer", "transformer_2", "vae") if name in json.loads(index.read_text())):
+            if (folder / name).is_dir() and not any((folder / name).glob("*.safetensors")):
+                raise UserError(f"policy.model: {folder / name} has no weights (*.safetensors); download it again")
+    if policy.lora.rank and importlib.util.find_spec("peft") is None:
+        raise UserError("policy.lora.rank: peft is not installed here; pip install 'spmd-rl[lora]'")
+    # Last, since it may import torch.
+    if feedback.reward.target is not None:
+        import_target("feedback.reward.target", feedback.reward.target)

@@ -107,3 +107,36 @@ def test_an_update_of_flow_grpo_is_that_of_plain_torch(model: Path, tmp_path: Pa
     ((found, drift),) = run_ranks(1, update_once, str(model), str(tmp_path / "plain.safetensors"))
     assert found == pytest.approx(norm, rel=1e-4)
     assert drift < 1e-4
+
+
+def descend(world, model: str, loss: str) -> list[float]:
+    """The squared norm of the gradient, and the slope of the loss in its direction by a finite difference."""
+    eta, eps = 1e-3, 1e4
+    # With a huge epsilon the first step of AdamW is one of plain descent: -lr g / eps.
+    more = [*LOSSES[loss], f"policy.lr={eta * eps}", f"policy.eps={eps}"]
+    rollouts, feedback = learner(settings(model, *more), world)
+    items = feedback.prepare(rollouts.collect(1))
+    first, second = feedback.update(items), feedback.update(items)
+    return [first["actor/grad_norm"] ** 2, (first["actor/loss"] - second["actor/loss"]) / eta]
+
+
+@pytest.mark.parametrize("loss", ["refl", "draft"])
+def test_the_gradient_through_the_reward_is_that_of_finite_differences(loss: str, model: Path) -> None:
+    ((square, slope),) = run_ranks(1, descend, str(model), loss)
+    assert square > 1e-5 and slope == pytest.approx(square, rel=0.03)
+
+
+def spoil(world, model: str) -> list:
+    """A latent that is not a number on one of the ranks: what the update says, and whether weights moved."""
+    rollouts, feedback = learner(settings(model, "feedback=draft"), world)
+    before = [tensor.clone() for _, tensor in rollouts.policy.weights()]
+    gallery = rollouts.collect(1)
+    if world.rank == 1:
+        gallery.drawn[0].latents[:] = float("nan")
+    skipped = feedback.update(feedback.prepare(gallery))["actor/skipped"]
+    after = [tensor for _, tensor in rollouts.policy.weights()]
+    return [skipped, all(torch.equal(one, other) for one, other in zip(before, after, strict=True))]
+
+
+def test_a_latent_that_is_not_a_number_skips_the_update_on_all_ranks(model: Path) -> None:
+    assert run_ranks(2, spoil, str(model)) == [[1.0, True]] * 2

@@ -18,7 +18,8 @@ SD3 = {
     "pooled_projection_dim": 2048, "out_channels": 16, "pos_embed_max_size": 192,
 }  # fmt: skip
 WAN = {
-    "patch_size": [1, 2, 2], "num_attention_heads": 40, "attention_head_dim": 128, "in_channels": 16, "out_channels": 16,
+    "patch_size": [1, 2, 2], "num_attention_heads": 40, "attention_head_dim": 128, "in_channels": 16,
+    "out_channels": 16,
     "text_dim": 4096, "freq_dim": 256, "ffn_dim": 13824, "num_layers": 1, "cross_attn_norm": True,
     "qk_norm": "rms_norm_across_heads", "eps": 1e-6, "rope_max_seq_len": 1024,
 }  # fmt: skip

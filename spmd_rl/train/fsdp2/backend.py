@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from spmd_rl.batch import Batch
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
-from spmd_rl.model.diffusion import Denoiser
 from spmd_rl.model.logprobs import TokenHead, logit_factor
 from spmd_rl.train.accumulate import Critic, Policy
 from spmd_rl.train.base import ForwardArgs
-from spmd_rl.train.denoising import Denoising
 from spmd_rl.train.fsdp2.deterministic import fix_workspace
 from spmd_rl.train.fsdp2.model import FSDP2Model
 from spmd_rl.train.nf4 import packing
@@ -48,16 +46,6 @@ class FSDP2Value(FSDP2Model):
         return (self.predictions(micro, self.row(micro))[:, 0].float(),)
 
 
-class FSDP2Denoiser(FSDP2Model):
-    """A diffusion model's transformer; a micro-batch calls it as often as it likes."""
-
-    size_of = staticmethod(lambda model: model.size)
-
-    def outputs(self, micro: Any, args: ForwardArgs) -> tuple[nn.Module, ...]:
-        """Return the module itself: see `Denoising`."""
-        return (self.module,)
-
-
 def policy_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable[..., None] | None = None) -> Policy:
     """[all] Return the policy or reference of a causal language model; see `FSDP2Model`."""
     made = FSDP2Policy(model, layout, role.train, getattr(torch, role.dtype), role.optimizer, load)
@@ -69,15 +57,7 @@ def critic_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable
     return Critic(FSDP2Value(model, layout, role.train, getattr(torch, role.dtype), role.optimizer, load), layout, role)
 
 
-def denoiser_of(
-    model: nn.Module, layout: Layout, role: RoleConfig, load: Callable[..., None] | None = None
-) -> Denoising:
-    """[all] Return the policy or reference of a diffusion model; see `FSDP2Model`."""
-    made = FSDP2Denoiser(model, layout, role.train, getattr(torch, role.dtype), role.optimizer, load)
-    return Denoising(made, layout, role)
-
-
-def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic | Denoising:
+def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     """[all] Build the role on FSDP2. The journal's line `loaded` counts the bytes that this rank read."""
     if role.train.deterministic:
         fix_workspace()
@@ -87,7 +67,6 @@ def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic |
     # Make the reader while the model still has the stored shapes: packing changes them.
     if role.lora.base and stored.reader is not None:
         load = packing(stored.reader(stored.model), layout.world.progress)
-    make = critic_of if role.name == "critic" else policy_of
-    built = (denoiser_of if isinstance(stored.model, Denoiser) else make)(stored.model, layout, role, load)
+    built = (critic_of if role.name == "critic" else policy_of)(stored.model, layout, role, load)
     layout.world.journal.note("loaded", role=role.name, bytes=stored.num_bytes())
     return built
