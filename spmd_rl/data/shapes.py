@@ -3,16 +3,10 @@
 from collections.abc import Iterator
 
 from spmd_rl.base.errors import UserError
+from spmd_rl.base.shapes import COLOURS, COUNTS, words_of
 from spmd_rl.data.rows import Record
 
-COUNTS = ("one", "two", "three", "four")
-COLOURS = ("red", "green", "blue")
 DOMAIN, TASK = "shapes", "squares"
-
-
-def words_of(count: int, colour: str) -> str:
-    """Return the prompt for so many squares of a colour."""
-    return f"{COUNTS[count - 1]} {colour} square{'s' * (count > 1)}"
 
 
 def generate(task: str, key: str) -> Iterator[Record]:

@@ -141,11 +141,12 @@ class PictureRollouts:
             latents, velocity, levels[i], levels[i + 1], NOISES[feedback.sde](levels[i], levels[1], feedback.noise)
         )
 
-    def noise(self, step: int, keys: Sequence[tuple[int, int]], purpose: str, like: Tensor | None = None) -> Tensor:
-        """Return standard normal noise [B, ...] on the device, for each key from a seed of its own."""
-        shape = self.flow.latent_shape if like is None else like.shape[1:]
+    def noise(self, step: int, keys: Sequence[tuple[int, int]], purpose: str) -> Tensor:
+        """Return standard normal noise [B, ...] on the device, seeded for each key separately."""
         seeds = [counter_seed(self._cfg.seed, purpose, step, *key) for key in keys]
-        drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(seed >> 1)) for seed in seeds]
+        drawn = [
+            torch.randn(self.flow.latent_shape, generator=torch.Generator().manual_seed(seed >> 1)) for seed in seeds
+        ]
         return torch.stack(drawn).to(self._world.device)
 
     # Drawing

@@ -15,7 +15,7 @@ from spmd_rl.model.load import Region, WeightFiles
 from spmd_rl.model.size import ModelSize
 
 Given = dict[str, Tensor]
-"""What a velocity is conditioned on, by name: [B, ...] of encoded prompts"""
+"""Conditions of a velocity by name: encoded prompts, [B, ...] each"""
 Call = Callable[[nn.Module, Tensor, Tensor, Given], Tensor]
 """Call of a transformer: module, latents, noise levels [B] in 0..1 (float32), conditions -> velocity"""
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spmd_rl.base.errors import tell
-from spmd_rl.data.shapes import COLOURS, COUNTS, words_of
+from spmd_rl.base.shapes import COLOURS, COUNTS, words_of
 from spmd_rl.model.build import parameters_on_meta
 from spmd_rl.model.diffusion.base import Denoiser, DenoiserConfig, Given
 from spmd_rl.model.load import WeightFiles
