@@ -11,6 +11,7 @@ from spmd_rl.config.schema import PipelineConfig
 from spmd_rl.config.sections.data import RewardsConfig
 from spmd_rl.config.sections.models import ReferenceConfig, RoleConfig
 from spmd_rl.config.sections.pictures import (
+    DIFFERENTIABLE,
     DiffusionModelConfig,
     FeedbackConfig,
     PicturePromptsConfig,
@@ -78,6 +79,9 @@ class RewardFlConfig(PipelineConfig):
 def check_diffusion(policy: DiffusionModelConfig, feedback: FeedbackConfig) -> None:
     """Check that the model is there, with the packages that it needs; and that the differentiable reward can be
     imported."""
+    if feedback.loss in DIFFERENTIABLE and feedback.reward.target is None:
+        line = f"loss={feedback.loss} follows the gradient of a reward; name one as module:function"
+        raise UserError(f"feedback.reward.target: {line}")
     folder = Path(policy.model)
     is_embedded = policy.model == DiffusionModelConfig().model
     if not is_embedded and not any((folder / name).is_file() for name in ("model_index.json", "config.json")):

@@ -5,7 +5,7 @@ from typing import Any
 
 from spmd_rl.config.sections.data import NO_DATA, DataConfig
 from spmd_rl.config.sections.models import PolicyConfig
-from spmd_rl.config.values import above, at_least, one_of, require
+from spmd_rl.config.values import above, at_least, one_of
 
 LOSSES = ("refl", "draft", "grpo", "nft")
 DIFFERENTIABLE = ("refl", "draft")
@@ -122,10 +122,6 @@ class FeedbackConfig:
         one_of(self, loss=LOSSES, sde=NOISES, advantage=ADVANTAGES)
         at_least(self, last_steps=1, from_step=0, window=1, window_every=1, kl_coef=0, levels=1)
         above(self, noise=0, clip=0, advantage_clip=0, beta=0)
-        require(
-            self.loss not in DIFFERENTIABLE or self.reward.target is not None,
-            f"reward.target: loss={self.loss} follows the gradient of a reward; name one as module:function",
-        )
 
     @property
     def uses_reference(self) -> bool:
