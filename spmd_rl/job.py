@@ -58,7 +58,8 @@ class Job:
 
     cfg: JobConfig
     source: Prompts | EnvTasks | None
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """Tokenizer of the policy; None in a pipeline without language models."""
     world: World
     """All ranks of the job; without those of frozen roles once `placement.frozen` has split them off."""
     stack: ExitStack
@@ -89,7 +90,8 @@ class Job:
         difference, if they disagree. `Stopped`, after everything is closed, if a signal ended the `steps`.
         """
         run_dir = Path(cfg.run.dir)
-        tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code, template_args)
+        args = (cfg.policy.model, cfg.policy.trust_remote_code, template_args)
+        tokenizer = load_tokenizer(*args) if cfg.roles else None
         opened = World.open(run_dir, cfg.journal.stall_seconds, cfg.debug)
         with opened as world, world.resources() as stack:  # [all]
             agree_on_start(world, cfg, rows)  # [all]
@@ -111,12 +113,14 @@ class Job:
         self.track = self.stack.enter_context(Run.open(self.cfg, world))  # [train]
         self.track.announce(*(len(self.source.train), len(self.source.eval)) if self.source else (0, 0))
 
-    def train(self) -> Place:
-        """[all] Make every rank a trainer, in a pipeline without generation: open the run directory and build the
-        roles."""
+    def train(self, build: Callable[[World], Roles] | None = None) -> Place:
+        """[all] Make every rank a trainer, in a pipeline without engines: open the run directory and build the roles.
+
+        build: builds other roles than language models, [all].
+        """
         self.open_run(self.world)  # [all]
         with self.starting():
-            return Place(world=self.world, roles=self.build_roles(self.world))  # [all]
+            return Place(world=self.world, roles=(build or self.build_roles)(self.world))  # [all]
 
     def build_roles(self, trainers: World) -> Roles:
         """[train] Build the roles of the pipeline, including those on other ranks."""

@@ -19,6 +19,7 @@ from spmd_rl.algo import (
     POLICY_LOSSES,
     POLICY_TERMS,
     TOKEN_ADVANTAGES,
+    diffusion,
     kl,
     moments,
     selection,
@@ -146,6 +147,14 @@ SECTIONS = (
         "- log pi_ref summed over its tokens (of the mean token where `length_normalised`), d the reward of the chosen "
         "answer less that of the rejected one. A step minimises the mean over its pairs, or answers.",
         {**PAIR_LOSSES, **JUDGED_LOSSES, **_named(bradley_terry, binary)},
+    ),
+    Section(
+        "Steps and losses of diffusion",
+        "`feedback` of `python -m spmd_rl.reward_fl`. x: a latent, s: its noise level, v: the velocity.",
+        _named(
+            *(diffusion.flow_noise, diffusion.constant_noise, diffusion.sde_step),
+            *(diffusion.flow_grpo, diffusion.step_kl, diffusion.nft),
+        ),
     ),
     Section(
         "The critic",

@@ -81,13 +81,16 @@ def write_hf(
     write: bool,
     progress: Callable[[], object],
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    stem: str = "model",
 ) -> list[Path]:
     """[all] Iterate over `weights`; with `write`, store them in `path` with the side files of `model_dir`.
+
+    stem: name of the weight files, without number and ending.
 
     Returns the written files. A full disk does not stop the iteration, in which other ranks take part: the OSError
     comes after it.
     """
-    writer = _Shards(path, max_shard_bytes) if write else None
+    writer = _Shards(path, max_shard_bytes, stem) if write else None
     error: OSError | None = None
     for name, tensor in weights:  # [all]
         progress()
@@ -124,18 +127,18 @@ def begins_file(held_bytes: int, tensor_bytes: int, max_bytes: int) -> bool:
     return held_bytes > 0 and held_bytes + tensor_bytes > max_bytes
 
 
-def file_name(number: int, count: int) -> str:
+def file_name(number: int, count: int, stem: str = "model") -> str:
     """Return the name under which `from_pretrained` looks for file `number` of `count`, from 1 on."""
-    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
 
 
-def write_index(path: Path, names: Sequence[Sequence[str]], total_bytes: int) -> None:
+def write_index(path: Path, names: Sequence[Sequence[str]], total_bytes: int, stem: str = "model") -> None:
     """Write the index of the tensors in each file, unless there is only one file."""
     if len(names) == 1:
         return
-    weight_map = {name: file_name(i, len(names)) for i, inside in enumerate(names, start=1) for name in inside}
+    weight_map = {name: file_name(i, len(names), stem) for i, inside in enumerate(names, start=1) for name in inside}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    (path / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 class _Shards:
@@ -143,8 +146,8 @@ class _Shards:
     memory.
     """
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        self._path = path
+    def __init__(self, path: Path, max_bytes: int, stem: str) -> None:
+        self._path, self._stem = path, stem
         self._max_bytes = max_bytes
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
@@ -167,8 +170,8 @@ class _Shards:
         self._flush()
         for number, _ in enumerate(self._names, start=1):
             # The number of files is part of each name, and known only at the end.
-            self._part(number).rename(self._path / file_name(number, len(self._names)))
-        write_index(self._path, self._names, self._total_bytes)
+            self._part(number).rename(self._path / file_name(number, len(self._names), self._stem))
+        write_index(self._path, self._names, self._total_bytes, self._stem)
 
     def _part(self, number: int) -> Path:
         return self._path / f"model-{number:05d}.safetensors"

@@ -21,6 +21,7 @@ from spmd_rl.config.apply import apply
 from spmd_rl.config.architectures import check_architecture, experts_in
 from spmd_rl.config.backends import backend, check_following
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
+from spmd_rl.config.diffusion import check_diffusion
 from spmd_rl.config.engines import facts_of, with_ability
 from spmd_rl.config.model_files import check_weights
 from spmd_rl.config.packages import unsupported
@@ -277,9 +278,8 @@ def check_model(key: str, name: str) -> str:
 
 def check_vocabularies(roles: list) -> None:
     """Check that a token id means the same to each model: some judge the answers of others."""
-    policy, *others = roles
-    for role in others:
-        if problem := difference(model_folder(policy.model), model_folder(role.model)):
+    for role in roles[1:]:
+        if problem := difference(model_folder(roles[0].model), model_folder(role.model)):
             raise UserError(f"{role.model_key}: {role.model} has another vocabulary than policy.model: {problem}")
 
 
@@ -374,5 +374,6 @@ CHECKS = (
     stay_offline,
     # Last, since a module with tensors imports torch, which takes seconds that other mistakes need not cost.
     check_algorithm,
+    check_diffusion,
 )
 """Checks in order; each applies to pipelines that have its sections (`apply`)"""

@@ -23,8 +23,8 @@ from spmd_rl.base.errors import UserError, tell
 from spmd_rl.base.hub import hub_dataset
 from spmd_rl.config.ranks import rank
 from spmd_rl.config.schema import DataConfig
-from spmd_rl.config.sections.data import GENERATORS, sources
-from spmd_rl.data import reasoning_gym
+from spmd_rl.config.sections.data import GENERATORS, SHAPES, sources
+from spmd_rl.data import reasoning_gym, shapes
 from spmd_rl.data.fields import with_tools
 from spmd_rl.data.files import read_rows
 from spmd_rl.data.hub import read_dataset
@@ -189,6 +189,8 @@ def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Record]:
         if name.startswith(GENERATORS):
             task = name.removeprefix(GENERATORS)
             rows = reasoning_gym.generate(task, cfg.size, cfg.seed, cfg.args, key)
+        elif name.startswith(SHAPES):
+            rows = shapes.generate(name.removeprefix(SHAPES), key)
         elif dataset := hub_dataset(name):
             rows = read_dataset(dataset, key, cfg.keys)
         elif name:

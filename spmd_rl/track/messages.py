@@ -98,10 +98,13 @@ def footer(run_dir: Path, steps: int) -> str:
         lines.append(("checkpoint", str(last)))
         lines.append(("continue", "the same command" + f" with steps= above {steps}" * (steps > 0)))
         if (last / "hf").is_dir():
+            config = last / "hf" / "config.json"
+            text = config.read_text() if config.is_file() else ""
             # A reward model is loaded by another class of transformers.
-            ranks = "ForSequenceClassification" in (last / "hf" / "config.json").read_text()
-            loader = f"AutoModelFor{'SequenceClassification' if ranks else 'CausalLM'}"
-            lines.append(("load", f'transformers.{loader}.from_pretrained("{last / "hf"}")'))
+            loader = f"AutoModelFor{'SequenceClassification' if 'ForSequenceClassification' in text else 'CausalLM'}"
+            load = f'transformers.{loader}.from_pretrained("{last / "hf"}")'
+            # A diffusion model is loaded by a class of diffusers, see docs/DIFFUSION.md.
+            lines.append(("load", load if "architectures" in text else str(last / "hf")))
     if (account := goodput.read(run_dir)).wall:
         starts = f"{account.starts} start{'s' * (account.starts > 1)}"
         lines.append(("goodput", f"{100 * account.goodput:.1f} % of {duration(account.wall)}, {starts}"))

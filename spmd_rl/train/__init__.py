@@ -67,3 +67,16 @@ def build_role(role: RoleConfig, world: "World", source: "Source | None" = None)
     trained = role.own.checkpoint if isinstance(role.own, EvaluatedModelConfig) else None
     stored = partial(checkpoint_model, trained) if trained else stored_model
     return backend(role.train.name).build(role, layout, source or stored)  # [all]
+
+
+def build_denoisers(roles: Sequence[RoleConfig], world: "World", source: "Source") -> Roles:
+    """[all] Build the policy of a diffusion model, and its reference if `roles` has one. source: loads the model."""
+    from spmd_rl.train.denoising import BaseDenoising
+
+    policy, *others = roles
+    built = build_role(policy, world, source)  # [all]
+    reference = None
+    if others:
+        is_base = others[0].is_base_of(policy)  # alike on all ranks
+        reference = BaseDenoising(built) if is_base else build_role(others[0], world, source)  # [all]
+    return Roles(built, reference)

@@ -67,10 +67,16 @@ class BaseRole:
 
     def optimize(self, batch: Batch, args: ForwardArgs, loss: AnyLoss) -> Metrics:
         """[all] Run one optimizer step. RunFailed after `max_skipped_updates` non-finite gradients in a row."""
+        sums, count = self.accumulate(batch, args, loss)
+        return self.conclude(self._of_block(sums), count)  # [all]
+
+    def conclude(self, sums: dict[str, float], count: int) -> Metrics:
+        """[all] Update by the gradients of `count` micro-batches, or skip; see `optimize`.
+
+        sums: this rank's part of `loss`, of `num_tokens` and of each quantity, whose mean is over these; changed.
+        """
         settings = self._settings
         assert settings is not None, "a frozen role has no update"
-        sums, count = self.accumulate(batch, args, loss)
-        sums = self._of_block(sums)  # [all]
         sums["grad_square"] = self.model.grad_square()  # [all]
         # Sorted, so that all ranks reduce in the same order.
         greatest = {name: sums.pop(name) for name in sorted(sums) if is_extreme(name)}

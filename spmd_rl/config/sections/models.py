@@ -294,6 +294,8 @@ class RoleConfig:
     """True if the value head has a bias, as a critic's does and a reward model's does not."""
     constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
     """Grammar of the answers that it judges."""
+    is_denoiser: bool = False
+    """True for a diffusion model."""
 
     @property
     def kind(self) -> str:

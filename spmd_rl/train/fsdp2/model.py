@@ -107,6 +107,8 @@ COMPILE_SECONDS = 3600.0
 class FSDP2Model(ABC):
     """A `train.base.ShardedModel` on FSDP2."""
 
+    size_of = staticmethod(ModelSize.of)
+    """Function that counts the weights of a model that is not sharded yet"""
     trains_head = False
     """True if the output embedding is trained in addition to adapters, as a value head that starts at 0 must be"""
 
@@ -126,7 +128,7 @@ class FSDP2Model(ABC):
         self._layout, self._world, self._train, self._dtype = layout, layout.world, train, dtype
         self.device = layout.world.device
         parts = stored_parts(model)
-        self.hidden_size, self.size = model.config.get_text_config().hidden_size, ModelSize.of(model)
+        self.hidden_size, self.size = model.config.get_text_config().hidden_size, self.size_of(model)
         self.module = model
         self._context = None
         if (group := layout.group("cp")) is not None:

@@ -30,9 +30,12 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
     layers = decoder_layers(model)
     all_alike = {p.dtype for p in model.parameters()} == {dtype}
 
+    casts = getattr(model, "casts_inputs", True)
+
     def policy(data_parallel: int) -> MixedPrecisionPolicy:
         # Alone, nothing is summed: a gradient is cast as it is added to what is there, not copied in `master` before.
-        mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master if data_parallel > 1 else dtype)
+        reduced = master if data_parallel > 1 else dtype
+        mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=casts)
         return MixedPrecisionPolicy() if all_alike else mixed  # which would copy every gradient once more
 
     num_shards, copies = layout.size("fsdp"), layout.size("dp_replicate")
