@@ -41,7 +41,7 @@ def run(cfg: RewardFlConfig) -> None:
         if start == 0:
             with track.step(0):
                 track.add(learner.evaluate(0, track.log_eval))  # [all]
-        for step in range(start + 1, cfg.steps + 1):
+        for step in job.steps(start, saver):
             with track.step(step):
                 gallery = rollouts.collect(step)  # [all]
                 updates = learner.prepare(gallery)  # [all] advantages, velocities of frozen policies
