@@ -18,7 +18,8 @@ class Roofline:
     def __init__(self, roles: Roles, spec: DeviceSpecConfig, dtype: str, tp: int) -> None:
         """All devices are ranks of the policy. dtype: of the computation. tp: of the engine."""
         self._policy, self._reference, self._critic, teachers = roles
-        self._teacher = next(iter(teachers.values()), None)  # of several, each sees its own domain alone
+        # Several teachers see different domains, so together they cost about as much as one.
+        self._teacher = next(iter(teachers.values()), None)
         world = self._policy.layout.world
         self._spec = find_device_spec(spec, world.device, dtype)
         self._devices = Devices(world.size, tp, getattr(torch, dtype).itemsize)

@@ -33,7 +33,8 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
     def policy(data_parallel: int) -> MixedPrecisionPolicy:
         # Alone, nothing is summed: a gradient is cast as it is added to what is there, not copied in `master` before.
         mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master if data_parallel > 1 else dtype)
-        return MixedPrecisionPolicy() if all_alike else mixed  # which would copy every gradient once more
+        # `mixed` would copy every gradient once more.
+        return MixedPrecisionPolicy() if all_alike else mixed
 
     num_shards, copies = layout.size("fsdp"), layout.size("dp_replicate")
     common = {
