@@ -1,9 +1,7 @@
 """The prose of the package and its pages as ratchets: a figure may get better than its limit, never worse."""
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -53,10 +51,11 @@ def docstrings(path: Path) -> Iterator[str]:
 
 
 def num_own_line_comments(path: Path) -> int:
-    """Return the number of lines with a comment alone, without headings (`# -- sending ---`)."""
-    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-    comments = [t for t in tokens if t.type == tokenize.COMMENT and not t.line[: t.start[1]].strip()]
-    return sum(not t.string.startswith("# --") for t in comments)
+    """Return the number of lines with a comment alone, without headings (`# -- sending ---`) and examples in texts."""
+    texts = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Constant) and n.lineno < n.end_lineno]
+    in_text = {line for node in texts for line in range(node.lineno, node.end_lineno + 1)}
+    lines = enumerate(map(str.lstrip, path.read_text().splitlines()), 1)
+    return sum(line.startswith("# ") and not line.startswith("# --") and n not in in_text for n, line in lines)
 
 
 def num_words(text: str) -> int:
