@@ -59,7 +59,8 @@ class Learner:
         self._num_empty_steps = 0
         self._num_flat_steps = 0
         """Consecutive steps so far without an advantage."""
-        self._kl_factor = 1.0  # what the adaptive controller has made of the KL coefficients
+        # Factor of the KL coefficients, set by the adaptive controller.
+        self._kl_factor = 1.0
         self._scores = Moments()
         self._prepared: Metrics = {}
 
@@ -154,7 +155,8 @@ class Learner:
         settings = self._settings
         # With one update on samples of the current version, the update itself computes these very numbers.
         several = self._num_updates * settings.sample_epochs > 1
-        proximal = settings.old_logprobs == "trainer"  # else the engine's logprobs take their place
+        # Otherwise the engine's logprobs are the old ones.
+        proximal = settings.old_logprobs == "trainer"
         if proximal and (several or plan.stale):
             return True
         return self._monitor.stops or token_advantages.needs_old_logprobs(settings)

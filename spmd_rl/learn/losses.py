@@ -177,7 +177,8 @@ def _over_updates(key: str, values: list[tuple[float, float]]) -> float:
 
 def _name(key: str, role: str) -> str:
     name = _NAMES.get((role, key), key)
-    own = role == "critic" and name.startswith("moe/")  # the policy's have no prefix
+    # A mixture's metrics of the policy have no prefix, so those of the critic need one.
+    own = role == "critic" and name.startswith("moe/")
     return name if "/" in name and not own else f"{role}/{name}"
 
 

@@ -162,7 +162,8 @@ class Generator:
         meeting, began, busy = self._meetings.next(), time.perf_counter(), 0
         if meeting.kind in ("publish", "end"):
             busy = await self._player.engine_loop.abort_all()
-        self._world.journal.idle(False)  # no verdict that is awaited excuses a peer that does not come
+        # A pending verdict excuses idling, but not a peer that misses the meeting.
+        self._world.journal.idle(False)
         with self._engine.joined(msgspec.msgpack.encode(meeting)):
             self._meet(meeting)  # [all] of the replica
         if busy:

@@ -125,6 +125,7 @@ def _parts(
 
 def _leave(world: World, own: Engine | None) -> None:
     """[all] Close the engine. Not with an exception pending: its own groups may wait for other ranks."""
-    world.barrier("generate: last step")  # [all] one of them may keep the sidecar of the others
+    # A rank that leaves early would end the sidecar that other ranks of its node still use.
+    world.barrier("generate: last step")  # [all]
     if own:
         own.close()

@@ -87,7 +87,8 @@ class EngineLoop:
     def _complete(self, completions: Iterable[Completion]) -> None:
         for completion in completions:
             future = self._futures.pop(completion.id)
-            if not future.done():  # its coroutine was cancelled
+            # The coroutine may have been cancelled meanwhile; setting a result would raise.
+            if not future.done():
                 future.set_result(completion)
 
     async def _sleep(self) -> None:

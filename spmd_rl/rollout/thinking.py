@@ -28,7 +28,8 @@ def thinking(settings: SamplingConfig, tokenizer: Tokenizer) -> Episode:
         )
 
     def has_ended(token_ids: array) -> bool:
-        alone = len(tag_ids) == 1 and tag_ids[0] in token_ids  # a special token has no text
+        # A special token is missing in decoded text, so its id is looked for.
+        alone = len(tag_ids) == 1 and tag_ids[0] in token_ids
         return alone or tag in tokenizer.decode(token_ids)
 
     async def think_and_answer(ctx: Context) -> Sample | list[Sample]:

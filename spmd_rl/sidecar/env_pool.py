@@ -143,7 +143,8 @@ class EnvPool(ProcessPool[_EnvWorker]):
         if not self.broken:
             fit = sum(not worker.retiring for worker in self.workers)
             wanted = min(self.spec.workers, max(1, self._num_taken + len(self._queue)))
-            most = 2 * self.spec.workers  # with those that retire
+            # Retiring workers count too: each may still play its last episodes.
+            most = 2 * self.spec.workers
             self.start_workers(min(len(self.workers) + max(0, wanted - fit), most))
 
     def _new_worker(self, frames: FrameSocket, deadline: float) -> _EnvWorker:

@@ -26,8 +26,10 @@ from spmd_rl.sidecar.frames import receive_frame
 
 def main(fd: int) -> None:
     """Keep a fork server until the host is gone; end all its processes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    # Ctrl-C reaches the whole process group, but is for the ranks, which end this process in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The kernel then reaps ended children itself.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     adopt_orphans()
     keeper = os.getpid()
     if (server := os.fork()) == 0:
@@ -50,9 +52,11 @@ def serve_forks(fd: int, keeper: int) -> None:
             return
         if start.pool.cpus:
             os.sched_setaffinity(0, start.pool.cpus)
-        with contextlib.suppress(UserError):  # the worker reports it
+        # The worker imports it again and reports the error.
+        with contextlib.suppress(UserError):
             import_target(start.section, start.pool.target)
-        gc.freeze()  # keep shared pages shared
+        # A collection in a worker would write to all objects, and so copy the pages that it shares with this process.
+        gc.freeze()
         pid = os.getpid()
         while True:
             order, fds, _, _ = socket.recv_fds(host, 1, 1)

@@ -15,7 +15,8 @@ from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.frames import receive_frame, start_child
 from spmd_rl.sidecar.sockets import remove_socket
 
-if TYPE_CHECKING:  # a host starts without Hydra
+# The schema imports Hydra, which a host does not need.
+if TYPE_CHECKING:
     from spmd_rl.config.schema import EnvConfig, EnvsConfig, RewardConfig, RewardsConfig
 
 START_SECONDS = 30.0

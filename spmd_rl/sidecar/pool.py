@@ -160,7 +160,8 @@ class Pool(ProcessPool[_ScoreWorker]):
                 self._give(worker, [self._suspects.popleft()])
             elif self._suspects and not any(other.fresh for other in self.workers):
                 if not worker.running:
-                    self.remove(worker)  # a fresh one takes its place
+                    # The next tick starts a fresh worker in its place.
+                    self.remove(worker)
             elif jobs := self._take_chunk(worker):
                 self._give(worker, jobs)
 

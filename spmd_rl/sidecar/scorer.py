@@ -79,7 +79,8 @@ def connect_both(
             host.wait_ready()
             stack.callback(host.stop)
         addresses = [local_address(address), *hosts]
-        scorer, environments = LocalScorer(None), LocalEnvironments(None)  # these know nothing, and connect to nothing
+        # Without settings these know no domain and no tag.
+        scorer, environments = LocalScorer(None), LocalEnvironments(None)
         if rewards is not None:
             timeouts = {domain: min(reward.timeout, wire.MAX_TIMEOUT) for domain, reward in domains.items()}
             specs = {domain: spec_digest(pool_spec(reward)) for domain, reward in domains.items()}

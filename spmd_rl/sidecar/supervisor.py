@@ -167,7 +167,8 @@ async def answers(port: int, seconds: float) -> bool:
 
 def main(fd: int) -> None:
     """Supervise a server until the host is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks
+    # Ctrl-C reaches the whole process group, but is for the ranks, whose host ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
     with socket.socket(fileno=fd) as host:
         if (start := receive_frame(host, wire.TO_CHILD)) is not None:

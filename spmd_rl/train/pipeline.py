@@ -38,8 +38,8 @@ def most_in_flight(stage: int, num_stages: int, count: int, num_chunks: int = 1)
     after = num_stages - stage - 1
     if num_chunks == 1:
         return after + 1
-    # The last chunk's first forward follows a group's forwards through all other chunks. Its backward reaches this stage
-    # after twice the stages behind it.
+    # The last chunk's first forward follows a group's forwards through all other chunks. Its backward returns to this
+    # stage after twice the number of stages behind it.
     return 2 * after + (num_chunks - 1) * max(_groups(num_stages, count)) + 1
 
 

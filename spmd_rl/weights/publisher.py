@@ -105,7 +105,8 @@ class Publisher:
                     self._engine.load(weights, version)  # [all]
             except RunFailed as error:
                 fault = str(error)
-            for _ in weights:  # [all] whatever was left: the other ranks gather with us
+            # The gather is a collective: other ranks wait in it, so an engine's error must not end it early.
+            for _ in weights:  # [all]
                 pass
         return stream, fault or stream.fault
 
@@ -116,7 +117,8 @@ class Publisher:
         with self._policy.awake():
             differences = probe.judge(self._policy, by_engine)  # [all]
         for name, difference in differences.items():
-            if not difference <= limit:  # a NaN is no success
+            # Not `difference > limit`, which a NaN would pass.
+            if not difference <= limit:
                 fault = f"the engine's logprobs are {difference:.3g} from the trainer's on average (limit {limit:g})"
                 return difference, fault if name == f"rank {self._everyone.rank}" else f"{fault}, on {name}"
         return max(differences.values(), default=0.0), ""

@@ -1,9 +1,7 @@
 """The prose of the package and its pages as ratchets: a figure may get better than its limit, never worse."""
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -22,32 +20,16 @@ AT_MOST = {
     "odd words in 1,000 words of docstrings": 1.0,
     "odd words in 1,000 words of pages": 1.5,
     "docstrings under five words": 100,
-    # The goal is 80,000; this is the figure of 2026-11-26.
-    "words of docstrings": 98_000,
+    # The goal is 80,000. This is the figure of 2026-11-26, rounded up.
+    "words of docstrings": 97_000,
     "words of hand-written pages": 45_000,
     "words of the README": 900,
 }
 AT_LEAST = {"own-line comments, percent of lines": 1.5}
 
-FRAGMENT = [
-    "what",
-    "whether",
-    "how",
-    "those",
-    "of",
-    "where",
-    "who",
-    "whose",
-    "whom",
-    "that",
-    "which",
-    "as",
-    "with",
-    "for",
-    "by",
-    "from",
-    "than",
-]
+FRAGMENT = re.compile(
+    r"(what|whether|how|those|of|where|who|whose|whom|that|which|as|with|for|by|from|than|in the)\b", re.IGNORECASE
+)
 """First words of a relative clause or a prepositional phrase, which names no object and does nothing."""
 ODD = """
     nobody whoever whatever wherever beside anew thereby therein thereof begun afresh likewise meanwhile
@@ -69,8 +51,11 @@ def docstrings(path: Path) -> Iterator[str]:
 
 
 def num_own_line_comments(path: Path) -> int:
-    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-    return sum(t.type == tokenize.COMMENT and not t.line[: t.start[1]].strip() for t in tokens)
+    """Return the number of lines with a comment alone, without headings (`# -- sending ---`) and examples in texts."""
+    texts = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Constant) and n.lineno < n.end_lineno]
+    in_text = {line for node in texts for line in range(node.lineno, node.end_lineno + 1)}
+    lines = enumerate(map(str.lstrip, path.read_text().splitlines()), 1)
+    return sum(line.startswith("# ") and not line.startswith("# --") and n not in in_text for n, line in lines)
 
 
 def num_words(text: str) -> int:
@@ -82,8 +67,7 @@ def odd_words(text: str) -> list[str]:
 
 
 def is_fragment(text: str) -> bool:
-    first, *rest = [word.lower() for word in _WORD.findall(text)[:2]] or [""]
-    return first in FRAGMENT or [first, *rest] == ["in", "the"]
+    return bool(FRAGMENT.match(text))
 
 
 @cache

@@ -36,7 +36,8 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
         # Alone, nothing is summed: a gradient is cast as it is added to what is there, not copied in `master` before.
         reduced = master if data_parallel > 1 else dtype
         mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=casts)
-        return MixedPrecisionPolicy() if all_alike else mixed  # which would copy every gradient once more
+        # `mixed` would copy every gradient once more.
+        return MixedPrecisionPolicy() if all_alike else mixed
 
     num_shards, copies = layout.size("fsdp"), layout.size("dp_replicate")
     common = {
