@@ -6,6 +6,7 @@ keeps what has finished until that is handed over. Between two steps of the engi
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -51,6 +52,10 @@ class EndedStep:
     report: RankReport
 
 
+class _RunIsOver(Exception):
+    """The last meeting was held."""
+
+
 class Generator:
     """The steps, the policy and the meetings of one rank."""
 
@@ -75,7 +80,7 @@ class Generator:
         self._unused: dict[GroupSlice, Group] = {}
         """Slices that finished here and go on in the open step."""
         self._previous: Coordinator | None = None
-        self._has_left = self._is_over = False
+        self._has_left = False
         self._waited, self._swaps = 0.0, list[float]()
         """In this step: seconds without a policy that is new enough, and those of each change of it."""
 
@@ -86,12 +91,13 @@ class Generator:
         with self._engine.awake(), self._engine.driven(self._join):
             if self._engine.leads:
                 with asyncio.Runner() as runner:
-                    runner.run(self._work())
+                    with suppress(_RunIsOver):
+                        runner.run(self._work())
 
     async def _work(self) -> None:
         """Play steps and enter meetings, on the first rank of a replica."""
         since = time.perf_counter()
-        while not self._is_over:
+        while True:
             if self.poll():
                 await self.enter()
             elif self._has_left and self._steps.advance():
@@ -165,9 +171,11 @@ class Generator:
             self._swaps.append(time.perf_counter() - began)
         if meeting.kind == "publish":
             await self._answer(meeting.number)
-        if self._is_over:
+        if meeting.kind == "end":
             await self._player.cancel()
             self._player.engine_loop.clear()
+            # This replica may be in the middle of a step that will never end.
+            raise _RunIsOver
 
     def _join(self, message: bytes) -> None:
         """[all] of the replica: enter the meeting that its first rank names."""
@@ -185,7 +193,6 @@ class Generator:
             held_out, _ = self._evaluation.questions(self._prompts.eval, meeting.number)
             send_slices(world, self._trainers, slices, places(range(len(held_out)), len(self._trainers)))  # [all]
             self._answers = []
-        self._is_over = kind == "end"
         self._meetings.end()
 
     def _hand_over(self, ended: EndedStep | None) -> None:
