@@ -6,6 +6,7 @@ keeps what has finished until that is handed over. Between two steps of the engi
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -51,6 +52,10 @@ class EndedStep:
     report: RankReport
 
 
+class _RunIsOver(Exception):
+    """The last meeting was held."""
+
+
 class Generator:
     """The steps, the policy and the meetings of one generator rank."""
 
@@ -77,7 +82,7 @@ class Generator:
         self._coming: set[GroupSlice] = set()
         """Slices that a lent replica has begun, and hands over to this one."""
         self._previous: Coordinator | None = None
-        self._has_left = self._is_over = False
+        self._has_left = False
         self._waited, self._swaps = 0.0, list[float]()
         """In this step: seconds without a policy that is new enough, and those of each change of it."""
 
@@ -88,12 +93,13 @@ class Generator:
         with self._engine.awake(), self._engine.driven(self._join):
             if self._engine.leads:
                 with asyncio.Runner() as runner:
-                    runner.run(self._work())
+                    with suppress(_RunIsOver):
+                        runner.run(self._work())
 
     async def _work(self) -> None:
         """Play steps and enter meetings, on the first rank of a replica."""
         since = time.perf_counter()
-        while not self._is_over:
+        while True:
             if self.poll():
                 await self.enter()
             elif self._has_left and self._steps.advance():
@@ -170,9 +176,11 @@ class Generator:
             self._swaps.append(time.perf_counter() - began)
         if meeting.kind == "publish":
             await self._answer(meeting.number)
-        if self._is_over:
+        if meeting.kind == "end":
             await self._player.cancel()
             self._player.engine_loop.clear()
+            # This replica may be in the middle of a step that will never end.
+            raise _RunIsOver
 
     def _join(self, message: bytes) -> None:
         """[all] of the replica: enter the meeting that its first rank names."""
@@ -191,7 +199,6 @@ class Generator:
             to = places(range(len(held_out)), len(self._trainers))
             send_slices(world, parts_of(slices, self._trainers, to))  # [all]
             self._answers = []
-        self._is_over = kind == "end"
         self._meetings.end()
 
     def _hand_over(self, ended: EndedStep | None) -> None:

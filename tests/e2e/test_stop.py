@@ -9,7 +9,6 @@ import torch
 from tests.e2e.runs import EXACT, Running, Toy
 
 SETTINGS = (*EXACT, "steps=3", "checkpoint.every=0", "reward.toy.args.sleep=0.01")
-SPLIT = ("placement.mode=split", "placement.train=0-1", "rollout.claim=store", "placement.max_staleness=0")
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +63,16 @@ def test_sigterm_to_the_agent_saves_the_step(toy: Toy, straight: Running) -> Non
 
 
 @pytest.mark.slow
-def test_sigusr1_to_a_rank_that_generates_saves_the_step(toy: Toy) -> None:
-    run = toy.linger("enter update", *SETTINGS, *SPLIT, name="sigusr1", ranks=3)
+@pytest.mark.parametrize(("mode", "ranks", "victim"), [("split", 3, 2), ("lent", 3, 2), ("overlapped", 2, 1)])
+def test_sigusr1_ends_a_rank_that_is_a_step_ahead(toy: Toy, mode: str, ranks: int, victim: int) -> None:
+    placed = [f"placement.mode={mode}", *["placement.train=0-1"] * (mode != "overlapped")]
+    settings = [*SETTINGS, "rollout.claim=store", *placed]
+    run = toy.linger("enter update", *settings, name=mode, ranks=ranks)
     run.wait_for("enter update")
-    os.kill(run.pid("rank-2"), signal.SIGUSR1)
+    os.kill(run.pid(f"rank-{victim}"), signal.SIGUSR1)
     assert run.wait() == 128 + signal.SIGUSR1, run.text()[-3000:]
     assert_stopped(run, signal.SIGUSR1)
+    assert [m["step"] for m in toy.run(*settings, name=mode, ranks=ranks).metrics()] == [0, 1, 2, 3]
 
 
 def test_a_second_signal_ends_the_run_at_once(toy: Toy) -> None:
