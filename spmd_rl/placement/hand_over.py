@@ -40,7 +40,7 @@ class SentSlice(msgspec.Struct, array_like=True, frozen=True):
 
 
 Parts = dict[int, list[SentSlice]]
-"""What is sent to each rank."""
+"""Slices for each rank."""
 
 
 def places(tickets: Iterable[int], num_trainers: int) -> dict[int, int]:

@@ -33,7 +33,7 @@ SCORE_POLLS = 200
 
 Samples = asyncio.Future[list[list[Sample]]]
 Begun = dict[int, list[Answered]]
-"""What the policy has answered so far in the episodes of a slice, by answer."""
+"""Answers of the policy so far in the episodes of a slice, by answer of the slice."""
 
 
 @dataclass(frozen=True, slots=True)

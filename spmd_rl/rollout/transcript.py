@@ -1,4 +1,4 @@
-"""`Transcript`: what the policy has answered within one episode, so that another rank can go on with it.
+"""`Transcript`: the answers of the policy within one episode, so that another rank can go on with it.
 
 A coroutine does not travel, but its answers do: the other rank plays the episode from its beginning, and takes the
 answer to each call of `generate` from the transcript, as long as the same is asked.
