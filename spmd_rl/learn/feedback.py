@@ -23,7 +23,7 @@ from spmd_rl.data.seeds import counter_seed
 from spmd_rl.distributed import World
 from spmd_rl.learn.custom import bind
 from spmd_rl.learn.losses import mean_over
-from spmd_rl.rollout.pictures import PictureBatch, Gallery, PictureRollouts
+from spmd_rl.rollout.pictures import Gallery, PictureBatch, PictureRollouts
 from spmd_rl.track.samples import SampleRow, TurnRow
 from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics
