@@ -23,7 +23,7 @@ from spmd_rl.data.seeds import counter_seed
 from spmd_rl.distributed import World
 from spmd_rl.learn.custom import bind
 from spmd_rl.learn.losses import mean_over
-from spmd_rl.rollout.pictures import Drawn, Gallery, PictureRollouts
+from spmd_rl.rollout.pictures import Gallery, PictureBatch, PictureRollouts
 from spmd_rl.track.samples import SampleRow, TurnRow
 from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics
@@ -34,7 +34,7 @@ from spmd_rl.train.denoising import Denoising
 class Item:
     """One forward and backward of an update."""
 
-    drawn: Drawn
+    drawn: PictureBatch
     place: int
     """Sampling step; for `nft` the index of a noise level."""
     weights: Tensor
@@ -125,7 +125,7 @@ class Feedback:
         first = (gallery.step - 1) * self._cfg.pictures.prompts_per_step
         return sum(((ticket - first) * each + picture) // per in members for ticket, picture in gallery.keys)
 
-    def _of_drawn(self, one: Drawn, counted: int) -> Iterator[Item]:
+    def _of_drawn(self, one: PictureBatch, counted: int) -> Iterator[Item]:
         feedback, steps = self._cfg.feedback, self._cfg.pictures.steps
         places: Iterable[int] = self.gallery.trained
         if feedback.loss == "nft":

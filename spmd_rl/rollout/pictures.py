@@ -35,7 +35,7 @@ FOLDER = "pictures"
 
 
 @dataclass(frozen=True)
-class Drawn:
+class PictureBatch:
     """One micro-batch of pictures, with the trajectories that led to them."""
 
     number: int
@@ -63,7 +63,7 @@ class Gallery:
     levels: list[float]
     trained: range
     """Sampling steps with noise."""
-    drawn: list[Drawn]
+    drawn: list[PictureBatch]
     """Micro-batches of this rank, equally many on every rank."""
     keys: list[tuple[int, int]]
     """Ticket and number of every picture of the step that has a score, in order."""
@@ -170,7 +170,9 @@ class PictureRollouts:
         drafts = [replace(one, images=images) for one, images in zip(drafts, decoded, strict=True)]
         return Gallery(step, levels, trained, drafts, [], [], len(every))
 
-    def _begin(self, step: int, number: int, chunk: list[tuple[tuple[int, int], Prompt]], is_spare: bool) -> Drawn:
+    def _begin(
+        self, step: int, number: int, chunk: list[tuple[tuple[int, int], Prompt]], is_spare: bool
+    ) -> PictureBatch:
         """Return a micro-batch before its first sampling step."""
         keys, prompts = [key for key, _ in chunk], [prompt for _, prompt in chunk]
         texts = [prompt.messages[-1].text for prompt in prompts]
@@ -182,9 +184,9 @@ class PictureRollouts:
         steps = self._cfg.pictures.steps
         latents = first.new_zeros(steps + 1, *first.shape)
         latents[0] = first
-        return Drawn(number, keys, prompts, given, latents, {}, torch.empty(0), is_spare)
+        return PictureBatch(number, keys, prompts, given, latents, {}, torch.empty(0), is_spare)
 
-    def _sample(self, net: nn.Module, one: Drawn, step: int, levels: list[float], trained: range) -> Tensor:
+    def _sample(self, net: nn.Module, one: PictureBatch, step: int, levels: list[float], trained: range) -> Tensor:
         """Fill the latents and log densities of a micro-batch."""
         for i in range(len(levels) - 1):
             velocity = self.paint(net, one.latents[i], one.given, levels[i])
@@ -218,7 +220,7 @@ class PictureRollouts:
         scored = [row for row in everyone if row[2] is not None]
         return replace(gallery, drawn=drawn, keys=[(a, b) for a, b, *_ in scored], scores=[row[2] for row in scored])
 
-    def _verdicts(self, drawn: Sequence[Drawn]) -> dict[int, list[Verdict]]:
+    def _verdicts(self, drawn: Sequence[PictureBatch]) -> dict[int, list[Verdict]]:
         """Return the verdicts by micro-batch: of the plain rewards, or without these of the differentiable one."""
         if not self._cfg.reward.domains:
             return {one.number: [_number(float(x)) for x in self.reward(one.images, one.prompts)] for one in drawn}
@@ -228,7 +230,7 @@ class PictureRollouts:
 
         return {one.number: found for one, found in zip(drawn, self._runner.run(judge()), strict=True)}
 
-    def _judged(self, one: Drawn) -> Iterator[Any]:
+    def _judged(self, one: PictureBatch) -> Iterator[Any]:
         for prompt, image in zip(one.prompts, one.images, strict=True):
             if image.isfinite().all():
                 yield self._scorer.score(prompt, data_url(png_of(image)), AnswerInfo(0, "stop"))

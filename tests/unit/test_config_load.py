@@ -36,7 +36,7 @@ def test_there_are_shipped_files_to_test():
 
 
 DOORS = {("algorithm", name): ("agentic", "evaluate") for name in ("gigpo", "starpo", "step_reinforce", "turn_gae")}
-DOORS |= {("data", option): ("rlvr", "reward_fl", "evaluate") for group, option in OPTIONS if group == "data"}
+DOORS |= {("data", option): ("rlvr", "evaluate") for group, option in OPTIONS if group == "data"}
 DOORS |= {("experiment", path.stem): experiment_doors(path) for path in CONFIGS.glob("experiment/*.yaml")}
 """Options that compose under some doors only; the others refuse them by name."""
 
