@@ -25,14 +25,14 @@ from spmd_rl.rollout.episode import Budget, Context, Episode, Sampling, first_of
 from spmd_rl.rollout.expected import ExpectedVerdicts
 from spmd_rl.rollout.step_plan import GroupSlice, num_slots
 from spmd_rl.rollout.thinking import thinking
-from spmd_rl.rollout.transcript import Answered, Transcript
+from spmd_rl.rollout.transcript import PolicyAnswer, Transcript
 from spmd_rl.types import Environments, Group, Prompt, Sample, Scorer
 
 SCORE_POLLS = 200
 """Limit of polls until a rank that waits for verdicts claims again."""
 
 Samples = asyncio.Future[list[list[Sample]]]
-Begun = dict[int, list[Answered]]
+Begun = dict[int, list[PolicyAnswer]]
 """Answers of the policy so far in the episodes of a slice, by answer of the slice."""
 
 

@@ -14,7 +14,7 @@ import msgspec
 from spmd_rl.types import Completion
 
 
-class Answered(msgspec.Struct, array_like=True, frozen=True):
+class PolicyAnswer(msgspec.Struct, array_like=True, frozen=True):
     """One answer of the policy."""
 
     prompt: bytes
@@ -26,9 +26,9 @@ class Answered(msgspec.Struct, array_like=True, frozen=True):
 class Transcript:
     """The answers of the policy within one episode."""
 
-    def __init__(self, earlier: Iterable[Answered] = ()) -> None:
+    def __init__(self, earlier: Iterable[PolicyAnswer] = ()) -> None:
         """earlier: the answers on another rank."""
-        self.answers: list[Answered] = []
+        self.answers: list[PolicyAnswer] = []
         """The answers so far, in order."""
         self._earlier = deque(earlier)
 
@@ -41,7 +41,7 @@ class Transcript:
 
     def add(self, tokens: array, completion: Completion) -> None:
         """Append the answer to these tokens ('i'), in the place of an unfinished one."""
-        answered = Answered(_digest(tokens), completion)
+        answered = PolicyAnswer(_digest(tokens), completion)
         if self.answers and self.answers[-1].prompt == answered.prompt:
             self.answers.pop()
         self.answers.append(answered)
