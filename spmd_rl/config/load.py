@@ -121,12 +121,19 @@ def check_recipe(overrides: Sequence[str]) -> None:
 
 
 def experiment_doors(path: Path) -> list[str]:
-    """Return the pipelines that accept a shipped experiment: they have all its sections and groups, or borrow."""
+    """Return the pipelines that accept a shipped experiment: they have all its sections and groups; or they borrow, and
+    their file lists its groups."""
     values = yaml.safe_load(path.read_text())
-    groups = [key.removeprefix("override /") for entry in values.pop("defaults", []) for key in entry]
-    named = {*values, *groups}
+    groups = {key.removeprefix("override /") for entry in values.pop("defaults", []) for key in entry}
     own = {name: {field.name for field in fields(schema)} for name, schema in PIPELINES.items()}
-    return [name for name, schema in PIPELINES.items() if schema.borrows or named <= own[name]]
+
+    def accepts(name: str) -> bool:
+        if not PIPELINES[name].borrows:
+            return {*values, *groups} <= own[name]
+        listed = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["defaults"]
+        return groups <= {key for entry in listed if isinstance(entry, dict) for key in entry}
+
+    return list(filter(accepts, PIPELINES))
 
 
 def compose(
