@@ -52,8 +52,10 @@ class RewardFlConfig(PipelineConfig):
             f"train.updates_per_step: {train.updates_per_step} of only {count} micro-batches, as "
             f"pictures.per_microbatch={self.pictures.per_microbatch}",
         )
-        judged = bool(self.reward.domains or feedback.reward.target)
-        require(judged or not self.data.train, f"reward: nothing scores pictures; {REWARDS}")
+        if self.data.train and feedback.reward.target is None:
+            line = f"loss={feedback.loss} follows the gradient of a reward; name one as module:function"
+            require(feedback.loss not in DIFFERENTIABLE, f"feedback.reward.target: {line}")
+            require(bool(self.reward.domains), f"reward: nothing scores pictures; {REWARDS}")
         for key, most in (("last_steps", steps), ("from_step", steps - 1)):
             used = feedback.loss == {"last_steps": "draft", "from_step": "refl"}[key]
             found = getattr(feedback, key)
@@ -79,9 +81,6 @@ class RewardFlConfig(PipelineConfig):
 def check_diffusion(policy: DiffusionModelConfig, feedback: FeedbackConfig) -> None:
     """Check that the model is there, with the packages that it needs; and that the differentiable reward can be
     imported."""
-    if feedback.loss in DIFFERENTIABLE and feedback.reward.target is None:
-        line = f"loss={feedback.loss} follows the gradient of a reward; name one as module:function"
-        raise UserError(f"feedback.reward.target: {line}")
     folder = Path(policy.model)
     is_embedded = policy.model == DiffusionModelConfig().model
     if not is_embedded and not any((folder / name).is_file() for name in ("model_index.json", "config.json")):
