@@ -290,14 +290,14 @@ def _typed(section: type, values: Mapping[str, Any]) -> DictConfig:
         if holder := inline_field(section):
             node.pop(holder.name)
         for name, kind in key_types(section, values).items():
-            given = values.get(name) or {}
             if whole := partial_of(section, name):
                 node.pop(name)
+                given = values.get(name) or {}
                 # A null means the same as a key that is not given.
                 keys = [(key, kind | None, None) for key, kind in key_types(whole).items() if key in given]
                 node[name] = OmegaConf.structured(make_dataclass(whole.__name__, keys))
             elif is_dataclass(kind) and (name not in node or _is_open(kind)):
-                node[name] = _typed(kind, given)
+                node[name] = _typed(kind, values.get(name) or {})
     return node
 
 
