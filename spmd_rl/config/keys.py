@@ -63,8 +63,10 @@ def leaves(section: type, given: Mapping[str, Any] = PLACEHOLDERS, prefix: str =
     """
     by_name = {field.name: field for field in fields(section)}
     for name, kind in key_types(section, given).items():
-        below = given.get(name) if isinstance(given.get(name), Mapping) else {}
         whole = partial_of(section, name)
+        # A leaf of the tree is not looked up: it may be an interpolation that fails.
+        found = given.get(name) if whole or is_dataclass(kind) else None
+        below = found if isinstance(found, Mapping) else {}
         if whole and below:
             yield from leaves(whole, prefix=f"{prefix}{name}.")
         elif is_dataclass(kind):
