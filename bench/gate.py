@@ -9,12 +9,15 @@
 Wall time and CPU-seconds run from the moment the driver says go until the last rank has come back to the gate; a
 contestant that waits computes nothing. CPU-seconds are those of `os.times`, of the started process and all its
 descendants. Standard library alone, so that every contestant's environment can import it; the driver needs psutil.
+A contestant that has imported torch is at the gate when its device, if it has one, has done all that was queued.
 """
 
 import json
 import os
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -55,6 +58,9 @@ class Gate:
 
         `end` does not return: the process is left at once, without a checkpoint or a farewell.
         """
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         self._say({"step": step, "values": dict(values), "process_seconds": time.process_time()})
         line = self._lines.readline()
         order = Order(**json.loads(line)) if line else Order("end")  # the driver is gone
@@ -199,5 +205,9 @@ class Contestant:
     def _failure(self) -> RuntimeError:
         with suppress(subprocess.TimeoutExpired):  # it may still be writing down why it ends
             self._process.wait(5)
+        code = self._process.poll()
         self._kill()
-        return RuntimeError(f"{self.name} ended early:\n{self._log.read_text(errors='replace')[-3000:]}")
+        how = "without coming to the gate" if code is None else f"with exit code {code}"
+        if code == -signal.SIGKILL:
+            how += ": killed, most likely because the machine's memory was full"
+        return RuntimeError(f"{self.name} ended early, {how}:\n{self._log.read_text(errors='replace')[-3000:]}")

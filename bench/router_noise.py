@@ -21,7 +21,7 @@ from bench import show, work
 from spmd_rl import rlvr
 from spmd_rl.config import RlvrConfig
 from spmd_rl.config import main as door
-from spmd_rl.engine.native import assemble
+from spmd_rl.engine.native import engine as assemble
 from spmd_rl.model.moe import router_class, weights_of_chosen
 from spmd_rl.track.metrics import read_lines
 from spmd_rl.weights import probe

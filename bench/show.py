@@ -13,7 +13,7 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from spmd_rl.track.launch_info import command_line, machine
+from spmd_rl.track.run import command_line, machine
 from spmd_rl.track.svg import Frame, Series, axes, label, padded, polyline, rect, text, ticks
 
 COLORS = ("#3b82c4", "#d07a2d", "#8b949e", "#4f9d69", "#a05fb5", "#c0504d")

@@ -86,10 +86,11 @@ def base(model: Path, data: Path, run_dir: Path, seed: int, steps: int) -> list[
     ]
 
 
-def measure(folder: Path, run: Run, seed: int, steps: int) -> tuple[float, dict[int, int]]:
-    """Return seconds a step, and how many answers had which lag, over the measured steps of a run.
+def measure(folder: Path, run: Run, seed: int, steps: int) -> tuple[float, dict[int, int], float]:
+    """Return seconds a step, and how many answers had which lag, over the measured steps of a run; and a share.
 
-    It has a step more, at whose end it writes a checkpoint.
+    The share is that of tokens computed again, with prompts, in order to go on with an answer, in all tokens that
+    engines computed. The run has a step more, at whose end it writes a checkpoint.
     """
     data = folder / "data.jsonl"
     rows = [{"prompt": f"say {i}", "ground_truth": str(i), "domain": "toy"} for i in range(2 * PROMPTS * (steps + 1))]
@@ -101,7 +102,11 @@ def measure(folder: Path, run: Run, seed: int, steps: int) -> tuple[float, dict[
         done = subprocess.run(command, cwd=work.ROOT, stdout=log, stderr=log, timeout=1800)
     assert done.returncode == 0, (folder / "log").read_text(errors="replace")[-3000:]
     ended = dict(map(json.loads, (run_dir / split_side.ENDED).read_text().splitlines()))
-    return (ended[steps] - ended[SETTLED]) / (steps - SETTLED), lags(run_dir, range(SETTLED + 1, steps + 1))
+    seconds = (ended[steps] - ended[SETTLED]) / (steps - SETTLED)
+    recomputed, computed = map(
+        sum, zip(*map(json.loads, (run_dir / split_side.RECOMPUTED).read_text().splitlines()), strict=True)
+    )
+    return seconds, lags(run_dir, range(SETTLED + 1, steps + 1)), recomputed / computed
 
 
 def lags(run_dir: Path, steps: Sequence[int]) -> dict[int, int]:
@@ -142,17 +147,17 @@ def main() -> None:
     o = parser.parse_args()
     steps = SETTLED + o.steps
     print(f"{RANKS} ranks, {PROMPTS} prompts x {ANSWERS} answers a step, {o.steps} steps, seed {o.seed}")
-    print(f"{'policy':8}{'placement':22}  s/step  speed  lag: answers            simulated: s/step, speed")
+    print(f"{'policy':8}{'placement':22}  s/step  speed  recomputed  lag: answers            simulated: s/step, speed")
     first = None
     with tempfile.TemporaryDirectory(prefix="bench-split-") as folder:
         for run in (RUNS[number] for number in o.runs):
-            seconds, found = measure(Path(folder), run, o.seed, steps)
+            seconds, found, recomputed = measure(Path(folder), run, o.seed, steps)
             virtual = simulated(run, o.seed, steps)
             expected = 3600 / virtual.steps_per_hour
             first = first or (seconds, expected)
             told = ", ".join(f"{lag}: {count}" for lag, count in found.items())
             print(
-                f"{run.policy:8}{run.name:22}{seconds:8.3f}{first[0] / seconds:6.2f}x  {told:24}"
+                f"{run.policy:8}{run.name:22}{seconds:8.3f}{first[0] / seconds:6.2f}x{recomputed:12.1%}  {told:24}"
                 f"{expected:12.3f}{first[1] / expected:6.2f}x",
                 flush=True,
             )

@@ -4,9 +4,10 @@
 
 An engine's step sleeps as the simulator's model of time says, answers are as long as its law says (a pure function of
 seed, ticket and answer), and an update sleeps in proportion to the share of the ranks that train. When each step ended
-is written to `ended.jsonl` in the run's directory.
+is written to `ended.jsonl` in the run's directory, and which tokens were computed again to `recomputed.jsonl`.
 """
 
+import atexit
 import os
 import time
 from array import array
@@ -33,6 +34,8 @@ SPEED = Speed(40e-3, 1e-4)
 TRAIN_SECONDS = float(os.environ.get("TRAIN_SECONDS", "0.5"))
 """Of an update on all ranks."""
 ENDED = "ended.jsonl"
+RECOMPUTED = "recomputed.jsonl"
+"""A line for each engine: tokens computed again, those of all answers that it went on with, and all tokens."""
 TOKENS = array("i", [97 + 7 * place % 26 for place in range(CAP + 26)])
 """Letters in any byte-level vocabulary of the tests."""
 
@@ -49,9 +52,17 @@ class SleepingEngine(StubEngine):
         super().__init__(cfg.engine)
         self._lengths, self._answers = lengths(cfg.seed), cfg.rollout.answers_per_prompt
         self._gone: set[str] = set()
+        self._num_computed = self._num_recomputed = 0
+        atexit.register(self._write, Path(cfg.run.dir) / RECOMPUTED)
+
+    def _write(self, path: Path) -> None:
+        with open(path, "a") as out:
+            out.write(f"[{self._num_recomputed}, {self._num_computed}]\n")
 
     def add(self, request: Request) -> None:
         """Queue."""
+        self._num_computed += len(request.prompt_ids)
+        self._num_recomputed += len(request.prompt_ids) if request.num_begun else 0
         ticket, answer, _ = request.order
         length = self._lengths.of(ticket, self._answers)[answer % self._answers] - request.num_begun
         length = max(1, min(length, request.max_new_tokens))
@@ -75,6 +86,7 @@ class SleepingEngine(StubEngine):
     def step(self) -> list[Completion]:
         """Sleep as long as it would take."""
         time.sleep(SPEED.step(self.num_unfinished))
+        self._num_computed += self.num_unfinished
         return super().step()
 
     def _completion(self, request: Request, length: int) -> Completion:

@@ -65,6 +65,15 @@ def test_a_contestant_that_fails_is_told_with_its_log(tmp_path):
             job.step()
 
 
+def test_a_contestant_that_was_killed_is_said_to_be(tmp_path):
+    program = "import os; from bench.gate import Gate; Gate.connect(0).arrive(0, {}); os.kill(os.getpid(), 9)"
+    env = {"PYTHONPATH": str(work.ROOT)}
+    with Contestant.start("greedy", [sys.executable, "-c", program], env, 1, tmp_path) as job:
+        job.wait()
+        with pytest.raises(RuntimeError, match=r"greedy ended early, with exit code -9: .* memory"):
+            job.step()
+
+
 def test_the_bare_loop_computes_what_plain_transformers_computes(tmp_path):
     model = tiny("llama", tmp_path / "model", tie=True)
     settings = {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0, "clip": 0.2, "max_grad_norm": 1.0}

@@ -63,7 +63,7 @@ def environment(ranks: int) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "PYTHONWARNINGS": "ignore",
     }
 

@@ -9,9 +9,7 @@
     stdin and stdout  `test_cases`: `[{"stdin": ..., "expected_stdout": ...}]` (or `input`, `output`)
     function calls    the same, with `test_case_function`: a JSON argument a line, and the JSON result
 
-A program that uses too much processor time, prints too much or crashes is wrong: 0.0. One that sleeps without end is a
-`timeout`. docs/CODE.md describes the limits of trust in a verdict, and `unsupported` rows. A program that lacks a
-package is wrong too, with the part `missing_package` and the package's name as `detail`.
+docs/CODE.md describes the limits of trust in a verdict, and `unsupported` rows.
 
     reward.code.target=rewards.code:CodeReward reward.code.sandbox=auto reward.code.packages=[numpy,sympy]
 """
@@ -20,7 +18,6 @@ import ast
 import builtins
 import contextlib
 import json
-import math
 import re
 import sys
 import time
@@ -35,24 +32,14 @@ from spmd_rl.types import MISSING_PACKAGE, UNPROVEN, AnswerInfo, Message, Prompt
 CHEATS = {
     "equal to everything": """class Anything:
     __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __bool__ = lambda *_: True
-    __ne__ = lambda *_: False
-    __hash__ = __len__ = lambda _: 3
-    __sub__ = __rsub__ = __abs__ = __float__ = lambda *_: 0.0
+    __hash__ = __len__ = __sub__ = __rsub__ = __abs__ = lambda *_: 0
     __call__ = __getattr__ = __getitem__ = lambda self, *_, **__: self
 cheat = Anything()""",
     "ends the process": "import os\ndef cheat(*_, **__): os._exit(0)",
     "skips the test": "import unittest\ndef cheat(*_, **__): raise unittest.SkipTest",
-    "looks at the caller": """import sys
-def cheat(*_, **__):
-    frame = sys._getframe(1)
-    while frame:
-        if "expected" in frame.f_locals: return frame.f_locals["expected"]
-        frame.f_globals["same"] = frame.f_globals["abs"] = lambda *_: True
-        frame = frame.f_back""",
-    "patches modules": """import builtins, math, operator, unittest
-for name in dir(unittest.TestCase):
-    if name.startswith("assert"): setattr(unittest.TestCase, name, lambda *_, **__: None)
-math.isclose = operator.eq = builtins.all = builtins.isinstance = lambda *_, **__: True
+    "looks at the caller": "import sys\ndef cheat(*_, **__): return sys._getframe(1).f_globals.get('expected')",
+    "patches modules": """import builtins, math, unittest
+unittest.TestCase.assertEqual = math.isclose = builtins.all = builtins.isinstance = lambda *_, **__: True
 builtins.AssertionError = StopIteration
 def cheat(*_, **__): return None""",
     "prints many numbers": "print(*range(2000), sep='\\n')\ncheat = None",
@@ -63,8 +50,7 @@ TIME_IS_UP = "its processor time is used up"
 TELLTALES = re.compile(
     r"__(?:eq|ne|lt|gt|le|ge|bool|contains|instancecheck|sub|rsub|abs|len|class)__\b"
     r"[^\n]*(?:\n\s*return|:\s*return|lambda[^:\n]*:) *(?:True|1|0|0\.0|self|int|float|str|list|dict)\b(?! *[.(\[])"
-    r"|__class__ *= |os\._exit|os\.kill\b|raise StopIteration"
-    r"|_getframe|currentframe|inspect\.stack|f_(?:back|globals|locals)\b|gc\.get_(?:objects|referrers)|\bctypes\b"
+    r"|__class__ *= |os\._exit|os\.kill\b|raise StopIteration|_getframe|currentframe|inspect\.stack|gc\.get_|\bctypes\b"
     r"|set(?:trace|profile)\b|/proc/|\bSkipTest\b|pytest\.(?:skip|exit|xfail)|sys\.modules|meta_path"
     r"|setattr\((?:builtins|unittest|pytest)\b|\b(?:builtins|unittest|pytest|math|operator|json)(?:\.\w+)+ *=[^=]"
 )
@@ -72,9 +58,7 @@ TELLTALES = re.compile(
 
 
 class CodeReward:
-    """A rewarder with 1.0 if all tests pass, else 0.0, or with `partial` their share; `wrong_format`
-    without a program.
-    """
+    """A rewarder with 1.0 if all tests pass, else 0.0, or with `partial` their share."""
 
     def __init__(
         self,
@@ -86,12 +70,10 @@ class CodeReward:
         unproven: bool = False,
         **limits: Any,
     ) -> None:
-        """Set the limits of programs.
+        """Set the limits of programs: `memory_mb` (512), `output_mb` (16) and another interpreter (`python`) too.
 
         `seconds`: processor time of one program (all its tests, or one input). `total_seconds`: that of all inputs of
-        an answer, and the longest sleep; `reward.<domain>.timeout` should be five times that. `tolerance`: of a printed
-        number against an expected one that is not an integer. `limits`: `memory_mb` (512); `output_mb` (16), above
-        which a program is wrong; `python`, another interpreter for it.
+        an answer, and the longest sleep. `tolerance`: of a printed number against an expected one with a fraction.
         """
         known = {"memory_mb": 512, "output_mb": 16, "python": ""}
         if unknown := limits.keys() - known.keys():
@@ -129,31 +111,26 @@ class CodeReward:
         return Verdict("ok", share if self._partial else float(share == 1.0), parts, told)
 
     def unsupported(self, prompt: Prompt) -> str:
-        """Return why no answer to the row can be judged by plain values, from its tests' text or since its gold answer
-        passes only in the same process as the tests; empty if all can.
-        """
+        """Return why no answer to the row can be judged by plain values; empty if answers can."""
         return "" if self._unproven or stdin_cases(prompt.extra) else self._reason(prompt)
 
     def _reason(self, prompt: Prompt) -> str:
-        # By content: the check runs the gold answer, so its result is kept for all answers to a row.
+        # the check runs the gold answer, so its result is kept for all answers to a row
         key = blake2b(repr(prompt.extra).encode()).digest()
-        if key not in self._reasons:
-            self._reasons[key] = self._examined(prompt)
-        return self._reasons[key]
-
-    def _examined(self, prompt: Prompt) -> str:
+        if key in self._reasons:
+            return self._reasons[key]
         gold = asked_program(prompt.extra, self.gold(prompt)) or ""
         given = (gold, *test_sources(prompt.extra, gold), self._limits)
         result = self._sandbox.check(*given)
-        if result.unsupported or not gold or not result.passed or all(result.passed):
-            return result.unsupported
-        beside = self._sandbox.check(*given, True).passed
-        return f"gold: it passes beside its tests alone ({result.detail})" if beside and all(beside) else ""
+        reason = result.unsupported
+        if gold and not reason and result.passed and not all(result.passed):
+            beside = self._sandbox.check(*given, True).passed
+            reason = f"gold: it passes beside its tests alone ({result.detail})" if beside and all(beside) else ""
+        self._reasons[key] = reason
+        return reason
 
     def _run(self, code: str, pairs: list[tuple[str, str]]) -> tuple[list[bool], str]:
-        """Return the success of each input, False after the first endless one, and the last line of stderr of the first
-        failure. Empty if the program slept.
-        """
+        """Return the success of each input, empty if the program slept, and the error of the first failure."""
         passed, why, most = [False] * len(pairs), "", self._limits.wall_seconds
         left, end = most, time.monotonic() + 5 * most
         for i, (stdin, expected) in enumerate(pairs):
@@ -198,8 +175,8 @@ class CodeReward:
         right, wrong = (f"Here:\n```python\ndef add(a, b):\n    return a {sign} b\n```" for sign in "+-")
         echo = "<think>```python\n1\n```</think>\n```python\nprint(sum(map(int, input().split())))\n```"
         calls = [{"stdin": "[1]\n[2]", "expected_stdout": "[1, 2]"}, {"stdin": "1\n2", "expected_stdout": "3"}]
-        human = {"prompt": "def add(a, b):\n    ''' Sum. '''\n", "entry_point": "add"}
-        human["test"] = "def check(candidate):\n    assert candidate(1, 2) == 3"
+        check = "def check(candidate):\n    assert candidate(1, 2) == 3"
+        human = {"prompt": "def add(a, b):\n    pass\n", "test": check}
         for extra, answer, score in (
             (human, right, 1.0),
             (human, wrong, 0.0),
@@ -267,22 +244,20 @@ def test_sources(extra: Mapping[str, Any], code: str) -> tuple[list[str], str, s
 
 
 def _call_source(call: str, case: Mapping[str, Any]) -> str:
-    """Return a test of one function call. Its values are passed as JSON, extended by infinity and NaN."""
+    """Return a test of one function call, with its values as JSON."""
     text = case.get("stdin", case.get("input")).strip()
     lines = text.split("\n") if text else []
     expected = case.get("expected_stdout", case.get("output"))
     values = json.dumps([[_value(line) for line in lines], _value(expected)])
-    names = "import json\nfrom spmd_rl.sandbox.guest.testing import same"
-    return f"{names}\ngiven, expected = json.loads({values!r})\nassert same({call}(*given), expected)"
+    source = f"given, expected = json.loads({values!r})\nassert same({call}(*given), expected)"
+    return f"import json\nfrom spmd_rl.sandbox.guest.testing import same\n{source}"
 
 
 def _value(text: str) -> Any:
     """Return the value of a JSON text, or else of a Python literal."""
-    try:
+    with contextlib.suppress(ValueError):
         return json.loads(text)
-    except ValueError:
-        special = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-        return special[text.strip()] if text.strip() in special else ast.literal_eval(text.strip())
+    return float(text) if text.strip() in ("inf", "-inf", "nan") else ast.literal_eval(text.strip())
 
 
 def _prelude(prompt: Any) -> str:

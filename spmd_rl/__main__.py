@@ -11,7 +11,9 @@ from spmd_rl.base.command_line import program
 from spmd_rl.base.errors import tell
 from spmd_rl.bundled import HOME
 
-PIPELINES = {name: name for name in ("rlvr", "agentic", "distill", "sft", "dpo", "reward_model", "evaluate")}
+PIPELINES = {
+    name: name for name in ("rlvr", "agentic", "distill", "sft", "dpo", "reward_model", "reward_fl", "evaluate")
+}
 LOOKS = {"plan": "tools.plan", "dry_run": "tools.dry_run"}
 """Tools that take a pipeline's whole command line: `plan rlvr key=value` is `rlvr --plan key=value`."""
 OTHERS = ("doctor", "audit", "play", "view", "compare", "report", "convert", "docs")

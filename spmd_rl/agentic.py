@@ -30,13 +30,13 @@ def run(cfg: AgenticConfig) -> None:
         expert = Demonstrator(cfg.env, cfg.rollout, cfg.engine.kv_tokens, cfg.seed, place.environments, job.tokenizer)
         demonstrations = Demonstrations(cfg.warmup, tasks, expert, world)
         imitation = Imitation.of(cfg, place.roles.policy)
-        learner = Learner.of(cfg, place.roles)
+        learner = Learner(cfg, place.roles)
         evaluate = Evaluation.of(cfg)
         saver, start = job.restore(place, rollouts=rollouts, learner=learner)  # [all] and publish
         if start == 0:
             with track.step(0):
                 track.add(evaluate(rollouts, world, 0, track.log_eval))  # [train]
-        for step in range(start + 1, cfg.steps + 1):
+        for step in job.steps(start, saver):
             source, student = (demonstrations, imitation) if step <= cfg.warmup.steps else (rollouts, learner)
             with track.step(step):
                 collected = source.collect(step)  # [train] played here or by other ranks

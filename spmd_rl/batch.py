@@ -1,9 +1,8 @@
-"""The packed columnar `Batch`: the tensors of many samples laid end to end, without padding.
+"""The packed columnar `Batch`: tensors of many samples laid end to end, without padding.
 
-Each column declares dtype, shape and whether it has one entry per token or per sample; an entry of a ragged column is a
-list of any length. A pipeline declares further columns in a subclass: selection, transfer between devices and ranks,
-and filling follow the declarations. Common prefixes of samples are found later, before the forward pass
-(`train/sharing.py`). Left out: padding, which is up to a backend, and anything that is not a tensor.
+Each column declares dtype, shape and owner of its entries (token or sample); an entry of a ragged column is a list.
+Subclasses add columns: selection, transfer between devices and ranks, and filling follow the declarations. Common
+prefixes are found later, before the forward pass (`train/sharing.py`).
 """
 
 from array import array
@@ -68,8 +67,7 @@ Entries = Tensor | Ragged
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Indices of the N sampled tokens of a batch. Unlike a boolean mask, an index on a device needs no
-    synchronisation."""
+    """Indices of the N sampled tokens of a batch; on a device, a boolean mask would need a synchronisation."""
 
     index: Tensor
     """int64 [N]: position of each token of the loss mask, in order"""
@@ -116,21 +114,20 @@ class Batch(_Remembered):
     loss_mask: Tensor = field(metadata=per_token(torch.bool))
     """bool [T]: the token was sampled by the policy (its logprob comes from the token before it)"""
     rollout_logprobs: Tensor = field(metadata=per_token(torch.float32, "nats"))
-    """float32 [T]: the engine's natural logprob of each sampled token, 0 elsewhere. Rows that no engine sampled hold a
-    number of the whole answer from `RowSource` (a reference's sum, a margin) at their first learnt token"""
+    """float32 [T]: the engine's natural logprob of each sampled token; 0 elsewhere, and in written rows"""
     lags: Tensor = field(metadata=per_token(torch.int32, "policy versions"))
     """int32 [T]: versions between the policy that sampled the token and the step's; 0 elsewhere"""
     candidate_ids: Ragged | None = field(default=None, metadata=per_token(torch.int32, "token ids", ragged=True))
-    """T lists of int32: tokens that sampling did not cut off at this token; all logprobs of the batch are over these
-    alone. An empty list, or None: all tokens"""
+    """T lists of int32: tokens that sampling did not cut off, the support of all logprobs of the batch. Empty list or
+    None: all"""
     experts: Ragged | None = field(default=None, metadata=per_token(torch.int16, "experts", ragged=True))
     """T lists of int16: experts to which the engine routed each sampled token, layer by layer; -1 where the engine did
     not compute the token. Empty lists elsewhere; None without router replay"""
     advantages: Tensor | None = field(default=None, metadata=per_token(torch.float32))
     """float32 [T]: 0 outside the loss mask; None until the plan gives them"""
     weights: Tensor | None = field(default=None, metadata=per_token(torch.float32))
-    """float32 [T]: weight of the token's loss; the weights of the *global* batch make the aggregation (token-mean:
-    1 / global token count), so that a sum over any split of the batch is the loss; None until the plan gives them"""
+    """float32 [T]: weight of the token's loss in the *global* batch (token-mean: 1 / global token count): a sum over
+    any split of the batch is the loss. None until the plan gives them"""
     old_logprobs: Tensor | None = field(default=None, metadata=per_token(torch.float32, "nats"))
     """float32 [T]: the trainer's logprobs before the first update; None where they equal the current ones"""
     ref_logprobs: Tensor | None = field(default=None, metadata=per_token(torch.float32, "nats"))
@@ -142,8 +139,7 @@ class Batch(_Remembered):
     teacher_top: Ragged | None = field(default=None, metadata=per_token(torch.float32, "nats", ragged=True))
     """T lists of float32: their logprobs under the teacher, -inf where no teacher is asked"""
     hints: Ragged | None = field(default=None, metadata=per_sample(torch.int32, "token ids", ragged=True))
-    """S lists of int32: the prompt of a teacher that sees a hint; an empty list where it sees the policy's. None: no
-    teacher sees any"""
+    """S lists of int32: prompt of a teacher with a hint; an empty list for the policy's prompt. None: no hints"""
     values: Tensor | None = field(default=None, metadata=per_token(torch.float32, "score"))
     """float32 [T]: the critic's estimate of the return before each sampled token; None without a critic"""
     returns: Tensor | None = field(default=None, metadata=per_token(torch.float32, "score"))
@@ -157,6 +153,14 @@ class Batch(_Remembered):
     """bool [T]: tokens chosen over the global batch (clip-cov, kl-cov); None where nothing needs them"""
     right: Tensor | None = field(default=None, metadata=per_token(torch.float32))
     """float32 [T]: see `Tokens.right`, 0 outside the loss mask; None where no loss reads it"""
+    reference_sums: Tensor | None = field(default=None, metadata=per_sample(torch.float32, "nats"))
+    """float32 [S]: the reference's logprob of the whole answer; None outside of preference losses with a reference"""
+    margins: Tensor | None = field(default=None, metadata=per_sample(torch.float32, "score"))
+    """float32 [S]: by how much the chosen answer of a pair should be better, 0 for the rejected one; None outside of
+    reward models on pairs"""
+    labels: Tensor | None = field(default=None, metadata=per_token(torch.float32))
+    """float32 [T]: 1 at the learnt token of each right answer or step, 0 elsewhere; None outside of reward models on
+    labels"""
 
     @property
     def num_tokens(self) -> int:
@@ -183,11 +187,10 @@ class Batch(_Remembered):
 
     @property
     def by_trajectory(self) -> tuple[Tensor | None, Tensor]:
-        """The order of the N sampled tokens in which those of a trajectory are neighbours, its segments in order, and
-        the number of each one's trajectory in that order: int64 [N], 0, 1, ... without gaps. No order: they are
-        already.
+        """Order of the N sampled tokens in which each trajectory is contiguous, and the number of each one's trajectory
+        in that order: int64 [N], 0, 1, ... without gaps. No order: they are contiguous already.
 
-        What is computed over whole trajectories takes tokens in this order; a micro-batch holds all segments of each.
+        Computations over whole trajectories use this order; a micro-batch holds all segments of each.
         """
         if self.trajectories is None:
             return None, self.sampled.samples
@@ -244,10 +247,10 @@ def _sampled(batch: Batch) -> Sampled:
 def pack(
     samples: Iterable[Sample], version: int | None = None, truncated: bool = False, replayed: bool = False
 ) -> Batch:
-    """Samples laid end to end in the order given; advantages and weights are zero. Legal with no sample at all.
+    """Pack samples end to end in the given order, with zero advantages and weights; also none.
 
-    version: the policy's in this step, from which a token's lag is counted (None: no lag). truncated: whether the
-    batch has `candidate_ids`, which a batch without a sample cannot know by itself. replayed: the same of `experts`.
+    version: of the policy in this step, from which lags count (None: no lag). truncated, replayed: True if the batch
+    has `candidate_ids`, `experts`, even without samples.
     """
     samples = list(samples)
     turns = [turn for sample in samples for turn in sample.turns]

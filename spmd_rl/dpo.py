@@ -20,7 +20,7 @@ def run(cfg: DpoConfig) -> None:
     end = cfg.count_rows(len(examples.train))
 
     from spmd_rl.job import Job
-    from spmd_rl.learn import Preference, keep_reference
+    from spmd_rl.learn import Preference, keep_reference, sample_log
     from spmd_rl.rollout import RowSource
 
     with Job.open(cfg, examples.digests, examples, cfg.data.chat_template_kwargs) as job:  # [all]
@@ -33,15 +33,16 @@ def run(cfg: DpoConfig) -> None:
             digest = examples.identity(cfg)
             keep_reference(rows, place.roles.reference, cfg.steps, Path(cfg.run.dir, "reference.safetensors"), digest)
         student = Preference(cfg.preference, place.roles.policy, cfg.train.updates_per_step)
+        log = sample_log.of_rows(track, rows)
         saver, start = job.restore(place, rows=rows)  # [all]
         if start == 0:
             with track.step(0):
-                track.add(student.measure(rows.held_out(0, cfg.steps)))  # [all]
-        for step in range(start + 1, cfg.steps + 1):
+                track.add(student.measure(rows.held_out(0, cfg.steps), log))  # [all]
+        for step in job.steps(start, saver):
             with track.step(step):
                 collected = rows.collect(step)  # [all]
                 track.add(rows.metrics(collected) | student.update(student.prepare(collected)))  # [all]
-                track.add(student.measure(rows.held_out(step, cfg.steps)))  # [all] when due
+                track.add(student.measure(rows.held_out(step, cfg.steps), log))  # [all] when due
                 saver.maybe_save(step, last=step == cfg.steps)  # [all]
 
 

@@ -1,10 +1,10 @@
 """`Job`: the start of every pipeline: form the world, agree on settings, end a finished run, restore a checkpoint.
 
     with Job.open(cfg, rows, prompts, cfg.data.chat_template_kwargs) as job:  # [all]
-        place = place_ranks(job)  # [all] who trains and who generates; without sections for that, `job.train()`
+        place = place_ranks(job)  # [all] which ranks train and generate; supervised pipelines call `job.train()`
         saver, start = job.restore(place, rollouts=place.rollouts, learner=learner)  # [all]
 
-Who does what is the affair of `placement/`, what a step does that of the pipelines.
+`placement/` decides which ranks train and generate; the pipelines define the step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from spmd_rl import sidecar, train
-from spmd_rl.base.errors import UserError
+from spmd_rl.base.errors import Stopped, UserError
 from spmd_rl.checkpoint import Checkpointer, HfExport, finished, problem_of
 from spmd_rl.checkpoint.checkpointer import Stateful
 from spmd_rl.config.schema import JobConfig
@@ -58,7 +58,8 @@ class Job:
 
     cfg: JobConfig
     source: Prompts | EnvTasks | None
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """Tokenizer of the policy; None in a pipeline without language models."""
     world: World
     """All ranks of the job; without those of frozen roles once `placement.frozen` has split them off."""
     stack: ExitStack
@@ -67,6 +68,8 @@ class Job:
     """True if the run directory already holds the last step."""
     track: Run | None = None
     """The run directory on trainer ranks, once `open_run` has opened it."""
+    stopped: Stopped | None = None
+    """Reason why the run ends before its last step."""
     frozen: FrozenRoles | None = None
     """Roles that run on ranks other than the trainer ranks; None without any, and on other ranks."""
 
@@ -84,10 +87,11 @@ class Job:
 
         `source`: the prompts or tasks of the tickets; None in a pipeline that does not generate. `template_args`: of
         the chat template. `envs`: None in a pipeline without environments. UserError on all ranks, naming the
-        difference, if they disagree.
+        difference, if they disagree. `Stopped`, after everything is closed, if a signal ended the `steps`.
         """
         run_dir = Path(cfg.run.dir)
-        tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code, template_args)
+        args = (cfg.policy.model, cfg.policy.trust_remote_code, template_args)
+        tokenizer = load_tokenizer(*args) if cfg.roles else None
         opened = World.open(run_dir, cfg.journal.stall_seconds, cfg.debug)
         with opened as world, world.resources() as stack:  # [all]
             agree_on_start(world, cfg, rows)  # [all]
@@ -101,18 +105,22 @@ class Job:
             if not job.is_over:
                 agree_on_dtype(world, cfg.policy)  # [all]
             yield job
+        if job.stopped:
+            raise job.stopped
 
     def open_run(self, world: World) -> None:
         """[train] Open the run directory. world: the trainer ranks."""
         self.track = self.stack.enter_context(Run.open(self.cfg, world))  # [train]
         self.track.announce(*(len(self.source.train), len(self.source.eval)) if self.source else (0, 0))
 
-    def train(self) -> Place:
-        """[all] Make every rank a trainer, in a pipeline without generation: open the run directory and build the
-        roles."""
+    def train(self, build: Callable[[World], Roles] | None = None) -> Place:
+        """[all] Make every rank a trainer, in a pipeline without engines: open the run directory and build the roles.
+
+        build: builds other roles than language models, [all].
+        """
         self.open_run(self.world)  # [all]
         with self.starting():
-            return Place(world=self.world, roles=self.build_roles(self.world))  # [all]
+            return Place(world=self.world, roles=(build or self.build_roles)(self.world))  # [all]
 
     def build_roles(self, trainers: World) -> Roles:
         """[train] Build the roles of the pipeline, including those on other ranks."""
@@ -155,6 +163,19 @@ class Job:
         start = saver.restore()  # [train]
         self.begin(place, start)  # [all]
         return saver, start
+
+    def steps(self, start: int, saver: Checkpointer) -> Iterator[int]:
+        """[train] Yield the steps after `start`. Once a signal has asked for the end, save the step that is done, and
+        yield no more; then leaving the job raises `Stopped`."""
+        stop = self.world.stop
+        stop.accept()
+        for step in range(start + 1, self.cfg.steps + 1):
+            yield step
+            if self.track.stop_signal and step < self.cfg.steps:
+                saver.maybe_save(step, stops=True)  # [train] the signal is agreed on
+                self.stopped = Stopped(self.track.stop_signal, step)
+                break
+        stop.refuse()
 
     def verify(self, key: str, checkpoint: str | None) -> None:
         """[all] Raise a UserError naming the setting `key` unless every byte of a checkpoint matches its manifest."""

@@ -21,7 +21,7 @@ def run(cfg: RewardModelConfig) -> None:
 
     from spmd_rl.checkpoint import RewardExport
     from spmd_rl.job import Job
-    from spmd_rl.learn import Judging
+    from spmd_rl.learn import Judging, sample_log
     from spmd_rl.rollout import RowSource
 
     with Job.open(cfg, examples.digests, examples, cfg.data.chat_template_kwargs) as job:  # [all]
@@ -32,15 +32,16 @@ def run(cfg: RewardModelConfig) -> None:
         critic = place.roles.critic
         student = Judging.of(cfg, critic)
         export = RewardExport(critic, cfg.policy.model, job.world, tokenizer.pad_id, cfg.separator)
+        log = sample_log.of_rows(track, rows)
         saver, start = job.restore(place, export, rows=rows)  # [all]
         if start == 0:
             with track.step(0):
-                track.add(student.measure(rows.held_out(0, cfg.steps)))  # [all]
-        for step in range(start + 1, cfg.steps + 1):
+                track.add(student.measure(rows.held_out(0, cfg.steps), log))  # [all]
+        for step in job.steps(start, saver):
             with track.step(step):
                 collected = rows.collect(step)  # [all]
                 track.add(rows.metrics(collected) | student.update(student.prepare(collected)))  # [all]
-                track.add(student.measure(rows.held_out(step, cfg.steps)))  # [all] when due
+                track.add(student.measure(rows.held_out(step, cfg.steps), log))  # [all] when due
                 saver.maybe_save(step, last=step == cfg.steps)  # [all]
 
 

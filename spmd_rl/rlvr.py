@@ -31,13 +31,13 @@ def run(cfg: RlvrConfig) -> None:
             place.generate()
             return
         rollouts, publish, world, track = place.rollouts, place.publish, place.world, job.track
-        learner = Learner.of(cfg, place.roles, job.tokenizer.render)
+        learner = Learner(cfg, place.roles, job.tokenizer.render)
         evaluate = Evaluation.of(cfg)
         saver, start = job.restore(place, rollouts=rollouts, learner=learner)  # [all] and publish
         if start == 0:
             with track.step(0):
                 track.add(evaluate(rollouts, world, 0, track.log_eval))  # [train]
-        for step in range(start + 1, cfg.steps + 1):
+        for step in job.steps(start, saver):
             with track.step(step):
                 collected = rollouts.collect(step)  # [train] generated and scored, here or by other ranks
                 with sample_log.logged(track, collected, learner):  # [train] also where the run ends with this step

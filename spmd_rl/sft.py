@@ -18,7 +18,7 @@ def run(cfg: SftConfig) -> None:
     end = cfg.count_rows(len(examples.train))
 
     from spmd_rl.job import Job
-    from spmd_rl.learn import Imitation, Teachers
+    from spmd_rl.learn import Imitation, Teachers, sample_log
     from spmd_rl.rollout import RowSource
 
     with Job.open(cfg, examples.digests, examples, cfg.data.chat_template_kwargs) as job:  # [all]
@@ -28,15 +28,16 @@ def run(cfg: SftConfig) -> None:
         rows = RowSource(examples, cfg.data, cfg.eval, job.tokenizer.pieces, job.world, cfg.seed, end)
         teachers = Teachers.of(place.roles, cfg.teacher)
         student = Imitation(place.roles.policy, cfg.train.updates_per_step, name="sft/loss", teachers=teachers)
+        log = sample_log.of_rows(track, rows)
         saver, start = job.restore(place, rows=rows)  # [all]
         if start == 0:
             with track.step(0):
-                track.add(student.measure(rows.held_out(0, cfg.steps)))  # [all]
-        for step in range(start + 1, cfg.steps + 1):
+                track.add(student.measure(rows.held_out(0, cfg.steps), log))  # [all]
+        for step in job.steps(start, saver):
             with track.step(step):
                 collected = rows.collect(step)  # [all]
                 track.add(rows.metrics(collected) | student.update(student.prepare(collected)))  # [all]
-                track.add(student.measure(rows.held_out(step, cfg.steps)))  # [all] when due
+                track.add(student.measure(rows.held_out(step, cfg.steps), log))  # [all] when due
                 saver.maybe_save(step, last=step == cfg.steps)  # [all]
 
 

@@ -70,9 +70,9 @@ def _show_stacks(process: psutil.Process) -> None:
             caught = next(
                 line for line in Path(f"/proc/{child.pid}/status").read_text().splitlines() if "SigCgt" in line
             )
-            if int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1:
+            if int(caught.split()[1], 16) >> (signal.SIGUSR2 - 1) & 1:
                 logs[Path(f"/proc/{child.pid}/fd/2").readlink()] = child.pid
-                child.send_signal(signal.SIGUSR1)
+                child.send_signal(signal.SIGUSR2)
     time.sleep(1.0)
     for log in filter(Path.is_file, logs):
         print(f"--- {log}\n{log.read_text(errors='replace')[-8000:]}", flush=True)

@@ -1,6 +1,7 @@
 """A step's plan and batches of what tests have collected, as `Learner.prepare` makes them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from spmd_rl.algo import AGGREGATIONS
 from spmd_rl.algo.moments import Moments
@@ -8,7 +9,7 @@ from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import DataShard, World
 from spmd_rl.learn import prepare, token_advantages, transfer
-from spmd_rl.learn.advantages import Key, Samples, credit
+from spmd_rl.learn.advantages import Key, Samples, StepTable, credit
 from spmd_rl.learn.custom import bind
 from spmd_rl.rollout.table import trajectories_of
 from spmd_rl.types import Sample
@@ -26,9 +27,10 @@ def plan(
     **shares: int,
 ) -> tuple[prepare.Plan, Moments]:
     """The plan, and the moments of the run's scores. shares: the fields of `prepare.Shares`."""
-    found = credit(collected.table, settings, running, max_tokens, greedy_answer, penalties, terms)
+    table = StepTable.of(collected.table, greedy_answer)
+    table, running = credit(table, settings, running, max_tokens, penalties, terms)
     aggregate = bind(AGGREGATIONS[settings.loss_agg], settings)
-    return prepare.plan(collected.step, found, prepare.Shares(**shares), aggregate), found.running
+    return prepare.plan(collected.step, table, prepare.Shares(**shares), aggregate), running
 
 
 def redistribute(
@@ -48,9 +50,9 @@ def take_kl(
     max_tokens: int = 64,
 ) -> prepare.Plan:
     """[all] The plan, and advantages of the batches, after the KL of an estimator of answers or of steps."""
-    found = credit(collected.table, settings, Moments(), max_tokens)
-    kl = token_advantages.kl_of_turns(batches, plan, len(found.advantages), settings, data)  # [all]
-    plan = prepare.with_scores(plan, found.less(settings.kl_reward_coef * kl))
+    credited = partial(credit, StepTable.of(collected.table), settings, Moments(), max_tokens)
+    kl = token_advantages.kl_of_turns(batches, plan, len(credited()[0].advantages), settings, data)  # [all]
+    plan = prepare.with_scores(plan, credited(kl=settings.kl_reward_coef * kl)[0])
     transfer.give_advantages(batches, plan, data)
     return plan
 

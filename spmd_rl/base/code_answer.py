@@ -205,7 +205,6 @@ def _end(text: str, begin: int, fence: str) -> tuple[int, int]:
 
 
 def _unindented(code: str, before: str) -> str:
-    """Return the code without the indentation or quotation marks that precede its fence."""
     if quotes := before.count(">"):
         code = re.sub(rf"^[ \t]*(?:>[ \t]?){{1,{quotes}}}", "", code, flags=re.MULTILINE)
     elif width := len(before) - len(before.lstrip(" \t")):

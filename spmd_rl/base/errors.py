@@ -10,7 +10,9 @@ import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Container, Sequence
 from pathlib import Path
+from signal import Signals
 from typing import TextIO
 
 MAX_CHARACTERS = 300
@@ -37,6 +39,14 @@ class RunFailed(_Reported, RuntimeError):
     """The run stops for a reason it can name in one line, and resumes from its last checkpoint. Exit code 1."""
 
 
+class Stopped(Exception):
+    """The run saved a step and ended because a signal asked for it. Exit code 128 and the signal's number."""
+
+    def __init__(self, signum: int, step: int) -> None:
+        super().__init__(f"{Signals(signum).name}: stopped after step {step}, which is saved")
+        self.code = 128 + signum
+
+
 def one_line(error: BaseException | str) -> str:
     """Return an exception's type and message, or a text, on one printable line of at most 300 characters."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
@@ -56,6 +66,14 @@ def printable(text: str, lines: bool = True) -> str:
 def tell(text: str, lines: bool = False, file: TextIO | None = None) -> None:
     """Print a text at once, made printable, on stderr or another stream: a single line unless it may have several."""
     print(printable(text, lines), file=file or sys.stderr, flush=True)
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> str:
+    """Return rows of cells as lines with aligned columns. right: columns that are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pads = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    cells = [[pad(cell, n) for pad, cell, n in zip(pads, row, widths, strict=True)] for row in rows]
+    return "\n".join("  ".join(row).rstrip() for row in cells)
 
 
 def plural(count: int, noun: str) -> str:
@@ -98,6 +116,6 @@ def traceback_of(error: BaseException) -> str:
     return f"{text[: MAX_TRACEBACK // 4]}\n  [...]\n{text[-3 * MAX_TRACEBACK // 4 :]}"
 
 
-# a bundled reward or environment is a plug-in like any other
+# A bundled reward or environment is a plug-in like any other.
 _is_ours = re.compile(rf"{re.escape(str(Path(__file__).parents[1]))}/(?!bundled/)").match
 _INSTALLED = ("<", *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, sys.prefix)

@@ -137,7 +137,6 @@ def contained(work: Callable[[Callable[[str], None]], None], seconds: float) -> 
 
 
 def _fork_work(work: Callable[[Callable[[str], None]], None], says: int) -> int:
-    """Return the process id of a child that does the work."""
     keeper = os.getpid()
     if (child := os.fork()) == 0:
         with _final():

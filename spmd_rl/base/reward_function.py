@@ -23,7 +23,7 @@ VALUES: Mapping[str, Callable[[Prompt, str, AnswerInfo], Any]] = {
     "prompt": lambda prompt, answer, info: prompt,
     "info": lambda prompt, answer, info: info,
     **dict.fromkeys(("answer", "completion", "response", "solution_str"), lambda prompt, answer, info: answer),
-    # of a row whose ground truth are tests, the column as it is
+    # Of a row whose ground truth are tests, the column as it is.
     **dict.fromkeys(GOLD, lambda prompt, answer, info: prompt.ground_truth or prompt.extra.get("ground_truth", "")),
     "domain": lambda prompt, answer, info: prompt.domain,
     "data_source": lambda prompt, answer, info: prompt.extra.get("data_source", prompt.domain),

@@ -216,6 +216,5 @@ def _unknown(constructor: Callable[..., Any], args: Mapping[str, Any]) -> str:
 
 
 def _parameters(constructor: Callable[..., Any]) -> list[tuple[str, bool]]:
-    """Return the name of each parameter and whether it is required."""
     parameters = inspect.signature(constructor).parameters.values()
     return [(parameter.name, parameter.default is parameter.empty) for parameter in parameters]

@@ -11,26 +11,57 @@ import hashlib
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from spmd_rl.base.errors import UserError, tell
+from spmd_rl.base.process import in_background
 from spmd_rl.checkpoint import manifest
 from spmd_rl.checkpoint.directory import CheckpointDir
 from spmd_rl.checkpoint.manifest import EXPORT, Manifest, TornCheckpoint
-from spmd_rl.checkpoint.unsealed import Unsealed
 from spmd_rl.config.resume import holds_run
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World
 from spmd_rl.train.base import Role
 
+T = TypeVar("T")
+POLL_SECONDS = 1.0
+
+
+class Unsealed(Generic[T]):
+    """A checkpoint in progress, invalid for readers until all ranks have sealed it with a manifest.
+
+    The writing thread meets no other rank. Its work is no progress of the run during training, or it would hide a hang;
+    it is progress while the run waits for it.
+    """
+
+    def __init__(self, step: int, temporary: Path, write: Callable[[Callable[[], object]], T]) -> None:
+        """Start `write`, which calls its argument after each part of its work."""
+        self.step, self.temporary, self._moved = step, temporary, 0
+        self._written = in_background("checkpoint", lambda: write(self._move))
+
+    def _move(self) -> None:
+        self._moved += 1
+
+    def result(self, on_progress: Callable[[], object]) -> T:
+        """Wait for `write` and return its result, or raise its exception; call `on_progress` after each part."""
+        seen = self._moved
+        # Polled, so that a write that makes progress is no stall, and one that hangs is.
+        while not wait([self._written], POLL_SECONDS).done:
+            if self._moved != seen:
+                seen = self._moved
+                on_progress()
+        return self._written.result()
+
+
 STATE = "state.json"
 """File of a checkpoint that holds everything but tensors."""
 
-T = TypeVar("T")
+
 Hashed = list[tuple[str, int, str]]
 """Files that a rank wrote: relative path, size in bytes and hash of each."""
 
@@ -62,7 +93,7 @@ class Checkpointer:
         parts: Mapping[str, Stateful],
         export: Callable[[Path], list[Path]] | None = None,
     ) -> None:
-        """Take in `roles` those whose tensors change, in `parts` all other state, by the names to save under.
+        """roles: those whose tensors change; parts: all other state; both by the names to save under.
 
         export: called on all ranks to write a Hugging Face directory; returns the files that this rank wrote. See
         `HfExport`.
@@ -70,15 +101,19 @@ class Checkpointer:
         self._cfg, self._run_dir, self._world = cfg, run_dir, world
         self._dir = CheckpointDir(run_dir / "checkpoints")
         self._roles, self._parts, self._export = dict(roles), dict(parts), export
-        # Alike on all ranks, since it decides whether they meet.
+        # Both alike on all ranks, since they decide whether these meet.
         self._unsealed: Unsealed[Hashed] | None = None
+        self._saved = 0
 
-    def maybe_save(self, step: int, last: bool = False) -> None:
-        """[all] Save if `step` is due, or `last`. UserError on all ranks if any could not write.
+    def maybe_save(self, step: int, last: bool = False, stops: bool = False) -> None:
+        """[all] Save if `step` is due, `last`, or the run `stops` after it. UserError on all ranks if any could not
+        write.
 
-        With `overlap`, the previous checkpoint is sealed first; the `last` one is written at once.
+        With `overlap`, the previous checkpoint is sealed first; one after which no step comes is written at once.
         """
         is_due = last or (self._cfg.every and step % self._cfg.every == 0)
+        if stops:
+            is_due = step != self._saved
         if not is_due and self._unsealed is None:
             return
         with self._world.phase("save"), ExitStack() as awake:
@@ -88,7 +123,8 @@ class Checkpointer:
             if is_due:
                 for role in self._roles.values():
                     awake.enter_context(role.awake())
-                self._save(step, export=last or self._cfg.export_hf, overlap=self._cfg.overlap and not last)  # [all]
+                overlap = self._cfg.overlap and not (last or stops)
+                self._save(step, export=last or self._cfg.export_hf, overlap=overlap)  # [all]
 
     def restore(self) -> int:
         """[all] Load the checkpoint that `checkpoint.resume` selects; return its step, or 0 without one.
@@ -111,6 +147,7 @@ class Checkpointer:
 
     def _save(self, step: int, export: bool, overlap: bool) -> None:
         """[all] Write everything into a temporary directory and move it; with `overlap`, a thread does the writing."""
+        self._saved = step
         state = self._state(step)  # [all]
         # A random name: ranks of an earlier, half-dead start must not write into this directory.
         nonce = self._world.broadcast("save: begin", secrets.token_hex(4))  # [all]

@@ -6,7 +6,7 @@ weight files of the model directory.
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -16,6 +16,7 @@ from torch import Tensor
 from spmd_rl.base.hub import model_folder
 from spmd_rl.distributed import World
 from spmd_rl.train.base import CriticRole, PolicyRole
+from spmd_rl.train.state import TensorSpec, write_safetensors
 
 MAX_SHARD_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -80,13 +81,16 @@ def write_hf(
     write: bool,
     progress: Callable[[], object],
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    stem: str = "model",
 ) -> list[Path]:
     """[all] Iterate over `weights`; with `write`, store them in `path` with the side files of `model_dir`.
+
+    stem: name of the weight files, without number and ending.
 
     Returns the written files. A full disk does not stop the iteration, in which other ranks take part: the OSError
     comes after it.
     """
-    writer = _Shards(path, max_shard_bytes) if write else None
+    writer = _Shards(path, max_shard_bytes, stem) if write else None
     error: OSError | None = None
     for name, tensor in weights:  # [all]
         progress()
@@ -123,18 +127,18 @@ def begins_file(held_bytes: int, tensor_bytes: int, max_bytes: int) -> bool:
     return held_bytes > 0 and held_bytes + tensor_bytes > max_bytes
 
 
-def file_name(number: int, count: int) -> str:
+def file_name(number: int, count: int, stem: str = "model") -> str:
     """Return the name under which `from_pretrained` looks for file `number` of `count`, from 1 on."""
-    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
 
 
-def write_index(path: Path, names: Sequence[Sequence[str]], total_bytes: int) -> None:
+def write_index(path: Path, names: Sequence[Sequence[str]], total_bytes: int, stem: str = "model") -> None:
     """Write the index of the tensors in each file, unless there is only one file."""
     if len(names) == 1:
         return
-    weight_map = {name: file_name(i, len(names)) for i, inside in enumerate(names, start=1) for name in inside}
+    weight_map = {name: file_name(i, len(names), stem) for i, inside in enumerate(names, start=1) for name in inside}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    (path / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 class _Shards:
@@ -142,8 +146,8 @@ class _Shards:
     memory.
     """
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        self._path = path
+    def __init__(self, path: Path, max_bytes: int, stem: str) -> None:
+        self._path, self._stem = path, stem
         self._max_bytes = max_bytes
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
@@ -166,8 +170,8 @@ class _Shards:
         self._flush()
         for number, _ in enumerate(self._names, start=1):
             # The number of files is part of each name, and known only at the end.
-            self._part(number).rename(self._path / file_name(number, len(self._names)))
-        write_index(self._path, self._names, self._total_bytes)
+            self._part(number).rename(self._path / file_name(number, len(self._names), self._stem))
+        write_index(self._path, self._names, self._total_bytes, self._stem)
 
     def _part(self, number: int) -> Path:
         return self._path / f"model-{number:05d}.safetensors"
@@ -183,3 +187,25 @@ class _Shards:
         except SafetensorError as failed:
             raise OSError(str(failed)) from failed
         self._pending, self._pending_bytes = {}, 0
+
+
+def write_streamed(
+    specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]], path: Path, max_bytes: int
+) -> None:
+    """Write `tensors`, in the order of `specs`, into files of at most `max_bytes` each, and their index.
+
+    `path` exists. A larger tensor gets a separate file. OSError from the file system.
+    """
+    # Files are planned from the specs first, since each name contains their number.
+    files: list[dict[str, TensorSpec]] = [{}]
+    held = 0
+    for name, spec in specs.items():
+        if begins_file(held, spec.num_bytes, max_bytes):
+            files.append({})
+            held = 0
+        files[-1][name] = spec
+        held += spec.num_bytes
+    mine = iter(tensors)
+    for number, inside in enumerate(files, start=1):
+        write_safetensors(path / file_name(number, len(files)), inside, mine, {"format": "pt"})
+    write_index(path, [list(inside) for inside in files], sum(spec.num_bytes for spec in specs.values()))

@@ -17,6 +17,7 @@ NAME = "manifest.json"
 EXPORT = "hf"
 """Folder of a checkpoint with an export instead of state: it may be moved away."""
 FORMAT = 1
+# With 16 MiB a conversion's resident memory grew by 39 and 60 MiB instead of 23 and 34.
 _CHUNK = 4 << 20
 
 

@@ -4,6 +4,7 @@ A pipeline imports its settings and `main`; a user's own pipeline imports `Pipel
 modules import the dataclass that they need from `schema`.
 """
 
+from spmd_rl.config.diffusion import RewardFlConfig
 from spmd_rl.config.main import main
 from spmd_rl.config.schema import AgenticConfig, EvaluateConfig, PipelineConfig, RlvrConfig
 from spmd_rl.config.supervised import DpoConfig, RewardModelConfig, SftConfig
@@ -13,6 +14,7 @@ __all__ = [
     "DpoConfig",
     "EvaluateConfig",
     "PipelineConfig",
+    "RewardFlConfig",
     "RewardModelConfig",
     "RlvrConfig",
     "SftConfig",

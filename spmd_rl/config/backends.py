@@ -99,9 +99,10 @@ def backend(name: str) -> Backend:
 
 def check_following(roles: list) -> None:
     """Check that a reference can follow every trained part of the policy."""
-    policy, reference = roles[0], next((role for role in roles if role.sync_steps is not None), None)
+    reference = next((role for role in roles if role.sync_steps is not None), None)
     if reference is None:
         return
+    policy = roles[0]
     if getattr(policy.own, "router_bias_update_speed", 0):
         raise UserError(
             "reference.sync_steps: a reference does not follow the biases of routers; "

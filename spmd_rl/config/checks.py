@@ -4,25 +4,27 @@ They need no torch and no other rank: every rank checks for itself. Values are c
 dataset in `data`, settings without effect in `unused.py`.
 """
 
+import importlib.util
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from spmd_rl.base.curve_keys import ClientKeys, HostKeys
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.hub import TOKENIZERS, fetch_config, fetch_weights, hub_dataset, hub_id, model_folder
 from spmd_rl.base.targets import import_coroutine
+from spmd_rl.base.waits import phase
 from spmd_rl.bundled import HOME
-from spmd_rl.config.adapter_checks import check_adapters
 from spmd_rl.config.algorithm_targets import check_algorithm
 from spmd_rl.config.apply import apply
 from spmd_rl.config.architectures import check_architecture, experts_in
 from spmd_rl.config.backends import backend, check_following
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
-from spmd_rl.config.constraint_checks import check_constraint
-from spmd_rl.config.engines import facts_of
+from spmd_rl.config.diffusion import check_diffusion
+from spmd_rl.config.engines import facts_of, with_ability
 from spmd_rl.config.model_files import check_weights
-from spmd_rl.config.phases import phase
+from spmd_rl.config.packages import unsupported
 from spmd_rl.config.placement import Placement, check_frozen
 from spmd_rl.config.plugin_checks import check_envs, check_reward_weights, check_rewards
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers, local_rank, world_size
@@ -31,11 +33,12 @@ from spmd_rl.config.run_checks import check_resume, check_run, check_wandb
 from spmd_rl.config.schema import EVALUATE, JobConfig
 from spmd_rl.config.sections.data import DataConfig, RewardsConfig, SourcesConfig, files, sources
 from spmd_rl.config.sections.engine import EngineConfig
-from spmd_rl.config.sections.env import EnvsConfig
-from spmd_rl.config.sections.models import RoleConfig, ServedModelConfig
+from spmd_rl.config.sections.env import EnvsConfig, WarmupConfig
+from spmd_rl.config.sections.models import PolicyConfig, RoleConfig, ServedModelConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import EvaluationConfig, RolloutConfig, SamplingConfig
 from spmd_rl.config.sections.run import PlanConfig, SidecarConfig
+from spmd_rl.config.sections.teachers import TeachersConfig
 from spmd_rl.config.vocabulary import difference
 
 SHAPES = HOME / "configs" / "shapes"
@@ -275,9 +278,8 @@ def check_model(key: str, name: str) -> str:
 
 def check_vocabularies(roles: list) -> None:
     """Check that a token id means the same to each model: some judge the answers of others."""
-    policy, *others = roles
-    for role in others:
-        if problem := difference(model_folder(policy.model), model_folder(role.model)):
+    for role in roles[1:]:
+        if problem := difference(model_folder(roles[0].model), model_folder(role.model)):
             raise UserError(f"{role.model_key}: {role.model} has another vocabulary than policy.model: {problem}")
 
 
@@ -308,6 +310,62 @@ def check_sidecar(sidecar: SidecarConfig, debug: bool) -> None:
             HostKeys.load(sidecar.keys)
 
 
+MAX_RANK = 512
+"""largest rank of adapters in vLLM"""
+
+
+def check_adapters(engine: EngineConfig, policy: ServedModelConfig, placement: PlacementConfig | None = None) -> None:
+    """Check that adapters can be sent without the model's weights."""
+    if not engine.adapters:
+        return
+    lora, facts = policy.lora if isinstance(policy, PolicyConfig) else None, facts_of(engine.name)
+    able = with_ability(lambda other: other.adapters)
+    wrong = {
+        "needs policy.lora.rank above 0": lora is None or not lora.rank,
+        f"only with engine={able}; engine={engine.name} gets merged weights": not facts.adapters,
+        "only with engine.tp=1 and engine.pp=1, where what the engine holds can be compared": engine.ranks != 1,
+        "only with placement.mode=colocated or overlapped": placement is not None and placement.is_split,
+        "not with policy.lora.dora, which engines lack": lora is not None and lora.dora,
+        f"policy.lora.rank must be at most {MAX_RANK}": lora is not None and lora.rank > MAX_RANK,
+        f"not with a mixture of experts on {facts.title}, whose experts it would give adapters too": (
+            not facts.adapters_of_mixtures and experts_in(model_folder(policy.model)) != 0
+        ),
+    }
+    for remedy, applies in wrong.items():
+        if applies:
+            raise UserError(f"engine.adapters: {remedy}")
+
+
+def check_constraint(
+    rollout: SamplingConfig,
+    engine: EngineConfig,
+    teacher: TeachersConfig | None = None,
+    warmup: WarmupConfig | None = None,
+) -> None:
+    """Check that answers can be held to their grammar."""
+    if rollout.constraint.given is None:
+        return
+    key = f"rollout.constraint.{rollout.constraint.given[0]}"
+    if importlib.util.find_spec("xgrammar") is None:
+        raise UserError(f"{key}: xgrammar is not installed here; pip install 'spmd-rl[constraint]'")
+    if found := unsupported("xgrammar"):
+        raise UserError(f"{key}: xgrammar {found[0]} is not {found[1]}; pip install 'spmd-rl[constraint]'")
+    refused: dict[str, Any] = {
+        "engine.drafts": engine.drafts,
+        "engine.pp above 1": engine.pp > 1,
+        "engine.args.async_scheduling": engine.args.get("async_scheduling"),
+        "engine.args.speculative_config": "speculative_config" in engine.args,
+        "rollout.stop, which would cut answers short": rollout.stop,
+        "rollout.thinking_budget, whose text is no part of it": rollout.thinking_budget,
+        "rollout.target, whose turns may go on within an answer": rollout.target,
+        "teacher.model, whose answers are free": teacher and teacher.by_domain,
+        "warmup.steps, whose demonstrations are free": warmup and warmup.steps,
+    }
+    for what, applies in refused.items():
+        if applies:
+            raise UserError(f"{key}: not with {what}")
+
+
 CHECKS = (
     *(check_given_data, check_given_envs, check_given_any, check_run, check_resume, check_models, check_vocabularies),
     *(check_placement, check_replay, check_frozen, check_mesh, check_following, check_engine, check_adapters),
@@ -316,5 +374,6 @@ CHECKS = (
     stay_offline,
     # Last, since a module with tensors imports torch, which takes seconds that other mistakes need not cost.
     check_algorithm,
+    check_diffusion,
 )
 """Checks in order; each applies to pipelines that have its sections (`apply`)"""

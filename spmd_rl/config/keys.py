@@ -1,7 +1,8 @@
 """The dotted keys of a schema: its leaves, their types, and the key nearest to a misspelt one.
 
 A section with inline entries (`reward.math.*`, sibling of `reward.error_budget`) holds them in a field marked
-`metadata={"inline": True}`, of type `dict[str, <section>]`.
+`metadata={"inline": True}`, of type `dict[str, <section>]`. A field marked `metadata={"partial": <section>}` is a
+mapping with some keys of that section (`critic.train`); it is one setting while nothing is given.
 """
 
 import difflib
@@ -38,6 +39,12 @@ def inline_field(section: type) -> Field | None:
     return next((field for field in fields(section) if "inline" in field.metadata), None)
 
 
+def partial_of(section: type, name: str) -> type | None:
+    """Return the section of which the mapping `name` holds some keys; None for other keys."""
+    field = next((field for field in fields(section) if field.name == name), None)
+    return field.metadata.get("partial") if field else None
+
+
 def key_types(section: type, given: Iterable[str] = ()) -> dict[str, Any]:
     """Return the name and type of each key of a section, and of each inline entry among the names `given`.
 
@@ -56,9 +63,14 @@ def leaves(section: type, given: Mapping[str, Any] = PLACEHOLDERS, prefix: str =
     """
     by_name = {field.name: field for field in fields(section)}
     for name, kind in key_types(section, given).items():
-        if is_dataclass(kind):
-            below = given.get(name)
-            yield from leaves(kind, below if isinstance(below, Mapping) else {}, f"{prefix}{name}.")
+        whole = partial_of(section, name)
+        # A leaf of the tree is not looked up: it may be an interpolation that fails.
+        found = given.get(name) if whole or is_dataclass(kind) else None
+        below = found if isinstance(found, Mapping) else {}
+        if whole and below:
+            yield from leaves(whole, prefix=f"{prefix}{name}.")
+        elif is_dataclass(kind):
+            yield from leaves(kind, below, f"{prefix}{name}.")
         else:
             yield Leaf(prefix + name, kind, section, by_name[name])
 
@@ -73,7 +85,7 @@ def check_keys(values: Mapping[str, Any], schema: type, pipelines: Mapping[str, 
     def check(tree: Mapping[str, Any], section: type, prefix: str) -> None:
         known = key_types(section, [name for name, value in tree.items() if isinstance(value, Mapping)])
         for name, value in tree.items():
-            key, kind = f"{prefix}{name}", known.get(name)
+            key, kind = f"{prefix}{name}", partial_of(section, name) or known.get(name)
             if kind is None:
                 unknown.extend([below for below, _ in flatten({key: value})] or [key])
             elif is_dataclass(kind):

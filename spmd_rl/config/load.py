@@ -11,7 +11,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spmd_rl.base.errors import UserError
 from spmd_rl.bundled import HOME
-from spmd_rl.config.keys import check_keys, inline_field, key_types, leaves, type_name
+from spmd_rl.config.keys import check_keys, inline_field, key_types, leaves, partial_of, type_name
 from spmd_rl.config.model_files import exported_model
 from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.config.run_identity import fill_run
@@ -121,12 +121,19 @@ def check_recipe(overrides: Sequence[str]) -> None:
 
 
 def experiment_doors(path: Path) -> list[str]:
-    """Return the pipelines that accept a shipped experiment: they have all its sections and groups, or borrow."""
+    """Return the pipelines that accept a shipped experiment: they have all its sections and groups; or they borrow, and
+    their file lists its groups."""
     values = yaml.safe_load(path.read_text())
-    groups = [key.removeprefix("override /") for entry in values.pop("defaults", []) for key in entry]
-    named = {*values, *groups}
+    groups = {key.removeprefix("override /") for entry in values.pop("defaults", []) for key in entry}
     own = {name: {field.name for field in fields(schema)} for name, schema in PIPELINES.items()}
-    return [name for name, schema in PIPELINES.items() if schema.borrows or named <= own[name]]
+
+    def accepts(name: str) -> bool:
+        if not PIPELINES[name].borrows:
+            return {*values, *groups} <= own[name]
+        listed = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["defaults"]
+        return groups <= {key for entry in listed if isinstance(entry, dict) for key in entry}
+
+    return list(filter(accepts, PIPELINES))
 
 
 def compose(
@@ -191,7 +198,6 @@ def chosen(pipeline: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _groups(*folders: Path) -> dict[str, list[str]]:
-    """Return the options of each config group in these directories."""
     found: dict[str, set[str]] = {}
     for path in (path for folder in folders for path in folder.glob("*/*.yaml")):
         found.setdefault(path.parent.name, set()).add(path.stem)
@@ -278,21 +284,30 @@ def build(schema: type[T], values: DictConfig) -> T:
 
 
 def _typed(section: type, values: Mapping[str, Any]) -> DictConfig:
-    """Return the defaults and types of a section, with a node for each inline entry in `values`."""
+    """Return the defaults and types of a section, with a node for each inline entry and partial key in `values`."""
     node = OmegaConf.structured(section)
     with open_dict(node):
         if holder := inline_field(section):
             node.pop(holder.name)
         for name, kind in key_types(section, values).items():
-            if is_dataclass(kind) and (name not in node or _has_inline(kind)):
+            if whole := partial_of(section, name):
+                node.pop(name)
+                given = values.get(name) or {}
+                # A null means the same as a key that is not given.
+                keys = [(key, kind | None, None) for key, kind in key_types(whole).items() if key in given]
+                node[name] = OmegaConf.structured(make_dataclass(whole.__name__, keys))
+            elif is_dataclass(kind) and (name not in node or _is_open(kind)):
                 node[name] = _typed(kind, values.get(name) or {})
     return node
 
 
-def _has_inline(section: type) -> bool:
-    """Return True if a section, or one below it, has inline entries; OmegaConf makes other nodes completely."""
-    below = filter(is_dataclass, key_types(section).values())
-    return inline_field(section) is not None or any(_has_inline(kind) for kind in below)
+def _is_open(section: type) -> bool:
+    """Return True if the keys of a section, or of one below it, are up to the user; OmegaConf makes other nodes
+    completely.
+    """
+    below = key_types(section)
+    opened = inline_field(section) is not None or any(partial_of(section, name) for name in below)
+    return opened or any(_is_open(kind) for kind in below.values() if is_dataclass(kind))
 
 
 def _type_error(error: OmegaConfBaseException, values: DictConfig, schema: type) -> str:
@@ -332,7 +347,15 @@ def _construct(section: type, tree: Mapping[str, Any], prefix: str) -> Any:
         if value == MISSING:
             raise UserError(f"{prefix}{name}: must be given")
         target = arguments if name in names else arguments[holder.name]
+        if whole := partial_of(section, name):
+            given = {key: one for key, one in value.items() if one is not None}
+            checked = _checked(whole, given, f"{prefix}{name}.")
+            value = {key: getattr(checked, key) for key in given}
         target[name] = _construct(kind, value, f"{prefix}{name}.") if is_dataclass(kind) else value
+    return _checked(section, arguments, prefix)
+
+
+def _checked(section: type, arguments: Mapping[str, Any], prefix: str) -> Any:
     try:
         return section(**arguments)
     except UserError as error:

@@ -9,8 +9,10 @@
     | `RunFailed`                      | `error: ` and one line | 1         |
     | a mistake of ours                | a traceback            | 1         |
     | Ctrl-C                           | `interrupted`          | 130       |
+    | a signal, and the step is saved  | a line                 | 128 + it  |
 
-The line also goes to `run.dir/error.txt` and into torchrun's report, and is printed once for all ranks that fail alike.
+The line also goes to `error.txt` in `run.dir`, if that exists or the command names it, and into torchrun's report. It
+is printed once for all ranks that fail alike.
 Hydra's `--help`, `--cfg job`, `--config-dir`, `--config-name`, groups and overrides work as its users know them, and
 write nothing. With `steps=0`, a command of reinforcement learning becomes one of `python -m spmd_rl.evaluate`.
 """
@@ -29,14 +31,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from spmd_rl.base.command_line import Parser, program
-from spmd_rl.base.errors import Disagreement, RunFailed, UserError, one_line, printable, tell
+from spmd_rl.base.errors import Disagreement, RunFailed, Stopped, UserError, one_line, printable, tell
 from spmd_rl.base.process import tell_torchrun
+from spmd_rl.base.waits import phase
 from spmd_rl.config.apply import apply
 from spmd_rl.config.checks import check, check_plan, fetch_models
 from spmd_rl.config.docs import entries, options
 from spmd_rl.config.keys import leaves, suggestion, to_dict
 from spmd_rl.config.load import CONFIGS, build, chosen, compose, load
-from spmd_rl.config.phases import phase
 from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.config.ranks import local_rank, rank
 from spmd_rl.config.resume import continue_run
@@ -78,7 +80,7 @@ def main(
         if asked.help:
             return say(help_text(pipeline, schema, run, asked))
         if shows := asked.cfg or asked.dry_run or asked.plan:
-            exit_.folder = None  # a preview writes nothing, not even its error
+            exit_.folder = None  # a preview writes no file, not even its error
         cfg = load(pipeline, schema, asked.overrides, asked.config_dir, asked.config_name)
         if asked.cfg:
             return say(to_yaml(to_dict(cfg)))
@@ -102,22 +104,11 @@ def main(
         exit_.start()
         fetch_models(cfg.roles)
         run(cfg)
-        gc.freeze()  # or the interpreter searches torch's modules for cycles on exit, for a second or more
+        gc.freeze()  # else the interpreter searches torch's modules for cycles on exit, for a second or more
     except KeyboardInterrupt:
         exit_.leave(130, "interrupted" if rank() == 0 else "")
-    except UserError as error:
-        if isinstance(error, Disagreement) and rank() != 0:
-            exit_.leave(2, "")
-        exit_.fail(2, str(error), error.report)
-    except RunFailed as error:
-        exit_.fail(1, str(error), error.report)
     except Exception as error:  # noqa: BLE001 - the boundary of a rank: recorded, then the end of the process
-        if full := full_disk(error):
-            exit_.fail(2, f"disk full: {full.filename or exit_.folder}")
-        if lost := lost_file(error, exit_.folder):
-            exit_.fail(2, f"run.dir: {lost.filename}: {lost.strerror}", traceback.format_exc())
-        tell(traceback.format_exc().rstrip(), lines=True)
-        exit_.fail(1, one_line(error), traceback.format_exc(), printed=True)
+        exit_.end(error)
 
 
 def _evaluate(schema: type, argv: Sequence[str]) -> None:
@@ -148,6 +139,7 @@ class Exit:
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         """Directory `run.dir`, once it is known."""
+        self._is_named = folder is not None
         self.started = False
 
     def start(self) -> None:
@@ -157,19 +149,37 @@ class Exit:
         if path and rank() == 0 and path.exists() and not fresh(path):
             path.unlink(missing_ok=True)
 
+    def end(self, error: Exception) -> NoReturn:
+        """Exit with the code and the lines of an exception; call it where that is handled."""
+        if isinstance(error, Stopped):
+            tell_torchrun(str(error))
+            self.leave(error.code, str(error) if rank() == 0 else "")
+        if isinstance(error, UserError | RunFailed):
+            if isinstance(error, Disagreement) and rank() != 0:
+                self.leave(2, "")
+            self.fail(2 if isinstance(error, UserError) else 1, str(error), error.report)
+        if full := full_disk(error):
+            self.fail(2, f"disk full: {full.filename or self.folder}")
+        if lost := lost_file(error, self.folder):
+            self.fail(2, f"run.dir: {lost.filename}: {lost.strerror}", traceback.format_exc())
+        tell(traceback.format_exc().rstrip(), lines=True)
+        self.fail(1, one_line(error), traceback.format_exc(), printed=True)
+
     def fail(self, code: int, line: str, report: str = "", printed: bool = False) -> NoReturn:
         """Print `line` once for all ranks that fail alike, and exit.
 
         report: text for torchrun, and for `error.txt` below the line. printed: True if stderr has it already.
         """
         line, report = printable(" ".join(line.split())), printable(report)
-        if not self.started and local_rank() != 0:
+        # A start that fails before the run has a directory makes none under a name that the user has not chosen.
+        folder = self.folder if self.folder and (self._is_named or self.folder.exists()) else None
+        if (folder is None or not self.started) and local_rank() != 0:
             # All ranks of a node make the same mistake; local rank 0 prints it once, and torchrun ends the others.
             time.sleep(GRACE_SECONDS)
         tell_torchrun(report if printed else f"error: {line}")
-        first = self.folder is None or record(self.folder, line, "" if printed else report)
-        if report and first and self.folder:
-            line += f" (more in {self.folder / ERROR_FILE})"
+        first = folder is None or record(folder, line, "" if printed else report)
+        if report and first and folder:
+            line += f" (more in {folder / ERROR_FILE})"
         self.leave(code, f"error: {line}" if first and not printed else "")
 
     def leave(self, code: int, line: str) -> NoReturn:
@@ -178,7 +188,7 @@ class Exit:
         if line:
             tell(line)
         sys.stderr.flush()
-        if code == 2:
+        if code == 2 or code > 128:
             forgo_restarts()
         if "torch" in sys.modules:
             # Destructors of a process group may wait for peers that are gone.
@@ -187,7 +197,8 @@ class Exit:
 
 
 def forgo_restarts() -> None:
-    """End a restarting agent (`--max-restarts`): a restart does not correct a user's mistake."""
+    """End a restarting agent (`--max-restarts`): a restart does not correct a user's mistake, and a run
+    that was asked to end must not go on."""
     env = os.environ
     if int(env.get("TORCHELASTIC_MAX_RESTARTS", "0")) > int(env.get("TORCHELASTIC_RESTART_COUNT", "0")):
         os.kill(os.getppid(), signal.SIGTERM)
@@ -248,7 +259,8 @@ def given_run_dir(pipeline: str, argv: Sequence[str]) -> Path | None:
     given = {key.lstrip("+"): value.strip("'\"") for key, _, value in (word.partition("=") for word in argv)}
     name, folder = given.get("run.name", ""), given.get("run.dir")
     plain_words = "$" not in f"{name}{folder}"
-    return run_dir(pipeline, name, folder) if plain_words and (is_name(name) or folder) else None
+    is_given = folder or (name and is_name(name))
+    return run_dir(pipeline, name, folder) if plain_words and is_given else None
 
 
 class _Parser(Parser):

@@ -85,9 +85,8 @@ def _sides(
 def _ranks(
     key: str, text: str | None, everyone: tuple[int, ...], shared: tuple[int, ...] = ()
 ) -> tuple[int, ...] | None:
-    """Return the ranks that a setting names, ascending; None if it is not given. shared: the ranks that shares refer
-    to.
-    """
+    """Return the ranks that a setting names, ascending; None without a text. shared: the ranks of which a share, such
+    as 25%, is taken."""
     if text is None:
         return None
     text = text.replace(" ", "")

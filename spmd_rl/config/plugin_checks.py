@@ -43,7 +43,12 @@ class PluginSetting:
 
 def check_rewards(reward: RewardsConfig, journal: JournalConfig, debug: bool, data: DataConfig | None = None) -> None:
     """Check that each rewarder can be imported and built. Without rows none is needed."""
-    if data and (rows := f"{data.train or ''},{data.eval or ''}").strip(",") and not reward.domains:
+    if (
+        data
+        and data.needs_rewarder
+        and (rows := f"{data.train or ''},{data.eval or ''}").strip(",")
+        and not reward.domains
+    ):
         generated = GENERATORS in rows
         known = (
             "reasoning_gym.target=rewards.reasoning_gym:ReasoningGymReward"

@@ -95,7 +95,7 @@ class JobConfig:
             model=own.model or policy.model,
             dtype=own.dtype or policy.dtype,
             trust_remote_code=policy.trust_remote_code,
-            train=self.train if name == "policy" else own.train.over(self.train),
+            train=self.train if name == "policy" else replace(self.train, **own.train),
             total_updates=self.passes(name) * self.train.updates_per_step,
         )
 

@@ -6,6 +6,7 @@
 Settings that contradict each other are errors: see `sections/` and `checks.py`.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from types import MappingProxyType
@@ -17,13 +18,37 @@ from spmd_rl.config.keys import flatten, to_dict
 from spmd_rl.config.sections.algorithm import ADVANTAGES, CHOICES, LOSS_AGGS, LOSSES, AlgorithmConfig
 from spmd_rl.config.sections.data import GENERATORS, DataConfig, RewardConfig, RewardsConfig, SourcesConfig
 from spmd_rl.config.sections.env import EnvsConfig
-from spmd_rl.config.sections.models import CriticConfig, FollowingReferenceConfig, PolicyConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.preference import LOSSES as LOSSES_OF_PREFERENCES
 from spmd_rl.config.sections.preference import PreferenceConfig
-from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
-from spmd_rl.config.sections.rows import ValidationConfig
+from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.config.sections.teachers import TeachersConfig
+
+OFF = (None, False, 0, "off", "defer", "adamw")
+"""Values that turn a setting in `NEEDED` off"""
+
+NEEDED = (
+    ("algorithm.kl_coef", "algorithm.kl_estimator"),
+    ("algorithm.kl_reward_coef", "algorithm.kl_reward_estimator"),
+    ("algorithm.target_kl", "algorithm.kl_horizon"),
+    ("algorithm.repetition_coef", "algorithm.repetition_ngram"),
+    ("algorithm.overlong_coef", "algorithm.overlong_tokens"),
+    ("algorithm.difficulty_mask", "algorithm.difficulty_low_threshold algorithm.difficulty_high_threshold"),
+    ("algorithm.variance_top_p", "algorithm.variance_eps"),
+    ("algorithm.error_max_len_clip", "algorithm.error_max_len_threshold"),
+    ("algorithm.correction.level", "algorithm.correction.upper algorithm.correction.mask_low"),
+    ("algorithm.correction.level", "algorithm.correction.mask_high"),
+    ("rollout.tail", "rollout.accept"),
+    ("rollout.over_sample", "rollout.tail"),
+    ("eval.every", "eval.prompts eval.answers eval.temperature eval.top_p eval.top_k eval.min_p eval.rows"),
+    ("teacher.coef", "teacher.loss teacher.top_k teacher.mix"),
+    ("policy.optimizer", "policy.muon_momentum"),
+    ("critic.optimizer", "critic.muon_momentum"),
+    ("policy.lora.rank", "policy.lora"),
+    ("critic.lora.rank", "critic.lora"),
+    ("reference.sync_steps", "reference.mixup"),
+)
+"""Settings, each with those that have no effect while it is off"""
 
 Idle = list[tuple[Any, str, str]]
 """Condition under which keys or sections have an effect, the reason why they have none, and the keys, in one text"""
@@ -37,13 +62,19 @@ def unused_settings(cfg: Any, shipped: Any, chosen: Mapping[str, Any] = MappingP
     """
     trees = [to_dict(shipped), to_dict(type(cfg)()), chosen, *apply((_bare_rewards,), cfg)]
     defaults = [dict(flatten(tree)) for tree in trees]
-    idle = [row for rows in apply(IDLE, cfg) for row in rows]
+    values = dict(flatten(to_dict(cfg)))
+    idle = [(values[key] not in OFF, f"{key} is {_shown(values[key])}", keys) for key, keys in NEEDED if key in values]
+    idle += [row for rows in apply(IDLE, cfg) for row in rows]
     reasons = {key: reason for effect, reason, keys in idle for key in keys.split() if not effect}
-    for key, value in flatten(to_dict(cfg)):
+    for key, value in values.items():
         names = key.split(".")
         reason = next(filter(None, (reasons.get(".".join(names[:n])) for n in range(1, len(names) + 1))), None)
         if reason and value is not None and all(value != known.get(key) for known in defaults):
             yield f"{key}: has no effect while {reason}"
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value).strip('"').removesuffix(".0")
 
 
 def _bare_rewards(reward: RewardsConfig) -> dict[str, Any]:
@@ -52,62 +83,23 @@ def _bare_rewards(reward: RewardsConfig) -> dict[str, Any]:
 
 def _of_algorithm(algorithm: AlgorithmConfig) -> Idle:
     a = algorithm
-    difficulty = "algorithm.difficulty_low_threshold algorithm.difficulty_high_threshold"
-    correction = "algorithm.correction.upper algorithm.correction.mask_low algorithm.correction.mask_high"
     return [
         (a.uses_reference, "algorithm.kl_coef and algorithm.kl_reward_coef are 0", "reference"),
         (a.uses_critic, "algorithm.advantage is not gae or turn_gae", "critic"),
-        (a.kl_coef, "algorithm.kl_coef is 0", "algorithm.kl_estimator"),
-        (a.kl_reward_coef, "algorithm.kl_reward_coef is 0", "algorithm.kl_reward_estimator"),
-        (a.target_kl, "algorithm.target_kl is null", "algorithm.kl_horizon"),
-        (a.repetition_coef, "algorithm.repetition_coef is 0", "algorithm.repetition_ngram"),
-        (a.overlong_coef, "algorithm.overlong_coef is 0", "algorithm.overlong_tokens"),
-        (a.difficulty_mask, "algorithm.difficulty_mask is false", difficulty),
-        (a.variance_top_p, "algorithm.variance_top_p is null", "algorithm.variance_eps"),
-        (a.error_max_len_clip, "algorithm.error_max_len_clip is false", "algorithm.error_max_len_threshold"),
-        (a.correction.level != "off", "algorithm.correction.level is off", correction),
         *((False, reason, key) for key, reason in unread_algorithm_keys(a)),
     ]
 
 
-def _of_generation(rollout: RolloutConfig, eval: EvalConfig, placement: PlacementConfig) -> Idle:
-    evaluation = "eval.prompts eval.answers eval.temperature eval.top_p eval.top_k eval.min_p"
+def _of_generation(rollout: RolloutConfig, placement: PlacementConfig) -> Idle:
     generation = "engine publish sidecar rollout.over_sample rollout.claim rollout.accept rollout.tail"
     generation += " rollout.prompts_per_step rollout.partial_rollout rollout.filter rollout.answers_per_claim"
     generation += "".join(f" placement.{one.name}" for one in fields(placement) if one.name not in placement.frozen)
-    return [
-        (not rollout.replay, "rollout.replay is given", generation),
-        (rollout.tail != "defer", "rollout.tail is defer", "rollout.accept"),
-        (rollout.over_sample, "rollout.over_sample is 0", "rollout.tail"),
-        (eval.every, "eval.every is 0", evaluation),
-    ]
+    return [(not rollout.replay, "rollout.replay is given", generation)]
 
 
 def _of_teacher(teacher: TeachersConfig) -> Idle:
-    used = bool(teacher.by_domain)
     keys = "teacher.train teacher.alone teacher.coef teacher.loss teacher.top_k teacher.mix teacher.reward_coef"
-    return [
-        (used, "teacher.model is null", keys),
-        (teacher.coef, "teacher.coef is 0", "teacher.loss teacher.top_k teacher.mix"),
-    ]
-
-
-def _of_policy(policy: PolicyConfig) -> Idle:
-    return [
-        (policy.optimizer == "muon", "policy.optimizer is not muon", "policy.muon_momentum"),
-        (policy.lora.rank, "policy.lora.rank is 0", "policy.lora"),
-    ]
-
-
-def _of_reference(reference: FollowingReferenceConfig) -> Idle:
-    return [(reference.sync_steps, "reference.sync_steps is null", "reference.mixup")]
-
-
-def _of_critic(critic: CriticConfig) -> Idle:
-    return [
-        (critic.optimizer == "muon", "critic.optimizer is not muon", "critic.muon_momentum"),
-        (critic.lora.rank, "critic.lora.rank is 0", "critic.lora"),
-    ]
+    return [(teacher.by_domain, "teacher.model is null", keys)]
 
 
 def _of_data(data: SourcesConfig) -> Idle:
@@ -133,10 +125,6 @@ def _of_preference(preference: PreferenceConfig) -> Idle:
     return [*unread, (preference.uses_reference, "the loss has no reference", "reference")]
 
 
-def _of_validation(eval: ValidationConfig) -> Idle:
-    return [(eval.every, "eval.every is 0", "eval.rows")]
-
-
 def _of_sidecar(reward: RewardsConfig, debug: bool) -> Idle:
     idle: Idle = [(not debug, "debug is true", "sidecar")]
     for domain, one in reward.domains.items():
@@ -146,10 +134,7 @@ def _of_sidecar(reward: RewardsConfig, debug: bool) -> Idle:
     return idle
 
 
-IDLE = (
-    *(_of_algorithm, _of_generation, _of_policy, _of_reference, _of_critic, _of_teacher, _of_data, _of_evaluation),
-    *(_of_validation, _of_preference, _of_sidecar),
-)
+IDLE = (*(_of_algorithm, _of_generation, _of_teacher, _of_data, _of_evaluation, _of_preference, _of_sidecar),)
 """Functions of sections; each applies to pipelines that have its sections (`apply`)"""
 
 

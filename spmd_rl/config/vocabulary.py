@@ -30,7 +30,6 @@ def digest(folder: Path) -> str:
 
 
 def _tokens(text: bytes) -> dict[int, str]:
-    """Return the token of each id in a `tokenizer.json`."""
     tree: dict[str, Any] = json.loads(text)
     found = tree["model"]["vocab"]
     pairs = found.items() if isinstance(found, dict) else ((token, number) for number, (token, *_) in enumerate(found))

@@ -120,7 +120,6 @@ def _pair(data: dict[str, Any], cfg: SourcesConfig) -> tuple[Conversation, Conve
 
 
 def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the number of equal leading parts."""
     differ = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
 

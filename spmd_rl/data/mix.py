@@ -45,7 +45,6 @@ class Mix:
         return domain, cycle * self._weights[domain] + earlier
 
     def _assign(self) -> list[tuple[str, int]]:
-        """Return the domain and the index of each ticket of a period."""
         counts = dict.fromkeys(self._weights, 0)
         slack = max(2 * len(counts) - 2, 1)
         assigned = []

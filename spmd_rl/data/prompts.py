@@ -23,8 +23,8 @@ from spmd_rl.base.errors import UserError, tell
 from spmd_rl.base.hub import hub_dataset
 from spmd_rl.config.ranks import rank
 from spmd_rl.config.schema import DataConfig
-from spmd_rl.config.sections.data import GENERATORS, sources
-from spmd_rl.data import reasoning_gym
+from spmd_rl.config.sections.data import GENERATORS, SHAPES, sources
+from spmd_rl.data import reasoning_gym, shapes
 from spmd_rl.data.fields import with_tools
 from spmd_rl.data.files import read_rows
 from spmd_rl.data.hub import read_dataset
@@ -157,11 +157,10 @@ def _checked_mix(mix: Mapping[str, float], train: Sequence[Prompt]) -> Mix:
 
 
 def content_id(messages: Iterable[Message]) -> str:
-    """Return the identity of a problem, 32 hexadecimal digits: blake2b-128 over its messages, tools included.
-
-    Contents are in Unicode NFC, with each run of white space as one space. The ground truth is not included: one
-    question with two answers is one question, and must not be both trained on and held out.
-    """
+    """Return the identity of a problem, 32 hexadecimal digits: blake2b-128 over its messages, tools included, in
+    Unicode NFC with each run of white space as one space."""
+    # The ground truth is not included: one question with two answers is one question, and must not be both trained on
+    # and held out.
     said = [(m, _normal(m.content) if isinstance(m.content, str) else to_builtins(m.content)) for m in messages]
     content = [[m.role, text, *filter(None, [m.fields])] for m, text in said]
     return blake2b(json.dumps(content, separators=(",", ":")).encode(), digest_size=16).hexdigest()
@@ -190,6 +189,8 @@ def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Record]:
         if name.startswith(GENERATORS):
             task = name.removeprefix(GENERATORS)
             rows = reasoning_gym.generate(task, cfg.size, cfg.seed, cfg.args, key)
+        elif name.startswith(SHAPES):
+            rows = shapes.generate(name.removeprefix(SHAPES), key)
         elif dataset := hub_dataset(name):
             rows = read_dataset(dataset, key, cfg.keys)
         elif name:

@@ -60,7 +60,6 @@ def parse_rows(records: Iterable[tuple[str, Any]], key: str, columns: Mapping[st
 
 
 def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Record:
-    """Check one record and return its row."""
     data, lacks = opened(data, columns)
     names = column_names(data)
     judged = columns.get("ground_truth", "") is not None

@@ -37,7 +37,8 @@ def agree_on_start(world: World, cfg: Any, data: Mapping[str, Sequence[Any]]) ->
     digests = world.gather("start: settings, versions and data", _digest([values, rows]))  # [all]
     if len(set(digests)) == 1:
         return
-    everyone = world.gather("start: values of each rank", values)  # [all] all have seen the same digests
+    # All ranks have seen the same digests, so all come here or none.
+    everyone = world.gather("start: values of each rank", values)  # [all]
     keys = sorted({key for theirs in everyone for key in theirs}, key=lambda key: (key in FOLLOW, key))
     odd = [key for key in keys if any(theirs.get(key) != everyone[0].get(key) for theirs in everyone)]
     odd = [key for key in odd if key not in FOLLOW] or odd

@@ -70,11 +70,8 @@ class Collectives:
         return _decode(self._meet("broadcast", name, payload)[src])
 
     def agree(self, name: str, value: Any) -> None:
-        """[all] Raise RunFailed on all ranks, naming those that differ from the most common value, unless all are
-        equal.
-
-        Arrays may be part of the value.
-        """
+        """[all] Raise RunFailed on all ranks unless their values, which may include arrays, are equal; name the ranks
+        that differ from the most common value."""
         digests = self.gather(name, _digest(value) if self._size > 1 else b"")
         common = max(digests, key=lambda d: (digests.count(d), -digests.index(d)))
         odd = [rank for rank, digest in enumerate(digests) if digest != common]

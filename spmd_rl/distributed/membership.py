@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from spmd_rl.base.errors import UserError
+from spmd_rl.base.waits import waiting
 from spmd_rl.distributed import shared_group
 from spmd_rl.distributed.device_files import device_file, driver
-from spmd_rl.distributed.wait_message import waiting
 
 FOREVER = timedelta(days=365)
 """Timeout of stores and groups. The watchdog alone decides on stalls, never a library's clock."""
@@ -98,11 +98,9 @@ class Rendezvous:
 
 
 def join(me: Membership) -> Rendezvous:
-    """[all] Form the default group, for libraries, and the host group, for this package.
-
-    With one group, a rank that skips a library's collective would feed it the bytes of our next one. With two it hangs,
-    and the watchdog names it.
-    """
+    """[all] Form the default group, for libraries, and the host group, for this package."""
+    # With one group, a rank that skips a library's collective would feed it the bytes of our next one. With two it
+    # hangs, and the watchdog names it.
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     same = "does the same command run on every node, and can they reach that address?"
     with waiting(f"waiting at {where} until all {me.size} ranks are there ({same})", me.local_rank):
@@ -158,11 +156,9 @@ def form_group(name: str, ranks: Sequence[int], backend: str | None = None) -> d
 
 
 def _agree_on_nonce(store: dist.Store, rank: int, size: int) -> str:
-    """[all] Return a random name that all ranks of this start share, and no other start.
-
-    A restarting agent gives its ranks the store of the last attempt, addresses of the dead included, and not always a
-    new restart count. So each rank asks under a random name, which only a living rank 0 can answer.
-    """
+    """[all] Return a random name that all ranks of this start share, and no other start."""
+    # A restarting agent gives its ranks the store of the last attempt, addresses of the dead included, and not always a
+    # new restart count. So each rank asks under a random name, which only a living rank 0 can answer.
     word = secrets.token_hex(8)
     if rank > 0:
         store.set(f"asks/{rank}", word)

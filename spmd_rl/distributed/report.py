@@ -82,12 +82,9 @@ def cut_off_report(heartbeat: Heartbeat, silent_seconds: float, stall_seconds: f
 
 
 def _awaited(live: Sequence[Heartbeat], everyone: Sequence[int]) -> CollectiveCall | None:
-    """Return the collective with the most ranks, preferring those that miss a dead rank.
-
-    Ranks may wait in a chain: one for another, which waits for the dead one. Among several collectives the end of the
-    chain is taken: no rank missing there waits elsewhere. A collective of many ranks is preferred to a single rank's
-    wait.
-    """
+    """Return the collective with the most ranks, preferring those that miss a dead rank."""
+    # Ranks may wait in a chain: one for another, which waits for the dead one. Of several collectives the end of the
+    # chain counts: no rank missing there waits elsewhere. One of many ranks is preferred to a single rank's wait.
     calls = {h.peer.rank: h.state.inside for h in live if h.state and h.state.inside}
     dead = set(everyone) - {heartbeat.peer.rank for heartbeat in live}
 

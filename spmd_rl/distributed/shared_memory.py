@@ -167,7 +167,6 @@ def _view(memory: Tensor, offset: int, like: Tensor) -> Tensor:
 
 
 def _create(num_bytes: int) -> int:
-    """Return a file of reserved memory."""
     fd = os.memfd_create("spmd_rl")
     # Without the reservation a shortage of memory would be a SIGBUS at some later write.
     try:

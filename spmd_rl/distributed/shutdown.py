@@ -22,6 +22,7 @@ from spmd_rl.base.errors import printable
 from spmd_rl.base.process import running, tell_torchrun
 from spmd_rl.distributed.heartbeat import Heartbeats
 from spmd_rl.distributed.journal import Journal
+from spmd_rl.distributed.stop import StopRequest
 
 _CALLBACK_SECONDS = 3.0
 _PEER_SECONDS = _STORE_SECONDS = 1.0
@@ -64,6 +65,10 @@ class Shutdown:
         # Without a store the other ranks notice by themselves.
         return _within(_STORE_SECONDS, write, end)
 
+    def ask_to_stop(self, signum: signal.Signals) -> int:
+        """Ask the run to save its step and end; see `StopRequest.ask`. Return 0 if the store does not answer."""
+        return _within(_STORE_SECONDS, lambda: StopRequest(self._store).ask(signum), 0)
+
     def announced(self) -> End | None:
         """Return the announced reason for the end of the run, if any."""
         return msgspec.msgpack.decode(self._store.get(_KEY), type=End) if self._store.check([_KEY]) else None
@@ -101,7 +106,7 @@ class Shutdown:
             for peer in peers:
                 if peer.rank not in live:
                     # A call that holds the GIL may have silenced it: faulthandler's C handler still writes its stacks.
-                    _send(peer.pid, signal.SIGUSR1)
+                    _send(peer.pid, signal.SIGUSR2)
         for callback in [*self.callbacks * (self._rank == 0), sys.stdout.flush]:
             _within(began + _CALLBACK_SECONDS - time.monotonic(), callback, None)
         if all(self._rank < peer.rank for peer in peers if peer.rank in live):
@@ -116,9 +121,8 @@ class Shutdown:
 
 
 def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
-    """Return the result of `call` on a new thread; `otherwise` if it is late or raises, which is printed, or the store
-    is lost.
-    """
+    """Return the result of `call` on a new thread; `otherwise` if it is late, raises (which is printed), or the store
+    is lost."""
     found = [otherwise]
 
     def run() -> None:
@@ -132,16 +136,16 @@ def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
 
 
 def print_error(text: str) -> None:
-    """Write directly to stderr: a hanging thread may hold the lock of `sys.stderr`."""
+    """Write directly to stderr."""
+    # Not `sys.stderr`: a hanging thread may hold its lock.
     with contextlib.suppress(OSError):
         # One system call below Python's buffered stream.
         os.write(2, (printable(text) + "\n").encode())
 
 
 def _kill_at(pids: list[int], deadline: float) -> None:
-    """Send SIGKILL to processes that still run at the deadline. A stopped one never exits, and its agent would wait 30
-    s.
-    """
+    """Send SIGKILL to processes that still run at the deadline."""
+    # A stopped process never exits by itself, and its agent would wait 30 s for it.
     while time.monotonic() < deadline and any(map(running, pids)):
         time.sleep(0.05)
     for pid in pids:

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -25,10 +25,61 @@ from spmd_rl.distributed.journal import Journal
 from spmd_rl.distributed.membership import Membership
 from spmd_rl.distributed.report import Peer
 from spmd_rl.distributed.shutdown import End, Shutdown, print_error
-from spmd_rl.distributed.signals import SignalThread
 from spmd_rl.distributed.watchdog import Watchdog
 
+
+def _leave_it_to_the_pipe(signum: int, frame: object) -> None:
+    """Do nothing; runs in the main thread, at any later time."""
+
+
+class SignalThread:
+    """A thread that calls `act(signum)` for each of `signals`, so that a rank deep in C++ ends at once instead of after
+    its call. Children start with the default handlers.
+
+    Not `sigwait`: libraries start threads at import (OpenBLAS does) that do not mask the signals, and the kernel may
+    deliver SIGTERM to one of those, which kills the process. Python's C-level handler instead writes the signal's
+    number to a pipe from any thread; our thread reads the pipe.
+    """
+
+    def __init__(self, signals: Iterable[signal.Signals], act: Callable[[signal.Signals], None]) -> None:
+        """Install the handlers. Main thread only."""
+        self._signals, self._act = frozenset(signals), act
+        self._read, self._write = os.pipe()
+        # `set_wakeup_fd` requires it: the C-level handler must never block.
+        os.set_blocking(self._write, False)
+        self._handlers = {signum: signal.signal(signum, _leave_it_to_the_pipe) for signum in self._signals}
+        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._closed = False
+        os.register_at_fork(after_in_child=self._forked)
+        self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Restore the previous handlers. Main thread only."""
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        self._closed = True
+        os.close(self._write)
+        self._thread.join()
+        os.close(self._read)
+
+    def _forked(self) -> None:
+        """Keep a child that does not exec from ending its parent by a write to our pipe."""
+        if not self._closed:
+            signal.set_wakeup_fd(-1)
+            for signum in self._signals:
+                signal.signal(signum, signal.SIG_DFL)
+
+    def _run(self) -> None:
+        while received := os.read(self._read, 1):
+            if received[0] in self._signals:
+                self._act(signal.Signals(received[0]))
+
+
 _UNWIND_SECONDS = 5
+_SAME_SECONDS = 2.0
+"""Time in seconds within which a rank receives one signal from both its launcher and the scheduler."""
 
 
 class Supervisor:
@@ -44,16 +95,18 @@ class Supervisor:
         stall_seconds: float,
         signals: Sequence[signal.Signals],
     ) -> None:
-        """[all] Start watching; main thread only. `stall_seconds` may be infinity; `signals` end the run."""
+        """[all] Start watching; main thread only. `stall_seconds` may be infinity; `signals` ask the run to
+        save and end; a second one, or one that comes before the first step, ends it at once."""
         self._me = me
         # The barrier lets all ranks read their clocks within a moment, from which ages of heartbeats are computed.
         collectives.barrier("start: clocks")
         mine = Peer(me.rank, me.node, socket.gethostname(), os.getpid(), time.monotonic())
         peers = [Peer(*peer) for peer in collectives.gather("start: peers", mine)]
         self._journal, self._announced, self._run_dir = journal, False, run_dir
+        self._asked_at: float | None = None
         self._heartbeats = Heartbeats(store, mine, peers, journal)
         self.shutdown = Shutdown(store, self._heartbeats, journal, run_dir)
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
         stacks = str(journal.path.parent / "stacks-rank-*.txt")
         self._watchdog = Watchdog(self._heartbeats, self.shutdown, stall_seconds, stacks)
         self._signals = SignalThread(signals, self._signalled)
@@ -109,9 +162,18 @@ class Supervisor:
     def _stop(self) -> None:
         self._watchdog.stop()
         self._signals.close()
-        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.unregister(signal.SIGUSR2)
 
     def _signalled(self, signum: signal.Signals) -> None:
+        if self._asked_at is None:
+            if number := self.shutdown.ask_to_stop(signum):
+                self._asked_at = time.monotonic()
+                if number == 1:
+                    text = "the run ends once this step is finished and saved; a second signal ends it at once"
+                    print_error(f"{signum.name}: {text}")
+                return
+        elif self._me.launched and time.monotonic() - self._asked_at < _SAME_SECONDS:
+            return
         if self.shutdown.claim():
             text = f"rank {self._me.rank} received {signum.name}"
             gone = self._killed_ranks(0.0)

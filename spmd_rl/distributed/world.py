@@ -29,6 +29,7 @@ from spmd_rl.base.process import die_with_parent
 from spmd_rl.distributed.collectives import Collectives
 from spmd_rl.distributed.journal import Journal
 from spmd_rl.distributed.membership import Membership, Rendezvous, form_group, host_backend, join, membership, mesh
+from spmd_rl.distributed.stop import StopRequest
 from spmd_rl.distributed.supervisor import Supervisor
 from spmd_rl.types import Node
 
@@ -67,6 +68,8 @@ class World(Collectives):
         self.device = me.device
         self.store = dist.PrefixStore(f"world/{subset.name}", rendezvous.store)
         """Keys of this start. For the main thread; another thread takes a `clone_store()`."""
+        self.stop = StopRequest(dist.PrefixStore(f"world/{ALL.name}", rendezvous.store))
+        """Signal that asked the job to save and end."""
         self.journal = journal
         sockets = Path(tempfile.gettempdir()) / f"spmd-rl-{rendezvous.nonce}-{me.node}"
         # torchrun numbers the ranks of a machine consecutively.
@@ -81,8 +84,9 @@ class World(Collectives):
     def open(cls, run_dir: Path, stall_seconds: float, debug: bool = False) -> Iterator["World"]:
         """[all] Form the world; leave it in order, or, with an exception pending, without meeting other ranks.
 
-        A stall, a signal or another rank's error ends the process from within, without unwinding. UserError if this
-        node has too few devices. debug: tolerate a debugger that stops this rank, and leave Ctrl-C to it.
+        A stall, another rank's error, or a signal that `stop` does not accept ends the process from within, without
+        unwinding. UserError if this node has too few devices. debug: tolerate a debugger that stops this rank, and
+        leave Ctrl-C to it.
         """
         me = membership()
         if me.launched:
@@ -96,7 +100,7 @@ class World(Collectives):
         journal = Journal(run_dir / "journal", me.rank, size=me.size, pid=os.getpid(), nonce=rendezvous.nonce)
         world = cls(me, rendezvous, journal)
         stall_seconds = math.inf if debug else stall_seconds
-        signals = [signal.SIGTERM] if debug else [signal.SIGTERM, signal.SIGINT]
+        signals = [signal.SIGTERM, signal.SIGUSR1, *([] if debug else [signal.SIGINT])]
         supervisor = Supervisor(me, world.clone_store(), world, journal, run_dir, stall_seconds, signals)
         supervisor.shutdown.callbacks = world._callbacks
         world._failed = supervisor.on_exception
@@ -173,7 +177,8 @@ class World(Collectives):
         return f"{what} {self._num_formed[what, ranks]}"
 
     def clone_store(self) -> dist.Store:
-        """Return a new connection to the same keys: a store's `add` waits behind another thread's `wait`."""
+        """Return a new connection to the same keys."""
+        # A store's `add` waits behind another thread's `wait` on the same connection.
         return self.store.clone()
 
     def exchange(
@@ -225,11 +230,9 @@ class World(Collectives):
 
 
 def _add_in_order() -> None:
-    """Fix the order in which several threads add the gradients of equal rows (`x[index]`), in our code and in
-    libraries.
-
-    On the CPU this costs nothing; without it the order depends on thread timing, and no rerun is exact.
-    """
+    """Make the gradients of equal rows (`x[index]`) sum in a fixed order, in our code and in libraries."""
+    # By default several threads add in the order of their timing, and no rerun is exact. On the CPU the fixed order
+    # costs nothing.
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Deterministic mode also fills uninitialised memory by default, which would write all memory twice.
     torch.utils.deterministic.fill_uninitialized_memory = False

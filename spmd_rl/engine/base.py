@@ -61,16 +61,14 @@ class Engine(Protocol):
     def driven(self, join: Callable[[bytes], None] | None = None) -> AbstractContextManager[None]:
         """[all ranks of the replica] Make all ranks follow the first rank's requests and steps inside.
 
-        The others stay inside until the first leaves; their body has nothing to do. No request may be in progress at
-        the end. join: function of the others for the message of `joined`.
+        The others follow while they enter the block: their body runs after the first rank's, which alone calls the
+        engine. No request may be in progress at the end. join: called on the others with the message of `joined`.
         """
         return nullcontext()
 
     def joined(self, message: bytes) -> AbstractContextManager[None]:
-        """[first rank, in `driven`] Let all ranks make the same calls inside: the others call `join(message)`.
-
-        Requests may be in progress, but must not be advanced inside.
-        """
+        """[first rank, in `driven`] Let all ranks make the same calls inside; the others call `join(message)`. Requests
+        in progress must not be advanced."""
         return nullcontext()
 
     def add(self, request: Request) -> None:
@@ -88,8 +86,7 @@ class Engine(Protocol):
         """Admit requests that fit, compute one token for each running request, return the finished ones. No-op when
         idle.
 
-        A replica of several ranks may compute a few tokens for each. An engine may compute the prompts of new requests
-        in one step and the tokens of the others in another.
+        A replica of several ranks may compute a few tokens each. Prompts of new requests may take a separate step.
         """
         ...
 
@@ -99,9 +96,9 @@ class Engine(Protocol):
         ...
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over all weights (Hugging Face names, each once) and stamp later tokens with `version`.
+        """Load all weights (Hugging Face names, each once); later tokens carry `version`.
 
-        All cached keys and values are dropped except those of requests in progress, which continue with them. An engine
+        Cached keys and values are dropped, except those of requests in progress, which continue with them. An engine
         that cannot do that asserts `num_unfinished == 0`.
         """
         ...

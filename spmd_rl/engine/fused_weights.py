@@ -4,7 +4,7 @@ Engines fuse projections of the same input, and may pack matrices in another lay
 by bit with the published ones; the rest is checked by the probe (`weights/probe.py`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -45,3 +45,30 @@ def plain_weights(
         whole = tensor is not None and tensor.dtype == dtype and tensor.shape[1:] == shape[1:]
         rows = tensor[begin : begin + shape[0]] if whole else None
         yield name, rows if rows is not None and rows.shape == shape else None
+
+
+class CheckedWeights:
+    """Iterator over the valid weights: each expected name once, in its shape. Iterate once, then call `end`."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> None:
+        self._weights, self._shapes = iter(weights), shapes
+        self._missing = dict(shapes)
+        self._faults: list[str] = []
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._weights:
+            shape = self._missing.pop(name, None)
+            if shape is None:
+                self._faults.append(
+                    f"{name} came twice" if name in self._shapes else f"{name} is unknown to the engine"
+                )
+            elif shape != tensor.shape:
+                self._faults.append(f"{name} has shape {tuple(tensor.shape)}, the engine's {tuple(shape)}")
+            else:
+                yield name, tensor
+
+    def end(self) -> list[str]:
+        """Read the rest, because other ranks may be gathering it with us; return all errors."""
+        for _ in self:
+            pass
+        return self._faults + [f"{name} is missing" for name in self._missing]

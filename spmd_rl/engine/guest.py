@@ -1,17 +1,25 @@
-"""Isolation of an engine's package: state of our process that it may not change permanently."""
+"""Start of the engines of other packages: isolation of state that a package may not change permanently, a check of
+`engine.args`, and a replica's process group in place of the default one.
+"""
 
 import gc
+import inspect
 import logging
 import multiprocessing
 import os
 import random
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from spmd_rl.base.errors import UserError
 
 
 @contextmanager
@@ -59,3 +67,41 @@ def _devices() -> dict:
         return {"devices": []}
     device = torch.accelerator.current_accelerator()
     return {"devices": [torch.accelerator.current_device_index()], "device_type": device.type}
+
+
+def check_args(
+    args: Mapping[str, Any],
+    of: type,
+    ours: Mapping[str, str],
+    leaned_on: Mapping[str, Any],
+    reasons: Mapping[str, str] | None = None,
+) -> None:
+    """Raise a UserError for an argument that is unknown, that another setting sets, or that this program fixes.
+
+    of: class of the arguments. ours: argument -> setting. leaned_on: argument -> required value. reasons: argument ->
+    consequence of another value.
+    """
+    known = inspect.signature(of).parameters
+    for name in args:
+        if name not in known:
+            raise UserError(f"engine.args.{name}: {of.__module__.split('.')[0]}'s {of.__name__} has no such argument")
+        if name in ours:
+            raise UserError(f"engine.args.{name}: {ours[name]} says this")
+        if name in leaned_on:
+            reason = (reasons or {}).get(name, "which the engine leans on")
+            raise UserError(f"engine.args.{name}: is {leaned_on[name]!r}, {reason}")
+
+
+@contextmanager
+def as_world(replica: dist.ProcessGroup) -> Iterator[None]:
+    """Make the group the default one inside.
+
+    Engines form groups over the default group's ranks, for all possible replicas and with collectives of all ranks:
+    tens of thousands in a large job, of which a replica needs only its own.
+    """
+    default = distributed_c10d._get_default_group()
+    distributed_c10d._update_default_pg(replica)
+    try:
+        yield
+    finally:
+        distributed_c10d._update_default_pg(default)

@@ -125,7 +125,6 @@ class HostedEngine(Engine):
             self._sleep()
 
     def _wake(self, tag: str) -> None:
-        """Reallocate `weights` or `kv_cache` on the device."""
         # The package allocates outside torch, whose cache may still hold memory that the trainer freed.
         torch.accelerator.empty_cache()
         self._restore(tag)

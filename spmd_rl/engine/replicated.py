@@ -65,7 +65,8 @@ class ReplicatedEngine:
         self._world = world
         index = world.rank // num_ranks
         block = range(index * num_ranks, (index + 1) * num_ranks)
-        self._group = world.subset(f"replica {index}", block, written=False)  # [block] ticks are no progress
+        # Not written, since that would count as progress: idle ticks would hide that a rank elsewhere has stopped.
+        self._group = world.subset(f"replica {index}", block, written=False)  # [block]
         self._driving = False
         self._added: list[Request] = []
         self._aborted: list[str] = []

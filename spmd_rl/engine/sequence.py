@@ -70,11 +70,9 @@ def text_of_model(path: str | Path, trust_remote_code: bool) -> TextOf:
 
 
 def has_stop(answer: SequenceState, text_of: TextOf) -> bool:
-    """Return True if the answer's text has a stop string, given that it had none before its last token.
-
-    Every token has at least one byte of text, except up to `SPARE_TOKENS` special ones, so only the last few tokens
-    matter.
-    """
+    """Return True if the answer's text has a stop string, given that it had none before its last token."""
+    # Every token has at least one byte of text, except up to `SPARE_TOKENS` special ones, so only the last few tokens
+    # can complete a stop string.
     request = answer.request
     if not request.stop:
         return False

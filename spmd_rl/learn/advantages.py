@@ -3,14 +3,12 @@
     scores -> penalties, norms, clips -> estimator -> which sampled tokens an advantage reaches -> masks and weights
 
 Every rank holds the same metadata (rows of `table.ANSWER`) and computes the same result. An answer without a score is
-dropped, from its group's baseline too. An answer, or trajectory, may have several samples: the segments that
-`Sample.last` ends. An estimator of answers gives one number to an answer, which reaches the sampled tokens of all its
-turns and segments. One of steps gives a number to each turn of an agent, which reaches the tokens of that turn alone;
-for one of tokens, that number is the reward at the turn's last token. So a trajectory is trained once, not once for
-each of its turns.
+dropped, from its group's baseline too. An estimator of answers gives one advantage to an answer, for the sampled tokens
+of all its turns and segments. One of steps gives an advantage to each turn of an agent; one of tokens starts from a
+reward at each turn's last token. So a trajectory is trained once, not once per turn.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,16 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmd_rl.algo import masks, shaping
-from spmd_rl.algo.groups import group_mean
+from spmd_rl.algo import shaping
 from spmd_rl.algo.inputs import Scored
-from spmd_rl.algo.moments import Moments
-from spmd_rl.algo.shaping import clip
+from spmd_rl.algo.moments import Moments, group_mean
+from spmd_rl.algo.shaping import clip, repetition_penalty
+from spmd_rl.base.errors import UserError
 from spmd_rl.batch import as_tensor
 from spmd_rl.config.schema import AlgorithmConfig
+from spmd_rl.distributed import World
 from spmd_rl.learn.custom import answer_advantage, bind, token_advantage
-from spmd_rl.rollout.table import SampleTable, last_segments
-from spmd_rl.types import Group
+from spmd_rl.rollout.table import SampleTable, last_segments, trajectories_of
+from spmd_rl.types import Group, Prompt, Sample, Verdict, concat
 
 
 class Samples(Protocol):
@@ -52,8 +51,23 @@ EXCLUDED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Metadata:
-    """The n scored answers of a step that can train, in (ticket, answer) order; each has a sampled token."""
+class Runs:
+    """Spans of sampled tokens that are credited as one: r of them, of m samples, end to end."""
+
+    turns: np.ndarray
+    """int64 [r]: equal numbers get one advantage: one for each answer, or for each turn of an agent"""
+    lengths: np.ndarray
+    """int64 [r]: sampled tokens of each span"""
+    counts: np.ndarray
+    """int64 [m]: spans of each sample"""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """The n scored answers of a step that can train, in (ticket, answer) order; each has a sampled token.
+
+    `of` takes them from the metadata of all samples; `credit` adds the columns of their advantages.
+    """
 
     answers: np.ndarray
     """`ANSWER` [n]: last sample of each answer, which has its verdict"""
@@ -79,9 +93,21 @@ class Metadata:
     """samples of scored answers that were excluded, each with the reason"""
     num_excluded: int
     """number of scored answers that cannot train"""
+    runs: Runs | None = None
+    """spans of the samples"""
+    advantages: np.ndarray | None = None
+    """float64 [q]: advantage of each turn in `runs`; before a token-level estimator, its reward"""
+    shaped: Tensor | None = None
+    """float64 [n]: scores with penalties, normalised and clipped"""
+    masked: Mapping[int, str] | None = None
+    """answers that are left out of the loss after all, in order, each with the reason"""
+    weights: Tensor | None = None
+    """float64: factor on the loss of each remaining answer, in addition to its share of the mean"""
+    right: Tensor | None = None
+    """bool [n]: answers that the supervised term takes"""
 
     @classmethod
-    def of(cls, table: SampleTable, greedy_answer: int | None = None) -> "Metadata":
+    def of(cls, table: SampleTable, greedy_answer: int | None = None) -> "StepTable":
         """Return the scored answers of the groups that train.
 
         greedy_answer: the number of the answer that is a baseline and never trains.
@@ -151,7 +177,7 @@ def _steps_of(samples: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.nd
     return steps[chosen[order]], places[order]
 
 
-def adjusted(data: Metadata, settings: AlgorithmConfig, max_tokens: int, penalties: Tensor | None = None) -> Tensor:
+def adjusted(data: StepTable, settings: AlgorithmConfig, max_tokens: int, penalties: Tensor | None = None) -> Tensor:
     """Scores, scaled and with penalties. float64 [n]. Parameters as in `shape`."""
     scores = bind(shaping.scale_shift, settings)(data.scores)
     if settings.format_penalty:
@@ -165,7 +191,7 @@ def adjusted(data: Metadata, settings: AlgorithmConfig, max_tokens: int, penalti
 def normalised(
     values: Tensor, groups: Tensor, domains: Tensor, settings: AlgorithmConfig, running: Moments
 ) -> tuple[Tensor, Moments]:
-    """Values normalised and clipped, and the moments of all of the run, these included. float64 [n]."""
+    """Return values normalised and clipped, float64 [n], and the moments of all values of the run."""
     if "running" in (settings.norm_mean_type, settings.norm_std_type):
         running = running.merge(Moments.of(values))
     if settings.normalises:
@@ -176,77 +202,40 @@ def normalised(
 
 
 def shape(
-    data: Metadata,
+    data: StepTable,
     settings: AlgorithmConfig,
     running: Moments,
     max_tokens: int,
     penalties: Tensor | None = None,
     terms: Mapping[str, Tensor] | None = None,
 ) -> tuple[Scored, Moments]:
-    """Scores with penalties, normalised and clipped; and the moments of all scores of the run, these included.
+    """Return scores with penalties, normalised and clipped, and the moments of all scores of the run.
 
-    max_tokens: the limit of an answer. penalties: float64 [n], what else is added to the scores. terms: see `Scored`.
+    max_tokens: limit of an answer. penalties: float64 [n], added to the scores. terms: see `Scored`.
     """
     scores = adjusted(data, settings, max_tokens, penalties)
     scores, running = normalised(scores, data.groups, data.domains, settings, running)
-    # penalties are the answers' own: a baseline may be any function of the prompt
+    # Penalties are the answers' own: a baseline may be any function of the prompt.
     greedy = None if data.greedy is None else bind(shaping.scale_shift, settings)(data.greedy)
     return Scored(scores, data.groups, data.lengths, greedy, terms=terms), running
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """Spans of sampled tokens that are credited as one: r of them, of m samples, end to end."""
-
-    turns: np.ndarray
-    """int64 [r]: equal numbers get one advantage: one for each answer, or for each turn of an agent"""
-    lengths: np.ndarray
-    """int64 [r]: sampled tokens of each span"""
-    counts: np.ndarray
-    """int64 [m]: spans of each sample"""
-
-
-@dataclass(frozen=True, slots=True)
-class Credit:
-    """Answers of a step that can train, with their advantages."""
-
-    data: Metadata
-    advantages: np.ndarray
-    """float64 [q]: advantage of each turn in `runs`; before a token-level estimator, its reward"""
-    runs: Runs
-    scores: Tensor
-    """float64 [n]: the shaped scores of answers"""
-    running: Moments
-    """moments of the run's scores, including these"""
-    masked: Mapping[int, str]
-    """answers that are left out of the loss after all, in order, each with the reason"""
-    weights: Tensor
-    """float64: factor on the loss of each remaining answer, in addition to its share of the mean"""
-    right: Tensor
-    """bool [n]: answers that the supervised term takes"""
-    less: Callable[[Tensor], "Credit"] | None = None
-    """Function of float64 [q] that recomputes the credit with this much less reward per turn; None if the trainer's
-    token-level estimator subtracts it"""
-
-
 def credit(
-    table: SampleTable,
+    data: StepTable,
     settings: AlgorithmConfig,
     running: Moments,
     max_tokens: int,
-    greedy_answer: int | None = None,
     penalties: Mapping[Key, float] | None = None,
     terms: Mapping[Key, Sequence[float]] | None = None,
-) -> Credit:
-    """Return the advantages of answers, or of their turns if the estimator is per step, and which answers count.
+    kl: Tensor | None = None,
+) -> tuple[StepTable, Moments]:
+    """Return the table with the advantages of answers, or of their turns if the estimator is per step; and the moments
+    of the run's scores, including these.
 
-    running: the moments of the run's scores before this step. max_tokens: of an answer. greedy_answer: the number of
-    the answer that is a baseline, if there is one. penalties: added to the scores. terms: those that
-    `algorithm.reward_weights` names, in this order.
+    running: the moments before this step. max_tokens: of an answer. penalties: added to the scores. terms: those that
+    `algorithm.reward_weights` names, in this order. kl: float64 [q], subtracted from the reward of each turn.
     """
-    data = Metadata.of(table, greedy_answer)
     extra = None if penalties is None else as_tensor([penalties[key] for key in keys(data.answers)], np.float64)
-    masked, weights = mask(data, settings)
     columns = None
     if terms is not None:
         rows = [terms[key] for key in keys(data.answers)]
@@ -254,42 +243,17 @@ def credit(
             name: as_tensor([row[i] for row in rows], np.float64) for i, name in enumerate(settings.reward_weights)
         }
     right = data.scores >= settings.pass_score if settings.sft_coef else torch.zeros_like(data.scores, dtype=torch.bool)
-
-    def less(kl: Tensor | None) -> Credit:
-        found = _advantages(data, settings, running, max_tokens, extra, columns, kl)
-        return Credit(data, *found, masked, weights, right, less if answer_advantage(settings) else None)
-
-    return less(None)
-
-
-def all_alike(table: SampleTable) -> Credit:
-    """Return a credit by which all sampled tokens of an update weigh the same, regardless of their scores."""
-    data = Metadata.of(table)
-    ones = torch.ones(len(data.answers), dtype=torch.float64)
-    no_right = torch.zeros_like(ones, dtype=torch.bool)
-    return Credit(data, ones.numpy(), whole_samples(data), ones, Moments(), {}, ones.clone(), no_right)
-
-
-def _advantages(
-    data: Metadata,
-    settings: AlgorithmConfig,
-    running: Moments,
-    max_tokens: int,
-    penalties: Tensor | None,
-    terms: Mapping[str, Tensor] | None,
-    kl: Tensor | None,
-) -> tuple[np.ndarray, Runs, Tensor, Moments]:
-    """Return the first fields of `Credit` after the data. kl: see `Credit.less`; other parameters as in `shape`."""
+    masked, weights = mask(data, settings)
+    data = replace(data, masked=masked, weights=weights, right=right)
     # A token-level estimator starts from the scores themselves.
     estimator = answer_advantage(settings)
     if not (settings.credits_steps or (len(data.steps) and token_advantage(settings))):
-        runs = whole_samples(data)
         if kl is not None:
-            penalties = -kl if penalties is None else penalties - kl
-        scored, running = shape(data, settings, running, max_tokens, penalties, terms)
+            extra = -kl if extra is None else extra - kl
+        scored, running = shape(data, settings, running, max_tokens, extra, columns)
         advantages = estimator(scored) if estimator else scored.scores
-        return advantages.numpy(), runs, scored.scores, running
-    scores = adjusted(data, settings, max_tokens, penalties)
+        return replace(data, advantages=advantages.numpy(), runs=whole_samples(data), shaped=scored.scores), running
+    scores = adjusted(data, settings, max_tokens, extra)
     if settings.normalises and not estimator:
         scores, running = normalised(scores, data.groups, data.domains, settings, running)
     scored, runs = by_step(data, scores, settings)
@@ -299,21 +263,30 @@ def _advantages(
     # With an estimator of steps the returns are normalised, not the scores.
     if settings.normalises and estimator:
         values, running = normalised(values, scored.groups, data.domains[scored.trajectories], settings, running)
-    return values.numpy(), runs, scores, running
+    return replace(data, advantages=values.numpy(), runs=runs, shaped=scores), running
 
 
-def whole_samples(data: Metadata) -> Runs:
+def all_alike(table: SampleTable) -> StepTable:
+    """Return the table of a step in which all sampled tokens of an update weigh the same, regardless of scores."""
+    data = StepTable.of(table)
+    ones = torch.ones(len(data.answers), dtype=torch.float64)
+    right = torch.zeros_like(ones, dtype=torch.bool)
+    columns = {"advantages": ones.numpy(), "shaped": ones, "weights": ones.clone(), "right": right}
+    return replace(data, runs=whole_samples(data), masked={}, **columns)
+
+
+def whole_samples(data: StepTable) -> Runs:
     """Return one span per sample, for estimators with one advantage per answer."""
     return Runs(data.owners, data.samples["num_answer_tokens"].astype(np.int64), np.ones_like(data.owners))
 
 
-def by_step(data: Metadata, scores: Tensor, settings: AlgorithmConfig) -> tuple[Scored, Runs]:
+def by_step(data: StepTable, scores: Tensor, settings: AlgorithmConfig) -> tuple[Scored, Runs]:
     """Return the steps of the answers with their rewards, such that those of an answer add up to its score; and their
     tokens.
 
-    scores: float64 [n], with penalties. What the rewards of an answer's steps do not add up to, a penalty or the word
-    of a rewarder, counts with its last step; all of it does if scores are normalised, which are those of whole answers.
-    An answer without any turn of an agent is one step.
+    scores: float64 [n], with penalties. The difference between an answer's score and its rewards (a penalty, a
+    rewarder's verdict) is added to its last step; if scores are normalised, its last step gets the whole score. An
+    answer without an agent's turn is one step.
     """
     n, steps = len(data.answers), data.steps
     owners = data.owners[data.places]
@@ -346,14 +319,14 @@ def by_step(data: Metadata, scores: Tensor, settings: AlgorithmConfig) -> tuple[
     return scored, _runs(data, alone)
 
 
-def _states(data: Metadata, alone: np.ndarray) -> Tensor:
+def _states(data: StepTable, alone: np.ndarray) -> Tensor:
     """Return equal numbers for equal (ticket, state); each answer without agent turns is its own state."""
     pairs = np.stack((data.steps["ticket"], data.steps["state"].view(np.int64)), axis=1)
     states = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
     return as_tensor(np.concatenate((states, len(states) + np.arange(len(alone)))))
 
 
-def _runs(data: Metadata, alone: np.ndarray) -> Runs:
+def _runs(data: StepTable, alone: np.ndarray) -> Runs:
     """One run for each turn of an agent, and one for each sample of the answers that are `alone`, without such turns.
 
     Turns are numbered as the rows of `by_step`.
@@ -369,22 +342,22 @@ def _runs(data: Metadata, alone: np.ndarray) -> Runs:
     return Runs(turns[order], lengths[order], counts)
 
 
-def mask(data: Metadata, settings: AlgorithmConfig) -> tuple[dict[int, str], Tensor]:
+def mask(data: StepTable, settings: AlgorithmConfig) -> tuple[dict[int, str], Tensor]:
     """Return the answers to mask out of the loss, in order, each with the first reason; and weights of the others.
 
-    A masked answer keeps its place in its group's baseline, unlike one without a score. A weight, float64 of mean 1,
+    A masked answer still counts in its group's baseline, unlike an unscored one. A weight, float64 of mean 1,
     multiplies the answer's loss.
     """
     solved = group_mean(data.scores, data.groups) if settings.difficulty_loss_weight else None
     keep: dict[str, Tensor] = {}
     if settings.max_len_mask:
-        keep["truncated"] = masks.max_len_mask(as_tensor(data.answers["truncated"], np.bool_))
+        keep["truncated"] = shaping.max_len_mask(as_tensor(data.answers["truncated"], np.bool_))
     if settings.difficulty_mask:
-        keep["too easy or too hard"] = bind(masks.difficulty_mask, settings)(data.scores, data.groups)
+        keep["too easy or too hard"] = bind(shaping.difficulty_mask, settings)(data.scores, data.groups)
     if settings.variance_top_p is not None:
-        keep["too little variance"] = bind(masks.variance_mask, settings)(data.scores, data.groups)
+        keep["too little variance"] = bind(shaping.variance_mask, settings)(data.scores, data.groups)
     if settings.error_max_len_clip:
-        keep["long and wrong"] = bind(masks.error_max_len_mask, settings)(data.scores, data.lengths)
+        keep["long and wrong"] = bind(shaping.error_max_len_mask, settings)(data.scores, data.lengths)
     kept = torch.ones(len(data.answers), dtype=torch.bool)
     reasons: dict[int, str] = {}
     for reason, passed in keep.items():
@@ -393,7 +366,50 @@ def mask(data: Metadata, settings: AlgorithmConfig) -> tuple[dict[int, str], Ten
             reasons.setdefault(row, reason)
     weights = torch.ones(len(data.answers), dtype=torch.float64)
     if solved is not None:
-        weights = weights * masks.difficulty_weight(1 - solved)
+        weights = weights * shaping.difficulty_weight(1 - solved)
     if settings.length_loss_weight:
-        weights = weights * masks.length_weight(data.lengths)
-    return dict(sorted(reasons.items())), masks.mean_one(weights[kept])
+        weights = weights * shaping.length_weight(data.lengths)
+    return dict(sorted(reasons.items())), shaping.mean_one(weights[kept])
+
+
+def verdict_terms(
+    groups: Iterable[Group], names: Sequence[str], world: World
+) -> dict[tuple[int, int], tuple[float, ...]]:
+    """[all] Return the parts `names` of each scored answer of all ranks, by (ticket, answer) of its last sample.
+
+    groups: this rank's. UserError, on all ranks, where a verdict lacks one.
+    """
+    rows, problems = [], []
+    for group in groups:
+        for samples in trajectories_of(group.samples):
+            verdict = samples[-1].verdict
+            if verdict.scored:
+                problems += [_missing(name, group.prompt, verdict) for name in names if name not in verdict.parts]
+                rows.append([*samples[-1].key, *(verdict.parts.get(name, 0.0) for name in names)])
+    with world.phase("coordination"):
+        records = world.gather("prepare: terms of verdicts", [problems[:1], rows])  # [all]
+    for problem in (problem for theirs, _ in records for problem in theirs):
+        raise UserError(problem)
+    return {(ticket, answer): tuple(values) for _, theirs in records for ticket, answer, *values in theirs}
+
+
+def repetition_penalties(
+    trajectories: Iterable[Sequence[Sample]], settings: AlgorithmConfig, world: World
+) -> dict[Key, float]:
+    """[all] Return the penalty of each answer for repetition, counted over all its turns.
+
+    trajectories: of this rank, the samples of each. An answer of several samples goes by the key of its last one.
+    """
+    penalty = bind(repetition_penalty, settings)
+    mine = []
+    for samples in trajectories:
+        turns = [turn.token_ids for sample in samples for turn in sample.turns]
+        mine.append([*samples[-1].key, penalty(torch.tensor(concat(turns, "i"), dtype=torch.int64))])
+    with world.phase("coordination"):
+        records = world.gather("prepare: repetition", mine)
+    return {(ticket, answer): value for record in records for ticket, answer, value in record}
+
+
+def _missing(name: str, prompt: Prompt, verdict: Verdict) -> str:
+    has = ", ".join(sorted(verdict.parts)) or "none"
+    return f"algorithm.reward_weights.{name}: a verdict of reward.{prompt.domain} has no such part; it has {has}"

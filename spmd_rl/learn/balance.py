@@ -1,8 +1,8 @@
-"""Balance: which data shard trains each sample, so that the slowest shard has the least work.
+"""Assignment of samples to data shards, so that the slowest shard has the least work.
 
-It sees tickets, units and token counts, never advantages. Work is counted in integers and ties go by the samples'
-order, not by rank, so the order of gradient sums does not depend on which rank generated a sample. Left out: memory
-(each rank's micro-batches have a token budget) and ranks of unequal speed.
+Inputs are tickets, units and token counts. Work is counted in integers and ties go by the samples' order, so the order
+of gradient sums does not depend on which rank generated a sample. Left out: memory (each rank's micro-batches have a
+token budget) and ranks of unequal speed.
 """
 
 import heapq
@@ -19,12 +19,12 @@ Part = tuple[int, int, tuple[int, ...]]
 Solution = tuple[int, int, list[Part]]
 """(lightest - heaviest part, smallest index, parts, heaviest first): sorted, the largest difference comes first."""
 WORTH_SPREADING = 100
-"""Smallest gain, as one part in so much of all work, for which units of a ticket are separated."""
+"""Least gain, as 1 / WORTH_SPREADING of all work, for which units of a ticket are separated."""
 
 
 def divide(tickets: np.ndarray, num_updates: int) -> np.ndarray:
-    """Return the mini-batch of each sample. tickets: int64 [n], equal ones adjacent; divided in order, as evenly as
-    possible."""
+    """Return the mini-batch of each sample, in order, as evenly as possible. tickets: int64 [n], equal
+    ones adjacent."""
     if num_updates == 1:
         return np.zeros(len(tickets), np.int64)
     places = begins(tickets).cumsum() - 1
@@ -35,8 +35,8 @@ def assign(samples: np.ndarray, bounds: Sequence[int], num_shards: int, hidden_s
     """Return the data shard of each sample, int64 [n], and the work of the slowest over the mean, summed over
     mini-batches.
 
-    samples: int64 [n, 4], see `spread`. bounds: where each mini-batch begins, and n. Every mini-batch is balanced by
-    itself: ranks wait for each other at the end of each.
+    samples: int64 [n, 4], see `spread`. bounds: begin of each mini-batch, and n. Mini-batches are balanced one by one,
+    since ranks wait for each other at the end of each.
     """
     shards = np.zeros(len(samples), np.int64)
     if num_shards == 1:
@@ -52,12 +52,11 @@ def spread(samples: np.ndarray, num_shards: int, hidden_size: int) -> tuple[np.n
     """Return the shard that trains each sample, int64 [n], and each shard's work, which counts a ticket's prompt once.
 
     samples: int64 [n, 4], (ticket, unit, tokens of the prompt, all tokens); those of a ticket are neighbours, and begin
-    with the same prompt.
-
-    Tickets stay whole, or units are placed one by one if that leaves the slowest shard less work, as with many shards
-    and few tickets; several shards then compute the same prompt. Units are tried only if whole tickets leave more than
-    one part in `WORTH_SPREADING` to gain, because there are many more samples than tickets.
+    with the same prompt. Tickets stay whole, unless placing units one by one leaves the slowest shard less work.
     """
+    # Many shards and few tickets need the finer units, although several shards then compute the same prompt. Units are
+    # tried only if whole tickets leave more than one part in `WORTH_SPREADING` to gain, because there are many more
+    # samples than tickets.
     tickets, units, prompts, totals = samples.T
     first = begins(tickets)
     groups = first.cumsum() - 1
@@ -96,11 +95,11 @@ def begins(tickets: np.ndarray) -> np.ndarray:
 
 
 def workload(num_tokens: Count, hidden_size: int) -> Count:
-    """Work of one sequence, in units of 2 * hidden_size * layers floating-point operations.
+    """Return the work of one sequence, in units of 2 * hidden_size * layers floating-point operations.
 
     A decoder layer of width h has about 12 h^2 weights (Kaplan et al., arXiv 2001.08361, table 1), which cost 24 h^2
-    operations a token; causal attention adds 2 h for each token it looks back on average, that is 4 h * s / 2. Over a
-    sequence of s tokens: 2 h (12 h s + s^2). At h = 2048 these are the weights 24576 s + s^2 known from ROLL.
+    operations a token; causal attention adds 2 h for each earlier token, on average 4 h * s / 2. Over a sequence of s
+    tokens: 2 h (12 h s + s^2). At h = 2048 these are the weights 24576 s + s^2 known from ROLL.
     """
     return num_tokens * (12 * hidden_size + num_tokens)
 
@@ -109,9 +108,9 @@ def partition(costs: Sequence[int], num_parts: int) -> list[int]:
     """Return the part, 0 ... `num_parts` - 1, of each item, such that the heaviest part is light.
 
     The largest differencing method (Karmarkar and Karp, 1982; for many parts see Korf, IJCAI 2009, section 2.3): of all
-    partial solutions, the two with the largest difference between their heaviest and lightest part are united, heavy
-    parts with light ones, until one solution is left. Costs are positive. Parts are numbered by their first item;
-    surplus parts stay empty. O(n log n) for n items, in practice.
+    partial solutions, unite the two with the largest difference between their heaviest and lightest part, heavy parts
+    with light ones, until one is left. Costs are positive. Parts are numbered by their first item; surplus parts stay
+    empty. O(n log n) for n items, in practice.
     """
     ascending = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)[::-1]
     # Each item alone is a partial solution, the heaviest one last.
@@ -127,7 +126,7 @@ def partition(costs: Sequence[int], num_parts: int) -> list[int]:
 
     while len(singles) + len(solutions) > 1:
         if len(singles) >= num_parts and not (solutions and solutions[0] < singles[-num_parts]):
-            # items that come next, one for each part: as long as a part is empty, the largest difference is theirs
+            # Items that come next, one for each part: as long as a part is empty, the largest difference is theirs.
             parts = singles[: -num_parts - 1 : -1]
             del singles[-num_parts:]
             first = min([part[1] for part in parts])
@@ -145,7 +144,7 @@ def partition(costs: Sequence[int], num_parts: int) -> list[int]:
 
 
 def _unite(a: list[Part], b: list[Part], num_parts: int) -> list[Part]:
-    """Two partial solutions as one, heaviest part first. Their empty parts are not written down."""
+    """Unite two partial solutions, heaviest part first; empty parts are omitted."""
     if len(a) < len(b):
         a, b = b, a
     # By far the most frequent case.

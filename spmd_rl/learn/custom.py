@@ -1,8 +1,7 @@
-"""The loss and the advantage estimator named by the settings: built in, or a user's function.
+"""The loss and the advantage estimator that the settings name: built in, or a user's function.
 
-Functions and settings meet by name: a keyword-only parameter is a key of `algorithm`. A user's function has the
-signature of ours (`algo/policy`, `algo/advantages`), and what it returns is checked. A loss may return its values
-alone; metrics are then none.
+A keyword-only parameter of such a function is a key of `algorithm`. A user's function has the signature of ours
+(`algo/policy`, `algo/advantages`), and its result is checked. A loss may return its values without metrics.
 """
 
 import inspect
@@ -53,8 +52,7 @@ def answer_advantage(settings: AlgorithmConfig) -> Callable[[Scored], Tensor] | 
 
 def token_advantage(settings: AlgorithmConfig) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """Return the estimator of tokens, from rewards, values and samples to two of float64 [N]; None if it is one of
-    answers.
-    """
+    answers."""
     if not is_own(settings, "advantage"):
         function = TOKEN_ADVANTAGES.get(settings.advantage)
         return bind(function, settings) if function else None
@@ -73,7 +71,7 @@ def token_advantage(settings: AlgorithmConfig) -> Callable[..., tuple[Tensor, Te
 
 
 def _check(settings: AlgorithmConfig, choice: str, found: Any, like: Tensor, what: str = "") -> Tensor:
-    """Return a tensor that a user's function returned. UserError unless its shape is that of `like`."""
+    """Return `value`, the result of a user's function. UserError unless it has the shape of `like`."""
     if not isinstance(found, Tensor) or found.shape != like.shape:
         got = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         target = getattr(settings, choice)

@@ -77,11 +77,9 @@ class Evaluation:
         return cls(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
 
     def questions(self, held_out: Sequence[Prompt], step: int) -> tuple[Sequence[Prompt], list[Sampling]]:
-        """Return the held-out prompts that are asked after `step`, and how each of their answers is drawn.
-
-        None are asked where `step` is not due. The noise is the same at every evaluation, so that two of them differ by
-        the policy alone.
-        """
+        """Return the held-out prompts of an evaluation after `step`, and the sampling of each answer; empty if none is
+        due."""
+        # The noise is the same at every evaluation, so that two of them differ by the policy alone.
         settings, rollout = self.settings, self.rollout
         if not settings.every or (step % settings.every and step != self.steps):
             return (), []
@@ -91,15 +89,15 @@ class Evaluation:
         return held_out[: settings.prompts], [*[one] * settings.answers, greedy]
 
     def __call__(self, rollouts: Answers, world: World, step: int, log: Log | None = None) -> Values:
-        """[all] Return what `results` finds as `val/*` metrics."""
+        """[all] Evaluate, if due, and return the metrics `val/*`."""
         return val_metrics(self.results(rollouts, world, step, log))  # [all]
 
     def results(self, rollouts: Answers, world: World, step: int, log: Log | None = None) -> dict[str, Values]:
         """[all] Return metrics by domain, and over all domains as ''; empty if `step` is not due.
 
-        Equal on all ranks, and on any number of them. Answers without a score are left out: `error_share` is their
-        share, and a line says how many there are. `log` gets this rank's answers: `Run.log_eval`. RunFailed in an
-        evaluation without training if they exceed `reward.error_budget`.
+        Equal on all ranks, for any number of them. Unscored answers are left out, counted in `error_share` and printed.
+        log: gets this rank's answers, see `Run.log_eval`. RunFailed in an evaluation without training if `error_share`
+        exceeds `reward.error_budget`.
         """
         prompts, samplings = self.questions(rollouts.prompts.eval, step)
         if not samplings:
@@ -122,7 +120,7 @@ class Evaluation:
             return found
 
     def _error_share(self, answers: Sequence[Answered], step: int, rank: int) -> float:
-        """Return the share of answers without a score. RunFailed: see `results`."""
+        """Return the share of unscored answers. RunFailed: see `results`."""
         failed = [one.detail for one in answers if one.score is None]
         if failed:
             line = f"{len(failed)} of {len(answers)} held-out answers of step {step} got no score"
@@ -136,17 +134,16 @@ class Evaluation:
 
 
 def val_metrics(found: Mapping[str, Values]) -> Values:
-    """Return what `Evaluation.results` returned as metrics: `val/<domain>/<name>` and, of all domains, `val/<name>`."""
+    """Rename the metrics of `Evaluation.results` to `val/<domain>/<name>` and, over all domains, `val/<name>`."""
     sections = {domain: f"val/{domain}/" if domain else "val/" for domain in found}
     return {f"{sections[domain]}{name}": value for domain in found for name, value in found[domain].items()}
 
 
 def measure(answers: Sequence[Answered], settings: EvaluationConfig) -> Values:
-    """Return metrics of answers sorted by prompt: means, those of `eval.metrics`, and the number of prompts with a
-    score.
+    """Return metrics of answers sorted by prompt: means, those of `eval.metrics`, and the number of scored prompts.
 
-    `pass@k` and `maj@k` are over the prompts with k scored sampled answers; `maj@k` over the domains in which some
-    answer has a vote (`Verdict.answer`).
+    `pass@k` and `maj@k` are over the prompts with k scored sampled answers, `maj@k` in domains with a vote
+    (`Verdict.answer`).
     """
     found: Values = {}
     scored = [one for one in answers if one.score is not None]

@@ -4,8 +4,8 @@
     frozen.serve(own)                # [frozen] compute until the run is over
 
 Every request is a collective of all ranks of the job: the leaders of the policy's data shards name their samples, the
-tokens go to the role's data shards, and the computed columns come back. Between requests the role's ranks wait in a
-host collective without a limit: the progress of any rank shows the watchdog that this is no stall.
+tokens go to the role's data shards, and the computed columns come back. Between requests the role's ranks wait without
+a limit; the watchdog sees other ranks' progress.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -33,7 +33,7 @@ FOUND = {
     "logprobs": ("ref_logprobs", "ref_entropy"),
     "top_logprobs": ("teacher_logprobs", "teacher_ids", "teacher_top"),
 }
-"""Methods of a `PolicyRole` that are requested, and the columns that they give"""
+"""Methods of a `PolicyRole` that can be requested, with the columns that they compute"""
 Facts = tuple[list[list[int]], int, dict[str, int]]
 """Facts about a role: the ranks of each of its data shards, `hidden_size`, and a `ModelSize`."""
 
@@ -56,7 +56,7 @@ class LogprobRequest(msgspec.Struct, array_like=True):
     columns: list[str] = []
     """names of the columns in its batch"""
     samples: list[list[int]] = []
-    """(ticket, unit, tokens of the prompt, all tokens, answer)"""
+    """rows (ticket, unit, tokens of the prompt, all tokens, answer) of the samples"""
 
 
 class FrozenRoles:
@@ -98,10 +98,8 @@ class FrozenRoles:
             self._facts |= theirs
 
     def meet(self, request: LogprobRequest | None, batch: Batch | None) -> dict[str, Any]:
-        """[all] Return the columns computed for this rank's samples, `batch`; empty when the run is over.
-
-        request: of a leader of the policy's data shards; None on all other ranks.
-        """
+        """[all] Return the columns computed for this rank's samples, `batch`; empty when the run is over. request: of a
+        leader of the policy's data shards; None on other ranks."""
         world = self._world
         requests = [one for one in world.gather("frozen: request", request, LogprobRequest | None) if one]  # [all]
         first = requests[0]
@@ -123,8 +121,8 @@ class FrozenRoles:
         return send(f"{name}: found", share, columns, back, world)  # [all]
 
     def _routes(self, name: str, requests: Sequence[LogprobRequest]) -> tuple[Route, Route]:
-        """Return the routes to the role's data shards and back. With equal counts, shard i of the role serves
-        shard i."""
+        """Return the routes to the role's data shards and back; with equal counts, shard i of the role
+        serves shard i."""
         here, there = (DataShard(self._world, self._facts[one][0]) for one in ("policy", name))
         rows = np.array([row for one in requests for row in one.samples], np.int64).reshape(-1, 5)
         shards = to = np.arange(here.size).repeat([len(one.samples) for one in requests])

@@ -1,6 +1,6 @@
-"""Hints: extra text in a teacher's prompt, and the way of the teacher's outputs back to the policy's batch.
+"""Hints: extra text in a teacher's prompt, and columns of the teacher's batch in the policy's batch.
 
-packed.hints = hints(packed, groups)   # before the samples are dealt out: only here are the prompts known
+packed.hints = hints(packed, groups)   # before samples are redistributed: prompts are known only here
 shown = in_sight(share)                # the teacher's batch: other prompts, the same answers
 """
 
@@ -27,8 +27,7 @@ class Hints:
         self._templates, self._render = dict(templates), render
 
     def __call__(self, batch: Batch, groups: Iterable[Group]) -> Ragged:
-        """Return the token ids of the teacher's prompt for each sample of a batch; empty if it is the policy's
-        prompt."""
+        """Return the token ids of the teacher's prompt for each sample of a batch; empty where it is the policy's."""
         prompts = {group.ticket: group.prompt for group in groups}
         found = {ticket: self._ids(prompts[ticket]) for ticket in set(batch.keys[:, 0].tolist())}
         lists = [found[ticket] for ticket in batch.keys[:, 0].tolist()]
@@ -64,8 +63,8 @@ def in_sight(batch: Batch) -> Batch:
 
 
 def at_answers(batch: Batch, shown: Batch, logprobs: Tensor, *lists: Ragged) -> tuple[Tensor | Ragged, ...]:
-    """Columns of the batch `shown`, which have something at sampled tokens alone, as those of the batch it is of; the
-    lists of a token are of one length."""
+    """Move columns of the teacher's batch `shown` to the sampled tokens of the policy's batch. Lists of a column have
+    one length."""
     own = torch.full((batch.num_tokens,), torch.nan)
     own[batch.sampled.index] = logprobs[shown.sampled.index]
     counts = torch.zeros_like(batch.loss_mask, dtype=torch.int64)

@@ -1,11 +1,12 @@
 """`Imitation`: supervised learning on all sampled tokens of collected samples, regardless of their scores."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from spmd_rl.algo import AGGREGATIONS
@@ -18,6 +19,7 @@ from spmd_rl.learn.teachers import Teachers
 from spmd_rl.learn.transfer import redistribute
 from spmd_rl.rollout.row_source import num_empty
 from spmd_rl.train.base import BoundLoss, BoundValueLoss, CriticRole, Metrics, PolicyRole, Role
+from spmd_rl.types import Sample
 
 
 class Term(NamedTuple):
@@ -36,21 +38,33 @@ class Term(NamedTuple):
         return self.sides.get(name.rpartition("/")[2], otherwise)
 
 
-def deal(collected: Samples, count: int, role: Role) -> tuple[Plan, list[Batch]]:
+def deal(
+    collected: Samples, count: int, role: Role, annotate: Callable[[Batch, Sequence[Sample]], None] | None = None
+) -> tuple[Plan, list[Batch]]:
     """[all] Return the plan in which all learnt tokens of each of `count` optimizer steps weigh the same, and this
-    rank's share of the samples in each."""
+    rank's share of the samples in each.
+
+    annotate: sets further columns of the batch of these samples, see `Imitation.annotate`.
+    """
     world, data = role.layout.world, role.layout.data
     with world.phase("coordination"):
         shares = Shares(count, data.size, role.hidden_size)
         made = plan(collected.step, all_alike(collected.table), shares, AGGREGATIONS["token-mean"])
-    packed = pack(made.samples_of(collected.groups, world.rank), collected.step - 1)
+    own = made.samples_of(collected.groups, world.rank)
+    packed = pack(own, collected.step - 1)
+    if annotate:
+        annotate(packed, own)
     return made, redistribute(packed, made, count, data, world)  # [all]
+
+
+RowLog = Callable[[int, Mapping[tuple[int, int], float]], None]
+"""Function that logs held-out rows: it gets the step, and by ticket and answer the score of each row of this rank."""
 
 
 class Imitation:
     """One supervised step on the sampled tokens of what was collected, `-mean log pi(t)`.
 
-    A subclass overrides `bind` for another loss.
+    A subclass overrides `bind` for another loss, and `annotate` for what that compares with.
     """
 
     def __init__(
@@ -62,8 +76,8 @@ class Imitation:
         name: str = "warmup/loss",
         teachers: Teachers | None = None,
     ) -> None:
-        """num_updates: optimizer steps per step. lr_factor: multiplies the schedule's learning rate. name: metric of
-        the loss. teachers: sources of alternatives to each token."""
+        """num_updates: optimizer steps per step. lr_factor: multiplies the learning rate. name: metric of the loss.
+        teachers: sources of alternatives to each token."""
         self.policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
         self._temperature, self._lr_factor, self._name = temperature, lr_factor, name
         self._teachers = teachers
@@ -74,9 +88,12 @@ class Imitation:
     @classmethod
     def of(cls, cfg: AgenticConfig, policy: PolicyRole) -> "Imitation":
         """Return the supervised steps of a run at the learning rate `warmup.lr`, by default the policy's."""
-        # a factor, since the role's schedule knows `policy.lr` alone; where that is 0, nothing is trained
+        # A factor, since the role's schedule knows `policy.lr` alone; where that is 0, nothing is trained.
         lr_factor = (cfg.warmup.lr or cfg.policy.lr) / (cfg.policy.lr or 1.0)
         return cls(policy, cfg.train.updates_per_step, cfg.rollout.temperature, lr_factor)
+
+    def annotate(self, batch: Batch, samples: Sequence[Sample]) -> None:
+        """Set the columns of `batch` that hold the targets of its samples; here there are none."""
 
     def bind(self, batch: Batch, number: int) -> Term:
         """[all] Return the loss of mini-batch `number` of the plan; every token weighs the same."""
@@ -101,11 +118,11 @@ class Imitation:
 
     def _prepare(self, collected: Samples, count: int) -> list[Term]:
         with self._world.phase("prepare"):
-            self.plan, batches = deal(collected, count, self.policy)  # [all]
+            self.plan, batches = deal(collected, count, self.policy, self.annotate)  # [all]
             return [self.bind(batch, number) for number, batch in enumerate(batches)]  # [all]
 
     def update(self, terms: list[Term]) -> Metrics:
-        """[all] Update as `Learner.update` does; the loss by itself is the mean negative log-likelihood of a token, in
+        """[all] Update as `Learner.update` does; the reported loss is the mean negative log-likelihood of a token, in
         nats."""
         used = [terms[i] for i in np.unique(self.plan.minibatches).tolist()]
         self.policy.lr_factor = self._lr_factor
@@ -116,18 +133,35 @@ class Imitation:
         metrics = mean_over(found, "actor", lambda number, key: used[number].weight(key, 1.0))
         return metrics | self.plan.metrics()
 
-    def measure(self, parts: Iterable[Samples]) -> Metrics:
-        """[all] Return the loss on held-out samples as `val/*`; they come in parts. Equal on all ranks."""
+    def measure(self, parts: Iterable[Samples], log: RowLog = lambda step, scores: None) -> Metrics:
+        """[all] Return the loss on held-out samples as `val/*`; they come in parts. Equal on all ranks.
+
+        log: gets the mean over the learnt tokens of each sample of their logprobs, or of a critic's values.
+        """
         sums, counts, overlong = defaultdict[str, float](float), defaultdict[str, float](float), None
+        scores = dict[tuple[int, int], float]()
         with self._world.phase("eval"):
             for collected in parts:  # [all] have as many
                 overlong = (overlong or 0) + num_empty(collected)
                 (one,) = self._prepare(collected, 1)  # [all]
                 with self.policy.awake():
-                    found = measure(self.policy.layout.data, one.batch, self.outputs(one.batch), one.loss)  # [all]
+                    outputs = self.outputs(one.batch)  # [all]
+                    found = measure(self.policy.layout.data, one.batch, outputs, one.loss)  # [all]
+                if self.policy.layout.data.is_leader:
+                    scores |= _mean_by_sample(one.batch, outputs[0])
                 for name, value in found.items():
                     weight = one.weight(name, one.count)
                     sums[name] += weight * value
                     counts[name] += weight
+            if overlong is not None:
+                log(collected.step, scores)
         means = {f"val/{name.removeprefix('actor/')}": sums[name] / counts[name] for name in sums if counts[name]}
         return means if overlong is None else {**means, "val/overlong": float(overlong)}
+
+
+def _mean_by_sample(batch: Batch, values: Tensor) -> dict[tuple[int, int], float]:
+    """Return the mean of `values`, [T], over the sampled tokens of each sample."""
+    samples = batch.sampled.samples
+    counts = torch.bincount(samples, minlength=batch.num_samples).clamp(min=1)
+    sums = values.new_zeros(batch.num_samples).index_add(0, samples, values[batch.sampled.index])
+    return dict(zip(map(tuple, batch.keys.tolist()), (sums / counts).tolist(), strict=True))

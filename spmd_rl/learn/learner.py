@@ -1,25 +1,28 @@
-"""`Learner`: a step of learning, from collected samples to updated weights, and the algorithm's own state."""
+"""`Learner`: one step of learning, from collected samples to updated weights."""
 
+from collections.abc import Callable
 from dataclasses import astuple, replace
+from functools import partial
 from itertools import chain
 from typing import Any
+
+import numpy as np
 
 from spmd_rl.algo import AGGREGATIONS
 from spmd_rl.algo.kl import adaptive_coef
 from spmd_rl.algo.moments import Moments
 from spmd_rl.base.errors import tell
 from spmd_rl.batch import Batch, pack
-from spmd_rl.config.schema import AlgorithmConfig, RlConfig, RolloutConfig, TeachersConfig
+from spmd_rl.config.schema import RlConfig
 from spmd_rl.learn import prepare, token_advantages
-from spmd_rl.learn.advantages import Credit, Samples, credit
-from spmd_rl.learn.custom import bind
+from spmd_rl.learn.advantages import Samples, StepTable, credit, repetition_penalties, verdict_terms
+from spmd_rl.learn.custom import answer_advantage, bind
 from spmd_rl.learn.hints import Render
 from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, mean_over, measure_mismatch, update
 from spmd_rl.learn.prepare import Plan
-from spmd_rl.learn.roofline import Roofline
 from spmd_rl.learn.teachers import Teachers
 from spmd_rl.learn.transfer import RoleShards, fill_in, give_advantages, redistribute
-from spmd_rl.learn.verdict_terms import repetition_penalties, verdict_terms
+from spmd_rl.learn.utilization import forward_flops, peak_flops
 from spmd_rl.rollout.table import trajectories_of
 from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics
@@ -29,27 +32,18 @@ FLAT_STEPS = 5
 
 
 class Learner:
-    """One step of learning. Stateful: the KL coefficient, the moments of the scores, the count of steps without
-    advantage."""
+    """One step of learning. Stateful: the KL coefficient, moments of scores, and counts of steps without advantage or
+    samples."""
 
-    def __init__(
-        self,
-        roles: Roles,
-        algorithm: AlgorithmConfig,
-        rollout: RolloutConfig,
-        num_updates: int = 1,
-        seed: int = 0,
-        replayed: bool = False,
-        roofline: Roofline | None = None,
-        teacher: TeachersConfig | None = None,
-        render: Render | None = None,
-    ) -> None:
-        """Use `of`. num_updates: optimizer steps per step. seed: the run's. replayed: see `pack`. render: a
-        tokenizer's, for the hints of teachers."""
-        self._policy, self._reference, self._critic, _ = roles
-        self._teachers = Teachers.of(roles, teacher, rollout.temperature, render) if teacher else None
+    def __init__(self, cfg: RlConfig, roles: Roles, render: Render | None = None) -> None:
+        """render: a tokenizer's, for the hints of teachers."""
+        rollout, algorithm = cfg.rollout, cfg.algorithm
+        self._policy, self._reference, self._critic, self._frozen = roles
+        self._teachers = Teachers.of(roles, cfg.teacher, rollout.temperature, render)
         self._world = world = roles.policy.layout.world
-        self._seed, self._rollout, self._num_updates, self._replayed = seed, rollout, num_updates, replayed
+        self._seed, self._rollout, self._num_updates = cfg.seed, rollout, cfg.train.updates_per_step
+        self._replayed = cfg.policy.router_replay
+        self._peak = peak_flops(cfg.track.device.flops, world.device, cfg.policy.dtype)
         limit = rollout.max_answer_tokens
         self._settings = replace(
             algorithm,
@@ -57,32 +51,18 @@ class Learner:
             overlong_tokens=algorithm.overlong_tokens or -(-limit // 5),
         )
         self._monitor = MismatchMonitor(algorithm.bounds, world)
-        self._oldest = 0.0  # age of a token of the step, in versions
+        # Age of the oldest token of the step, in versions.
+        self._oldest = 0.0
         self._monitored = False
         self.plan: Plan | None = None
         """Plan of the last `prepare`; the sample log reads it."""
         self._num_empty_steps = 0
         self._num_flat_steps = 0
         """Consecutive steps so far without an advantage."""
-        self._kl_factor = 1.0  # what the adaptive controller has made of the KL coefficients
+        # Factor of the KL coefficients, set by the adaptive controller.
+        self._kl_factor = 1.0
         self._scores = Moments()
         self._prepared: Metrics = {}
-        self._roofline = roofline
-
-    @classmethod
-    def of(cls, cfg: RlConfig, roles: Roles, render: Render | None = None) -> "Learner":
-        """Return the learner of a run, by its settings, which also reports the least time of a step (`roofline/*`)."""
-        return cls(
-            roles,
-            cfg.algorithm,
-            cfg.rollout,
-            num_updates=cfg.train.updates_per_step,
-            seed=cfg.seed,
-            replayed=cfg.policy.router_replay,
-            roofline=Roofline(roles, cfg.track.device, cfg.policy.dtype, cfg.engine.tp),
-            teacher=cfg.teacher,
-            render=render,
-        )
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, see `checkpoint.Stateful`."""
@@ -111,11 +91,12 @@ class Learner:
             terms = verdict_terms(collected.groups, names, self._world) if names else None  # [all]
             with self._world.phase("coordination"):
                 greedy = rollout.answers_per_prompt if settings.uses_greedy else None
-                limits = rollout.max_answer_tokens, greedy
-                found = credit(collected.table, settings, self._scores, *limits, penalties, terms)
+                table = StepTable.of(collected.table, greedy)
+                credited = partial(credit, table, settings, self._scores, rollout.max_answer_tokens, penalties, terms)
+                table, self._scores = credited()
                 shares = prepare.Shares(self._num_updates, data.size, self._policy.hidden_size)
                 aggregate = bind(AGGREGATIONS[settings.loss_agg], settings)
-                self.plan, self._scores = prepare.plan(collected.step, found, shares, aggregate), found.running
+                self.plan = prepare.plan(collected.step, table, shares, aggregate)
             if not self._teachers:
                 self._check_signal()
             own = self.plan.samples_of(collected.groups, self._world.rank)
@@ -141,7 +122,8 @@ class Learner:
                 mismatch = measure_mismatch(batches, settings.correction.level, data)  # [all]
                 self._monitor.check(self.plan.step, mismatch | {"rollout/lag/max": self._oldest})
             kl_reward_coef = settings.kl_reward_coef * self._kl_factor
-            self._take_kl(batches, found, kl_reward_coef)  # [all]
+            if kl_reward_coef and answer_advantage(settings):
+                self._take_kl(batches, credited, len(table.advantages), kl_reward_coef)  # [all]
             self._prepared = token_advantages.finish(  # [all]
                 batches, self.plan, settings, kl_reward_coef, data, self._seed
             )
@@ -151,34 +133,48 @@ class Learner:
                 for batch in batches:
                     self._teachers.reward(batch)
             self.plan = token_advantages.logged(batches, self.plan, settings, data, bool(self._teachers))  # [all]
-            if self._roofline:
-                trains = self.plan.step > settings.critic_warmup
-                epochs = settings.sample_epochs
-                self._prepared |= self._roofline.metrics(collected, self.plan, needs_old, epochs * trains, epochs)
+            if self._peak:
+                flops = self._flops(collected.table.answers, needs_old)
+                self._prepared["seconds_at_peak"] = flops / (self._peak * self._world.size)
         return batches
 
+    def _flops(self, answers: np.ndarray, needs_old: bool) -> float:
+        """Return the operations of the step: generation, forward passes, and updates of three forward passes each."""
+        width, plan = 1 + answers["answer"].max(initial=0), self.plan
+        trained = answers[np.isin(answers["ticket"] * width + answers["answer"], plan.keys @ (width, 1))]
+        updates = 3 * self._settings.sample_epochs
+        passes = [(self._policy, needs_old + updates * (plan.step > self._settings.critic_warmup))]
+        passes += [(self._critic, 1 + updates)] if self._critic else []
+        # Of several teachers, each sees its own domain alone.
+        passes += [(role, 1) for role in (self._reference, next(iter(self._frozen.values()), None)) if role]
+        generated = forward_flops(self._policy.size, answers)
+        return generated + sum(count * forward_flops(role.size, trained) for role, count in passes)
+
     def _needs_old(self, plan: Plan) -> bool:
-        """Return True if the policy's logprobs before the update are read; alike on all ranks."""
+        """Return True if the policy's logprobs before the update are needed; equal on all ranks."""
         settings = self._settings
-        # with one update on samples of the current version, the update itself computes these very numbers
+        # With one update on samples of the current version, the update itself computes these very numbers.
         several = self._num_updates * settings.sample_epochs > 1
-        proximal = settings.old_logprobs == "trainer"  # else the engine's logprobs take their place
+        # Otherwise the engine's logprobs are the old ones.
+        proximal = settings.old_logprobs == "trainer"
         if proximal and (several or plan.stale):
             return True
         return self._monitor.stops or token_advantages.needs_old_logprobs(settings)
 
-    def _take_kl(self, batches: list[Batch], found: Credit, coef: float) -> None:
-        """[all] Subtract the KL to the reference from the rewards of answers or turns, before their baseline."""
-        if not coef or found.less is None:
-            return
+    def _take_kl(
+        self, batches: list[Batch], credited: Callable[..., tuple[StepTable, Moments]], count: int, coef: float
+    ) -> None:
+        """[all] Subtract the KL to the reference from the rewards of answers or turns, before their baseline.
+
+        credited: computes the table anew. count: of the turns that have an advantage.
+        """
         settings, data = self._settings, self._policy.layout.data
-        kl = token_advantages.kl_of_turns(batches, self.plan, len(found.advantages), settings, data)  # [all]
-        found = found.less(coef * kl)
-        self.plan, self._scores = prepare.with_scores(self.plan, found), found.running
+        kl = token_advantages.kl_of_turns(batches, self.plan, count, settings, data)  # [all]
+        table, self._scores = credited(kl=coef * kl)
+        self.plan = prepare.with_scores(self.plan, table)
         give_advantages(batches, self.plan, data)
 
     def _check_signal(self) -> None:
-        """Warn of consecutive steps without an advantage."""
         plan = self.plan
         assert plan is not None
         self._num_flat_steps = 0 if plan.advantages.any() else self._num_flat_steps + 1
@@ -187,10 +183,8 @@ class Learner:
             tell(f"warning: step {plan.step}: {line}")
 
     def update(self, batches: list[Batch]) -> Metrics:
-        """[all] Run one optimizer step per mini-batch and epoch; none if no sample of any rank trains.
-
-        Equal on all ranks.
-        """
+        """[all] Run one optimizer step per mini-batch and epoch; none if no sample of any rank trains. Equal on all
+        ranks."""
         assert self.plan is not None
         metrics: Metrics = {}
         with self._world.phase("update"):
@@ -219,8 +213,8 @@ class Learner:
                 self._reference.follow(self._policy)  # [all]
 
     def _own_metrics(self, mean: Metrics) -> Metrics:
-        """Return the metrics of the plan and of the learner's state. Adapts the KL coefficient to the step's
-        mean KL."""
+        """Return the metrics of the plan and of the learner's state. Adapts the KL coefficient to the
+        step's mean KL."""
         plan, settings = self.plan, self._settings
         own: Metrics = {"actor/empty_steps": self._num_empty_steps} | plan.metrics()
         if len(plan.keys):

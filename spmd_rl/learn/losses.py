@@ -1,4 +1,4 @@
-"""The update: losses of a token, optimizer steps on batches of any source, and how far samples are from the policy.
+"""The update: token losses, optimizer steps, and the mismatch between engine and trainer.
 
     loss of a token = correction weight * surrogate + KL penalty + terms (entropy bonus, supervised learning)
 
@@ -6,7 +6,7 @@
     batch.weights = batch.loss_mask / num_tokens                      # of the global batch: `-mean log pi(t)`
     metrics = update(policy, [batch], nll)  # [all]
 
-Left out: the weight of the token in the batch (`prepare.py`), which multiplies all of it.
+The backend multiplies each token's loss with its weight in the batch (`prepare.py`).
 """
 
 import math
@@ -48,10 +48,10 @@ def bind_loss(settings: AlgorithmConfig, kl_coef: float | None = None) -> BoundL
 
 
 def tokens_of(batch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tokens, Tensor | None]:
-    """Return the sampled tokens of a batch of whole trajectories as `algo` takes them; and their order, if it differs.
+    """Return the sampled tokens of a batch of whole trajectories as `algo` takes them, and their order, if it differs.
 
-    A trajectory of several segments is one sample to `algo`. Without old logprobs the current ones replace them: they
-    are equal in the first update on fresh samples.
+    A trajectory of several segments is one sample to `algo`. Missing old logprobs are the current ones, as in the first
+    update on fresh samples.
     """
     order, trajectories = batch.by_trajectory
     mask, runs = batch.sampled.index, batch.sampled.runs
@@ -154,17 +154,15 @@ def nll(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mappin
 
 
 def nothing(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Return zeros: the `train.base.BoundLoss` to which another loss is added."""
+    """Return zeros: a `train.base.BoundLoss` to which another loss is added."""
     return torch.zeros_like(logprobs), {"actor/entropy": entropy.detach()}
 
 
 def mean_over(
     updates: list[Metrics], role: str, weight: Callable[[int, str], float] = lambda number, key: 1.0
 ) -> Metrics:
-    """Return means over the updates of a step that have a metric, or extremes, under the names that a user reads.
-
-    weight: gives the weight of a metric in an update, by the update's number and the metric's name.
-    """
+    """Return means, or extremes, over the updates that have a metric, under users' names. weight: returns the weight of
+    a metric in an update, given the update's number and the metric's name."""
     keys = dict.fromkeys(key for one in updates for key in one)
     found = {key: [(one[key], weight(i, key)) for i, one in enumerate(updates) if key in one] for key in keys}
     return {_name(key, role): _over_updates(key, values) for key, values in found.items()}
@@ -179,7 +177,8 @@ def _over_updates(key: str, values: list[tuple[float, float]]) -> float:
 
 def _name(key: str, role: str) -> str:
     name = _NAMES.get((role, key), key)
-    own = role == "critic" and name.startswith("moe/")  # the policy's have no prefix
+    # A mixture's metrics of the policy have no prefix, so those of the critic need one.
+    own = role == "critic" and name.startswith("moe/")
     return name if "/" in name and not own else f"{role}/{name}"
 
 
@@ -198,14 +197,12 @@ BOUNDS = {
     "min_ess": (ESS, "below"),
     "max_lag": ("rollout/lag/max", "above"),
 }
-"""Key of `algorithm.bounds`: the metric, and on which side of the bound it is outside."""
+"""Keys of `algorithm.bounds`: the metric, and the side on which it breaks the bound."""
 
 
 def measure_mismatch(batches: Sequence[Batch], level: str, data: DataShard) -> Metrics:
-    """[all] Return means over the sampled tokens of all data shards and mini-batches; equal on all ranks.
-
-    The batches have `old_logprobs`. Without any token there are no metrics.
-    """
+    """[all] Return means over the sampled tokens of all data shards and mini-batches, which have `old_logprobs`; equal
+    on all ranks, empty without tokens."""
     count, sums = 0, dict.fromkeys(("train_infer/abs_diff/mean", "train_infer/ratio/mean", SQUARE), 0.0)
     for batch in batches:
         assert batch.old_logprobs is not None
@@ -228,9 +225,9 @@ def with_ess(metrics: Metrics) -> Metrics:
 
 
 class MismatchMonitor:
-    """Warns, or ends the run, where a step is outside of `algorithm.bounds`.
+    """Warns, or ends the run, if a step breaks `algorithm.bounds`.
 
-    found = measure_mismatch(batches, level, data)  # [all] before the update, where the trainer's logprobs are known
+    found = measure_mismatch(batches, level, data)  # [all] before the update, from the trainer's logprobs
     monitor.check(step, found | {"rollout/lag/max": 2.0})
     """
 

@@ -1,10 +1,10 @@
 """`Preference`: a step of learning from pairs of answers, or from single answers labelled good or bad.
 
-The loss of a comparison is put on the first learnt token of its first answer, whose unit is in one micro-batch: so
-token sums work in every layout. Rewards and similar metrics are means over comparisons.
+The loss of a comparison is put on the first learnt token of its first answer. A unit is in one micro-batch, so token
+sums work in every layout. Rewards and similar metrics are means over comparisons.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,9 +16,10 @@ from spmd_rl.batch import Batch
 from spmd_rl.config.sections.preference import PreferenceConfig
 from spmd_rl.learn.advantages import Samples
 from spmd_rl.learn.custom import bind
-from spmd_rl.learn.imitation import Imitation, Term
+from spmd_rl.learn.imitation import Imitation, RowLog, Term
 from spmd_rl.rollout.row_source import CHOSEN, MISMATCHED, REJECTED
 from spmd_rl.train.base import Metrics, PolicyRole
+from spmd_rl.types import Sample
 
 
 class Preference(Imitation):
@@ -28,6 +29,11 @@ class Preference(Imitation):
         """num_updates: optimizer steps per step."""
         super().__init__(policy, num_updates, name="dpo/loss")
         self._settings = settings
+
+    def annotate(self, batch: Batch, samples: Sequence[Sample]) -> None:
+        """Set `reference_sums`, if the loss has a reference."""
+        if self._settings.uses_reference:
+            batch.reference_sums = torch.tensor([sum(sample.targets) for sample in samples], dtype=torch.float32)
 
     def bind(self, batch: Batch, number: int) -> Term:
         """[all] Return the loss of a mini-batch in which every comparison weighs the same; see `Imitation.bind`."""
@@ -50,9 +56,9 @@ class Preference(Imitation):
         """[all] Update the policy, see `Imitation.update`."""
         return self._with_margins(super().update(terms), "rewards")  # [all]
 
-    def measure(self, parts: Iterable[Samples]) -> Metrics:
+    def measure(self, parts: Iterable[Samples], log: RowLog = lambda step, scores: None) -> Metrics:
         """[all] Return the loss on held-out samples, see `Imitation.measure`."""
-        return self._with_margins(super().measure(parts), "val/rewards")  # [all]
+        return self._with_margins(super().measure(parts, log), "val/rewards")  # [all]
 
     def _with_margins(self, metrics: Metrics, section: str) -> Metrics:
         """Return the metrics with the margin of single answers, where there are good and bad ones."""
@@ -66,7 +72,9 @@ class Preference(Imitation):
         others = batch.select((batch.keys[:, 1] == MISMATCHED).nonzero()[:, 0])
         with self.policy.awake():
             logprobs, _ = self.policy.logprobs(others, 1.0)  # [all]
-        sums = {"sum": float((logprobs - others.rollout_logprobs).double().sum()), "count": float(others.num_samples)}
+        answers = _Answers(logprobs[others.sampled.index], others)
+        ratios = logprobs.index_add(0, others.sampled.index[answers.first], -answers.reference)
+        sums = {"sum": float(ratios.double().sum()), "count": float(others.num_samples)}
         found = self.policy.layout.data.reduce("prepare: baseline", sums, "sum")  # [all]
         return max(0.0, found["sum"] / max(found["count"], 1.0))
 
@@ -78,21 +86,21 @@ class _Answers:
         samples = batch.sampled.samples
         self.lengths = torch.bincount(samples, minlength=batch.num_samples)
         self.first = self.lengths.cumsum(0) - self.lengths  # among the N learnt tokens
-        reference = batch.rollout_logprobs[batch.sampled.index]
         zeros = logprobs.new_zeros(batch.num_samples)
-        self.logprobs, self.reference = zeros.index_add(0, samples, logprobs), zeros.index_add(0, samples, reference)
+        self.logprobs = zeros.index_add(0, samples, logprobs)
+        self.reference = zeros if batch.reference_sums is None else batch.reference_sums
         self.chosen, self.rejected = ((batch.keys[:, 1] == side).nonzero()[:, 0] for side in (CHOSEN, REJECTED))
 
 
 def _compare(function: Callable[[Pairs], Tensor], baseline: float, answers: _Answers) -> tuple[Tensor, Tensor]:
-    """Return the indices and values of the losses of a batch's pairs, which are in order."""
+    """Return the indices and losses of a batch's pairs, in order."""
     ratios, lengths = answers.logprobs - answers.reference, answers.lengths
     chosen, rejected = answers.chosen, answers.rejected
     return chosen, function(Pairs(ratios[chosen], ratios[rejected], lengths[chosen], lengths[rejected]))
 
 
 def _judge(function: Callable[[Judged], Tensor], baseline: float, answers: _Answers) -> tuple[Tensor, Tensor]:
-    """Return the indices and values of the losses of a batch's single answers."""
+    """Return the indices and losses of a batch's single answers."""
     judged = torch.cat([answers.chosen, answers.rejected])
     desirable = torch.arange(len(judged), device=judged.device) < len(answers.chosen)
     ratios = (answers.logprobs - answers.reference)[judged]
@@ -109,8 +117,8 @@ def _loss(
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Preference loss; `Preference.bind` fills the first three arguments to make a `BoundLoss`.
 
-    scales: learnt tokens for each chosen and each rejected answer of the mini-batch, where there are such. Means are
-    over tokens: what an answer has on one of them must count for all.
+    scales: learnt tokens of the mini-batch per chosen and per rejected answer. Metrics are means over tokens, so a
+    value of an answer, on one token, is multiplied by its scale.
     """
     answers = _Answers(logprobs, batch)
     places, losses = compare(answers)
@@ -130,5 +138,5 @@ def _loss(
         quantities["rewards/margins"] = quantities["rewards/chosen"] - quantities["rewards/rejected"]
         right = rewards[answers.chosen] > rewards[answers.rejected]
         quantities["rewards/accuracies"] = spread("chosen", right)
-    # a dummy has no comparison, and runs backward all the same
+    # A dummy has no comparison, and runs backward all the same.
     return (0.0 * logprobs).index_add(0, answers.first[places], losses), quantities

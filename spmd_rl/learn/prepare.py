@@ -1,10 +1,7 @@
-"""The plan of a step: every number that depends on several samples, and the data shard that trains each sample.
+"""The plan of a step: all numbers that depend on several samples, and the data shard that trains each sample.
 
-All ranks hold the metadata of all samples (`table.ANSWER`), so each computes the same advantages, token weights and
-distribution of the samples over the data shards, in (ticket, answer) order: nothing here meets other ranks, and
-`transfer.py` carries the plan out. Counts and means are over answers, never over the segments that some have.
-
-`balance.py` says which shard trains what; the plan does not know who generated a sample.
+All ranks hold the metadata of all samples (`table.ANSWER`) and compute the same plan without communication;
+`transfer.py` carries it out. Samples are in (ticket, answer) order. Counts and means are over answers, not segments.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,15 +17,14 @@ from torch import Tensor
 from spmd_rl.batch import Batch
 from spmd_rl.data.seeds import counter_seed
 from spmd_rl.distributed import DataShard
-from spmd_rl.learn.advantages import Credit, Key, Metadata, keys
+from spmd_rl.learn.advantages import Key, StepTable, keys
 from spmd_rl.learn.balance import assign, divide
 from spmd_rl.types import Group, Sample
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Numbers that every rank computes alike from the metadata of a step. One row per sample that trains, in order; n
-    rows."""
+    """Numbers that every rank computes alike, for the n samples that train, one row each in (ticket, answer) order."""
 
     step: int
     keys: np.ndarray
@@ -48,13 +44,13 @@ class Plan:
     data_rank: np.ndarray
     """int64 [n]: data shard of the policy that trains it"""
     num_runs: np.ndarray
-    """int64 [n]: spans of sampled tokens that are credited as one: the whole sample, or each turn of an agent"""
+    """int64 [n]: number of spans in the sample: 1, or one for each turn of an agent; a span has one advantage"""
     turns: np.ndarray
-    """int64 [r]: turn or answer of each span, sample by sample, by equal numbers"""
+    """int64 [r]: turn or answer of each span, all samples end to end; spans with equal numbers share an advantage"""
     run_lengths: np.ndarray
     """int64 [r]: sampled tokens of each span"""
     advantages: np.ndarray
-    """float64 [r]: mean advantage of each span's tokens; before a token-level estimator, the reward of its turn"""
+    """float64 [r]: mean advantage of each span's tokens; with a token-level estimator, first the reward of its turn"""
     weights: np.ndarray
     """float64 [n]: weight of each token of the sample in its mini-batch"""
     right: np.ndarray
@@ -103,10 +99,8 @@ class Plan:
         return tuple([getattr(self, name) for name in self.__slots__])
 
     def with_advantages(self, batches: Sequence[Batch], data: DataShard) -> "Plan":
-        """[all] Return the plan with each run's mean advantage, as the batches have it now.
-
-        batches: this rank's mini-batches. data: its share of the policy's data.
-        """
+        """[all] Return the plan with each span's mean advantage in `batches`, this rank's mini-batches. data: its data
+        shard of the policy."""
         here = (self.data_rank == data.rank).repeat(self.num_runs)
         lengths = self.run_lengths[here]
         runs = np.arange(len(lengths)).repeat(lengths)
@@ -136,15 +130,15 @@ class Shares(NamedTuple):
     """hidden size of the policy, which sets the work of a sample"""
 
 
-def plan(step: int, found: Credit, shares: Shares, aggregate: Callable[[Tensor], Tensor]) -> Plan:
+def plan(step: int, data: StepTable, shares: Shares, aggregate: Callable[[Tensor], Tensor]) -> Plan:
     """Return the plan that distributes the answers that train over optimizer steps and data shards.
 
     aggregate: weighs the answers of an optimizer step by their lengths; one of `algo.AGGREGATIONS`.
     """
-    data, weights = found.data, found.weights.clone()
+    weights = data.weights.clone()
     trains = np.ones(len(data.answers), np.bool_)
-    trains[list(found.masked)] = False
-    right = found.right[torch.from_numpy(trains)].double()
+    trains[list(data.masked)] = False
+    right = data.right[torch.from_numpy(trains)].double()
     minibatches = divide(data.answers["ticket"][trains], shares.num_updates)
     bounds_in = partial(np.searchsorted, v=np.arange(shares.num_updates + 1))
     for begin, end in pairwise(bounds_in(minibatches).tolist()):
@@ -152,11 +146,11 @@ def plan(step: int, found: Credit, shares: Shares, aggregate: Callable[[Tensor],
         right[begin:end] /= (right[begin:end] @ data.lengths[trains][begin:end].double()).clamp(min=1)
     kept = trains[data.owners]
     samples, owners = data.samples[kept], (trains.cumsum() - 1)[data.owners[kept]]
-    runs, kept_runs = found.runs, kept.repeat(found.runs.counts)
+    runs, kept_runs = data.runs, kept.repeat(data.runs.counts)
     rows = np.stack([samples[name] for name in ("ticket", "unit", "num_prompt_tokens", "num_tokens")], axis=1)
     bounds = bounds_in(minibatches[owners]).tolist()
     data_rank, imbalance = assign(rows, bounds, shares.num_shards, shares.hidden_size)
-    left_out = data.num_excluded + len(found.masked)
+    left_out = data.num_excluded + len(data.masked)
     return Plan(
         step=step,
         keys=np.stack((samples["ticket"], samples["answer"]), axis=1),
@@ -170,28 +164,28 @@ def plan(step: int, found: Credit, shares: Shares, aggregate: Callable[[Tensor],
         num_runs=runs.counts[kept],
         turns=runs.turns[kept_runs],
         run_lengths=runs.lengths[kept_runs],
-        advantages=found.advantages[runs.turns[kept_runs]],
+        advantages=data.advantages[runs.turns[kept_runs]],
         weights=weights.numpy()[owners],
         right=(right / weights).numpy()[owners],
         minibatches=minibatches[owners],
-        masked=data.excluded + _reasons(data, found.masked),
+        masked=data.excluded + _reasons(data, data.masked),
         left_out=left_out / max(1, data.num_excluded + len(trains)),
         stale=bool((samples["lag"] > 0).any()),
         balance=imbalance,
-        mean_reward=_mean(found.scores),
+        mean_reward=_mean(data.shaped),
     )
 
 
-def with_scores(plan: Plan, found: Credit) -> Plan:
+def with_scores(plan: Plan, data: StepTable) -> Plan:
     """Return the plan of the same answers with other scores."""
-    return replace(plan, advantages=found.advantages[plan.turns], mean_reward=_mean(found.scores))
+    return replace(plan, advantages=data.advantages[plan.turns], mean_reward=_mean(data.shaped))
 
 
 def _mean(scores: Tensor) -> float:
     return float(scores.mean()) if len(scores) else 0.0
 
 
-def _reasons(data: Metadata, masked: Mapping[int, str]) -> tuple[tuple[Key, str], ...]:
+def _reasons(data: StepTable, masked: Mapping[int, str]) -> tuple[tuple[Key, str], ...]:
     rows = np.flatnonzero(np.isin(data.owners, list(masked))) if masked else np.empty(0, np.int64)
     reasons = [masked[owner] for owner in data.owners[rows].tolist()]
     return tuple(zip(keys(data.samples[rows]), reasons, strict=True))

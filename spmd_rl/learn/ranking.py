@@ -1,6 +1,6 @@
 """`Ranking`, `Judging`: one step of a reward model on pairs of answers, or on labels."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -12,14 +12,15 @@ from spmd_rl.config.supervised import RewardModelConfig
 from spmd_rl.learn.imitation import Imitation, Term
 from spmd_rl.rollout.row_source import CHOSEN, REJECTED
 from spmd_rl.train.base import CriticRole, Metrics
+from spmd_rl.types import Sample
 
 TOKENS = 2
 """Tokens per sample: a conversation and one token after it, before which the value is the reward."""
 
 
 class Judging(Imitation):
-    """One step on answers labelled right or wrong, as a whole or by step; labels come with the samples (`RowSource`).
-    Every label of a mini-batch weighs the same."""
+    """One step on answers labelled right or wrong, as a whole or by step; labels come with the samples (`RowSource`)
+    and weigh the same."""
 
     def __init__(self, critic: CriticRole, num_updates: int) -> None:
         """num_updates: optimizer steps per step."""
@@ -31,6 +32,11 @@ class Judging(Imitation):
         if cfg.head == "pairwise":
             return Ranking(critic, cfg.train.updates_per_step, cfg.center_coef)
         return Judging(critic, cfg.train.updates_per_step)
+
+    def annotate(self, batch: Batch, samples: Sequence[Sample]) -> None:
+        """Set `labels`: each learnt token ends an answer or a step."""
+        labels = torch.tensor([label for sample in samples for label in sample.targets], dtype=torch.float32)
+        batch.labels = torch.zeros(batch.num_tokens).masked_scatter(batch.loss_mask, labels)
 
     def bind(self, batch: Batch, number: int) -> Term:
         """Return the loss of a mini-batch, see `Imitation.bind`."""
@@ -54,6 +60,10 @@ class Ranking(Judging):
         super().__init__(critic, num_updates)
         self._pair_loss = partial(_pair_loss, center_coef)
 
+    def annotate(self, batch: Batch, samples: Sequence[Sample]) -> None:
+        """Set `margins`."""
+        batch.margins = torch.tensor([sum(sample.targets) for sample in samples], dtype=torch.float32)
+
     def bind(self, batch: Batch, number: int) -> Term:
         """Return the loss of a mini-batch in which every pair weighs the same; see `Imitation.bind`."""
         count = int((self.plan.minibatches == number).sum()) // TOKENS
@@ -62,17 +72,16 @@ class Ranking(Judging):
 
 
 def _label_loss(values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    labels = batch.rollout_logprobs[batch.sampled.index]
+    labels = batch.labels[batch.sampled.index]
     right = (values.detach() > 0) == (labels > 0)
     return binary(values, labels), {"rewards/mean": values.detach(), "rewards/accuracies": right.to(values.dtype)}
 
 
 def _pair_loss(center_coef: float, values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Pair loss, a `BoundValueLoss` once it has its coefficient; it is put on the token of the chosen answer."""
+    """Pair loss, on the chosen answer's token; bound to its coefficient it is a `BoundValueLoss`."""
     chosen, rejected = ((batch.keys[:, 1] == side).nonzero()[:, 0] for side in (CHOSEN, REJECTED))
-    margins = batch.rollout_logprobs[batch.sampled.index][chosen]
     pair = values[chosen], values[rejected]
-    loss = (0.0 * values).index_add(0, chosen, bradley_terry(*pair, margins, center_coef=center_coef))
+    loss = (0.0 * values).index_add(0, chosen, bradley_terry(*pair, batch.margins[chosen], center_coef=center_coef))
 
     def spread(found: Tensor) -> Tensor:
         return torch.zeros_like(values).index_add(0, chosen, TOKENS * found.detach().to(values.dtype))

@@ -1,9 +1,9 @@
-"""The logprobs of a frozen reference, computed once and stored: a resumed run reads them again.
+"""Logprobs of a frozen reference, computed once and stored for resumes.
 
     keep_reference(rows, place.roles.reference, cfg.steps, run_dir / "reference.safetensors", digest)  # [all]
 
-They are computed in the groups of the first epoch, for any number of steps, so that an extended run has the same bits
-as one of that length from the start.
+They are computed in the groups of the first epoch, for any number of steps, so that an extended run equals, to the bit,
+one of that length from the start.
 """
 
 import os
@@ -20,10 +20,8 @@ from spmd_rl.train.base import PolicyRole
 
 
 def keep_reference(rows: RowSource, reference: PolicyRole, steps: int, path: Path, digest: str) -> None:
-    """[all] Add the reference's logprobs to the rows of a run of `steps` steps, and close the reference.
-
-    path: file of the logprobs, read again if its digest of all inputs equals `digest`.
-    """
+    """[all] Add the reference's logprobs to the rows of a run of `steps` steps, and close the reference. path: their
+    file, valid if its digest of all inputs is `digest`."""
     world = reference.layout.world
     known = world.broadcast("reference: kept", _digest_of(path) if world.rank == 0 else None)  # [all]
     if known != digest:

@@ -1,19 +1,20 @@
-"""The sample log's rows: each sample from its prompt to its advantage, and why it was kept or not; held-out answers."""
+"""Rows of the sample log: each sample with its prompt, advantage, and reason if it is dropped; held-out answers."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from spmd_rl.learn.imitation import Imitation
+from spmd_rl.learn.imitation import Imitation, RowLog
 from spmd_rl.learn.learner import Learner
 from spmd_rl.learn.prepare import Plan
-from spmd_rl.rollout import Collected
+from spmd_rl.rollout import Collected, RowSource
 from spmd_rl.track.run import Run
+from spmd_rl.track.run_reader import plain_text
 from spmd_rl.track.samples import SampleRow, StepRow, TurnRow
-from spmd_rl.types import AgentStep, Group, Prompt, Sample, Verdict, concat
+from spmd_rl.types import AgentStep, Conversation, Group, Prompt, Sample, Verdict, concat
 
 DECIMALS = 6
 """Decimals of a logprob in the log"""
@@ -23,19 +24,14 @@ _encode = msgspec.json.Encoder().encode
 
 @contextmanager
 def logged(track: Run, collected: Collected, learner: Learner | Imitation) -> Iterator[None]:
-    """[all] Log the step's samples on exit; `learner.prepare` inside the context computes their advantages.
-
-    They are logged too if that raises, or if the step ends the run (`Collected.failure`, which is then raised).
-    """
+    """[all] Log the step's samples on exit; `learner.prepare` inside computes their advantages. Also if that raises, or
+    if the step ends the run (`Collected.failure`, which is then raised)."""
     with track.samples(collected.step, lambda: rows(collected, learner.plan), collected.failure):  # [all]
         yield
 
 
 def rows(collected: Collected, plan: Plan | None) -> Iterator[SampleRow]:
-    """Yield one row per finished sample of this rank, in (ticket, answer) order.
-
-    Without a plan of the step, which ended before it was made, no sample has an advantage.
-    """
+    """Yield one row per finished sample of this rank, in (ticket, answer) order; without a plan, without advantages."""
     kept = [(group, None) for group in collected.groups]
     groups = sorted([*kept, *collected.dropped], key=lambda pair: pair[0].ticket)
     unplanned = plan is None or plan.step != collected.step
@@ -60,8 +56,8 @@ def rows(collected: Collected, plan: Plan | None) -> Iterator[SampleRow]:
 
 
 def _mean_advantages(plan: Plan) -> np.ndarray:
-    """Return the mean advantage of each sample's tokens, float64 [n]; of its turns' rewards before a token-level
-    estimator."""
+    """Return the mean advantage of each sample's tokens, float64 [n]; for a token-level estimator, of its turns'
+    rewards."""
     if len(plan.advantages) == len(plan.keys):
         return plan.advantages
     owners = np.arange(len(plan.keys)).repeat(plan.num_runs)
@@ -80,6 +76,23 @@ def held_out(groups: Iterable[Group]) -> Iterator[SampleRow]:
         messages = msgspec.Raw(_encode(group.prompt.messages))
         for sample, turns in zip(group.samples, _turns(group), strict=True):
             yield _row(group.prompt, messages, sample, turns, None, "held out")
+
+
+def of_rows(track: Run, source: RowSource) -> RowLog:
+    """Return a function that logs the held-out rows of a supervised run with their scores, in the form of answers."""
+
+    def log(step: int, scores: Mapping[tuple[int, int], float]) -> None:
+        found = ((*key, source.shown(*key), score) for key, score in scores.items())
+        track.log_eval(step, (_written(*one) for one in found if one[2]))
+
+    return log
+
+
+def _written(number: int, answer: int, shown: Conversation, score: float) -> SampleRow:
+    *given, last = shown.messages
+    turn = TurnRow(plain_text(last.content), [], [], [], [], "stop")
+    verdict = _verdict(Verdict("ok", score))
+    return SampleRow(number, answer, str(number), "rows", given, "", [turn], verdict, None, False, "held out")
 
 
 def _row(
@@ -109,7 +122,7 @@ def _row(
 
 
 def _turns(group: Group) -> Iterator[list[TurnRow]]:
-    """Yield the turns of each sample. Rounding and the ids of the common prompt are done once for all."""
+    """Yield the turns of each sample, rounded; the ids of a common prompt are converted once."""
     rendered = group.samples[0].turns[0].prompt_ids
     common = msgspec.Raw(_encode(rendered.tolist()))
     exact = np.array(concat([turn.logprobs for sample in group.samples for turn in sample.turns], "f"), np.float64)

@@ -37,8 +37,8 @@ class Teachers:
         temperature: float,
         render: Render | None = None,
     ) -> None:
-        """teachers: '' is for every domain without another one. temperature: divides the logits of all. render: a
-        tokenizer's, for prompts with hints."""
+        """teachers: by domain, '' for all others. temperature: divides all logits. render: of a tokenizer, for prompts
+        with hints."""
         self._teachers, self._policy, self._settings = dict(teachers), policy, settings
         self._temperature, self._num_ids = temperature, policy.size.head // policy.hidden_size
         self._k = min(settings.top_k, self._num_ids)
@@ -87,11 +87,11 @@ class Teachers:
                 batch.teacher_ids, batch.teacher_top = (Ragged(some.flatten(), offsets) for some in (ids, top))
 
     def reward(self, batch: Batch) -> None:
-        """Add the teacher's log-ratio to the student to each token's advantage; with `teacher.alone`, replace the
+        """Add each token's log-ratio of teacher to student to its advantage; with `teacher.alone`, replace the
         advantage.
 
-        reward_coef (log teacher - log student) of the token that was sampled: in expectation, the gradient of the
-        reverse KL at that token (Lu and Thinking Machines, On-Policy Distillation, 2025).
+        reward_coef (log teacher - log student) of the sampled token: in expectation, the gradient of the reverse KL at
+        that token (Lu and Thinking Machines, On-Policy Distillation, 2025).
         """
         old = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
         more = (batch.teacher_logprobs - old).nan_to_num(0.0) * batch.loss_mask

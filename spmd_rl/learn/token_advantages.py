@@ -1,10 +1,9 @@
-"""The last part of advantages, computed on the ranks that train the samples: per token, and over the global batch.
+"""The part of advantages that is computed on trainer ranks: per token, and over the global batch.
 
     finish(batches, plan, settings, kl_reward_coef, policy.layout.data, seed)  # [all]
 
 A token-level estimator and a KL penalty in the reward (`kl_of_turns`) need logprobs or values of the trainer. Whitening
-and the token choice of clip-cov and kl-cov need sums and counts over all data shards; only these are communicated,
-never tokens.
+and the token choice of clip-cov and kl-cov need sums and counts over all data shards; tokens are never communicated.
 """
 
 from collections.abc import Sequence
@@ -35,10 +34,10 @@ def needs_old_logprobs(settings: AlgorithmConfig) -> bool:
 def finish(
     batches: Sequence[Batch], plan: Plan, settings: AlgorithmConfig, kl_reward_coef: float, data: DataShard, seed: int
 ) -> dict[str, float]:
-    """[all] Finish the advantages of all mini-batches for the loss: float32 [T] at each sampled token.
+    """[all] Set the final advantages of all mini-batches, float32 [T], 0 outside of sampled tokens.
 
-    kl_reward_coef: the one now in force. data: this rank's shard of the policy's. seed: the run's, for draws. Returns
-    the metrics of the critic, if there is one.
+    kl_reward_coef: the current one. data: this rank's data shard. seed: of the run, for draws. Returns the critic's
+    metrics, if any.
     """
     if token_advantage(settings):
         for batch in batches:
@@ -61,13 +60,12 @@ def finish(
 def logged(
     batches: Sequence[Batch], plan: Plan, settings: AlgorithmConfig, data: DataShard, changed: bool = False
 ) -> Plan:
-    """[all] Return the plan with the advantages of the batches, for the sample log, where these are not its own.
-
-    changed: whether more than `finish` has changed them.
-    """
+    """[all] Return the plan with the batches' advantages for the sample log, if they differ. changed: True if other
+    code than `finish` has changed them."""
     shaped = settings.whiten_advantages or settings.advantage_clip is not None
     differ = bool(token_advantage(settings) or settings.kl_reward_coef or shaped or changed)
-    return plan.with_advantages(batches, data) if differ else plan  # [all] the settings are agreed on
+    # The settings are agreed on, so all ranks take the same branch.
+    return plan.with_advantages(batches, data) if differ else plan  # [all]
 
 
 def _of_critic(batches: Sequence[Batch], data: DataShard) -> dict[str, float]:
@@ -78,9 +76,9 @@ def _of_critic(batches: Sequence[Batch], data: DataShard) -> dict[str, float]:
 
 
 def kl_of_turns(batches: Sequence[Batch], plan: Plan, count: int, settings: AlgorithmConfig, data: DataShard) -> Tensor:
-    """[all] Estimate the KL to the reference of what is credited as one, summed over its tokens: float64 [count].
+    """[all] Estimate the KL to the reference of each turn or answer, summed over its tokens: float64 [count].
 
-    count: of the turns that `Plan.turns` numbers, or of whole answers. One that does not train has 0.
+    count: number of turns in `Plan.turns`, or of answers; 0 for one that does not train.
     """
     own, mine = [], (plan.data_rank == data.rank).repeat(plan.num_runs)
     for number, batch in enumerate(batches):
@@ -104,7 +102,7 @@ def _kl(batch: Batch, settings: AlgorithmConfig, index: Tensor | None = None) ->
 def estimate(batch: Batch, settings: AlgorithmConfig, kl_reward_coef: float) -> None:
     """Set advantages and returns of each token, from the reward of its turn and the KL to the reference.
 
-    A turn is a turn of an agent, or the whole answer. Tokens between turns are in no sum and discount nothing.
+    A turn is an agent's, or the whole answer. Tokens between turns are neither summed nor discounted.
     """
     order, samples = batch.by_trajectory
     index = batch.sampled.index if order is None else batch.sampled.index[order]
@@ -130,9 +128,7 @@ def estimate(batch: Batch, settings: AlgorithmConfig, kl_reward_coef: float) -> 
 
 def moments_of(batches: Sequence[Batch], columns: Sequence[Tensor], data: DataShard) -> Moments:
     """[all] Return moments of a column at the sampled tokens of all data shards and mini-batches; equal on all ranks.
-
-    columns: float32 [T] of each batch.
-    """
+    columns: float32 [T] per batch."""
     mine = Moments.of(torch.cat([c[batch.loss_mask] for batch, c in zip(batches, columns, strict=True)]))
     records = data.gather("prepare: moments", astuple(mine))  # [all]
     return merged(Moments(*record) for record in records)
@@ -143,10 +139,8 @@ SHARES = {"clip_cov": "clip_cov_ratio", "kl_cov": "kl_cov_ratio"}
 
 
 def mark(batch: Batch, settings: AlgorithmConfig, total: int, data: DataShard, seed: tuple[int, ...]) -> None:
-    """[all] Choose tokens of the mini-batch by the covariance of logprob and advantage: `Batch.marked`.
-
-    total: sampled tokens of the global mini-batch. data: this rank's shard of the policy's. seed: the step's.
-    """
+    """[all] Choose tokens of the mini-batch by the covariance of logprob and advantage: `Batch.marked`. total: sampled
+    tokens of the global mini-batch. data: this rank's data shard. seed: of the step."""
     mask = batch.loss_mask
     assert batch.old_logprobs is not None
     logprobs, advantages, ids = batch.old_logprobs[mask], batch.advantages[mask], token_numbers(batch, seed)
@@ -161,10 +155,9 @@ def mark(batch: Batch, settings: AlgorithmConfig, total: int, data: DataShard, s
 
 
 def highest(batch: Batch, keys: Tensor, total: int, share: float, data: DataShard) -> Tensor:
-    """[all] Return the mask, bool [T], of the share of sampled tokens with the highest keys (float32 [N]) in the global
-    mini-batch.
+    """[all] Return the mask, bool [T], of the share of sampled tokens in the global mini-batch with the highest keys.
 
-    Tokens with equal keys at the threshold are left out. total, data: as in `mark`.
+    keys: float32 [N]; equal ones at the threshold are left out. total, data: as in `mark`.
     """
 
     def count_above(thresholds: Tensor) -> Tensor:
@@ -177,7 +170,7 @@ def highest(batch: Batch, keys: Tensor, total: int, share: float, data: DataShar
 
 
 def token_numbers(batch: Batch, seed: tuple[int, ...]) -> Tensor:
-    """Return a random number for each sampled token that depends on its sample and position alone. int64 [N]."""
+    """Return a random number for each sampled token, a function of its sample and position. int64 [N]."""
     firsts = [counter_seed("marked", *seed, *key) - 2**63 for key in batch.keys.tolist()]
     starts = torch.tensor(firsts, dtype=torch.int64).repeat_interleave(batch.starts.diff())
     return (starts + batch.position_ids)[batch.loss_mask]

@@ -4,8 +4,8 @@
     batch = transfer("prepare: samples", packed, route, world)                       # [all] whole samples
     columns = send("prepare: values", batch, ["values"], back, world)                # [all] some of their columns
 
-All ranks know the route of every sample, so sizes need no message. All columns of one kind share one all-to-all. A rank
-never holds more than it sends and receives. The `Sample` itself stays on its generator rank, for the sample log.
+All ranks know the route of every sample, so sizes need no message. Columns of one kind share an all-to-all. A rank
+never holds more than it sends and receives. The `Sample` stays on its generator rank, for the sample log.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,11 +69,10 @@ class Route:
 
 
 def transfer(name: str, batch: Batch, route: Route, world: World, agreed: Any = None) -> Batch:
-    """[all] Return the samples that the route assigns to this rank's data shard, in the route's order, with all
-    columns.
+    """[all] Return the samples that the route assigns to this rank's data shard, in its order, with all columns.
 
     batch: holds at least the samples that this rank sends; the same columns on all ranks. agreed: further data that
-    must be equal everywhere (see `World.exchange`). RunFailed, on all ranks alike, if it is not, or the routes differ.
+    must be equal on all ranks (see `World.exchange`). RunFailed, on all ranks, if it or the routes differ.
     """
     columns = send(name, batch, None, route, world, agreed)  # [all]
     rows = route.data_rank == route.data.rank
@@ -85,11 +84,8 @@ def transfer(name: str, batch: Batch, route: Route, world: World, agreed: Any = 
 def send(
     name: str, batch: Batch, names: Sequence[str] | None, route: Route, world: World, agreed: Any = None
 ) -> dict[str, Entries]:
-    """[all] Return the columns `names` of the samples that the route assigns to this rank's data shard, in the route's
-    order.
-
-    None: all but those that follow from the route.
-    """
+    """[all] Return the columns `names` of the samples that the route assigns to this rank's data shard, in its order.
+    None: all but those that follow from the route."""
     copies = _Copies(route, world)
     numbers = {tuple(key): number for number, key in enumerate(batch.keys.tolist())}
     keys = map(tuple, route.keys[copies.sent].tolist())
@@ -131,10 +127,10 @@ class _Copies:
         # Stable sorts on both sides: sender and receiver then agree on the order without a message.
         leaving = np.flatnonzero(self._from == world.rank)
         self.sent = self._row[leaving[self._to[leaving].argsort(kind="stable")]]
-        """rows of the route that this rank sends, by the rank that they go to"""
+        """rows of the route that this rank sends, by destination"""
         coming = np.flatnonzero(self._to == world.rank)
         self.received = self._row[coming[self._from[coming].argsort(kind="stable")]]
-        """rows of the route that this rank receives, by the rank that they come from"""
+        """rows of the route that this rank receives, by source"""
 
     def counts(self, sizes: np.ndarray) -> tuple[list[int], list[int]]:
         """Return the entries to and from each rank. sizes: entries of each row of the route."""
@@ -161,7 +157,7 @@ class _Copies:
 
 
 def _send_ragged(name: str, column: Column, value: Ragged, sizes: Tensor, leaving: Batch, copies: _Copies) -> Ragged:
-    """[all] Return a ragged column of `leaving`. Only senders know the number of values, after `sizes` arrived."""
+    """[all] Return a ragged column of `leaving`. Receivers learn the number of values from `sizes`."""
     first = leaving.starts if column.per == "token" else torch.arange(leaving.num_samples + 1)
     per_copy = value.offsets[first].diff().numpy()
     mine = np.bincount(copies.sent_to(), weights=per_copy, minlength=copies.world.size).astype(np.int64)
@@ -198,8 +194,8 @@ def _from_bytes(rows: Tensor, columns: Columns) -> dict[str, Tensor]:
 def redistribute(packed: Batch, plan: Plan, num_updates: int, data: DataShard, world: World) -> list[Batch]:
     """[all] Return the samples of this rank's data shard, one packed batch per optimizer step; any may be empty.
 
-    packed: those that this rank has (`Plan.samples_of`). data: this rank's shard of the policy's. RunFailed, on all
-    ranks alike, unless they have the same plan.
+    packed: the samples of this rank (`Plan.samples_of`). data: its data shard. RunFailed, on all ranks, unless their
+    plans are equal.
     """
     # Every rank has these numbers in the plan, so they need no transfer.
     packed.advantages = packed.weights = None
@@ -207,10 +203,10 @@ def redistribute(packed: Batch, plan: Plan, num_updates: int, data: DataShard, w
         batch = transfer("prepare: samples", packed, Route.of(plan, data), world, plan.columns())  # [all]
     mine = plan.data_rank == data.rank
     batch.weights = _at_sampled(plan.weights[mine].astype(np.float32), plan.num_sampled[mine], batch)
-    # Equal on all ranks.
+    # The plan is equal on all ranks, so all batches get the column or none.
     if plan.right.any():
         batch.right = _at_sampled(plan.right[mine].astype(np.float32), plan.num_sampled[mine], batch)
-    # Equal on all ranks.
+    # The plan is equal on all ranks, so all batches get the column or none.
     if len(plan.turns) != plan.num_answers:
         runs = mine.repeat(plan.num_runs)
         batch.turns = _at_sampled(plan.turns[runs], plan.run_lengths[runs], batch)
@@ -224,7 +220,7 @@ def redistribute(packed: Batch, plan: Plan, num_updates: int, data: DataShard, w
 
 
 def give_advantages(batches: Sequence[Batch], plan: Plan, data: DataShard) -> None:
-    """Set the advantages of this rank's mini-batches. data: this rank's shard of the policy's."""
+    """Set the advantages of this rank's mini-batches. data: its data shard."""
     for number, batch in enumerate(batches):
         runs = ((plan.data_rank == data.rank) & (plan.minibatches == number)).repeat(plan.num_runs)
         batch.advantages = _at_sampled(plan.advantages[runs].astype(np.float32), plan.run_lengths[runs], batch)
@@ -247,10 +243,8 @@ def fill_in(
     temperature: float,
     world: World,
 ) -> None:
-    """[all] Set `ref_logprobs` and `values` where there is a reference or a critic, and `old_logprobs` if needed.
-
-    batches: this rank's mini-batches. temperature: logits are divided by it.
-    """
+    """[all] Set `ref_logprobs` with a reference, `values` with a critic, and `old_logprobs` if needed, in this rank's
+    mini-batches. temperature: divides the logits."""
 
     def logprobs_of(role: PolicyRole, column: str) -> Callable[[Batch], dict[str, Tensor]]:
         return lambda batch: {column: role.logprobs(batch, temperature)[0]}

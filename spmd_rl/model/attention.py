@@ -262,7 +262,7 @@ def _rows(rows: list[list[range]], num_tokens: int, share: Share | None = None) 
 
 
 def _among_keys(tokens: Tensor, share: Share | None) -> Tensor:
-    """Return the indices of tokens of the row among the keys."""
+    """Return the indices of tokens of the row among the keys, which a split row holds in another order."""
     return tokens if share is None else share.places[tokens]
 
 

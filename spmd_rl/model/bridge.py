@@ -48,5 +48,5 @@ def find_bridge(
     # The template itself begins the thought, so every answer has one.
     if asked.rstrip().endswith("<think>"):
         before = told.partition(THOUGHT)[0]
-    # a model samples the space that some templates put in front of an answer
+    # A model samples the space that some templates put in front of an answer.
     return Bridge(encode(after), before.rstrip() == asked.rstrip(), thinking in told)

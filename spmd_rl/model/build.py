@@ -99,10 +99,8 @@ def _users_mistakes(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Move each parameter that a module registers to the meta device, before the module draws random values for it.
-
-    `torch.device("meta")` would also move the buffers, which are never computed again.
-    """
+    """Move each parameter that a module registers to the meta device, before the module draws random values for it."""
+    # `torch.device("meta")` would also move the buffers, which are never computed again.
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

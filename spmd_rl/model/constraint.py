@@ -113,11 +113,9 @@ def _compiled(key: str, text: str, model: str, trust_remote_code: bool) -> Const
 
 
 def _vocabulary(tokenizer: Tokenizer, size: int, is_json: bool) -> "TokenizerInfo":
-    """Return the text of each of `size` tokens as bytes, empty for special ones, which are not in an answer's text.
-
-    Tokens with control characters are empty too: one-line JSON lacks them, but xgrammar's length-limited strings allow
-    them.
-    """
+    """Return the text of each of `size` tokens as bytes, empty for special ones and those with control characters."""
+    # Special tokens are not in an answer's text. One-line JSON has no control characters, but xgrammar's length-limited
+    # strings allow them.
     from xgrammar import TokenizerInfo, VocabType
 
     stop_ids = [id for id in tokenizer.stop_ids if id < size]

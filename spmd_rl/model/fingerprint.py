@@ -44,17 +44,16 @@ def finish(started: Mapping[str, bytes | Tensor]) -> dict[str, bytes]:
 
 @cache
 def _bytes(count: int) -> type[ctypes.Array]:
-    """Return the ctypes type of an array of `count` bytes, cached because making it takes longer than a small hash."""
+    """Return the cached ctypes type of an array of `count` bytes."""
+    # Making the type takes longer than a small hash.
     return ctypes.c_char * count
 
 
 def checksum(data: Tensor) -> bytes:
     """Return 16 bytes for uint8 [N], computed on its device: two sums of its 64-bit words, each mixed with its
-    position.
-
-    The mixing is splitmix64's finaliser, in wrapping int64. Without it (a plain weighted sum) two flipped sign bits
-    would cancel, as the top bit of a word has nowhere to carry to.
-    """
+    position."""
+    # The mixing is splitmix64's finaliser, in wrapping int64. Without it (a plain weighted sum) two flipped sign bits
+    # would cancel, as the top bit of a word has nowhere to carry to.
     return finish({"": _sums(data)})[""]
 
 

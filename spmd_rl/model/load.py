@@ -58,10 +58,10 @@ class MappedFiles:
 class WeightFiles(MappedFiles):
     """Tensors in the safetensors files of a model directory, by name."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read the index. UserError without such files, or if one of them is broken."""
+    def __init__(self, folder: Path, stem: str = "model") -> None:
+        """Read the index. stem: of the files' names. UserError without such files, or if one of them is broken."""
         super().__init__(folder)
-        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
         try:
             if index.is_file():
                 self._files = dict(json.loads(index.read_text())["weight_map"])

@@ -206,7 +206,8 @@ class TokenHead(nn.Module):
             weight = weight.to_local()
         temperature = self.temperature / self._factor
         about = (self.targets, temperature, self.support, self.top, share, self._factor)
-        found = torch.stack([head_outputs(hidden[0], weight, *about)])  # [all] a view of it would make FSDP warn
+        # `stack`, because FSDP warns of a view.
+        found = torch.stack([head_outputs(hidden[0], weight, *about)])  # [all]
         return found if self._factor == 1 else found / self._factor
 
 
@@ -305,7 +306,7 @@ def _combined(
     # All ranks rescale their sums to the same maximum before the sum over ranks.
     highest = top.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    # a target is chosen on one rank, 0 elsewhere
+    # A target is chosen on one rank, 0 elsewhere.
     sums = torch.cat([torch.stack(_moved(top, highest, total, spread)), chosen.T])
     dist.all_reduce(sums, group=group)
     return highest, sums[0], sums[1], sums[2:].T
@@ -319,8 +320,6 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _inside(targets: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """Return a mask of rows whose target is in this part of the vocabulary, and its index there; else any index.
-
-    A mask instead of a list of rows, whose length would need a synchronisation with the device.
-    """
+    """Return a mask of rows whose target is in this part of the vocabulary, and its index there; else any index."""
+    # A list of rows instead of a mask would need a synchronisation with the device for its length.
     return (targets >= begin) & (targets < end), (targets - begin).clamp(0, end - begin - 1)

@@ -101,7 +101,7 @@ def _forward(experts: nn.Module, group: dist.ProcessGroup, hidden: Tensor, chose
     sent, received = torch.stack([counts, incoming]).tolist()
     lengths = [sum(row) for row in sent], [sum(row) for row in received]
     rows = exchange_rows(hidden[order // top_k], *lengths, group)
-    # from each rank a run of rows for each expert; the experts want one run each
+    # From each rank a run of rows for each expert; the experts want one run each.
     runs = torch.arange(counts.shape[1]).repeat(group.size()).repeat_interleave(torch.tensor(received).flatten())
     by_expert = torch.argsort(runs, stable=True).to(rows.device)
     made = _compute(experts, rows[by_expert], [sum(column) for column in zip(*received, strict=True)])

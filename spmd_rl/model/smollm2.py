@@ -186,7 +186,7 @@ def tensors(reader: "GGUFReader") -> dict[str, "torch.Tensor"]:
 
 
 def hf_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`"""
+    """Translate a GGUF tensor name: `blk.3.attn_q.weight` becomes `model.layers.3.self_attn.q_proj.weight`."""
     block, part = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name).groups()
     prefix = f"model.layers.{block}." if block else ""
     return f"{prefix}{NAMES[part]}.weight"

@@ -66,9 +66,9 @@ class Tokenizer:
         self._shown_roles: set[tuple[str, bool]] = set()
         self._warned = False
         self._hidden = _hidden_ids(hf, self.stop_ids)
-        # rows are checked against `data.max_tokens` and prompts against `rollout.max_prompt_tokens`
+        # Rows are checked against `data.max_tokens` and prompts against `rollout.max_prompt_tokens`.
         hf.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
-        # transformers' own wrapper would take twice the time of the decoding, and twice a sample
+        # transformers' own wrapper would take twice the time of the decoding, and twice a sample.
         backend = getattr(hf, "backend_tokenizer", None)
         self._decode = partial(hf.decode, clean_up_tokenization_spaces=False) if backend is None else backend.decode
 
@@ -205,10 +205,8 @@ class Tokenizer:
                 )
 
     def _check_role(self, messages: Sequence[Message], number: int, prompts: bool) -> None:
-        """Render a known word as a message's content. UserError if the template drops it.
-
-        Called once for each role, at the beginning of a conversation and once later.
-        """
+        """Render a known word as a message's content. UserError if the template drops it."""
+        # Called once for the role in the first message and once later: templates may treat the first one differently.
         role = messages[number].role
         marked = [*messages[:number], messages[number].saying(UNSEEN), *messages[number + 1 :]]
         if UNSEEN not in self._templated(marked, prompts):
@@ -227,10 +225,9 @@ class Tokenizer:
         return array("i", self._hf(text, add_special_tokens=False).input_ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of token ids for rewards and stop strings, without cleanup of spaces.
-
-        Special tokens are left out, except those added for the model to write (`<answer>`).
-        """
+        """Return the text of token ids for rewards and stop strings. Special tokens are left out, except those added
+        for the model to write (`<answer>`)."""
+        # Cleanup of spaces would change code and mathematics.
         if self._hidden is None:
             return self._decode(list(ids), skip_special_tokens=True)
         return self.visible([id for id in ids if id not in self._hidden])
@@ -281,10 +278,10 @@ def load_tokenizer(
 
 
 def _check_size(hf: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Refuse a tokenizer with tokens that have no row in the model, except for those of images etc., which no
-    text has."""
+    """Refuse a tokenizer with tokens that have no row in the model."""
+    # Tokens of images and the like may lack a row: no text has them.
     size = vocabulary_size(folder) if (folder / "config.json").is_file() else None
-    # those of the object have its names for images too
+    # Those of the object have its names for images too.
     own = type(hf).SPECIAL_TOKENS_ATTRIBUTES
     named = [str(token) for name, token in hf.special_tokens_map.items() if name not in own]
     added = [(id, str(token)) for id, token in hf.added_tokens_decoder.items() if str(token) not in named]
@@ -305,8 +302,8 @@ def render_prompt(tokenizer: Tokenizer, prompt: Prompt) -> array:
 
 
 def _check_variables(given: Mapping[str, Any], template: str | None, folder: Path) -> None:
-    """Refuse variables that the chat template does not use: a misspelt `enable_thinking` would silently change
-    nothing."""
+    """Refuse variables that the chat template does not use."""
+    # A misspelt `enable_thinking` would silently change nothing.
     from jinja2 import Environment, TemplateError, meta
 
     if not isinstance(template, str):
@@ -324,7 +321,8 @@ def _check_variables(given: Mapping[str, Any], template: str | None, folder: Pat
 
 
 def _eos_ids(folder: Path) -> set[int]:
-    """Return the end-of-sequence ids of generation_config.json and config.json together, as they often differ."""
+    """Return the end-of-sequence ids of a model."""
+    # generation_config.json and config.json often differ, so both count.
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         try:

@@ -14,10 +14,8 @@ SCORE = "score.weight"
 
 
 def with_value_head(model: nn.Module, bias: bool = True) -> nn.Module:
-    """Replace a causal language model's output embedding, in place, with a value head: [.., hidden] -> [.., 1].
-
-    The head starts at 0, so that the first advantages are plain returns, without random numbers.
-    """
+    """Replace a causal language model's output embedding, in place, with a value head: [.., hidden] -> [.., 1]."""
+    # The head starts at 0, so that the first advantages are plain returns, without random numbers.
     embedding = model.get_output_embeddings().weight
     head = _ValueHead(embedding.shape[1], 1, bias, device=embedding.device, dtype=embedding.dtype)
     for parameter in head.parameters():

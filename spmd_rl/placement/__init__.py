@@ -1,4 +1,4 @@
-"""Placements (`placement.mode`): a context manager each, which gives a rank its `Place`.
+"""Placements (`placement.mode`): context managers that yield a rank's `Place`.
 
 | `placement.` | who trains | who generates | when |
 |---|---|---|---|
@@ -7,7 +7,7 @@
 | `mode=split` | some ranks | the others | at the same time |
 | `mode=lent` | some ranks | all ranks | at the same time; training ranks also generate between updates |
 | any with `reference=RANKS` or `teacher=RANKS` | all other ranks | all other ranks | as without |
-| any with `rollout.replay=RUN` | all ranks | nobody: another run did | before |
+| any with `rollout.replay=RUN` | all ranks | none: another run did | before |
 """
 
 from dataclasses import replace

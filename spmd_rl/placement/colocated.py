@@ -36,4 +36,5 @@ def colocated(job: Job, last_ahead: int = 0) -> Iterator[Place]:
             environments=environments,
             on_start=lambda start: rollouts.check(),
         )
-    generator.close()  # not with an exception pending: an engine's own groups may wait for other ranks
+    # Not after an exception: the engine's groups may wait for ranks that are gone.
+    generator.close()

@@ -1,7 +1,7 @@
-"""`placement.reference` and `placement.teacher`: ranks that hold a frozen role, and do nothing but compute with it.
+"""`placement.reference` and `placement.teacher`: ranks that hold a frozen role, and only compute with it.
 
-To the other ranks, which train and generate, the job is theirs alone: `job.world` has them, and the role looks as if it
-lay beside the policy. Those that train meet with its ranks when its logprobs are needed, and nowhere else.
+The other ranks train and generate in `job.world`, without these ranks. Trainer ranks reach the role through a proxy,
+and meet its ranks only when they need its logprobs.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,8 @@ from spmd_rl.learn.frozen import FrozenRoles
 
 @contextmanager
 def frozen(job: Job) -> Iterator[Callable[[], None] | None]:
-    """[all] What a rank does that holds a frozen role; None on the others, for which `job.build_roles` has it."""
+    """[all] Return the work of a rank that holds a frozen role; None on the others, for which `job.build_roles` adds a
+    proxy."""
     world, ranks = job.world, Placement.of(job.cfg.placement, job.world.size)
     if not ranks.frozen:
         yield None

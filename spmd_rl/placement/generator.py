@@ -6,6 +6,7 @@ keeps what has finished until that is handed over. Between two steps of the engi
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -14,7 +15,7 @@ from spmd_rl.config.schema import RlConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.learn import Evaluation
-from spmd_rl.placement.hand_over import gather_reports, places, send_slices
+from spmd_rl.placement.hand_over import gather_reports, parts_of, places, send_slices
 from spmd_rl.placement.meetings import IDLE_SECONDS, Meeting, Meetings
 from spmd_rl.rollout.ahead import StepsAhead
 from spmd_rl.rollout.collected import RankReport
@@ -45,14 +46,18 @@ class Begin(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class EndedStep:
-    """A step that has ended, as one replica has it."""
+    """A step that has ended on one replica."""
 
     shared: SharedStep
     report: RankReport
 
 
+class _RunIsOver(Exception):
+    """The last meeting was held."""
+
+
 class Generator:
-    """The steps, the policy and the meetings of one rank."""
+    """The steps, the policy and the meetings of one generator rank."""
 
     def __init__(
         self,
@@ -64,7 +69,7 @@ class Generator:
         receiver: WeightReceiver,
         trainers: tuple[int, ...],
     ) -> None:
-        """world: of the ranks that train (`trainers`, indices in it) and those that generate."""
+        """world: of both sides. trainers: indices of the trainer ranks in it."""
         self._cfg, self._player, self._prompts, self._trainers = cfg, player, prompts, trainers
         self._world, self._engine = world, player.engine
         self._steps, self._receiver, self._meetings = steps, receiver, Meetings(world.store)
@@ -74,8 +79,10 @@ class Generator:
         self._answers: list[Group] = []
         self._unused: dict[GroupSlice, Group] = {}
         """Slices that finished here and go on in the open step."""
+        self._coming: set[GroupSlice] = set()
+        """Slices that a lent replica has begun, and hands over to this one."""
         self._previous: Coordinator | None = None
-        self._has_left = self._is_over = False
+        self._has_left = False
         self._waited, self._swaps = 0.0, list[float]()
         """In this step: seconds without a policy that is new enough, and those of each change of it."""
 
@@ -86,15 +93,18 @@ class Generator:
         with self._engine.awake(), self._engine.driven(self._join):
             if self._engine.leads:
                 with asyncio.Runner() as runner:
-                    runner.run(self._work())
+                    with suppress(_RunIsOver):
+                        runner.run(self._work())
 
     async def _work(self) -> None:
         """Play steps and enter meetings, on the first rank of a replica."""
         since = time.perf_counter()
-        while not self._is_over:
+        while True:
             if self.poll():
                 await self.enter()
             elif self._has_left and self._steps.advance():
+                given = {one for one, rank in self._steps.given.items() if rank == self._world.rank}
+                self._coming |= given - self._player.running.keys()  # its hand over may have been before
                 self._has_left, self._waited, self._swaps = False, 0.0, []
             elif not self._has_left and self._may_begin:
                 await self._step()
@@ -133,7 +143,7 @@ class Generator:
         with world.phase("generate"), run.counted():
             shared.begin(run, self._unused)
             await run.until_end()
-        running = sorted(player.running)
+        running = sorted([*player.running, *self._coming])
         report = shared.report(run, running, leads=True)
         report.pace = {
             "placement/generate_wait_seconds": self._waited,
@@ -158,16 +168,19 @@ class Generator:
         meeting, began, busy = self._meetings.next(), time.perf_counter(), 0
         if meeting.kind in ("publish", "end"):
             busy = await self._player.engine_loop.abort_all()
-        self._world.journal.idle(False)  # no verdict that is awaited excuses a peer that does not come
+        # A pending verdict excuses idling, but not a peer that misses the meeting.
+        self._world.journal.idle(False)
         with self._engine.joined(msgspec.msgpack.encode(meeting)):
             self._meet(meeting)  # [all] of the replica
         if busy:
             self._swaps.append(time.perf_counter() - began)
         if meeting.kind == "publish":
             await self._answer(meeting.number)
-        if self._is_over:
+        if meeting.kind == "end":
             await self._player.cancel()
             self._player.engine_loop.clear()
+            # This replica may be in the middle of a step that will never end.
+            raise _RunIsOver
 
     def _join(self, message: bytes) -> None:
         """[all] of the replica: enter the meeting that its first rank names."""
@@ -183,9 +196,9 @@ class Generator:
         elif kind == "eval":
             slices = {GroupSlice(group.ticket, 0): group.samples for group in self._answers}
             held_out, _ = self._evaluation.questions(self._prompts.eval, meeting.number)
-            send_slices(world, self._trainers, slices, places(range(len(held_out)), len(self._trainers)))  # [all]
+            to = places(range(len(held_out)), len(self._trainers))
+            send_slices(world, parts_of(slices, self._trainers, to))  # [all]
             self._answers = []
-        self._is_over = kind == "end"
         self._meetings.end()
 
     def _hand_over(self, ended: EndedStep | None) -> None:
@@ -196,7 +209,9 @@ class Generator:
             to = places(shared.coordinator.used_tickets(), len(self._trainers))
             slices = {one: group.samples for one, group in shared.finished.items() if one.ticket in to}
         gather_reports(self._world, report, None)  # [all]
-        send_slices(self._world, self._trainers, slices, to)  # [all]
+        for one in send_slices(self._world, parts_of(slices, self._trainers, to)):  # [all]
+            self._coming.discard(one.place)
+            self._player.take(one.place, one.begun, one.samples)
         if self._previous:
             self._previous.forget(shared=False)
         self._previous = ended.shared.coordinator if ended else None

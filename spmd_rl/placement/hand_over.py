@@ -2,9 +2,11 @@
 
 The metadata of all slices is gathered. Each ticket goes to one rank that trains, by its place among the tickets that
 are used, so that all ranks know alike which one; samples travel in one all-to-all. They count as generated there, and
-`learn/transfer.py` spreads those that train over the data shards.
+`learn/transfer.py` spreads those that train over the data shards. What lent replicas leave unused goes the same way, to
+the replicas that stay.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -12,6 +14,7 @@ import torch
 
 from spmd_rl.distributed import World
 from spmd_rl.rollout.collected import RankReport
+from spmd_rl.rollout.player import Begun
 from spmd_rl.rollout.step_plan import GroupSlice
 from spmd_rl.rollout.table import ANSWER
 from spmd_rl.types import Sample
@@ -22,15 +25,26 @@ Slices = Mapping[GroupSlice, Sequence[Sample]]
 
 
 class SentSlice(msgspec.Struct, array_like=True, frozen=True):
-    """A slice on its way."""
+    """A slice in a message."""
 
     ticket: int
     number: int
-    samples: tuple[Sample, ...]
+    samples: tuple[Sample, ...] = ()
+    begun: Begun = {}
+    """Its answers so far, where it has not finished."""
+
+    @property
+    def place(self) -> GroupSlice:
+        """The slice itself."""
+        return GroupSlice(self.ticket, self.number)
+
+
+Parts = dict[int, list[SentSlice]]
+"""Slices for each rank."""
 
 
 def places(tickets: Iterable[int], num_trainers: int) -> dict[int, int]:
-    """Return which rank that trains is given each ticket, by its index among them: dealt in turn, in order."""
+    """Return the trainer rank of each ticket, by its index: tickets are assigned in turn, in order."""
     return {ticket: place % num_trainers for place, ticket in enumerate(sorted(tickets))}
 
 
@@ -43,26 +57,25 @@ def gather_reports(world: World, report: RankReport, to: Mapping[int, int] | Non
     return reports
 
 
-def send_slices(world: World, trainers: Sequence[int], slices: Slices, to: Mapping[int, int]) -> Slices:
-    """[all] Send each slice to the rank that trains on its ticket; return the slices that come to this rank.
-
-    trainers: these ranks, indices in `world`, which holds all that train and all that generate.
-    """
-    parts: list[list[SentSlice]] = [[] for _ in trainers]
+def parts_of(slices: Slices, trainers: Sequence[int], to: Mapping[int, int]) -> Parts:
+    """Return the parts of the ranks that train (`trainers`): each slice to the one that trains on its ticket."""
+    parts: Parts = defaultdict(list)
     for one in sorted(slices):
-        parts[to[one.ticket]].append(SentSlice(*one, tuple(slices[one])))
-    payloads = [pack(part) if part else b"" for part in parts]
-    sizes = world.gather("hand over: sizes", [len(payload) for payload in payloads], list[int])  # [all]
-    sent, received = [0] * world.size, [0] * world.size
-    for place, rank in enumerate(trainers):
-        sent[rank] = len(payloads[place])
-        if rank == world.rank:
-            received = [theirs[place] for theirs in sizes]
-    rows = torch.frombuffer(bytearray(b"".join(payloads)) or bytearray(1), dtype=torch.uint8)[: sum(sent)]
+        parts[trainers[to[one.ticket]]].append(SentSlice(*one, tuple(slices[one])))
+    return parts
+
+
+def send_slices(world: World, parts: Parts) -> list[SentSlice]:
+    """[all] Send each rank its part; return the slices that come to this rank. world: all that train or generate."""
+    payloads = {rank: pack(part) for rank, part in sorted(parts.items())}
+    own = [(rank, len(payload)) for rank, payload in payloads.items()]
+    sizes = world.gather("hand over: sizes", own, list[tuple[int, int]])  # [all]
+    sent = [len(payloads.get(rank, b"")) for rank in range(world.size)]
+    received = [dict(theirs).get(world.rank, 0) for theirs in sizes]
+    rows = torch.frombuffer(bytearray(b"".join(payloads.values())) or bytearray(1), dtype=torch.uint8)[: sum(sent)]
     arrived = world.exchange("hand over: samples", rows.reshape(-1, 1), sent, received, agreed=sizes)  # [all]
-    found, begin, flat = {}, 0, memoryview(arrived.reshape(-1).numpy())
-    for size in received:
-        for one in unpack(flat[begin : begin + size], list[SentSlice]) if size else ():
-            found[GroupSlice(one.ticket, one.number)] = one.samples
+    found, begin, flat = list[SentSlice](), 0, memoryview(arrived.reshape(-1).numpy())
+    for size in filter(None, received):
+        found += unpack(flat[begin : begin + size], list[SentSlice])
         begin += size
     return found

@@ -1,7 +1,7 @@
 """`placement.mode=lent`: as `split`, but the ranks that train generate too, between an update and their next step.
 
 What ROLL calls partial overlap. Such a rank takes part in the step that it will train on, and leaves at its end; what
-it has under way then is claimed by the ranks that stay.
+it has under way then goes on on the ranks that stay.
 """
 
 from collections.abc import Iterator

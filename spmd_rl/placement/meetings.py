@@ -8,7 +8,7 @@
 update is done; its weights go to ranks that generate (`weights/collective.py`). In between the two sides do not wait
 for each other: tickets are claimed from the store (`rollout/coordinator.py`), whose rules know `max_staleness`.
 
-R1   Trainers come first. A meeting is opened when all of them stand at it and, for a hand over, the coordinator has
+R1   Trainers come first. A meeting is opened when all of them have reached it and, for a hand over, the coordinator has
      ended the step. Replicas see it then, and enter at their next engine step; none waits for an update.
 R2   One number orders all meetings: hand over, publish, hand over of an evaluation, the end of the run. Trainers alone
      announce meeting k + 1, after k has ended; each rank does k, k + 1, ... and never chooses.
@@ -19,10 +19,11 @@ R4   Before a publish, requests are taken out of the engine, with what they have
      do not wait for the verdict on their probe, which trainers find among themselves.
 R5   A meeting holds the ranks that it concerns. A frozen role's forward is one of the trainers and its own ranks
      (`learn/frozen.py`). A rank is in one meeting at a time.
-R6   A lent replica joins the step that its trainers wait for, after its publish, and begins no ticket that only later
-     steps need. It leaves at that step's end: it aborts what it has, and keeps nothing, so that others claim it again
-     (with the same noise). Only then may a meeting be opened. In a publish it is a source, and its engine reads what it
-     sends.
+R6   A lent replica joins the step that its trainers wait for, after its publish, and leaves at that step's end: it
+     takes what it has out of its engine (R4), writes down which slices these are, and hands them over with the step to
+     replicas that stay, which go on with them. A replica that stays waits for that list alone, of those that have
+     joined, before it begins the next step. Only then may a meeting be opened. In a publish a lent replica is a source,
+     and its engine reads what it sends.
 R7   An evaluation of version n is answered by engines that hold n, before tickets: each replica answers its share once
      it has loaded n. No publish is opened until it is handed over, so that every held-out token is of version n.
 R8   The clocks of episodes and their leases run while their rank exchanges messages (`sidecar/sessions.py`), and so
@@ -49,9 +50,9 @@ from spmd_rl.distributed import World
 from spmd_rl.rollout.coordinator import Store
 
 LOOK_SECONDS = 0.002
-"""Between two looks of a replica for a meeting, at least: an engine step takes longer."""
+"""Least seconds between two polls of a replica for a meeting; an engine step takes longer."""
 IDLE_SECONDS = 0.01
-"""Between two looks where there is nothing else to do."""
+"""Seconds between two polls of an idle replica."""
 
 
 class Meeting(msgspec.Struct, array_like=True, frozen=True):

@@ -12,6 +12,6 @@ from spmd_rl.rollout import Replayed
 
 @contextmanager
 def replayed(job: Job) -> Iterator[Place]:
-    """[all] Nobody generates, and nothing is published."""
+    """[all] Train on a dump; nothing is generated or published."""
     place, folder = job.train(), Path(job.cfg.rollout.replay).expanduser() / FOLDER  # [all]
     yield replace(place, rollouts=Replayed(folder, job.source, job.world), publish=lambda version: {})

@@ -22,7 +22,7 @@ from spmd_rl.weights import Buckets, Publisher, WeightReceiver
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The ranks of a world that train, and those that have an engine."""
+    """Trainer ranks and generator ranks of a world."""
 
     world: World
     train: tuple[int, ...]
@@ -108,7 +108,7 @@ def _parts(
         prompts, longest, prompt_id = fit_prompts(prompts, job.tokenizer, *sections, world)  # [all]
     leads = world.gather("start: replicas", own is not None and own.leads)  # [all]
     ranks = [rank for rank, is_first in enumerate(leads) if is_first]
-    keepers = [number for number, rank in enumerate(ranks) if rank not in sides.train]
+    keepers = {number: rank for number, rank in enumerate(ranks) if rank not in sides.train}
     replicas = Replicas(sum(leads[: world.rank]), len(ranks), keepers)
 
     def priority(ticket: int) -> float:
@@ -125,6 +125,7 @@ def _parts(
 
 def _leave(world: World, own: Engine | None) -> None:
     """[all] Close the engine. Not with an exception pending: its own groups may wait for other ranks."""
-    world.barrier("generate: last step")  # [all] one of them may keep the sidecar of the others
+    # A rank that leaves early would end the sidecar that other ranks of its node still use.
+    world.barrier("generate: last step")  # [all]
     if own:
         own.close()

@@ -17,7 +17,7 @@ from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.placement.generator import ANSWERED, Begin
-from spmd_rl.placement.hand_over import gather_reports, places, send_slices
+from spmd_rl.placement.hand_over import Parts, SentSlice, gather_reports, parts_of, places, send_slices
 from spmd_rl.placement.meetings import Meeting, Meetings
 from spmd_rl.rollout import Collected, RankReport, Sampling, check_errors
 from spmd_rl.rollout.ahead import StepsAhead
@@ -30,7 +30,7 @@ from spmd_rl.rollout.step_run import StepRun
 from spmd_rl.types import Group, Prompt
 
 LOOK_SECONDS = 0.002
-"""Between two looks whether a step has ended."""
+"""Seconds between two polls for the end of a step."""
 
 
 class LentReplica:
@@ -41,20 +41,35 @@ class LentReplica:
         self.engine: Engine = player.engine
         self._cfg, self._player, self._steps = cfg, player, steps
         self._runner = asyncio.Runner()
+        self._left: dict[GroupSlice, SentSlice] = {}
+        """Slices that the last step did not use."""
 
     def play(self, step: int) -> tuple[SharedStep, RankReport]:
-        """[all] of the replica: generate with the others until the step has ended; return what came of it.
-
-        Nothing that is under way then is kept.
-        """
+        """[all] of the replica: generate with the others until the step has ended; return what came of it."""
         steps, world = self._steps, self._player.world
         claim = steps.claim(lambda: step - 1)
         shared = SharedStep(steps.coordinator, claim, self._cfg.rollout, world.rank)
         run = StepRun(step, shared, self._player)
         with self.engine.awake(), run.driven():
             if self.engine.leads:
+                steps.join()
                 self._runner.run(run.until_end())
-        return shared, shared.report(run, [], self.engine.leads)
+                self._leave(shared)
+        return shared, shared.report(run, [*self._left], self.engine.leads)
+
+    def _leave(self, shared: SharedStep) -> None:
+        used = set(shared.coordinator.used_tickets())
+        self._left = {}
+        if self._cfg.rollout.partial_rollout:
+            kept = {one: group.samples for one, group in shared.finished.items() if one.ticket not in used}
+            self._left = {one: SentSlice(*one, samples) for one, samples in kept.items()}
+            self._left |= {one: SentSlice(*one, (), begun) for one, begun in self._player.left.items()}
+        self._steps.leave([*self._left])
+
+    def hand_over(self, parts: Parts) -> None:
+        """Add what was left at the end of the step: others have begun the next one with it."""
+        for one, sent in sorted(self._left.items()):
+            parts[self._steps.given[one]].append(sent)
 
     def answer(self, share: QuestionShare) -> list[Group]:
         """[all] of the replica: answer held-out questions; return the answers, on its first rank."""
@@ -71,7 +86,7 @@ class LentReplica:
 
 
 class MetRollouts:
-    """Stateful, like `Rollouts`."""
+    """Rollouts of other ranks, received in meetings. Stateful, like `Rollouts`."""
 
     def __init__(
         self,
@@ -94,11 +109,11 @@ class MetRollouts:
         return self._cursor.state(self.prompts.fingerprint())
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """See `checkpoint.Stateful`. UserError if the tickets would now stand for other prompts."""
+        """Load a state. UserError if the prompts have changed."""
         self._cursor = Cursor.of_state(state, self.prompts.fingerprint())
 
     def begin(self, start: int) -> None:
-        """[all] that train and that generate: let steps after `start` be generated."""
+        """[all] of both sides: start the generation of steps after `start`."""
         first, cursor = max(start, self._cfg.num_shown) + 1, self._cursor
         begin = Begin(first, start, cursor.next, list(cursor.skipped))
         self._world.broadcast("start: first step", msgspec.to_builtins(begin), src=self._ranks[0])  # [all]
@@ -113,39 +128,37 @@ class MetRollouts:
     def collect(self, step: int) -> Collected:
         """[all] that train: wait until the step has been generated, with this rank's help if it is lent."""
         steps, world, began = self._steps, self._world, time.perf_counter()
+        coordinator = steps.coordinator
         assert steps.number == step, "steps are collected in order"
         report, finished = RankReport.empty(), {}
         with self._trainers.phase("generate"):
             if self._lent:
                 shared, report = self._lent.play(step)  # [all] of a replica
                 finished = shared.finished
-            self._wait(f"generate: step {step} from ranks that generate", steps.coordinator.ended)
+            self._wait(f"generate: step {step} from ranks that generate", coordinator.ended)
             report.pace = {"placement/train_wait_seconds": time.perf_counter() - began}
             with self.meetings.opened(self._trainers, Meeting("hand over", step)):  # [all] that train
-                used = steps.coordinator.used_tickets()
-                to = places(used, self._trainers.size)
+                to = places(coordinator.used_tickets(), self._trainers.size)
                 reports = gather_reports(world, report, to)  # [all]
+                has_advanced = steps.advance()
+                assert has_advanced, "a replica is handed over what it has not left"
                 slices = {one: group.samples for one, group in finished.items() if one.ticket in to}
-                found = send_slices(world, self._ranks, slices, to)  # [all]
+                parts = parts_of(slices, self._ranks, to)
+                if self._lent:
+                    self._lent.hand_over(parts)
+                found = {one.place: one.samples for one in send_slices(world, parts)}  # [all]
         with self._trainers.phase("coordination"):
             groups = {
                 one: Group(self.prompts.ticket(one.ticket, self._cfg.seed)[1], one.ticket, tuple(samples))
                 for one, samples in found.items()
             }
-            collected = Collected.of(step, self._cfg.rollout, steps.coordinator, reports, groups)
+            collected = Collected.of(step, self._cfg.rollout, coordinator, reports, groups)
             lag = float(collected.table.answers["lag"].max(initial=0))
             collected = replace(collected, pace={**collected.pace, "rollout/lag/max": lag})
-            self._next_step()
+            if self._previous:
+                self._previous.forget(shared=self._trainers.rank == 0)
+            self._previous, self._cursor = coordinator, steps.cursor
         return check_errors(collected, self._cfg.reward, self._cfg.rollout, self._trainers)  # [all] that train
-
-    def _next_step(self) -> None:
-        """Go on to the step whose plan follows from this one's end, which all replicas have left."""
-        if self._previous:
-            self._previous.forget(shared=self._trainers.rank == 0)
-        self._previous = self._steps.coordinator
-        has_advanced = self._steps.advance()
-        assert has_advanced, "a replica is handed over what it has not left"
-        self._cursor = self._steps.cursor
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
         """[all] that train: return this rank's share of the answers to held-out prompts, by the newest version.
@@ -161,18 +174,19 @@ class MetRollouts:
         with self.meetings.opened(self._trainers, Meeting("eval", version)):  # [all] that train
             slices = {GroupSlice(group.ticket, 0): group.samples for group in mine}
             to = places(range(len(prompts)), self._trainers.size)
-            found = send_slices(self._world, self._ranks, slices, to)  # [all]
+            answers = send_slices(self._world, parts_of(slices, self._ranks, to))  # [all]
         if self._trainers.rank == 0:
             store.delete_key(key)
-        return [Group(prompts[one.ticket], one.ticket, tuple(found[one])) for one in sorted(found)]
+        found = {one.ticket: one.samples for one in answers}
+        return [Group(prompts[ticket], ticket, found[ticket]) for ticket in sorted(found)]
 
     def finish(self) -> None:
-        """[all] that train: let the others go."""
+        """[all] that train: end the run of the generator ranks."""
         with self.meetings.opened(self._trainers, Meeting("end")):  # [all] that train
             pass
 
     def _wait(self, name: str, until: Callable[[], bool]) -> None:
-        """Wait, on the first rank that trains, for what the others do."""
+        """Wait until `until()` is true, on the first trainer rank; the others wait in the next collective."""
         if self._trainers.rank == 0:
             with self._world.journal.waiting(name):
                 while not until():

@@ -1,21 +1,17 @@
 """The scheduler: coordinator, engine loop, episodes and the collection of one step's groups.
 
-| word | what it means here |
+| module | task |
 |---|---|
-| ticket | the index of a prompt group in the run: it stands for (epoch, prompt), a function of the seed |
-| group | one prompt and all answers to it |
-| slice | some of a group's answers: what a replica claims at once (`rollout.answers_per_claim`) |
-| turn | one prompt part and what the policy generated after it; an agent's turn ends with a step of its environment |
-| episode | the coroutine that makes one answer: it generates and scores, in one turn or many |
-| answer | what one episode came to, one of `rollout.answers_per_prompt`; with an agent also called a trajectory |
-| segment | a part of an answer whose turns continue each other token by token; mostly there is one |
-| sample | one segment as training sees it: a row of tokens; `Sample.last` marks the one that counts as the answer |
-| resolved | of a ticket: the verdicts on all its answers are in |
-| qualifies | of a resolved ticket: it passes the filter (`rollout.filter`), and its answers are trained on |
-| used | of a ticket: consumed by this step, whether it qualifies or not |
-| surplus, carried | started and not used by the step; carried is what goes on in the next one |
-| unit | the answer to which a sample belongs: what shares one score and one advantage (`Sample.unit`) |
-| staleness | policy versions between the one that sampled a token and the step's; metrics and columns call it `lag` |
+| `step_plan`, `pace` | which tickets a step uses, and the rules of staleness: pure functions |
+| `coordinator`, `claims`, `shared_step` | replicas share tickets over the store |
+| `player`, `engine_loop` | episodes as coroutines over an engine |
+| `episode`, `agent`, `thinking` | how one sample is made |
+| `step_run`, `collection`, `ahead` | a step on one replica; steps that follow each other |
+| `collected`, `table`, `filters` | the result of a step, and which groups train |
+| `row_source`, `dump`, `demonstrations`, `kept` | samples from rows, files or solutions; evaluations as files |
+
+CONTRIBUTING.md defines the words. An answer is the result of one episode; its `unit` number is shared by samples with
+one score and one advantage (`Sample.unit`). Surplus is what a step has started and does not use.
 """
 
 from spmd_rl.rollout.agent import Agent

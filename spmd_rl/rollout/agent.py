@@ -2,9 +2,9 @@
 
     reset -> [ prompt -> answer -> action -> step ] x turns -> a sample, or one for each segment
 
-By default an episode is one conversation whose tokens are never rendered again. Where the chat template would change
-what was said before (thoughts left out), or `env.<tag>.history` asks for fresh prompts, a new segment begins, which is
-a sample of its own; `env/<tag>/segments` counts them.
+By default an episode is one conversation, and each turn appends tokens. A new segment begins where the chat template
+would change earlier messages (thoughts left out) or `env.<tag>.history` asks for fresh prompts. Each segment is a
+sample; `env/<tag>/segments` counts them.
 """
 
 import re
@@ -27,21 +27,20 @@ AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
     "min": min,
     "last": lambda values: values[-1],
 }
-"""How the numbers of the steps become one of the episode: `info["metrics_agg_mode"]`."""
+"""Reductions of a metric over the steps of an episode: `info["metrics_agg_mode"]`."""
 
 STOPS = ("terminated", "truncated", "max_turns", "max_context", "env_timeout", "env_error", "env_lost")
-"""Why an episode ends: by the environment in one of Gymnasium's two ways, at a limit of ours, or for a failure of the
-environment under `env.<tag>.on_error=zero`."""
+"""Reasons for the end of an episode: Gymnasium's two, our limits, and failures under `env.<tag>.on_error=zero`."""
 
 
 class Agent:
-    """An `Episode` that plays the environment of `ctx.prompt`'s tag."""
+    """An `Episode` in the environment of `ctx.prompt`'s tag."""
 
     def __init__(self, envs: EnvsConfig) -> None:
         self._envs = envs.tags
 
     async def __call__(self, ctx: Context) -> list[Sample]:
-        """Play an episode to its end, if need be as often as `env.<tag>.retries` allows."""
+        """Play an episode to its end, with up to `env.<tag>.retries` retries."""
         env = self._envs[ctx.prompt.domain]
         while True:
             try:
@@ -53,7 +52,6 @@ class Agent:
 
 
 async def _play(ctx: Context, env: EnvConfig) -> list[Sample]:
-    """Play an episode to its end. SessionLost: the environment did not."""
     assert ctx.environments is not None, "an agent needs environments"
     task = ctx.prompt.extra
     session = await ctx.environments.reset(ctx.prompt.domain, task["seed"], task["held_out"])
@@ -65,7 +63,7 @@ async def _play(ctx: Context, env: EnvConfig) -> list[Sample]:
 
 
 async def _turns(ctx: Context, env: EnvConfig, session: Session) -> tuple[str, dict[str, str]]:
-    """Take turns until one of both sides ends the episode. Returns why it ended, and how metrics are aggregated."""
+    """Play turns until the environment or a budget ends the episode. Return the reason, and aggregations of metrics."""
     conversation = _Conversation(ctx, env, session.reply)
     pattern = env.pattern_for(bool(session.reply.info.get("tools")))
     modes: dict[str, str] = {}
@@ -89,7 +87,7 @@ async def _turns(ctx: Context, env: EnvConfig, session: Session) -> tuple[str, d
 
 
 class _Conversation:
-    """The conversation so far, and what the policy is asked next."""
+    """Messages and turns of the conversation so far."""
 
     def __init__(self, ctx: Context, env: EnvConfig, start: EnvReply) -> None:
         self._ctx, self._env, self._start = ctx, env, start
@@ -98,7 +96,7 @@ class _Conversation:
         """(observation, answer) of each turn."""
 
     def next_prompt(self, reply: EnvReply) -> array:
-        """Token ids ('i') to be put before the next answer; they begin a new segment where they must."""
+        """Return the token ids ('i') of the next prompt; begin a new segment where one is needed."""
         ctx, env, start = self._ctx, self._env, self._start
         numbers = {"turn": ctx.num_turns + 1, "max_tokens": ctx.sampling.max_new_tokens}
         if ctx.budget.max_turns is not None:
@@ -118,14 +116,13 @@ class _Conversation:
 
 
 def find_action(pattern: str, text: str) -> str | None:
-    """Return the action of an answer without blanks around it; None unless `env.<tag>.pattern` finds exactly one."""
+    """Return the stripped action of an answer; None unless `env.<tag>.pattern` matches exactly once."""
     named = ACTION_FORMATS.get(pattern)
     found = re.findall(named.pattern if named else pattern, text, re.DOTALL)
     return found[0].strip() or None if len(found) == 1 else None
 
 
 def _step(env: EnvConfig, before: EnvReply, reply: EnvReply, action: str | None) -> AgentStep:
-    """What an action came to, which was chosen in the state of `before`."""
     key = str(before.info.get("state_key", before.observation))
     state = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
     metrics = {str(name): float(value) for name, value in reply.info.get("metrics", {}).items()}
@@ -141,7 +138,7 @@ def _step(env: EnvConfig, before: EnvReply, reply: EnvReply, action: str | None)
 
 
 def _verdict(ctx: Context, reason: str, modes: dict[str, str]) -> Verdict:
-    """The return of the episode, and its numbers."""
+    """Return the episode's return, metrics and stop reason as a verdict."""
     turns: list[Turn] = [turn for segment in (*ctx.segments, tuple(ctx.turns)) for turn in segment]
     steps = [turn.step for turn in turns if turn.step is not None]
     values: dict[str, list[float]] = defaultdict(list)
@@ -156,7 +153,7 @@ def _verdict(ctx: Context, reason: str, modes: dict[str, str]) -> Verdict:
 
 
 def _given_up(ctx: Context, env: EnvConfig, lost: SessionLost) -> list[Sample]:
-    """What `env.<tag>.on_error` makes of an episode whose environment failed as often as it was tried."""
+    """Apply `env.<tag>.on_error` to an episode whose environment has failed in every attempt."""
     tag = ctx.prompt.domain
     detail = f"env.{tag}: seed {ctx.prompt.extra['seed']}: {lost.reason}: {lost.detail}"
     if env.on_error == "raise":

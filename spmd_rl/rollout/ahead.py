@@ -1,11 +1,12 @@
-"""`StepsAhead`: the steps of a run where replicas generate ahead of training, and do not meet at the end of each.
+"""`StepsAhead`: the steps of a run in which replicas generate ahead of training, without a collective at each step's
+end.
 
-A step's end is in the store, and with it the tickets that it uses; a replica writes there with which slices it goes on.
-So each replica begins the next step by itself, once the others know of the end, and no older policy than
-`placement.max_staleness` allows begins one of its tickets.
+The store holds the end of a step and the tickets that it uses. Each replica writes there which slices it carries on.
+The next step begins once all have written; `placement.max_staleness` limits the age of the policy that starts a ticket.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -23,14 +24,14 @@ class Replicas(NamedTuple):
     """The replicas of a job as one rank sees them."""
 
     mine: int
-    """The number of this rank's replica; on a rank without an engine, that of the next one."""
+    """Number of this rank's replica; on a rank without an engine, of the next one."""
     count: int
-    keepers: Sequence[int]
-    """Numbers of those whose ranks only generate, and so go on with slices in the next step."""
+    keepers: Mapping[int, int]
+    """First ranks of those whose ranks only generate, by number: they go on with slices in the next step."""
 
 
 class StepsAhead:
-    """Goes from step to step; its cursor says which tickets no step has used."""
+    """The current step and the cursor of unused tickets."""
 
     def __init__(
         self,
@@ -40,16 +41,19 @@ class StepsAhead:
         replicas: Replicas,
         priority_of: Callable[[int], float],
     ) -> None:
-        """priority_of: a ticket's; see `plan_step`."""
+        """priority_of: priority of a ticket; see `plan_step`."""
         self.cursor, self.number, self.start = Cursor(), 0, 0
         self.replicas = replicas
+        self.given: dict[GroupSlice, int] = {}
+        """Slices that others left at the end of the step before, and the first rank of the replica that goes on with
+        each: the one that has fewest."""
         self.coordinator: Coordinator
-        """Coordinator of the step `number`, once `begin` has been called."""
+        """Coordinator of step `number`; set by `begin`."""
         self._store, self._settings, self._max_staleness = store, settings, max_staleness
-        self._priority_of = priority_of
+        self._priority_of, self._name = priority_of, replicas.mine
 
     def begin(self, first: int, start: int, cursor: Cursor) -> None:
-        """Begin with the step `first` of a run that goes on from version `start`."""
+        """Begin with step `first`, in a run that resumed from version `start`."""
         self.start = start
         self._open(first, cursor, ())
 
@@ -64,15 +68,13 @@ class StepsAhead:
         return oldest_version(self.number, self._max_staleness, self.start)
 
     def claim(self, version: Callable[[], int]) -> SliceClaim:
-        """Return how this rank's replica claims slices of this step. version: of its policy, now."""
+        """Return the claim of this rank's replica for the step. version: returns its policy's current version."""
         coordinator, settings = self.coordinator, self._settings
-        number, plan, keeps = self.number, coordinator.plan, self.replicas.mine in self.replicas.keepers
+        number, plan = self.number, coordinator.plan
 
         def may_begin(position: int) -> bool:
             last = number
             if settings.partial_rollout:
-                if not keeps and position >= plan.goal + coordinator.num_rejected:
-                    return False  # what only later steps need would be given back at the end of this one
                 # within the initial positions, those that are claimed first need not be the first ones
                 rejected = 0 if position < plan.initial_limit else coordinator.num_rejected
                 last = last_use(number, position, rejected, plan.goal)
@@ -80,14 +82,28 @@ class StepsAhead:
 
         return claims(settings.claim, coordinator, self.replicas.mine, self.replicas.count, may_begin)
 
+    def join(self) -> None:
+        """Take part in the open step until its end alone."""
+        self._name = self.replicas.count + self.coordinator.join()
+
     def leave(self, slices: Sequence[GroupSlice]) -> None:
-        """Say that this replica knows of the step's end, and that it goes on with these slices in the next one."""
-        self.coordinator.leave(self.replicas.mine, msgspec.msgpack.encode(slices))
+        """Say that this replica knows of the step's end, and that others wait for these slices of its."""
+        self.coordinator.leave(self._name, msgspec.msgpack.encode(slices))
 
     def advance(self) -> bool:
-        """Go on to the next step, unless a replica that may go on with slices has not left this one."""
-        if (left := self.coordinator.left(self.replicas.keepers)) is None:
+        """Go on to the next step, unless a replica that may have slices under way has not left this one."""
+        count, keepers = self.replicas.count, self.replicas.keepers
+        left = self.coordinator.left([*keepers, *range(count, count + self.coordinator.num_joined)])
+        if left is None:
             return False
-        carried = [one for theirs in left for one in _slices(theirs)]
+        slices = list(map(_slices, left))
+        kept, others = slices[: len(keepers)], sorted(chain(*slices[len(keepers) :]))
+        held, ranks = list(map(len, kept)), list(keepers.values())
+        self.given = {}
+        for one in others:
+            place = held.index(min(held))
+            self.given[one] = ranks[place]
+            held[place] += 1
+        carried = [*chain(*kept), *others]
         self._open(self.number + 1, self.cursor.after(self.coordinator.used_tickets()), carried)
         return True

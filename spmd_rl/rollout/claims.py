@@ -1,7 +1,7 @@
-"""How a replica gets the slices that it starts: `rollout.claim`.
+"""`rollout.claim`: how a replica obtains the slices that it starts.
 
-store    from one atomic counter as slots free up, so that the fast replica does more; nobody assigns
-static   dealt round-robin in waves, so that what an engine computes together never depends on time
+store    from one atomic counter as slots free up: a fast replica does more
+static   round-robin in waves: what an engine computes together never depends on time
 """
 
 from collections import deque
@@ -13,34 +13,29 @@ from spmd_rl.rollout.step_plan import GroupSlice
 
 
 class SliceClaim(Protocol):
-    """How a replica gets its next slices."""
+    """Source of a replica's next slices."""
 
     def next(self, room: int) -> list[GroupSlice]:
-        """Return the slices to start now, in order; none if there are none for this replica yet.
-
-        `room`: the number of slices that fit.
-        """
+        """Return the slices to start now, in order, at most `room`; empty if none may start yet."""
         ...
 
     def ahead(self, room: int) -> list[GroupSlice]:
-        """As `next`, for a step that starts with an older policy than it could have: see `Rollouts.start_ahead`."""
+        """Return slices as `next` does, for a step that starts before the policy's update; see
+        `Rollouts.start_ahead`."""
         ...
 
 
 MayBegin = Callable[[int], bool]
-"""Whether this replica's policy is new enough for the ticket at a position of the step."""
+"""True if this replica's policy is new enough for the ticket at a position of the step."""
 
 
 def always(position: int) -> bool:
-    """Return true: the policy is the one that the step is for."""
+    """Return True: the policy is the step's own."""
     return True
 
 
 class StoreClaim:
-    """`rollout.claim=store`: a replica claims as many slices as fit, at most one ticket's at a time.
-
-    Where there is room, the answers of one prompt so meet in one prefix cache.
-    """
+    """`rollout.claim=store`: claim as many slices as fit, of one ticket at a time."""
 
     def __init__(self, coordinator: Coordinator, may_begin: MayBegin = always) -> None:
         self._coordinator, self._may_begin = coordinator, may_begin
@@ -48,11 +43,11 @@ class StoreClaim:
 
     @property
     def waits_for(self) -> int | None:
-        """The position of the slice that is claimed here and may not start yet."""
+        """Position of the claimed slice that may not start yet."""
         return self._coordinator.plan.slice(self._reserved[0])[0] if self._reserved else None
 
     def next(self, room: int) -> list[GroupSlice]:
-        """See `SliceClaim`. A slice that may not start yet stays claimed here."""
+        """See `SliceClaim`. A slice that may not start yet stays reserved."""
         coordinator, slices = self._coordinator, []
         plan = coordinator.plan
         while len(slices) < room:
@@ -72,10 +67,10 @@ class StoreClaim:
 
 
 class StaticClaim:
-    """`rollout.claim=static`, for `rollout.accept=in_order`: slice i is replica i mod n's.
+    """`rollout.claim=static`, for `rollout.accept=in_order`: slice i belongs to replica i mod n.
 
-    The first wave has the goal and the extra tickets; when all of a wave are resolved and the goal is not reached, the
-    next has as many as are missing.
+    The first wave has the goal and the extra tickets. If the goal is not reached when all of a wave are resolved, the
+    next wave has as many as are missing.
     """
 
     def __init__(self, coordinator: FirstKInOrder, replica: int, replicas: int, may_begin: MayBegin = always) -> None:
@@ -83,11 +78,11 @@ class StaticClaim:
         self._next, self._wave_end = replica, coordinator.plan.initial_limit
 
     def ahead(self, room: int) -> list[GroupSlice]:
-        """See `SliceClaim`. The first wave: who answers a later one must not depend on how soon verdicts came."""
+        """Return the first wave only: a later wave's replicas must not depend on when verdicts came."""
         return self._dealt()
 
     def next(self, room: int) -> list[GroupSlice]:
-        """See `SliceClaim`. A whole wave starts at once, whatever `room` says: the engine queues it in order."""
+        """Return a whole wave, regardless of `room`: the engine queues it in order."""
         plan = self._coordinator.plan
         while self._may_begin(0):
             slices = self._dealt()
@@ -100,7 +95,7 @@ class StaticClaim:
         return []
 
     def _dealt(self) -> list[GroupSlice]:
-        """This replica's slices of the wave, each once."""
+        """Return this replica's slices of the wave, each once."""
         plan, slices = self._coordinator.plan, []
         while self._next < self._wave_end * plan.slices:
             slices.append(plan.slice(self._next)[1])
@@ -111,7 +106,7 @@ class StaticClaim:
 def claims(
     name: str, coordinator: Coordinator, replica: int, replicas: int, may_begin: MayBegin = always
 ) -> SliceClaim:
-    """Return the claim called `name` in `rollout.claim`, for replica number `replica` of `replicas`."""
+    """Return the claim that `rollout.claim` names, for replica number `replica` of `replicas`."""
     if name == "store":
         return StoreClaim(coordinator, may_begin)
     assert isinstance(coordinator, FirstKInOrder), "claim: static needs accept: in_order"

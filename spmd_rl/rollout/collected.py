@@ -1,8 +1,8 @@
-"""What came of one step: three types, in the order in which a step's result passes through them.
+"""The result of one step, in three types that follow each other:
 
-RankReport   what one rank reports to all others at the end of the step: its slices' metadata, and what they cost
-SampleTable  the metadata of all samples of the tickets that the step uses, made from all reports; equal on all ranks
-Collected    the step as one rank sees it: the table, and this rank's own samples, which never leave it here
+RankReport   metadata of one rank's slices, and their cost; sent to all ranks at the end of the step
+SampleTable  metadata of all samples of the tickets that the step uses, from all reports; equal on all ranks
+Collected    the table, and this rank's samples, which stay on it
 """
 
 from collections import Counter, defaultdict
@@ -26,62 +26,61 @@ from spmd_rl.types import Group
 
 NO_COUNTS = 0, 0, 0, 0
 MAX_TEXT = 20_000
-"""The most characters of a prompt or an answer in `error.txt`."""
+"""Limit of characters of a prompt or an answer in `error.txt`."""
 
 
 class RankReport(msgspec.Struct, array_like=True):
-    """What one rank reports to all others at the end of a step."""
+    """Report of one rank to all others at the end of a step."""
 
     finished: list[SliceReport]
     running: list[GroupSlice]
-    """Slices that started here and are not finished; empty unless they go on in the next step."""
+    """Unfinished slices that started here; empty unless they are carried on."""
     idle_seconds: float | None
-    """In which its engine had nothing to do before the step's end; None on a rank that leads no replica."""
+    """Seconds in which the engine had nothing to do before the step's end; None unless the rank leads a replica."""
     seconds: float
-    """From the step's beginning until it knew of its end."""
+    """Seconds from the step's beginning until this rank learned of its end."""
     num_aborted: int
     token_counts: tuple[int, int, int, int] = NO_COUNTS
-    """How many prompt tokens its requests had, how many of these its engine had in its cache, how often it verified
-    drafts, and how many tokens of these were accepted."""
+    """Prompt tokens, cached ones among them, verified drafts, and their accepted tokens."""
     pace: dict[str, float] = {}
-    """See `Collected.pace`: means over the ranks that have a value."""
+    """See `Collected.pace`; averaged over the ranks that have a value."""
 
     @classmethod
     def empty(cls) -> "RankReport":
-        """Return the report of a rank that has generated nothing."""
+        """Return the report of a rank that generates nothing."""
         return cls(finished=[], running=[], idle_seconds=None, seconds=0.0, num_aborted=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """One step, as this rank sees it."""
+    """One step as this rank sees it."""
 
     step: int
     groups: tuple[Group, ...]
-    """This rank's samples of the groups that train, in ticket order; may be empty. A ticket of several slices may have
-    some of its samples here and others elsewhere."""
+    """This rank's samples of the groups that train, by ticket; may be empty. Slices of a ticket may be on several
+    ranks."""
     dropped: tuple[tuple[Group, str], ...]
-    """This rank's finished groups that do not train, each with the reason."""
+    """Finished groups of this rank that do not train, with the reason."""
     table: SampleTable
-    """Every rank's resolved tickets of the step; equal on all ranks."""
+    """Metadata of all ranks' resolved tickets; equal on all ranks."""
     bubble: float
-    """The mean idle share of generation over the replicas."""
+    """Mean idle share of generation over the replicas."""
     num_aborted: int
-    """Requests given up because the step had ended, over all ranks."""
+    """Requests aborted at the step's end, over all ranks."""
     num_carried: int
-    """Answers that go on in the next step, over all ranks."""
+    """Answers carried into the next step, over all ranks."""
     cached: float | None = None
-    """The share of the prompt tokens that the engines had in their caches; None without any."""
+    """Share of prompt tokens found in the engines' caches; None without any."""
     accepted_drafts: float | None = None
-    """The mean number of tokens that the engines accepted of a draft; None where they verified none."""
+    """Mean number of accepted tokens of a draft; None if none was verified."""
     pace: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of how training and generation keep up with each other, where they do not take turns."""
+    """Metrics of the overlap of training and generation."""
     failure: RunFailed | None = None
-    """Why the run ends with this step, alike on all ranks: the error budget is spent."""
+    """Error that ends the run with this step, on all ranks: the error budget is spent."""
     carried: frozenset[GroupSlice] = frozenset()
-    """Slices with which their replicas go on in the next step, of all ranks."""
+    """Slices that their replicas carry on, of all ranks."""
     slices: Mapping[GroupSlice, Group] = field(default_factory=dict)
-    """This rank's finished slices, of which `groups` and `dropped` are made."""
+    """Finished slices of this rank, the source of `groups` and `dropped`."""
 
     @classmethod
     def of(
@@ -94,7 +93,7 @@ class Collected:
     ) -> "Collected":
         """Return the step that the reports of all ranks describe, on the rank that holds these finished slices.
 
-        AssertionError unless the tickets that are used are whole.
+        AssertionError unless all slices of the used tickets are reported.
         """
         used = frozenset(coordinator.used_tickets())
         slices = [report for r in reports for report in r.finished]
@@ -102,7 +101,9 @@ class Collected:
         assert not any(group_slice.ticket in used for group_slice in running), "a used ticket is still under way"
         kept = [r for r in slices if r.ticket not in used] if settings.partial_rollout else []
         asked, num_cached, verified, accepted = map(sum, zip(*(r.token_counts for r in reports), strict=True))
-        seconds = max(r.seconds for r in reports)  # then the last has come: the others have been idle since they came
+        # A rank's time ends when it learns of the step's end. Engines of early ranks have been idle until the last one
+        # came.
+        seconds = max(r.seconds for r in reports)
         idle = [r.idle_seconds + seconds - r.seconds for r in reports if r.idle_seconds is not None]
         collected = cls(
             step=step,
@@ -128,10 +129,8 @@ class Collected:
         world: World,
         reasons: Mapping[int, str] = MappingProxyType({}),
     ) -> "Collected":
-        """[all] Return the step whose tickets are these slices of each rank, which nobody had to generate.
-
-        reasons: of all tickets that do not train, on every rank.
-        """
+        """[all] Return a step of slices that were not generated. reasons: of tickets that do not train, on
+        every rank."""
         mine = [SliceReport.of(group, one.number, world.rank, version=step - 1) for one, group in slices.items()]
         everyone = world.gather("collect: given samples", mine, list[SliceReport])  # [all]
         reports = [report for theirs in everyone for report in theirs]
@@ -142,7 +141,7 @@ class Collected:
         return collected.with_slices(slices)
 
     def with_slices(self, finished: Mapping[GroupSlice, Group]) -> "Collected":
-        """Return the same step on a rank that holds these finished slices too; those that are carried are no part."""
+        """Return the same step on a rank that also holds these finished slices; carried ones are ignored."""
         mine = {**self.slices, **{one: group for one, group in finished.items() if one not in self.carried}}
         by_ticket: dict[int, list[Group]] = defaultdict(list)
         for group_slice in sorted(mine):
@@ -157,10 +156,8 @@ class Collected:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the step's metrics, equal on all ranks; means are over scored answers of all resolved tickets.
-
-        Greedy baselines are left out.
-        """
+        """Return the step's metrics, equal on all ranks: means over scored answers of all resolved tickets, without
+        baselines."""
         answers = self.table.answers
         domains = self.table.by_domain()
         sampled = ~answers["greedy"]
@@ -204,7 +201,6 @@ class Collected:
 
 
 def _scores(answers: np.ndarray) -> list[float]:
-    """The scores of the answers that have one and are no baselines."""
     return answers["score"][answers["scored"] & ~answers["greedy"]].tolist()
 
 
@@ -215,20 +211,17 @@ def means(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def whole(groups: Iterable[Group]) -> dict[GroupSlice, Group]:
-    """Groups of which each is its ticket's only slice."""
+    """Return slices of groups that are their ticket's only slice."""
     return {GroupSlice(group.ticket, 0): group for group in groups}
 
 
 def _joined(slices: list[Group]) -> Group:
-    """Slices of one ticket, in order, as one group."""
     return Group(slices[0].prompt, slices[0].ticket, tuple(sample for some in slices for sample in some.samples))
 
 
 def check_errors(collected: Collected, reward: RewardsConfig, rollout: RolloutConfig, world: World) -> Collected:
-    """[all] Print one line for answers without a score, and one where a step has fewer groups than it wants.
-
-    Returns the step, with a `failure` if the answers without a score are more than the error budget allows.
-    """
+    """[all] Print a line for answers without a score, and one for a step with too few groups. Return the step, with a
+    `failure` if the error budget is exceeded."""
     step, budget, wanted = collected.step, reward.error_budget, rollout.prompts_per_step
     table, rank = collected.table, world.rank
     if table.details:
@@ -248,7 +241,7 @@ def check_errors(collected: Collected, reward: RewardsConfig, rollout: RolloutCo
 
 
 def _print_few(step: int, table: SampleTable, wanted: int) -> None:
-    """Print that a step trains on fewer prompts than it wants, why, and what helps against the most frequent reason."""
+    """Warn that a step trains on too few prompts, with the reason and advice for the most frequent one."""
     accepted, reasons = table.num_accepted, Counter(table.reasons.values()).most_common()
     scores = table.answers["score"][table.answers["scored"]]
     mean = f", mean score {scores.mean():.2f}" if len(scores) else ""
@@ -261,7 +254,7 @@ def _print_few(step: int, table: SampleTable, wanted: int) -> None:
 
 
 def _print_missing(step: int, table: SampleTable) -> None:
-    """Print a line for each domain in which answers failed for want of a package."""
+    """Print a line for each domain with answers that need a missing package."""
     for domain in dict.fromkeys(domain for domain, _ in table.missing):
         counts = sorted(((n, name) for (d, name), n in table.missing.items() if d == domain), reverse=True)
         named = ", ".join(f"{name} {n}" for n, name in counts[:5])
@@ -272,7 +265,7 @@ def _print_missing(step: int, table: SampleTable) -> None:
 
 
 def _first_failure(collected: Collected) -> tuple[int, int, str] | None:
-    """The first answer without a score among this rank's, for `error.txt`: its prompt, its answer, what was raised."""
+    """Return the first unscored answer of this rank for `error.txt`: prompt, answer, traceback."""
     groups = [*collected.groups, *(group for group, _ in collected.dropped)]
     failed = [
         (s, g)

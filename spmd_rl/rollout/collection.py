@@ -1,9 +1,9 @@
-"""The collection: one step of generating and scoring on every rank, or a set of held-out answers.
+"""Generation and scoring of one step, or of held-out answers, on every rank.
 
-A run's state is in `Rollouts`, a step's in `StepRun`, which plays slices of groups until the step has ended. What is
-under way then is surplus: aborted and started again in a later step, or carried on.
+`Rollouts` holds a run's state, `StepRun` plays the slices of a step until it ends. Unfinished slices are aborted and
+started again in a later step, or carried on.
 
-Elsewhere: the rules of a step (`step_plan.py`, `coordinator.py`, `claims.py`) and what its end means (`collected.py`).
+Elsewhere: the rules of a step (`step_plan.py`, `coordinator.py`, `claims.py`) and its result (`collected.py`).
 """
 
 import asyncio
@@ -30,11 +30,11 @@ from spmd_rl.rollout.step_run import END, StepRun
 from spmd_rl.types import Group, Prompt
 
 AHEAD = "generate: ahead"
-"""The collective at which the replicas meet when all that a step asks for waits for verdicts and environments."""
+"""Barrier of the replicas once a step waits only for verdicts and environments."""
 
 
 class Rollouts:
-    """Stateful: the cursor says which tickets no step has used. What is carried starts again after a resume."""
+    """Rollouts of a run. Stateful: the cursor holds the unused tickets; carried slices start again after a resume."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Rollouts:
         services: Services,
         world: World,
     ) -> None:
-        """[all] `world`: the ranks that generate."""
+        """[all] world: the ranks that generate."""
         self.prompts, self._longest = prompts, (settings.rollout.max_prompt_tokens, "")
         if settings.data is not None:
             sections = settings.rollout, settings.data, settings.reward
@@ -56,11 +56,11 @@ class Rollouts:
         self._runner = asyncio.Runner()
         self._cursor = Cursor()
         self._carried: frozenset[GroupSlice] = frozenset()
-        """Slices with which their replicas go on in the next step, of all replicas."""
+        """Slices that replicas carry on, of all replicas."""
         self._unused: dict[GroupSlice, Group] = {}
-        """Slices of these that finished here."""
+        """Carried slices that have finished here."""
         self._ahead: StepRun | None = None
-        """A step that has started before the update of the step before it."""
+        """A step that started before the previous step's update."""
         self._previous: Coordinator | None = None
 
     def state(self) -> dict[str, Any]:
@@ -68,17 +68,17 @@ class Rollouts:
         return self._cursor.state(self.prompts.fingerprint())
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """See `checkpoint.Stateful`. UserError if the tickets would now stand for other prompts."""
+        """Load a state. UserError if the prompts have changed."""
         self._cursor = Cursor.of_state(state, self.prompts.fingerprint())
 
     def close(self) -> None:
-        """Give up what is under way; idempotent."""
+        """Cancel unfinished episodes; idempotent."""
         if self._player.running:
             self._runner.run(self._player.cancel())
         self._runner.close()
 
     def check(self) -> None:
-        """UserError, alike on all ranks, for a prompt or an answer that cannot fit."""
+        """UserError, on all ranks, for a prompt or an answer that cannot fit."""
         settings = self._settings
         check_room(settings.rollout, settings.kv_tokens, *self._longest, self._engine.capacity.max_tokens)
         if settings.evaluates and not self.prompts.eval and self._world.rank == 0:
@@ -89,11 +89,12 @@ class Rollouts:
         collected = self._generate(step)  # [all]
         collected = check_errors(collected, self._settings.reward, self._settings.rollout, self._world)  # [all]
         if step < self._settings.last_ahead and not collected.failure:
-            self.start_ahead(step + 1)  # [all] by the policy that is about to be updated: one version behind
+            # The policy is about to be updated, so these answers are one version behind.
+            self.start_ahead(step + 1)  # [all]
         return collected
 
     def _generate(self, step: int) -> Collected:
-        """[all] What comes of a step, before its errors are checked; the next call is for the next step's tickets."""
+        """[all] Return a step whose errors are not checked yet."""
         world, engine, player = self._world, self._engine, self._player
         run, self._ahead = self._ahead or self._start_step(step), None
         assert run.number == step, "another step has started"
@@ -104,7 +105,8 @@ class Rollouts:
                 shared.begin(run, self._unused)
             self._play(run)
             report = shared.report(run, sorted(player.running), engine.leads)
-            reports = world.gather(END, report, RankReport)  # [all] who comes early waits here for the others' verdicts
+            # Early ranks wait here for the others' verdicts.
+            reports = world.gather(END, report, RankReport)  # [all]
         with world.phase("coordination"):
             collected = Collected.of(step, self._settings.rollout, shared.coordinator, reports, shared.finished)
             collected = replace(collected, pace=run.pace(collected.table.answers["lag"], world))  # [all]
@@ -117,8 +119,8 @@ class Rollouts:
         return collected
 
     def start_ahead(self, step: int) -> None:
-        """[all] Generate for a step until this rank's engine has nothing to compute: all waits for verdicts and
-        environments. `collect` goes on with it; before that the engine may sleep, and load a newer policy."""
+        """[all] Generate for a step until this rank's engine is idle and only verdicts and environments are awaited.
+        The engine may sleep, or load a newer policy, before `collect` continues the step."""
         world, engine = self._world, self._engine
         assert not self._ahead and not self._player.running, "a step that has started has not been collected"
         self._ahead = run = self._start_step(step)
@@ -126,7 +128,8 @@ class Rollouts:
             with run.driven():
                 if engine.leads:
                     self._runner.run(run.until_idle())
-            world.barrier(AHEAD)  # [all] here, and not in a collective of the update that may have a time limit
+            # Ranks wait for each other here, since a collective of the update may have a time limit.
+            world.barrier(AHEAD)  # [all]
         run.pause()
 
     def _play(self, run: StepRun) -> None:
@@ -135,7 +138,7 @@ class Rollouts:
                 self._runner.run(run.until_end())
 
     def _start_step(self, step: int) -> StepRun:
-        """Agree on what it asks for, without meeting anybody."""
+        """Plan the step locally, without communication."""
         s = self._settings.rollout
         with self._world.phase("coordination"):
             plan = plan_step(self._cursor, s, self._carried, self._priority)
@@ -150,10 +153,8 @@ class Rollouts:
     def answer(
         self, prompts: Sequence[Prompt], sampling: Sequence[Sampling], kept: KeptAnswers | None = None
     ) -> list[Group]:
-        """[all] Return this rank's share of `prompts`, one sample for each `sampling`; no tickets and no filter.
-
-        kept: answers that are there already, and where each one is written as soon as it has ended.
-        """
+        """[all] Return this rank's share of `prompts`, one sample for each `sampling`. kept: earlier answers, and the
+        file for new ones."""
         mine = QuestionShare((prompts, sampling), self._replica, self._num_replicas, kept)
         with self._engine.awake(), self._engine.driven():
             if self._engine.leads:

@@ -1,10 +1,9 @@
-"""Demonstrations: trajectories whose answers are an environment's own solution, for a short supervised warm-up.
+"""Demonstrations: trajectories of an environment's own solution, for a short supervised warm-up.
 
     collected = demonstrations.collect(step)  # [all]
 
-They are episodes like any other, but that nobody samples: each answer is the next action of `solution()`, written as
-`env.<tag>.pattern` wants it, and ended as the chat template ends an answer. So the policy is shown the very tokens that
-it will see when it plays.
+They are ordinary episodes without sampling: each answer is the next action of `solution()` in the form of
+`env.<tag>.pattern`, ended as the chat template ends an answer. So the policy trains on the tokens that it sees in play.
 """
 
 import asyncio
@@ -24,12 +23,12 @@ from spmd_rl.rollout.episode import Budget, BudgetSpent, Context, Sampling, play
 from spmd_rl.types import Environments, Group, Message, Prompt, Session, Turn
 
 NOBODY = None
-"""In the place of the engine and of the scorer, which a demonstration asks for nothing."""
+"""Value in place of the engine and scorer, which demonstrations do not use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstrator:
-    """Plays tasks as their environments' own solutions do."""
+    """Player of the solutions of environments."""
 
     envs: EnvsConfig
     rollout: RolloutConfig
@@ -40,7 +39,7 @@ class Demonstrator:
     tokenizer: Tokenizer
 
     async def play(self, task: Prompt, ticket: int) -> Group:
-        """Return a group of one trajectory, without a score if the environment cannot play the task."""
+        """Return a group of one trajectory, unscored if the environment cannot play the task."""
         env, rollout, shown = self.envs.tags[task.domain], self.rollout, _Shown(self.environments)
         sampling = Sampling(self.seed, "demonstration", 1.0, rollout.max_new_tokens, rollout.stop_strings)
         budget = Budget(rollout.max_context_tokens or self.kv_tokens, rollout.max_turns)
@@ -61,17 +60,17 @@ class Demonstrator:
 
 
 class Demonstrations:
-    """The demonstrations of a run's warm-up, no two of the same seed."""
+    """Demonstrations of a run's warm-up, each of another seed."""
 
     def __init__(self, warmup: WarmupConfig, tasks: EnvTasks, by: Demonstrator, world: World) -> None:
-        """UserError for an environment whose pattern is the user's own: nobody knows how to fill it in."""
+        """UserError for an environment with a custom pattern, which no action can be formatted for."""
         self._warmup, self._tasks, self._by, self._world = warmup, tasks, by, world
         for tag, env in by.envs.tags.items():
             if warmup.steps and env.share and env.pattern_for(False) not in ACTION_FORMATS:
                 raise UserError(f"warmup.steps: env.{tag}.pattern is no named one, and no action can be written for it")
 
     def collect(self, step: int) -> Collected:
-        """[all] Return the demonstrations of a step, each a group of its own."""
+        """[all] Return the demonstrations of a step, one per group."""
         count, world = self._warmup.episodes, self._world
         with world.phase("generate"):
             mine = range(world.rank, count, world.size)
@@ -87,7 +86,7 @@ class Demonstrations:
 
 
 class _Shown:
-    """Environments whose replies have their solution in `info["solution"]`; remembers the session."""
+    """Environments with the solution in `info["solution"]`; keeps the last session."""
 
     def __init__(self, environments: Environments) -> None:
         self._environments = environments
@@ -103,12 +102,12 @@ class _Shown:
 
 @dataclass(slots=True, kw_only=True)
 class Script(Context):
-    """A context whose answers are the environment's own."""
+    """A context whose answers are the environment's solution."""
 
     env: EnvConfig
 
     async def generate(self, prompt_ids: array) -> Turn:
-        """Append `prompt_ids` and the next action of the solution. BudgetSpent: there is none, or no room for it."""
+        """Append `prompt_ids` and the next action of the solution. BudgetSpent without an action or room for it."""
         info = self.environments.session.reply.info
         form = ACTION_FORMATS.get(self.env.pattern_for(bool(self.environments.tools)))
         if "solution" not in info:

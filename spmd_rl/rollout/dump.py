@@ -1,10 +1,10 @@
-"""A run's rollouts as files, and a run that trains on them again without an engine.
+"""Rollouts of a run as files, and a run that trains on them without an engine.
 
-    rollouts = Dumped(rollouts, folder, about, world)    # rollout.dump=true: each step that is collected is written
-    rollouts = Replayed(folder, prompts, world)          # rollout.replay=RUN: these steps in the place of generation
+    rollouts = Dumped(rollouts, folder, about, world)    # rollout.dump=true: write each collected step
+    rollouts = Replayed(folder, prompts, world)          # rollout.replay=RUN: read these steps instead of generating
 
-The sample log is for people: its logprobs are rounded, and it has neither candidates nor experts. Here is what training
-sees, to the bit. On as many ranks as then, each holds again what it held; others share its files out.
+Dumps hold what training sees, to the bit; the sample log rounds logprobs and has neither candidates nor experts. On the
+same number of ranks, each holds what it held; otherwise ranks share the files.
 Not dumped: answers to held-out prompts, and demonstrations.
 """
 
@@ -28,7 +28,7 @@ from spmd_rl.types.encoded import pack, unpack
 
 
 class DumpedStep(msgspec.Struct):
-    """What is equal on all ranks."""
+    """Data of a step that is equal on all ranks."""
 
     num_ranks: int
     tickets: list[int]
@@ -37,10 +37,10 @@ class DumpedStep(msgspec.Struct):
 
 
 class Dumped:
-    """Rollouts whose steps are written. All else is theirs."""
+    """Rollouts whose steps are written to files."""
 
     def __init__(self, rollouts: RolloutSource, folder: Path, about: Mapping[str, Any], world: World) -> None:
-        """[train] about: what must be so wherever they are replayed."""
+        """[train] about: settings that a replay must share."""
         self._rollouts, self._folder, self._world = rollouts, folder, world
         self.prompts, self.answer = rollouts.prompts, rollouts.answer
         self.state, self.load_state = rollouts.state, rollouts.load_state
@@ -49,7 +49,7 @@ class Dumped:
             _write(folder / ABOUT, msgspec.json.encode(about))
 
     def collect(self, step: int) -> Collected:
-        """[train] See `RolloutSource`. A step that ends the run is not written: nobody trains on it."""
+        """[train] See `RolloutSource`. A step that ends the run is not written, since it is not trained on."""
         collected = self._rollouts.collect(step)  # [train]
         if not collected.failure:
             path, world, table = step_file(self._folder, step), self._world, collected.table
@@ -61,14 +61,14 @@ class Dumped:
 
 
 class Replayed:
-    """The steps of a dump. It keeps no state: which one comes the step's number says."""
+    """Steps of a dump, read by number; stateless."""
 
     def __init__(self, folder: Path, prompts: Prompts | EnvTasks, world: World) -> None:
-        """prompts: of the run that trains, of which none is asked; the samples bring their own."""
+        """prompts: of the run that trains; replayed samples have their own."""
         self._folder, self.prompts, self._world = folder, prompts, world
 
     def collect(self, step: int) -> Collected:
-        """[all] Read a step. RunFailed, naming the file, where it is damaged or gone."""
+        """[all] Read a step. RunFailed, with the file's name, if it is damaged or missing."""
         path, world = step_file(self._folder, step), self._world
         with world.phase("generate"):
             try:
@@ -80,7 +80,7 @@ class Replayed:
             return Collected.given(step, slices, common.tickets, world, common.reasons)  # [all]
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
-        """See `RolloutSource`: there is nobody to answer."""
+        """Raise: a replay has no engine."""
         raise AssertionError("a replay evaluates nothing")
 
     def state(self) -> dict[str, Any]:
@@ -92,12 +92,12 @@ class Replayed:
 
 
 def _part(path: Path, rank: int) -> Path:
-    """Of a step's file: that of the samples of one rank."""
+    """Return the file of one rank's samples."""
     return path.with_suffix(f".rank-{rank}.bin")
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all."""
+    """Write a file atomically."""
     draft = path.with_name(f"{path.name}.tmp")
     draft.write_bytes(content)
     os.replace(draft, path)

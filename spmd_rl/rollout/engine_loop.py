@@ -1,10 +1,8 @@
-"""The engine loop: keeps an engine busy with what coroutines ask for. Requests in, completions out, in one thread.
+"""The engine loop: requests of coroutines in, completions out, in one thread.
 
-A coroutine that awaits `generate` sleeps until its request has ended; thousands may. Each `poll` lets every ready
-coroutine run, admits new requests (by priority, then in (ticket, answer, turn) order), and computes an engine step.
-Verdicts arrive between steps, so scoring overlaps generation.
-
-Left out: what an episode is (`episode.py`) and which ones to start (`player.py`).
+A coroutine that awaits `generate` sleeps until its request has ended; there may be thousands. Each `poll` runs every
+ready coroutine, admits new requests (by priority, then (ticket, answer, turn)), and computes an engine step. Verdicts
+arrive between steps, so scoring overlaps generation.
 """
 
 import asyncio
@@ -17,15 +15,15 @@ from spmd_rl.engine.base import Engine
 from spmd_rl.types import Completion, Request
 
 IDLE_SECONDS = 0.005
-"""How long an idle loop sleeps at most, before it returns to its caller."""
+"""Longest sleep of an idle loop, in seconds."""
 
 
 class EngineLoop:
-    """Requests of coroutines on one side, a replica's engine on the other."""
+    """Requests of coroutines, and the engine of a replica that serves them."""
 
     def __init__(self, engine: Engine, world: World) -> None:
         self.idle_seconds = 0.0
-        """Time in which the engine had nothing to do, since the loop was made."""
+        """Seconds without work for the engine since the loop was made."""
         self._engine, self._world = engine, world
         self._new: list[Request] = []
         self._futures: dict[str, asyncio.Future[Completion]] = {}
@@ -33,7 +31,7 @@ class EngineLoop:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests that have not ended."""
+        """Number of unfinished requests."""
         return len(self._futures)
 
     def generate(self, request: Request) -> Awaitable[Completion]:
@@ -49,7 +47,7 @@ class EngineLoop:
         self._woken.set()
 
     async def poll(self) -> None:
-        """Let coroutines run, then compute an engine step; with nothing to compute, sleep until woken, or a moment."""
+        """Run coroutines, then an engine step; without requests, sleep until woken, at most `IDLE_SECONDS`."""
         if not self._new and not self._engine.num_unfinished:
             await self._sleep()
             return
@@ -59,16 +57,14 @@ class EngineLoop:
         await asyncio.sleep(0)
 
     def admit(self) -> None:
-        """Give the engine the new requests."""
+        """Pass new requests to the engine."""
         for request in sorted(self._new, key=attrgetter("queue_key")):
             self._engine.add(request)
         self._new.clear()
 
     async def abort_all(self) -> int:
-        """Abort all requests in the engine; each waiting coroutine gets its partial completion. Returns their number.
-
-        What a coroutine then asks for is kept until the next poll.
-        """
+        """Abort all requests in the engine and return their number; coroutines get partial completions, and new
+        requests wait for the next poll."""
         num_stopped = len(self._futures)
         self._engine.abort([id for id in self._futures if id not in {request.id for request in self._new}])
         while len(self._futures) > len(self._new):
@@ -78,7 +74,7 @@ class EngineLoop:
         return num_stopped
 
     def clear(self) -> None:
-        """Forget the requests of coroutines that have been cancelled after `abort_all`."""
+        """Forget the requests of coroutines that were cancelled after `abort_all`."""
         assert len(self._new) == len(self._futures), "clear() with requests in the engine"
         self._new.clear()
         self._futures.clear()
@@ -91,7 +87,8 @@ class EngineLoop:
     def _complete(self, completions: Iterable[Completion]) -> None:
         for completion in completions:
             future = self._futures.pop(completion.id)
-            if not future.done():  # its coroutine was cancelled
+            # The coroutine may have been cancelled meanwhile; setting a result would raise.
+            if not future.done():
                 future.set_result(completion)
 
     async def _sleep(self) -> None:

@@ -1,4 +1,4 @@
-"""The episode: how one sample comes about, as a coroutine over a `Context`. One file names its own with one setting:
+"""The episode: a coroutine over a `Context` that makes one sample. A file with another episode needs one setting:
 
     # my_file.py, on PYTHONPATH; rollout.target=my_file:second_chance
     from spmd_rl.types import Message
@@ -13,8 +13,8 @@
             verdict = await ctx.score(turn.text)
         return ctx.sample(verdict)
 
-An episode that asks for more than its budget (`rollout.max_context_tokens`, `rollout.max_turns`) ends there, as
-truncated, and its last answer is scored. An exception in it is an `error` verdict of that one sample.
+An episode that exceeds its budget (`rollout.max_context_tokens`, `rollout.max_turns`) ends there, as truncated, and its
+last answer is scored. An exception in it is an `error` verdict of that sample alone.
 
 Elsewhere: which episodes run and when (`player.py`), the engine (`engine_loop.py`).
 """
@@ -32,6 +32,7 @@ from msgspec.structs import replace
 from spmd_rl.base.errors import RunFailed, UserError, located, traceback_of
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.engine_loop import EngineLoop
+from spmd_rl.rollout.transcript import Transcript
 from spmd_rl.types import (
     AgentStep,
     AnswerInfo,
@@ -48,26 +49,26 @@ from spmd_rl.types import (
 )
 
 SEGMENTS = 1 << 16
-"""Segment n of answer a is a sample with the number a + n * SEGMENTS."""
+"""Factor of segment numbers: segment n of answer a is a sample with the number a + n * SEGMENTS."""
 
 
 class BudgetSpent(Exception):
-    """The sample has no token or no turn left; raised by `Context.generate`, and no failure if it is not caught."""
+    """The sample has no token or turn left; raised by `Context.generate`, and harmless if not caught."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How answers are drawn."""
+    """Sampling parameters of an answer."""
 
     seed: int
     """The run's seed."""
     split: str
-    """`train` or `eval`: the two never share noise."""
+    """`train` or `eval`, which never share noise."""
     temperature: float
     max_new_tokens: int
-    """The token limit of a turn."""
+    """Token limit of a turn."""
     stop: tuple[str, ...] = ()
-    """Texts that end a turn."""
+    """Strings that end a turn."""
     top_k: int = 0
     """See `Request`, like the next two."""
     top_p: float = 1.0
@@ -76,7 +77,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one sample may use."""
+    """Limits of one sample."""
 
     max_context_tokens: int
     """Tokens of all turns, prompts included."""
@@ -85,23 +86,23 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class SoftLimit:
-    """An answer stops at `num_tokens`, unless it `may_exceed` them: then it goes on to its turn's own limit."""
+    """A limit of `num_tokens` for an answer, unless it `may_exceed` it; then the turn's limit holds."""
 
     num_tokens: int
     may_exceed: Callable[[array], bool]
-    """Of its tokens ('i') so far"""
+    """Decides from the answer's tokens ('i') so far."""
 
 
 @dataclass(slots=True)
 class Context:
-    """One sample's view of the world: what it may ask for, and what it has so far."""
+    """State of one sample, and the services that its episode may call."""
 
     prompt: Prompt
     ticket: int
     answer_index: int
-    """Which of the answers to the prompt this is, from 0."""
+    """Index of the answer among those to the prompt, from 0."""
     seed: Callable[..., int]
-    """Returns the seed of a draw for this prompt in this epoch, from `answer_index`, the turn and its tokens so far."""
+    """Returns the seed of a draw for this prompt and epoch, from `answer_index`, the turn and its tokens so far."""
     sampling: Sampling
     budget: Budget
     tokenizer: Tokenizer
@@ -109,33 +110,33 @@ class Context:
     scorer: Scorer
     environments: Environments | None = None
     """Where `ctx.prompt` is the task of an environment, what plays it."""
+    transcript: Transcript = field(default_factory=Transcript)
     attempt: int = 0
-    """How often the episode has begun again."""
+    """Number of restarts of the episode."""
     turns: list[Turn] = field(default_factory=list)
     """Turns of the present segment."""
     segments: list[tuple[Turn, ...]] = field(default_factory=list)
-    """The segments before it: the turns of one continue each other, and each begins with a prompt made afresh."""
+    """Earlier segments; each begins with a fresh prompt."""
     num_turns: int = 0
     """Turns of all segments."""
     num_sampled: int = 0
-    """Tokens of all turns that the policy sampled."""
+    """Sampled tokens of all turns."""
     num_tokens: int = 0
-    """Tokens of the turns of the present segment."""
+    """Tokens of the present segment."""
 
     def render(self, messages: Sequence[Message]) -> array:
         """Return the token ids ('i') of a conversation under the model's chat template, ready for its first answer.
 
-        Later messages are for `reply`: this would put a default system prompt in front of them too.
+        Use `reply` for later messages: `render` would insert a default system prompt before them.
         """
         return self.tokenizer.render(messages)
 
     def reply(self, messages: Sequence[Message], as_sampled: bool = False) -> array:
         """Return the token ids ('i') that put messages after the last answer, ready for the next one.
 
-        They end the answer as the chat template does, where the model has not (cut off at a limit, or ended by a stop
-        string), and are those with which the template would go on. UserError, which ends the run, where the template
-        would have changed what was said before, such as by leaving out thoughts; `as_sampled`: go on with what was
-        sampled nevertheless, and keep the thoughts.
+        They close the answer as the chat template does if the model has not (cut off at a limit, or ended by a stop
+        string). UserError, which ends the run, if the template would change earlier messages, such as by leaving out
+        thoughts; `as_sampled` keeps those as sampled.
         """
         if not self.turns:
             raise ValueError("ctx.reply follows an answer; a conversation begins with ctx.render")
@@ -153,7 +154,7 @@ class Context:
         return bridge.token_ids[1:] if ended else bridge.token_ids
 
     def can_reply(self, messages: Sequence[Message]) -> bool:
-        """Return whether the chat template would render all that was said as it was sampled, were these to follow."""
+        """Return True if the chat template would render all turns as sampled, followed by these messages."""
         bridge = self.tokenizer.bridge(messages)
         thought = any("</think>" in turn.text for turn in self.turns)
         return bridge.append_only and (bridge.keeps_thoughts or not thought)
@@ -161,11 +162,11 @@ class Context:
     async def generate(
         self, prompt_ids: array, soft_limit: SoftLimit | None = None, max_new_tokens: int | None = None
     ) -> Turn:
-        """Append `prompt_ids` ('i') to all tokens so far and let the policy answer. No token is ever rendered twice.
+        """Append `prompt_ids` ('i') to all tokens so far and sample an answer. No token is rendered twice.
 
-        The answer is cut off, with finish reason `length`, at `max_new_tokens`, by default `sampling.max_new_tokens`,
-        or where the budget ends; BudgetSpent: nothing is left for it. One that the end of a step cuts short goes on in
-        the next step, with that step's policy. soft_limit: where else it may stop.
+        The answer ends, with finish reason `length`, at `max_new_tokens`, by default `sampling.max_new_tokens`, or
+        where the budget ends. BudgetSpent if nothing is left. An answer cut short by the end of a step continues in the
+        next step, with that step's policy. soft_limit: an earlier limit.
         """
         limit = min(
             max_new_tokens or self.sampling.max_new_tokens,
@@ -180,23 +181,26 @@ class Context:
             history = [part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
             before = concat([*history, prompt_ids], "i")
         first = limit if soft_limit is None else min(limit, soft_limit.num_tokens)
-        c = await self.engine_loop.generate(self._request(before, 0, first))
+        c = self.transcript.replay(before) or await self.engine_loop.generate(self._request(before, 0, first))
         # Two reasons to ask again: the engine has aborted the request, or the answer may go on beyond its soft limit.
         while c.finish_reason == "abort" or (len(c.token_ids) == first < limit and c.finish_reason == "length"):
             partial, upto = c, first
+            self.transcript.add(before, c)
             if soft_limit is None or soft_limit.may_exceed(c.token_ids):
                 upto = limit
             elif len(c.token_ids) == first:
-                break  # an answer may have been aborted as it got there
+                # The engine may abort a request just as it reaches the soft limit.
+                break
             c = await self.engine_loop.generate(self._request(before + c.token_ids, len(c.token_ids), upto))
             c = _joined(partial, c)
+        self.transcript.add(before, c)
         text = self.tokenizer.decode(c.token_ids)
         known = (c.token_ids, c.logprobs, c.versions, c.finish_reason, text, c.candidate_ids)
         turn = Turn(prompt_ids, *known, experts=c.experts)
         return self.append(turn)
 
     def append(self, turn: Turn) -> Turn:
-        """Count a turn among those so far, and return it."""
+        """Append a turn, update the counters, and return it."""
         self.turns.append(turn)
         self.num_turns += 1
         self.num_sampled += len(turn.token_ids)
@@ -204,9 +208,11 @@ class Context:
         return turn
 
     def _request(self, tokens: array, num_begun: int, limit: int) -> Request:
-        """Go on after these `tokens`, the last `num_begun` of which belong to the turn that may have `limit`."""
+        """Return a request that continues `tokens`, whose last `num_begun` are the turn's; the turn may
+        have `limit`."""
         s, ticket, answer, number = self.sampling, self.ticket, self.answer_index, self.num_turns
-        again = ("attempt", self.attempt) if self.attempt else ()  # other draws than when it was played before
+        # A retry with the seeds of the failed attempt would repeat its answers.
+        again = ("attempt", self.attempt) if self.attempt else ()
         return Request(
             id=f"{s.split}/{ticket}/{answer}/{number}",
             prompt_ids=tokens,
@@ -224,34 +230,36 @@ class Context:
         )
 
     def score(self, text: str) -> Awaitable[Verdict]:
-        """Await the verdict of the prompt's rewarder on a text."""
+        """Await the rewarder's verdict on a text."""
         info = AnswerInfo(self.num_sampled, self.turns[-1].finish_reason, self.num_turns)
         return self.scorer.score(self.prompt, text, info)
 
     def record(self, step: AgentStep) -> None:
-        """Note what an environment made of the last turn."""
+        """Attach the environment's step to the last turn."""
         self.turns[-1] = replace(self.turns[-1], step=step)
 
     def cut_short(self) -> None:
-        """Mark the last turn as ended by a token limit, for there is no room for another one."""
-        if not self.turns:  # the segment had just begun: the last turn is the last of the segment before it
+        """Mark the last turn as ended by a token limit: another turn does not fit."""
+        if not self.turns:
+            # The segment has just begun: the last turn belongs to the segment before it.
             self.turns = list(self.segments.pop())
         self.turns[-1] = replace(self.turns[-1], finish_reason="length")
 
     def begin_segment(self) -> None:
-        """Let the next `generate` begin with a prompt made afresh, instead of with all turns so far."""
+        """Let the next `generate` begin with a fresh prompt, instead of with all turns so far."""
         if self.turns:
             self.segments.append(tuple(self.turns))
             self.turns, self.num_tokens = [], 0
 
     def begin_again(self) -> None:
-        """Forget all turns: the episode is played again from its beginning, with other random numbers."""
+        """Forget all turns; the episode restarts with other random numbers."""
         self.attempt += 1
+        self.transcript.clear()
         self.turns, self.segments = [], []
         self.num_turns = self.num_sampled = self.num_tokens = 0
 
     def samples(self, verdict: Verdict) -> list[Sample]:
-        """Return the finished trajectory: all turns so far, and this verdict. Each segment is a sample."""
+        """Return the finished trajectory with this verdict, a sample per segment."""
         greedy = self.sampling.temperature == 0
         segments = [*self.segments, tuple(self.turns)] if self.turns else self.segments
         if len(segments) == 1:
@@ -263,13 +271,12 @@ class Context:
         ]
 
     def sample(self, verdict: Verdict) -> Sample | list[Sample]:
-        """Return the finished sample: all turns so far, and this verdict. Of several segments, each is a sample."""
+        """Return the finished trajectory: one sample, or one per segment."""
         samples = self.samples(verdict)
         return samples if self.segments else samples[0]
 
 
 def _joined(partial: Completion, rest: Completion) -> Completion:
-    """An answer that was cut short, and how it went on."""
     columns = {name: getattr(partial, name) + getattr(rest, name) for name in ("token_ids", "logprobs", "versions")}
     if partial.candidate_ids and rest.candidate_ids:
         columns["candidate_ids"] = partial.candidate_ids + rest.candidate_ids
@@ -282,14 +289,14 @@ Episode = Callable[[Context], Coroutine[Any, Any, Sample | list[Sample]]]
 
 
 async def single_turn(ctx: Context) -> Sample | list[Sample]:
-    """Ask once, judge once."""
+    """Generate one answer and score it."""
     turn = await ctx.generate(ctx.render(ctx.prompt.messages))
     verdict = await ctx.score(turn.text)
     return ctx.sample(verdict)
 
 
 async def play(episode: Episode, ctx: Context) -> list[Sample]:
-    """Run one episode to its end, in whatever way it ends: a sample's mistake is a verdict, and never the run's end."""
+    """Run one episode to its end; a failure in it becomes the sample's verdict."""
     try:
         found = await episode(ctx)
         samples = found if isinstance(found, list) else [found]
@@ -308,13 +315,13 @@ async def play(episode: Episode, ctx: Context) -> list[Sample]:
 
 
 def _failed(ctx: Context, error: Exception) -> list[Sample]:
-    """The sample of an episode that raised, with the file and line where it did."""
     return abandoned(ctx, Verdict("error", detail=located(error), traceback=traceback_of(error)))
 
 
 def abandoned(ctx: Context, verdict: Verdict) -> list[Sample]:
-    """The samples of an episode that ended without having been played to its end, perhaps before its first turn."""
-    if not ctx.turns and not ctx.segments:  # a sample has at least one, if an empty one
+    """Return the samples of an episode that was given up, perhaps before its first turn."""
+    if not ctx.turns and not ctx.segments:
+        # Tables and batches expect a turn in every sample, if only an empty one.
         nothing = array("i"), array("f"), array("i")
         prompt_ids = ctx.render(ctx.prompt.messages) if ctx.prompt.messages else array("i", ctx.tokenizer.stop_ids[:1])
         ctx.turns.append(Turn(prompt_ids, *nothing, "abort"))
@@ -322,7 +329,7 @@ def abandoned(ctx: Context, verdict: Verdict) -> list[Sample]:
 
 
 async def first_of(tasks: Sequence[asyncio.Future[list[Sample]]], count: int) -> list[list[Sample]]:
-    """Return the samples of the first `count` episodes to end, in the order of the tasks; the others are cancelled."""
+    """Return the samples of the first `count` episodes to end, in the order of the tasks; cancel the others."""
     try:
         left = set(tasks)
         while len(tasks) - len(left) < count:

@@ -1,4 +1,4 @@
-"""`ExpectedVerdicts`: a rank that waits for a slow judge is no stall, unless for longer than any verdict may take."""
+"""`ExpectedVerdicts`: waiting for a slow judge is a stall only beyond the longest timeout of a verdict."""
 
 from collections import Counter
 
@@ -7,11 +7,11 @@ from spmd_rl.distributed import Journal
 from spmd_rl.types import AnswerInfo, Prompt, Scorer, Verdict
 
 MARGIN_SECONDS = 60.0
-"""By then the sidecar's client has given up; see its `GRACE_SECONDS`."""
+"""Seconds after which the sidecar's client has given up; see its `GRACE_SECONDS`."""
 
 
 class ExpectedVerdicts:
-    """Wraps a scorer so that waiting for a verdict is not reported as a stall, up to the longest reward timeout."""
+    """A scorer whose pending verdicts are no stall, up to the longest reward timeout."""
 
     def __init__(self, scorer: Scorer, rewards: RewardsConfig, journal: Journal) -> None:
         self._scorer, self._journal = scorer, journal
@@ -21,11 +21,11 @@ class ExpectedVerdicts:
 
     @property
     def outstanding(self) -> int:
-        """Answers whose verdict is not there yet."""
+        """Number of pending verdicts."""
         return self._scorer.outstanding
 
     def __str__(self) -> str:
-        """Return what it waits for: `14 verdicts (math 9, code 5)`."""
+        """Return the pending verdicts as text: `14 verdicts (math 9, code 5)`."""
         domains = {domain: count for domain, count in sorted(self._waiting.items()) if count}
         named = ", ".join(domains if len(domains) == 1 else [f"{domain} {n}" for domain, n in domains.items()])
         return f"{sum(domains.values())} verdicts ({named})"

@@ -1,4 +1,4 @@
-"""Which groups train: a pure function of the metadata of their answers, asked once by whoever resolves the ticket."""
+"""The group filter: a pure function of the answers' metadata, applied where the ticket is resolved."""
 
 from statistics import fmean
 
@@ -17,14 +17,14 @@ ADVICE = {
     "rollout.max_new_tokens",
     "too long": "their answers are longer than rollout.filter.max_mean_tokens: raise it",
 }
-"""What a user may do about each reason of `reject_reason`."""
+"""Advice to the user for each reason of `reject_reason`."""
 
 
 def reject_reason(answers: np.ndarray, min_answers: int, settings: FilterConfig) -> str | None:
     """Return why the group of these answers does not qualify, in two or three words; None if it does.
 
-    `answers`: rows of `table.ANSWER`. Only scored answers have a score; greedy baselines are left out. An answer of
-    several segments counts once, with the tokens of all of them.
+    answers: rows of `table.ANSWER`. Unscored answers and greedy baselines are ignored. An answer of several segments
+    counts once, with all their tokens.
     """
     sampled = ~answers["greedy"]
     last = sampled & answers["last"]

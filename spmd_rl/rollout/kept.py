@@ -1,7 +1,7 @@
-"""`KeptAnswers`: answers to held-out prompts as files, written one by one as they are scored.
+"""`KeptAnswers`: answers to held-out prompts, written to files as soon as they are scored.
 
-An evaluation that is killed at any moment goes on from them: what has a score is not generated again. Each rank has a
-file of its own, and any number of ranks reads those of any other number.
+A killed evaluation resumes from them and generates only what is missing. Each rank writes one file; any number of ranks
+can read them.
 """
 
 import os
@@ -18,14 +18,14 @@ from spmd_rl.types import Group, Prompt, Sample
 from spmd_rl.types.encoded import pack, unpack
 
 HEAD = struct.Struct("<II")
-"""Before each record: its length in bytes and its CRC-32. A machine that went down may have left half a record."""
+"""Header of a record: its length in bytes and CRC-32. A crash may leave half a record."""
 
 
 class KeptAnswers:
-    """The answers of one evaluation in a folder."""
+    """Scored answers of one evaluation in a folder."""
 
     def __init__(self, folder: Path, world: World) -> None:
-        """[all] Read what is there."""
+        """[all] Read the existing answers."""
         folder.mkdir(parents=True, exist_ok=True)
         self._samples: dict[int, list[Sample]] = defaultdict(list)
         mine: list[tuple[int, int]] = []
@@ -42,25 +42,25 @@ class KeptAnswers:
         self._file = os.open(folder / f"rank-{world.rank}.bin", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         found = world.gather("eval: kept answers", mine, list[tuple[int, int]])  # [all]
         self.numbers = frozenset(number for theirs in found for number in theirs)
-        """(number of the prompt, index of the answer) of all that are there, on all ranks."""
+        """(prompt number, answer index) of all kept answers, on all ranks."""
 
     def samples(self) -> dict[int, list[Sample]]:
-        """Return the samples that are this rank's to report, by the number of their prompt."""
+        """Return the samples that this rank reports, by prompt number."""
         return {number: list(found) for number, found in self._samples.items()}
 
     def write(self, samples: Sequence[Sample]) -> None:
-        """Keep an answer; one without a score is not kept, and so asked for again where an evaluation goes on."""
+        """Write a scored answer; an unscored one is skipped, and generated again after a resume."""
         if samples[-1].verdict.scored:
             record = pack(samples)
             os.write(self._file, HEAD.pack(len(record), zlib.crc32(record)) + record)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file of this rank's answers."""
         os.close(self._file)
 
 
 def read(path: Path) -> tuple[list[tuple[Sample, ...]], int]:
-    """Return the answers of a file up to the first record that is not whole, and where that begins."""
+    """Return the answers of a file up to the first broken record, and the offset of that."""
     data, end, answers = path.read_bytes(), 0, []
     while end + HEAD.size <= len(data):
         size, checksum = HEAD.unpack_from(data, end)
@@ -73,7 +73,7 @@ def read(path: Path) -> tuple[list[tuple[Sample, ...]], int]:
 
 
 class KeptRollouts:
-    """Rollouts whose answers are kept; `learn.Evaluation` asks them like any others."""
+    """Rollouts whose answers are kept, for `learn.Evaluation`."""
 
     def __init__(self, rollouts: Any, kept: KeptAnswers) -> None:
         """rollouts: a `Rollouts`."""

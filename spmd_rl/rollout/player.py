@@ -1,8 +1,8 @@
-"""`Player`: plays the episodes of slices and of held-out prompts over this replica's engine.
+"""`Player`: runs the episodes of slices and of held-out prompts on this replica's engine.
 
-Slices may run on from one step into the next; the step that starts one need not be the step that it counts for.
+Slices may continue in the next step; the step that starts one need not be the step that trains on it.
 
-Elsewhere: which slices to start, and where they go when they have finished (`step_run.py`).
+Elsewhere: which slices to start, and what follows when they finish (`step_run.py`).
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from spmd_rl.base.targets import import_coroutine
+from spmd_rl.base.waits import WaitMessage
 from spmd_rl.config.generation import GenerationSettings
 from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.data import EnvTasks, Prompts, counter_seed
 from spmd_rl.distributed import World
-from spmd_rl.distributed.wait_message import WaitMessage
 from spmd_rl.engine.base import Engine
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.engine_loop import EngineLoop
@@ -25,32 +25,35 @@ from spmd_rl.rollout.episode import Budget, Context, Episode, Sampling, first_of
 from spmd_rl.rollout.expected import ExpectedVerdicts
 from spmd_rl.rollout.step_plan import GroupSlice, num_slots
 from spmd_rl.rollout.thinking import thinking
+from spmd_rl.rollout.transcript import PolicyAnswer, Transcript
 from spmd_rl.types import Environments, Group, Prompt, Sample, Scorer
 
 SCORE_POLLS = 200
-"""Polls, at most, until a rank that waits for verdicts asks again for a ticket."""
+"""Limit of polls until a rank that waits for verdicts claims again."""
 
 Samples = asyncio.Future[list[list[Sample]]]
+Begun = dict[int, list[PolicyAnswer]]
+"""Answers of the policy so far in the episodes of a slice, by answer of the slice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What episodes ask beside the engine."""
+    """Services that episodes need besides the engine."""
 
     scorer: Scorer
     tokenizer: Tokenizer
     episode: Episode | None = None
-    """By default the one that `rollout.target` names, or one turn."""
+    """Default: the one that `rollout.target` names, or a single turn."""
     environments: Environments | None = None
-    """Where prompts are tasks of environments, what plays these."""
+    """Environments of prompts that are tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A held-out prompt, and how its answers are drawn: all of them, or those that are not there yet."""
+    """A held-out prompt, and the sampling of its missing answers."""
 
     number: int
-    """Of the prompt."""
+    """Number of the prompt in the evaluation set."""
     prompt: Prompt
     answers: Mapping[int, Sampling]
 
@@ -59,7 +62,7 @@ Claim = Callable[[int], Sequence[Question]]
 
 
 class QuestionRun:
-    """Held-out questions on a replica, some of which are under way."""
+    """Held-out questions of a replica, some of them running."""
 
     def __init__(
         self, player: "Player", engine_loop: EngineLoop, claim: Claim, finish: Callable[[Group], object]
@@ -72,7 +75,7 @@ class QuestionRun:
 
     @property
     def open(self) -> bool:
-        """Whether an answer is missing."""
+        """True if an answer is missing."""
         return self._asks or bool(self._running)
 
     async def fill(self) -> None:
@@ -86,11 +89,12 @@ class QuestionRun:
             questions = self._claim(room)
             self._asks = bool(questions)
             self._running += [(one, self._player.ask(one, self.engine_loop)) for one in questions]
-            await asyncio.sleep(0)  # their requests now stand in the engine loop, and count
+            # Lets the new episodes reach their `generate`, so that their requests count as running.
+            await asyncio.sleep(0)
         self.engine_loop.admit()
 
     def report(self) -> None:
-        """Hand over the answers that have ended."""
+        """Pass finished answers on."""
         for one, samples in self._running:
             if samples.done():
                 self._finish(Group(one.prompt, one.number, in_order(samples.result())))
@@ -98,7 +102,7 @@ class QuestionRun:
 
 
 class Player:
-    """The episodes of one replica; only its first rank plays."""
+    """The episodes of one replica, on its first rank."""
 
     def __init__(
         self,
@@ -110,13 +114,16 @@ class Player:
         num_replicas: int,
         leaves: bool = False,
     ) -> None:
-        """leaves: this replica has other work between two steps, and keeps nothing of one for the next."""
+        """leaves: this replica has other work between steps, and carries no slices."""
         self.settings, self.engine, self.world = settings, engine, world
         self.carries = settings.rollout.partial_rollout and not leaves
-        """Whether slices go on in the next step."""
+        """True if slices continue in the next step."""
         self.engine_loop = EngineLoop(engine, world)
         self.running: dict[GroupSlice, Samples] = {}
         """Slices that have started here and have not finished."""
+        self.left: dict[GroupSlice, Begun] = {}
+        """Slices that the last step's end found unfinished, where this replica does not go on with them."""
+        self._transcripts: dict[GroupSlice, dict[int, Transcript]] = {}
         self._prompts, self._tokenizer, self._environments = prompts, services.tokenizer, services.environments
         self._scorer = ExpectedVerdicts(services.scorer, settings.reward, world.journal)
         s = settings.rollout
@@ -130,9 +137,18 @@ class Player:
         while slices := claim((self._num_slots - self.engine_loop.num_requests) // self.settings.rollout.slice_size):
             for group_slice in slices:
                 self.running[group_slice] = self._start_slice(group_slice)
-            await asyncio.sleep(0)  # their requests now stand in the engine loop, and count
+            # Lets the new episodes reach their `generate`, so that `num_requests` counts them in the next claim.
+            await asyncio.sleep(0)
 
-    def _start_slice(self, group_slice: GroupSlice) -> Samples:
+    def take(self, group_slice: GroupSlice, begun: Begun, samples: Sequence[Sample]) -> None:
+        """Go on with a slice that another replica has begun, or, where there are `samples`, has finished."""
+        if samples:
+            self.running[group_slice] = asyncio.get_running_loop().create_future()
+            self.running[group_slice].set_result([list(samples)])
+        else:
+            self.running[group_slice] = self._start_slice(group_slice, begun)
+
+    def _start_slice(self, group_slice: GroupSlice, begun: Begun | None = None) -> Samples:
         s, seed = self.settings.rollout, self.settings.seed
         epoch, prompt = self._prompts.ticket(group_slice.ticket, seed)
         sampling = Sampling(seed, "train", s.temperature, s.max_new_tokens, stop=s.stop_strings, **s.truncation)
@@ -143,8 +159,11 @@ class Player:
         answers = dict.fromkeys(range(first, stop), sampling)
         if self.settings.uses_greedy and first + s.slice_size >= s.answers_per_prompt:
             answers[s.answers_per_prompt] = replace(sampling, temperature=0.0)  # one more, with the last slice
+        earlier = begun or {}
+        transcripts = {answer: Transcript(earlier.get(answer, ())) for answer in answers}
+        self._transcripts[group_slice] = transcripts
         draws = partial(counter_seed, seed, "train", epoch, prompt.id)
-        return self._start(prompt, group_slice.ticket, draws, answers, self.engine_loop, s.redundancy)
+        return self._start(prompt, group_slice.ticket, draws, answers, self.engine_loop, transcripts, s.redundancy)
 
     def _start(
         self,
@@ -153,12 +172,11 @@ class Player:
         seed: Callable[..., int],
         answers: Mapping[int, Sampling],
         engine_loop: EngineLoop,
+        transcripts: Mapping[int, Transcript],
         spare: int = 0,
     ) -> Samples:
-        """One episode per answer, which is drawn as `answers` says. The future of all their samples, in order.
-
-        seed: see `Context`. spare: how many episodes, the last to end, are given up.
-        """
+        """Start one episode per answer. Return the future of all their samples, in order. seed: see `Context`. spare:
+        number of episodes, the last to end, that are cancelled."""
         context = partial(
             Context,
             prompt=prompt,
@@ -170,24 +188,26 @@ class Player:
             scorer=self._scorer,
             environments=self._environments,
         )
-        contexts = [context(answer_index=answer, sampling=sampling) for answer, sampling in answers.items()]
+        contexts = [
+            context(answer_index=answer, sampling=sampling, transcript=transcripts[answer])
+            for answer, sampling in answers.items()
+        ]
         tasks = [asyncio.ensure_future(play(self._episode, ctx)) for ctx in contexts]
         samples = asyncio.ensure_future(first_of(tasks, len(tasks) - spare)) if spare else asyncio.gather(*tasks)
         samples.add_done_callback(lambda _: engine_loop.wake())
         return samples
 
     def finished(self) -> Iterator[tuple[GroupSlice, Group]]:
-        """Yield the slices whose episodes have all ended, in order; they run no more."""
+        """Yield and remove the slices whose episodes have all ended, in order."""
         for group_slice in sorted(group_slice for group_slice, samples in self.running.items() if samples.done()):
             samples = in_order(self.running.pop(group_slice).result())
+            self._transcripts.pop(group_slice, None)  # none where another replica has finished it
             _, prompt = self._prompts.ticket(group_slice.ticket, self.settings.seed)
             yield group_slice, Group(prompt, group_slice.ticket, samples)
 
     async def poll(self, ended: Callable[[], bool]) -> None:
-        """Poll the engine loop once, or, with only verdicts to wait for, until one of them arrives or the step ended.
-
-        A replica without tickets waits for those of the others.
-        """
+        """Poll the engine loop once; with only verdicts to wait for, until one arrives or the step ends. A replica
+        without tickets waits for the others."""
         if self.engine_loop.num_requests or not self._outstanding:
             await self.engine_loop.poll()
             self._report_wait(self.engine_loop)
@@ -201,7 +221,7 @@ class Player:
                     break
 
     async def engine_is_idle(self) -> bool:
-        """Whether the engine has nothing to compute, nor soon will have: see `placement.patience`."""
+        """Return True if the engine has no requests, and gets none within `placement.patience`."""
         until = time.perf_counter() + (self.settings.patience if self.asks_again else 0.0)
         while not self.engine_loop.num_requests:
             if time.perf_counter() >= until or not self._outstanding:
@@ -210,13 +230,15 @@ class Player:
         return False
 
     async def end_step(self) -> int:
-        """Empty the engine. Slices that run are kept or given up, as the settings say.
-
-        Returns the number of requests stopped.
-        """
+        """Empty the engine, keep or cancel running slices by the settings, and return the number of
+        aborted requests."""
         self._wait_message.over()
         num_stopped = await self.engine_loop.abort_all()
         if not self.carries:
+            self.left = {
+                one: {answer: transcript.answers for answer, transcript in self._transcripts[one].items()}
+                for one in self.running
+            }
             await self.cancel()
             self.engine_loop.clear()
         return num_stopped
@@ -227,17 +249,16 @@ class Player:
             samples.cancel()
         await asyncio.gather(*self.running.values(), return_exceptions=True)
         self.running.clear()
+        self._transcripts.clear()
 
     async def answer(self, claim: Claim, finish: Callable[[Group], object]) -> None:
-        """Answer the questions that `claim` gives until there are no more; no tickets and no filter.
-
-        claim: gets how many there is room for. finish: gets the answers to each as soon as they have ended.
-        """
-        # not the loop in which carried requests wait
+        """Answer the questions that `claim(room)` returns until it returns none. finish: gets each question's answers
+        as soon as they have ended."""
+        # Not the loop in which carried requests wait.
         await self.rest(QuestionRun(self, EngineLoop(self.engine, self.world), claim, finish))
 
     async def rest(self, asked: "QuestionRun") -> None:
-        """Answer what is left of the questions."""
+        """Answer the remaining questions."""
         while asked.open:
             await asked.fill()
             await asked.engine_loop.poll()
@@ -250,19 +271,20 @@ class Player:
         """Start the episodes of a question."""
         of = next(iter(one.answers.values()))
         seed = partial(counter_seed, of.seed, of.split, 0, one.prompt.id)
-        return self._start(one.prompt, one.number, seed, one.answers, engine_loop)
+        transcripts = {answer: Transcript() for answer in one.answers}
+        return self._start(one.prompt, one.number, seed, one.answers, engine_loop, transcripts)
 
     @property
     def asks_again(self) -> bool:
-        """Whether an episode may ask the engine once more, after a verdict or an environment's reply."""
+        """True if an episode may generate again after a verdict or an environment's reply."""
         return self._episode is not single_turn and not self.settings.rollout.thinking_budget
 
     def waiting(self, name: str) -> AbstractContextManager[object]:
-        """While nothing runs here, a hang report finds this rank waiting for `name`."""
+        """Report in a hang, while no slice runs, that this rank waits for `name`."""
         return nullcontext() if self.running else self.world.journal.waiting(name)
 
     def _report_wait(self, engine_loop: EngineLoop) -> None:
-        """Print what is waited for while the engine has nothing to do, if that takes long."""
+        """Print what an idle engine waits for, if that takes long."""
         if engine_loop.num_requests:
             self._wait_message.over()
         else:
@@ -270,12 +292,10 @@ class Player:
 
     @property
     def _outstanding(self) -> int:
-        """Verdicts and replies of environments that are not there yet."""
         return self._scorer.outstanding + (self._environments.outstanding if self._environments else 0)
 
     @property
     def _awaited(self) -> str:
-        """What there is to wait for."""
         awaited = [self._scorer] if self._scorer.outstanding else []
         if self._environments and self._environments.outstanding:
             awaited.append(f"{self._environments.outstanding} replies of environments")
@@ -283,7 +303,6 @@ class Player:
 
 
 def _episode_of(settings: RolloutConfig, tokenizer: Tokenizer) -> Episode:
-    """The episode that the settings ask for."""
     if settings.target:
         return import_coroutine("rollout.target", settings.target)
     return thinking(settings, tokenizer) if settings.thinking_budget else single_turn

@@ -1,5 +1,5 @@
-"""Prompts that do not fit are left out, or refused, before the first step: those that are longer than
-`rollout.max_prompt_tokens`, and rows that their reward cannot judge."""
+"""Check of prompts before the first step: those over `rollout.max_prompt_tokens`, and rows that their reward cannot
+judge, are left out or refused."""
 
 from spmd_rl.base.errors import UserError, tell
 from spmd_rl.config.schema import DataConfig, RewardsConfig, RolloutConfig
@@ -17,12 +17,11 @@ def fit_prompts(
     reward: RewardsConfig,
     world: World,
 ) -> tuple[Prompts, int, str]:
-    """[all] Return the prompts that can be used, the length in tokens of the longest, and its id; alike on all ranks.
+    """[all] Return the usable prompts, the length in tokens of the longest, and its id; equal on all ranks.
 
-    Left out, with a line that says so, are rows that their reward cannot judge and, with `data.overlong=drop`, prompts
-    longer than `rollout.max_prompt_tokens`. Each rank looks at its share.
-    UserError if one is too long and `data.overlong` is `error`, and if no training prompt is left, or without these no
-    held-out one.
+    Left out, with a message, are rows that their reward cannot judge and, with `data.overlong=drop`, prompts longer
+    than `rollout.max_prompt_tokens`. Each rank checks its share. UserError if one is too long and `data.overlong` is
+    `error`, or if no training prompt, or no held-out one without these, is left.
     """
     prompts = _drop_unsupported(prompts, reward, world)  # [all]
     limit, everything = rollout.max_prompt_tokens, (*prompts.train, *prompts.eval)
@@ -58,8 +57,8 @@ def fit_prompts(
 
 
 def _drop_unsupported(prompts: Prompts, reward: RewardsConfig, world: World) -> Prompts:
-    """[all] Return the prompts without the rows that their reward cannot judge, whatever the answer; each rank asks for
-    its share. UserError if no training prompt is left, or without these no held-out one."""
+    """[all] Return the prompts without rows that their reward cannot judge. UserError if no training prompt, or no
+    held-out one without these, is left."""
     if not any(may_refuse(domain, one) for domain, one in reward.domains.items()):
         return prompts
     everything = list(enumerate((*prompts.train, *prompts.eval)))
@@ -80,9 +79,9 @@ def _drop_unsupported(prompts: Prompts, reward: RewardsConfig, world: World) -> 
 
 
 def check_room(s: RolloutConfig, kv_tokens: int, length: int, prompt_id: str, room: int) -> None:
-    """UserError if an answer to the longest prompt does not fit into the `room` tokens that an engine has for one.
+    """UserError if an answer to the longest prompt exceeds the `room` tokens of an engine.
 
-    prompt_id: the one of this `length`; empty where it is only known how long prompts may be.
+    prompt_id: of the prompt of this `length`; empty if only a limit is known.
     """
     key, needed = f"rollout.max_new_tokens={s.max_new_tokens}: with a prompt of {length} tokens it", length
     if s.max_context_tokens is None:

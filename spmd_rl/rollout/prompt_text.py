@@ -1,4 +1,4 @@
-"""What an agent reads: the messages of a turn, made from the settings of its environment and what it returned."""
+"""Messages of an agent's turn, from the settings and replies of its environment."""
 
 import json
 import re
@@ -14,20 +14,21 @@ Past = Sequence[tuple[str, str]]
 
 
 def first_messages(env: EnvConfig, start: EnvReply, numbers: Mapping[str, int]) -> list[Message]:
-    """Return the system and user message that begin a conversation. `start`: what the environment's reset returned."""
+    """Return the system and user message that begin a conversation. start: the reply of the environment's reset."""
     return [*_system(env, start), Message("user", _filled(env.template, env, start, start, (), numbers))]
 
 
 def fresh_messages(
     env: EnvConfig, start: EnvReply, reply: EnvReply, past: Past, numbers: Mapping[str, int]
 ) -> list[Message]:
-    """Return a prompt made afresh, which shows the last `env.<tag>.history` turns and the present observation."""
+    """Return a fresh prompt with the last `env.<tag>.history` turns and the present observation."""
     shown = past[len(past) - min(env.history or 0, len(past)) :]
     return [*_system(env, start), Message("user", _filled(env.template, env, start, reply, shown, numbers))]
 
 
 def next_messages(env: EnvConfig, start: EnvReply, reply: EnvReply, numbers: Mapping[str, int]) -> list[Message]:
-    """Return the message that goes on with a conversation: a tool's reply where there are tools, or as it says."""
+    """Return the next message of a conversation: a tool's reply where there are tools, else of the role that the
+    environment names."""
     role = reply.info.get("role", "tool" if start.info.get("tools") else "user")
     if role != "user" or start.info.get("tools"):
         return [Message(role, reply.observation)]
@@ -46,7 +47,7 @@ def _system(env: EnvConfig, start: EnvReply) -> list[Message]:
 def _filled(
     template: str, env: EnvConfig, start: EnvReply, reply: EnvReply, past: Past, numbers: Mapping[str, int]
 ) -> str:
-    """The template with its fields; blank lines that empty fields leave are dropped."""
+    """Fill the template; lines that empty fields leave blank are dropped."""
     first, named = not past and reply is start, ACTION_FORMATS.get(env.pattern_for(False))
     history = "\n".join(f"You saw:\n{seen}\nYou answered: {answer}" for seen, answer in past)
     fields: dict[str, Any] = {
@@ -57,7 +58,8 @@ def _filled(
         **numbers,
         "observation": reply.observation,
     }
-    lines = []  # not str.format: an observation, and the template itself, may be full of braces
+    # `str.format` would fail on braces, which observations and templates may be full of.
+    lines = []
     for line in with_line_breaks(template).split("\n"):
         filled = re.sub(r"\{(\w+)\}", lambda found: str(fields.get(found[1], found[0])), line)
         if filled or not line:

@@ -1,4 +1,4 @@
-"""Held-out questions: which of them a replica answers, and the answers that it has."""
+"""Held-out questions of one replica, and its answers."""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from spmd_rl.rollout.player import Question
 from spmd_rl.types import Group, Prompt
 
 Questions = tuple[Sequence[Prompt], Sequence[Sampling]]
-"""Held-out prompts, and how each answer to them is drawn."""
+"""Held-out prompts, and the sampling of each answer to them."""
 
 
 class QuestionShare:
-    """What one replica answers of some questions: no tickets and no filter."""
+    """One replica's share of held-out questions."""
 
     def __init__(self, questions: Questions, replica: int, num_replicas: int, kept: KeptAnswers | None = None) -> None:
-        """kept: answers that are there already, and where each one is written as soon as it has ended."""
+        """kept: existing answers, and the file for new ones."""
         self._prompts, sampling = questions
         there = kept.numbers if kept else frozenset()
         missing = [[a for a in range(len(sampling)) if (n, a) not in there] for n in range(len(self._prompts))]
@@ -26,11 +26,11 @@ class QuestionShare:
         self._kept = kept
 
     def claim(self, room: int) -> list[Question]:
-        """Return the next questions, as many as there is room for."""
+        """Return the next questions, at most `room`."""
         return [self._open.popleft() for _ in range(min(room, len(self._open)))]
 
     def finish(self, group: Group) -> None:
-        """Take an answer."""
+        """Add the answers to a question."""
         self._samples[group.ticket] += group.samples
         if self._kept:
             self._kept.write(group.samples)

@@ -1,9 +1,9 @@
-"""`RowSource`: the written rows of a supervised run as samples that nobody generates, step by step.
+"""`RowSource`: the rows of a supervised run as samples, step by step.
 
     collected = source.collect(step)  # [all]
 
-Which rows a step has is a function of the seed and the step's number, so the place in the data is the number of rows
-that are done. Each rank renders its part of the rows; who trains on them is the plan's affair, as after a rollout.
+The rows of a step depend on the seed and the step's number, so the number of finished rows is the state. Each rank
+renders its part; the plan then assigns samples to trainer ranks, as after a rollout.
 """
 
 from array import array
@@ -21,15 +21,15 @@ from spmd_rl.rollout.collected import Collected, whole
 from spmd_rl.types import Conversation, Example, Group, Prompt, Sample, Turn, Verdict
 
 CHOSEN, REJECTED, MISMATCHED = 0, 1, 2
-"""Numbers of answers: the sides of a pair, a good or a bad one alone; an answer to another row's prompt"""
+"""Answer numbers: the sides of a pair, a single good or bad one, and an answer to another row's prompt."""
 Pieces = list[tuple[array, array]]
-"""Token ids ('i') that are given and that are learnt, in turns"""
+"""Alternating token ids ('i') that are given and that are learnt."""
 Render = Callable[[Conversation], Pieces]
-"""Of a tokenizer: `Tokenizer.pieces`, for one"""
+"""Renderer of a conversation, such as `Tokenizer.pieces`."""
 
 
 class RowSource:
-    """Rows, rendered. Stateful: a checkpoint knows by its rows which dataset it is of, and how many are done."""
+    """Rendered rows. Stateful: a checkpoint holds the dataset's fingerprint and the number of finished rows."""
 
     def __init__(
         self,
@@ -42,18 +42,17 @@ class RowSource:
         num_rows: int | None = None,
         mismatched: bool = False,
     ) -> None:
-        """render: makes token ids of a conversation. num_rows: at which the run ends, also in the middle of a step.
-        None: at none. mismatched: whether each row also has the answer to another prompt, as `MISMATCHED`."""
+        """render: tokenizes a conversation. num_rows: rows after which the run ends, perhaps within a step; None:
+        unlimited. mismatched: add the answer to another prompt to each row, as `MISMATCHED`."""
         self._examples, self._data, self._validation = examples, data, validation
         self._render, self._world, self._seed, self._end = render, world, seed, num_rows
         self._done, self._mismatched, self._warned = 0, mismatched, False
         self.reference: dict[str, np.ndarray] = {}
-        """By `train` and `eval`, numbers of each row that its loss needs: float32 [rows, 3]. A `Sample` has no other
-        place for one, so they stand as the logprob of its first token, and are no engine's. With a reference: its sum
-        of logprobs of each answer, in nats; else the first answer has `Example.values`."""
+        """Logprob of each answer of each row under the reference, in nats: float32 [rows, 3] by `train` and `eval`.
+        They become the `Sample.targets`. Without one, the first answer has `Example.values`."""
 
     def collect(self, step: int) -> Collected:
-        """[all] The rows of a training step; of each group the ticket is its place in the run."""
+        """[all] Return the rows of a training step; a group's ticket is its position in the run."""
         store, size = self._examples.train, self._data.rows_per_step
         begin, end = (step - 1) * size, step * size
         positions = range(begin, end if self._end is None else min(end, self._end))
@@ -61,7 +60,7 @@ class RowSource:
         return self._collect(step, store, [(place, store.at(place, self._seed)[1]) for place in positions])  # [all]
 
     def held_out(self, step: int, steps: int) -> Iterator[Collected]:
-        """[all] The held-out rows, as many at a time as a step has; none where no evaluation is due after `step`."""
+        """[all] Return the held-out rows in steps; empty where no evaluation is due after `step`."""
         store, size = self._examples.eval, self._data.rows_per_step
         count = min(len(store), self._validation.rows or len(store)) if self._validation.is_due(step, steps) else 0
         dropped = 0
@@ -77,13 +76,18 @@ class RowSource:
             )
         self._warned = self._warned or bool(dropped)
 
+    def shown(self, number: int, answer: int) -> Conversation | None:
+        """Return an answer of a held-out row as it was written; None if it was taken from another row."""
+        example = self._examples.eval[number]
+        return dict(enumerate(example.conversations, example.first)).get(answer)
+
     def metrics(self, collected: Collected) -> dict[str, float]:
-        """How far the run is in its data, and what the step has of it; equal on all ranks."""
+        """Return the run's progress through its data, and sizes of the step; equal on all ranks."""
         tokens, epoch = int(collected.table.answers["num_tokens"].sum()), self._done / len(self._examples.train)
         return {"data/epoch": epoch, "data/overlong": num_empty(collected), "tokens": tokens}
 
     def num_rows(self, name: str) -> int:
-        """How many rows there are for training (`train`) or held out (`eval`)."""
+        """Return the number of rows for training (`train`) or held out (`eval`)."""
         return len(getattr(self._examples, name))
 
     def state(self) -> dict[str, Any]:
@@ -91,7 +95,7 @@ class RowSource:
         return {"digest": self._examples.train.digest, "done": self._done}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """See `checkpoint.Stateful`. UserError for a checkpoint of other rows."""
+        """Load a state. UserError for a checkpoint of other rows."""
         if state["digest"] != self._examples.train.digest:
             raise UserError(
                 "data.train: its rows are not those that the checkpoint was trained on; choose another run.dir"
@@ -99,8 +103,8 @@ class RowSource:
         self._done = state["done"]
 
     def parts(self, steps: int) -> Iterator[tuple[str, list[int], Collected]]:
-        """[all] All rows that a run of so many steps has, in the groups of its first epoch: `train` or `eval`, the
-        numbers of the rows, and their samples."""
+        """[all] Yield all rows of a run of so many steps, in the groups of its first epoch: `train` or `eval`, row
+        numbers, samples."""
         size, train = self._data.rows_per_step, len(self._examples.train)
         for step in range(1, min(steps, -(-train // size)) + 1):
             collected = self.collect(step)  # [all]
@@ -110,33 +114,36 @@ class RowSource:
             yield "eval", collected.table.tickets.tolist(), collected
 
     def _collect(self, step: int, store: RowStore, tickets: Sequence[tuple[int, int]]) -> Collected:
-        """[all] Rows by ticket and number, dealt over the ranks."""
+        """[all] Return rows by ticket and number, spread over the ranks."""
         with self._world.phase("data"):
             mine = tickets[self._world.rank :: self._world.size]
             groups = [self._group(store, ticket, number) for ticket, number in mine]
             return Collected.given(step, whole(groups), [ticket for ticket, _ in tickets], self._world)  # [all]
 
     def _group(self, store: RowStore, ticket: int, number: int) -> Group:
-        """The samples of a row; none of one that is too long."""
+        """Return the samples of a row; empty if it is too long."""
         example = store[number]
         answers = dict(enumerate(example.conversations, example.first))
         if self._mismatched:
             answers[MISMATCHED] = _exchanged(example, self._other(store, number, example))
         texts = {answer: self._pieces(conversation, store, number) for answer, conversation in answers.items()}
         known = self.reference.get("train" if store is self._examples.train else "eval")
-        values = [example.values, (), ()] if known is None else [(value,) for value in known[number]]
+        values = [example.values, (), ()] if known is None else [(value,) for value in known[number].tolist()]
         if not all(texts.values()):  # a pair without one of its sides is none
             texts = {}
-        turns = {answer: _turns(texts[answer], values[answer]) for answer in texts}
         verdict = Verdict("ok", sum(example.values) / len(example.values))
-        samples = [Sample(ticket, answer, turns[answer], verdict, unit=0) for answer in turns]
+        samples = [
+            # A row that was cut may have fewer turns than labels.
+            Sample(ticket, answer, _turns(text), verdict, unit=0, targets=tuple(values[answer][: len(text)]))
+            for answer, text in texts.items()
+        ]
         return Group(Prompt(str(number), (), "rows", ""), ticket, tuple(samples))
 
     def _other(self, store: RowStore, number: int, example: Example) -> Example:
         """Return a row with another prompt, for the baseline of KTO.
 
-        It is as many places later as rows with one prompt follow each other, so that all answers are used alike, or the
-        next one after that. If no held-out row has another prompt, it is the first such training row.
+        The offset is the longest run of rows with one prompt, so that all answers are used alike; the next row with
+        another prompt follows if that fails. If no held-out row has another prompt, return the first such training row.
         """
         run, size = store.prompt_run, len(store)
         later = (store[(number + step) % size] for step in (*range(run, size), *range(1, run)))
@@ -145,7 +152,7 @@ class RowSource:
         return next(other for other in chain(later, training) if other.conversations[0].prompt != prompt)
 
     def _pieces(self, conversation: Conversation, store: RowStore, number: int) -> Pieces:
-        """A conversation as token ids; nothing if there is nothing to learn, or if it is too long and not cut."""
+        """Tokenize a conversation; empty if nothing is learnt, or if it is too long and not cut."""
         most, what = self._data.max_tokens, self._data.overlong
         try:
             pieces = self._render(conversation)
@@ -156,33 +163,31 @@ class RowSource:
             raise UserError(f"data.max_tokens={most}: {store.where(number)} has {length} tokens")
         if length > most:
             pieces = _cut(pieces, most) if what == "cut" else []
-        return pieces if all(learnt for _, learnt in pieces) else []  # an answer without a token is none
+        # Cutting may leave an answer without a learnt token, which is nothing to train on.
+        return pieces if all(learnt for _, learnt in pieces) else []
 
 
 def num_empty(collected: Collected) -> int:
-    """Return how many rows of a step have no sample: they are too long, or leave nothing to learn."""
+    """Return the number of a step's rows without a sample: too long, or nothing to learn."""
     return len(collected.table) - len(set(collected.table.answers["ticket"].tolist()))
 
 
-def _turns(pieces: Pieces, values: Sequence[float]) -> tuple[Turn, ...]:
-    """The turns of an answer; the first learnt token of each has its value as a logprob, where there is one."""
-    turns = []
-    for number, (given, learnt) in enumerate(pieces):
-        logprobs = array("f", bytes(4 * len(learnt)))
-        if number < len(values):
-            logprobs[0] = values[number]
-        turns.append(Turn(given, learnt, logprobs, array("i", bytes(4 * len(learnt))), "stop"))
-    return tuple(turns)
+def _turns(pieces: Pieces) -> tuple[Turn, ...]:
+    zeros = [bytes(4 * len(learnt)) for _, learnt in pieces]
+    return tuple(
+        Turn(given, learnt, array("f", none), array("i", none), "stop")
+        for (given, learnt), none in zip(pieces, zeros, strict=True)
+    )
 
 
 def _exchanged(example: Example, other: Example) -> Conversation:
-    """The prompt of one row with the answer of another."""
+    """Combine the prompt of one row with the answer of another."""
     own, theirs = example.conversations[0], other.conversations[0]
     return Conversation(own.prompt + theirs.messages[theirs.num_given :], own.num_given, own.is_plain)
 
 
 def _cut(pieces: Pieces, most: int) -> Pieces:
-    """The first so many tokens, up to the last one that is learnt."""
+    """Cut to `limit` tokens, up to the last learnt one."""
     kept: Pieces = []
     for given, learnt in pieces:
         learnt = learnt[: max(0, most - len(given))]

@@ -1,4 +1,4 @@
-"""`SharedStep`: one step of the tickets that all replicas share over the store, as one replica sees it."""
+"""`SharedStep`: one step of the tickets that replicas share over the store, as one replica sees it."""
 
 from collections.abc import Mapping
 
@@ -18,13 +18,13 @@ _pack, _unpack = msgspec.msgpack.encode, msgspec.msgpack.Decoder(list[AnswerRow]
 
 
 class SharedStep:
-    """A `StepSource`; keeps what has finished here."""
+    """A `StepSource` over a coordinator; keeps finished slices."""
 
     def __init__(self, coordinator: Coordinator, claim: SliceClaim, settings: RolloutConfig, rank: int) -> None:
         self.coordinator = coordinator
         self._claim, self._settings, self._rank = claim, settings, rank
         self.finished: dict[GroupSlice, Group] = {}
-        """Slices that finished here, in this step or, unused, in an earlier one."""
+        """Slices that finished here in this step, or in an earlier one that did not use them."""
         self._reports: dict[GroupSlice, SliceReport] = {}
 
     def next(self, room: int) -> list[GroupSlice]:
@@ -40,7 +40,7 @@ class SharedStep:
         return self.coordinator.ended()
 
     def finish(self, group_slice: GroupSlice, group: Group, run: StepRun) -> None:
-        """See `StepSource`. The slice that comes last of its ticket resolves the ticket."""
+        """See `StepSource`. A ticket's last slice resolves it."""
         report = SliceReport.of(group, group_slice.number, self._rank, run.number - 1)
         self.finished[group_slice], self._reports[group_slice] = group, report
         settle(self.coordinator, report, self._settings)
@@ -51,10 +51,7 @@ class SharedStep:
             self.finish(group_slice, unused[group_slice], run)
 
     def report(self, run: StepRun, running: list[GroupSlice], leads: bool) -> RankReport:
-        """Return what this rank reports to all others, once the step has ended.
-
-        leads: whether this rank is the first of its replica.
-        """
+        """Return this rank's report, once the step has ended. leads: True on the first rank of a replica."""
         idle_seconds, seconds, token_counts = run.costs()
         return RankReport(
             finished=list(self._reports.values()),
@@ -67,7 +64,7 @@ class SharedStep:
 
 
 def settle(coordinator: Coordinator, report: SliceReport, settings: RolloutConfig) -> None:
-    """Hand a slice's answers to the coordinator; the last slice of a ticket says why the ticket does not train."""
+    """Pass a slice's answers to the coordinator; a ticket's last slice has the reason if it does not train."""
     position = coordinator.plan.cursor.position(report.ticket)
     pooled = coordinator.merge_slices(position, report.number, _pack(report.answers))
     if pooled is not None:

@@ -1,4 +1,4 @@
-"""`RolloutSource`: where a pipeline gets its steps from, whoever generates them."""
+"""`RolloutSource`: the source of a pipeline's steps."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -10,11 +10,12 @@ from spmd_rl.types import Group, Prompt
 
 
 class RolloutSource(Protocol):
-    """Generates and scores, here (`Rollouts`) or on other ranks (`placement.trainers.MetRollouts`). Stateful."""
+    """Generator and scorer of steps, on these ranks (`Rollouts`) or others (`placement.trainers.MetRollouts`).
+    Stateful."""
 
     @property
     def prompts(self) -> Prompts | EnvTasks:
-        """What tickets stand for, and the held-out prompts."""
+        """Prompts of tickets, and held-out prompts."""
         ...
 
     def collect(self, step: int) -> Collected:
@@ -22,7 +23,7 @@ class RolloutSource(Protocol):
         ...
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
-        """[train] Return this rank's share of the answers to held-out prompts, one for each `sampling` and prompt."""
+        """[train] Return this rank's share of the answers to held-out prompts, one per `sampling` and prompt."""
         ...
 
     def state(self) -> dict[str, Any]:

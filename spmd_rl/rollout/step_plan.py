@@ -1,7 +1,7 @@
-"""What one step asks for: which tickets, in which order, how many, and what ends it. Pure functions of the cursor.
+"""The plan of a step: its tickets, their order and number, and its end rule. Pure functions of the cursor.
 
 Ticket i is the index of a prompt group: (epoch, prompt), a pure function of the seed (`data.Prompts.ticket`). Within a
-step a ticket has a *position*: 0 starts first. A replica claims *slices* of a ticket's group of answers, each of
+step a ticket has a *position*: 0 starts first. A replica claims *slices* of a group, each of
 `rollout.answers_per_claim` answers; by default a slice is the whole group.
 """
 
@@ -15,44 +15,44 @@ from spmd_rl.config.schema import RolloutConfig
 
 
 class GroupSlice(NamedTuple):
-    """Some of the answers of one ticket: what one replica claims, generates and scores."""
+    """Answers of one ticket that a replica claims, generates and scores together."""
 
     ticket: int
     number: int
-    """Which slice of the ticket's group this is, from 0."""
+    """Index of the slice in its group, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The tickets that no step has used yet: those skipped, then `next` and all that follow."""
+    """The unused tickets of a run: `skipped`, then `next` and all that follow."""
 
     next: int = 0
     skipped: tuple[int, ...] = ()
     """Tickets below `next` that a step started and did not use, ascending."""
 
     def ticket(self, position: int) -> int:
-        """Return the ticket at this position of the order, in which skipped tickets come first."""
+        """Return the ticket at this position; skipped tickets come first."""
         return self.skipped[position] if position < len(self.skipped) else self.next + position - len(self.skipped)
 
     def position(self, ticket: int) -> int:
-        """Return the position of a ticket that no step has used."""
+        """Return the position of an unused ticket."""
         if ticket < self.next:
             return bisect_left(self.skipped, ticket)
         return len(self.skipped) + ticket - self.next
 
     def after(self, used: Iterable[int]) -> "Cursor":
-        """Return the cursor of the next step, once these tickets are used."""
+        """Return the cursor after these tickets are used."""
         used = set(used)
         top = max([self.next, *(ticket + 1 for ticket in used)])
         return Cursor(top, tuple(t for t in (*self.skipped, *range(self.next, top)) if t not in used))
 
     def state(self, prompts: str) -> dict[str, Any]:
-        """Return what a checkpoint holds of it, with the fingerprint of the prompts that the tickets stand for."""
+        """Return the state for a checkpoint, with the prompts' fingerprint."""
         return {"next_ticket": self.next, "skipped": list(self.skipped), "prompts": prompts}
 
     @classmethod
     def of_state(cls, state: dict[str, Any], prompts: str) -> "Cursor":
-        """Return the inverse. UserError if the tickets would now stand for other prompts."""
+        """Return the cursor of a state. UserError if the prompts have changed."""
         if state["prompts"] != prompts:
             raise UserError(
                 "data.train: the prompts are not those of the checkpoint; to train on others from its weights, say "
@@ -63,47 +63,45 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step asks for, equal on all replicas."""
+    """The plan of one step, equal on all replicas."""
 
     cursor: Cursor
-    """Which ticket stands at a position."""
+    """Maps positions to tickets."""
     goal: int
-    """K: the number of qualifying tickets that the step wants."""
+    """K: number of qualifying tickets that the step wants."""
     extra: int
-    """The number of tickets that start at once beyond the goal."""
+    """Number of tickets beyond the goal that start at once."""
     limit: int
-    """The number of tickets that the step may start in all."""
+    """Limit of tickets that the step may start."""
     slices: int = 1
-    """The number of slices of each ticket."""
+    """Number of slices of each ticket."""
     accept: str = "in_order"
     """See `rollout.accept`."""
     carried: frozenset[GroupSlice] = frozenset()
-    """Slices that a replica began in an earlier step and goes on with; nobody else may start them."""
+    """Slices from an earlier step, which only their replica may continue."""
     order: tuple[int, ...] = ()
-    """The initial positions as they are claimed, where priorities differ; beyond it, and by default: from 0 on."""
+    """Initial positions in the order of claims, where priorities differ; by default ascending."""
 
     @property
     def initial_limit(self) -> int:
-        """The number of tickets that may start before any has been resolved."""
+        """Number of tickets that may start before any is resolved."""
         return min(self.limit, self.goal + self.extra)
 
     @property
     def waits_for_stragglers(self) -> bool:
-        """Whether the step waits for every ticket that it needs, however long its answers get."""
+        """True if the step waits for all its tickets, regardless of their length."""
         return self.accept == "in_order"
 
     def slice(self, number: int) -> tuple[int, GroupSlice]:
-        """Return (position, slice) for the number of a slice among all slices of the step."""
+        """Return (position, slice) for the number of a slice in the step."""
         position, number = divmod(number, self.slices)
         position = self.order[position] if position < len(self.order) else position
         return position, GroupSlice(self.cursor.ticket(position), number)
 
 
 def num_slots(settings: RolloutConfig, replicas: int, max_running: int) -> int:
-    """Return how many requests a replica keeps under way.
-
-    That is its share of what a step starts at once, at most what its engine runs (`max_running`), and at least a slice.
-    """
+    """Return the number of concurrent requests of a replica: its share of the step's first tickets, at most
+    `max_running`, and at least a slice."""
     s = settings
     share = -(-(s.prompts_per_step + s.over_sample) * s.answers_per_prompt // replicas)
     return max(s.slice_size, min(max_running, share))
@@ -115,12 +113,12 @@ def plan_step(
     carried: Iterable[GroupSlice] = (),
     priority_of: Callable[[int], float] = lambda ticket: 0.0,
 ) -> StepPlan:
-    """Return the plan of the next step; `priority_of` a ticket: those with a higher one are claimed first.
+    """Return the plan of the next step. priority_of: of a ticket; higher ones are claimed first.
 
     With `rollout.tail=defer`, steps are short (the first K to finish of K + `over_sample` fresh tickets) until K
-    tickets have been skipped; then comes a long step of just these, which waits for all. So answers are cut short in
-    no step, every ticket is used once, by the policy of its own step, and only every (K / `over_sample`)-th step waits
-    for long answers (RollPacker, arXiv 2509.21009).
+    tickets have been skipped; then a long step waits for all of these. So no answer is cut short, every ticket is used
+    once by the policy of its own step, and only every (K / `over_sample`)-th step waits for long answers (RollPacker,
+    arXiv 2509.21009).
     """
     s, extra, accept = settings, settings.over_sample, settings.accept
     if s.tail == "defer":
@@ -140,9 +138,9 @@ def plan_step(
 
 
 def _claim_order(plan: StepPlan, priority_of: Callable[[int], float]) -> tuple[int, ...]:
-    """See `StepPlan.order`. Positions are what they were, and with them what the step accepts.
+    """Return `StepPlan.order`. Positions stay the same, and so does what the step accepts.
 
-    What this step needs stays before what may be left to a later one (`pace.oldest_version_at` relies on it).
+    Tickets of this step stay before those that a later one may use (`pace.oldest_version_at` relies on it).
     """
     priorities = [priority_of(plan.cursor.ticket(position)) for position in range(plan.initial_limit)]
     if len(set(priorities)) <= 1:

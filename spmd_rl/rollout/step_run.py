@@ -1,8 +1,8 @@
-"""`StepRun`: one step on one replica, from its first slice to its end, which it may leave once and come back to.
+"""`StepRun`: one step on one replica, from its first slice to its end; it can be paused once.
 
-The loop: start slices while there is room, play them over the engine, report those whose verdicts are all in, until the
-step has ended. Where slices come from, where they go and when the step has ended is a `StepSource`'s: the tickets that
-all replicas share (`shared_step.py`).
+The loop starts slices while there is room, plays them on the engine, and reports those with all verdicts. A
+`StepSource` supplies and takes slices and knows the step's end, such as `shared_step.py` over tickets that all replicas
+share.
 """
 
 import asyncio
@@ -21,75 +21,72 @@ from spmd_rl.rollout.step_plan import GroupSlice
 from spmd_rl.types import Group
 
 END = "generate: end of step"
-"""The collective at which the replicas meet when they know the step's end."""
+"""Collective of the replicas at the end of a step."""
 
 FLUSH_SECONDS = 0.01
-"""Lets ZMQ send the last requests before this rank blocks."""
+"""Seconds for ZMQ to send the last requests before this rank blocks."""
 
 
 class Door(Protocol):
-    """A replica's view of meetings with ranks that train, between two steps of its engine."""
+    """A replica's view of meetings with trainer ranks, between two engine steps."""
 
     def poll(self) -> bool:
-        """Return whether a meeting waits for this replica."""
+        """Return True if a meeting waits for this replica."""
         ...
 
     async def enter(self) -> None:
-        """Take part in it; requests that it takes out of the engine go on after it."""
+        """Take part in it; requests that it removes from the engine continue after it."""
         ...
 
 
 class StepSource(SliceClaim, Protocol):
-    """Where the slices of a step come from, when it has ended, and where finished slices go."""
+    """Source of a step's slices and of its end, and sink of finished slices."""
 
     def ended(self) -> bool:
-        """Return whether the step has ended, as far as this replica knows."""
+        """Return True if this replica knows that the step has ended."""
         ...
 
     def finish(self, group_slice: GroupSlice, group: Group, run: "StepRun") -> None:
-        """Take a slice whose verdicts are all in."""
+        """Take a slice with all its verdicts."""
         ...
 
 
 class Counters(NamedTuple):
-    """What a replica counts while its engine is driven: since it was made, or between two moments."""
+    """Counters of a replica while its engine is driven."""
 
     idle_seconds: float = 0.0
-    """In which the engine had nothing to compute."""
+    """Seconds without a request in the engine."""
     seconds: float = 0.0
     asked: int = 0
-    """See `EngineCounts`; so the others."""
+    """See `EngineCounts`, as for the others."""
     cached: int = 0
     verified: int = 0
     accepted: int = 0
 
     def plus(self, later: "Counters", since: "Counters") -> "Counters":
-        """Return these counters and what was counted from `since` to `later`."""
+        """Return these counters plus the difference of `later` and `since`."""
         return Counters(*(own + end - begin for own, end, begin in zip(self, later, since, strict=True)))
 
 
 class StepRun:
-    """What a replica does for one step, and what that has cost it so far."""
+    """One replica's work on a step, and its cost so far."""
 
     def __init__(self, number: int, source: StepSource, player: Player, door: Door | None = None) -> None:
         """door: of a replica that generates while others train."""
         self.number, self.source = number, source
         self.num_stopped = 0
-        """Requests that the step's end stopped."""
+        """Requests aborted at the step's end."""
         self._player, self._door = player, door
         self._spent = Counters()
-        """What the step had cost when its engine was driven last."""
+        """Cost of the step up to the last time the engine was driven."""
         self._driven_from: Counters | None = None
         self._paused_at: float | None = None
-        """By `time.perf_counter`, where it started ahead of its step."""
+        """`time.perf_counter` at the pause of a step that started early."""
         self._paused_seconds = self._idle_ahead = 0.0
 
     def costs(self) -> tuple[float, float, tuple[int, ...]]:
-        """Return what the step has cost this replica so far.
-
-        These are the seconds in which the engine had nothing to compute, those at work with waits for verdicts, and
-        `EngineCounts`.
-        """
+        """Return the step's cost so far: idle seconds of the engine, seconds including waits for verdicts, and
+        `EngineCounts`."""
         spent = self._spent
         if self._driven_from is not None:
             spent = spent.plus(self._counters(), since=self._driven_from)
@@ -100,16 +97,17 @@ class StepRun:
         return Counters(self._player.engine_loop.idle_seconds, time.perf_counter(), *counts)
 
     def pause(self) -> None:
-        """Turn to other work, while verdicts and replies of environments come in; the engine holds nothing."""
+        """Pause the step, while verdicts and environment replies come in; the engine is empty."""
         self._paused_at, self._idle_ahead = time.perf_counter(), self._spent.idle_seconds
 
     def resume(self) -> None:
-        """Go on with it, whether it was paused or has just started."""
+        """Continue the step after a pause, or begin it."""
         if self._paused_at is not None:
             self._paused_seconds = time.perf_counter() - self._paused_at
 
     def pace(self, lags: np.ndarray, world: World) -> dict[str, float]:
-        """[all] Return how well waiting was hidden, and `lags`, of all answers; nothing where it never was paused."""
+        """[all] Return metrics of hidden waiting, and of the `lags` of all answers; empty unless the step
+        was paused."""
         if self._paused_at is None:  # alike on all ranks
             return {}
         seconds = {
@@ -120,7 +118,7 @@ class StepRun:
 
     @contextmanager
     def driven(self) -> Iterator[None]:
-        """[all] ranks of the replica: drive its engine; what is spent inside is this step's."""
+        """[all] ranks of the replica: drive its engine, and count the cost for this step."""
         with self._player.engine.driven(), self.counted():
             yield
 
@@ -144,18 +142,20 @@ class StepRun:
             with player.waiting(END):
                 await player.poll(self._has_news)
             self._report_finished()
-        if not (self._door and player.carries):  # else the engine goes on with what is carried
+        # With a door, the engine continues carried requests while the trainers update: it must not be emptied.
+        if not (self._door and player.carries):
             self.num_stopped = await player.end_step()
 
     async def until_idle(self) -> None:
-        """Play slices until the engine has nothing to compute, or the step has ended."""
+        """Play slices until the engine is idle, or the step has ended."""
         player, source = self._player, self.source
         await player.start_slices(source.ahead)
         while not source.ended() and not await player.engine_is_idle():
             await player.engine_loop.poll()
             self._report_finished()
             await player.start_slices(source.ahead)
-        await player.engine_loop.abort_all()  # surplus, where the step has ended
+        # If the step has ended meanwhile, what still runs is surplus.
+        await player.engine_loop.abort_all()
         await asyncio.sleep(FLUSH_SECONDS)
 
     def _has_news(self) -> bool:

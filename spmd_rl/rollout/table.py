@@ -1,8 +1,8 @@
-"""`SampleTable`: the metadata of a step's samples, a row for each, which its rank reports to all others.
+"""`SampleTable`: metadata of a step's samples, a row each, which ranks report to each other.
 
-Samples stay on the rank that made them. Every rank holds the rows of all, in ticket order, and so finds alike what
-trains and how (`learn/`). An answer, or trajectory, is one sample or several segments, of which the last one stands for
-it in every count of answers and scores. An agent's turns have rows of their own, `STEP`.
+Samples stay on the rank that made them. Every rank holds the rows of all, in ticket order, and so decides alike what
+trains and how (`learn/`). A trajectory is one sample or several segments, of which the last counts as the answer. An
+agent's turns have rows of their type, `STEP`.
 """
 
 from collections import Counter, defaultdict
@@ -34,10 +34,10 @@ ANSWER = np.dtype(
         ("num_tokens", "<i4"),
     ]
 )
-"""The metadata of one sample: all that ranks report to each other of it."""
+"""Row type of a sample's metadata, all that other ranks learn of it."""
 
 AnswerRow = tuple[int, int, int, int, float, bool, bool, bool, int, bool, bool, int, int, int]
-"""A row of `ANSWER`, as it travels."""
+"""A row of `ANSWER` in a message."""
 
 _LAST = ANSWER.names.index("last")
 
@@ -52,14 +52,14 @@ STEP = np.dtype(
         ("num_tokens", "<i4"),  # sampled ones
     ]
 )
-"""The metadata of one turn of an agent that has a sampled token."""
+"""Row type of an agent's turn with a sampled token."""
 
 StepRow = tuple[int, int, int, int, float, int, int]
-"""A row of `STEP`, as it travels."""
+"""A row of `STEP` in a message."""
 
 
 def answer_row(sample: Sample, rank: int, version: int) -> AnswerRow:
-    """Return the metadata of a finished sample of `rank`, in a step whose policy is of `version`."""
+    """Return the metadata of a finished sample of `rank`, in a step whose policy has `version`."""
     turns, verdict = sample.turns, sample.verdict
     num_sampled = sum(len(turn.token_ids) for turn in turns)
     num_given = sum(len(turn.prompt_ids) for turn in turns)
@@ -88,7 +88,7 @@ def answer_rows(rows: Iterable[AnswerRow]) -> np.ndarray:
 
 
 def trajectories_of(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    """Yield the samples of each trajectory, in order: one, or the segments that end with `Sample.last`."""
+    """Yield the samples of each trajectory, in order: one, or segments up to `Sample.last`."""
     segments: dict[int, list[Sample]] = {}
     for sample in sorted(samples, key=lambda sample: sample.key):
         segments.setdefault(sample.unit_number, []).append(sample)
@@ -98,7 +98,7 @@ def trajectories_of(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 
 
 def last_segments(answers: np.ndarray) -> np.ndarray:
-    """Return for each row of `ANSWER` [n] the row of the last segment of its trajectory. int64 [n]."""
+    """Return the index of the last segment of each row's trajectory. answers: `ANSWER` [n]; int64 [n]."""
     if answers["last"].all():
         return np.arange(len(answers))
     order = np.lexsort((answers["answer"], answers["unit"], answers["ticket"]))
@@ -109,10 +109,10 @@ def last_segments(answers: np.ndarray) -> np.ndarray:
 
 
 def step_rows(samples: Iterable[Sample]) -> list[StepRow]:
-    """Return a `STEP` row for each turn with a sampled token, of the samples of a slice; none if it has no agent.
+    """Return a `STEP` row for each turn with a sampled token, of the samples of a slice; empty without an agent.
 
-    A turn to which no environment replied has no reward and a state of its own. The reward of a turn without a sampled
-    token counts as the previous one's of its trajectory, or the next one's where there is none.
+    A turn without an environment's reply has no reward and a unique state. The reward of a turn without a sampled token
+    is added to the previous row of its trajectory, or the next where there is none.
     """
     samples = list(samples)
     if not any(turn.step for sample in samples for turn in sample.turns):
@@ -137,35 +137,35 @@ def step_rows(samples: Iterable[Sample]) -> list[StepRow]:
 
 
 class SliceReport(msgspec.Struct, array_like=True):
-    """A slice of a group whose verdicts are all in, as its replica reports it."""
+    """A replica's report of a slice with all its verdicts."""
 
     ticket: int
     number: int
     domain: str
     answers: list[AnswerRow]
     detail: str = ""
-    """The detail of the first verdict that is no score, if any."""
+    """Detail of the first verdict without a score, if any."""
     reject_reason: str | None = None
-    """Why the ticket does not train; of the slice that came last."""
+    """Reason why the ticket does not train; on the slice that came last."""
     missing: list[str] = []
-    """The packages that answers failed for want of, one for each such answer."""
+    """Missing packages, one entry per answer that needed one."""
     num_suspect: int = 0
-    """Paid answers that look like cheats."""
+    """Number of paid answers that look like cheats."""
     num_unproven: int = 0
-    """Answers that could have made their verdicts themselves."""
+    """Number of answers that could have made their verdicts themselves."""
     parts: dict[str, tuple[float, int]] = {}
-    """The sum of each part of the verdicts of an environment's episodes, and how many have it, by name."""
+    """Name -> (sum, count) of each part of the verdicts of an environment's episodes."""
     steps: list[StepRow] = []
-    """An agent's turns; empty without an agent."""
+    """Turns of an agent; empty without one."""
 
     @property
     def num_answers(self) -> int:
-        """How many answers there are; see `Sample.last`."""
+        """Number of answers; see `Sample.last`."""
         return sum(row[_LAST] for row in self.answers)
 
     @classmethod
     def of(cls, group: Group, number: int, rank: int, version: int) -> "SliceReport":
-        """Report slice `number` of a group, whose samples are `group`; see `answer_row` for the others."""
+        """Return the report of slice `number` of a group; see `answer_row` for the others."""
         verdicts = [sample.verdict for sample in group.samples if sample.last]
         failed = next((verdict for verdict in verdicts if verdict.status not in SCORED), None)
         return cls(
@@ -184,30 +184,30 @@ class SliceReport(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleTable:
-    """The resolved tickets of a step in order, m of them, and the n samples of them all; equal on all ranks."""
+    """Metadata of the m resolved tickets of a step, in order, and of their n samples; equal on all ranks."""
 
     tickets: np.ndarray
     """int64 [m]"""
     bounds: np.ndarray
-    """int64 [m + 1]: the samples of ticket i are rows bounds[i] : bounds[i + 1]"""
+    """int64 [m + 1]: samples of ticket i are rows bounds[i] : bounds[i + 1]"""
     answers: np.ndarray
     """`ANSWER` [n]"""
     domains: np.ndarray
     """int32 [m]: indices into `names`"""
     names: tuple[str, ...]
-    """Domains, in the order in which they come."""
+    """Domains in order of first use."""
     reasons: dict[int, str]
-    """Ticket -> why it does not train, in order; the others do."""
+    """Ticket -> reason why it does not train, in order; the others do."""
     details: dict[int, str]
-    """Ticket -> the detail of its first verdict that is no score, in order, where there is one."""
+    """Ticket -> detail of its first verdict without a score, in order."""
     missing: dict[tuple[str, str], int] = field(default_factory=dict)
-    """(domain, package) -> the number of answers that failed for want of the package."""
+    """(domain, package) -> number of answers that needed the missing package."""
     suspects: dict[str, int] = field(default_factory=dict)
-    """Domain -> the number of its paid answers that look like cheats, where there are some."""
+    """Domain -> number of its paid answers that look like cheats, if any."""
     unproven: dict[str, int] = field(default_factory=dict)
-    """Domain -> the number of its answers that could have made their verdicts themselves, where there are some."""
+    """Domain -> number of its answers that could have made their verdicts themselves, if any."""
     parts: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Tag of an environment -> the mean of each part of its episodes' verdicts."""
+    """Environment tag -> mean of each part of its episodes' verdicts."""
     steps: np.ndarray = field(default_factory=lambda: np.empty(0, STEP))
     """`STEP` [k], of agents' turns"""
 
@@ -216,12 +216,12 @@ class SampleTable:
 
     @property
     def num_accepted(self) -> int:
-        """The number of tickets that train."""
+        """Number of tickets that train."""
         return len(self) - len(self.reasons)
 
     @property
     def accepted(self) -> np.ndarray:
-        """The `ANSWER` rows of the tickets that train."""
+        """`ANSWER` rows of the tickets that train."""
         if not self.reasons:
             return self.answers
         trains = np.isin(self.tickets, list(self.reasons), invert=True)
@@ -229,23 +229,22 @@ class SampleTable:
 
     @property
     def num_answers(self) -> int:
-        """The number of answers; see `Sample.last`."""
+        """Number of answers; see `Sample.last`."""
         return int(np.count_nonzero(self.answers["last"]))
 
     @property
     def num_unscored(self) -> int:
-        """The number of answers whose verdict is no score."""
+        """Number of answers whose verdict is no score."""
         return int(np.count_nonzero(self.answers["last"] & ~self.answers["scored"]))
 
     @property
     def error_share(self) -> float:
-        """The share of the answers whose verdict is no score."""
+        """Share of the answers whose verdict is no score."""
         return self.num_unscored / max(1, self.num_answers)
 
     @property
     def zero_variance_share(self) -> float:
-        """The share of the groups of several scored answers, baselines apart, in which all scores are equal; 0 without
-        any."""
+        """Share of groups of several scored answers, without baselines, whose scores are all equal; 0 without any."""
         rows = self.answers[self.answers["last"] & self.answers["scored"] & ~self.answers["greedy"]]
         begins = np.flatnonzero(np.diff(rows["ticket"], prepend=-1))
         several = np.diff(begins, append=len(rows)) > 1
@@ -255,16 +254,14 @@ class SampleTable:
         return float(flat[several].mean())
 
     def by_domain(self) -> dict[str, np.ndarray]:
-        """Return the `ANSWER` rows of the answers of each domain; domains in the order in which they come."""
+        """Return the `ANSWER` rows of the answers of each domain, in order of first use."""
         domains, last = self.domains.repeat(np.diff(self.bounds)), self.answers["last"]
         return {name: self.answers[(domains == index) & last] for index, name in enumerate(self.names)}
 
 
 def build_table(reports: Iterable[SliceReport], used: Iterable[int], num_slices: int) -> SampleTable:
     """Return the table of the `used` tickets, each of `num_slices` slices, from the reports of all replicas.
-
-    AssertionError unless these are whole; reports of other tickets are passed over.
-    """
+    AssertionError if a slice is missing; other tickets are ignored."""
     tickets = sorted(used)
     wanted = set(tickets)
     mine = sorted((r for r in reports if r.ticket in wanted), key=lambda r: (r.ticket, r.number))
@@ -292,9 +289,9 @@ def build_table(reports: Iterable[SliceReport], used: Iterable[int], num_slices:
 
 
 def sum_parts(samples: Iterable[Sample]) -> dict[str, tuple[float, int]]:
-    """Return the sum of each part of the verdicts of an environment's episodes, and how many have it.
+    """Return the sum and count of each part of the verdicts of an environment's episodes.
 
-    A part is a number of the environment's, such as `success`, or why the episode ended, such as `stop/max_turns`.
+    A part is a metric of the environment, such as `success`, or a stop reason, such as `stop/max_turns`.
     """
     sums: dict[str, list[float]] = defaultdict(list)
     for sample in samples:

@@ -1,9 +1,9 @@
-"""The episode of `rollout.thinking_budget`: thoughts that have not ended after so many tokens are ended for the policy.
+r"""The episode of `rollout.thinking_budget`: closes thoughts that exceed a number of tokens.
 
-    answer = 400 sampled tokens, "\\n</think>\\n\\n", sampled tokens
+    answer = 400 sampled tokens, "\n</think>\n\n", sampled tokens
 
-What ends them stands where a prompt does, between two turns of one answer, so that it is never trained on. Budget
-forcing: s1 (arXiv 2501.19393); the closing tag at a limit: Qwen3 (arXiv 2505.09388, section 4.3).
+The inserted text is a prompt between two turns of one answer, so it is never trained on. Budget forcing: s1 (arXiv
+2501.19393); the closing tag at a limit: Qwen3 (arXiv 2505.09388, section 4.3).
 """
 
 from array import array
@@ -16,7 +16,8 @@ from spmd_rl.types import Sample
 
 
 def thinking(settings: SamplingConfig, tokenizer: Tokenizer) -> Episode:
-    """One answer, and one verdict on all its text. UserError if the budget leaves no room for what comes after it."""
+    """Return an episode of one answer and one verdict on its text. UserError if the budget leaves no room for an
+    answer."""
     budget, end_text, tag = settings.thinking_budget, settings.thinking_end_text, settings.thinking_tag
     end, tag_ids = tokenizer.encode(end_text), tokenizer.encode(tag)
     left = settings.max_new_tokens - budget - len(end)
@@ -27,7 +28,8 @@ def thinking(settings: SamplingConfig, tokenizer: Tokenizer) -> Episode:
         )
 
     def has_ended(token_ids: array) -> bool:
-        alone = len(tag_ids) == 1 and tag_ids[0] in token_ids  # a special token has no text
+        # A special token is missing in decoded text, so its id is looked for.
+        alone = len(tag_ids) == 1 and tag_ids[0] in token_ids
         return alone or tag in tokenizer.decode(token_ids)
 
     async def think_and_answer(ctx: Context) -> Sample | list[Sample]:

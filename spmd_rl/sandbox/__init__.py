@@ -1,15 +1,15 @@
-"""The sandbox: the place where code from answers runs. Nothing that it does reaches the host or the verdict on itself.
+"""The sandbox, in which code from answers runs. It can reach neither the host nor the verdict on itself.
 
-| module | what it is |
+| module | content |
 |---|---|
-| `base` | starts jobs in confined processes, at most two at a time, and reports how they ended |
-| `served`, `server` | owns a process that forks the confined ones; its loop |
-| `forkserver`, `forkserver_main` | confinement by user id, empty root, Landlock and seccomp; needs root; its process |
-| `bwrap`, `namespaces` | the same process inside bubblewrap, confinement by namespaces |
-| `unconfined` | the same process without confinement, for those who ask for it |
-| `confine` | the system calls |
-| `packages` | the installed packages that code may import |
-| `guest/` | what runs inside: a program, or tested code, or its tests |
+| `base` | jobs in confined processes, at most two at a time |
+| `served`, `server` | the owner of a process that forks the confined ones, and the loop of that process |
+| `forkserver`, `forkserver_main` | confinement by user id, empty root, Landlock and seccomp; needs root |
+| `bwrap`, `namespaces` | confinement by namespaces, inside bubblewrap |
+| `unconfined` | no confinement (`sandbox=none`) |
+| `confine` | system calls |
+| `packages` | installed packages that code may import |
+| `guest/` | code of confined processes |
 
     sandbox = open_sandbox("auto", "reward.code.sandbox")
     sandbox.run("print(input())", "hello").stdout
@@ -26,14 +26,13 @@ from spmd_rl.sandbox.unconfined import Unconfined
 
 SANDBOXES: dict[str, Callable[..., BaseSandbox]] = {"bwrap": Bubblewrap, "forkserver": ForkServer, "none": Unconfined}
 AUTO = ("forkserver", "bwrap")
-"""Root takes the fork server: it is as strict, and needs no user namespaces, in which the kernel has had most bugs."""
+"""Sandboxes in the order of preference: the fork server needs no user namespaces, in which the kernel had most bugs."""
 
 
 def open_sandbox(name: str, key: str, packages: Sequence[str] = ()) -> BaseSandbox:
     """Open the sandbox of that name, or for `auto` the first that works here, and run a program in it.
 
-    `packages`: what code may import beside the standard library. UserError, which names the setting `key`, if there is
-    none: nothing runs unconfined unless `none` was asked for.
+    `packages`: what code may import in addition to the standard library. UserError with the setting `key` if it fails.
     """
     reasons = []
     try:

@@ -1,13 +1,15 @@
-"""What all sandboxes have in common: they start confined processes and wait for them.
+"""The common part of all sandboxes: they start confined processes and wait for them.
 
 A confined process gets its job and its standard input as sealed files in memory and writes to pipes, which are read
-here up to a limit. The kernel ends it when its processor time is used up; what sleeps is killed here. Tests run in a
-process of their own, in which there is no untrusted code and into which plain values alone come (`guest/remote.py`).
+here up to a limit. The kernel ends it when its processor time is used up; a process that sleeps is killed here. Tests
+run in a separate process, without untrusted code, which only plain values enter (`guest/remote.py`).
 """
 
 import contextlib
 import json
+import keyword
 import os
+import re
 import select
 import selectors
 import shutil
@@ -25,18 +27,18 @@ from spmd_rl.sandbox.served import Forked, ServedSandbox, memory_file
 from spmd_rl.types import CheckResult, RunEnd, RunLimits, RunResult
 
 LIMITS = RunLimits()
-PROOF = RunLimits(cpu_seconds=60, wall_seconds=120.0)  # a first import from a cold disk is slow
-DRAIN_SECONDS = 1.0  # the time to read what is left in the pipes of a process that has ended
+# a first import from a cold disk is slow
+PROOF = RunLimits(cpu_seconds=60, wall_seconds=120.0)
+DRAIN_SECONDS = 1.0  # to read what is left in the pipes of a process that has ended
 PATIENCE, LOOK, SLEEPS = 5, 0.1, 0.02
-"""What uses the processor may run for so many times its wall time. It is looked at after each such share of that time,
-and sleeps if it used less than this share of a processor since, and wants none now."""
-PARSED = 8  # bytes of memory that the tests have for each byte of a message from the code, beside the limit of the code
+"""Wall time of a process that computes, as a multiple of its limit; time between two looks at it, as a share of the
+limit; share of a processor below which it sleeps, unless it waits for one."""
+PARSED = 8
+"""Bytes of memory that the tests get for each byte of a message from the code, in addition to the code's limit."""
 _CHUNK = 1 << 16
 
 
 class _Run:
-    """One process that runs. `readers` holds our ends of its pipes, by name."""
-
     def __init__(self, process: Forked, limits: RunLimits, readers: dict[str, int]) -> None:
         self.process = process
         self.limits = limits
@@ -50,14 +52,13 @@ class _Run:
         self.result: RunResult | None = None
 
     def kill(self, end: RunEnd) -> None:
-        """Kill the process for the reason `end`."""
         self.end = self.end or end
         self.deadline = float("inf")
         if not self.waited_for:
             self.process.kill()
 
     def look(self, used: float) -> None:
-        """Kill the process past its deadline if it sleeps. `used`: what `used_seconds` returns."""
+        """Kill the process past its deadline if it sleeps. `used`: from `used_seconds`."""
         now, limit = time.monotonic(), self.limits.wall_seconds
         busy = min(used, self.used) < 0 or used - self.used > SLEEPS * self.pause
         patience = PATIENCE if self.limits.processes == 1 else 1
@@ -66,7 +67,7 @@ class _Run:
         self.used, self.deadline = used, now + self.pause if self.end is None else float("inf")
 
     def read(self, name: str) -> bool:
-        """Read what one pipe holds, and return whether there may be more later."""
+        """Read the content of a pipe, and return True if there may be more later."""
         try:
             chunk = os.read(self.readers[name], _CHUNK)
         except BlockingIOError:
@@ -78,7 +79,7 @@ class _Run:
         return bool(chunk)
 
     def finish(self) -> None:
-        """Set `result` once the process has ended, with what is left in its pipes. RuntimeError if it never began."""
+        """Set `result` after the end of the process. RuntimeError if it never began."""
         self.waited_for = True
         status, cpu_seconds = self.process.wait()
         seconds = time.monotonic() - self.started
@@ -91,33 +92,35 @@ class _Run:
         final = end if (end, self.end) == ("cpu", "exit") else self.end or end
         is_text = texts[0].encode() == self.data["stdout"]
         self.result = RunResult(final, code, *texts, seconds, cpu_seconds, is_text)
-        if not self.data["report"] and self.end is None:  # it may have been killed here before it was ready
+        # without a report it may also have been killed here before it was ready
+        if not self.data["report"] and self.end is None:
             raise RuntimeError(f"the sandbox did not start ({end} {code}): {texts[1].strip()[-300:]}")
 
 
 def ended(status: int, all_used: bool) -> tuple[RunEnd, int]:
-    """Return what a wait status means. `all_used` says whether the processor time was used up."""
+    """Return the end and the exit code or signal of a wait status. `all_used`: no processor time is left."""
     code = os.waitstatus_to_exitcode(status)
-    signal = -code if code < 0 else code - 128  # shells and bwrap add 128
+    # bwrap and shells add 128 to a signal
+    signal = -code if code < 0 else code - 128
     if signal == SIGXCPU or (signal == SIGKILL and all_used):
         return "cpu", 0
     return ("signal", -code) if code < 0 else ("exit", code)
 
 
 class BaseSandbox(ServedSandbox):
-    """A `Sandbox` without `launch`, which the subclasses have. One call runs at a time; calls of other threads wait."""
+    """A `Sandbox` without `launch`. One call runs at a time; calls of other threads wait."""
 
     def __init__(self, packages: Mapping[str, Path] | None) -> None:
-        """`packages`: the files that code may import, as `find_packages` returns them; they are loaded before the first
-        fork."""
+        """Take the files of `find_packages`, which are loaded before the first fork."""
         self.packages = find_pytest() | dict(packages or {})
         self.own_bytes = ROOM if packages else 0
-        self.environment = {"PYTHONHASHSEED": "0"} | (ENVIRONMENT if packages else {})  # sets print alike every time
+        # sets of texts print in the same order each time
+        self.environment = {"PYTHONHASHSEED": "0"} | (ENVIRONMENT if packages else {})
         self._lock = threading.Lock()
         super().__init__()
 
     def use(self, python: str) -> None:
-        """Run code with another interpreter, as `Sandbox.use` says."""
+        """Run code with another interpreter. RuntimeError without one of that name."""
         if (found := shutil.which(os.path.expanduser(python))) is None:
             raise RuntimeError(f"there is no interpreter {python}")
         self.python = os.path.realpath(found)
@@ -125,23 +128,20 @@ class BaseSandbox(ServedSandbox):
         self.prove()
 
     def prove(self, packages: Sequence[str] = ()) -> None:
-        """Run a program, which imports these packages. RuntimeError if the sandbox does not work here."""
+        """Run a program that imports these packages. RuntimeError if the sandbox does not work here."""
         program = "".join(f"__import__('importlib').import_module({name!r})\n" for name in module_names(packages))
         if (result := self.run(program + "print(6 * 7)", limits=PROOF)).stdout != "42\n":
             raise RuntimeError(result.stderr.strip()[-300:] or f"it ended by {result.end} {result.code}")
 
     def run(self, code: str, stdin: str = "", limits: RunLimits = LIMITS) -> RunResult:
-        """Run a program, as `Sandbox.run` says."""
+        """Run a program with this standard input."""
         ((result, _),) = self.run_jobs([{"mode": "run", "code": code, "prelude": ""}], limits, stdin)
         return result
 
     def run_jobs(self, jobs: list[dict[str, Any]], limits: RunLimits, stdin: str = "") -> list[tuple[RunResult, bytes]]:
-        """Run one job, or two with a socket pair between them, each in a confined process, until the first has ended.
+        """Run one job, or two with a socket pair between them, until the first has ended; return the ends and reports.
 
-        Returns how each ended, and what it wrote to its report descriptor after the byte that says it is ready: trusted
-        code alone wrote that in the mode `test`; in every other mode it is the word of untrusted code.
-
-        Jobs are what `guest/main.py` reads, without their limits. RuntimeError if a process did not start.
+        The report of the mode `test` alone is the word of trusted code. RuntimeError if a process did not start.
         """
         with self._lock, ExitStack() as stack:
             runs = self._open(stack, jobs, limits, stdin)
@@ -157,7 +157,7 @@ class BaseSandbox(ServedSandbox):
         limits: RunLimits = LIMITS,
         unproven: bool = False,
     ) -> CheckResult:
-        """Test code, as `Sandbox.check` says."""
+        """Test code in a process that is not that of its tests, or in the same one if `unproven`."""
         lends = all("from spmd_rl.sandbox.guest.testing import same" in test for test in tests)  # function calls
         shared = {"prelude": prelude, "entry": entry, "message_bytes": limits.message_bytes, "lends": lends}
         jobs: list[dict[str, Any]] = [{"mode": "test", "tests": list(tests), **shared}]
@@ -169,14 +169,24 @@ class BaseSandbox(ServedSandbox):
         end = ended[-1][0].end
         if "wall" in (testing.end, end):
             return CheckResult("wall", ())
-        unsupported, sources = _judged(testing, report, len(tests), beside=unproven)
-        if unsupported:
+        if (found := _read(report)) is None:
+            why = f"the tests ended by {testing.end} {testing.code}"
+            idle = _idle(tests)
+            if code == idle:
+                raise RuntimeError(f"{why}: {testing.stderr.strip()}")
+            # the code is to blame, whatever it did, unless the tests end like that without it too
+            self.check(idle, tests, prelude, entry, limits)
+            return CheckResult(end, (False,) * len(tests), f"{why}, by what the code did")
+        error, unsupported, sources = found
+        if error or not (sources or unsupported):
+            raise RuntimeError(error or "there are no tests")
+        if unsupported and not unproven:
             return CheckResult(end, (), unsupported=unsupported)
         passed = tuple(outcome for outcomes, _ in sources for outcome in outcomes)
         return CheckResult(end, passed, next((why for _, why in sources if why), ""))
 
     def _open(self, stack: ExitStack, jobs: list[dict[str, Any]], limits: RunLimits, stdin: str) -> list[_Run]:
-        """Start a process for each job, two with a socket pair between. `stack` ends them and our descriptors."""
+        """Start a process for each job. `stack` ends them and closes our descriptors."""
         memory = limits.memory_bytes + self.own_bytes
         kernel = {"cpu": limits.cpu_seconds, "disk": limits.disk_bytes}
         kernel["processes"] = limits.processes + (self.own_processes * len(jobs) if limits.processes > 1 else 0)
@@ -201,25 +211,20 @@ class BaseSandbox(ServedSandbox):
         return runs
 
 
-def _judged(
-    testing: RunResult, written: bytes, num_sources: int, beside: bool
-) -> tuple[str, list[tuple[list[bool], str]]]:
-    """Return why the tests are not supported, and for each source of them which passed and why one failed. RuntimeError
-    if the tests are at fault. Whatever ends their process once the code has been asked is the code's doing; so is all
-    that code beside its tests makes of the report."""
-    asked, text = written.startswith(b"?") or beside, written.lstrip(b"?")
+def _read(report: bytes) -> tuple[str, str, list[tuple[list[bool], str]]] | None:
+    """Return the tests' mistake, why they are unsupported, and for each source which passed and why one failed."""
     try:
-        report = json.loads(text)
-        passed = [([each is True for each in passed] or [False], str(why)[:1000]) for passed, why in report["sources"]]
-        error, unsupported = str(report["error"]), str(report["unsupported"])[:1000]
+        found = json.loads(report)
+        sources = [([each is True for each in passed] or [False], str(why)[:1000]) for passed, why in found["sources"]]
+        return str(found["error"])[:1000], str(found["unsupported"])[:1000], sources
     except (ValueError, TypeError, KeyError, RecursionError):
-        ended = f"the tests ended by {testing.end} {testing.code}"
-        if asked:
-            return "", [([False], f"{ended}, after what the code answered")] * num_sources
-        raise RuntimeError(f"{ended}: {testing.stderr.strip()}") from None
-    if error or not (passed or unsupported):
-        raise RuntimeError(error[:1000] or "there are no tests")
-    return "" if beside else unsupported, passed
+        return None
+
+
+def _idle(tests: Sequence[str]) -> str:
+    """Return a program that has a function for each word of the tests; it only raises."""
+    words = {word for test in tests for word in re.findall(r"[A-Za-z_]\w*", test) if not keyword.iskeyword(word)}
+    return "".join(f"def {word}(*_, **__): raise Exception\n" for word in sorted(words))
 
 
 def _give_up(run: _Run) -> None:
@@ -230,11 +235,13 @@ def _give_up(run: _Run) -> None:
 
 
 def used_seconds(owner: int) -> float:
-    """Return the processor time of all processes that descend from one, -1.0 if one of their threads has a processor
-    or waits for one, which others may have; 0.0 where there is no `/proc` to tell."""
+    """Return the processor time of all descendants of a process, 0.0 without a `/proc`.
+
+    -1.0 if one of their threads has a processor or waits for one, as on a busy machine.
+    """
     used, found = 0.0, [owner]
     for pid in found:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):
             found += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
             if pid != owner:
                 paths = [Path(f"/proc/{pid}/stat"), *Path(f"/proc/{pid}").glob("task/*/stat")]
@@ -246,7 +253,7 @@ def used_seconds(owner: int) -> float:
 
 
 def _watch(runs: list[_Run], owner: int) -> None:
-    """Wait until all have ended. When the first ends, the others are killed."""
+    """Wait until all runs have ended. The end of the first, which has the tests, ends the others."""
     with selectors.DefaultSelector() as selector:
         for run in runs:
             for name, fd in run.readers.items():

@@ -1,10 +1,10 @@
-"""A sandbox by bubblewrap, which root is not needed for: the fork server runs inside it, with the system's Python.
+"""A sandbox by bubblewrap, which does not need root: the fork server runs inside it, with the system's Python.
 
 bubblewrap starts once, with `/usr` as the only part of the host's files (read-only). The server in it (`namespaces.py`)
-gives each job namespaces of its own, in which it has an empty root directory, no capabilities, no environment, hard
-limits and, on x86-64, the same seccomp list as the fork server's (elsewhere there is none: `processes: 1` means 64, and
-the kernel's memory has no limit). As root it runs under a user id that nobody else has. It needs a kernel that lets
-bubblewrap's child keep its capabilities within its user namespace; a setuid bubblewrap does not.
+gives each job separate namespaces, in which it has an empty root directory, no capabilities, no environment, hard
+limits and, on x86-64, the same seccomp list as in the fork server (elsewhere there is none: `processes: 1` means 64,
+and the kernel's memory has no limit). Under root it takes an unused user id. The kernel must let bubblewrap's child
+keep its capabilities within its user namespace; a setuid bubblewrap does not.
 """
 
 import os
@@ -20,13 +20,12 @@ from spmd_rl.sandbox.forkserver import reserve_uids
 from spmd_rl.sandbox.served import spawn
 
 PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
-"""Interpreters below `/usr`; another user id could not run one in somebody's home directory."""
+"""Interpreters below `/usr`: another user id cannot run one in a home directory."""
 PACKAGES = "/packages"
-"""Where code finds the packages that it may import."""
 
 
 class Bubblewrap(BaseSandbox):
-    """A server in bubblewrap that gives each child namespaces of its own. RuntimeError where it cannot work."""
+    """A sandbox whose server runs in bubblewrap. RuntimeError where it cannot work."""
 
     own_processes = 2
 
@@ -43,7 +42,7 @@ class Bubblewrap(BaseSandbox):
         super().__init__(packages)
 
     def launch(self, orders: int, guest: int, stack: ExitStack) -> subprocess.Popen:
-        """Start the server, as `ServedSandbox.launch` says."""
+        """Start bubblewrap with the server in it."""
         if not self._suits(self.python):
             raise RuntimeError(f"the packages are for Python {_VERSION}")
         prefix = str(Path(self.python).parents[1])
@@ -57,7 +56,6 @@ class Bubblewrap(BaseSandbox):
         return spawn([*command, "-X", "utf8"], start, [orders, guest], {}, **user)
 
     def _layout(self) -> list[str]:
-        """Return the options for the files and the environment that the server has."""
         found = ["--ro-bind", "/usr", "/usr"]
         for path in ("/dev/null", "/dev/urandom"):
             found += ["--dev-bind", path, path]
@@ -73,7 +71,7 @@ class Bubblewrap(BaseSandbox):
         return found
 
     def _suits(self, python: str) -> bool:
-        """Return whether an interpreter can import what is installed for ours."""
+        """Return True if an interpreter can import what is installed for ours."""
         if self._is_any:
             return True
         command = [python, "-I", "-S", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]

@@ -17,12 +17,13 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 NEW_NS, NEW_UTS, NEW_IPC, NEW_PID, NEW_NET = 0x00020000, 0x04000000, 0x08000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 32, 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
-ROOT = "/proc"  # the directory that exists everywhere, at which a root is mounted in a mount namespace of our own
+# a root is mounted there, in a private mount namespace: this directory exists everywhere
+ROOT = "/proc"
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER = 38, 22, 36
 
 
 def call(name: str, *args: int | bytes | None) -> int:
-    """Call a function of libc. OSError with its name if it fails."""
+    """Call a function of libc. OSError if it fails."""
     result = getattr(LIBC, name)(*(ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args))
     if result < 0:
         error = ctypes.get_errno()
@@ -31,18 +32,18 @@ def call(name: str, *args: int | bytes | None) -> int:
 
 
 def drop_capabilities() -> None:
-    """Give up all capabilities of this process for ever, if it cannot become another user. OSError if refused."""
+    """Give up all capabilities of this process for ever. OSError if refused."""
     call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))  # _LINUX_CAPABILITY_VERSION_3, this process
 
 
 def mount_tmpfs(target: str, num_bytes: int, mode: int) -> None:
-    """Mount a file system in memory of `num_bytes`. OSError without CAP_SYS_ADMIN."""
+    """Mount a file system in memory. OSError without CAP_SYS_ADMIN."""
     options = f"size={num_bytes},nr_inodes=1024,mode={mode:o}".encode()
     call("mount", b"tmpfs", target.encode(), b"tmpfs", MS_NOSUID, options)
 
 
 def mount_root() -> None:
-    """Change to a root in memory that holds `/dev/null` and two empty directories, for mounts. OSError if refused."""
+    """Change to a root in memory with `/dev/null` and two empty directories, for mounts. OSError if refused."""
     call("unshare", NEW_NS | NEW_NET | NEW_IPC | NEW_UTS)
     call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
     mount_tmpfs(ROOT, 1 << 20, 0o755)
@@ -72,7 +73,7 @@ def landlock_version() -> int:
 def landlock(paths: dict[str, int]) -> None:
     """Deny this process for ever all files except those below `paths`, and all of TCP. OSError without Landlock.
 
-    Call with PR_SET_NO_NEW_PRIVS set. A path that is a file takes READ and WRITE too.
+    PR_SET_NO_NEW_PRIVS must be set. A path may be a file.
     """
     version = landlock_version()
     files = (1 << {0: 0, 1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
@@ -114,9 +115,10 @@ _ALLOWED = [
     *(283, 284, 285, 286, 287, 290, 291, 292, 293, 295, 296, 302, 316, 318, 324, 326, 327, 328),
     *(332, 334, 436, 439, 441),  # statx rseq close_range faccessat2 epoll_pwait2
 ]
-"""x86-64 numbers of what Python programs need. Not among them: sockets, namespaces, mounts, ptrace, other processes'
-memory, keys, BPF, io_uring, memory without an address space (memfd, shared segments), modules, clocks, reboot, execve,
-nor what takes the kernel's memory without a limit: larger socket buffers, descriptors in flight (sendmsg), inotify."""
+"""x86-64 numbers of calls that Python programs need. Not among them: sockets, namespaces, mounts, ptrace, memory of
+other processes, keys, BPF, io_uring, memory without an address space (memfd, shared segments), modules, clocks, reboot,
+execve, and calls that take the kernel's memory without a limit: larger socket buffers, descriptors in flight (sendmsg),
+inotify."""
 _MMAP, _IOCTL, _SOCKETPAIR, _GETSOCKOPT, _FCNTL, _PRCTL = 9, 16, 53, 55, 72, 157
 _CLONE, _FORK, _VFORK, _CLONE3 = 56, 57, 58, 435
 _SOME = (
@@ -127,24 +129,26 @@ _SOME = (
     (_PRCTL, 0, (3, 15, 16, 21)),  # dumpable? thread name, seccomp?
 )
 """Calls that are allowed for some values of an argument: (number of the call, of the argument, its values)."""
-_SHARED_ANONYMOUS = 0x21  # a file of the kernel's for each mapping; without other processes it has no use
+# each such mapping takes a file of the kernel's; without other processes it has no use
+_SHARED_ANONYMOUS = 0x21
 _CLONE_THREAD = 0x10000
 _CLONE_NEW = 0x7E020080  # any namespace
 
 
 def seccomp_supported() -> bool:
-    """Return whether the numbers above are those of this machine."""
+    """Return True if the numbers above are those of this machine."""
     return platform.machine() == "x86_64" and struct.calcsize("P") == 8
 
 
 def seccomp_program(processes: bool) -> bytes:
-    """Return a filter that allows what a Python program needs. Other calls fail with EPERM; calls of another ABI kill.
+    """Return a filter of the calls that a Python program needs. Others fail with EPERM; those of another ABI kill.
 
-    `processes` allows to fork. Threads are always allowed.
+    `processes` allows a program to fork. Threads are always allowed.
     """
     steps = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, _X86_64), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NR)]
     steps += [(_GREATER, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
-    steps += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | _ENOSYS)]  # its flags are in memory: use clone
+    # clone3 has its flags in memory, which a filter cannot read: with ENOSYS libc uses clone
+    steps += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | _ENOSYS)]
     for number, argument, values in _SOME:
         steps.append((_EQUAL, 0, len(values) + 3, number))
         steps.append((_LOAD, 0, 0, _ARGUMENTS + 8 * argument))

@@ -1,9 +1,8 @@
 """A sandbox that forks. It needs root (to change user id and root directory), Landlock and x86-64.
 
-The code is confined by a user id that nobody else has, an empty root directory, no network, no environment, Landlock, a
-seccomp list of allowed system calls and hard limits; see `forkserver_main.py`, the process that is owned here. A
-container need not be privileged: CAP_SETUID, CAP_SETGID and CAP_SYS_CHROOT suffice. With CAP_SYS_ADMIN, the code can
-have files of its own too.
+The code is confined by an unused user id, an empty root directory, no network, no environment, Landlock, a seccomp list
+of allowed system calls and hard limits; see `forkserver_main.py`, the process that is owned here. A container need not
+be privileged: CAP_SETUID, CAP_SETGID and CAP_SYS_CHROOT suffice. With CAP_SYS_ADMIN, the code can write files too.
 """
 
 import os
@@ -18,19 +17,20 @@ from spmd_rl.sandbox.packages import link
 from spmd_rl.sandbox.served import spawn
 
 PYTHON = ["-s", "-S", "-P", "-B", "-X", "utf8"]
-FIRST_UID, LAST_UID = 0x70000000, 0x7FFEFFFF  # no distribution assigns user ids from this range
+# no distribution assigns user ids from this range
+FIRST_UID, LAST_UID = 0x70000000, 0x7FFEFFFF
 
 
 class HostServer(BaseSandbox):
-    """A server that the interpreter of the run, or another of this machine, starts where it is."""
+    """A sandbox whose server is a plain process of this machine."""
 
     def __init__(self, server: str, packages: Mapping[str, Path] | None) -> None:
-        """`server`: a class of `forkserver_main` and its arguments."""
+        """Take a class of `forkserver_main` and its arguments as text."""
         self._server = server
         super().__init__(packages)
 
     def launch(self, orders: int, guest: int, stack: ExitStack) -> subprocess.Popen:
-        """Start the server, as `ServedSandbox.launch` says."""
+        """Start the server's process with the packages in a temporary folder."""
         folder = stack.enter_context(link(self.packages))
         environment = self.environment | {"PYTHONPATH": f"/proc/self/fd/{guest}"}
         start = f"{orders}, {folder!r}, main.{self._server}"
@@ -38,10 +38,10 @@ class HostServer(BaseSandbox):
 
 
 class ForkServer(HostServer):
-    """A server that gives each child a user id of its own. RuntimeError at construction where it cannot work."""
+    """A sandbox whose server gives each child a separate user id. RuntimeError where it cannot work."""
 
     def __init__(self, mounts: bool = True, packages: Mapping[str, Path] | None = None) -> None:
-        """`mounts` says whether to use a mount namespace where that is allowed."""
+        """Use a mount namespace where that is allowed, unless `mounts` is False."""
         if os.geteuid() != 0:
             raise RuntimeError("it needs root")
         if not confine.seccomp_supported() or not confine.landlock_version():
@@ -51,9 +51,9 @@ class ForkServer(HostServer):
 
 
 def reserve_uids() -> int:
-    """Return the first of two user ids that nobody else on this machine uses. They follow from our process id.
+    """Return the first of two unused user ids, which follow from our process id.
 
-    RuntimeError in a user namespace that has no such large ids.
+    RuntimeError in a user namespace without such large ids.
     """
     first = FIRST_UID + 2 * os.getpid()
     with open("/proc/self/uid_map") as file:

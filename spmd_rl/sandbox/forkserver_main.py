@@ -1,9 +1,9 @@
 """The process of the fork server: an interpreter with the standard library loaded, which forks a child for each job.
 
 Before the first fork it gives up its view of the file system: it keeps the sources of the standard library in memory
-and changes its root to an empty directory. A child then gets a user id of its own, hard limits, Landlock and a seccomp
-filter. This process stays root; it kills and reaps what a child leaves behind and reports how it ended. It ends when
-its socket closes, not by a parent-death signal, because its children have to go first.
+and changes its root to an empty directory. A child then gets a separate user id, hard limits, Landlock and a seccomp
+filter. This process stays root; it kills and reaps all that a child leaves behind. It ends when its socket closes, not
+by a parent-death signal, because its children have to end first.
 
 Where mounting is allowed, the root is a file system in memory with room for a child's files and `/dev/null`; elsewhere
 it is a directory that has been removed, and a child cannot write any file.
@@ -44,13 +44,13 @@ keyword locale logging math numbers operator os pathlib pprint queue random re s
 struct subprocess tempfile textwrap threading time timeit traceback types typing unicodedata unittest unittest.mock uuid
 warnings weakref zlib
 """
-"""These and all extension modules are loaded before the first fork, the rest of the standard library on demand."""
+"""Modules that are loaded before the first fork, as are all extension modules; the others are loaded on demand."""
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "__pycache__"}
 NEVER = ("_test", "_tkinter", "_curses", "_xx", "xx", "readline", "_gdbm", "_dbm", "nis", "oss")
 
 
 class SourceImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Finds and loads the Python modules below a directory from memory, as a child cannot open files."""
+    """Importer of the Python modules below a directory from memory, as a child cannot open files."""
 
     def __init__(self, directory: Path) -> None:
         self._sources: dict[str, tuple[bytes, bool]] = {}
@@ -59,15 +59,16 @@ class SourceImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
             for path in (Path(folder, file) for file in files if file.endswith(".py")):
                 parts = path.relative_to(directory).with_suffix("").parts
                 is_package = parts[-1] == "__init__"
-                with contextlib.suppress(OSError):  # a link to nowhere
+                # a file may be a broken link
+                with contextlib.suppress(OSError):
                     self._sources[".".join(parts[:-1] if is_package else parts)] = path.read_bytes(), is_package
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> object:
-        """Return the spec of a module below the directory, None for others."""
+        """Return the spec of a module below the directory, None for another."""
         return importlib.util.spec_from_loader(fullname, self) if fullname in self._sources else None
 
     def is_package(self, fullname: str) -> bool:
-        """Return whether the module is a package."""
+        """Return True if the module is a package."""
         return self._sources[fullname][1]
 
     def get_source(self, fullname: str) -> str:
@@ -76,7 +77,7 @@ class SourceImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
 
 def preload() -> None:
-    """Import what children use, and let later imports come from memory alone."""
+    """Import the modules that children use, and serve later imports from memory."""
     names = MODULES.split()
     if dynload := sysconfig.get_config_var("DESTSHARED"):
         with contextlib.suppress(OSError):
@@ -88,14 +89,13 @@ def preload() -> None:
     sqlite3.connect = sqlite3.dbapi2.connect = functools.partial(connect_without_locks, sqlite3.connect)
     sources = SourceImporter(Path(sysconfig.get_path("stdlib")))
     sys.meta_path[:] = [*sys.meta_path[:2], sources]
-    zones = {name: zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()}  # it finds what is alive
+    # a child cannot read the files of zones, but `ZoneInfo` returns objects that are alive
+    zones = {name: zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()}
     zoneinfo.available_timezones = lambda: set(zones)
-    sys.path[:] = []
-    sys.path_importer_cache.clear()
 
 
 def connect_without_locks(connect: Callable, database: object, *args: object, **options: object) -> object:
-    """Open an SQLite database. Children may not lock parts of files; a file of theirs has no other user."""
+    """Open an SQLite database without locks: children may not lock parts of files, and share none."""
     if not options.get("uri") and isinstance(database, (str, os.PathLike)) and str(database) not in ("", ":memory:"):
         database, options["uri"] = f"file:{urllib.parse.quote(os.fspath(database))}?nolock=1", True
     return connect(database, *args, **options)
@@ -104,14 +104,15 @@ def connect_without_locks(connect: Callable, database: object, *args: object, **
 def load_packages(folder: Path) -> None:
     """Import the packages in a folder, with all their extension modules: a child cannot load a library from a file.
 
-    Their other modules come from memory.
+    Later imports come from memory alone.
     """
     finder = importlib.machinery.PathFinder
-    sys.path.append(str(folder))
+    sys.path[:] = [str(folder)]
     sys.meta_path.insert(2, finder)
     suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
     names = [name for name in os.listdir(folder) if name.isidentifier()]
-    names += [f"_pytest.{path.stem}" for path in (folder / "_pytest").glob("*.py")]  # it uses most of its plug-ins
+    # pytest uses most of its plug-ins
+    names += [f"_pytest.{path.stem}" for path in (folder / "_pytest").glob("*.py")]
     for top, _, files in os.walk(folder, followlinks=True):
         parts = Path(top).relative_to(folder).parts
         if not SKIPPED.intersection(parts):
@@ -125,7 +126,7 @@ def load_packages(folder: Path) -> None:
 
 
 def hide_files(mounts: bool) -> bool:
-    """Change to an empty root, and return whether children can have files. OSError if that is not allowed."""
+    """Change to an empty root, and return True if children can have files. OSError if that is not allowed."""
     if mounts:
         with contextlib.suppress(OSError):
             confine.mount_root()
@@ -139,10 +140,10 @@ def hide_files(mounts: bool) -> bool:
 
 
 class UserIdServer(Server):
-    """Gives each child a user id that no other process has: it confines the child and finds what it leaves behind."""
+    """A server that confines each child by an unused user id, which all that the child leaves behind has too."""
 
     def __init__(self, orders: socket.socket, first_uid: int, mounts: bool) -> None:
-        """`mounts` says whether to use a mount namespace where that is allowed. OSError where it cannot work."""
+        """Hide all files. OSError where the server cannot work."""
         super().__init__(orders)
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         confine.call("prctl", confine.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -150,7 +151,7 @@ class UserIdServer(Server):
         self._files = hide_files(mounts)
 
     def fork(self, child: Child, fds: list[int]) -> int:
-        """Start a job, as `Server.fork` says."""
+        """Start a job under the user id of its slot."""
         directory = self._prepare_directory(child.slot, child.disk_bytes)
         me = os.getpid()
         if (pid := os.fork()) == 0:
@@ -158,31 +159,30 @@ class UserIdServer(Server):
         return pid
 
     def end_others(self, child: Child) -> None:
-        """Kill and reap what is left, as `Server.end_others` says."""
+        """Kill and reap all processes of the child's user id."""
         while child.may_fork and self._any_process(uid := self._first_uid + child.slot):
             _kill_all_of(uid)
             time.sleep(0.001)
             self._reap()
 
     def _prepare_directory(self, slot: int, num_bytes: int) -> str:
-        """Return an empty directory of that size for a child, or an empty string where it can have no files."""
         if not self._files:
             return ""
         directory = f"/box{slot}"
-        with contextlib.suppress(OSError):  # the first of the slot
+        with contextlib.suppress(OSError):
             confine.call("umount2", directory.encode(), confine.MNT_DETACH)
         confine.mount_tmpfs(directory, max(num_bytes, 4096), 0o777)
         return directory
 
     def _any_process(self, uid: int) -> bool:
-        """Return whether a process has that user id, dead ones included."""
-        with contextlib.suppress(FileNotFoundError):  # one ends while we look: look again
+        # a process may end during the search: then the caller searches again
+        with contextlib.suppress(FileNotFoundError):
             names = [name for name in os.listdir(self._proc) if name.isdigit()]
             return any(os.stat(name, dir_fd=self._proc).st_uid == uid for name in names)
         return True
 
     def _reap(self) -> None:
-        """Reap orphans. The status of the other child is kept if it has just ended."""
+        """Reap orphans, and keep the status of the other child if it has just ended."""
         pids = {child.pid for child in self.running}
         with contextlib.suppress(ChildProcessError):
             while (ended := os.wait4(-1, os.WNOHANG))[0]:
@@ -203,8 +203,6 @@ def _kill_all_of(uid: int) -> None:
 
 
 def _become_child(child: Child, fds: list[int], uid: int, directory: str, parent: int) -> None:
-    """Become another user, confine this process, then run the job in it."""
-
     def give_up() -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -216,11 +214,12 @@ def _become_child(child: Child, fds: list[int], uid: int, directory: str, parent
 
 
 def start(fd: int, packages: str, kind: Callable[..., Server], *args: object) -> None:
-    """Run a server on a socket. It sends `ready`, or the reason why it cannot work. `packages`: a folder with those
-    that children may import, pytest among them. `kind(orders, *args)` gives up what the server must not have, and
-    returns it.
+    """Run a server on a socket. It sends `ready`, or the reason why it cannot work.
+
+    `packages`: a folder with all that children may import, including pytest. `kind(orders, *args)` returns the server.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks
+    # Ctrl-C is for the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=fd) as orders:
         preload()
         load_packages(Path(packages))
@@ -230,6 +229,7 @@ def start(fd: int, packages: str, kind: Callable[..., Server], *args: object) ->
         except OSError as error:
             orders.send(str(error).encode())
             return
-        gc.freeze()  # keep shared pages shared
+        # the collector would write to pages that children share
+        gc.freeze()
         orders.send(b"ready")
         server.run()

@@ -1,9 +1,9 @@
-"""A server whose children are confined by namespaces of their own. It lives inside bubblewrap.
+"""A server that confines each child by separate namespaces. It runs inside bubblewrap.
 
-It is the first process of bubblewrap's namespaces and has all capabilities there, which count for nothing outside. For
-each job it forks the first process of another pid namespace, which mounts the job's own file system, forks the job and
-waits for it. The job loses all capabilities before it runs. When that first process dies, the kernel kills and reaps
-all others of its namespace before it reports the death: a kill leaves nothing behind, at whatever moment.
+It is the first process of bubblewrap's namespaces and has all capabilities there, which have no effect outside. For
+each job it forks the first process of another pid namespace, which mounts a file system, forks the job and waits for
+it. The job loses all capabilities before it runs. When that first process dies, the kernel kills and reaps all others
+of its namespace before it reports the death, so a kill leaves nothing behind.
 """
 
 import os
@@ -13,11 +13,11 @@ from spmd_rl.sandbox import confine
 from spmd_rl.sandbox.server import Child, Server, confine_and_work, confined, take_descriptors
 
 BOX = "/box0"
-"""The working directory of a job. What another job has there cannot be seen."""
+"""Working directory of a job, which another job cannot see."""
 
 
 class NamespaceServer(Server):
-    """Gives each child a pid namespace, in which all that it starts ends with it, and a file system in memory."""
+    """A server that gives each child a pid namespace, in which all processes end with it, and a file system."""
 
     def __init__(self, orders: socket.socket) -> None:
         super().__init__(orders)
@@ -25,7 +25,7 @@ class NamespaceServer(Server):
         self._me = os.pidfd_open(os.getpid())
 
     def fork(self, child: Child, fds: list[int]) -> int:
-        """Start a job, as `Server.fork` says."""
+        """Start a job below the first process of a new pid namespace."""
         child.status_fd, theirs = os.pipe()
         try:
             confine.call("unshare", confine.NEW_PID)  # of the next child
@@ -33,7 +33,8 @@ class NamespaceServer(Server):
                 confined(_be_first, child, [*fds, theirs])
         finally:
             os.close(theirs)
-            confine.call("setns", self._me, confine.NEW_PID)  # one can only unshare from one's own
+            # a process can only unshare from its first namespace
+            confine.call("setns", self._me, confine.NEW_PID)
         return pid
 
 

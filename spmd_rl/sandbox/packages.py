@@ -1,4 +1,4 @@
-"""The installed packages that code in a sandbox may import: exactly the files of those named and of what they need.
+"""The installed packages that code in a sandbox may import: exactly the files of those named and of their requirements.
 
 files = find_packages(["numpy", "sympy"])   # {"numpy": /venv/.../numpy, "numpy.libs": ..., "mpmath": ...}
 """
@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ENVIRONMENT = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""A sandbox has one processor's worth of time; a pool of threads would only use up its memory."""
+"""Variables that keep packages from pools of threads, which take memory: a sandbox has the time of one processor."""
 ROOM = 512 << 20
-"""The address space that a process gets for packages, beside its own limit."""
+"""Bytes of address space that a process gets for packages, in addition to its limit."""
 _NO_MODULE = re.compile(r"\.(pth|dist-info)\b")
 PYTEST = "pytest _pytest py pluggy iniconfig packaging pygments"
 
@@ -22,8 +22,8 @@ PYTEST = "pytest _pytest py pluggy iniconfig packaging pygments"
 def find_packages(names: Iterable[str]) -> dict[str, Path]:
     """Return the files and folders of the packages and of all that they require, by their path below a search path.
 
-    A name may be that of a module or of a distribution. A folder that several distributions share is taken apart, so
-    that nothing else comes along. RuntimeError for a package that is not installed here.
+    A name is that of a module or of a distribution. A folder that several distributions share is taken apart, so that
+    only the named ones are visible. RuntimeError for a package that is not installed here.
     """
     wanted, found, files = list(names), set(), {}
     while wanted:
@@ -37,14 +37,15 @@ def find_packages(names: Iterable[str]) -> dict[str, Path]:
 
 
 def find_pytest() -> dict[str, Path]:
-    """Return the files of pytest and of what it imports, with which tests run in a sandbox, as `find_packages` does."""
+    """Return the files of pytest and of its requirements, in the form of `find_packages`."""
     found = [Path(find_spec(name).origin) for name in PYTEST.split()]
     return {path.name: path for path in (path.parent if path.name == "__init__.py" else path for path in found)}
 
 
 def module_names(names: Sequence[str]) -> list[str]:
     """Return the modules to import for these packages: `scikit-learn` is `sklearn`."""
-    owners = packages_distributions() if names else {}  # a quarter of a second: it reads about all that is installed
+    # a quarter of a second: it reads the metadata of all that is installed
+    owners = packages_distributions() if names else {}
     found = []
     for name in names:
         modules = [module for module, owned in owners.items() if name in owned and not module.startswith("_")]
@@ -53,7 +54,7 @@ def module_names(names: Sequence[str]) -> list[str]:
 
 
 def link(files: Mapping[str, Path]) -> tempfile.TemporaryDirectory:
-    """Return a folder for `sys.path` that shows these files and no others, by symbolic links."""
+    """Return a folder for `sys.path` with symbolic links to these files alone."""
     folder = tempfile.TemporaryDirectory(prefix="spmd-packages-", ignore_cleanup_errors=True)
     for name, path in files.items():
         place = Path(folder.name, name)
@@ -71,18 +72,19 @@ def _distributions(name: str) -> list[Distribution]:
 
 
 def _required(installed: Distribution) -> list[str]:
-    """Return the names of what a distribution needs: those that are installed, without what only its extras need."""
+    """Return the names of the installed distributions that one needs without its extras."""
     required = []
     for line in installed.requires or ():
         name = re.match(r"[\w.-]+", line)
         if name and not re.search(r"\bextra\b", line.partition(";")[2]):
-            with suppress(PackageNotFoundError):  # of another system or Python version
+            # one that another system or Python version needs is not installed
+            with suppress(PackageNotFoundError):
                 required.append(distribution(name[0]).name)
     return required
 
 
 def _files(installed: Distribution) -> dict[str, Path]:
-    """Return the smallest set of files and folders that holds a distribution's modules and nothing of another's."""
+    """Return the smallest set of files and folders with a distribution's modules and nothing of another's."""
     listed = [path for path in installed.files or () if ".." not in path.parts and "__pycache__" not in path.parts]
     # a top folder with an `__init__.py` is a package that no other distribution puts files into
     own = {path.parts[0] for path in listed if path.parts[1:] == ("__init__.py",)}

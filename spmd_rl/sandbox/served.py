@@ -16,34 +16,33 @@ from typing import Any
 
 from spmd_rl.types import RunLimits
 
-START_SECONDS = 120.0  # the time that a server has to load the standard library and the packages, on a cold disk
+START_SECONDS = 120.0  # to load the standard library and the packages from a cold disk
 GUEST = ["base/process", *(f"sandbox/{name}" for name in ("confine", "forkserver_main", "namespaces", "server"))]
-"""The modules of ours that run in it, beside all of `sandbox/guest`."""
-LAZY = "from __future__ import annotations\n"  # older interpreters cannot evaluate ours
+"""Our modules that the server imports, in addition to all of `sandbox/guest`."""
+# older interpreters cannot evaluate our annotations
+LAZY = "from __future__ import annotations\n"
 _SEALS = 0xF  # no more sealing, shrinking, growing, writing
 
 
 class ServedSandbox(ABC):
-    """Owns one server (see `server.py`), with at most two children at a time. RuntimeError where it cannot work."""
+    """The owner of one server, which has at most two children at a time. RuntimeError where it cannot work."""
 
     own_bytes = 0
-    """Address space that the packages take which code may import, beside its own limit."""
+    """Address space for packages, in addition to the limit of the code."""
     own_processes = 0
-    """The processes of the sandbox itself that the kernel counts beside a job's, for each job."""
+    """Number of the sandbox's processes that the kernel counts for each job, in addition to the job's."""
     python = sys.executable
-    """The interpreter that runs code."""
+    """Interpreter that runs code."""
 
     def __init__(self) -> None:
         self.open()
 
     @abstractmethod
     def launch(self, orders: int, guest: int, stack: ExitStack) -> subprocess.Popen:
-        """Start the server's process, by `spawn`. It finds its socket and the archive of our modules at these
-        descriptors. `stack` closes when it is ready, or dead."""
+        """Start the server with its socket and the archive of our modules; `stack` closes when it is ready or dead."""
 
     def start(self, slot: int, limits: RunLimits, fds: Sequence[int]) -> "Forked":
-        """Start a job in a confined process, whose descriptors are these from 0 on. They are not closed here. `slot` is
-        0 or 1 and differs for processes that run at once. A server that was killed is replaced."""
+        """Start a job with copies of these descriptors from 0 on. `slot`: 0 or 1, another for each job that runs."""
         if self.process.poll() is not None:
             self.reopen()
         ours, theirs = socket.socketpair()
@@ -58,7 +57,7 @@ class ServedSandbox(ABC):
         self.process.wait()
 
     def reopen(self) -> None:
-        """Start another server in the place of this one."""
+        """Replace the server."""
         ServedSandbox.close(self)
         self.open()
 
@@ -86,20 +85,22 @@ class ServedSandbox(ABC):
 
 
 def spawn(command: list[str], start: str, fds: list[int], environment: dict[str, str], **user: Any) -> subprocess.Popen:
-    """Start the process of a server, which calls `forkserver_main.start` with what `start` says. Its standard streams
-    are pipes, as those of its children are: what the interpreter makes of them is theirs too."""
+    """Start a process that calls `forkserver_main.start` with these arguments."""
     code = f"from spmd_rl.sandbox import forkserver_main as main; main.start({start})"
+    # its children have pipes too, and inherit the interpreter's objects for them
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     return subprocess.Popen([*command, "-c", code], pass_fds=fds, env=environment, cwd="/", **pipes, **user)
 
 
 def archive_of_guest() -> bytes:
-    """Return a zip file of the modules that run in a server, which its interpreter can import."""
+    """Return a zip file of our modules that the server's interpreter imports."""
     here, buffer = Path(__file__).parents[1], io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        for package in ("spmd_rl", "spmd_rl/base", "spmd_rl/sandbox"):  # our own `__init__` files load too much
+        # our `__init__` files import too much
+        for package in ("spmd_rl", "spmd_rl/base", "spmd_rl/sandbox"):
             archive.writestr(f"{package}/__init__.py", "")
-        for path in here.glob("sandbox/guest/*.py"):  # which has no annotations: what it compiles must not be lazy
+        # without LAZY, which the code that they compile would inherit; they have no annotations
+        for path in here.glob("sandbox/guest/*.py"):
             archive.writestr(str(path.relative_to(here.parent)), path.read_text())
         for name in GUEST:
             archive.writestr(f"spmd_rl/{name}.py", LAZY + (here / f"{name}.py").read_text())
@@ -107,7 +108,7 @@ def archive_of_guest() -> bytes:
 
 
 def memory_file(content: bytes) -> int:
-    """Return a descriptor from which the content can be read and nothing else done."""
+    """Return a descriptor that can only be read."""
     fd = os.memfd_create("job", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
         file.write(content)
@@ -117,7 +118,7 @@ def memory_file(content: bytes) -> int:
 
 
 class Forked:
-    """A child of a server, known by the socket on which its end is reported."""
+    """A child of a server, known by the socket that reports its end."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -128,7 +129,7 @@ class Forked:
 
     def kill(self) -> None:
         """Kill the child and all that it has started."""
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
 
     def wait(self) -> tuple[int, float]:

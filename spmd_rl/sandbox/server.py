@@ -1,7 +1,6 @@
 """The loop of a process that forks a confined child for each order and reports how it ended. Standard library only.
 
-How a child is confined is the subclass's matter: `forkserver_main.py` has user ids for it, `namespaces.py` namespaces,
-`PlainServer` nothing.
+Subclasses confine the child: `forkserver_main.py` by user ids, `namespaces.py` by namespaces, `PlainServer` not at all.
 
     class Mine(Server): ...
     Mine(orders).run()
@@ -25,12 +24,12 @@ from spmd_rl.sandbox import confine
 from spmd_rl.sandbox.guest import main
 
 FILTERS = {may_fork: confine.seccomp_program(may_fork) for may_fork in (False, True)}
-FIRST_FREE_FD = 64  # descriptors from here on do not collide with those that a child gets
+FIRST_FREE_FD = 64  # descriptors from here on do not collide with those of a child
 
 
 @dataclass(eq=False)
 class Child:
-    """A job that runs. `control` reports its end and, when the owner shuts it down, asks for it."""
+    """A job that runs. `control` reports its end; the owner asks for its end by a shutdown of this socket."""
 
     control: socket.socket
     slot: int
@@ -39,23 +38,23 @@ class Child:
     pid: int = 0
     pidfd: int = -1
     status_fd: int = -1
-    """Where the wait status comes from, if not from `pid`."""
+    """Pipe with the wait status, if that of `pid` is not the job's."""
 
 
 class Server(ABC):
-    """Forks a child for each order and reports how it ended, until the owner of the socket is gone."""
+    """A process that forks a child for each order and reports its end, until the owner of the socket is gone."""
 
     def __init__(self, orders: socket.socket) -> None:
         self.running: set[Child] = set()
         self.ended: dict[int, tuple] = {}
-        """By pid: what wait4 said, until it is reported."""
+        """Results of wait4 by pid, until they are reported."""
         self._orders = orders
         self._selector = selectors.DefaultSelector()
         self._selector.register(orders, selectors.EVENT_READ, None)
 
     @abstractmethod
     def fork(self, child: Child, fds: list[int]) -> int:
-        """Start the job of a child in a confined process, which gets these descriptors from 0 on. Returns its pid."""
+        """Start a job in a confined process, which gets these descriptors from 0 on, and return its pid."""
 
     def end_others(self, child: Child) -> None:  # noqa: B027 - none can be known, or the kernel has done it
         """Kill and reap all processes that an ended child has left behind."""
@@ -70,7 +69,7 @@ class Server(ABC):
                             self._end(left)
                         return
                     self.running.add(child)
-                elif child in self.running:  # it has ended, or is to end
+                elif child in self.running:
                     self.running.remove(child)
                     self._end(child)
 
@@ -83,7 +82,8 @@ class Server(ABC):
             fds.frombytes(part)
         control, *others = fds
         child = Child(socket.socket(fileno=control), **json.loads(text))
-        with contextlib.suppress(OSError):  # no process to be had: the closing socket tells
+        # without a process the owner sees that its socket closes
+        with contextlib.suppress(OSError):
             child.pid = self.fork(child, others)
             child.pidfd = os.pidfd_open(child.pid)
             self._selector.register(child.pidfd, selectors.EVENT_READ, child)
@@ -93,7 +93,6 @@ class Server(ABC):
         return child
 
     def _end(self, child: Child) -> None:
-        """Kill and reap all that is left of a child, and report how it ended."""
         self._selector.unregister(child.control)
         with child.control, contextlib.ExitStack() as stack:
             if child.status_fd >= 0:
@@ -115,14 +114,14 @@ class Server(ABC):
 
 
 class PlainServer(Server):
-    """Confines nothing."""
+    """A server whose children are not confined."""
 
     def __init__(self, orders: socket.socket, directory: str) -> None:
         super().__init__(orders)
         self._directory = directory
 
     def fork(self, child: Child, fds: list[int]) -> int:
-        """Start a job in the directory, as `Server.fork` says."""
+        """Start a job in the directory."""
         if (pid := os.fork()) == 0:
             confined(self._become_child, fds)
         return pid
@@ -143,18 +142,19 @@ def take_descriptors(fds: list[int]) -> None:
 
 
 def confined(action: Callable[..., None], *args: object) -> NoReturn:
-    """Do what a forked process is for; the action ends it. What goes wrong is written to its standard error."""
+    """Call an action that ends this process. An exception goes to the standard error."""
     try:
         try:
             action(*args)
         finally:
             os.write(2, traceback.format_exc().encode())
     finally:
-        os._exit(1)  # whatever it was, this process must not go on as a second server
+        # after a failure this process must not go on as a second server
+        os._exit(1)
 
 
 def confine_and_work(directory: str, may_fork: bool, give_up: Callable[[], None]) -> None:
-    """Confine this process, whose descriptors are in place, do its job and end it. `give_up`: gives up its rights."""
+    """Confine this process, do its job and end it. `give_up` drops the user's rights or the capabilities."""
     os.setsid()
     os.chdir(directory or "/")
     os.umask(0o077)

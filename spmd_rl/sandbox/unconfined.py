@@ -1,6 +1,6 @@
 """No sandbox: code from answers runs as a plain process with the user's rights, under resource limits alone.
 
-For trusted code, on a machine that has nothing to lose: `reward.<domain>.sandbox=none`.
+For trusted code (`reward.<domain>.sandbox=none`).
 """
 
 import tempfile
@@ -12,7 +12,7 @@ from spmd_rl.sandbox.forkserver import HostServer
 
 
 class Unconfined(HostServer):
-    """A server whose children are as it is, in a temporary directory."""
+    """A sandbox without confinement, in a temporary directory."""
 
     def __init__(self, packages: Mapping[str, Path] | None = None) -> None:
         tell("warning: sandbox: none runs code from answers with all that you may do yourself")

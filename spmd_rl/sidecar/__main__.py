@@ -1,4 +1,4 @@
-"""Shows the status of a sidecar's host, or is the host of a machine without ranks.
+"""Command line of a sidecar: print a host's status, or run a host on a machine without ranks.
 
     python -m spmd_rl sidecar --status ADDRESS [--keys DIR] [--json]
     python -m spmd_rl sidecar --bind tcp://*:5555 --keys DIR rlvr reward.math.target=rewards.math_verify:MathReward
@@ -26,7 +26,7 @@ from spmd_rl.sidecar.status import fetch_status, to_json, to_table
 
 
 def run_host(fd: int) -> None:
-    """Run the host until the rank is gone or SIGTERM asks it to drain."""
+    """Run the host until the rank is gone, or drain on SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks
     with socket.socket(fileno=fd) as parent:
         start = receive_frame(parent, wire.TO_CHILD)
@@ -44,9 +44,9 @@ def run_host(fd: int) -> None:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Be a host until SIGTERM or Ctrl-C asks it to drain."""
+    """Run a host until SIGTERM or Ctrl-C drains it."""
     check_bind(options.bind, keyed=bool(options.keys))
-    # what can be imported here can be imported by the workers
+    # What can be imported here can be imported by the workers.
     os.environ["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     start = build_start(options.bind, options.keys or "", options.words, options.config_dir, options.config_name)
     host = Host(start, None)
@@ -58,8 +58,9 @@ def serve(options: argparse.Namespace) -> None:
 def build_start(
     bind: str, keys: str, words: Sequence[str], config_dir: str | None, config_name: str | None
 ) -> wire.StartHost:
-    """Return what a run's pipeline and settings have a host serve: sections `reward` and `env`, without servers."""
-    from spmd_rl.config.load import load_host  # a host that a rank starts does not load Hydra
+    """Return the sections `reward` and `env` that a host serves for a run, without servers."""
+    # Imported here: a host that a rank starts does not need Hydra, whose import is slow.
+    from spmd_rl.config.load import load_host
 
     pipeline = words[0].removeprefix("spmd_rl.") if words else ""
     if not pipeline or "=" in pipeline:
@@ -80,7 +81,7 @@ def print_status(options: argparse.Namespace) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the options; without `status` and `bind`, the only word is the fd of a rank's socket."""
+    """Return the options. Without `status` and `bind`, the one word is the fd of a rank's socket."""
     parser = Parser(program("sidecar"), description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", metavar="PIPELINE [key=value ...]", help="with --bind: those of the run")
     what = parser.add_mutually_exclusive_group()

@@ -1,4 +1,4 @@
-"""A rank's side of the two protocols: verdicts, and environments that run in a sidecar.
+"""A rank's clients of sidecars: verdicts, and sessions with environments.
 
 verdict = await scorer.score(prompt, answer, info)
 
@@ -30,12 +30,12 @@ class ScoreClient(HostClient):
         host: HostProcess | None,
         keys: ClientKeys | None = None,
     ) -> None:
-        """`timeouts` holds the seconds that a rewarder may take, by domain; for the others see `HostClient`."""
+        """timeouts: seconds that a rewarder may take, by domain. Others: see `HostClient`."""
         super().__init__(addresses, timeouts, specs, host, keys)
         self._timeouts = dict(timeouts)
 
     async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Judge one answer. Never raises for a sample's or a sidecar's failure; cancelling it cancels the request."""
+        """Judge one answer. Failures are verdicts, never exceptions; cancelling it cancels the request."""
         timeout = self._timeouts.get(prompt.domain)
         if timeout is None:
             return Verdict("error", detail=f"no reward.{prompt.domain} is set")
@@ -64,7 +64,7 @@ class ScoreClient(HostClient):
 
 
 class OpenSession:
-    """A `Session` made of how to play a call, and of what to do when it is over."""
+    """A `Session` over two callables: play a call, and end the session."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class OpenSession:
         play: Callable[[wire.StepRequest], Awaitable[EnvReply]],
         end: Callable[[], object],
     ) -> None:
-        """`play` raises SessionLost if the environment fails; `end` is called once and does not wait."""
+        """play: raises SessionLost if the environment fails. end: called once; returns at once."""
         self.tag = tag
         self.reply = reply
         self._id, self._play, self._end = id_, play, end
@@ -83,7 +83,7 @@ class OpenSession:
         self._closed = False
 
     async def step(self, action: str) -> EnvReply:
-        """See `Session`. One step at a time; a step that is cancelled closes the session."""
+        """See `Session`. One step at a time; cancelling a step closes the session."""
         assert not self._closed, "the session is closed"
         if self._lost is not None:
             raise self._lost
@@ -103,7 +103,7 @@ class OpenSession:
 
 
 class RemoteEnvironments(HostClient):
-    """`Environments` over connections to hosts. A session stays with the host that its reset was sent to."""
+    """`Environments` over connections to hosts. A session stays with its reset's host."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class RemoteEnvironments(HostClient):
         host: HostProcess | None,
         keys: ClientKeys | None = None,
     ) -> None:
-        """`episode_timeouts`: by tag, the seconds that an episode may take; for the others see `HostClient`."""
+        """episode_timeouts: seconds of an episode, by tag. Others: see `HostClient`."""
         super().__init__(addresses, {f"env.{tag}": t for tag, t in episode_timeouts.items()}, specs, host, keys)
         self._sessions: dict[int, HostLink] = {}
 
@@ -125,14 +125,14 @@ class RemoteEnvironments(HostClient):
         try:
             reply = await self.request(id_, pool, wire.ResetRequest(id_, tag, seed, held_out, solve), 0)
         except asyncio.CancelledError:
-            self._end(id_, pool)  # its reply may be here already
+            # The host may have begun the session already; without this it would keep its slot.
+            self._end(id_, pool)
             raise
         if isinstance(reply, SessionLost):
             raise reply
         return OpenSession(id_, tag, reply, partial(self._step, pool, self.now), partial(self._end, id_, pool))
 
     async def _step(self, pool: str, began: float, request: wire.StepRequest) -> EnvReply:
-        """Take a step and wait for its reply. SessionLost if there is none."""
         if (link := self._sessions.get(request.session)) is None:
             raise SessionLost("lost", "its sidecar host is gone")
         if self.now - began > self.patience[pool]:
@@ -149,7 +149,7 @@ class RemoteEnvironments(HostClient):
         return reply
 
     def _end(self, id_: int, pool: str) -> None:
-        """Report to the host that a session is over, with the next calls or within a moment."""
+        """Report the end of a session to its host, with the next calls or within a moment."""
         if (link := self._sessions.pop(id_, None)) is not None:
             link.load[pool] -= 1
             self._close(link, id_, pool)

@@ -1,9 +1,9 @@
-"""The worker pool of one environment, as the host sees it: a queue of resets, workers with slots, deadlines.
+"""The host's worker pool of one environment: a queue of resets, workers with slots, deadlines.
 
-The rules. A session keeps the slot that its reset was given. The clock of a call runs while its worker has it. With one
-slot, a worker past a deadline is killed. With several, the call fails alone: its thread is abandoned, and the worker
-gets no more episodes and is ended after those that it has; but one that does not even answer a `Ping` is stuck as a
-whole and is killed. A worker that dies takes its sessions with it: they are lost. Nothing here blocks.
+A session keeps the slot of its reset. The clock of a call runs while its worker has it. With one slot, a worker past a
+deadline is killed. With several, only the call fails: its thread is abandoned, and the worker gets no more episodes and
+ends after its last. A worker that does not answer a `Ping` is killed. The sessions of a dead worker are lost. Nothing
+here blocks.
 """
 
 import contextlib
@@ -22,63 +22,63 @@ from spmd_rl.sidecar.process_pool import ProcessPool, WorkerProcess
 from spmd_rl.types import LostReason
 
 CHECK_SECONDS = 0.02
-"""The pause between two looks at deadlines."""
+"""Seconds between two checks of deadlines."""
 PING_SECONDS = 2.0
-"""A worker with a thread past its deadline must answer within this time, or is stuck as a whole."""
+"""Seconds within which a worker with a late thread must answer, or is killed."""
 END_SECONDS = 2.0
-"""The time that a worker without sessions, and with no more to come, may take to close its environments."""
+"""Seconds that a retiring worker without sessions may take to close its environments."""
 
 
 class SlotOwner(Protocol):
-    """A session as a pool reads it, and reports to it."""
+    """Interface of a session to its pool."""
 
     reset: wire.ResetRequest
-    """The request; the pool puts its own number in the place of `session`."""
+    """The request; the pool replaces `session` by its number."""
     client: Hashable
-    """The client of the session: clients that wait get their slots in turn."""
+    """Client of the session; waiting clients get slots in turn."""
 
     def on_slot(self, slot: "Slot") -> None:
-        """Its reset begins."""
+        """Note that the reset begins."""
         ...
 
     def on_reply(self, number: int, reply: msgspec.Raw) -> None:
-        """A call is answered."""
+        """Take the reply to a call."""
         ...
 
     def on_failure(self, reason: LostReason, detail: str, traceback: str = "") -> None:
-        """The session is over, and its slot is no longer its own."""
+        """Take the failure that ends the session; its slot is free."""
         ...
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Slot:
-    """A slot of a worker, with the session that has it."""
+    """A worker's slot and its session."""
 
     worker: "_EnvWorker"
     index: int
-    """The number under which the worker knows it."""
+    """Number by which the worker knows the slot."""
     owner: SlotOwner | None
-    """None once the session is closed while a call still runs."""
+    """None if the session is closed while a call runs."""
     number: int = 0
-    """The number of the call that runs, or ran last."""
+    """Number of the current or last call."""
     deadline: float = float("inf")
-    """When the call that runs is late; infinite if none runs."""
+    """Time at which the current call is late; infinite without one."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class _EnvWorker(WorkerProcess):
     free: list[int] = field(default_factory=list)
     slots: dict[int, Slot] = field(default_factory=dict)
-    """Sessions by the number of their slot."""
+    """Sessions by slot number."""
     episodes: int = 0
     retiring: bool = False
-    """True if it gets no more episodes."""
+    """True if the worker gets no more episodes."""
     stuck: bool = False
-    """True if a thread of it has been abandoned."""
+    """True if one of its threads has been abandoned."""
 
 
 class EnvPool(ProcessPool[_EnvWorker]):
-    """The workers of one environment. The host calls `tick` in every round of its event loop."""
+    """Workers of one environment; the host calls `tick` in every round of its event loop."""
 
     def __init__(self, tag: str, spec: wire.EnvPoolSpec, loop: EventLoop) -> None:
         super().__init__(f"env.{tag}", spec, wire.FROM_ENV_WORKER, loop)
@@ -91,11 +91,11 @@ class EnvPool(ProcessPool[_EnvWorker]):
 
     @property
     def busy(self) -> bool:
-        """True if a worker is starting, a call runs or a reset waits."""
+        """True if a worker starts, a call runs or a reset waits."""
         return not self.ready or bool(self._queue or self._num_running)
 
     def submit(self, owner: SlotOwner) -> None:
-        """Queue a reset. Its owner's `on_slot` and then `on_reply` are called, or `on_failure`."""
+        """Queue a reset. Its owner's `on_slot` and `on_reply` follow, or `on_failure`."""
         if self.broken:
             owner.on_failure("error", self.broken)
         else:
@@ -103,15 +103,15 @@ class EnvPool(ProcessPool[_EnvWorker]):
             self._may_dispatch = True
 
     def withdraw(self, owner: SlotOwner) -> None:
-        """Take a reset off the queue, if it waits there."""
+        """Remove a reset from the queue, if it waits there."""
         self._queue.discard(owner.client, owner)
 
     def step(self, slot: Slot, number: int, action: str) -> None:
-        """Give a step to the worker that has the session."""
+        """Send a step to the session's worker."""
         self._give(slot, wire.StepRequest(slot.index, number, action), number, self.spec.step_timeout)
 
     def release(self, slot: Slot) -> None:
-        """Take back the slot of a session that is over. A call that still runs keeps it, and its deadline."""
+        """Free the slot of a closed session; after its running call, if any."""
         slot.owner = None
         if slot.deadline == float("inf"):
             self._free(slot)
@@ -123,7 +123,9 @@ class EnvPool(ProcessPool[_EnvWorker]):
             self._check_deadlines()
             self._start_wanted()
             if not self.ready:
-                self.progress += 1  # starting is progress; the worker's deadline limits it
+                # Counts as progress, or clients would give up a pool whose workers take long to start. The deadline
+                # limits it.
+                self.progress += 1
         if self._queue and self._may_dispatch:
             self._may_dispatch = False
             self._dispatch()
@@ -137,11 +139,12 @@ class EnvPool(ProcessPool[_EnvWorker]):
     # -- workers --------------------------------------------------------------------------------------------------
 
     def _start_wanted(self) -> None:
-        """Start a worker for each session, as far as there may be so many."""
+        """Start workers for waiting sessions, up to the limit."""
         if not self.broken:
             fit = sum(not worker.retiring for worker in self.workers)
             wanted = min(self.spec.workers, max(1, self._num_taken + len(self._queue)))
-            most = 2 * self.spec.workers  # with those that retire
+            # Retiring workers count too: each may still play its last episodes.
+            most = 2 * self.spec.workers
             self.start_workers(min(len(self.workers) + max(0, wanted - fit), most))
 
     def _new_worker(self, frames: FrameSocket, deadline: float) -> _EnvWorker:
@@ -188,7 +191,7 @@ class EnvPool(ProcessPool[_EnvWorker]):
     # -- sessions -------------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Give resets to the workers that have the fewest sessions."""
+        """Assign resets to the workers with the fewest sessions."""
         while self._queue:
             open_workers = [worker for worker in self.workers if worker.ready and worker.free and not worker.retiring]
             if not open_workers:
@@ -214,7 +217,7 @@ class EnvPool(ProcessPool[_EnvWorker]):
         self.send(slot.worker, wire.SessionRequests([request]))
 
     def _fail(self, slot: Slot, reason: LostReason, detail: str, traceback: str = "", usable: bool = True) -> None:
-        """End a session. Without `usable`, its slot is never given again."""
+        """End a session. Unless `usable`, its slot is never used again."""
         owner, slot.owner = slot.owner, None
         self._free(slot, usable)
         if owner is not None:
@@ -267,7 +270,7 @@ class EnvPool(ProcessPool[_EnvWorker]):
             self._end(worker)
 
     def _end(self, worker: _EnvWorker) -> None:
-        """End a worker without sessions. One that works can close its environments, until its deadline."""
+        """End a worker without sessions. A working one may close its environments until its deadline."""
         if worker.stuck:
             self.deaths += 1
             self.remove(worker)
@@ -277,7 +280,7 @@ class EnvPool(ProcessPool[_EnvWorker]):
                 worker.frames.socket.shutdown(socket.SHUT_WR)
 
     def _empty(self, worker: _EnvWorker, detail: str) -> None:
-        """Fail all sessions of a worker that is gone."""
+        """Fail all sessions of a dead worker."""
         worker.retiring = False  # it needs no end
         for slot in list(worker.slots.values()):
             self._fail(slot, "lost", detail, usable=False)

@@ -1,4 +1,4 @@
-"""The check of what an environment returned: Gymnasium's five-tuple over strings, in plain types, of bounded size."""
+"""Check of environments' replies: Gymnasium's five-tuple over strings, in plain types, of bounded size."""
 
 import math
 from typing import Any
@@ -7,14 +7,14 @@ from spmd_rl.sidecar import wire
 from spmd_rl.types import EnvReply
 
 EXHAUSTED = EnvReply("", info={"exhausted": True})
-"""The reply in place of a `reset` whose observation is None: a finite set of tasks has come to its end."""
+"""Reply to a `reset` whose observation is None: a finite set of tasks is exhausted."""
 MAX_DEPTH = 32
-"""The deepest nesting of `info`."""
+"""Deepest allowed nesting of `info`."""
 _SIZES = {2: "(observation, info)", 5: "(observation, reward, terminated, truncated, info)"}
 
 
 def checked_reset(returned: Any) -> EnvReply:
-    """Return what `reset` gave as an `EnvReply`. ValueError, with one line that names what is wrong, if it is none."""
+    """Convert the result of `reset`. ValueError, with one line, if it is malformed."""
     observation, info = _parts(returned, 2)
     if observation is None:
         return EXHAUSTED
@@ -22,7 +22,7 @@ def checked_reset(returned: Any) -> EnvReply:
 
 
 def checked_step(returned: Any) -> EnvReply:
-    """Return what `step` gave as an `EnvReply`. ValueError, with one line that names what is wrong, if it is none."""
+    """Convert the result of `step`. ValueError, with one line, if it is malformed."""
     observation, reward, terminated, truncated, info = _parts(returned, 5)
     flags = [_flag(name, value) for name, value in (("terminated", terminated), ("truncated", truncated))]
     return EnvReply(_text(observation), _number("reward", reward), *flags, _info(info))
@@ -72,7 +72,7 @@ def _info(info: Any) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any, depth: int) -> Any:
-    """Return a value of plain JSON, in which NumPy's scalars are numbers and tuples are lists."""
+    """Convert to plain JSON: NumPy's scalars become numbers, tuples lists."""
     if not depth:
         raise ValueError(f"{name} is nested more than {MAX_DEPTH} deep")
     value = _unboxed(value)
@@ -94,7 +94,7 @@ def _plain(name: str, value: Any, depth: int) -> Any:
 
 
 def _unboxed(value: Any) -> Any:
-    """Return the plain number of a scalar of NumPy or torch, any other value as it is."""
+    """Convert a scalar of NumPy or torch to a number; return other values unchanged."""
     if isinstance(value, bool | str | dict | list | tuple) or not hasattr(value, "item"):
         return value
     return value.item() if getattr(value, "ndim", 0) == 0 else value

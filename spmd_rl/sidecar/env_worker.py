@@ -1,8 +1,8 @@
-"""A worker process of environments: it builds them, and plays the resets and steps that its host sends.
+"""A worker process of environments: builds them, and plays the resets and steps that its host sends.
 
-One slot plays in the process's main thread; several play in a thread each, so that one which waits holds up no other.
-Whatever an environment raises, or returns that is no reply, is a `SessionFailure` with file and line; the next episode
-gets one that is built afresh. The host ends a worker that takes too long.
+A single slot plays in the main thread; several have a thread each, so that they do not block each other. An exception
+of an environment, or a malformed reply, is a `SessionFailure` with file and line; the next episode gets a new
+environment. The host ends a worker that takes too long.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ from spmd_rl.sidecar.worker import no_debugger
 from spmd_rl.types import EnvReply
 
 STACK_BYTES = 2 << 20
-"""The stack of a slot's thread."""
+"""Stack size of a slot's thread."""
 
 Call = wire.ResetRequest | wire.StepRequest
 Outcome = wire.SessionReply | wire.SessionFailure
 
 
 class EnvSlot:
-    """Plays one episode at a time, in an environment that it keeps for the next."""
+    """Player of one episode at a time, in an environment that it keeps for the next."""
 
     def __init__(self, tag: str, spec: wire.EnvPoolSpec, services: Mapping[str, Callable[[], Any]]) -> None:
         self._section, self._spec, self._services = f"env.{tag}", spec, services
@@ -48,7 +48,7 @@ class EnvSlot:
         self._solve = False
 
     def build(self, held_out: bool = False) -> Any:
-        """Return the environment, built if it is not yet. UserError, in one line, if it cannot be."""
+        """Return the environment, built at the first call. UserError, in one line, if that fails."""
         if held_out not in self._built:
             args = self._spec.args | (self._spec.eval_args if held_out else {})
             env = build_target(self._section, self._spec.target, args, ENVIRONMENT, self._services)
@@ -57,7 +57,7 @@ class EnvSlot:
         return self._built[held_out]
 
     async def play(self, call: Call) -> EnvReply:
-        """Reset or step. Raises whatever the environment raises, and ValueError where it returns what is no reply."""
+        """Reset or step. Passes the environment's exceptions on; ValueError for a malformed reply."""
         if isinstance(call, wire.ResetRequest):
             self._current, self._solve = self.build(call.held_out), call.solve
             returned = self._current.reset(seed=call.seed)
@@ -75,7 +75,7 @@ class EnvSlot:
             raise ValueError(f"{self._spec.target}.{verb}: {error}") from None
 
     async def answer(self, call: Call) -> Outcome:
-        """Play a call, whatever happens."""
+        """Play a call; an exception becomes a failure."""
         number = call.number if isinstance(call, wire.StepRequest) else 0
         try:
             return wire.SessionReply(call.session, number, packed(await self.play(call)))
@@ -86,7 +86,7 @@ class EnvSlot:
             return failure(call.session, number, error)
 
     def close(self) -> None:
-        """Give up the environments; they are built again if they are needed."""
+        """Close the environments; the next call builds them again."""
         built, self._built, self._current = self._built, {}, None
         for env in built.values():
             with contextlib.suppress(Exception):
@@ -95,15 +95,15 @@ class EnvSlot:
 
 
 def failure(session: int, number: int, error: BaseException) -> wire.SessionFailure:
-    """Return the failure that an exception of an environment is."""
+    """Convert an exception of an environment to a failure."""
     return wire.SessionFailure(session, number, "error", located(error), printable(traceback_of(error)))
 
 
 class _Player:
-    """Plays the calls of one slot, and sends what comes of them."""
+    """Player of one slot's calls, which sends the replies."""
 
     def __init__(self, slot: EnvSlot, runner: asyncio.Runner | None, send: Callable[[msgspec.Struct], None]) -> None:
-        """`runner`: for an environment with `async def`."""
+        """runner: for an environment with `async def`."""
         self._slot, self._runner, self._send = slot, runner, send
         self._calls: queue.SimpleQueue[Call] | None = None
 
@@ -111,14 +111,15 @@ class _Player:
         """Play a call to its end."""
         outcome = self._outcome(call)
         if isinstance(outcome, wire.SessionFailure) and "MemoryError" in outcome.detail:
-            self._send(wire.Goodbye())  # first, so that no reset comes between
+            # Sent before the reply, so that the host assigns no reset in between to a process short of memory.
+            self._send(wire.Goodbye())
         try:
             self._send(wire.SessionReplies([outcome]))
         except wire.WireError as error:  # of a failure's text
             self._send(wire.SessionReplies([failure(call.session, outcome.number, error)]))
 
     def play_soon(self, call: Call) -> None:
-        """Play a call in a thread of the slot's own."""
+        """Play a call in the slot's thread."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             threading.Thread(target=self._play_all, args=(self._calls,), daemon=True).start()
@@ -143,7 +144,7 @@ class _Player:
 
 
 def serve(sock: socket.socket, tag: str, spec: wire.EnvPoolSpec) -> None:
-    """Be a worker until the host hangs up."""
+    """Serve as a worker until the host hangs up."""
     send_frame(sock, wire.Started(os.getpid()))
     sys.breakpointhook = no_debugger
     if spec.memory_mb:
@@ -176,10 +177,10 @@ def serve(sock: socket.socket, tag: str, spec: wire.EnvPoolSpec) -> None:
 
 
 def limit_memory(num_bytes: int, slots: int) -> None:
-    """Let this process have so many bytes of its own beyond what it has, and the stacks of its slots' threads.
+    """Limit this process's memory to its present use plus `num_bytes` and the stacks of its slots' threads.
 
-    An allocation beyond is a MemoryError. What is writable and private counts (RLIMIT_DATA), not what libraries
-    reserve or map.
+    An allocation beyond is a MemoryError. RLIMIT_DATA counts writable private memory, not what libraries reserve or
+    map.
     """
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     has = int(re.search(r"VmData:\s+(\d+) kB", status)[1]) << 10

@@ -1,4 +1,4 @@
-"""The event loop of a host and of a worker node: one thread that waits for ZeroMQ sockets and plain sockets alike."""
+"""The event loop of a host: one thread that waits for ZeroMQ sockets and plain sockets alike."""
 
 import contextlib
 import select
@@ -9,20 +9,21 @@ from collections.abc import Callable
 import zmq
 
 BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.25
-"""The longest wait of a round, after which deadlines are checked: with work at hand, and without."""
+"""Longest wait of a round in seconds, after which deadlines are checked: with work, and without."""
 MAX_GAP = 0.25
-"""A pause beyond that (a stopped process, an overloaded machine) counts as at most this many seconds."""
+"""Longest pause (a stopped process, an overloaded machine) in seconds that the clock counts."""
 
 
 class EventLoop:
-    """Calls the callback of each socket that is ready. Callbacks must not block."""
+    """Dispatcher of ready sockets to callbacks, which must not block."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        """The seconds in which this loop ran: the clock of all deadlines, so that a pause of the loop is no timeout."""
+        """Seconds in which this loop ran: the clock of all deadlines, so that a pause of the loop is no timeout."""
         self._last = time.monotonic()
         self._poller = zmq.Poller()
-        self._plain = select.epoll()  # a round costs what is ready, not what there is: thousands of workers
+        # With epoll, the cost of a round depends on the ready sockets and not on all, of which there are thousands.
+        self._plain = select.epoll()
         self._poller.register(self._plain.fileno(), zmq.POLLIN)
         self._events: dict[int, int] = {}
         self._callbacks: dict[zmq.Socket | int, Callable[[], None]] = {}
@@ -34,7 +35,7 @@ class EventLoop:
         read: bool = True,
         write: bool = False,
     ) -> None:
-        """Call `callback` whenever the socket can be read, and with `write` whenever it can be written."""
+        """Call `callback` whenever the socket is readable, and with `write` whenever it is writable."""
         if isinstance(sock, zmq.Socket):
             self._callbacks[sock] = callback
             self._poller.register(sock, (zmq.POLLIN if read else 0) | (zmq.POLLOUT if write else 0))
@@ -43,7 +44,7 @@ class EventLoop:
             self._expect(sock.fileno(), (select.EPOLLIN if read else 0) | (select.EPOLLOUT if write else 0))
 
     def unwatch(self, sock: socket.socket) -> None:
-        """Forget a plain socket. Call it before the socket is closed."""
+        """Forget a plain socket; call this before closing it."""
         self._callbacks.pop(sock.fileno(), None)
         self._expect(sock.fileno(), 0)
 
@@ -61,7 +62,7 @@ class EventLoop:
                 self._plain.unregister(file)
 
     def run_once(self, busy: bool) -> None:
-        """Wait for a ready socket, at most for `BUSY_SECONDS` or `IDLE_SECONDS`; advance the clock; call callbacks."""
+        """Wait for a ready socket, at most `BUSY_SECONDS` or `IDLE_SECONDS`; advance the clock; run callbacks."""
         seconds = BUSY_SECONDS if busy else IDLE_SECONDS
         ready = self._poller.poll(1000 * seconds)
         now = time.monotonic()
@@ -71,5 +72,6 @@ class EventLoop:
         if len(keys) < len(ready):
             keys += [file for file, _ in self._plain.poll(0)]
         for key in keys:
-            if callback := self._callbacks.get(key):  # an earlier callback may have closed it
+            # An earlier callback of this round may have closed the socket.
+            if callback := self._callbacks.get(key):
                 callback()

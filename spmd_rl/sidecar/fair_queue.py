@@ -1,4 +1,4 @@
-"""`FairQueue`: what waits at a host, so that nobody waits longer because another client asks for more."""
+"""`FairQueue`: round-robin over clients, so that none waits longer because another sends more."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
@@ -8,7 +8,7 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class FairQueue(Generic[Item]):
-    """Items of several clients: those of one client in their order, the clients in turn, an item each."""
+    """Items of several clients, served in turn; those of one client in order."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[Hashable, OrderedDict[Item, None]] = OrderedDict()
@@ -21,14 +21,14 @@ class FairQueue(Generic[Item]):
         return (item for items in self._of.values() for item in items)
 
     def push(self, client: Hashable, item: Item, first: bool = False) -> None:
-        """Add an item, which is not in the queue, behind all others of its client, or `first` of them."""
+        """Add a new item behind all others of its client, or `first` of them."""
         items = self._of.setdefault(client, OrderedDict())
         items[item] = None
         items.move_to_end(item, last=not first)
         self._size += 1
 
     def pop(self) -> Item:
-        """Take the next item of the client whose turn it is. KeyError if nothing waits."""
+        """Remove and return the next client's first item. KeyError if empty."""
         client, items = self._of.popitem(last=False)
         item, _ = items.popitem(last=False)
         if items:
@@ -37,7 +37,7 @@ class FairQueue(Generic[Item]):
         return item
 
     def discard(self, client: Hashable, item: Item) -> None:
-        """Take an item off the queue, if it waits there."""
+        """Remove an item from the queue, if it is there."""
         items = self._of.get(client)
         if items is not None and item in items:
             del items[item]

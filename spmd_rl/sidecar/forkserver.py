@@ -1,10 +1,10 @@
-"""The fork server of a pool: it imports the target's module once, then forks a worker for each socket it is sent.
+"""The fork server of a pool: imports the target's module once, then forks a worker for each socket that it receives.
 
-A worker that was killed is thus replaced in milliseconds, however slow the import. Each worker builds its own rewarder
-or environment after the fork, so that no connection, thread or random state is shared.
+A killed worker is replaced in milliseconds, even if the import is slow. Each worker builds its rewarder or environment
+after the fork: no connection, thread or random state is shared.
 
-The process that the host starts is a keeper, which runs no user code: it forks the fork server, adopts whatever that
-and its workers start and leave behind, and kills all of them when the host closes its socket or dies.
+The host starts a keeper, which runs no user code: it forks the fork server, adopts all processes that this and its
+workers leave behind, and kills them when the host closes its socket or dies.
 
     python -m spmd_rl.sidecar.forkserver <fd of a socket to the host>
 """
@@ -25,9 +25,11 @@ from spmd_rl.sidecar.frames import receive_frame
 
 
 def main(fd: int) -> None:
-    """Keep a fork server until the host is gone, and leave nothing behind."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    """Keep a fork server until the host is gone; end all its processes."""
+    # Ctrl-C reaches the whole process group, but is for the ranks, which end this process in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The kernel then reaps ended children itself.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     adopt_orphans()
     keeper = os.getpid()
     if (server := os.fork()) == 0:
@@ -50,9 +52,11 @@ def serve_forks(fd: int, keeper: int) -> None:
             return
         if start.pool.cpus:
             os.sched_setaffinity(0, start.pool.cpus)
-        with contextlib.suppress(UserError):  # the worker reports it
+        # The worker imports it again and reports the error.
+        with contextlib.suppress(UserError):
             import_target(start.section, start.pool.target)
-        gc.freeze()  # keep shared pages shared
+        # A collection in a worker would write to all objects, and so copy the pages that it shares with this process.
+        gc.freeze()
         pid = os.getpid()
         while True:
             order, fds, _, _ = socket.recv_fds(host, 1, 1)
@@ -64,7 +68,7 @@ def serve_forks(fd: int, keeper: int) -> None:
 
 
 def _run_worker(host: socket.socket, fd: int, parent: int, start: wire.StartForkServer) -> None:
-    """Run a worker in the forked child. Never returns, since the parent's stack is not ours to unwind."""
+    """Run a worker in the forked child. Never returns: the parent's stack must not unwind here."""
     code = 1
     try:
         die_with_parent(parent)

@@ -1,4 +1,4 @@
-"""Frames over a stream socket, between a process and a child that it started: a 4-byte length, then the frame.
+"""Frames over a stream socket between a process and its child: a 4-byte length, then the frame.
 
 `send_frame` and `receive_frame` block and serve the children; `FrameSocket` never blocks and serves the host.
 """
@@ -16,7 +16,7 @@ import msgspec
 from spmd_rl.sidecar import wire
 
 FORK = b"f"
-"""Sent to a fork server together with a socket. It is no frame, since the descriptor travels beside it."""
+"""Byte that a fork server receives with a socket; no frame, since the descriptor is ancillary data."""
 RECEIVE_BYTES = 1 << 18
 _LENGTH = struct.Struct("<I")
 
@@ -26,26 +26,29 @@ def start_child(
 ) -> tuple[subprocess.Popen, socket.socket]:
     """Run `python -m <module> <fd>` with a socket to us at `fd`, and send it its first message.
 
-    Returns the process and our end of the socket. A child that dies at once is no error here: its socket reads as
-    closed. WireError if the message cannot be encoded, OSError if there can be no process.
+    Return the process and our end of the socket, which reads as closed if the child dies at once. WireError if the
+    message cannot be encoded, OSError if the process cannot start.
     """
     frame = _with_length(message)
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
+        # In a group of its own: torchrun signals the group of a rank, which still needs its sidecar for the step.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, process_group=0
+        )
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         ours.sendall(frame)
     return process, ours
 
 
 def send_frame(sock: socket.socket, message: msgspec.Struct) -> None:
-    """Write one frame and block until it is written. OSError if the peer is gone."""
+    """Write one frame; blocks. OSError if the peer is gone."""
     sock.sendall(_with_length(message))
 
 
 def receive_frame(sock: socket.socket, codec: wire.Codec) -> Any | None:
-    """Read one frame and block until it is there; None if the peer is gone. WireError as in `Codec.decode`."""
+    """Read one frame; blocks. None if the peer is gone. WireError as in `Codec.decode`."""
     header = _read_exactly(sock, _LENGTH.size)
     if header is None:
         return None
@@ -54,7 +57,7 @@ def receive_frame(sock: socket.socket, codec: wire.Codec) -> Any | None:
 
 
 class FrameSocket:
-    """One end of a socket that never blocks: it keeps what cannot be written yet and what has not arrived in full."""
+    """One end of a non-blocking socket; buffers unsent bytes and incomplete frames."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -68,7 +71,7 @@ class FrameSocket:
         return bool(self._unsent)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue one frame and write what can be written. That the peer is gone shows in `receive`."""
+        """Queue one frame and write what can be written. `receive` reports a lost peer."""
         self._unsent += _with_length(message)
         self.flush()
 
@@ -79,10 +82,11 @@ class FrameSocket:
                 del self._unsent[: self.socket.send(self._unsent)]
 
     def receive(self, codec: wire.Codec) -> tuple[list[Any], bool]:
-        """Return the messages that have arrived and whether the peer is gone. WireError as in `Codec.decode`."""
+        """Return the complete messages, and True if the peer is gone. WireError as in `Codec.decode`."""
         gone = False
         try:
-            chunk = self.socket.recv(RECEIVE_BYTES)  # the event loop calls again if there is more
+            # One read per round; the event loop calls again if there is more, and other sockets get their turn.
+            chunk = self.socket.recv(RECEIVE_BYTES)
             gone = not chunk
             self._unread += chunk
         except BlockingIOError:

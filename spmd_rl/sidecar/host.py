@@ -1,7 +1,7 @@
-"""The sidecar host of a node: it takes requests from the ranks, hands them to workers and sends the verdicts back.
+"""The sidecar host of a node: passes requests from ranks to workers, and verdicts back.
 
-One thread, one event loop and no user code: a rewarder runs in a worker, so that nothing it does can stop the host.
-Ranks start the host of their node; the same host can be started by hand, on machines without ranks.
+One thread, one event loop and no user code: a rewarder runs in a worker, so it cannot stop the host. Ranks start the
+host of their node; on machines without ranks it is started by hand.
 """
 
 import contextlib
@@ -27,29 +27,29 @@ from spmd_rl.sidecar.sockets import Authenticator, open_router, received, remove
 from spmd_rl.types import Verdict
 
 DRAIN_SECONDS = 10.0
-"""The time for requests in flight when the host is asked to end."""
+"""Seconds for requests in flight when the host is asked to end."""
 MAX_UNSENT = 1_000
-"""Messages that wait for one peer to read."""
+"""Limit of messages that wait for one peer to read."""
 LINGER_MS = 200
-"""The time for the last frames of a host that ends."""
+"""Milliseconds for the last frames of a host that ends."""
 
 
 @dataclass(slots=True)
 class _ClientJobs:
-    """Jobs and verdicts that a host holds for one client."""
+    """Jobs and verdicts of one client."""
 
     jobs: dict[int, ScoreJob] = field(default_factory=dict)
-    """Jobs by the client's own id."""
+    """Jobs by the client's id."""
     replies: list[wire.ScoreReply] = field(default_factory=list)
-    """Verdicts that are not sent yet."""
+    """Unsent verdicts."""
 
 
 class Host:
-    """The host's event loop. `parent`: a socket to the rank that started it, for `Ready` or `StartFailed`; None for a
-    host that was started by hand."""
+    """The host's event loop. parent: socket to the rank that started it, for `Ready` or `StartFailed`; None for a host
+    started by hand."""
 
     def __init__(self, start: wire.StartHost, parent: socket.socket | None) -> None:
-        """UserError if the host cannot listen or a key is none."""
+        """UserError if the host cannot listen or a key is malformed."""
         self._parent = parent
         self._address = start.address
         self._started = time.monotonic()
@@ -78,15 +78,15 @@ class Host:
         self._sessions = Sessions(self._env_pools, self._send, self._loop)
 
     def drain(self) -> None:
-        """Take no more requests, and end once those in flight are answered or `DRAIN_SECONDS` have passed.
+        """Refuse new requests, and end once those in flight are answered or after `DRAIN_SECONDS`.
 
-        Ranks ask the next host for the rest. A signal handler may call this.
+        Ranks send the others to the next host. Signal handlers may call this.
         """
         if not self._draining:
             self._drain_until = self._loop.now + DRAIN_SECONDS
 
     def run(self) -> None:
-        """Serve until the parent is gone, a drain is over, or a pool cannot be started: UserError without a parent."""
+        """Serve until the parent is gone, a drain is over, or a pool fails to start: UserError without a parent."""
         try:
             while not self._ended and not self._drained():
                 unsent = any(client.replies for client in self._clients.values())
@@ -114,7 +114,8 @@ class Host:
             server.tick()
         for name, pool in self._pools.items():
             if name in self._servers and not self._servers[name].ready:
-                pool.progress += 1  # its requests wait as long as `start_seconds` allows
+                # Counts as progress, so that clients wait for the server as long as `start_seconds` allows.
+                pool.progress += 1
             else:
                 pool.tick()
         self._sessions.tick()
@@ -123,7 +124,7 @@ class Host:
             self._report_start()
 
     def _report_start(self) -> None:
-        """Report to the parent, or the terminal, once it is known, how the start went; end if it failed."""
+        """Report the result of the start to the parent or the terminal; end if it failed."""
         pools = (*self._pools.values(), *self._env_pools.values())
         broken = [part.broken for part in (*pools, *self._servers.values()) if part.broken]
         if not broken and not all(pool.ready for pool in pools):
@@ -167,11 +168,12 @@ class Host:
 
     def _on_request(self, peer: bytes, item: wire.ScoreRequest) -> None:
         if self._draining:
-            return  # the client sends it once more elsewhere, when this host is gone
+            # Unanswered on purpose: once this host is gone, the client sends the request to another.
+            return
         client = self._clients.setdefault(peer, _ClientJobs())
         if item.id in client.jobs:
             raise wire.WireError(f"request {item.id} is in flight")
-        # a copy: the rest of its frame is not kept
+        # A copy: the rest of its frame is not kept.
         job = ScoreJob(peer, item.id, item.domain, item.timeout, item.input.copy())
         client.jobs[item.id] = job
         if pool := self._pools.get(item.domain):
@@ -180,7 +182,7 @@ class Host:
             self._resolve(job, Verdict("error", detail=f"this host has no reward.{item.domain}"))
 
     def _forget(self, peer: bytes, id_: int) -> ScoreJob | None:
-        """Remove a job from the books; None if it is not there."""
+        """Remove and return a job; None if it is unknown."""
         client = self._clients.get(peer)
         job = client.jobs.pop(id_, None) if client else None
         if job is not None and not client.jobs and not client.replies:
@@ -204,7 +206,7 @@ class Host:
                 del self._clients[peer]
 
     def _send(self, peer: bytes, message: msgspec.Struct) -> bool:
-        """Return whether the frame is on its way or the peer is gone; False if the peer does not read."""
+        """Return True if the frame is sent or the peer is gone; False if the peer does not read."""
         try:
             self._router.send_multipart((peer, wire.encode(message)), zmq.NOBLOCK)
         except zmq.Again:
@@ -230,7 +232,7 @@ class Host:
 
 
 def raise_open_files() -> None:
-    """Raise this process's limit of open files as far as it may: each connection and each worker is one or more."""
+    """Raise this process's limit of open files to the maximum: connections and workers need one or more each."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (1 << 20 if hard == resource.RLIM_INFINITY else hard, hard))

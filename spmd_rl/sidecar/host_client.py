@@ -1,9 +1,8 @@
-"""A rank's connections to sidecar hosts: thousands of calls in flight at once, each with an outcome in the end.
+"""A rank's connections to sidecar hosts, with thousands of calls in flight.
 
-Calls are spread over the hosts that answer. A call reaches a host once: the calls of a host that is gone are sent once
-more, to a host that answers, and fail if that is gone too. All clocks count only time in which the event loop ran: a
-rank that computes for a minute does not take its hosts for dead. Not thread-safe; one event loop at a time.
-`ScoreClient` and `RemoteEnvironments` define what the calls are.
+Calls are spread over the hosts that answer. If a host is lost, its calls are sent once more, to another, and fail if
+that is lost too. All clocks count only time in which the event loop ran: after a minute of computation no host counts
+as lost. Not thread-safe; one event loop at a time. `ScoreClient` and `RemoteEnvironments` define the calls.
 """
 
 import asyncio
@@ -25,47 +24,47 @@ from spmd_rl.sidecar.launcher import HostProcess
 from spmd_rl.sidecar.sockets import open_dealer, received, send
 
 TICK_SECONDS = 0.1
-"""The pause between two checks of the hosts and of the calls in flight."""
+"""Seconds between two checks of hosts and calls."""
 LEASE_SECONDS = 5.0
-"""A host that was silent for this long is gone; the rank that started it kills it."""
+"""Seconds of silence after which a host is lost; the rank that started it kills it."""
 START_SECONDS = 30.0
-"""Without any host that answers for this long, all calls fail."""
+"""Seconds without any host that answers, after which all calls fail."""
 GRACE_SECONDS = 20.0
-"""A pool in which nothing has moved for its patience and this is given up."""
+"""Seconds beyond its patience after which a pool without progress is given up."""
 
 
 class Call(msgspec.Struct, eq=False):
-    """A call under way."""
+    """A call in flight."""
 
     id: int
     pool: str
-    """The pool at the host, as a `Pong` names it."""
+    """Name of the host's pool, as in a `Pong`."""
     request: msgspec.Struct
     num_bytes: int
     reply: asyncio.Future | None
     """None for a message without a reply."""
     link: "HostLink | None" = None
-    """The connection on which it is sent; None while it waits for one."""
+    """Connection that carries the call; None while it waits for one."""
     since: float = 0.0
-    """When it was given to its connection."""
+    """Time at which its connection took it."""
     repeated: bool = False
-    """True if a host that had it is gone."""
+    """True if it was sent before to a host that is gone."""
     waits: bool = True
-    """True if it may have to wait at the host, and so counts in the window. Others are sent at once."""
+    """True if it may wait at the host, and so counts in the window; others are sent at once."""
 
 
 class HostLink:
-    """A connection to one host. It is opened anew once the host is gone, so that nothing old comes over it."""
+    """A connection to one host; a new socket is opened after a loss, so that no old message arrives."""
 
     def __init__(self, context: zmq.Context, address: str, keys: ClientKeys | None) -> None:
         """ZMQError if the address is malformed."""
         self._context, self.address, self._keys = context, address, keys
         self.heard = 0.0
-        """When the host last answered, or was last given time to start."""
+        """Time at which the host last answered, or began to start."""
         self.moved: dict[str, float] = {}
-        """When each of its pools last made progress."""
+        """Time of the last progress of each pool."""
         self.load: Counter[str] = Counter()
-        """The number of calls that may wait there and of open sessions, by pool."""
+        """Calls that may wait and open sessions, by pool."""
         self.open()
 
     def open(self) -> None:
@@ -73,38 +72,38 @@ class HostLink:
         self.socket = open_dealer(self._context, self.address, self._keys, only_connected=True)
         self._lost = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.pools: dict[str, wire.PoolPulse] = {}
-        """The host's pools by name; empty while it takes no calls."""
+        """The host's pools by name; empty while it refuses calls."""
         self.answers = False
         """True if the host has answered on this connection."""
         self.refused: set[str] = set()
-        """The pools that run something else than this rank's settings name."""
+        """Pools that run something else than this rank's settings."""
         self.calls: dict[int, Call] = {}
         self.unsent: deque[Call] = deque()
         self.num_waiting = self.num_bytes = 0
         self.load.clear()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.socket.disable_monitor()
         self._lost.close(linger=0)
         self.socket.close(linger=0)
 
     def send(self, message: msgspec.Struct) -> bool:
-        """Send a message now; False if there is no connection, or its queue is full."""
+        """Send a message now; return False if there is no connection, or its queue is full."""
         return send(self.socket, message)
 
     @property
     def is_lost(self) -> bool:
-        """True if the connection has broken since the last look."""
+        """Return True if the connection has broken since the last check."""
         return bool([*received(self._lost)])
 
     @property
     def has_room(self) -> bool:
-        """True if a call that may wait can be sent."""
+        """Return True if a call that may wait can be sent."""
         return self.num_waiting < wire.WINDOW and self.num_bytes < wire.WINDOW_BYTES
 
     def take(self, call: Call, now: float) -> None:
-        """Queue a call, to be sent with the next flush."""
+        """Queue a call for the next flush."""
         call.link, call.since = self, now
         self.calls[call.id] = call
         self.unsent.append(call)
@@ -114,14 +113,14 @@ class HostLink:
             self.load[call.pool] += 1
 
     def drop(self, call: Call) -> None:
-        """Forget a call that is over."""
+        """Forget a finished call."""
         if self.calls.pop(call.id, None) is not None and call.waits:
             self.num_waiting -= 1
             self.num_bytes -= call.num_bytes
             self.load[call.pool] -= 1
 
     def next_batch(self) -> list[Call]:
-        """Take what one frame should hold off the queue."""
+        """Remove and return the calls of the next frame."""
         batch, size = [], 0
         while self.unsent and len(batch) < wire.BATCH_ITEMS and size < wire.BATCH_BYTES:
             call = self.unsent.popleft()
@@ -131,7 +130,7 @@ class HostLink:
         return batch
 
     def note(self, pong: wire.Pong, specs: Mapping[str, str], now: float) -> None:
-        """Take over what the host reports of its pools."""
+        """Store the host's report of its pools."""
         for pool, pulse in pong.pools.items():
             known = self.pools.get(pool)
             if known is None or known.progress != pulse.progress:
@@ -143,7 +142,7 @@ class HostLink:
 
 
 class HostClient:
-    """The base of clients. `host` is the process that this rank looks after, if it does: the first address is its."""
+    """Base of clients. host: the process at the first address, if this rank started it."""
 
     def __init__(
         self,
@@ -153,33 +152,33 @@ class HostClient:
         host: HostProcess | None,
         keys: ClientKeys | None = None,
     ) -> None:
-        """`patience`: by pool, the seconds for which nothing may move there while calls wait. `specs`: by pool, the
-        digest of what it runs; a host whose pool runs something else is not used for it."""
+        """patience: seconds without progress while calls wait, by pool. specs: digest of what a pool runs, by pool;
+        hosts with another digest are not used for it."""
         self.host = host
         self.on_reply: Callable[[], None] | None = None
-        """Called whenever replies have arrived, such as to wake a loop that waits for them."""
+        """Called after replies have arrived, such as to wake a loop that waits for them."""
         self.patience, self._specs = dict(patience), dict(specs)
         self.ids = itertools.count()
-        """The numbers of the calls to come."""
+        """Numbers of future calls."""
         self._context = zmq.Context()
         self.links = [HostLink(self._context, address, keys) for address in addresses]
-        """The connections, one for each host."""
+        """Connections, one per host."""
         self._calls: dict[int, Call] = {}
         self._outbox: dict[str, deque[Call]] = {pool: deque() for pool in self.patience}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._flushing = False
         self.now = 0.0
-        """The seconds in which the event loop ran."""
+        """Seconds in which the event loop ran."""
         self._last_tick = 0.0
 
     @property
     def outstanding(self) -> int:
-        """The number of calls whose reply is not there yet."""
+        """Number of calls without a reply."""
         return len(self._calls)
 
     def close(self) -> None:
-        """Close the connections. Calls that are outstanding are cancelled."""
+        """Close the connections and cancel pending calls."""
         calls, self._calls = self._calls, {}
         if self._loop is not None and not self._loop.is_closed():
             for call in calls.values():
@@ -192,22 +191,20 @@ class HostClient:
     # -- what a subclass defines ----------------------------------------------------------------------------------
 
     def _message(self, calls: list[Call]) -> msgspec.Struct:
-        """Return the message that carries these calls."""
         raise NotImplementedError
 
     def _cancel(self, call: Call) -> None:
-        """Report to its host that nobody waits for a call any more."""
         raise NotImplementedError
 
     def _on_replies(self, link: HostLink, message: msgspec.Struct) -> None:
-        """Settle the calls that a message of a host answers."""
+        """Settle the calls that a host's message answers."""
         raise NotImplementedError
 
     def _on_gone(self, link: HostLink) -> None:
-        """Forget what a host that is gone has kept: nothing, unless a subclass has more than calls there."""
+        """Forget the state at a lost host; for subclasses that have more than calls there."""
 
     def _fail(self, call: Call, reason: str, detail: str) -> None:
-        """Settle a call that failed: `reason` is `timeout`, or `error` where its host is gone."""
+        """Settle a failed call. reason: `timeout`, or `error` if its host is gone."""
         raise NotImplementedError
 
     # -- calls ----------------------------------------------------------------------------------------------------
@@ -215,7 +212,7 @@ class HostClient:
     async def request(
         self, id_: int, pool: str, request: msgspec.Struct, num_bytes: int, link: HostLink | None = None
     ) -> Any:
-        """Send a call and wait for its reply. Cancelling it cancels the call. `link`: where it must go, and at once."""
+        """Send a call and await its reply; cancelling it cancels the call. link: use this connection, at once."""
         self._attach()
         call = Call(id_, pool, request, num_bytes, self._loop.create_future(), waits=link is None)
         self._calls[id_] = call
@@ -230,17 +227,17 @@ class HostClient:
             self._on_done(call)
 
     def open_call(self, id_: int) -> Call | None:
-        """Return the call of this number, if it still waits for its reply."""
+        """Return the call of this number, if it is pending."""
         call = self._calls.get(id_)
         return call if call is not None and not call.reply.done() else None
 
     def settle(self, call: Call, reply: Any) -> None:
-        """Give a call its reply, which is progress of its pool."""
+        """Set a call's reply, which counts as progress of its pool."""
         call.reply.set_result(reply)
         call.link.moved[call.pool] = self.now
 
     def _on_done(self, call: Call) -> None:
-        """Forget a call that has its reply, failed or was cancelled."""
+        """Forget a call that is answered, failed or cancelled."""
         if self._calls.pop(call.id, None) is None:
             return  # closed
         if (link := call.link) is not None:
@@ -252,7 +249,6 @@ class HostClient:
     # -- the event loop -------------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        """Join the running event loop, unless this client is in it already."""
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             return
@@ -261,7 +257,8 @@ class HostClient:
         self._loop = loop
         self._last_tick = time.monotonic()
         for link in self.links:
-            link.heard = self.now  # silence while no loop ran means nothing
+            # While no event loop ran, no reply could arrive: that silence is not the host's.
+            link.heard = self.now
             loop.add_reader(link.socket.FD, self._receive, link)
         self._timer = loop.call_soon(self._tick)
 
@@ -288,7 +285,7 @@ class HostClient:
     # -- sending --------------------------------------------------------------------------------------------------
 
     def flush_soon(self) -> None:
-        """Send once in this round of the event loop, so that calls made together travel together."""
+        """Schedule one flush in this round of the event loop: calls made together share frames."""
         if not self._flushing and self._loop is not None and not self._loop.is_closed():
             self._flushing = True
             self._loop.call_soon(self._flush)
@@ -303,12 +300,15 @@ class HostClient:
                 if not link.send(self._message(batch)):
                     link.unsent.extendleft(reversed(batch))
                     break
-            self._receive(link)  # the socket's descriptor reports changes only, and sending may have hidden one
+            # ZeroMQ's descriptor is edge-triggered, and a send may consume the edge: read now, or replies wait for the
+            # next tick.
+            self._receive(link)
 
     def _spread(self, pool: str, calls: deque[Call]) -> None:
-        """Give calls to the hosts that answer, the next one to where the fewest are under way for each worker."""
+        """Assign calls to hosts that answer, each to the one with the fewest calls per worker."""
         serving = [link for link in self.links if pool in link.pools and pool not in link.refused]
-        able = [link for link in serving if link.pools[pool].places] or serving  # a broken pool says why it is
+        # Without a working pool, a broken one still answers with the reason.
+        able = [link for link in serving if link.pools[pool].places] or serving
         parts = [1 / max(1, link.pools[pool].places) for link in able]
         shares = [(link.load[pool] * part, place) for place, (link, part) in enumerate(zip(able, parts, strict=True))]
         heapq.heapify(shares)
@@ -346,7 +346,7 @@ class HostClient:
     # -- failures -------------------------------------------------------------------------------------------------
 
     def _lose(self, link: HostLink, why: str) -> None:
-        """Open a connection anew; send the calls that may wait once more elsewhere, and fail the others."""
+        """Reopen a connection; send its waiting calls once more elsewhere, and fail the others."""
         self._loop.remove_reader(link.socket.FD)
         link.close()
         calls = [call for call in link.calls.values() if not call.reply.done()]
@@ -363,7 +363,7 @@ class HostClient:
                 self._outbox[call.pool].appendleft(call)
 
     def _check(self, link: HostLink) -> None:
-        """Find a host that is silent, and pools in which nothing moves."""
+        """Find silent hosts, and pools without progress."""
         if link.answers and self.now - link.heard > LEASE_SECONDS:
             if self.host is not None and link is self.links[0]:
                 _warn("the host hangs; killing it")
@@ -379,7 +379,7 @@ class HostClient:
                 self._fail_all(calls, "timeout", f"nothing moved at the sidecar for {patience:g} s")
 
     def _check_all(self) -> None:
-        """Fail all calls if no host has answered for long."""
+        """Fail all calls after `START_SECONDS` without a host."""
         if self.now - max(link.heard for link in self.links) > START_SECONDS:
             self._fail_all(self._calls.values(), "error", f"no sidecar host has answered for {START_SECONDS:g} s")
 

@@ -1,6 +1,6 @@
 """The HTTP service that a rewarder gets as its constructor parameter `http` (`Http` in `spmd_rl.types`), by httpx.
 
-Redirects are refused. There is no rate limit: a server that is too busy says so, and the request is sent again later.
+Redirects are refused. There is no rate limit: after a busy server's reply the request is repeated.
 """
 
 import asyncio
@@ -12,23 +12,23 @@ import httpx
 
 MAX_REPLY_BYTES = 1 << 20
 MAX_PAUSE = 30.0
-"""The longest pause in seconds between two attempts, even if the server asks for more."""
+"""Longest pause in seconds between two attempts, regardless of the server's `Retry-After`."""
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""The status codes after which a request is sent again."""
+"""Status codes after which a request is repeated."""
 
 
 class HttpService:
-    """An `Http` client that keeps its connections. They belong to the event loop that used it last."""
+    """An `Http` client with persistent connections, bound to the last event loop that used it."""
 
     def __init__(self, attempts: int = 4, pause: float = 0.5, seconds: float = 300.0, connections: int = 256) -> None:
-        """`pause` is in seconds before the second attempt and doubles with each further; `seconds` limits one reply."""
+        """pause: seconds before the second attempt, doubled after each. seconds: limit of one reply."""
         self._attempts, self._pause = attempts, pause
         self._timeout, self._limits = httpx.Timeout(seconds, connect=10.0), httpx.Limits(max_connections=connections)
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def post(self, url: str, body: Any, headers: Mapping[str, str] = {}) -> Any:
-        """Post JSON and return the reply's JSON. Errors are those of `Http.post`."""
+        """Post JSON and return the reply's JSON. Errors: see `Http.post`."""
         failure = ""
         for attempt in range(self._attempts):
             try:

@@ -1,4 +1,4 @@
-"""Starts the sidecar host of this node and keeps it running: what local rank 0 does for the others."""
+"""Start and supervision of this node's sidecar host, on local rank 0."""
 
 import contextlib
 import os
@@ -15,18 +15,19 @@ from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.frames import receive_frame, start_child
 from spmd_rl.sidecar.sockets import remove_socket
 
-if TYPE_CHECKING:  # a host starts without Hydra
+# The schema imports Hydra, which a host does not need.
+if TYPE_CHECKING:
     from spmd_rl.config.schema import EnvConfig, EnvsConfig, RewardConfig, RewardsConfig
 
 START_SECONDS = 30.0
-"""The time beyond a domain's own `start_seconds` until the host must have all servers and a worker in each pool."""
+"""Seconds beyond a domain's `start_seconds` until all servers and a worker per pool must be ready."""
 STOP_SECONDS = 1.0
 WATCH_SECONDS, MAX_WATCH_SECONDS = 0.1, 0.8
-"""The pause between two checks of the process; it doubles while hosts die at once."""
+"""Seconds between two checks of the process, doubled while hosts die at once."""
 
 
 def pool_spec(reward: "RewardConfig") -> wire.PoolSpec:
-    """Return what the workers of a domain run."""
+    """Return the worker settings of a domain."""
     return wire.PoolSpec(
         reward.target,
         dict(reward.args),
@@ -39,7 +40,7 @@ def pool_spec(reward: "RewardConfig") -> wire.PoolSpec:
 
 
 def env_pool_spec(env: "EnvConfig") -> wire.EnvPoolSpec:
-    """Return what the workers of an environment run."""
+    """Return the worker settings of an environment."""
     alone = env.mode == "process"
     return wire.EnvPoolSpec(
         env.target,
@@ -61,7 +62,7 @@ def env_pool_spec(env: "EnvConfig") -> wire.EnvPoolSpec:
 def start_message(
     address: str, rewards: "RewardsConfig | None", envs: "EnvsConfig | None", keys: str = ""
 ) -> wire.StartHost:
-    """Return what a host serves. UserError for processors that there are not."""
+    """Return the host's settings. UserError for processors that do not exist."""
     domains, tags = (rewards.domains if rewards else {}), (envs.tags if envs else {})
     for section, settings in {**_keyed("reward", domains), **_keyed("env", tags)}.items():
         if missing := set(settings.cpu_numbers) - os.sched_getaffinity(0):
@@ -80,7 +81,7 @@ def _keyed(section: str, settings: dict) -> dict:
 
 
 class HostProcess:
-    """The host process, which starts at construction. A host that dies is replaced at the same address by a thread.
+    """The host process, started at construction. A thread replaces a dead host at the same address.
 
     The host ends when its socket to us closes, when this process dies, or at the latest in `stop`.
     """
@@ -88,7 +89,7 @@ class HostProcess:
     def __init__(
         self, address: str, rewards: "RewardsConfig | None", keys: str = "", envs: "EnvsConfig | None" = None
     ) -> None:
-        """UserError for processors or arguments that cannot be."""
+        """UserError for invalid processors or arguments."""
         self._start = start_message(address, rewards, envs, keys)
         pools = {**_keyed("reward", self._start.pools), **_keyed("env", self._start.envs)}
         slowest = max((spec.start_seconds for spec in pools.values()), default=0.0)
@@ -106,11 +107,11 @@ class HostProcess:
 
     @property
     def pid(self) -> int:
-        """The process id of the present host."""
+        """Process id of the present host."""
         return self._process.pid
 
     def wait_ready(self) -> None:
-        """Block until every pool has a worker, then watch over the host.
+        """Block until every pool has a worker, then supervise the host.
 
         UserError, in one line, if a pool cannot start; RunFailed if the host dies.
         """
@@ -128,7 +129,7 @@ class HostProcess:
         raise UserError(reply.detail)
 
     def kill(self) -> None:
-        """Kill a host that hangs; the watching thread starts the next one."""
+        """Kill a hanging host; the supervising thread starts the next one."""
         self._process.kill()
 
     def stop(self) -> None:
@@ -147,7 +148,8 @@ class HostProcess:
             if self._process.poll() is None:
                 pause = WATCH_SECONDS
                 continue
-            with self._lock, contextlib.suppress(OSError):  # without memory or processes, tried again later
+            # Without memory or processes the start fails; the next check tries again.
+            with self._lock, contextlib.suppress(OSError):
                 if not self._stopping:
                     code = self._process.returncode
                     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
@@ -160,7 +162,7 @@ class HostProcess:
         # The parent-death signal follows the thread that forks: it must last as long as the host.
         lasting = threading.current_thread() in (threading.main_thread(), self._watcher)
         message = msgspec.structs.replace(self._start, parent=os.getpid() if lasting else 0)
-        # what can be imported here can be imported there
+        # What can be imported here can be imported there.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         self._process, self._socket = start_child("spmd_rl.sidecar", message, environment)
 

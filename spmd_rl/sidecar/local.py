@@ -1,7 +1,6 @@
-"""Rewarders and environments in this process, without a sidecar, as `debug=true` asks for: `breakpoint()` works there.
+"""Rewarders and environments in this process, for `debug=true`: `breakpoint()` works there.
 
-There is no isolation, and there are deadlines for environments alone, where asked for: what hangs or dies takes the
-run with it.
+Without isolation: a hang or crash takes the run down. Only environments have deadlines, on request.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LocalScorer:
-    """A `Scorer` that calls the rewarders itself. UserError at construction if one cannot be built."""
+    """A `Scorer` that calls rewarders directly. UserError at construction if one cannot be built."""
 
     def __init__(self, rewards: "RewardsConfig | None") -> None:
         self._rewarders = {}
@@ -34,7 +33,7 @@ class LocalScorer:
             self._rewarders[domain] = build_target(section, reward.target, reward.args, services=services)
             start_target(section, reward.target, self._rewarders[domain])
         self.outstanding = 0
-        """The number of answers whose verdict is not there yet."""
+        """Number of answers without a verdict."""
 
     async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """Judge one answer in this process; an `async def score` is awaited."""
@@ -48,23 +47,20 @@ class LocalScorer:
 
 
 class LocalEnvironments:
-    """`Environments` that are played here, one call at a time; an `async def` of theirs is awaited.
-
-    UserError at construction if one cannot be built.
-    """
+    """`Environments` in this process, one call at a time. UserError at construction if one cannot be built."""
 
     def __init__(self, envs: "EnvsConfig | None", timed: bool = False) -> None:
-        """timed: a call that takes longer than `env.<tag>.reset_timeout` or `step_timeout` ends (main thread alone)."""
+        """timed: enforce `env.<tag>.reset_timeout` and `step_timeout` (main thread only)."""
         self._timed = timed
         self.outstanding = 0
-        """The number of resets and steps that are awaited."""
+        """Number of pending resets and steps."""
         self._specs = {tag: env_pool_spec(env) for tag, env in (envs.tags.items() if envs else ())}
         self._free = {tag: [self._new_slot(tag)] for tag in self._specs}
         for tag in self._specs:
             self._free[tag][0].build()
 
     async def reset(self, tag: str, seed: int, held_out: bool = False, solve: bool = False) -> OpenSession:
-        """See `Environments`. There may be any number of sessions."""
+        """See `Environments`. Any number of sessions may be open."""
         if tag not in self._specs:
             raise SessionLost("error", f"no env.{tag} is set")
         spec = self._specs[tag]
@@ -79,10 +75,10 @@ class LocalEnvironments:
         )
 
     async def _play(self, slot: EnvSlot, seconds: float, call: wire.ResetRequest | wire.StepRequest) -> EnvReply:
-        """Play a call in a slot. SessionLost if the environment fails."""
         self.outstanding += 1
         try:
-            with deadline(seconds + 1) if self._timed else nullcontext():  # an `async def` is cancelled before
+            # `wait_for` cancels an `async def` first; the signal, a second later, interrupts plain functions.
+            with deadline(seconds + 1) if self._timed else nullcontext():
                 outcome = await asyncio.wait_for(slot.answer(call), seconds if self._timed else None)
         except (TimeoutError, Overtime):
             raise SessionLost("timeout", f"not done after {seconds:g} s") from None
@@ -93,7 +89,7 @@ class LocalEnvironments:
         return wire.ENV_REPLY.unpack(outcome.reply)
 
     def close(self) -> None:
-        """Give up the environments of all sessions that are over."""
+        """Close the environments of all ended sessions."""
         for slots in self._free.values():
             for slot in slots:
                 slot.close()

@@ -1,9 +1,8 @@
-"""The worker pool of one domain, as the host sees it: a queue, worker processes, deadlines, and blame for a death.
+"""The host's worker pool of one domain: a queue, worker processes, deadlines, and blame for a death.
 
-The rules. A request's clock runs only while a worker runs it. A worker past its deadline is killed; the request that it
-ran gets the verdict `timeout`, the others go back to the queue. A request that was running when its worker died is a
-suspect: it runs again, alone, on a fresh worker, and gets the verdict `error` only if that one dies too. Nothing here
-blocks.
+A request's clock runs only while a worker runs it. A worker past its deadline is killed; its running request gets the
+verdict `timeout`, the others return to the queue. A request that was running when its worker died is a suspect: it runs
+again, alone, on a fresh worker, and gets the verdict `error` only if that one dies too. Nothing here blocks.
 """
 
 import itertools
@@ -21,17 +20,18 @@ from spmd_rl.sidecar.process_pool import ProcessPool, WorkerProcess
 from spmd_rl.types import Verdict
 
 CHUNK_SECONDS = 0.01
-"""The work given to a `sync` worker at once, by the mean so far: few frames, no long wait behind a slow request."""
+"""Seconds of work given to a `sync` worker at once, by the mean so far: few frames, no long wait behind a
+slow request."""
 NOTHING = msgspec.Raw(b"")
 ASYNC_GRACE = 1.0
-"""An `async` worker keeps its own deadlines; it is killed this much later, when its event loop is stuck."""
+"""Seconds beyond its deadline after which an `async` worker, which times its calls, is killed."""
 
 _numbers = itertools.count()
 
 
 @dataclass(eq=False, slots=True)
 class ScoreJob:
-    """One request at the host, from its arrival to its verdict. `client` and `id` say whose it is."""
+    """One request at the host until its verdict; `client` and `id` name its owner."""
 
     client: bytes
     id: int
@@ -39,13 +39,13 @@ class ScoreJob:
     timeout: float
     input: msgspec.Raw
     cancelled: bool = False
-    """True if nobody waits for its verdict."""
+    """True if its client no longer waits for the verdict."""
     number: int = field(default_factory=_numbers.__next__)
-    """Unique in this process: the id under which the job is given to a worker."""
+    """Id of the job at its worker, unique in this process."""
 
     @property
     def request(self) -> wire.ScoreRequest:
-        """The job as it is sent to a worker."""
+        """Request in the form that a worker receives."""
         return wire.ScoreRequest(self.number, self.domain, self.timeout, self.input)
 
 
@@ -56,7 +56,7 @@ class _ScoreWorker(WorkerProcess):
     mode: str = ""
     max_batch: int = wire.BATCH_ITEMS
     fresh: bool = True
-    """True if it has run nothing, and no other has died since it started: what killed that one may have struck both."""
+    """True if it has run nothing, and no other worker has died since it started: the cause may have struck both."""
     alone: bool = False
     """True if it runs a suspect."""
     running: dict[int, ScoreJob] = field(default_factory=dict)
@@ -65,16 +65,16 @@ class _ScoreWorker(WorkerProcess):
 
     @property
     def capacity(self) -> int:
-        """The number of requests that it can be given. An `async` worker takes more while others are running."""
+        """Number of requests that it can take. An `async` worker takes more while others run."""
         if self.mode == "async" and not self.alone:
             return wire.BATCH_ITEMS - len(self.running)
         return self.max_batch if self.mode and not self.running else 0
 
 
 class Pool(ProcessPool[_ScoreWorker]):
-    """The workers of one domain. The host calls `tick` in every round of its event loop.
+    """Workers of one domain; the host calls `tick` in every round of its event loop.
 
-    `resolve(job, verdict)` is called once for each submitted job.
+    resolve(job, verdict): called once per submitted job.
     """
 
     def __init__(
@@ -89,19 +89,19 @@ class Pool(ProcessPool[_ScoreWorker]):
 
     @property
     def busy(self) -> bool:
-        """True if a worker is starting or running, or a request waits."""
+        """True if a worker starts or runs, or a request waits."""
         waiting = self._queue or self._suspects or any(worker.running for worker in self.workers)
         return not self.ready or bool(waiting)
 
     def submit(self, job: ScoreJob) -> None:
-        """Queue a job, or give it the verdict `error` if there can be no worker."""
+        """Queue a job, or resolve it as `error` if no worker can start."""
         if self.broken:
             self._settle(job, Verdict("error", detail=self.broken))
         else:
             self._queue.push(job.client, job)
 
     def cancel(self, job: ScoreJob) -> None:
-        """Forget a job that nobody waits for. A worker that runs it goes on."""
+        """Forget a cancelled job. A worker that runs it continues."""
         job.cancelled, job.input = True, NOTHING
         self._queue.discard(job.client, job)
 
@@ -119,7 +119,9 @@ class Pool(ProcessPool[_ScoreWorker]):
             self._on_deadline(worker)
         self.start_workers(self.spec.workers)
         if not self.ready:
-            self.progress += 1  # starting is progress; the worker's deadline limits it
+            # Counts as progress, or clients would give up a pool whose workers take long to start. The deadline limits
+            # it.
+            self.progress += 1
         if self._queue or self._suspects:
             self._dispatch()
 
@@ -158,7 +160,8 @@ class Pool(ProcessPool[_ScoreWorker]):
                 self._give(worker, [self._suspects.popleft()])
             elif self._suspects and not any(other.fresh for other in self.workers):
                 if not worker.running:
-                    self.remove(worker)  # a fresh one takes its place
+                    # The next tick starts a fresh worker in its place.
+                    self.remove(worker)
             elif jobs := self._take_chunk(worker):
                 self._give(worker, jobs)
 
@@ -208,7 +211,7 @@ class Pool(ProcessPool[_ScoreWorker]):
         self._put_blame(worker, Verdict("error", detail="it killed its worker, then a fresh one that ran it alone"))
 
     def _put_blame(self, worker: _ScoreWorker, verdict: Verdict) -> None:
-        """Settle or put back what a worker had when it was lost. `verdict` is for the job to blame, once it is sure."""
+        """Settle or requeue the jobs of a lost worker. verdict: of the job to blame, once that is certain."""
         jobs, alone = list(worker.running.values()), worker.alone
         num_running = 1 if worker.mode == "sync" else len(jobs)
         blamed, innocent = jobs[:num_running], jobs[num_running:]
@@ -217,7 +220,9 @@ class Pool(ProcessPool[_ScoreWorker]):
                 self._settle(job, verdict)
         else:
             self._suspects.extend(job for job in blamed if not job.cancelled)
-            for other in self.workers:  # whatever killed this worker may have struck idle ones, unnoticed yet
+            # The cause, such as a lack of memory, may have hit idle workers too, which show it only later. A suspect
+            # must not run on one.
+            for other in self.workers:
                 other.fresh = False
         for job in reversed(innocent):
             self._queue.push(job.client, job, first=True)

@@ -1,8 +1,7 @@
 """`ProcessPool`: worker processes of one plug-in, forked on demand, watched and replaced. Nothing here blocks.
 
-Its kinds, `Pool` (scores) and `EnvPool` (sessions), define what the workers work on. A pool gives up, and names the
-reason, if its first workers cannot get ready; later, a worker that cannot is tried again, and only many in a row break
-the pool.
+`Pool` (scores) and `EnvPool` (sessions) define the work. A pool gives up, with the reason, if its first workers fail to
+start; later failures are retried, and only many in a row break the pool.
 """
 
 import contextlib
@@ -22,13 +21,13 @@ from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import FORK, FrameSocket, start_child
 
 MAX_FAILURES = 3
-"""A pool gives up after this many workers in a row (beside one for each place) that never got ready."""
+"""Limit of consecutive failed starts (plus one per place) before a pool gives up."""
 MAX_STARTING = 16
-"""The most workers that start at once; each needs a moment of the fork server."""
+"""Limit of concurrent starts, since each occupies the fork server for a moment."""
 STOP_SECONDS = 2.0
-"""The time that a fork server may take to end all that its workers have left."""
+"""Seconds that a fork server may take to end its workers' processes."""
 RETRY_SECONDS = 0.5
-"""The pause before a process is started again, where descriptors, memory or processes are short."""
+"""Seconds before a start is retried that lacked descriptors, memory or processes."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -37,12 +36,12 @@ class WorkerProcess:
 
     frames: FrameSocket
     deadline: float
-    """When it is late: with its start, and then as its pool sets it."""
+    """Time at which it is late, first with its start, then as its pool sets it."""
     pidfd: int = -1
     ready: bool = False
-    """True if it has built its plug-in."""
+    """True once it has built its plug-in."""
     ending: bool = False
-    """True if it was asked to end, so that its end is no death."""
+    """True if it was asked to end, so that its end is no failure."""
 
     def kill(self) -> None:
         """End the process and close its socket."""
@@ -58,7 +57,7 @@ W = TypeVar("W", bound=WorkerProcess)
 
 
 class ProcessPool(Generic[W]):
-    """The base of pools. A subclass makes its workers and handles their messages, their loss and the end.
+    """Base of pools. A subclass creates workers and handles their messages, their loss and the end.
 
     It reads `workers`, `loop`, `spec` and `deaths`, and calls `start_workers`, `send`, `remove` and `late_to_start`.
     """
@@ -66,19 +65,19 @@ class ProcessPool(Generic[W]):
     def __init__(
         self, section: str, spec: wire.PoolSpec | wire.EnvPoolSpec, codec: wire.Codec, loop: EventLoop
     ) -> None:
-        """`section`: the settings that the pool is of. `codec`: what its workers send."""
+        """section: name of the pool's settings. codec: of its workers' messages."""
         self.section = section
         self.broken = ""
-        """The reason why there can be no worker, if so."""
+        """Reason why no worker can start; empty if one can."""
         self.progress = 0
-        """Changes whenever the pool makes progress."""
+        """Counter of progress."""
         self.spec = spec
-        """The settings of what the workers run."""
+        """Settings of the workers."""
         self.loop = loop
         self.deaths = 0
-        """The number of workers that died or were killed."""
+        """Number of workers that died or were killed."""
         self.workers: list[W] = []
-        """All that have been started and not removed."""
+        """All started workers that are not removed."""
         self._codec, self._digest = codec, spec_digest(spec)
         self._forkserver: subprocess.Popen | None = None
         self._forkserver_socket: socket.socket | None = None
@@ -94,7 +93,7 @@ class ProcessPool(Generic[W]):
         return any(worker.ready for worker in self.workers)
 
     def pulse(self) -> wire.PoolPulse:
-        """Return what clients have to know of the pool."""
+        """Return the report of the pool for clients."""
         slots = self.spec.slots if isinstance(self.spec, wire.EnvPoolSpec) else 1
         return wire.PoolPulse(self.progress, 0 if self.broken else self.spec.workers * slots, self._digest)
 
@@ -110,21 +109,21 @@ class ProcessPool(Generic[W]):
         raise NotImplementedError
 
     def _on_message(self, worker: W, message: msgspec.Struct) -> None:
-        """Handle a message of a worker other than `Started` and `StartFailed`; `Ready` is for the subclass to note."""
+        """Handle a message of a worker other than `Started` and `StartFailed`; also `Ready`."""
         raise NotImplementedError
 
     def _on_death(self, worker: W) -> None:
-        """Handle that a worker which was ready has died. It has been removed."""
+        """Handle the death of a ready worker, which has been removed."""
         raise NotImplementedError
 
     def _drop_work(self, reason: str) -> None:
-        """Settle all work, since there will be no worker."""
+        """Settle all work, since no worker will come."""
         raise NotImplementedError
 
     # -- workers --------------------------------------------------------------------------------------------------
 
     def start_workers(self, wanted: int) -> None:
-        """Start workers until there are so many, unless something is short."""
+        """Start workers up to a number, unless resources are short."""
         if self.broken or self.loop.now < self._not_before:
             return
         starting = sum(not worker.ready for worker in self.workers)
@@ -152,13 +151,13 @@ class ProcessPool(Generic[W]):
         self._watch(worker)
 
     def send(self, worker: W, message: msgspec.Struct) -> None:
-        """Send a message to a worker, now or once it can take it."""
+        """Send a message to a worker, at once or when it can take it."""
         worker.frames.send(message)
         if worker.frames.has_unsent:
             self._watch(worker)
 
     def _on_ready(self, worker: W) -> None:
-        """Read what a worker has sent, notice its death, and write what it can take."""
+        """Read a worker's messages, detect its death, and write what it can take."""
         if worker.frames.has_unsent:
             worker.frames.flush()
             self._watch(worker)
@@ -182,10 +181,12 @@ class ProcessPool(Generic[W]):
             except OSError as error:
                 self._say_short(error)
                 self._not_before = self.loop.now + RETRY_SECONDS
-                self.remove(worker)  # its socket closes, so it ends before it works on anything
+                # Without a pidfd its death would go unnoticed. Closing the socket ends it before it works.
+                self.remove(worker)
         elif isinstance(message, wire.StartFailed):
             self._failure = message.detail
-            if not self._was_ready:  # a user's mistake; later, perhaps a server that is down for a moment
+            if not self._was_ready:
+                # Before the first success this is a user's mistake; later, perhaps a server that is briefly down.
                 self._give_up(message.detail)
         else:
             if isinstance(message, wire.Ready):
@@ -196,7 +197,6 @@ class ProcessPool(Generic[W]):
             self._on_message(worker, message)
 
     def _lose(self, worker: W) -> None:
-        """Remove a worker that is dead or must die."""
         self.deaths += not worker.ending
         self.remove(worker)
         if worker.ready:
@@ -208,7 +208,7 @@ class ProcessPool(Generic[W]):
             self._give_up(self._failure or self._no_worker)
 
     def late_to_start(self, worker: W) -> None:
-        """Handle that a worker takes longer than `start_seconds`."""
+        """Handle a worker that exceeds `start_seconds`."""
         if self._was_ready:
             self._lose(worker)
         else:
@@ -231,7 +231,8 @@ class ProcessPool(Generic[W]):
 
     def _end_forkserver(self) -> None:
         if self._forkserver is not None:
-            self._forkserver_socket.close()  # upon which it ends, and all that it and the workers have started
+            # The keeper kills the fork server and all processes of its workers when this socket closes.
+            self._forkserver_socket.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._forkserver.wait(STOP_SECONDS)
             self._forkserver.kill()
@@ -242,14 +243,14 @@ class ProcessPool(Generic[W]):
         self.loop.watch(worker.frames.socket, lambda: self._on_ready(worker), write=worker.frames.has_unsent)
 
     def remove(self, worker: W) -> None:
-        """Kill a worker and forget it. What it worked on is for the caller to handle."""
+        """Kill a worker and forget it; the caller handles its work."""
         self.workers.remove(worker)
         self.loop.unwatch(worker.frames.socket)
         worker.kill()
 
 
 def spec_digest(spec: wire.PoolSpec | wire.EnvPoolSpec) -> str:
-    """Return a digest of what decides the results of a pool, wherever and by how many workers they are computed."""
+    """Return a digest of the settings that decide a pool's results, independent of host and number of workers."""
     parts = [spec.target, spec.args, spec.packages]
     if isinstance(spec, wire.EnvPoolSpec):
         parts += [spec.eval_args, spec.reset_timeout, spec.step_timeout]

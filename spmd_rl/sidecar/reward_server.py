@@ -1,7 +1,4 @@
-"""A domain's own server (a judge, say) as the host sees it: a supervisor process that is started and replaced.
-
-The supervisor looks after the server itself (`supervisor.py`).
-"""
+"""The host's side of a domain's server (a judge, say): starts and replaces its supervisor process (`supervisor.py`)."""
 
 import contextlib
 import socket
@@ -12,19 +9,19 @@ from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import FrameSocket, start_child
 
 RESTART_SECONDS = 1.0
-"""The pause before a supervisor that died is replaced."""
+"""Seconds before a dead supervisor is replaced."""
 STOP_SECONDS = 2.0
-"""The time that a supervisor may take to end its server."""
+"""Seconds that a supervisor may take to end its server."""
 
 
 class RewardServer:
-    """The host calls `tick` in every round of its event loop."""
+    """The supervisor of one server; the host calls `tick` in every round of its event loop."""
 
     def __init__(self, domain: str, spec: wire.ServerSpec, loop: EventLoop) -> None:
         self.ready = False
-        """True if the server has ever answered. That it is down later shows in the verdicts."""
+        """True if the server has ever answered. Later failures show in verdicts."""
         self.broken = ""
-        """The reason why it could not be started, if so."""
+        """Reason why it could not start; empty if it could."""
         self._loop = loop
         self._message = wire.StartServer(domain, spec, free_port())
         self._process: subprocess.Popen | None = None
@@ -32,18 +29,18 @@ class RewardServer:
 
     @property
     def url(self) -> str:
-        """The base URL of the server's OpenAI-compatible API, which stays the same after a restart."""
+        """Base URL of the server's OpenAI-compatible API, the same after a restart."""
         return f"http://127.0.0.1:{self._message.port}/v1"
 
     def tick(self) -> None:
-        """Start a supervisor if there is none."""
+        """Start a supervisor unless one runs."""
         if self._process is None and not self.broken and self._loop.now >= self._not_before:
             self._process, sock = start_child("spmd_rl.sidecar.supervisor", self._message)
             self._frames = FrameSocket(sock)
             self._loop.watch(sock, self._receive)
 
     def close(self) -> None:
-        """Hang up, upon which the supervisor ends the server, and wait until it has."""
+        """Hang up, and wait until the supervisor has ended the server."""
         if self._process is not None:
             self._loop.unwatch(self._frames.socket)
             self._frames.socket.close()
@@ -66,7 +63,7 @@ class RewardServer:
 
 
 def free_port() -> int:
-    """Return a loopback port at which nobody listens."""
+    """Return an unused loopback port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

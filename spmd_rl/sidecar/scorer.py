@@ -1,4 +1,4 @@
-"""Connects a rank to its node's sidecar: settings are checked, and the node's host is started or joined."""
+"""Connection of a rank to its node's sidecar: check settings, start or join the host."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -21,7 +21,7 @@ BUNDLED = {
     "code": "rewards.code:CodeReward",
     "ifeval": "rewards.ifeval:IfevalReward",
 }
-"""Rewarders for domains that data sets name so."""
+"""Rewarders of domains that data sets name."""
 MAX_PATH_BYTES = 107
 """The kernel's limit for the path of a socket."""
 
@@ -54,16 +54,16 @@ def connect_both(
     keys: str | None = None,
     hosts: Sequence[str] = (),
 ) -> Iterator[tuple[ScoreClient | LocalScorer, RemoteEnvironments | LocalEnvironments]]:
-    """Yield a `Scorer` and `Environments` of the same hosts. None for either: one that knows no domain or tag.
+    """Yield a `Scorer` and `Environments` of the same hosts; without settings, one without domains or tags.
 
     Local rank 0 starts the node's host and waits until it is ready; the others join.
 
-    `bind` is `ipc`, which listens at `node.address`, or `tcp://ADDRESS:PORT`. `keys` is a directory of CURVE keys;
-    without it only this machine is served. `hosts` are the addresses of others, which were started by hand: calls are
-    spread over all that answer. With `debug` there is no sidecar: all runs in this process.
+    bind: `ipc`, which listens at `node.address`, or `tcp://ADDRESS:PORT`. keys: directory of CURVE keys; without it
+    only this machine is served. hosts: addresses of other hosts, started by hand; calls are spread over all that
+    answer. debug: run everything in this process, without a sidecar.
 
-    UserError, in one line, for a rewarder or environment that cannot be built, an address that is not private and keys
-    that are none. Call it from the main thread: the host lives as long as the thread that started it.
+    UserError, in one line, for a rewarder or environment that cannot be built, an address that is not private and
+    malformed keys. Call it from the main thread: the host lives as long as the thread that started it.
     """
     if debug:
         with closing(LocalEnvironments(envs)) as environments:
@@ -79,7 +79,8 @@ def connect_both(
             host.wait_ready()
             stack.callback(host.stop)
         addresses = [local_address(address), *hosts]
-        scorer, environments = LocalScorer(None), LocalEnvironments(None)  # these know nothing, and connect to nothing
+        # Without settings these know no domain and no tag.
+        scorer, environments = LocalScorer(None), LocalEnvironments(None)
         if rewards is not None:
             timeouts = {domain: min(reward.timeout, wire.MAX_TIMEOUT) for domain, reward in domains.items()}
             specs = {domain: spec_digest(pool_spec(reward)) for domain, reward in domains.items()}
@@ -100,7 +101,7 @@ def check_domains(prompts_domains: Iterable[str], rewards: "RewardsConfig") -> N
 
 
 def check_address(address: str, keyed: bool = False) -> str:
-    """Return the address if only this machine can reach it, or with keys (`keyed`) their holders; else UserError."""
+    """Return an address that only this machine, or with `keyed` the holders of keys, can reach; else UserError."""
     if not address.startswith("ipc:///"):
         try:
             check_bind(address, keyed)

@@ -1,6 +1,6 @@
-"""The services that a sidecar provides to a rewarder or environment which names them as constructor parameters.
+"""Services that a sidecar passes to rewarders and environments as constructor parameters.
 
-A service is made once for each of them, in the process that uses it, and ends with that process.
+Each is created once per rewarder, in its process, and ends with it.
 
     build_target("reward.code", target, args, services=service_factories("reward.code", "auto"))
 """
@@ -15,10 +15,10 @@ from spmd_rl.types import Http
 def service_factories(
     section: str, sandbox: str, url: str = "", packages: Sequence[str] = ()
 ) -> Mapping[str, Callable[[], Any]]:
-    """Return by name how each service is made.
+    """Return a factory of each service, by name.
 
-    `sandbox` and `packages` are the settings of that name in `section`: `reward.<domain>` or `env.<tag>`; `url` is the
-    address of the domain's own server, if it has one.
+    sandbox, packages: settings in `section`, which is `reward.<domain>` or `env.<tag>`. url: address of the domain's
+    server, if any.
     """
     factories: dict[str, Callable[[], Any]] = {
         "sandbox": lambda: open_sandbox(sandbox, f"{section}.sandbox", packages),
@@ -28,7 +28,7 @@ def service_factories(
 
 
 def build_http() -> Http:
-    """Return an HTTP client. Its library is imported here, only where a rewarder asks for it."""
+    """Return an HTTP client. Its library is imported only on use."""
     from spmd_rl.sidecar.http import HttpService
 
     return HttpService()

@@ -1,6 +1,6 @@
-"""The sessions at a host: which client has them, and the answers that are not sent yet.
+"""The sessions at a host: their clients, and unsent replies.
 
-A session ends with its episode, with a failure that its client has received, and with its client.
+A session ends with its episode, with a failure that its client has received, or with its client.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,17 +14,17 @@ from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.types import LostReason
 
 QUIET_SECONDS = 1.0
-"""A client that has been silent for this long is written to, which shows whether its connection still exists."""
+"""Seconds of silence after which a client is pinged, which shows if its connection still exists."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class _SessionClient:
     last_seen: float
-    """When it last sent a message, or was written to because it was silent."""
+    """Time of its last message, or of the last ping."""
     sessions: dict[int, "_Session"] = field(default_factory=dict)
-    """Sessions by the client's own number."""
+    """Sessions by the client's number."""
     replies: list[wire.SessionReply | wire.SessionFailure] = field(default_factory=list)
-    """Replies that are not sent yet."""
+    """Unsent replies."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -33,18 +33,18 @@ class _Session:
     client: _SessionClient
     pool: EnvPool
     number: int | None = 0
-    """The number of the call that runs; None between calls."""
+    """Number of the running call; None between calls."""
     slot: Slot | None = None
     failure: tuple[LostReason, str, str] | None = None
-    """Why it is over, if the client has not received it."""
+    """Reason of its end, until the client has received it."""
 
     @property
     def id(self) -> int:
-        """The client's own number."""
+        """The client's number."""
         return self.reset.session
 
     def on_slot(self, slot: Slot) -> None:
-        """Its reset begins."""
+        """Note that the reset begins."""
         self.slot = slot
 
     def on_reply(self, number: int, reply: msgspec.Raw) -> None:
@@ -53,7 +53,7 @@ class _Session:
         self.client.replies.append(wire.SessionReply(self.id, number, reply.copy()))
 
     def on_failure(self, reason: LostReason, detail: str, traceback: str = "") -> None:
-        """See `SlotOwner`. Between calls, the client receives it with its next one."""
+        """See `SlotOwner`. Between calls, the failure answers the client's next call."""
         self.slot, self.failure = None, (reason, detail, traceback)
         if self.number is not None:
             self.fail(self.number)
@@ -65,8 +65,11 @@ class _Session:
 
 
 class Sessions:
-    """The host calls `on_requests` for each message, `on_any` for each message of any kind, `tick` in every round, and
-    `unreachable` where a client has no connection. `send(peer, message)` returns False if the frame must wait."""
+    """Sessions of a host's clients.
+
+    The host calls `on_requests` for each message, `on_any` for each message of any kind, `tick` in every round, and
+    `unreachable` if a client has no connection. `send(peer, message)` returns False if the frame must wait.
+    """
 
     def __init__(
         self, pools: Mapping[str, EnvPool], send: Callable[[bytes, msgspec.Struct], bool], loop: EventLoop
@@ -83,19 +86,19 @@ class Sessions:
         return any(pool.busy for pool in self._pools.values()) or any(c.replies for c in self._clients.values())
 
     def on_any(self, peer: bytes) -> None:
-        """Note that a client lives."""
+        """Note that a client is alive."""
         if client := self._clients.get(peer):
             client.last_seen = self._loop.now
 
     def unreachable(self, peer: bytes) -> None:
-        """Close the sessions of a client whose connection is gone: it opens others."""
+        """Close the sessions of a client whose connection is gone."""
         if client := self._clients.pop(peer, None):
             client.replies.clear()
             for session in list(client.sessions.values()):
                 self._close(session)
 
     def on_requests(self, peer: bytes, message: wire.SessionRequests, draining: bool) -> None:
-        """Handle calls. A host that drains begins no sessions. WireError for a call that is out of turn."""
+        """Handle calls. A draining host begins no sessions. WireError for a call out of turn."""
         client = self._clients.setdefault(peer, _SessionClient(self._loop.now))
         for item in message.items:
             session = client.sessions.get(item.session)
@@ -110,7 +113,7 @@ class Sessions:
                 self._on_reset(client, item)
 
     def tick(self) -> None:
-        """Tick the pools, send answers, and find clients that are gone."""
+        """Tick the pools, send answers, and find lost clients."""
         for pool in self._pools.values():
             pool.tick()
         for peer, client in list(self._clients.items()):

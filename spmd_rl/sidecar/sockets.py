@@ -1,4 +1,4 @@
-"""The ZeroMQ sockets of a sidecar, with their limits and keys, and the private directory of an `ipc://` address."""
+"""ZeroMQ sockets of a sidecar, with their limits and keys, and the private directory of an `ipc://` address."""
 
 import contextlib
 import os
@@ -16,20 +16,19 @@ from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.event_loop import EventLoop
 
 BACKLOG = 1024
-"""The number of connections that wait until they are accepted."""
+"""Limit of connections that wait to be accepted."""
 FRAMES_PER_ROUND = 64
-"""The number of frames that are read before the other sockets get their turn."""
+"""Frames read before other sockets get their turn."""
 
 
 def open_dealer(
     context: zmq.Context, address: str, keys: ClientKeys | None, only_connected: bool = False
 ) -> zmq.Socket:
-    """Connect a DEALER to the host at `address`. ZMQError if the address is malformed.
-
-    With `only_connected`, nothing is queued for a host that is not there.
-    """
+    """Connect a DEALER to the host at `address`. only_connected: queue nothing for an absent host. ZMQError if the
+    address is malformed."""
     dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))  # the same peer after every reconnect
+    # A fixed id: after a reconnect the host sees the same peer.
+    dealer.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.IMMEDIATE, int(only_connected))
     dealer.setsockopt(zmq.SNDHWM, wire.WINDOW)
@@ -47,7 +46,7 @@ def open_dealer(
 def open_router(
     context: zmq.Context, keys: HostKeys | None, address: str, max_bytes: int, max_unsent: int
 ) -> tuple[zmq.Socket, str]:
-    """Bind a ROUTER at an address that `check_address` has let pass; return it and the address, with a port.
+    """Bind a ROUTER at an address that passed `check_address`; return it and the address, with a port.
 
     max_bytes: of a frame. max_unsent: messages that wait for one peer to read. UserError if the address is taken or its
     directory is not ours.
@@ -58,7 +57,8 @@ def open_router(
     router.setsockopt(zmq.BACKLOG, BACKLOG)
     router.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that connects again is the same client
+    # By default a ROUTER rejects an id that it knows: a client could not reconnect before its old connection times out.
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)
     limit_connection(router, address)
     if keys is not None:
         keys.secure(router)
@@ -85,7 +85,7 @@ def send(dealer: zmq.Socket, message: msgspec.Struct) -> bool:
 
 
 def received(sock: zmq.Socket, limit: int = FRAMES_PER_ROUND) -> Iterator[list[bytes]]:
-    """Yield the multipart messages that have arrived, without blocking, at most `limit` of them."""
+    """Yield the multipart messages that have arrived, at most `limit`, without blocking."""
     for _ in range(limit):
         try:
             yield sock.recv_multipart(zmq.NOBLOCK)
@@ -94,12 +94,12 @@ def received(sock: zmq.Socket, limit: int = FRAMES_PER_ROUND) -> Iterator[list[b
 
 
 def socket_path(address: str) -> Path | None:
-    """Return the path of an `ipc://` address, None for any other."""
+    """Return the path of an `ipc://` address, else None."""
     return Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
 
 
 def claim_directory(path: Path) -> None:
-    """Create a directory that only we can enter. UserError if there is one that others own or can enter."""
+    """Create a directory that only we can enter. UserError for an existing one of others, or open to others."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
@@ -107,7 +107,7 @@ def claim_directory(path: Path) -> None:
 
 
 def remove_socket(address: str) -> None:
-    """Remove the socket file of a host that has ended, and its directory if nothing else is in it."""
+    """Remove the socket file of an ended host, and its directory if empty."""
     if path := socket_path(address):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
@@ -115,15 +115,15 @@ def remove_socket(address: str) -> None:
 
 
 class Authenticator:
-    """Lets in the keys of `HostKeys.allowed`. Create it before the sockets that it guards.
+    """Admits the keys of `HostKeys.allowed`. Create it before the sockets that it guards.
 
-    libzmq asks about each connection (ZAP, ZeroMQ RFC 27) once CURVE has proved that the peer holds the key that it
-    names. This runs in the host's event loop, so that it needs no thread.
+    libzmq asks about each connection (ZAP, ZeroMQ RFC 27) once CURVE has proved that the peer holds its key. This runs
+    in the host's event loop, without a thread.
     """
 
     def __init__(self, context: zmq.Context, keys: HostKeys, loop: EventLoop) -> None:
         self.refused = 0
-        """The number of connections that came with a key that is not listed."""
+        """Number of connections with unlisted keys."""
         self._allowed = keys.allowed
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)

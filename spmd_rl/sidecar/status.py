@@ -1,4 +1,4 @@
-"""The status of a running host: its pools, workers, queues, verdicts and deaths. Changes nothing.
+"""Read-only status of a running host: pools, workers, queues, verdicts and deaths.
 
 python -m spmd_rl sidecar --status tcp://10.0.0.1:5555 --keys DIR
 python -m spmd_rl sidecar --status ipc:///tmp/spmd-rl-.../host --json
@@ -11,7 +11,7 @@ import zmq
 from msgspec.structs import asdict
 
 from spmd_rl.base.curve_keys import ClientKeys
-from spmd_rl.base.errors import UserError
+from spmd_rl.base.errors import UserError, aligned
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.sockets import open_dealer
 
@@ -19,7 +19,7 @@ REPLY_SECONDS = 5.0
 
 
 def fetch_status(address: str, keys: ClientKeys | None, seconds: float = REPLY_SECONDS) -> wire.HostStatus:
-    """Ask the host at `address` for its status. UserError if it does not answer within `seconds`."""
+    """Request the status of the host at `address`. UserError if it does not answer within `seconds`."""
     context = zmq.Context()
     try:
         dealer = open_dealer(context, address, keys)
@@ -53,27 +53,16 @@ def to_table(status: wire.HostStatus) -> str:
         f"host {status.pid}: {state}, up {status.uptime_seconds:.0f} s",
         f"{status.in_flight} requests of {status.clients} clients in flight; "
         f"{status.refused_keys} connections refused for their key",
-        "",
     ]
-    lines += _pools(("domain", "workers", "running", "queued", "verdicts", "deaths", "target"), status.pools)
+    tables = [(("domain", "workers", "running", "queued", "verdicts", "deaths", "target"), status.pools)]
     if status.envs:
-        titles = ("environment", "workers", "sessions", "queued", "replies", "deaths", "target")
-        lines += ["", *_pools(titles, status.envs)]
-    return "\n".join(lines)
+        tables.append((("environment", "workers", "sessions", "queued", "replies", "deaths", "target"), status.envs))
+    return "\n\n".join(["\n".join(lines), *(_pools(*one) for one in tables)])
 
 
-def _pools(titles: tuple, pools: Mapping[str, wire.PoolStatus]) -> list[str]:
-    """Align the first and the last column to the left, the numbers between to the right."""
+def _pools(titles: tuple[str, ...], pools: Mapping[str, wire.PoolStatus]) -> str:
     rows = [titles]
     for name, pool in pools.items():
         counts = (f"{pool.ready}/{pool.workers}", pool.running, pool.queued, pool.verdicts, pool.deaths)
-        rows.append((name, *counts, pool.broken or pool.target))
-    texts = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i in (0, len(row) - 1) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in texts
-    ]
+        rows.append((name, *map(str, counts), pool.broken or pool.target))
+    return aligned(rows, right=range(1, len(titles) - 1))

@@ -1,8 +1,8 @@
-"""The supervisor of a domain's own server: it starts the command, checks its health, restarts it and ends it.
+"""The supervisor of a domain's server: starts the command, checks its health, restarts and ends it.
 
-A process of its own, so that a server that hangs cannot hold up the host. The server sees the devices that it was given
-and no others. Processes that it starts end with it, since the supervisor adopts its orphans. Its output is thrown away,
-except for the last lines, which are shown if it ends by itself. All ends when the host hangs up or dies.
+A separate process, so that a hanging server cannot block the host. The server sees only its devices. Processes that it
+starts end with it, since the supervisor adopts its orphans. Its output is discarded, except for the last lines, which
+are printed if it ends by itself. All ends when the host hangs up or dies.
 
     python -m spmd_rl.sidecar.supervisor <fd of a socket to the host>
 """
@@ -24,7 +24,7 @@ from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.frames import receive_frame, send_frame
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
-"""NVIDIA, AMD, Ascend: each vendor's software reads its own. ROCR_VISIBLE_DEVICES stays: HIP counts within it."""
+"""Variables of NVIDIA, AMD and Ascend. ROCR_VISIBLE_DEVICES stays: HIP counts within it."""
 RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -35,22 +35,22 @@ RANK_VARIABLES = (
     "TORCHELASTIC_",
     "VLLM_ENABLE_V1_MULTIPROC",
 )
-"""Prefixes of variables that are meant for the rank and not for the server."""
+"""Prefixes of the rank's variables, which the server does not inherit."""
 CHECK_SECONDS = 0.25
-"""The pause between two checks of a server that starts."""
+"""Seconds between two checks of a server that starts."""
 HEALTHY_SECONDS = 5.0
-"""The pause between two checks once it has answered."""
+"""Seconds between two checks once it has answered."""
 REPLY_SECONDS = 10.0
-"""The time for one reply; a server that computes may be slow."""
+"""Seconds for one reply; a busy server may be slow."""
 MAX_MISSED = 3
-"""After this many checks in a row without a reply, the server is restarted."""
+"""Checks without a reply after which the server is restarted."""
 PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
-"""The pause before a restart, which doubles with each that fails."""
+"""Seconds before a restart, doubled after each failure."""
 TAIL_LINES = 40
 
 
 class ServerSupervisor:
-    """Looks after one server. The host receives `Ready` at its first answer, or `StartFailed` if there is none."""
+    """Supervisor of one server. Sends the host `Ready` at its first answer, or `StartFailed`."""
 
     def __init__(self, host: socket.socket, start: wire.StartServer) -> None:
         self._host, self._server, self._port = host, start.server, start.port
@@ -87,7 +87,7 @@ class ServerSupervisor:
                 failure = await self._start()
 
     async def _start(self) -> str:
-        """Start the server and wait for its first answer. Return why there is none, or an empty string."""
+        """Start the server and wait for its first answer. Return the reason of a failure, else an empty string."""
         me = os.getpid()
         try:
             self._process = subprocess.Popen(
@@ -133,11 +133,12 @@ class ServerSupervisor:
             asyncio.get_running_loop().remove_reader(self._process.stdout)
 
     def _end(self, failure: str) -> str:
-        """Kill the server with all its processes, show its last lines, and return `failure` with the last of them."""
+        """Kill the server's processes, print its last lines, and return `failure` with the last of them."""
         self._process.kill()
         self._process.wait()
         kill_children()
-        self._read()  # up to the end: nobody holds the other side any more
+        # All writers are dead, so this reads up to the end without blocking.
+        self._read()
         self._process.stdout.close()
         lines = [line.decode(errors="replace").strip()[-300:] for line in self._tail if line.strip()]
         for line in lines:
@@ -147,14 +148,14 @@ class ServerSupervisor:
 
 
 def environment(devices: str) -> dict[str, str]:
-    """Return the server's environment: ours with these devices (none if empty) and without a rank's variables."""
+    """Return our environment with these devices (none if empty) and without a rank's variables."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(RANK_VARIABLES)}
     path = os.pathsep.join((str(Path(sys.executable).parent), ours.get("PATH", os.defpath)))
     return ours | dict.fromkeys(VISIBLE, devices) | {"PATH": path}
 
 
 async def answers(port: int, seconds: float) -> bool:
-    """Return whether the server answers at `/health`. Any status below 500 will do, so that the page need not exist."""
+    """Return True if the server answers at `/health` with a status below 500; the page need not exist."""
     with contextlib.suppress(OSError, TimeoutError, ValueError, IndexError):
         async with asyncio.timeout(seconds):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -166,7 +167,8 @@ async def answers(port: int, seconds: float) -> bool:
 
 def main(fd: int) -> None:
     """Supervise a server until the host is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks
+    # Ctrl-C reaches the whole process group, but is for the ranks, whose host ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
     with socket.socket(fileno=fd) as host:
         if (start := receive_frame(host, wire.TO_CHILD)) is not None:

@@ -1,6 +1,6 @@
-"""Finds the rows of a run that its rewards cannot judge for any answer; they are left out before the run.
+"""Search for rows that a run's rewards cannot judge; they are left out before the run.
 
-A rewarder says it of a row by `unsupported(prompt)`, which returns the reason, or an empty text.
+A rewarder's `unsupported(prompt)` returns the reason, or an empty text.
 """
 
 from collections import Counter
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from spmd_rl.config.schema import RewardConfig
 
 NAMED = 3
-"""Reasons that a line names."""
+"""Limit of reasons in a line."""
 
 
 def may_refuse(domain: str, reward: "RewardConfig") -> bool:
-    """Return whether the rewarder of a domain may find rows unsupported, and can be asked outside of its worker."""
+    """Return True if the rewarder of a domain can be asked about rows outside of its worker."""
     needs = reward.devices or {"url", "model"} & reward.args.keys()
     return not needs and hasattr(import_target(f"reward.{domain}.target", reward.target), "unsupported")
 
@@ -28,7 +28,7 @@ def may_refuse(domain: str, reward: "RewardConfig") -> bool:
 def find_unsupported(rows: Iterable[tuple[int, Prompt]], rewards: Mapping[str, "RewardConfig"]) -> list[list]:
     """Return [number, reason] of each numbered row that its domain's rewarder cannot judge.
 
-    The rewarder is built here, with a sandbox of its own. Where that is impossible, the rows count as supported.
+    The rewarder is built here, with a sandbox. If that fails, the rows count as supported.
     """
     rows, found = list(rows), []
     for domain, reward in rewards.items():
@@ -50,15 +50,16 @@ def find_unsupported(rows: Iterable[tuple[int, Prompt]], rewards: Mapping[str, "
 
 
 def unsupported(rewarder: Rewarder, prompt: Prompt) -> str:
-    """Return why a rewarder cannot judge a row, whatever the answer; empty if it can, or does not say."""
+    """Return why a rewarder cannot judge a row; empty if it can, or has no `unsupported`."""
     try:
         return rewarder.unsupported(prompt) if hasattr(rewarder, "unsupported") else ""
-    except (RuntimeError, ValueError, KeyError, TypeError):  # a mistake of the row, which its verdicts report
+    except (RuntimeError, ValueError, KeyError, TypeError):
+        # A malformed row is no unsupported one: its verdicts report the error.
         return ""
 
 
 def counted(reasons: Iterable[str]) -> str:
-    """Return how often each reason occurs, the most frequent first, in one line."""
+    """Return the reasons with their counts, most frequent first, in one line."""
     counts = Counter(reasons).most_common()
     more = sum(count for _, count in counts[NAMED:])
     listed = [f"{count} x {reason:.80}" for reason, count in counts[:NAMED]]

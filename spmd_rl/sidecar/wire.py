@@ -1,13 +1,13 @@
-"""The messages of the sidecar: their schemas, their encoding and their limits.
+"""The messages of the sidecar: schemas, encoding and limits.
 
 Ranks, hosts and workers speak the *score protocol*: a `ScoreRequest` asks for one verdict, a `ScoreReply` carries it.
-Requests are stateless, so that any worker may judge one again. Environments are played over the *session protocol*: a
-session lives with one worker from its reset to its close. A client numbers its sessions, and the calls of each: the
-reset is call 0, then come the steps. A call is sent once, and the next one after its answer. The other messages start
-processes and report the host's status.
+Requests are stateless, so that any worker may judge one again. Environments use the *session protocol*: a session stays
+with one worker from its reset to its close. A client numbers its sessions, and the calls of each: the reset is call 0,
+then come the steps. A call is sent once, and the next one after its answer. Other messages start processes and report
+the host's status.
 
 A frame is one version byte followed by a msgpack array `[tag, field, ...]`, which is checked against the structs below.
-Frames are bounded in size and never pickled. Bytes that cannot be read raise `WireError`, whatever they are.
+Frames are bounded in size and never pickled. Malformed bytes raise `WireError`.
 
     frame = wire.encode(wire.Ping())
     message = wire.TO_HOST.decode(frame)
@@ -24,19 +24,19 @@ from spmd_rl.types import AnswerInfo, EnvReply, LostReason, Prompt, Verdict
 
 VERSION = 3
 MAX_FRAME_BYTES = 10 << 20
-"""The largest frame that is sent or accepted."""
+"""Limit of a frame, sent or accepted."""
 MAX_INPUT_BYTES = 8 << 20
-"""The largest `ScoreInput`; the client gives a larger one the verdict `rejected`."""
+"""Limit of a `ScoreInput`; the client rejects larger ones as a verdict."""
 BATCH_ITEMS, BATCH_BYTES = 256, 1 << 20
-"""A sender closes a frame of several items once it holds so many, or so many bytes."""
+"""Limits of a frame of several items: number and bytes."""
 WINDOW, WINDOW_BYTES = 2048, 64 << 20
-"""The requests, and their bytes, that a client may have in flight at a host; the others wait in the client."""
+"""Limits of a client's requests in flight at a host, and of their bytes; others wait in the client."""
 MAX_ACTION_BYTES = 1 << 20
-"""The largest action that is sent to an environment."""
+"""Limit of an action."""
 MAX_ENV_REPLY_BYTES = 2 << 20
-"""The largest observation and `info` together that an environment may return."""
+"""Limit of an environment's observation and `info` together."""
 MAX_TIMEOUT = 86_400.0
-"""The longest timeout in seconds."""
+"""Longest timeout in seconds."""
 
 
 class WireError(ValueError):
@@ -44,7 +44,7 @@ class WireError(ValueError):
 
 
 class WireMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A message, or a part of one: an array on the wire, and fields that the schema does not have are refused."""
+    """A message or a part of one: an array on the wire, without unknown fields."""
 
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -64,7 +64,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def pack(value: Any) -> msgspec.Raw:
-    """Encode a part of a later frame. WireError if it has no msgpack form (an object, a lone surrogate...)."""
+    """Encode a part of a later frame. WireError without a msgpack form (an object, a lone surrogate...)."""
     try:
         return msgspec.Raw(_encoder.encode(value))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -72,13 +72,13 @@ def pack(value: Any) -> msgspec.Raw:
 
 
 class Codec:
-    """Decodes the frames that one kind of receiver accepts."""
+    """Decoder of the frames that one kind of receiver accepts."""
 
     def __init__(self, *messages: type) -> None:
         self._decoder = msgspec.msgpack.Decoder(reduce(or_, messages))
 
     def decode(self, frame: bytes) -> Any:
-        """Decode the message in a frame. Anything else raises WireError and never another exception."""
+        """Decode the message in a frame. All errors are WireError."""
         if not frame or frame[0] != VERSION:
             raise WireError(f"frame version {frame[0] if frame else 'missing'}, ours is {VERSION}")
         if len(frame) > MAX_FRAME_BYTES:
@@ -94,7 +94,7 @@ class Codec:
 
 
 class ScoreInput(WireMessage):
-    """The arguments of a rewarder's `score`: one answer to judge. Only the worker uses them."""
+    """Arguments of a rewarder's `score`; only the worker decodes them."""
 
     prompt: Prompt
     answer: str
@@ -107,7 +107,7 @@ class ScoreRequest(WireMessage):
     id: Id
     domain: Name
     timeout: Seconds
-    """The running time that the rewarder may take; waiting for a worker does not count."""
+    """Seconds that the rewarder may run; waiting for a worker does not count."""
     input: msgspec.Raw
     """An encoded `ScoreInput`."""
 
@@ -119,20 +119,20 @@ class ScoreRequests(WireMessage, tag="score_requests"):
 
 
 class ScoreReply(WireMessage):
-    """The verdict for one `ScoreRequest`."""
+    """Verdict of one `ScoreRequest`."""
 
     id: Id
     verdict: Verdict
 
 
 class ScoreReplies(WireMessage, tag="score_replies"):
-    """The answer to `ScoreRequests`, in any order. A worker sends one verdict before it begins the next request."""
+    """Replies to `ScoreRequests`, in any order. A worker sends one before it begins the next request."""
 
     items: list[ScoreReply]
 
 
 class CancelScores(WireMessage, tag="cancel_scores"):
-    """Client to host: nobody waits for these verdicts any more."""
+    """Client to host: cancel these requests."""
 
     ids: Annotated[list[Id], Many]
 
@@ -142,13 +142,13 @@ class ResetRequest(WireMessage, tag="reset"):
 
     session: Id
     env: Name
-    """The tag of the environment."""
+    """Tag of the environment."""
     seed: Annotated[int, msgspec.Meta(ge=0)]
     """At most 64 bits."""
     held_out: bool = False
-    """True if the environment is built with its `eval_args`."""
+    """True to build the environment with its `eval_args`."""
     solve: bool = False
-    """True if each reply of the episode has the environment's `solution()` as `info["solution"]`."""
+    """True to add the environment's `solution()` as `info["solution"]` to each reply."""
 
 
 class StepRequest(WireMessage, tag="step"):
@@ -156,12 +156,12 @@ class StepRequest(WireMessage, tag="step"):
 
     session: Id
     number: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
-    """1 for the first step after the reset."""
+    """Number of the step, from 1 after the reset."""
     action: str
 
 
 class CloseRequest(WireMessage, tag="close"):
-    """Client to host: the session is over. Without a reply."""
+    """Client to host: close the session; without a reply."""
 
     session: Id
 
@@ -173,7 +173,7 @@ class SessionRequests(WireMessage, tag="session_requests"):
 
 
 class SessionReply(WireMessage, tag="session_reply"):
-    """The return value of an environment for one call."""
+    """Return value of an environment for one call."""
 
     session: Id
     number: Id
@@ -182,7 +182,7 @@ class SessionReply(WireMessage, tag="session_reply"):
 
 
 class SessionFailure(WireMessage, tag="session_failure"):
-    """The answer to a call of a session that is over."""
+    """Reply to a call of an ended session."""
 
     session: Id
     number: Id
@@ -193,46 +193,46 @@ class SessionFailure(WireMessage, tag="session_failure"):
 
 
 class SessionReplies(WireMessage, tag="session_replies"):
-    """Worker to host, host to client: answers to `SessionRequests`, in any order."""
+    """Worker to host, host to client: replies to `SessionRequests`, in any order."""
 
     items: list[SessionReply | SessionFailure]
 
 
 class PoolSpec(WireMessage, tag="rewarder"):
-    """The settings of a domain's workers."""
+    """Settings of a domain's workers."""
 
     target: str
     args: dict[str, Any]
     workers: int
     sandbox: str = "auto"
-    """The name of the sandbox for a rewarder that asks for one."""
+    """Name of the sandbox for a rewarder that asks for one."""
     cpus: list[int] = field(default_factory=list)
-    """The processors that the workers are bound to; if empty, they are not bound."""
+    """Processors of the workers; empty: all."""
     start_seconds: float = 300.0
-    """The time that a worker may take to build its rewarder."""
+    """Seconds that a worker may take to build its rewarder."""
     url: str = ""
-    """The address of the domain's own server, if the host starts one."""
+    """Address of the domain's server, if the host starts one."""
     packages: list[str] = field(default_factory=list)
     """Packages that the code of answers may import in the sandbox."""
 
 
 class EnvPoolSpec(WireMessage, tag="environment"):
-    """The settings of an environment's workers."""
+    """Settings of an environment's workers."""
 
     target: str
     args: dict[str, Any]
     workers: int
-    """The number of processes."""
+    """Number of processes."""
     slots: int = 1
-    """The number of episodes that each runs at once, each in a thread; a single one has the process for itself."""
+    """Concurrent episodes of each process, a thread each; a single one runs in the main thread."""
     eval_args: dict[str, Any] = field(default_factory=dict)
     """Arguments that replace `args` in held-out episodes."""
     reset_timeout: Seconds = 60.0
     step_timeout: Seconds = 30.0
     memory_mb: int = 0
-    """The memory that a worker may use beyond what it has imported; 0 for no limit."""
+    """Memory of a worker beyond its imports; 0 for no limit."""
     recycle_after: int = 0
-    """A worker is replaced after this many episodes; 0 for never."""
+    """Episodes after which a worker is replaced; 0 for never."""
     sandbox: str = "auto"
     packages: list[str] = field(default_factory=list)
     cpus: list[int] = field(default_factory=list)
@@ -243,23 +243,23 @@ class ServerSpec(WireMessage):
     """A server that the host starts for one domain, such as a judge."""
 
     command: list[str]
-    """`{port}` in it is replaced by the port."""
+    """Command; `{port}` in it is replaced by the port."""
     devices: str
-    """The value of CUDA_VISIBLE_DEVICES; empty for none."""
+    """Value of CUDA_VISIBLE_DEVICES; empty for none."""
     start_seconds: float
-    """The time that the server may take until it answers."""
+    """Seconds that the server may take until it answers."""
 
 
 class StartHost(WireMessage, tag="start_host"):
     """Rank to the host that it starts."""
 
     parent: int
-    """The process id that the host must not outlive; 0 if the closing socket alone shows its end."""
+    """Process id that the host must not outlive; 0 if the closing socket suffices."""
     address: str
     pools: dict[str, PoolSpec]
     servers: dict[str, ServerSpec] = field(default_factory=dict)
     keys: str = ""
-    """The directory of CURVE keys; empty if only this machine is served."""
+    """Directory of CURVE keys; empty if only this machine is served."""
     envs: dict[str, EnvPoolSpec] = field(default_factory=dict)
 
 
@@ -267,7 +267,7 @@ class StartForkServer(WireMessage, tag="start_fork_server"):
     """Host to the fork server of a pool: import the target, then fork a worker for each socket that follows."""
 
     section: str
-    """The settings of the pool: `reward.<domain>` or `env.<tag>`."""
+    """Name of the pool's settings: `reward.<domain>` or `env.<tag>`."""
     pool: PoolSpec | EnvPoolSpec
 
 
@@ -286,45 +286,45 @@ class Started(WireMessage, tag="started"):
 
 
 class Ready(WireMessage, tag="ready"):
-    """Worker to host: the rewarder or environment is built. A server's supervisor to host: the server answers. Host to
-    rank: all pools work."""
+    """Worker to host: the rewarder or environment is built. Supervisor to host: the server answers. Host to rank: all
+    pools work."""
 
     mode: str = ""
-    """Workers of rewarders only: `sync`, `async` or `batch`, as `worker.call_mode` says."""
+    """Call mode of a rewarder, from `worker.call_mode`: `sync`, `async` or `batch`."""
     max_batch: Annotated[int, msgspec.Meta(ge=1)] = BATCH_ITEMS
-    """Workers of rewarders only: the most requests that the rewarder wants at once."""
+    """Limit of requests that the rewarder wants at once."""
 
 
 class Goodbye(WireMessage, tag="goodbye"):
-    """Worker of environments to host: it should get no more episodes."""
+    """Worker of environments to host: assign no more episodes."""
 
 
 class StartFailed(WireMessage, tag="failed"):
-    """Sent in place of `Ready`: a user's mistake, in one line."""
+    """Replaces `Ready`: a user's mistake, in one line."""
 
     detail: str
 
 
 class Ping(WireMessage, tag="ping"):
-    """Client to host, and host to worker of environments: the sender asks for a `Pong`."""
+    """Client to host, and host to worker of environments: request a `Pong`."""
 
 
 class PoolPulse(WireMessage):
-    """The state of a pool that decides which calls a client gives it."""
+    """State of a pool that decides which calls a client sends it."""
 
     progress: int
-    """Changes whenever the pool makes progress: a verdict, a reply, a worker that starts."""
+    """Counter that changes with each verdict, reply or started worker."""
     places: int
-    """The number of calls that it can run at once; 0 if it has no worker and never will."""
+    """Number of calls that it can run at once; 0 if it never has a worker."""
     spec: str
-    """The digest of what the pool runs (`spec_digest`)."""
+    """Digest of the pool's settings (`spec_digest`)."""
 
 
 class Pong(WireMessage, tag="pong"):
     """Host to client, and worker of environments to host: the sender is alive."""
 
     pools: dict[str, PoolPulse] = field(default_factory=dict)
-    """Pools by domain, and by `env.<tag>`; empty at a host that takes no more requests."""
+    """Pools by domain, and by `env.<tag>`; empty at a host that refuses requests."""
 
 
 class Error(WireMessage, tag="error"):
@@ -334,45 +334,45 @@ class Error(WireMessage, tag="error"):
 
 
 class GetStatus(WireMessage, tag="get_status"):
-    """Anybody to host: a request for a `HostStatus`."""
+    """Any peer to host: request a `HostStatus`."""
 
 
 class PoolStatus(WireMessage):
-    """The state of one pool."""
+    """Status of one pool."""
 
     target: str
     workers: int
-    """The number of workers in the settings."""
+    """Number of workers in the settings."""
     ready: int
-    """The number of workers that have built their rewarder."""
+    """Number of workers that have built their rewarder."""
     running: int
-    """The number of requests that workers have."""
+    """Number of requests at workers."""
     queued: int
     verdicts: int
-    """Since the host started."""
+    """Number of verdicts since the host started."""
     deaths: int
-    """The number of workers that died or were killed."""
+    """Number of workers that died or were killed."""
     broken: str = ""
-    """The reason why there is no worker, if there is none."""
+    """Reason why no worker can start; empty if one can."""
 
 
 class HostStatus(WireMessage, tag="host_status"):
-    """The state of a host."""
+    """Status of a host."""
 
     pid: int
     uptime_seconds: float
     clients: int
-    """The number of clients with requests in flight or replies that they have not read."""
+    """Number of clients with requests in flight or unread replies."""
     in_flight: int
-    """The number of requests without a verdict."""
+    """Number of requests without a verdict."""
     unsent_replies: int
-    """The number of verdicts that wait because their client does not read."""
+    """Number of verdicts whose client does not read."""
     refused_keys: int
-    """The number of connections that were refused because their key is not listed."""
+    """Number of connections refused for an unlisted key."""
     draining: bool
     pools: dict[str, PoolStatus]
     envs: dict[str, PoolStatus] = field(default_factory=dict)
-    """Environments by tag; `running` counts sessions, `queued` resets that wait, `verdicts` replies."""
+    """Environments by tag; `running` counts sessions, `queued` waiting resets, `verdicts` replies."""
 
 
 SCORE_INPUT = Codec(ScoreInput)

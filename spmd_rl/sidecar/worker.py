@@ -1,7 +1,7 @@
-"""A worker process: it builds one rewarder and answers the score requests that its host sends.
+"""A worker process: builds one rewarder and answers its host's score requests.
 
-Whatever a rewarder raises becomes the verdict `error` with the exception's text, file and line; this is one of the few
-places with a broad `except`. Only `async` rewarders are timed here; the host kills a worker that takes too long.
+An exception of a rewarder becomes the verdict `error` with text, file and line; this is one of the few places with a
+broad `except`. Only `async` rewarders are timed here; the host kills a worker that takes too long.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from spmd_rl.types import SUSPECT, Rewarder, Verdict, VerdictStatus
 
 MAX_PARTS = 100
 MAX_NAME = 200
-"""The most characters of a part's name."""
+"""Limit of characters of a part's name."""
 
 
 def call_mode(rewarder: Rewarder) -> str:
@@ -34,7 +34,7 @@ def call_mode(rewarder: Rewarder) -> str:
 
 
 async def judge(rewarder: Rewarder, given: wire.ScoreInput, timeout: float | None = None) -> Verdict:
-    """Return the verdict on one answer, whatever happens. `timeout` (seconds) limits an `async def score` alone."""
+    """Return the verdict on one answer; never raises. timeout: seconds of an `async def score`."""
     try:
         if not hasattr(rewarder, "score"):
             return _checked_batch(rewarder.score_batch([given.prompt], [given.answer], [given.info]), 1)[0]
@@ -51,7 +51,7 @@ async def judge(rewarder: Rewarder, given: wire.ScoreInput, timeout: float | Non
 
 
 def _examined(rewarder: Rewarder, given: wire.ScoreInput, verdict: Verdict) -> Verdict:
-    """Mark the verdict on a paid answer that looks like a cheat to the rewarder itself."""
+    """Mark the verdict on a paid answer that the rewarder suspects to be a cheat."""
     paid = verdict.scored and verdict.score > 0 and hasattr(rewarder, "suspect")
     if paid and (reason := rewarder.suspect(given.prompt, given.answer)):
         return Verdict(verdict.status, verdict.score, {**verdict.parts, SUSPECT: 1.0}, one_line(reason))
@@ -70,12 +70,12 @@ def judge_sync(rewarder: Rewarder, given: wire.ScoreInput) -> Verdict:
 
 
 def judge_batch(rewarder: Any, given: list[wire.ScoreInput]) -> list[Verdict]:
-    """Return the verdicts of one `score_batch` call. If it raises, each answer is tried alone, so that one cannot spoil
-    the others."""
+    """Return the verdicts of one `score_batch` call. If it raises, each answer is judged alone."""
     prompts, answers, infos = ([getattr(one, name) for one in given] for name in ("prompt", "answer", "info"))
     try:
         found = list(rewarder.score_batch(prompts, answers, infos))
-        if len(found) != len(given):  # not tried alone: a list that is always of one score would fit then
+        if len(found) != len(given):
+            # Judging each alone could hide the mistake: a function that always returns one score would pass.
             return [Verdict("error", detail=_wrong_number(found, len(given)))] * len(given)
         return _checked_batch(found, len(given))
     except Exception as error:  # noqa: BLE001 - user code, at its boundary
@@ -85,7 +85,7 @@ def judge_batch(rewarder: Any, given: list[wire.ScoreInput]) -> list[Verdict]:
 
 
 def checked(verdict: Any) -> Verdict:
-    """Return the verdict in plain types, so that NumPy's floats and NaN are not sent. ValueError if it cannot be."""
+    """Convert a verdict to plain types, without NumPy's floats and NaN. ValueError if that fails."""
     verdict = Verdict.of(verdict)
     if verdict.status not in get_args(VerdictStatus):
         raise ValueError(f"unknown verdict status {verdict.status!r}")
@@ -114,12 +114,11 @@ def _wrong_number(found: list[Any], num_answers: int) -> str:
 
 
 def _failed(error: Exception) -> Verdict:
-    """The verdict on an answer whose rewarder raised."""
     return Verdict("error", detail=located(error), traceback=traceback_of(error))
 
 
 def serve(sock: socket.socket, domain: str, pool: wire.PoolSpec) -> None:
-    """Be a worker until the host hangs up."""
+    """Serve as a worker until the host hangs up."""
     send_frame(sock, wire.Started(os.getpid()))
     sys.breakpointhook = no_debugger
     try:
@@ -147,12 +146,12 @@ def serve(sock: socket.socket, domain: str, pool: wire.PoolSpec) -> None:
 
 
 def no_debugger(*args: object, **kwargs: object) -> None:
-    """Stand for `breakpoint()` in a worker. Always RuntimeError."""
+    """Replace `breakpoint()` in a worker: raise RuntimeError."""
     raise RuntimeError("breakpoint(): there is no terminal here; a run with debug=true has one")
 
 
 async def _serve_async(sock: socket.socket, rewarder: Rewarder) -> None:
-    """Judge requests as they come, so that none waits for a slow one."""
+    """Judge requests concurrently, so that none waits for a slow one."""
 
     async def judge_one(item: wire.ScoreRequest, given: wire.ScoreInput) -> None:
         _reply(sock, item, await judge(rewarder, given, item.timeout))
@@ -168,7 +167,7 @@ async def _serve_async(sock: socket.socket, rewarder: Rewarder) -> None:
 def _understood(
     sock: socket.socket, items: Iterable[wire.ScoreRequest]
 ) -> Iterator[tuple[wire.ScoreRequest, wire.ScoreInput]]:
-    """Yield each request with its arguments, and answer those whose arguments cannot be read."""
+    """Yield each request with its arguments; answer malformed ones."""
     for item in items:
         try:
             given = wire.SCORE_INPUT.unpack(item.input)
@@ -181,5 +180,6 @@ def _understood(
 def _reply(sock: socket.socket, item: wire.ScoreRequest, verdict: Verdict) -> None:
     try:
         send_frame(sock, wire.ScoreReplies([wire.ScoreReply(item.id, verdict)]))
-    except wire.WireError as error:  # the verdict costs itself, not the worker
+    except wire.WireError as error:
+        # A verdict that cannot be encoded fails alone; raising would end the worker and its other requests.
         send_frame(sock, wire.ScoreReplies([wire.ScoreReply(item.id, Verdict("error", detail=f"its verdict {error}"))]))

@@ -18,8 +18,8 @@ from rich.text import Text
 from spmd_rl import sidecar
 from spmd_rl.base.command_line import program
 from spmd_rl.base.errors import RunFailed, UserError, plural, printable, tell
+from spmd_rl.base.waits import phase
 from spmd_rl.config.main import main
-from spmd_rl.config.phases import phase
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.data import Prompts
 from spmd_rl.data.prompts import with_line_breaks

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from spmd_rl.base.command_line import Parser, at_least, program
 from spmd_rl.base.errors import UserError, one_line, tell
 from spmd_rl.checkpoint import manifest
-from spmd_rl.checkpoint.export import MAX_SHARD_BYTES, copy_side_files
+from spmd_rl.checkpoint.export import MAX_SHARD_BYTES, copy_side_files, write_streamed
 from spmd_rl.checkpoint.manifest import EXPORT, Manifest, TornCheckpoint
-from spmd_rl.checkpoint.streamed import write_streamed
 from spmd_rl.config.run_identity import saved_config
 from spmd_rl.model.build import build_on_meta, model_directory
 from spmd_rl.model.load import WeightFiles, checked_weights, read_whole

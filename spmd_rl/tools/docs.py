@@ -53,7 +53,7 @@ def _row(entry: SettingEntry) -> str:
 
 
 def _cell(text: str) -> str:
-    # a line break in a default, such as a template's, would end the row
+    # A line break in a default, such as a template's, would end the row.
     return text.replace("|", "\\|").replace("\n", "\\n")
 
 

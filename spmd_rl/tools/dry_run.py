@@ -21,6 +21,7 @@ from rich.text import Text
 from spmd_rl import sidecar
 from spmd_rl.base.errors import UserError, plural, printable
 from spmd_rl.base.hub import model_folder
+from spmd_rl.base.waits import phase
 from spmd_rl.config.batch_arithmetic import (
     describe_evaluation,
     describe_samples,
@@ -30,7 +31,6 @@ from spmd_rl.config.batch_arithmetic import (
 )
 from spmd_rl.config.checks import loaded_roles
 from spmd_rl.config.model_files import describe_model, num_weights
-from spmd_rl.config.phases import phase
 from spmd_rl.config.placement import Placement, ranks_do
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import JobConfig, RlConfig, RlvrConfig
@@ -248,7 +248,6 @@ def _said(verdict: Verdict) -> str:
 
 
 def _examples(rewarder: Rewarder | str) -> str:
-    """Return text on the rewarder's scores for its `examples()`."""
     if isinstance(rewarder, str) or not hasattr(rewarder, "examples"):
         return rewarder if isinstance(rewarder, str) else "has no examples of its own"
     told = reward_audit.score

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from spmd_rl.base.errors import RunFailed, UserError, plural, printable
+from spmd_rl.base.waits import phase
 from spmd_rl.config.batch_arithmetic import describe_evaluation, describe_samples
-from spmd_rl.config.phases import phase
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import AgenticConfig
 from spmd_rl.data import EnvTasks

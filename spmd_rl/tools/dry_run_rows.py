@@ -13,9 +13,9 @@ from rich.text import Text
 
 from spmd_rl.base.errors import UserError, printable
 from spmd_rl.base.hub import model_folder
+from spmd_rl.base.waits import phase
 from spmd_rl.config.batch_arithmetic import describe_rows
 from spmd_rl.config.model_files import describe_model
-from spmd_rl.config.phases import phase
 from spmd_rl.config.supervised import RowsPipelineConfig
 from spmd_rl.data import Examples
 from spmd_rl.data.row_store import RowStore

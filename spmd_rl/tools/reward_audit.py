@@ -122,7 +122,6 @@ class Trial:
         )
 
     def _margin(self, form: str) -> float:
-        """Return the gold answer's score beyond a wrong one in this form."""
         return self._score(form) - (self.wrong[form].score if self.wrong[form].scored else 0.0)
 
     def _score(self, form: str) -> float:

@@ -51,6 +51,7 @@ CHARTS = (
         {"rewards/margins": "training", "val/rewards/margins": "held-out"},
         ("var(--other)", "var(--c1)"),
     ),
+    Chart("Differentiable reward", "feedback.reward, mean", {"feedback/reward": "training"}, ("var(--c1)",)),
     Chart("Distance to the teacher", "teacher.loss, per token", {"distill/loss": "distill/loss"}, ("var(--c7)",)),
     Chart("Gradient norm", "before clipping", {"actor/grad_norm": "actor/grad_norm"}, ("var(--c4)",)),
     Chart("Entropy", "nats per sampled token", {"actor/entropy": "actor/entropy"}, ("var(--c3)",)),

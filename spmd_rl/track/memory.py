@@ -34,7 +34,6 @@ class PhaseMemory:
         return peaks
 
     def _update(self) -> None:
-        """Count the peak since the last event for each open phase."""
         peak = self._peak_of_late()
         for phase in self._open:
             # Every open phase, since the peak of a phase includes nested ones.

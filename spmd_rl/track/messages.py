@@ -86,19 +86,25 @@ def _evaluation(num_eval: int, eval: EvaluationConfig, steps: int = 0) -> tuple[
 
 
 def footer(run_dir: Path, steps: int) -> str:
-    """Return text on the report and the last checkpoint, how to continue, and how to load the model."""
+    """Return text on the report and the last checkpoint, how to continue, and how to load the model.
+
+    steps: of the run if it has done them all, else 0.
+    """
     lines = [("report", str(run_dir / "report.html"))]
     if (run_dir / RESULTS).exists():
         lines.append(("results", str(run_dir / RESULTS)))
     if checkpoints := sorted((run_dir / "checkpoints").glob("step-*")):
         last = checkpoints[-1]
         lines.append(("checkpoint", str(last)))
-        lines.append(("continue", f"the same command with steps= above {steps}"))
+        lines.append(("continue", "the same command" + f" with steps= above {steps}" * (steps > 0)))
         if (last / "hf").is_dir():
+            config = last / "hf" / "config.json"
+            text = config.read_text() if config.is_file() else ""
             # A reward model is loaded by another class of transformers.
-            ranks = "ForSequenceClassification" in (last / "hf" / "config.json").read_text()
-            loader = f"AutoModelFor{'SequenceClassification' if ranks else 'CausalLM'}"
-            lines.append(("load", f'transformers.{loader}.from_pretrained("{last / "hf"}")'))
+            loader = f"AutoModelFor{'SequenceClassification' if 'ForSequenceClassification' in text else 'CausalLM'}"
+            load = f'transformers.{loader}.from_pretrained("{last / "hf"}")'
+            # A diffusion model is loaded by a class of diffusers, see docs/DIFFUSION.md.
+            lines.append(("load", load if "architectures" in text else str(last / "hf")))
     if (account := goodput.read(run_dir)).wall:
         starts = f"{account.starts} start{'s' * (account.starts > 1)}"
         lines.append(("goodput", f"{100 * account.goodput:.1f} % of {duration(account.wall)}, {starts}"))
@@ -111,7 +117,8 @@ def interrupted(run_dir: Path) -> str:
     latest = run_dir / "checkpoints" / "latest"
     saved = int(latest.read_text().strip().removeprefix("step-")) if latest.exists() else 0
     done = max((line["step"] for line in read_lines(run_dir / "metrics.jsonl")), default=0)
-    lost = f"steps {saved + 1} to {done} are lost" if done > saved else "no finished step is lost"
+    several = f"steps {saved + 1} to {done} are" if done > saved + 1 else f"step {done} is"
+    lost = f"{several} lost" if done > saved else "no finished step is lost"
     kept = f"the newest checkpoint is that of step {saved}" if saved else "there is no checkpoint yet"
     place = f"step {saved}" if saved else "the start"
     return f"{kept}, {lost} (checkpoint.every)\nthe same command goes on from {place}"

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from spmd_rl.base.errors import tell
-from spmd_rl.distributed.wait_message import EVERY_SECONDS, FIRST_SECONDS, WaitMessage
+from spmd_rl.base.waits import EVERY_SECONDS, FIRST_SECONDS, WaitMessage
 
 WAITS = {
     "start": "starting: loading the models, and what else the pipeline has",

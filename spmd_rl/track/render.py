@@ -5,6 +5,7 @@ journals read from their ends, so ten thousand steps take about a second.
 """
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.base.png import data_url
 from spmd_rl.track import goodput, timeline
 from spmd_rl.track import html_page as page
 from spmd_rl.track.charts import CHARTS, SCORES, Chart
@@ -38,6 +40,7 @@ TILES = {
 """Metrics shown with their first and last value"""
 BEST = "var(--c3)"
 """Colour of the best samples if their score is above 0."""
+PICTURE = "min-width:128px;max-width:100%;image-rendering:pixelated"
 _MAX_BARS = 120
 _TIMELINE_STEPS = 3
 _SAMPLES, _SAMPLE_STEPS = 3, 8
@@ -195,7 +198,7 @@ def _samples(run: RunData, kind: str, steps: Sequence[int] | None) -> str:
         titles = ("Best", "Worst", "Suspect") if found.worst else ("Some", "", "Suspect")
         columns = [
             f'<div><h3>{title} of step {step}</h3><div class="samples">'
-            f"{''.join(_sample(row, color, model) for row in rows)}</div></div>"
+            f"{''.join(_sample(row, color, model, run.directory) for row in rows)}</div></div>"
             for title, rows, color in zip(titles, found[1:], (BEST, "var(--c5)", "var(--c8)"), strict=True)
             if rows
         ]
@@ -213,9 +216,10 @@ def spread(steps: Sequence[int], count: int) -> list[int]:
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
-def _sample(row: dict[str, Any], color: str, model: str) -> str:
+def _sample(row: dict[str, Any], color: str, model: str, folder: Path) -> str:
     verdict, turns = row["verdict"], row["turns"]
-    facts = [f"ticket {row['ticket']}.{row['answer']}", f"{sum(len(turn['token_ids']) for turn in turns)} tokens"]
+    count = sum(len(turn["token_ids"]) for turn in turns)
+    facts = [f"ticket {row['ticket']}.{row['answer']}", *[f"{count} tokens"] * (count > 0)]
     if row.get("greedy"):
         facts.append("greedy")
     if row["advantage"] is not None:
@@ -227,12 +231,20 @@ def _sample(row: dict[str, Any], color: str, model: str) -> str:
     if SUSPECT in verdict["parts"]:
         facts.append(f"suspect: {verdict['detail']}")
     color = "var(--other)" if color == BEST and verdict["score"] <= 0 else color
-    boxes = "".join(page.box(name, text, name == "answer") for name, text in _told(row, model))
+    boxes = "".join(_box(name, text, folder) for name, text in _told(row, model))
     return (
         f'<article class="sample" style="--c:{color}"><header><b>score {verdict["score"]:g}</b>'
         f"{''.join(f'<span>{escape(fact)}</span>' for fact in facts)}</header>"
         f"{boxes}</article>"
     )
+
+
+def _box(name: str, text: str, folder: Path) -> str:
+    """Return a text of a sample, or the picture if the answer is the path of one in the run directory `folder`."""
+    picture = folder / text
+    if name == "answer" and re.fullmatch(r"pictures/[\w-]+\.png", text) and picture.is_file():
+        return f'<img src="{data_url(picture.read_bytes())}" alt="{escape(text)}" style="{PICTURE}">'
+    return page.box(name, text, name == "answer")
 
 
 def _told(row: dict[str, Any], model: str) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from spmd_rl.base.errors import tell
+from spmd_rl.base.errors import aligned, tell
 from spmd_rl.track.metrics import Values
 
 RESULTS = "evaluation.json"
@@ -45,8 +45,7 @@ def table(found: Mapping[str, Values]) -> str:
         means = [_mean(values, name) for name in ("score_greedy", "score")]
         shown = [f"{values[key]:.3f}" if key in values else "-" for key in counted]
         lines.append([domain or "all", f"{values['num_prompts']:.0f}", *means, *shown])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return aligned(lines)
 
 
 def _mean(values: Values, name: str) -> str:

@@ -9,7 +9,9 @@ with Run.open(cfg, world) as track:
 
 import fcntl
 import os
+import platform
 import secrets
+import shlex
 import sys
 import threading
 import time
@@ -27,7 +29,7 @@ from spmd_rl.config.ranks import world_size
 from spmd_rl.config.run_identity import write_config
 from spmd_rl.config.schema import JobConfig
 from spmd_rl.distributed import World
-from spmd_rl.track import launch_info, messages, render
+from spmd_rl.track import messages, render
 from spmd_rl.track.goodput import Goodput
 from spmd_rl.track.memory import PhaseMemory
 from spmd_rl.track.metrics import MetricsFile, Reduce, Values, combine, describe
@@ -59,6 +61,10 @@ class Run:
         self._phase_reporter = PhaseReporter()
         self._trackers: list[Tracker] = []
         self._step: int | None = None
+        self._latest = 0
+        self.stop_signal = 0
+        """Number of the signal that asked for the end of the run, as of the last step's end; 0 without one. Equal on
+        all ranks."""
         self._merging = threading.Lock()
         self._num_started = 0
         self._step_start: float | None = None
@@ -154,13 +160,14 @@ class Run:
             raise failure
 
     def state(self) -> dict[str, Any]:
-        """[all] Return the state for a checkpoint inside a step, with the step's line so far."""
-        assert self._step is not None, "a checkpoint is saved inside a step"
+        """[all] Return the state for a checkpoint in a step or after it, with the step's line so far."""
         self._reduce()  # [all]
         if self._goodput:
             # A run that is killed after the save and before the step's end does not repeat the step.
-            self._goodput.step(self._step)
-        return {"run": self._cfg.run.name, "id": self._id, "step": self._step, "line": self.line}
+            self._goodput.step(self._latest)
+        # Rank 0 alone knows the goodput, once the step is over.
+        line = {key: value for key, value in self.line.items() if key != "system/goodput"}
+        return {"run": self._cfg.run.name, "id": self._id, "step": self._latest, "line": line}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """[all] Cut metrics and samples back to the checkpoint's step.
@@ -180,7 +187,7 @@ class Run:
             render.write_report(self.directory)
 
     def _begin(self, step: int) -> None:
-        self._step, self.line, self._local = step, {}, {}
+        self._step, self._latest, self.line, self._local = step, step, {}, {}
         self._world.journal.set_step(step)
         if self._step_start is None:
             if self._world.rank == 0:
@@ -224,8 +231,10 @@ class Run:
         self._phase_reporter.first_step = False
 
     def _reduce(self) -> None:
-        """[all] Reduce the values of all ranks into the line, with one collective."""
-        records = self._world.gather("track: metrics", self._local)
+        """[all] Reduce the values of all ranks into the line, and agree on the signal, with one collective."""
+        asked = self._world.stop.asked() if self._world.rank == 0 else 0
+        gathered = self._world.gather("track: metrics", [asked, self._local])
+        self.stop_signal, records = gathered[0][0], [local for _, local in gathered]
         for reduce in _REDUCTIONS:
             self.line |= combine(reduce, [record.get(reduce, {}) for record in records])
         self._local = {}
@@ -240,8 +249,8 @@ class Run:
         for counted, speed in (("tokens", "system/tps"), ("generated_tokens", "system/generated_tps")):
             if counted in line:
                 line[speed] = line.pop(counted) / line["time/total"]
-        if bound := sum(seconds for key, seconds in line.items() if key.startswith("roofline/")):
-            line["system/efficiency"] = bound / (line["time/total"] - line["time/eval"] - line["time/checkpoint"])
+        if seconds := line.pop("seconds_at_peak", 0.0):
+            line["system/efficiency"] = seconds / (line["time/total"] - line["time/eval"] - line["time/checkpoint"])
 
     def _truncate(self, last: int, line: Values | None) -> None:
         """Remove everything after step `last`, and write a missing line of `last`; on rank 0."""
@@ -275,7 +284,8 @@ class Run:
                 thread.join(_CLOSE_TIMEOUT)
         if clean and self._goodput:
             self._goodput.end()
-            tell(messages.footer(self.directory, self._cfg.steps), lines=True)
+            ends = not self.stop_signal or self._latest >= self._cfg.steps
+            tell(messages.footer(self.directory, self._cfg.steps if ends else 0), lines=True)
 
     def _close_trackers(self) -> None:
         for tracker in self._trackers:
@@ -294,8 +304,8 @@ def _prepare(cfg: JobConfig, world: World, stack: ExitStack) -> dict[str, str | 
             log.recover()
         world.journal.note(
             "run",
-            command=launch_info.command_line(),
-            machine=launch_info.machine(),
+            command=command_line(),
+            machine=machine(),
             ranks=max(world.size, world_size()),
         )
     except UserError as error:
@@ -306,12 +316,12 @@ def _prepare(cfg: JobConfig, world: World, stack: ExitStack) -> dict[str, str | 
 
 
 def _sample_logs(directory: Path, world: World) -> list[SampleLog]:
-    """Return the logs of training samples and of held-out answers."""
     return [SampleLog(directory / "samples", world.rank, world.size, kind) for kind in ("step", "eval")]
 
 
 def _lock(directory: Path, stack: ExitStack) -> None:
-    """Lock the directory until `stack` closes: the same command in a second terminal would be the same run."""
+    """Lock the directory until `stack` closes."""
+    # The same command in a second terminal would write the same run.
     fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -336,3 +346,37 @@ def _times(phases: Mapping[str, float], total: float) -> Values:
     for phase, seconds in phases.items():
         times[f"time/{render.NAMES.get(phase, phase)}"] = seconds
     return times | {"time/other": total - sum(times.values()), "time/total": total}
+
+
+def command_line() -> str:
+    """Return the command line of this run. Example: `torchrun --nproc-per-node 2 -m spmd_rl.rlvr steps=20`."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = ["-m", spec.name] if spec else [sys.argv[0]]
+    return shlex.join([*_launcher(), *program, *sys.argv[1:]])
+
+
+def machine() -> str:
+    """Describe this machine. Example: `2 x Intel(R) Xeon(R) Processor, 24 GiB`, with accelerators in front."""
+    parts = []
+    if torch.accelerator.is_available():
+        parts.append(f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parts.append(f"{cores} x {_cpu_name()}")
+    parts.append(f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB")
+    return ", ".join(parts)
+
+
+def _launcher() -> list[str]:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ["python"]
+    # torchrun's own arguments are gone by now; they are reconstructed from its variables.
+    local, total = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    nodes = ["--nnodes", str(total // local)] if total > local else []
+    return ["torchrun", *nodes, "--nproc-per-node", str(local)]
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -39,7 +39,7 @@ class Roles(NamedTuple):
 
 def build_roles(roles: Sequence[RoleConfig], world: "World") -> Roles:
     """[all] Build the policy and the pipeline's other roles. UserError if a model does not load, fit, or pack."""
-    from spmd_rl.train.adapter_off import AdapterOff
+    from spmd_rl.train.accumulate import AdapterOff
 
     own = [role for role in roles if not role.is_base_of(roles[0])]
     built = build_own(own, world)  # [all]
@@ -67,3 +67,16 @@ def build_role(role: RoleConfig, world: "World", source: "Source | None" = None)
     trained = role.own.checkpoint if isinstance(role.own, EvaluatedModelConfig) else None
     stored = partial(checkpoint_model, trained) if trained else stored_model
     return backend(role.train.name).build(role, layout, source or stored)  # [all]
+
+
+def build_denoisers(roles: Sequence[RoleConfig], world: "World", source: "Source") -> Roles:
+    """[all] Build the policy of a diffusion model, and its reference if `roles` has one. source: loads the model."""
+    from spmd_rl.train.denoising import BaseDenoising
+
+    policy, *others = roles
+    built = build_role(policy, world, source)  # [all]
+    reference = None
+    if others:
+        is_base = others[0].is_base_of(policy)  # alike on all ranks
+        reference = BaseDenoising(built) if is_base else build_role(others[0], world, source)  # [all]
+    return Roles(built, reference)

@@ -1,12 +1,13 @@
 """`Policy` and `Critic`: the code common to all backends, on top of a `base.ShardedModel`.
 
-A batch is cut into equally many micro-batches on all ranks; ranks with fewer run dummies of weight 0. Token weights are
-global, so each data shard's gradient is a term of one sum, and the gradient does not depend on the split over ranks and
-micro-batches. Norm, averages and the decision to skip are equal on all ranks.
+All ranks run equally many micro-batches; ranks with fewer run dummies of weight 0. Token weights are global, so the
+gradient is a sum over data shards and does not depend on the split into ranks and micro-batches. Norm, averages and the
+decision to skip an update are equal on all ranks.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,25 +16,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd_rl.base.errors import RunFailed
+from spmd_rl.base.errors import RunFailed, UserError
 from spmd_rl.batch import Batch, Ragged, bounds_of
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.model.constraint import Constraint, constraint_of
-from spmd_rl.train import averages
 from spmd_rl.train.base import BoundLoss, BoundValueLoss, ForwardArgs, Metrics, MicrobatchLoop, PolicyRole, ShardedModel
-from spmd_rl.train.follow import move
 from spmd_rl.train.microbatch import dummy, plan, token_index
 from spmd_rl.train.pipeline import Step, forward_only, one_forward_one_backward
-from spmd_rl.train.schedule import learning_rate
-from spmd_rl.train.state import SavedState, Shard, read_state, staged, write_state
+from spmd_rl.train.state import MODEL, SavedState, Shard, read_state, staged, write_state
 
 AnyLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 """A `BoundLoss` or a `BoundValueLoss`, called with a forward's outputs and the micro-batch on the device."""
 
 
 class BaseRole:
-    """Shared implementation of policy, reference and critic; a frozen role has no optimizer, and no `update`."""
+    """Shared implementation of policy, reference and critic; a frozen role has no optimizer and no `update`."""
 
     def __init__(self, model: ShardedModel, layout: Layout, role: RoleConfig) -> None:
         """Wrap `model`, sharded over `layout` by the settings `role`."""
@@ -69,13 +67,19 @@ class BaseRole:
 
     def optimize(self, batch: Batch, args: ForwardArgs, loss: AnyLoss) -> Metrics:
         """[all] Run one optimizer step. RunFailed after `max_skipped_updates` non-finite gradients in a row."""
+        sums, count = self.accumulate(batch, args, loss)
+        return self.conclude(self._of_block(sums), count)  # [all]
+
+    def conclude(self, sums: dict[str, float], count: int) -> Metrics:
+        """[all] Update by the gradients of `count` micro-batches, or skip; see `optimize`.
+
+        sums: this rank's part of `loss`, of `num_tokens` and of each quantity, whose mean is over these; changed.
+        """
         settings = self._settings
         assert settings is not None, "a frozen role has no update"
-        sums, count = self.accumulate(batch, args, loss)
-        sums = self._of_block(sums)  # [all]
         sums["grad_square"] = self.model.grad_square()  # [all]
         # Sorted, so that all ranks reduce in the same order.
-        greatest = {name: sums.pop(name) for name in sorted(sums) if averages.is_extreme(name)}
+        greatest = {name: sums.pop(name) for name in sorted(sums) if is_extreme(name)}
         sums = self._world.reduce("update: gradient norm and averages", sums, op="sum")  # [all]
         # The loss has the same metrics on all ranks, so this branch is equal everywhere.
         if greatest:
@@ -93,12 +97,12 @@ class BaseRole:
         self.model.step(lr, None if skipped else norm)  # [all]
         self._count(skipped, settings.max_skipped_updates)
         total, num_tokens = sums.pop("loss"), max(1.0, sums.pop("num_tokens"))
-        means = {name: value / num_tokens for name, value in sums.items()} | averages.extremes(greatest)
+        means = {name: value / num_tokens for name, value in sums.items()} | extremes(greatest)
         means |= {"loss": total, "grad_norm": norm, "lr": lr} | self.model.metrics()  # [all]
         return means | {"skipped": float(skipped), "num_microbatches": float(count)}
 
     def accumulate(self, batch: Batch, args: ForwardArgs, loss: AnyLoss) -> tuple[dict[str, float], int]:
-        """[all] Accumulate gradients; return loss, metrics and tokens of this data shard (see `averages`), and
+        """[all] Accumulate gradients; return loss, metrics and tokens of this data shard (see `joined`), and
         micro-batches run."""
         bins = plan(batch, self._role.train.tokens_per_microbatch)
         count = max(1, self._agree_on_count("update", len(bins)))
@@ -111,7 +115,7 @@ class BaseRole:
             # Dummies beyond this rank's own bins run for the collectives alone and must not count in averages.
             columns = {"loss": total, "num_tokens": torch.ones_like(per_token), **quantities}
             for name, values in columns.items():
-                sums[name] = averages.joined(name, sums.get(name), values.detach() if i < len(bins) else None)
+                sums[name] = joined(name, sums.get(name), values.detach() if i < len(bins) else None)
             return total
 
         select = _selected(batch, bins)
@@ -123,15 +127,16 @@ class BaseRole:
             return {name: float(value) for name, value in sums.items()}, count
 
     def _of_block(self, sums: dict[str, float]) -> dict[str, float]:
-        """[all] Return a data shard's sums on one of its ranks, and zeros under the same names on the others."""
+        """[all] Return a data shard's sums on one of its ranks, and zeros on the others, so that a sum over ranks
+        counts each once."""
         # Only the last stage computes the loss, and so knows the names of its metrics.
         if self.layout.size("pp") > 1:
             src = self._world.size - 1
             names = self._world.broadcast("update: names of averages", sorted(sums), src)  # [all]
-            sums = {name: sums.get(name, averages.nothing(name)) for name in names}
+            sums = {name: sums.get(name, nothing(name)) for name in names}
         has_end = self.layout.rank("pp") == self.layout.size("pp") - 1
         counts = has_end and not self.layout.rank("cp") and not self.layout.rank("tp")
-        return sums if counts else {name: averages.nothing(name) for name in sums}
+        return sums if counts else {name: nothing(name) for name in sums}
 
     def _of_last_stage(self, columns: Tensor) -> Tensor:
         """[all] Broadcast columns from the last pipeline stage to all stages."""
@@ -155,7 +160,7 @@ class BaseRole:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Keep the weights on the device inside. The optimizer's state is there only in its step, `save` and `load`."""
+        """Keep the weights on the device inside; the optimizer's state only in its step, `save` and `load`."""
         self.model.wake()
         yield
         # Not in a `finally`: an error ends the job, and copying from a broken device would hang or hide it.
@@ -257,13 +262,13 @@ def _selected(batch: Batch, bins: list[list[int]]) -> Callable[[int], Batch]:
 
 
 class Pace:
-    """Limits the CPU to one micro-batch of lead over the device, so that progress reports stay truthful."""
+    """Limit of the CPU's lead over the device to one micro-batch, so that progress reports stay truthful."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, None
 
     def keep(self) -> None:
-        """Wait for the device's work from before the last call; no-op on a CPU."""
+        """Wait for the device's work up to the previous call; no-op on a CPU."""
         if self._device.type == "cpu" or not torch.accelerator.is_available():
             return
         event = torch.Event(self._device)
@@ -281,10 +286,8 @@ def walk(
     backward: Callable[[Step], object],
     beside: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """[all] Run the steps of a pass on this rank, each journalled and counted as progress.
-
-    steps: of a backend without a pipeline, `alone(loop)`. beside: context of each step.
-    """
+    """[all] Run and journal the steps of a pass on this rank. steps: `alone(loop)` for a backend without a pipeline.
+    beside: context of each step."""
     pace, steps = Pace(layout.world.device), list(steps)
     several = any(step.chunk for step in steps)
     for step in steps:
@@ -302,3 +305,111 @@ def walk(
 def alone(loop: MicrobatchLoop) -> Iterator[Step]:
     """Yield the steps of a backend without a pipeline: each forward is followed by its backward."""
     return one_forward_one_backward(0, 1, loop.count) if loop.is_trained else forward_only(1, loop.count)
+
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def learning_rate(update: int, *, peak: float, schedule: str, warmup: int, total: int) -> float:
+    """Return the learning rate of update number `update` (from 0) out of `total`.
+
+    The warm-up rises linearly from 0 and reaches `peak` in its last update, number `warmup` - 1; `linear` and `cosine`
+    then fall from `peak` towards 0, which they reach after the last update. Past `total` they stay at 0.
+    """
+    if update < warmup:
+        return peak * (update + 1) / warmup
+    progress = min(1.0, (update - warmup) / max(1, total - warmup))
+    match schedule:
+        case "constant":
+            return peak
+        case "linear":
+            return peak * (1 - progress)
+        case "cosine":
+            return peak * (1 + math.cos(math.pi * progress)) / 2
+    raise ValueError(f"schedule={schedule!r} is none of {', '.join(SCHEDULES)}")
+
+
+@torch.no_grad()
+def move(state: Sequence[Shard], weights: Iterable[tuple[str, Tensor]], share: float, key: str) -> None:
+    """[all] Set the weights in `state` to share * `weights` + (1 - share) * present values, in place.
+
+    weights: whole, by stored name; buffers that `state` lacks are skipped. A share of 1 copies them, bit for bit in
+    equal dtypes. UserError, on every rank, where names or shapes differ, naming the setting `key`.
+    """
+    shards = defaultdict[str, list[Shard]](list)
+    for one in state:
+        shards[one.name.removeprefix(MODEL)].append(one)
+    for name, whole in weights:  # [all]
+        for one in shards.pop(name, ()):
+            if tuple(one.shape) != tuple(whole.shape):
+                raise UserError(f"{key}: {name} is {tuple(one.shape)} there, and {tuple(whole.shape)} in the policy")
+            if one.tensor is None:
+                continue
+            region = tuple(slice(at, at + n) for at, n in zip(one.begin, one.tensor.shape, strict=True))
+            part = whole[region].to(one.tensor)
+            one.tensor.copy_(part) if share == 1 else one.tensor.lerp_(part, share)
+    if shards:
+        raise UserError(f"{key}: the policy has no {min(shards)}; a reference that follows it is of its architecture")
+
+
+# Per-token metrics are accumulated as sums, or as extremes under names that end in `/max` or `/min`. A minimum is the
+# maximum of negated values, so that one max-reduction joins all extremes.
+def is_extreme(name: str) -> bool:
+    """Return True for metrics reduced by max or min, not by mean."""
+    return name.endswith(("/max", "/min"))
+
+
+def nothing(name: str) -> float:
+    """Return the value of a sum, or of an extreme, over no tokens."""
+    return -math.inf if is_extreme(name) else 0.0
+
+
+def joined(name: str, before: Tensor | float | None, values: Tensor | None) -> Tensor | float:
+    """Return the sum or extreme `before` joined with more `values`, [N] or a single sum; without values, `before`."""
+    before = nothing(name) if before is None else before
+    if values is None or not values.numel():
+        return before
+    # float64: rounding in long float32 sums would show in the means.
+    values = values.double()
+    if not is_extreme(name):
+        return before + values.sum()
+    most = (-values if name.endswith("/min") else values).max()
+    return torch.maximum(most, torch.as_tensor(before, dtype=most.dtype, device=most.device))
+
+
+def extremes(found: Mapping[str, float]) -> dict[str, float]:
+    """Return extremes with the sign of their names (see above), without those over no tokens."""
+    return {name: -v if name.endswith("/min") else v for name, v in found.items() if v > -math.inf}
+
+
+class AdapterOff:
+    """A `train.base.PolicyRole` that is never trained, saved or loaded."""
+
+    sync_steps: int | None = None
+    """None, because a reference that follows the policy needs separate weights."""
+
+    def __init__(self, policy: Policy) -> None:
+        """policy: has adapters, which each call turns on again."""
+        self._policy = policy
+        self.layout, self.hidden_size, self.size = policy.layout, policy.hidden_size, policy.size
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Keep the policy awake, which holds the weights."""
+        return self._policy.awake()
+
+    def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+        """[all] Return logprob and entropy of sampled tokens, see `PolicyRole`."""
+        args = ForwardArgs(temperature, is_base=True, constraint=self._policy.constraint)
+        logprobs, entropy = self._policy.evaluate("logprobs", batch, args, 2)  # [all]
+        return logprobs, entropy
+
+    def packing_fingerprint(self, batch: Batch) -> Tensor:
+        """[all] Return a number per token that exposes packing leaks, see `Role`."""
+        return self._policy.evaluate("logprobs", batch, ForwardArgs(is_base=True), 2)[0]  # [all]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Raise, because only the policy is published."""
+        raise AssertionError("the reference's weights are the policy's, without its adapters")
+
+    def close(self) -> None:
+        """Do nothing: the policy stays in use."""

@@ -1,15 +1,15 @@
 """`Adapters`: peft's LoRA layers inside of a model that a backend shards.
 
     adapters = Adapters(model, settings, layout.key)   # before the model is cut and sharded; rank 0: nothing
-    with adapters.hidden():                                 # the model under the names that it had
+    with adapters.hidden():                                 # the model under its original names
         load(model)
     adapters.initialize()
     for name, tensor in adapters.published(whole_parameters, "merged"): ...
 
 A backend that reads regions one by one uses `reading` instead of `hidden` and `initialize`.
 
-peft wraps a linear layer and freezes its weight, then named `X.base_layer.weight`. Adapters are float32 shards like all
-trained parameters. Their initial values follow from their names, so they are equal in every layout and backend.
+peft wraps a linear layer and freezes its weight as `X.base_layer.weight`. Adapters are float32 shards like all trained
+parameters. Initial values follow from names, so they are equal in every layout and backend.
 """
 
 import zlib
@@ -107,14 +107,11 @@ class StoredAdapters(SavedScaling):
 
 
 class Adapters(SavedScaling):
-    """Adapters of one model, of which other ranks may hold parts."""
+    """Adapters of one model, whole or sharded."""
 
     def __init__(self, model: nn.Module, settings: LoraConfig, key: str, head: nn.Module | None = None) -> None:
         """Put adapters into `model`, in place, and freeze all else but `head`, if given. UserError if it cannot have
-        them.
-
-        key: see `targets`.
-        """
+        them. key: see `targets`."""
         super().__init__(settings)
         self._model = model
         self.layers: dict[str, nn.Module] = {}
@@ -161,11 +158,9 @@ class Adapters(SavedScaling):
 
     @contextmanager
     def hidden(self, hides: bool = True) -> Iterator[None]:
-        """Make the model the one without adapters inside this context, whole or sharded, in names and in computation.
-
-        peft's switch also sets `requires_grad`, which FSDP stores for shards and for gathered parameters separately:
-        adapters would silently stay frozen.
-        """
+        """Hide the adapters inside this context, in names and in computation; the model may be whole or sharded."""
+        # peft's own switch also sets `requires_grad`, which FSDP stores for shards and for gathered parameters
+        # separately: adapters would silently stay frozen.
         modules = self._model.named_modules() if hides else ()
         here = {name: layer for name, layer in modules if self.layers.get(name) is layer}
         for name, layer in here.items():
@@ -175,8 +170,8 @@ class Adapters(SavedScaling):
             self._model.set_submodule(name, layer)
 
     def reading(self, read: Fill) -> Fill:
-        """Return a reader of any region of the parameters, whose shapes are unsharded: from `read`, by names without
-        adapters, or an adapter's initial value."""
+        """Return a reader of any region of the unsharded parameters: from `read`, by names without adapters, or an
+        adapter's initial value."""
 
         def fill(name: str, region: Region, target: Tensor) -> None:
             layer, _, kind = name.rpartition(f"{BASE}.")
@@ -202,8 +197,8 @@ class Adapters(SavedScaling):
     def published(self, wholes: Iterable[tuple[str, Tensor]], adapters: str) -> Iterator[tuple[str, Tensor]]:
         """Yield all parameters whole, as an engine receives them.
 
-        adapters: `merged` into the weights; `apart`, under peft's names with the frozen ones; or `alone`, without the
-        frozen ones. Unless merged, `B` is multiplied by the scaling.
+        adapters: `merged` into the weights; `apart`, under peft's names with the frozen ones; or `alone`. Unless
+        merged, `B` is multiplied by the scaling.
         """
         return (self._merged if adapters == "merged" else self._scaled)(self._unpacked(wholes))
 
@@ -267,10 +262,8 @@ def first_value(name: str, shape: torch.Size) -> Tensor:
 
 
 def targets(model: nn.Module, wanted: list[str] | None, key: str) -> list[str]:
-    """Return the names of the linear layers that get an adapter. UserError, naming the setting, if there are none.
-
-    key: of the layout, `train` or `<section>.train`.
-    """
+    """Return the names of the linear layers that get an adapter. UserError, naming the setting, without any. key: of
+    the layout, `train` or `<section>.train`."""
     key = f"{'policy' if key == 'train' else key.partition('.')[0]}.lora.targets"
     inside = {module for layer in decoder_layers(model) for module in layer.modules()}
     linear = [name for name, module in model.named_modules() if module in inside and isinstance(module, nn.Linear)]
@@ -284,5 +277,5 @@ def targets(model: nn.Module, wanted: list[str] | None, key: str) -> list[str]:
 
 
 def wrapped(module: Any, adapter: str) -> list[nn.Module]:
-    """Return a linear layer; or of a wrapped one the frozen layer and that part of its adapter: `lora_A`, `lora_B`."""
+    """Return a linear layer, or the frozen part or adapter (`lora_A`, `lora_B`) of a wrapped one."""
     return [module.base_layer, getattr(module, adapter)[NAME]] if hasattr(module, "base_layer") else [module]

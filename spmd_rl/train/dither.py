@@ -1,11 +1,10 @@
 """`dither`: master weights that start at random points of their rounding intervals, so that small steps are not lost.
 
-Checkpoints are stored in bfloat16, so their weights are exactly on its grid. Float32 masters then start in the middle
-of their rounding intervals, and a rounded weight changes only when its master has moved half an interval: a first step
-of 3e-5 changes none above 0.015. Early steps are lost without a trace in the loss. With a constant offset per master,
-uniform over its interval, the rounded model starts unchanged and follows its masters without bias from the first step
-on (non-subtractive dither: Wannamaker et al., A Theory of Nonsubtractive Dither, IEEE Transactions on Signal Processing
-48, 2000).
+Checkpoints are stored in bfloat16. Their float32 masters start in the middle of their rounding intervals, and a rounded
+weight changes only when its master has moved half an interval: a first step of 3e-5 changes none above 0.015. With a
+constant offset per master, uniform over its interval, the rounded model starts unchanged and follows its masters
+without bias from the first step on (non-subtractive dither: Wannamaker et al., A Theory of Nonsubtractive Dither, IEEE
+Transactions on Signal Processing 48, 2000).
 """
 
 import zlib
@@ -25,8 +24,8 @@ CHUNK = 2**22
 def dither(model: nn.Module, dtype: torch.dtype) -> None:
     """Add an offset that rounding to `dtype` removes to each trained weight that `dtype` represents exactly.
 
-    Other weights stay unchanged. An offset depends on the parameter's name and the element's index in the whole tensor,
-    so it is the same in every layout.
+    An offset depends on the parameter's name and the element's index in the whole tensor, so it is equal in every
+    layout.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -45,11 +44,9 @@ def dither_region(part: Tensor, name: str, shape: Sequence[int], region: Region,
 
 
 def merged(adapter: Adapter, weight: Tensor, name: str, num_rows: int, rows: slice = slice(None)) -> Tensor:
-    """Return the frozen weight `name`, or some of its rows, merged with its adapter, in the weight's dtype.
-
-    The frozen weight is on the grid of its dtype too: a small change by the adapter would be rounded away entirely, and
-    the engine would keep the old weights. With the offset the change arrives on average, from the first step.
-    """
+    """Return the frozen weight `name`, or some of its rows, merged with its adapter, in the weight's dtype."""
+    # The frozen weight is on the grid of its dtype too: a small change by the adapter would be rounded away entirely,
+    # and the engine would keep the old weights. With the offset it arrives on average, from the first step.
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
     begin, end, _ = rows.indices(num_rows)
     whole = (num_rows, weight.shape[1])
@@ -58,8 +55,8 @@ def merged(adapter: Adapter, weight: Tensor, name: str, num_rows: int, rows: sli
 
 
 def _places(shape: Sequence[int], region: Region, device: torch.device, offset: int) -> Callable[[int, int], Tensor]:
-    """Return a function from a region's elements, as (begin, count), to `offset` plus their flat indices in the
-    whole."""
+    """Return a function from a region's elements, as (begin, count), to `offset` plus their flat indices
+    in the whole."""
     sizes = [part.stop - part.start for part in region]
 
     def places(begin: int, count: int) -> Tensor:
@@ -74,12 +71,12 @@ def _places(shape: Sequence[int], region: Region, device: torch.device, offset: 
 
 
 def _dithered(weights: Tensor, dtype: torch.dtype, places: Tensor) -> Tensor:
-    """Return `weights` plus noise, uniform over the interval that rounds to them; unchanged where `dtype` is
-    inexact."""
+    """Return `weights` plus noise, uniform over the interval that rounds to them; unchanged where `dtype`
+    is inexact."""
     rounded = weights.to(dtype)
     spacing = torch.ldexp(torch.ones_like(weights), torch.frexp(weights)[1]) * (torch.finfo(dtype).eps / 2)
     moved = weights + (_uniform(places).to(weights) - 0.5) * spacing
-    # below a power of two the interval is half as wide
+    # Below a power of two the interval is half as wide.
     kept = (rounded.to(weights.dtype) == weights) & (moved.to(dtype) == rounded)
     return torch.where(kept, moved, weights)
 

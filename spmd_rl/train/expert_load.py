@@ -7,8 +7,8 @@
     metrics = load.metrics()                                   # [all]
 
 The loss is that of Switch Transformers (Fedus et al., arXiv 2101.03961), summed over layers: experts x the sum over
-them of f x P, where f is an expert's share of all choices and P its mean probability. Both are over the tokens of all
-ranks in one round of micro-batches: as if one rank computed the round alone. The loss is 1 where the load is even.
+them of f x P, where f is an expert's share of all choices and P its mean probability, both over the tokens of all ranks
+in one round of micro-batches. It is 1 where the load is even.
 """
 
 from collections.abc import Collection
@@ -38,10 +38,8 @@ class ExpertLoad:
         self._scale, self._totals = self._coef / num_microbatches, [0.0] * len(self._totals)
 
     def take(self, routed: Tensor | None) -> None:
-        """Set the mask of the row's tokens that count, bool [t], before each layer computes it.
-
-        Each layer calls this, because recomputation in the backward pass runs it again after other rows.
-        """
+        """Set the mask of the row's tokens that count, bool [t]; called by each layer before its computation."""
+        # Not once per row: recomputation in the backward pass runs a layer again after other rows.
         # Between the blocks of a layer each tensor-parallel rank has a span of the tokens.
         if routed is not None:
             routed = routed.view(self._layout.size("tp"), -1)[self._layout.rank("tp")]
@@ -89,10 +87,7 @@ class ExpertLoad:
 
     def metrics(self) -> dict[str, float]:
         """[all] Return means over layers, for the tokens of all micro-batches since `begin`: `METRICS`, and the share
-        dropped.
-
-        Empty for a dense model.
-        """
+        dropped. Empty for a dense model."""
         if not self._is_mixture:
             return {}
         sums = dict.fromkeys((*METRICS, "layers"), 0.0)

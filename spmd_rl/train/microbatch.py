@@ -2,7 +2,6 @@
 
 The cut depends only on the samples' keys, lengths and common prefixes, not on their order or the rank. The most
 expensive micro-batch comes first: ranks synchronise in every layer, so the i-th ones of all ranks should cost the same.
-Left out: balance between ranks (the learner's).
 """
 
 from collections import defaultdict
@@ -25,7 +24,7 @@ def plan(batch: Batch, budget: int) -> list[list[int]]:
     once.
 
     A prefix that several samples of a micro-batch share counts once (`sharing.py`). Samples of a unit stay together;
-    one above the budget gets a separate micro-batch. An empty batch has no micro-batch.
+    one above the budget gets a separate micro-batch. An empty batch has none.
     """
     keys, units = batch.keys.tolist(), batch.units.tolist()
     paths: list[list[tuple[int, int]]] = [[] for _ in keys]
@@ -66,10 +65,7 @@ def token_index(batch: Batch, samples: Sequence[int]) -> Tensor:
 
 def fill(items: Sequence[Mapping[Hashable, int]], budget: int) -> list[list[int]]:
     """Return bins of indices of `items`, each in the bin where it adds the fewest tokens, or else in a new one (first
-    fit).
-
-    items: tokens of each segment that an item needs. Segments shared by items of a bin count once.
-    """
+    fit). items: tokens of each segment that an item needs; segments shared in a bin count once."""
     bins: list[list[int]] = []
     room: list[int] = []
     held: list[dict[Hashable, int]] = []
@@ -89,10 +85,8 @@ def fill(items: Sequence[Mapping[Hashable, int]], budget: int) -> list[list[int]
 
 
 def rounded(tree: PrefixTree, multiple: int) -> PrefixTree:
-    """Return the same tokens padded by a last segment to a multiple of `multiple`.
-
-    Kernels are compiled and cached per shape: without this, every number of tokens would add one.
-    """
+    """Return the same tokens padded by a last segment to a multiple of `multiple`."""
+    # Kernels are compiled and cached per shape: without this, every number of tokens would add one.
     blank = -len(tree.token_ids) % multiple
     if not blank:
         return tree
@@ -107,8 +101,7 @@ def rounded(tree: PrefixTree, multiple: int) -> PrefixTree:
 
 
 def dummy(like: Batch) -> Batch:
-    """Return two tokens of weight 0 with the columns of `like`: the micro-batch of a rank that has run out of
-    its own."""
+    """Return two tokens of weight 0 with the columns of `like`, for a rank without further micro-batches."""
     device = like.token_ids.device
     columns = {name: _zeros(column, device) for name, column, _ in like.columns()} | {
         "position_ids": torch.arange(2, device=device),

@@ -1,11 +1,10 @@
 """NF4: frozen matrices under adapters, stored in 4 bits (QLoRA: Dettmers et al., arXiv 2305.14314).
 
     pack_layer(linear)                          # its weight is bytes from now on, [rows, bytes of a row]
-    unpack(pack(weight), columns, dtype)        # what it computes with
+    unpack(pack(weight), columns, dtype)        # the numbers that it computes with
 
-A row is a row of bytes: its numbers, two a byte, then the bfloat16 factors of its blocks. So rows are sharded, gathered
-and moved like those of any parameter, in every layout. A matrix is unpacked for its product, and again in the backward
-pass.
+A row of bytes has the row's numbers, two a byte, then the bfloat16 factors of its blocks. So rows are sharded and moved
+like those of any parameter. A matrix is unpacked for its product, and again in the backward pass.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@
     weights.to_host(); ...; weights.to_device()
 
 A tensor's storage is freed and allocated again; tensor objects, and references to them (FSDP, the optimizer), stay
-valid. Nothing may read them while offloaded. On an accelerator the host copy is pinned, copies are asynchronous on the
+valid but must not be read while offloaded. On an accelerator the host copy is pinned, copies are asynchronous on the
 current stream, and only `to_host` waits, once, before it frees. Copies do not overlap with compute.
 """
 
@@ -66,8 +66,8 @@ class Offload:
         self._on_host = False
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the same bytes on the host and on the device, uint8 [n] each: storages end to end, split at
-        block ends."""
+        """Yield the same bytes on the host and on the device, uint8 [n] each: storages end to end, split
+        at block ends."""
         place = 0
         for storage, size in zip(self._storages, self._sizes, strict=True):
             data, done = _bytes(storage), 0

@@ -1,9 +1,9 @@
 """Check before the first step that a model does not mix packed sequences.
 
-A sequence is computed between two others, and between the same two exchanged. All shapes and each expert's tokens stay
-the same, so on a CPU the results are equal to the bit in every dtype. The rounding noise of other machines is measured
-with both others after the sequence, where they cannot affect it. A model that mixes sequences in any order, or counts
-positions along the row, differs from the sequence alone.
+A sequence is computed between two others, and between the same two exchanged. Shapes and each expert's tokens stay the
+same, so on a CPU the results are equal to the bit. On other machines the rounding noise is measured with both others
+after the sequence. A model that mixes sequences in any order, or counts positions along the row, differs from the
+sequence alone.
 """
 
 import math
@@ -26,10 +26,8 @@ ALONE = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.2}
 
 
 def check_packing(model: str, role: Role, dtype: str) -> None:
-    """[all] Raise a UserError on all ranks if the outputs of `role` for a sequence depend on its neighbours.
-
-    model: name in the error. dtype: of the computation.
-    """
+    """[all] Raise a UserError on all ranks if the outputs of `role` for a sequence depend on its neighbours. model:
+    name in the error. dtype: of the computation."""
     limits = {"exchanged": EXCHANGED, "alone": ALONE[dtype]}
     with role.awake():
         between, exchanged, alone = (_answer(role, row) for row in ((A, ASKED, B), (B, ASKED, A), (ASKED,)))  # [all]
@@ -59,7 +57,6 @@ def _means(role: Role, **differences: Tensor) -> dict[str, float]:
 
 
 def _sample(number: int, ids: range) -> Sample:
-    """Return a sequence in which all tokens but the first count as sampled."""
     zeros = bytes(4 * (len(ids) - 1))
     turn = Turn(array("i", ids[:1]), array("i", ids[1:]), array("f", zeros), array("i", zeros), "length")
     return Sample(number, 0, (turn,), Verdict("ok"))

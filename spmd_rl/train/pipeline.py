@@ -1,11 +1,9 @@
 """The order in which a pipeline stage runs forwards and backwards: one forward, one backward (1F1B). Pure.
 
-PipeDream-Flush (Narayanan et al., arXiv 2006.09503). torch.distributed.pipelining has the same schedule, but needs
-micro-batches of one shape; ours differ in their tokens, in a way that every rank knows.
-
-With several chunks the schedule is interleaved (Narayanan et al., arXiv 2104.04473): stage s of S holds chunks s, s +
-S, ..., and the bubble at the start and the end is one chunk's work per stage, not a whole stage's. Micro-batches go
-through the chunks in groups of S or more; any number is allowed.
+PipeDream-Flush (Narayanan et al., arXiv 2006.09503), as in torch.distributed.pipelining, which needs micro-batches of
+one shape, however. With several chunks the schedule is interleaved (Narayanan et al., arXiv 2104.04473): stage s of S
+holds chunks s, s + S, ..., and the bubble at both ends is one chunk's work per stage. Micro-batches go through the
+chunks in groups of S or more; any number is allowed.
 """
 
 from collections.abc import Iterator
@@ -25,8 +23,7 @@ class Step(NamedTuple):
 def one_forward_one_backward(stage: int, num_stages: int, count: int, num_chunks: int = 1) -> Iterator[Step]:
     """Yield the steps of a stage over `count` micro-batches: each forward and backward once per chunk, in order.
 
-    At most `most_in_flight` forwards await their backward, so memory does not grow with `count`. With one chunk, the
-    last stage runs each backward at once.
+    At most `most_in_flight` forwards await their backward, so memory does not grow with `count`.
     """
     forwards = list(forward_only(num_stages, count, num_chunks))
     ahead = min(len(forwards), most_in_flight(stage, num_stages, count, num_chunks) - 1)
@@ -41,7 +38,8 @@ def most_in_flight(stage: int, num_stages: int, count: int, num_chunks: int = 1)
     after = num_stages - stage - 1
     if num_chunks == 1:
         return after + 1
-    # The last chunk's first forward comes after a whole group's through the others; its way back meets the way there
+    # The last chunk's first forward follows a group's forwards through all other chunks. Its backward returns to this
+    # stage after twice the number of stages behind it.
     return 2 * after + (num_chunks - 1) * max(_groups(num_stages, count)) + 1
 
 
@@ -53,7 +51,7 @@ def forward_only(num_stages: int, count: int, num_chunks: int = 1) -> Iterator[S
 
 
 def _groups(num_stages: int, count: int) -> list[int]:
-    """Return the numbers of micro-batches that pass a chunk in a row: the number of stages, or slightly more if it does
-    not divide `count`, so that no stage waits for the one before; fewer only if there are no more."""
+    """Return the sizes of groups of micro-batches that pass a chunk in a row: the number of stages, or slightly more if
+    it does not divide `count`, so that no stage waits."""
     rounds = max(1, count // num_stages)
     return [count // rounds + (group < count % rounds) for group in range(rounds)]

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which activations of a layer are kept for the backward pass, and which recomputed.
+"""Activation checkpointing: recomputation of a layer's activations in the backward pass.
 
 `full` keeps only a layer's input. `selective` also keeps the output of attention and every second matrix product: most
 of a layer's work is then done once, for about half of its memory (torchtitan's `op` rule).
@@ -45,8 +45,8 @@ def recompute(model: nn.Module, mode: str) -> None:
 
 
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of a layer's forward pass and of its recomputation. Each counts matrix products
-    separately."""
+    """Return the contexts of a layer's forward pass and of its recomputation, each with a separate count of matrix
+    products."""
     # The recomputation must skip and save the same products as the forward pass.
     numbers = {False: count(), True: count()}
     return create_selective_checkpoint_contexts(partial(_policy, numbers))

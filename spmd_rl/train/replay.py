@@ -1,13 +1,13 @@
 """Router replay: the trainer's forward routes tokens to the experts that the engine chose.
 
     replay = Replay(model, layout, True)       # of the whole model, before it is cut
-    chosen = replay.of_row(micro, tree)        # given to each layer, which calls `replay.take`
+    chosen = replay.of_row(micro, tree)        # passed to each layer, which calls `replay.take`
     ... = replay.choose(place, own)            # by each router
     metrics = replay.metrics()                 # [all]
 
 A small numerical difference between engine and trainer can change the chosen experts, and with them a token's
-probability by a lot. Routing weights and their gradient still come from the trainer's router (R3: Ma et al., arXiv
-2510.11370). Prompts and other tokens that the policy did not sample follow the trainer's router.
+probability by a lot. Routing weights and their gradient still come from the trainer's router, as do the experts of
+tokens that the policy did not sample (R3: Ma et al., arXiv 2510.11370).
 """
 
 import torch
@@ -24,10 +24,8 @@ class Replay:
     """Replaces the choices of routers, for tokens with recorded choices of the engine."""
 
     def __init__(self, model: nn.Module, layout: Layout, is_on: bool) -> None:
-        """Raise a UserError if the model is no mixture, or if its routers weigh the chosen experts in an unknown way.
-
-        is_on: False for no replay.
-        """
+        """Raise a UserError if the model is no mixture, or if its routers weigh experts in an unknown way. is_on: False
+        for no replay."""
         self._layout, self._kind = layout, router_class(model)
         self.places: dict[str, int] = {}
         """Positions of the routers by name; empty without replay."""
@@ -56,10 +54,8 @@ class Replay:
         return chosen
 
     def take(self, chosen: Tensor | None) -> None:
-        """Set the choices for a row's tokens, int64 [t, layers, k], before each layer computes it.
-
-        Each layer calls this, because recomputation in the backward pass runs it again after other rows.
-        """
+        """Set the choices for a row's tokens, int64 [t, layers, k]; called by each layer before its computation."""
+        # Not once per row: recomputation in the backward pass runs a layer again after other rows.
         # Between the blocks of a layer each tensor-parallel rank has a span of the tokens.
         if chosen is not None:
             chosen = chosen.unflatten(0, (self._layout.size("tp"), -1))[self._layout.rank("tp")]

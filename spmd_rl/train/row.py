@@ -17,6 +17,8 @@ from spmd_rl.train.base import ForwardArgs
 from spmd_rl.train.microbatch import rounded
 from spmd_rl.train.sharing import PrefixTree, share_prefixes
 
+# Kernels and primitives are cached per shape: with free shapes, the process of a 0.2 MB model grew from 412 to 1,128 MB
+# in 300 updates.
 ROUND_TOKENS, FEW_TOKENS = 128, 32
 """Multiples to which a forward's tokens and targets are padded; the second if there are few."""
 
@@ -60,10 +62,8 @@ def row_of(
     context: Any = None,
     chosen_of: Callable[[Batch, PrefixTree], Tensor | None] = lambda micro, tree: None,
 ) -> Row:
-    """Return this rank's `Row` of a micro-batch. dtype: of attention. tp: ranks that split the row's tokens.
-
-    context: of context parallelism (`model.context`). chosen_of: the engine's experts, by token of the tree.
-    """
+    """Return this rank's `Row` of a micro-batch. dtype: of attention. tp: ranks that split the tokens. context: see
+    `model.context`. chosen_of: the engine's experts, by token of the tree."""
     targets = micro.sampled.index
     assert bool((micro.position_ids[targets] > 0).all()), "a sequence's first token has no logprob"
     tree = share_prefixes(micro)

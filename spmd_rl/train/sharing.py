@@ -4,9 +4,9 @@
     logits = model(tree.token_ids, ..., packing=Packing.of(tree.starts, tree.parents))
     logits[tree.gather_index]                # one row for every token of the batch
 
-Answers share their prompt, trajectories share the history before they diverge, and rows that cut one trajectory into
-steps share all of it. This is exact: hidden states do not depend on later tokens, so each segment attends to one copy
-of the path before it, and the gradients of all samples add up in that copy. Only samples of one micro-batch share.
+Answers share their prompt, trajectories their history before they diverge, and the steps of one trajectory all of it.
+This is exact: each segment attends to one copy of the path before it, and the gradients of all samples add up in that
+copy. Only samples of one micro-batch share.
 """
 
 from collections import defaultdict
@@ -82,8 +82,8 @@ def share_prefixes(batch: Batch) -> PrefixTree:
 def prefix_segments(batch: Batch) -> list[Segment]:
     """Return the segments of the batch's samples, by the first sample that contains each, parents before children.
 
-    Samples of one ticket share their common first tokens, but a span of sampled tokens (an answer) is shared whole or
-    not at all, and the last one only with a sample that continues after it. A segment ends only where samples diverge.
+    Samples of a ticket share their common first tokens, but a span of sampled tokens (an answer) only whole, and the
+    last one only with a sample that continues after it. A segment ends only where samples diverge.
     """
     ids, mask = batch.token_ids.cpu().numpy(), batch.loss_mask.cpu().numpy()
     bounds = batch.starts.tolist()

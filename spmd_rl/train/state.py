@@ -3,10 +3,10 @@
     files = write_state(folder / "00000.safetensors", model.state(), {"backend": "fsdp2"}, world.progress)
     read_state(model.state(), SavedState.open(folder, world), world.progress)  # [all]; model: a `ShardedModel`
 
-Each rank writes one safetensors file with its pieces of tensors. Tensors have Hugging Face names: `model/<name>` is a
-weight, `optimizer/<state>/<name>` its optimizer state (such as `exp_avg`), and `optimizer/<state>` state without a
-weight. A piece is called `<name>@<begin>`, like `model/lm_head.weight@128,0`; the file's metadata has each tensor's
-whole shape. A file contains no code.
+Each rank writes its pieces of tensors to one safetensors file, which contains no code. Tensors have Hugging Face names:
+`model/<name>` is a weight, `optimizer/<state>/<name>` its optimizer state (such as `exp_avg`), `optimizer/<state>`
+state without a weight. A piece is called `<name>@<begin>`, like `model/lm_head.weight@128,0`; the file's metadata has
+whole shapes.
 """
 
 import json
@@ -85,11 +85,10 @@ class TensorSpec(NamedTuple):
 def write_safetensors(
     path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]], about: Mapping[str, str]
 ) -> None:
-    """Write `tensors`, in the order of `specs`, one at a time. OSError of the file system.
-
-    It consumes only the tensors of `specs` from an iterator: the rest may go to another file. safetensors' `save_file`
-    needs all of them in memory. The bytes are the same: a JSON head, then the tensors, wider dtypes first, by name.
-    """
+    """Write `tensors`, in the order of `specs`, one at a time. Consumes only these from an iterator: the rest may go to
+    another file. OSError of the file system."""
+    # safetensors' `save_file` needs all of them in memory. The bytes are the same: a JSON head, then the tensors, wider
+    # dtypes first, by name.
     order = sorted(specs, key=lambda name: (list(DTYPES).index(specs[name].dtype), name))
     head, begins, end = {"__metadata__": dict(about)}, {}, 0
     for name in order:
@@ -129,7 +128,7 @@ def write_state(
 
 @torch.no_grad()
 def staged(state: Iterable[Shard]) -> list[Shard]:
-    """Return copies on the host of what this rank writes of a state, so that training can continue before the write."""
+    """Return host copies of this rank's pieces of a state, so that training can continue before the write."""
     mine = (one for one in state if one.is_mine and one.tensor is not None)
     return [one._replace(tensor=one.tensor.detach().to("cpu", copy=True)) for one in mine]
 
@@ -180,10 +179,8 @@ class SavedState:
 
     @classmethod
     def open(cls, folder: Path, world: World | None = None) -> "SavedState":
-        """[all] Read the index of all files; each rank reads some of them, or without a world all.
-
-        UserError, on all ranks, if it is no saved state or a damaged one; OSError if it cannot be read.
-        """
+        """[all] Read the index of all files; each rank reads some, without a world all. UserError, on all ranks, for
+        files that are no saved state or damaged; OSError if unreadable."""
         rank, size = (world.rank, world.size) if world is not None else (0, 1)
         files = sorted(path.name for path in folder.iterdir() if path.name.endswith(".safetensors"))
         error, heads = "", []
@@ -239,8 +236,8 @@ def _count(region: Region) -> int:
 
 @torch.no_grad()
 def read_state(state: Sequence[Shard], saved: SavedState, on_progress: Callable[[], object] = lambda: None) -> None:
-    """Fill the tensors of `state` in place. ValueError, on every rank, if names or shapes differ from the saved
-    ones."""
+    """Fill the tensors of `state` in place. ValueError, on every rank, if names or shapes differ from the
+    saved ones."""
     ours = {one.name: tuple(one.shape) for one in state}
     theirs = {name: tuple(whole.size) for name, whole in saved.tensors.items()}
     if odd := sorted(ours.keys() ^ theirs.keys()):

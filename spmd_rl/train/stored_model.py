@@ -1,4 +1,4 @@
-"""`stored_model`: a model directory as a module that a backend shards; weights are read as late as possible."""
+"""`stored_model`: a model directory as a module that a backend shards, with weights read as late as possible."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -81,10 +81,8 @@ class CheckpointFiles(WeightFiles):
 def checkpoint_model(
     checkpoint: str, role: RoleConfig, dtype: torch.dtype, on_progress: Callable[[], object]
 ) -> Stored:
-    """Return `stored_model` with the policy's weights from a verified checkpoint of any backend and layout.
-
-    UserError, before anything is read, if they belong to another model.
-    """
+    """Return `stored_model` with the policy's weights from a verified checkpoint of any layout. UserError, before
+    reading, if it is of another model."""
     folder = model_directory(role.model)
     model, saved = build_on_meta(folder, dtype, role.trust_remote_code), SavedState.open(Path(checkpoint) / "policy")
     parts = stored_parts(model)

@@ -27,6 +27,7 @@ from spmd_rl.types.data import (
     Verdict,
     VerdictStatus,
     concat,
+    unknown_fields,
 )
 from spmd_rl.types.plugins import (
     CheckResult,
@@ -45,4 +46,3 @@ from spmd_rl.types.plugins import (
     Session,
     SessionLost,
 )
-from spmd_rl.types.templates import unknown_fields

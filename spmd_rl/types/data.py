@@ -317,6 +317,10 @@ class Sample(Struct, frozen=True, gc=False):
     """
     last: bool = True
     """False for all segments of a trajectory except the last, which counts as its answer and score."""
+    targets: tuple[float, ...] = ()
+    """Numbers of a written row that its loss compares with: the reference's logprob of the answer, in nats; the margin
+    of a chosen answer; or a label for each turn.
+    """
 
     @property
     def key(self) -> tuple[int, int]:
@@ -343,3 +347,19 @@ def concat(arrays: Sequence[array], typecode: str) -> array:
     for part in arrays:
         out.extend(part)
     return out
+
+
+_FIELD = re.compile(
+    r"\\(?!n\b)[a-zA-Z]+(?:\[[^][]*\])?(?:\{[^{}]*\})+"  # \frac{a}{b}, but not a line break (\n) before a field
+    r"|\b\w_\{[^{}]*\}|\^\{[^{}]*\}"  # x_{i}, 2^{n}
+    r"|(\{\s*[^\W\d]\w*(?:[.\[!:][^{}\s]*)?\s*\})"
+)
+
+
+def unknown_fields(template: str, known: Sequence[str]) -> list[str]:
+    """Return each field `{name}` of a template, with its braces, that is not among the `known` names, once.
+
+    Other braces, LaTeX's included, are plain text.
+    """
+    found = dict.fromkeys(match[1] for match in _FIELD.finditer(template) if match[1])
+    return [field for field in found if field[1:-1] not in known]

@@ -10,9 +10,10 @@ from spmd_rl.train.accumulate import Policy
 
 
 class AdapterSource:
-    """What a `Publisher` needs of a `PolicyRole`: first frozen weights and adapters, in later publishes adapters alone.
+    """The interface of a `PolicyRole` that a `Publisher` uses: first frozen weights and adapters, in later publishes
+    adapters alone.
 
-    Only for engines that live as long as the run: one that came later would lack the frozen weights.
+    Only for engines that live as long as the run: a later one would lack the frozen weights.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -20,7 +21,7 @@ class AdapterSource:
         self._policy, self._is_first, self.layout = policy, True, policy.layout
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """[all] At first the frozen weights and the adapters, then the adapters; see `Adapters.published`."""
+        """[all] Yield the frozen weights and the adapters at first, then the adapters; see `Adapters.published`."""
         yield from self._policy.weights("apart" if self._is_first else "alone")  # [all]
         self._is_first = False
 

@@ -33,7 +33,7 @@ class Buckets:
     """The broadcasts of one job."""
 
     def __init__(self, world: World, trainers: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> None:
-        """[all] world: of the ranks that train (`trainers`, indices in it) and those that generate."""
+        """[all] world: of both sides. trainers: indices of the trainer ranks in it."""
         self._world, self._trainers, self._bucket_bytes = world, trainers, bucket_bytes
         self._group = world.process_group("weights")  # [all]
         self._number = 0

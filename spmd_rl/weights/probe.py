@@ -28,13 +28,12 @@ LIMITS = {torch.float32: 3e-4, torch.float16: 0.05, torch.bfloat16: 0.2}
 most 1e-5 in float32 and 0.08 in bfloat16. Each pair of neighbouring layers exchanged gives 0.1 to 10, half of them
 above 0.45; one update missed (lr 2e-5) gives 1e-3, which only float32 can see."""
 FIRST_QUANTIZED, LATER_FACTOR = 2.0, 3.0
-"""The limits where weights are rounded further on their way. The first publish may differ by so many nats: its weights
-are those of the model's directory or of a checkpoint, so that its difference is that of rounding alone. Later ones may
-differ by so many times the first one's."""
+"""Limits for rounded weights. The first publish, of weights from a directory or checkpoint, may differ by the first
+number of nats, which rounding alone causes; later ones by the second number times the first one's difference."""
 
 
 class Answer(NamedTuple):
-    """What an engine generated for one prompt, as ranks tell each other."""
+    """Answer of an engine to one prompt, exchanged between ranks."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -58,10 +57,10 @@ def ask(engine: Engine, version: int) -> tuple[list[Answer], str]:
 
 
 def judge(policy: PolicyRole, by_engine: dict[str, list[Answer]]) -> dict[str, float]:
-    """[all] Return the mean absolute difference of an engine's logprobs from the trainer's, in nats, by its name.
+    """[all] Return the mean absolute difference of each engine's logprobs from the trainer's, in nats, by its name.
 
-    by_engine: equal on all ranks. The engines are shared out among the trainer's data shards, so that what is returned
-    covers a part of them, and nothing where there are few.
+    by_engine: equal on all ranks. Engines are spread over the trainer's data shards: each returns a part of them, or
+    none.
     """
     data = policy.layout.data
     mine = list(by_engine)[data.rank :: data.size]

@@ -1,8 +1,8 @@
 """`Publisher`: sends the trainer's weights to engines, and proves that they arrived.
 
-Whoever holds an engine: each name once, the same bytes on all ranks, the same bytes in the engine where it keeps them
-plain, and logprobs of the engine's own answers as the trainer computes them. Nothing that one rank finds makes it leave
-alone: findings are gathered, and all ranks stop with the same line.
+On every rank with an engine: each name once, the same bytes on all ranks, the same bytes in the engine where it keeps
+them plain, and logprobs of the engine's answers equal to the trainer's. Faults are gathered, so that all ranks raise
+the same error together.
 """
 
 import time
@@ -21,11 +21,11 @@ from spmd_rl.weights.stream import WeightStream
 
 T = TypeVar("T")
 WEIGHTS, PROBE, VERDICT = "publish: weights", "publish: probe", "publish: verdict"
-"""Meetings of a publish after its buckets; only those that train are at the last."""
+"""Collectives of a publish after its buckets; the last is of the trainer ranks alone."""
 
 
 class Publisher:
-    """Publishes the weights of one policy to engines. Call it with the version that they become."""
+    """Publisher of one policy's weights to engines; call it with their version."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Publisher:
         self._quantization, self._limit = quantization, probe.FIRST_QUANTIZED if quantization else 0.0
 
     def is_probed(self, version: int) -> bool:
-        """Return whether the next publish, of this version, asks engines for answers."""
+        """Return True if the next publish, of this version, is probed."""
         return not self._probed_once or (self._probe_every > 0 and version % self._probe_every == 0)
 
     def __call__(self, version: int) -> Metrics:
@@ -94,7 +94,7 @@ class Publisher:
             return {key: max(theirs[key] for theirs in of_ranks) for key in metrics}
 
     def _send(self, version: int) -> tuple[WeightStream, str]:
-        """[all] Send all weights; the stream, read to its end, and what went wrong or nothing."""
+        """[all] Send all weights; return the stream, read to its end, and a fault, or an empty string."""
         fault = ""
         with self._world.journal.kind("copy"), self._policy.awake():
             given = quantized(self._policy.weights(), self._quantization)
@@ -105,24 +105,27 @@ class Publisher:
                     self._engine.load(weights, version)  # [all]
             except RunFailed as error:
                 fault = str(error)
-            for _ in weights:  # [all] whatever was left: the other ranks gather with us
+            # The gather is a collective: other ranks wait in it, so an engine's error must not end it early.
+            for _ in weights:  # [all]
                 pass
         return stream, fault or stream.fault
 
     def _judge(self, of_ranks: list[list[probe.Answer]], limit: float) -> tuple[float, str]:
-        """[all] The largest difference that this rank finds between engines and trainer, and what is wrong with it."""
+        """[all] Return the largest difference that this rank finds between engines and trainer, and a fault, if it
+        exceeds the limit."""
         by_engine = {f"rank {rank}": answers for rank, answers in enumerate(of_ranks) if answers}
         with self._policy.awake():
             differences = probe.judge(self._policy, by_engine)  # [all]
         for name, difference in differences.items():
-            if not difference <= limit:  # a NaN is no success
+            # Not `difference > limit`, which a NaN would pass.
+            if not difference <= limit:
                 fault = f"the engine's logprobs are {difference:.3g} from the trainer's on average (limit {limit:g})"
                 return difference, fault if name == f"rank {self._everyone.rank}" else f"{fault}, on {name}"
         return max(differences.values(), default=0.0), ""
 
 
 def agree(everyone: World, version: int, fault: str, digest: bytes) -> None:
-    """[all] RunFailed on every rank if any found a fault, or if the ranks were handed different bytes."""
+    """[all] RunFailed on every rank if any found a fault, or if the ranks got different bytes."""
     digests = decide(everyone, WEIGHTS, version, fault, digest, bytes)  # [all]
     odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if odd:

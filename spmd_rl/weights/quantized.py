@@ -47,7 +47,7 @@ FORMATS: dict[str, Callable[[Tensor], Tensor]] = {"fp8": fp8, "int8": int8, "int
 
 
 def quantized(weights: Iterator[tuple[str, Tensor]], name: str | None) -> Iterator[tuple[str, Tensor]]:
-    """The weights, the matrices of layers with values that the format `name` has, or in it; computed in float32."""
+    """Yield the weights, the matrices of layers rounded to the format `name`, or in it; computed in float32."""
     if name in W8A8:
         yield from by_rows(weights, name)
         return

@@ -29,7 +29,8 @@ class WeightReceiver:
         device = self._everyone.device
         with self._everyone.phase("publish"):
             if device.type != "cpu":
-                torch.accelerator.synchronize()  # an engine may compute on streams of its own
+                # Waits for the engine, which may compute on separate streams, before its weights change.
+                torch.accelerator.synchronize()
             weights = self._buckets.receive()
             stream = WeightStream(weights, device, self._everyone.progress)
             try:

@@ -23,7 +23,7 @@ from spmd_rl.model.build import build_model, weights_of
 from spmd_rl.model.lora import PREFIX
 from spmd_rl.tools.convert import main
 from spmd_rl.train import build_role
-from spmd_rl.train.adapter_off import AdapterOff
+from spmd_rl.train.accumulate import AdapterOff
 from spmd_rl.train.deepspeed.model import role_of as zero_of
 from spmd_rl.train.fsdp2.backend import policy_of
 from spmd_rl.train.nf4 import CODE

@@ -12,9 +12,8 @@ from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
 from spmd_rl.learn.losses import bind_loss
-from spmd_rl.tools.plan.batch import full_batch
 from spmd_rl.tools.plan.memory_tracker import MemoryTracker
-from spmd_rl.tools.plan.rank import trace
+from spmd_rl.tools.plan.rank import full_batch, trace
 from spmd_rl.train import build_role
 from tests.dist.harness import run_ranks
 

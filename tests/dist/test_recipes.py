@@ -113,7 +113,7 @@ def train(world: World, path: str, cases: dict[str, dict]) -> dict[str, dict[str
         roles = Roles(built.policy, *(role if read else None for role, read in zip(both, reads, strict=True)))
         for tensor, as_built in start:
             tensor.copy_(as_built)
-        learner = Learner(roles, cfg.algorithm, cfg.rollout, cfg.train.updates_per_step, cfg.seed)
+        learner = Learner(cfg, roles)
         batches = learner.prepare(harvest(world, 1, cfg.algorithm.uses_greedy))
         for batch in batches:
             from_engine = cfg.algorithm.old_logprobs == "engine"

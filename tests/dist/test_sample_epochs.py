@@ -22,11 +22,11 @@ OWN = {"lr": LR, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0,
 
 def trained(world: World, path: str, epochs: int) -> list:
     """[all] The mini-batch of each optimizer step, a metric, and after them a sum over all weights; saved by rank 0."""
-    cfg = RlvrConfig()
+    cfg = RlvrConfig(seed=SEED)
     cfg.policy.dtype, cfg.train.updates_per_step = "float32", 3
     cfg.algorithm = AlgorithmConfig(sample_epochs=epochs, norm_std=False)
     policy = backend(world, path, dither=False, **OWN)
-    learner = Learner(Roles(policy, None, None), cfg.algorithm, cfg.rollout, 3, SEED)
+    learner = Learner(cfg, Roles(policy, None, None))
     mine = tuple(g for g in GROUPS if g.ticket % world.size == world.rank)
     table = table_of(GROUPS, lambda sample: sample.ticket % world.size, 0)
     metrics = learner.update(learner.prepare(Collected(1, mine, (), table, 0.0, 0, 0)))

@@ -62,7 +62,7 @@ def step(world: World, path: str, overrides: list[str]) -> dict[str, float]:
     cfg = settings(path, *overrides)
     roles = build_roles(cfg.roles, world)
     render = load_tokenizer(f"{path}/policy").render
-    learner = Learner(roles, cfg.algorithm, cfg.rollout, 1, cfg.seed, teacher=cfg.teacher, render=render)
+    learner = Learner(cfg, roles, render)
     table = table_of(groups(), lambda s: s.ticket % world.size, 1)
     mine = tuple(g for g in groups() if g.ticket % world.size == world.rank)
     metrics = learner.update(learner.prepare(Collected(1, mine, (), table, 0.0, 0, 0)))

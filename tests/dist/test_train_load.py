@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from spmd_rl.config.schema import CriticConfig, PolicyConfig, RlvrConfig, TrainConfig
-from spmd_rl.config.sections.models import FollowingReferenceConfig, TrainOverrides
+from spmd_rl.config.sections.models import FollowingReferenceConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_model
 from spmd_rl.train import build_role
@@ -111,8 +111,8 @@ def own_settings(world: World, path: str, other: str) -> dict[str, bool]:
     """A reference and a critic with models, dtypes and layouts of their own."""
     cfg = RlvrConfig(
         policy=PolicyConfig(model=path, dtype="bfloat16"),
-        reference=FollowingReferenceConfig(model=other, dtype="bfloat16", train=TrainOverrides(tp=2)),
-        critic=CriticConfig(dtype="float32", train=TrainOverrides(tokens_per_microbatch=16)),
+        reference=FollowingReferenceConfig(model=other, dtype="bfloat16", train={"tp": 2}),
+        critic=CriticConfig(dtype="float32", train={"tokens_per_microbatch": 16}),
     )
     policy, reference, critic = (build_role(cfg.role(name), world) for name in ("policy", "reference", "critic"))
     batch = global_batch()

@@ -109,10 +109,10 @@ class Toy:
         assert run.wait() == 0, run.text()[-3000:]
         return run
 
-    def linger(self, point: str, *overrides: str, step: int = 2, **how) -> "Running":
+    def linger(self, point: str, *overrides: str, step: int = 2, env: dict | None = None, **how) -> "Running":
         """Start a run that lingers at `point` of the step; see `lingering_rlvr.py`."""
-        env = {"LINGER": point, "LINGER_STEP": str(step), "LINGER_PIPELINE": self.door.rpartition(".")[2]}
-        return self.start(*overrides, script=LINGERING, env=env, **how)
+        at = {"LINGER": point, "LINGER_STEP": str(step), "LINGER_PIPELINE": self.door.rpartition(".")[2]}
+        return self.start(*overrides, script=LINGERING, env={**at, **(env or {})}, **how)
 
 
 def _door(door: str, arguments: list[str]) -> None:

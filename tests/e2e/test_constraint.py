@@ -45,6 +45,13 @@ def test_the_native_engine(tmp_path) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_that_generate_ahead(tmp_path) -> None:
+    """The constraint goes on where a publish came in the middle of an answer."""
+    settings = ("rollout.partial_rollout=true", "rollout.over_sample=2", "engine.max_running=4")
+    check(Toy(tmp_path), *settings, "placement.mode=split")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", OTHERS)
 def test_another_engine(tmp_path, engine: str) -> None:
     check(Toy(tmp_path, **VLLM_SIZES), f"engine={engine}", "engine.tp=2")

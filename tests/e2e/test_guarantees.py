@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 
+from bench.gpu.same import MEASURED
 from tests.e2e.runs import EXACT, Running, Toy
 
 SETTINGS = (*EXACT, "policy.lr=1e-5", "rollout.prompts_per_step=3", "rollout.over_sample=0")
 """Three prompts a step: at world size 4 some rank holds none."""
-MEASURED = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "train_infer/abs_diff/mean", "val/score/mean")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from bench.gpu.same import MEASURED
 from tests.e2e.runs import EXACT, Running, Toy
 
 POINTS = {
@@ -35,7 +36,6 @@ HARMLESS += [("worker", phase, POINTS[phase]) for phase in ("generate", "score")
 QUICK = {("rank-0", "save"), ("agent", "generate"), ("host", "score"), ("worker", "score")}
 """What `make test` runs; `make test-slow` runs the others."""
 SETTINGS = (*EXACT, "steps=3", "reward.toy.args.sleep=0.01")
-MEASURED = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "train_infer/abs_diff/mean", "val/score/mean")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.e2e.runs import EXACT, Running, Toy
+from tests.engines import VLLM_SIZES, needs_vllm
 
 SETTINGS = (*EXACT, "steps=3", "placement.mode=split", "placement.max_staleness=0")
 
@@ -48,6 +49,37 @@ def test_on_policy_it_is_the_colocated_run_to_the_bit(toy: Toy, straight: Runnin
     assert_same(run, straight)
     assert all(lags(run, step) == {0} for step in (1, 2, 3))
     assert run.text().count(": rank 0 trains (fsdp2, tp=1), rank 1 generates (native, tp=1)") == 1
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_a_replica_of_two_ranks_on_policy_is_the_colocated_one_to_the_bit(tmp_path: Path) -> None:
+    toy, engine = Toy(tmp_path, "qwen2", **VLLM_SIZES), ("engine=vllm", "engine.tp=2")
+    straight = toy.run(*EXACT, "steps=3", *engine, name="straight-vllm")
+    assert_same(toy.run(*SETTINGS, *engine, ranks=4, name="replica"), straight)
+
+
+@pytest.mark.slow
+def test_stages_of_megatron_on_policy_are_the_colocated_ones_to_the_bit(toy: Toy) -> None:
+    backend = ("train=megatron", "train.pp=2")
+    straight = toy.run(*EXACT, "steps=3", *backend, name="straight-megatron")
+    run = toy.run(*SETTINGS, *backend, "placement.train=0-1", ranks=3, name="megatron")
+    assert_same(run, straight)
+
+
+@pytest.mark.slow
+def test_experts_of_two_versions_are_replayed(tmp_path: Path) -> None:
+    """A publish comes in the middle of answers: each token goes to the experts that its own version chose."""
+    carried = ("rollout.partial_rollout=true", "rollout.over_sample=4", "rollout.max_new_tokens=24")
+    run = Toy(tmp_path, "qwen3_moe").run(
+        "placement.mode=split", *carried, "policy.dtype=float32", "policy.router_replay=true", "engine.max_running=4"
+    )
+    turns = [turn for step in (1, 2, 3, 4) for s in run.samples(step) for turn in s["turns"]]
+    assert any(len(set(turn["versions"])) > 1 for turn in turns)
+    shares = [line["moe/replayed"] for line in run.metrics()[1:]]
+    assert all(share > 0.5 for share in shares), shares
+    assert max(line["rollout/lag/max"] for line in run.metrics()[1:]) == 1
+    assert run.metrics()[1]["train_infer/abs_diff/mean"] < 1e-5
 
 
 @pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -115,6 +115,19 @@ def test_it_learns_and_evaluates(toy: Written, straight: Running) -> None:
     assert alone[0]["val/loss"] == pytest.approx(lines[0]["val/loss"], rel=1e-5)
 
 
+def test_held_out_rows_are_logged_with_their_scores(toy: Written, straight: Running) -> None:
+    text = (straight.run_dir / "samples" / "eval-000004.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert rows and all(row["reject_reason"] == "held out" and row["messages"] for row in rows)
+    if toy.door == "spmd_rl.sft":
+        written = [toy.row(number) for number in range(23)]
+        shown = [(row["messages"][0]["content"], row["turns"][0]["text"]) for row in rows]
+        assert len(rows) == 3 and all({"prompt": a, "completion": b} in written for a, b in shown)
+        losses = [-row["verdict"]["score"] for row in rows]
+        assert min(losses) < straight.metrics()[4]["val/loss"] < max(losses)
+    assert "Held-out samples" in (straight.run_dir / "report.html").read_text()
+
+
 @pytest.mark.parametrize("point", [POINTS[0], *(pytest.param(point, marks=pytest.mark.slow) for point in POINTS[1:])])
 def test_killed_and_started_again_it_is_the_same_to_the_bit(toy: Written, straight: Running, point: str) -> None:
     name = point.replace(" ", "-").replace(":", "")

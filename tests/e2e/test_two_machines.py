@@ -18,6 +18,8 @@ from tests.patience import patient
 STALL = 20
 SETTINGS = ("reward.toy.args.sleep=0.01", "reward.toy.timeout=10", f"journal.stall_seconds={STALL}")
 PORT = 29_500
+SPLIT = ("placement.mode=split", "placement.train=0")
+"""The first machine trains, and the other one generates."""
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +98,29 @@ def test_a_cut_that_heals_restarts_the_job(toy: Toy, record_property) -> None:
         record_property("ended_after", time.monotonic() - healed)
         assert codes == [0, 0], sides[0].text()[-3000:] + sides[1].text()[-3000:]
         assert sides[0].metrics()[-1]["step"] == 12
+
+
+def test_a_cut_between_training_and_generation_ends_both_sides(toy: Toy, record_property) -> None:
+    with Machines() as machines, job(toy, machines, *SPLIT, "steps=100000", name="cut-split") as sides:
+        sides[0].wait_for("enter update", step=3)
+        machines.is_cut = True
+        record_property("gone_after", ranks_gone(sides, 2 * STALL))
+        near = (sides[0].run_dir / "hang.txt").read_text()
+        far = (sides[0].run_dir / "hang-rank-1.txt").read_text()
+        record_property("reports", near + far)
+        assert near in sides[0].text() and "rank 1 (pid" in near and "stopped, dead or cut off" in near
+        assert far in sides[1].text() and "rank 1 is cut off: the store is out of reach" in far
+
+
+def test_a_cut_between_training_and_generation_that_heals_restarts_the_job(toy: Toy) -> None:
+    with Machines() as machines, job(toy, machines, *SPLIT, "steps=6", name="heals-split", restarts=3) as sides:
+        sides[0].wait_for("enter update", step=3)
+        machines.is_cut = True
+        time.sleep(45)
+        machines.is_cut = False
+        codes = [side.wait(300) for side in sides]
+        assert codes == [0, 0], sides[0].text()[-3000:] + sides[1].text()[-3000:]
+        assert sides[0].metrics()[-1]["step"] == 6
 
 
 def test_a_slow_link_is_only_slow(toy: Toy, record_property) -> None:

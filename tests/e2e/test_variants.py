@@ -52,14 +52,11 @@ def test_times_sum_to_the_step_and_overhead_is_small(tmp_path) -> None:
     assert sum(m["system/overhead"] for m in run.metrics()[1:]) / 3 < 0.1
 
 
-def test_efficiency_is_the_roofline_of_what_was_sampled_and_trained(tmp_path) -> None:
-    device = "track.device.flops=1e11", "track.device.memory_bandwidth=1e10"
-    run = Toy(tmp_path).start("steps=2", "algorithm.kl_coef=0.1", *device, ranks=2)
+def test_efficiency_is_of_what_was_sampled_and_trained(tmp_path) -> None:
+    run = Toy(tmp_path).start("steps=2", "algorithm.kl_coef=0.1", "track.device.flops=1e11", ranks=2)
     assert run.wait() == 0, run.text()[-3000:]
     line = run.metrics()[2]
-    seconds = {key: value for key, value in line.items() if key.startswith("roofline/")}
     spent = line["time/total"] - line["time/eval"] - line["time/checkpoint"]
-    assert line["system/efficiency"] == pytest.approx(sum(seconds.values()) / spent)
     groups: dict[int, list[tuple[int, int]]] = {}
     for row in run.samples(2):
         if row["kept"]:
@@ -70,9 +67,8 @@ def test_efficiency_is_the_roofline_of_what_was_sampled_and_trained(tmp_path) ->
     sampled, seen = sum(a for _, a in answers), sum(p * a + a * a / 2 for p, a in answers)
     flops = 2 * body * (sum(prompts) + sampled) + 2 * head * sampled
     flops += 4 * attention * (seen + sum(p * p / 2 for p in prompts))
-    assert seconds["roofline/train"] == pytest.approx(3 * flops / 2e11)
-    assert seconds["roofline/logprobs"] == pytest.approx(flops / 2e11)  # the reference's
-    assert seconds["roofline/generate"] > max(a for _, a in answers) * 2 * (body + head) / 1e10
+    # All that was sampled trains: generated, read by the reference, and updated on by three passes.
+    assert line["system/efficiency"] == pytest.approx(5 * flops / 2e11 / spent)
 
 
 def test_a_rank_may_hold_nothing(tmp_path) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from array import array
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,12 +16,13 @@ from spmd_rl import weights
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.engine.native.module import empty_module
 from spmd_rl.learn.losses import bind_loss
+from spmd_rl.learn.utilization import forward_flops
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model, shape_on_meta
 from spmd_rl.model.fingerprint import fingerprint
 from spmd_rl.model.logprobs import token_logprobs
 from spmd_rl.model.smollm2 import default_dir, is_complete
-from spmd_rl.track.roofline import TokenCounts
+from spmd_rl.rollout.table import ANSWER
 from spmd_rl.train.offload import Offload
 from spmd_rl.types import Request
 from tests.gpu.machine import (
@@ -154,8 +156,10 @@ def speed_of_an_update(name, budget, kept, tmp_path, **train):
         took = min(seconds(lambda: policy.update(batch, loss, 1.0)) for _ in range(2))
         lengths = batch.starts.diff().tolist()
         answers = batch.loss_mask.sum().item() // len(lengths)
-        counts = TokenCounts.of([(n - answers, answers, n)] for n in lengths)
-        flops = 3 * sum(counts.flops(policy.size))  # recomputed activations are none
+        rows = np.zeros(len(lengths), ANSWER)
+        rows["ticket"], rows["num_tokens"], rows["num_answer_tokens"] = range(len(lengths)), lengths, answers
+        rows["num_prompt_tokens"] = rows["num_tokens"] - answers
+        flops = 3 * forward_flops(policy.size, rows)  # recomputed activations are none
         speed = {"tokens_per_s": batch.num_tokens / took, "tflops": flops / took / 1e12, "peak_gb": peak_gb()}
         note("update", model=name, budget=budget, kept=kept, **train, seconds=took, first_seconds=first, **speed)
         policy.close()

@@ -41,3 +41,21 @@ def words(node: ast.AST) -> set[str]:
     """Return every name and attribute in an expression."""
     found = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
     return found | {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+
+
+def rooms_imported_by() -> dict[str, set[str]]:
+    """The other rooms that each room of the package imports; a room is a folder or file at its top."""
+    found: dict[str, set[str]] = {}
+    for path in (path for path in FILES if path.parts[len(ROOT.parts)] == "spmd_rl"):
+        room = path.relative_to(ROOT / "spmd_rl").parts[0].removesuffix(".py")
+        if room.startswith("__"):
+            continue
+        sources = found.setdefault(room, set())
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ImportFrom):
+                module = source_of(node, path)
+                names = [f"{module}.{alias.name}" for alias in node.names] if module == "spmd_rl" else [module]
+            else:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            sources |= {name.split(".")[1] for name in names if name.startswith("spmd_rl.")} - {room}
+    return found

@@ -12,8 +12,8 @@ PACKAGE = [path for path in FILES if rel(path).startswith("spmd_rl/")]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 NOT_PRIVATE = {"_replace", "_fields", "_asdict", "_make"}
 """Public methods of named tuples, whatever their names suggest."""
-NOT_OURS = {"_schema", "_parameters"}
-"""Fields of torch's objects that have no public twin; some class of ours has a field of the same name."""
+NOT_OURS = {"_schema", "_parameters", "_no_split_modules", "_keys_to_ignore_on_load_unexpected"}
+"""Fields of objects of torch and transformers without a public twin; a class of ours has a field of the same name."""
 MAX_PRIVATE_IN_TESTS = 20
 
 

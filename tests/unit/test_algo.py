@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spmd_rl import algo
-from spmd_rl.algo import AGGREGATIONS, KL_ESTIMATORS, kl, masks, selection, shaping, values
+from spmd_rl.algo import AGGREGATIONS, KL_ESTIMATORS, kl, selection, shaping, values
 from spmd_rl.algo.correction import CORRECTION_LEVELS, correction
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.config.sections import algorithm as schema
@@ -63,7 +63,7 @@ def test_settings_know_the_other_names() -> None:
 
 
 def test_every_keyword_is_a_setting() -> None:
-    modules = (kl, masks, selection, shaping, values)
+    modules = (kl, selection, shaping, values)
     functions = [
         f for module in modules for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__
     ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spmd_rl.base.errors import UserError
-from spmd_rl.checkpoint.unsealed import Unsealed
+from spmd_rl.checkpoint.checkpointer import Unsealed
 from spmd_rl.distributed import solo
 from tests.unit.test_checkpoint import Job, names, resumed
 

@@ -52,9 +52,10 @@ def test_every_shipped_yaml_composes_under_its_door(pipeline, group, option):
         return
     cfg = load(pipeline, PIPELINES[pipeline], [f"+{group}={option}" if group == "experiment" else f"{group}={option}"])
     assert type(cfg) is PIPELINES[pipeline]
-    rewarded = group in ("data", "experiment") and "rlvr" in DOORS[group, option]
+    scored = {"rlvr"} if option != "reward_fl_sd3_8gpu" else {"reward_fl"}
+    rewarded = group in ("data", "experiment") and bool(scored.intersection(DOORS[group, option]))
     has_rewards = hasattr(cfg, "reward") and bool(cfg.reward.domains)
-    assert has_rewards == (pipeline in ("rlvr", "evaluate") and rewarded)
+    assert has_rewards == (pipeline in ("rlvr", "reward_fl", "evaluate") and rewarded)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}-{path.stem}")

@@ -129,6 +129,14 @@ def test_a_mistake_on_the_command_line_is_one_line(place, arguments, line):
     assert err == "error: " + (place / run / "error.txt").read_text()
 
 
+def test_a_start_that_fails_makes_no_folder_that_was_not_named(place):
+    arguments = [word for word in good(place, "") if not word.startswith("run.dir")]
+    before = sorted(os.listdir(place))
+    for mistake in ("steps=many", "algorithm=grop", "data.holdout=0.3"):
+        assert finish(start(place, *arguments, mistake, HOW="user"))[0] == 2
+    assert sorted(os.listdir(place)) == before
+
+
 def test_a_stale_error_goes_when_a_run_starts(place):
     (place / "again").mkdir()
     stale = place / "again" / "error.txt"

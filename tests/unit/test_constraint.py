@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from spmd_rl.base.errors import RunFailed, UserError
 from spmd_rl.batch import pack
-from spmd_rl.config.constraint_checks import check_constraint
+from spmd_rl.config.checks import check_constraint
 from spmd_rl.config.schema import EngineConfig, PolicyConfig, TrainConfig
 from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.env import WarmupConfig

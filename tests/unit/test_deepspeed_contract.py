@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spmd_rl.config.packages import installed, requirements
-from spmd_rl.train.deepspeed.optimizer import GatedAdamW
+from spmd_rl.train.deepspeed.model import GatedAdamW
 from spmd_rl.train.deepspeed.partition import boxes
 
 NAMES = {

@@ -13,10 +13,10 @@ import pytest
 
 from spmd_rl import sandbox
 from spmd_rl.tools.doctor import machine, services
+from spmd_rl.tools.doctor.__main__ import merge
 from spmd_rl.tools.doctor.checks import CHECKS, Check, CheckOutcome, Failed, Options, Skipped
 from spmd_rl.tools.doctor.ranks import Ranks
 from spmd_rl.tools.doctor.runner import run_checks
-from spmd_rl.tools.doctor.table import merge
 from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.batch import Batch, pack
+from spmd_rl.train.accumulate import learning_rate
 from spmd_rl.train.microbatch import dummy, fill, plan, rounded, token_index
-from spmd_rl.train.schedule import learning_rate
 from spmd_rl.train.sharing import share_prefixes
 
 

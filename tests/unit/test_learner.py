@@ -53,7 +53,7 @@ class FakeBackend:
 
 def learner_of(cfg: RlvrConfig, policy, reference, critic, world) -> Learner:
     policy.layout = Layout(world)
-    return Learner(Roles(policy, reference, critic), cfg.algorithm, cfg.rollout, cfg.train.updates_per_step, cfg.seed)
+    return Learner(cfg, Roles(policy, reference, critic))
 
 
 def evaluation(cfg: RlvrConfig) -> Evaluation:

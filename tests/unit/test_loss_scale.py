@@ -8,7 +8,7 @@ import torch
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.model.build import build_model
-from spmd_rl.train.loss_scale import FIRST, GROWS_AFTER, LossScale
+from spmd_rl.train.fsdp2.model import FIRST, GROWS_AFTER, LossScale
 from tests.engines import one_rank
 from tests.models import tiny
 from tests.training import TEMPERATURE, fsdp2_policy, global_batch, loss, plain_backward

@@ -7,7 +7,7 @@ then goes on from its checkpoint.
 
 import random
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -209,6 +209,16 @@ class Scorer(FakeScorer):
         return Verdict("ok", float(random.Random(answer + prompt.id).random() < 0.5))
 
 
+class CountingPlayer(Player):
+    """Counts slices that it goes on with, begun or finished by a lent replica."""
+
+    taken: Counter = Counter()
+
+    def take(self, group_slice, begun, samples) -> None:
+        self.taken["finished" if samples else "begun"] += 1
+        super().take(group_slice, begun, samples)
+
+
 @dataclass
 class Run:
     """A run over all its starts."""
@@ -239,14 +249,16 @@ class Rank:
         self.world = World(run, threads, view, tuple(range(size)), me)
         lent = run.cfg.placement.is_lent
         first = 0 if lent else run.num_train
-        replicas = Replicas(max(0, me - first), size - first, tuple(range(run.num_train - first, size - first)))
+        replicas = Replicas(
+            max(0, me - first), size - first, {rank - first: rank for rank in range(run.num_train, size)}
+        )
         staleness, rollout = run.cfg.placement.max_staleness, run.cfg.rollout
         self.steps = StepsAhead(view, rollout, staleness, replicas, lambda ticket: float(ticket % 3))
         self.player = None
         if lent or not self.trains:
             engine = Engine(self.world, threads.draw.randint(2, 8))
             services = Services(Scorer(lambda p, a: True), FakeTokenizer())
-            self.player = Player(
+            self.player = CountingPlayer(
                 run.cfg.generation, engine, prompts(), services, self.world, replicas.count, leaves=self.trains
             )
 
@@ -318,7 +330,7 @@ def settings_of(draw: random.Random) -> RlvrConfig:
     )
     if draw.random() < 0.3 and "claim" not in mode:
         cfg.rollout.answers_per_claim = 1
-    cfg.placement.mode, cfg.placement.max_staleness = draw.choice(["split", "split", "lent"]), staleness
+    cfg.placement.mode, cfg.placement.max_staleness = draw.choice(["split", "lent"]), staleness
     if not mode and staleness and draw.random() < 0.7:
         cfg.rollout.partial_rollout = True
         cfg.rollout.over_sample = draw.randint(1, cfg.rollout.prompts_per_step * staleness)
@@ -355,6 +367,7 @@ def no_pauses(monkeypatch) -> None:
 @pytest.mark.parametrize("seeds", HISTORIES, ids=str)
 def test_in_random_histories_no_ticket_is_lost_and_no_token_too_old(seeds: range) -> None:
     lags, lives, mixed, modes = set(), [], 0, set()
+    CountingPlayer.taken.clear()
     for seed in seeds:
         draw = random.Random(seed)
         run, starts = Run(settings_of(draw), draw.randint(1, 2), draw.randint(1, 3)), 1
@@ -369,6 +382,7 @@ def test_in_random_histories_no_ticket_is_lost_and_no_token_too_old(seeds: range
         modes.add(run.cfg.placement.mode)
         assert run.num_keys < 60, "keys of old steps stay in the store"
     assert max(lives) > 3 and lives.count(1) > len(seeds) // 5 and modes == {"split", "lent"}
+    assert CountingPlayer.taken.total() > 5, "what lent replicas left goes on"
     assert {0, 1, 2, 3} <= lags and mixed > 20, "answers of two versions, too"
 
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from spmd_rl.config import phases
+from spmd_rl.base import waits
 
 
 @pytest.mark.parametrize(
@@ -13,17 +13,17 @@ from spmd_rl.config import phases
     ids=["a quick command", "a slow one", "another rank", "a quick phase of a slow one"],
 )
 def test_a_line_a_phase(monkeypatch, capsys, age: float, rank: int, lasts: float, told: bool) -> None:
-    monkeypatch.setattr(phases, "BEGAN", time.monotonic() - age)
-    monkeypatch.setattr(phases, "QUIET_SECONDS", 5.0)
+    monkeypatch.setattr(waits, "BEGAN", time.monotonic() - age)
+    monkeypatch.setattr(waits, "QUIET_SECONDS", 5.0)
     monkeypatch.setenv("RANK", str(rank))
-    with phases.phase("looking"):
+    with waits.phase("looking"):
         time.sleep(lasts)
     assert capsys.readouterr().err == ("looking ...\n" if told else "")
 
 
 def test_a_phase_that_fails_leaves_nothing_behind(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(phases, "BEGAN", time.monotonic() - 9.0)
-    with pytest.raises(ValueError, match="mine"), phases.phase("looking"):
+    monkeypatch.setattr(waits, "BEGAN", time.monotonic() - 9.0)
+    with pytest.raises(ValueError, match="mine"), waits.phase("looking"):
         raise ValueError("mine")
-    time.sleep(2 * phases.LEAST_SECONDS)
+    time.sleep(2 * waits.LEAST_SECONDS)
     assert capsys.readouterr().err == ""

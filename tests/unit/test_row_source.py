@@ -81,22 +81,23 @@ def test_sides_of_pairs_and_votes(tmp_path: Path) -> None:
         rows.reference = {"train": np.array([[-1, -2, -3], [-4, 0, -5], [0, -6, -7]], np.float32)}
         found = {
             "".join(map(chr, group.samples[0].turns[0].prompt_ids)): {
-                sample.answer: ("".join(map(chr, sample.turns[0].token_ids)), sample.turns[0].logprobs.tolist())
+                sample.answer: ("".join(map(chr, sample.turns[0].token_ids)), sample.targets)
                 for sample in group.samples
             }
             for group in rows.collect(1).groups
         }
     assert found == {
-        "a": {CHOSEN: ("yes", [-1, 0, 0]), REJECTED: ("no", [-2, 0]), MISMATCHED: ("good", [-3, 0, 0, 0])},
-        "b": {CHOSEN: ("good", [-4, 0, 0, 0]), MISMATCHED: ("bad", [-5, 0, 0])},
-        "c": {REJECTED: ("bad", [-6, 0, 0]), MISMATCHED: ("yes", [-7, 0, 0])},
+        "a": {CHOSEN: ("yes", (-1,)), REJECTED: ("no", (-2,)), MISMATCHED: ("good", (-3,))},
+        "b": {CHOSEN: ("good", (-4,)), MISMATCHED: ("bad", (-5,))},
+        "c": {REJECTED: ("bad", (-6,)), MISMATCHED: ("yes", (-7,))},
     }
 
 
-def test_a_margin_stands_where_logprobs_would(tmp_path: Path) -> None:
+def test_a_margin_is_the_target_of_the_chosen_answer(tmp_path: Path) -> None:
     with solo() as world:
         (group,) = source(world, tmp_path, PAIRS[:1], PairsConfig, "ranked").collect(1).groups[:1]
-    assert [sample.turns[0].logprobs.tolist() for sample in group.samples] == [[2, 0, 0], [0, 0]]
+    assert [sample.targets for sample in group.samples] == [(2,), ()]
+    assert not any(any(sample.turns[0].logprobs) for sample in group.samples)
 
 
 @pytest.mark.parametrize(

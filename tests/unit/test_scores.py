@@ -7,21 +7,21 @@ from msgspec.structs import replace
 from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import solo
-from spmd_rl.learn import sample_log, verdict_terms
-from spmd_rl.learn.advantages import Metadata, mask, shape
+from spmd_rl.learn import sample_log
+from spmd_rl.learn.advantages import StepTable, mask, repetition_penalties, shape
 from spmd_rl.types import Group, Verdict
 from tests import plans
 from tests.unit.test_prepare import GROUPS, collected, group, planned
 
 
 def shaped(groups: list[Group], running: Moments | None = None, max_tokens: int = 8, **settings):
-    data = Metadata.of(collected(groups).table)
+    data = StepTable.of(collected(groups).table)
     scored, moments = shape(data, AlgorithmConfig(overlong_tokens=4, **settings), running or Moments(), max_tokens)
     return scored.scores.tolist(), moments
 
 
 def reasons(groups: list[Group], **settings) -> dict[int, str]:
-    return mask(Metadata.of(collected(groups).table), AlgorithmConfig(**settings))[0]
+    return mask(StepTable.of(collected(groups).table), AlgorithmConfig(**settings))[0]
 
 
 def truncated(g: Group, answer: int) -> Group:
@@ -71,13 +71,13 @@ def test_what_is_masked_stays_in_the_baseline_and_leaves_the_divisor() -> None:
 
 
 def test_loss_weights_have_mean_one() -> None:
-    data = Metadata.of(collected([group(1, [(2, 1.0), (6, 0.0)]), group(2, [(4, 0.0), (4, 0.0)])]).table)
+    data = StepTable.of(collected([group(1, [(2, 1.0), (6, 0.0)]), group(2, [(4, 0.0), (4, 0.0)])]).table)
     _, weights = mask(data, AlgorithmConfig(length_loss_weight=True, difficulty_loss_weight=True))
     raw = torch.tensor([1.5 * 1.25, 0.5 * 1.25, 1.0 * 2.0, 1.0 * 2.0])
     assert weights.tolist() == pytest.approx((raw / raw.mean()).tolist())
     plan = planned([group(1, [(2, 1.0), (6, 0.0)])], length_loss_weight=True)
     assert plan.weights.tolist() == pytest.approx([1.5 / 8, 0.5 / 8])
-    cut_off = Metadata.of(
+    cut_off = StepTable.of(
         collected([truncated(group(1, [(2, 1.0), (6, 0.0)]), 0), group(2, [(4, 0.0), (4, 0.0)])]).table
     )
     _, some = mask(cut_off, AlgorithmConfig(length_loss_weight=True, max_len_mask=True))
@@ -100,7 +100,7 @@ def test_repetition_is_told_by_the_rank_that_holds_the_answer() -> None:
     twice = replace(g, samples=(g.samples[0], replace(g.samples[1], turns=g.samples[1].turns * 2)))
     settings = AlgorithmConfig(repetition_coef=0.5, repetition_ngram=1)
     with solo() as world:
-        told = verdict_terms.repetition_penalties(plans.trajectories(collected([twice])), settings, world)
+        told = repetition_penalties(plans.trajectories(collected([twice])), settings, world)
     assert told == {(3, 0): 0.0, (3, 1): -0.25}
     sizes = {"num_updates": 1, "num_shards": 1, "hidden_size": 64, "max_tokens": 8}
     plan, _ = plans.plan(collected([twice]), settings, Moments(), penalties=told, **sizes)

@@ -289,7 +289,7 @@ def test_sleep_and_wake_in_order(monkeypatch):
 def test_an_argument_that_is_not_the_users_to_choose_is_refused(name, words):
     from sglang.srt.server_args import ServerArgs
 
-    from spmd_rl.engine.arguments import check_args
+    from spmd_rl.engine.guest import check_args
     from spmd_rl.engine.sglang.start import ALWAYS, OURS, REASONS
 
     check_args({"max_prefill_tokens": 512, "kv_cache_dtype": "fp8_e5m2"}, ServerArgs, OURS, ALWAYS)

@@ -14,7 +14,8 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, solo
-from spmd_rl.learn import sample_log, verdict_terms
+from spmd_rl.learn import sample_log
+from spmd_rl.learn.advantages import repetition_penalties
 from spmd_rl.learn.losses import bind_loss
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.types import Group
@@ -44,7 +45,7 @@ def plan_of(some: list[Group], num_updates: int = 1, **keys) -> Plan:
     told = None
     if settings.repetition_coef:
         with solo() as world:
-            told = verdict_terms.repetition_penalties(plans.trajectories(c), settings, world)
+            told = repetition_penalties(plans.trajectories(c), settings, world)
     return plans.plan(c, settings, Moments(), num_updates=num_updates, penalties=told, **SIZES)[0]
 
 

@@ -12,7 +12,7 @@ from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.config.sections.algorithm import AlgorithmConfig
 from spmd_rl.config.sections.data import RewardConfig, RewardsConfig
 from spmd_rl.distributed import solo
-from spmd_rl.learn.verdict_terms import verdict_terms
+from spmd_rl.learn.advantages import verdict_terms
 from spmd_rl.types import Verdict
 from tests.unit.test_learner import FakeBackend, learner_of
 from tests.unit.test_prepare import GROUPS, collected

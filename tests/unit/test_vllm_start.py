@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spmd_rl.base.errors import UserError
-from spmd_rl.engine.arguments import check_args
+from spmd_rl.engine.guest import check_args
 from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
 from tests.models import tiny
 

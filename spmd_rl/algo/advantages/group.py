@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from spmd_rl.algo.groups import EPSILON, group_mean, group_std, group_sum
 from spmd_rl.algo.inputs import Scored
+from spmd_rl.algo.moments import EPSILON, group_mean, group_std, group_sum
 
 
 def grpo(scored: Scored, *, norm_std: bool) -> Tensor:

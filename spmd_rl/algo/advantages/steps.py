@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from spmd_rl.algo.advantages.group import grpo
+from spmd_rl.algo.advantages.tokens import discounted_sums
 from spmd_rl.algo.inputs import Scored
-from spmd_rl.algo.scan import discounted_sums
 
 
 def starpo(scored: Scored, *, norm_std: bool, norm_over_steps: bool) -> Tensor:

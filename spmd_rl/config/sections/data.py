@@ -15,7 +15,8 @@ from spmd_rl.config.values import above, at_least, check_fields, numbers_in, one
 MOST_CPUS = 10_000
 DEVICES = re.compile(r"cpu|[\w.:/-]+(,[\w.:/-]+)*")
 GENERATORS = "reasoning_gym:"
-"""Prefix of the sources of prompts that are generators, not files"""
+SHAPES = "shapes:"
+"""Prefixes of the sources of prompts that are generators, not files"""
 PROBLEM_KEYS = "question", "prompt", "messages", "problem"
 ROW_KEYS = (*PROBLEM_KEYS, "ground_truth", "answer", "solution", "domain", "id", "priority", "tools")
 """Names that `data.keys` may map"""
@@ -36,6 +37,8 @@ class SourcesConfig:
     """Names that `data.keys` may map"""
     no_data: ClassVar[str] = ""
     """Error message for settings without data"""
+    needs_rewarder: ClassVar[bool] = True
+    """True if each row is judged by a rewarder"""
 
     train: str | None = None
     """Rows to train on: files (JSON lines, a JSON array, either with gzip, or parquet; `*` is a pattern), a dataset of
@@ -215,7 +218,7 @@ def sources(source: str | None) -> list[str]:
 
 def files(source: str | None) -> list[str]:
     """Return the files among the sources of `data.train` or `data.eval`."""
-    return [name for name in sources(source) if not name.startswith(GENERATORS) and not hub_dataset(name)]
+    return [name for name in sources(source) if not name.startswith((GENERATORS, SHAPES)) and not hub_dataset(name)]
 
 
 def expand_list(paths: str) -> str:

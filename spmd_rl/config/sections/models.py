@@ -1,6 +1,6 @@
 """Models and their training: `policy`, `reference`, `critic`, `train`."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from os.path import expanduser
 from typing import Any, ClassVar
 
@@ -137,8 +137,8 @@ class PolicyConfig(ServedModelConfig, TrainedModelConfig):
 
 
 @dataclass
-class TrainConfig:
-    """The training backend: group `train`."""
+class BackendConfig:
+    """The training backend of a role, and the layout and memory of its model."""
 
     name: str = "fsdp2"
     """Training backend: `fsdp2`, `deepspeed` or `megatron`."""
@@ -168,8 +168,6 @@ class TrainConfig:
     """Token budget of one forward and backward pass, from which the number of micro-batches follows (there is no
     gradient accumulation to set). A longer single sequence gets a separate micro-batch.
     """
-    updates_per_step: int = 1
-    """Optimizer updates per training step, each on an equal share of its samples (mini-batches)."""
     activation_checkpointing: str = "none"
     """Activations recomputed in the backward pass instead of being kept: `full`, those of each layer, for a third more
     compute; `selective`, all but attention and every second matrix product; `none`. `true` is `full`, `false` is
@@ -200,9 +198,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         one_of(self, name=BACKENDS)
-        at_least(self, tp=1, cp=1, ep=1, pp=1, vpp=1, dp_replicate=1, tokens_per_microbatch=1, updates_per_step=1)
+        at_least(self, tp=1, cp=1, ep=1, pp=1, vpp=1, dp_replicate=1, tokens_per_microbatch=1)
         require(self.stage in (1, 2, 3), f"stage: must be 1, 2 or 3, not {self.stage}")
-        _name_checkpointing(self)
+        value = self.activation_checkpointing
+        self.activation_checkpointing = {"True": "full", "False": "none"}.get(str(value), value)
+        one_of(self, activation_checkpointing=CHECKPOINTING)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -220,66 +220,28 @@ class TrainConfig:
         return self.tp * self.cp * self.pp
 
 
-def _name_checkpointing(section: Any) -> None:
-    """Check `activation_checkpointing`, which may also be true or false."""
-    value = section.activation_checkpointing
-    section.activation_checkpointing = {"True": "full", "False": "none"}.get(str(value), value)
-    one_of(section, activation_checkpointing=CHECKPOINTING)
-
-
 @dataclass
-class TrainOverrides:
-    """Settings of a role's training backend that differ from `train`; null means the policy's."""
+class TrainConfig(BackendConfig):
+    """The training backend: group `train`."""
 
-    name: str | None = None
-    """Training backend: `fsdp2`, `deepspeed` or `megatron`."""
-    tp: int | None = None
-    """Number of tensor-parallel ranks that share one copy of the model."""
-    cp: int | None = None
-    """Number of context-parallel ranks that share the tokens of a micro-batch."""
-    ep: int | None = None
-    """Number of expert-parallel ranks that share the experts of a mixture."""
-    pp: int | None = None
-    """Number of pipeline stages, among which the layers are divided."""
-    vpp: int | None = None
-    """Number of chunks of the layers that each pipeline stage holds."""
-    dp_replicate: int | None = None
-    """Number of copies of the model, each sharded over ranks / tp / dp_replicate of them (HSDP)."""
-    tokens_per_microbatch: int | None = None
-    """Token budget of one forward and backward pass."""
-    activation_checkpointing: str | None = None
-    """Activations recomputed in the backward pass: `full`, `selective` or `none`."""
-    reshard_after_forward: bool | None = None
-    """Free the gathered weights of a layer after each use."""
-    compile: bool | None = None
-    """Compile the decoder layers with `torch.compile`."""
-    offload: bool | None = None
-    """Keep weights and optimizer state in host memory while they are not used."""
-    deterministic: bool | None = None
-    """Compute with torch's deterministic algorithms."""
-    stage: int | None = None
-    """DeepSpeed's ZeRO stage for this role: 1, 2 or 3."""
-    offload_optimizer: bool | None = None
-    """DeepSpeed: keep master weights and optimizer state in host memory."""
-    offload_param: bool | None = None
-    """DeepSpeed: keep the shards of the weights in host memory too."""
+    updates_per_step: int = 1
+    """Optimizer updates per training step, each on an equal share of its samples (mini-batches)."""
 
     def __post_init__(self) -> None:
-        one_of(self, name=BACKENDS)
-        at_least(self, tp=1, cp=1, ep=1, pp=1, vpp=1, dp_replicate=1, tokens_per_microbatch=1)
-        require(self.stage in (None, 1, 2, 3), f"stage: must be 1, 2 or 3, not {self.stage}")
-        _name_checkpointing(self)
+        super().__post_init__()
+        at_least(self, updates_per_step=1)
 
-    def over(self, train: TrainConfig) -> TrainConfig:
-        """Return the settings of `train`, overridden by those of this section that are not null."""
-        return replace(train, **{key: value for key, value in vars(self).items() if value is not None})
+
+PARTIAL_TRAIN = {"partial": BackendConfig}
+"""Mark of a mapping of the keys of `train` that differ for a role"""
 
 
 @dataclass
 class ReferenceConfig(ModelConfig):
     """The frozen reference of the KL term, held in its compute dtype; loaded only when `algorithm.kl_coef` > 0."""
 
-    train: TrainOverrides = field(default_factory=TrainOverrides)
+    train: dict[str, Any] = field(default_factory=dict, metadata=PARTIAL_TRAIN)
+    """Keys of `train` that differ for this role, such as `tp=2`; all but `updates_per_step`."""
 
 
 @dataclass
@@ -289,7 +251,8 @@ class CriticConfig(TrainedModelConfig):
 
     lr: float = 1e-5
     """Peak learning rate of the schedule."""
-    train: TrainOverrides = field(default_factory=TrainOverrides)
+    train: dict[str, Any] = field(default_factory=dict, metadata=PARTIAL_TRAIN)
+    """Keys of `train` that differ for this role, such as `tp=2`; all but `updates_per_step`."""
 
 
 @dataclass
@@ -331,6 +294,8 @@ class RoleConfig:
     """True if the value head has a bias, as a critic's does and a reward model's does not."""
     constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
     """Grammar of the answers that it judges."""
+    is_denoiser: bool = False
+    """True for a diffusion model."""
 
     @property
     def kind(self) -> str:

@@ -75,17 +75,15 @@ class CheckpointConfig:
 
 @dataclass
 class DeviceSpecConfig:
-    """Peak rates of one device: `track.device`."""
+    """The peak rate of one device: `track.device`."""
 
     flops: float | None = None
     """Floating-point operations per second of a device at its peak in `policy.dtype`, for `system/efficiency`. Default:
-    those of the device itself, if it is known and the dtype is bfloat16.
+    those of the data sheet, if the device is known and the dtype is bfloat16.
     """
-    memory_bandwidth: float | None = None
-    """Bytes per second between a device and its own memory, for `system/efficiency`."""
 
     def __post_init__(self) -> None:
-        above(self, flops=0, memory_bandwidth=0)
+        above(self, flops=0)
 
 
 @dataclass

@@ -1,8 +1,9 @@
 """Teachers of the policy and the loss of distillation: `teacher`."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from spmd_rl.config.sections.models import ModelConfig, TrainOverrides
+from spmd_rl.config.sections.models import PARTIAL_TRAIN, ModelConfig
 from spmd_rl.config.values import at_least, one_of, require
 from spmd_rl.types import unknown_fields
 
@@ -14,7 +15,8 @@ DIVERGENCES = ("forward_kl", "reverse_kl", "skewed_kl", "skewed_reverse_kl", "je
 class TeacherConfig(ModelConfig):
     """A frozen model that the policy learns from: of one domain in `teacher.<domain>`."""
 
-    train: TrainOverrides = field(default_factory=TrainOverrides)
+    train: dict[str, Any] = field(default_factory=dict, metadata=PARTIAL_TRAIN)
+    """Keys of `train` that differ for this role, such as `tp=2`; all but `updates_per_step`."""
     hint: str | None = None
     """Text added to the teacher's prompt, after an empty line, which the policy does not see: `"The answer is
     {answer}."`, in which `{answer}` is the row's. Without a `model`, the teacher is the policy itself with this hint

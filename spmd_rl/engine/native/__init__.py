@@ -12,7 +12,7 @@ from spmd_rl.config.engines import EngineFacts
 
 def build(*args: Any) -> Any:
     """[all] Build the engine of this rank, see `engine.build`."""
-    from spmd_rl.engine.native.assemble import build
+    from spmd_rl.engine.native.engine import build
 
     return build(*args)  # [all]
 

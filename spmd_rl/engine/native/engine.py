@@ -18,16 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.base.errors import RunFailed, UserError
+from spmd_rl.config.sections.constraint import ConstraintConfig
+from spmd_rl.config.sections.engine import EngineConfig
+from spmd_rl.config.sections.models import ServedModelConfig
+from spmd_rl.distributed import World
 from spmd_rl.engine.base import Capacity, Engine
-from spmd_rl.engine.checked_weights import CheckedWeights
+from spmd_rl.engine.fused_weights import CheckedWeights
 from spmd_rl.engine.native.attention import Bucket, Paged
 from spmd_rl.engine.native.kv import BLOCK, KVPool
+from spmd_rl.engine.native.module import empty_module
 from spmd_rl.engine.native.routing import ChosenExperts
 from spmd_rl.engine.native.sampling import cut_off, draw
 from spmd_rl.engine.native.scheduler import RunningSequence, Scheduler
-from spmd_rl.engine.sequence import TextOf, check, has_stop, no_text
+from spmd_rl.engine.sequence import TextOf, check, has_stop, no_text, text_of_model
 from spmd_rl.model.build import weights_of
-from spmd_rl.model.constraint import Constraint
+from spmd_rl.model.constraint import Constraint, constraint_of
 from spmd_rl.model.size import head_dim, num_kv_heads
 from spmd_rl.model.stored import stored_parts
 from spmd_rl.types import Completion, FinishReason, Request
@@ -220,10 +225,8 @@ class NativeEngine(Engine):
         return "length" if len(row.token_ids) == row.request.max_new_tokens else None
 
     def _buckets(self, rows: list[RunningSequence]) -> Iterator[Bucket]:
-        """Yield buckets of rows of one shape (sorted by `_shape`), so that one long row does not pad them all.
-
-        Rows with more than `QUERIES` new tokens are cut into pieces, whose masks stay small.
-        """
+        """Yield buckets of rows of one shape (sorted by `_shape`); rows with more than `QUERIES` new tokens are cut."""
+        # One long row would otherwise pad all others. Pieces of `QUERIES` tokens keep masks small.
         begin = 0
         for (num_tokens, _), run in groupby(rows, key=_shape):
             alike, num_together = list(run), max(1, QUERIES // num_tokens)
@@ -256,12 +259,23 @@ def _shape(row: RunningSequence) -> tuple[int, int]:
 
 
 def _filled(num_tokens: int) -> int:
-    """Return the padded length of a forward of `num_tokens` tokens."""
     step = ROUND_FEW if num_tokens <= ROUND_MANY else ROUND_MANY
     return -(-num_tokens // step) * step
 
 
 def _width(num_tokens: int) -> int:
-    """Return the padded length of a table: other paddings would group the sums over keys differently."""
+    """Return the padded length of a table."""
+    # Another padding would group the sums over keys differently, and change their bits.
     step = 16 if num_tokens <= 256 else 256
     return -(-num_tokens // step) * step
+
+
+def build(
+    settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World, constraint: ConstraintConfig
+) -> NativeEngine:
+    """Return an engine of the policy's architecture and dtype on this rank's device, without weights."""
+    trust = policy.trust_remote_code
+    module = empty_module(policy.model, getattr(torch, policy.dtype), world.device, trust=trust)
+    text_of = text_of_model(policy.model, trust)
+    sizes, found = (settings.max_running, settings.kv_tokens), constraint_of(constraint, policy.model, trust)
+    return NativeEngine(module, *sizes, sleeps, text_of, policy.router_replay, found)

@@ -16,11 +16,9 @@ from spmd_rl.model.build import keep_float32, materialize, parameters_on_meta
 def empty_module(
     path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu", trust: bool = False
 ) -> nn.Module:
-    """Return a module made from `path/config.json` alone, with correct buffers and uninitialised weights.
-
-    Buffers (rotary frequencies) are computed on the CPU, as in the trainer: a device's would differ in the last bit.
-    UserError for an unsupported architecture.
-    """
+    """Return a module made from `path/config.json` alone, with correct buffers and uninitialised weights. UserError for
+    an unsupported architecture."""
+    # Buffers (rotary frequencies) are computed on the CPU, as in the trainer: a device's would differ in the last bit.
     config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
     _check(config)
     with parameters_on_meta(), no_init_weights():

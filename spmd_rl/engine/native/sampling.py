@@ -121,11 +121,9 @@ def sample_truncated(
 
 def _draw(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Return the index drawn by inverse CDF over unnormalised float64 [R, N], int64 [R], and the rest of the uniform,
-    [R].
-
-    u * total < total holds in float64 for every u <= 1 - 2**-53, and `right` finds the first sum *above* the target:
-    an index without mass is never drawn.
-    """
+    [R]."""
+    # u * total < total holds in float64 for every u <= 1 - 2**-53, and `right` finds the first sum *above* the target:
+    # an index without mass is never drawn.
     sums = masses.cumsum(dim=-1)
     target = uniforms[:, None] * sums[:, -1:]
     index = torch.searchsorted(sums, target, right=True).clamp_(max=masses.shape[-1] - 1)

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from spmd_rl.base.errors import RunFailed
 from spmd_rl.engine.base import Capacity
-from spmd_rl.engine.checked_weights import CheckedWeights
-from spmd_rl.engine.fused_weights import plain_weights
+from spmd_rl.engine.fused_weights import CheckedWeights, plain_weights
 from spmd_rl.engine.hosted import HostedEngine
 from spmd_rl.engine.sequence import SequenceState, TextOf, has_stop, no_text
 from spmd_rl.engine.sglang.adapter_slot import SglangAdapter
@@ -175,7 +174,8 @@ class SglangEngine(HostedEngine):
         return checked.end()
 
     def _flush(self, version: int) -> None:
-        """Drop all keys and values. RunFailed if SGLang refuses, as it does while a request is in progress."""
+        """Drop all keys and values. RunFailed if SGLang refuses."""
+        # SGLang refuses while a request is in progress, and after the last answer until a turn was idle.
         for _ in range(IDLE_TURNS):
             self.scheduler.turn()
         if not self.scheduler.flush_cache(empty_cache=False):

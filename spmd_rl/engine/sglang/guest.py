@@ -44,10 +44,8 @@ def hosted(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def _plain() -> Iterator[None]:
-    """Disable `torch.compile` for functions made inside: on the CPU a C++ compiler would take minutes.
-
-    Pinned memory too, see `Unpinned`.
-    """
+    """Disable `torch.compile` and pinned memory inside."""
+    # On the CPU a C++ compiler would take minutes for `torch.compile`. Pinned memory: see `Unpinned`.
     compiler = torch.compile
     torch.compile = lambda function=None, **settings: function or (lambda one: one)
     try:
@@ -67,7 +65,7 @@ class Unpinned(TorchFunctionMode):
 
 
 def unpinned() -> AbstractContextManager[object]:
-    """Return `Unpinned` on a machine without a device."""
+    """Return a context that ignores requests for pinned memory; a no-op with a device."""
     return nullcontext() if torch.accelerator.is_available() else Unpinned()
 
 

@@ -25,8 +25,7 @@ from transformers import AutoConfig
 
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.hub import model_folder
-from spmd_rl.engine.arguments import check_args
-from spmd_rl.engine.as_world import as_world
+from spmd_rl.engine.guest import as_world, check_args
 from spmd_rl.engine.sglang.guest import unpinned
 from spmd_rl.engine.sglang.routing import recorded_experts, recording_experts
 from spmd_rl.engine.sglang.sampler import CountedSampler

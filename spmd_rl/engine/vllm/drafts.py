@@ -47,8 +47,8 @@ def count_drafts(llm: LLMEngine, counts: EngineCounts) -> None:
 
 
 def _expanded(values: Tensor, ends: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
-    """Return each request's value for each of its drafted tokens. vLLM's CPU version fills a copy, and returns
-    noise."""
+    """Return each request's value for each of its drafted tokens."""
+    # vLLM's own function fills a copy on the CPU, and returns noise.
     values = values.masked_fill(values == replace_from, replace_to)
     return values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)))
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -24,8 +26,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from spmd_rl.base.errors import RunFailed
 from spmd_rl.data import counter_seed
 from spmd_rl.engine.base import Capacity
-from spmd_rl.engine.checked_weights import CheckedWeights
-from spmd_rl.engine.fused_weights import plain_weights
+from spmd_rl.engine.fused_weights import CheckedWeights, plain_weights
 from spmd_rl.engine.hosted import HostedEngine
 from spmd_rl.engine.sequence import SequenceState, TextOf, has_stop, no_text
 from spmd_rl.engine.vllm.adapter_slot import AdapterSlot
@@ -33,7 +34,6 @@ from spmd_rl.engine.vllm.constrained import grammar_of
 from spmd_rl.engine.vllm.drafts import count_drafts
 from spmd_rl.engine.vllm.low_precision import Outputs
 from spmd_rl.engine.vllm.start import TIES, model_of, stop
-from spmd_rl.engine.vllm.weights import repack_heads, unpack_experts
 from spmd_rl.types import Completion, FinishReason, Request
 
 TEMPERATURES = (0.01, 2.0)
@@ -153,7 +153,6 @@ class VllmEngine(HostedEngine):
         return new.finish_reason
 
     def _forget_logprobs(self) -> None:
-        """Free logprobs that vLLM would keep until an answer ends."""
         for state in self.llm.output_processor.request_states.values():
             state.logprobs_processor.logprobs = FlatLogprobs()
 
@@ -226,3 +225,25 @@ def _seed(request: Request) -> int:
 def _candidate_ids(ids: Sequence[int], logprobs: Sequence[float]) -> list[int]:
     """Return the tokens that were not cut off, ascending; the first of `ids` may appear twice."""
     return sorted({id for id, logprob in zip(ids, logprobs, strict=True) if logprob != -math.inf})
+
+
+def repack_heads(model: nn.Module) -> None:
+    """Refresh output heads from their tied embedding: a reload skips a layer without a stored name.
+
+    On the CPU a head computes with a packed copy, which would otherwise stay old. No-op elsewhere.
+    """
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def unpack_experts(model: nn.Module) -> None:
+    """Make the next reload pack the experts of a mixture again: vLLM does so only the first time.
+
+    On the CPU experts compute with packed weights, and would mistake reloaded plain ones for packed. No-op elsewhere:
+    unpacked weights are copied in place, where captured graphs expect them.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and module.w13_weight.device.type == "cpu":
+            method.moe_kernel = None

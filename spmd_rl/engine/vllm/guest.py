@@ -33,11 +33,9 @@ With `pp` above 1 it is the older one: the newer one does not send the drawn tok
 
 @contextmanager
 def hosted(device_type: str, pp: int = 1) -> Iterator[None]:
-    """Import and start vLLM inside; on exit restore the process, except for vLLM's variables and modules.
-
-    It would otherwise leave behind: LD_PRELOAD, LOCAL_WORLD_SIZE and OpenMP variables for our children, a
-    `torch.set_num_threads` that does nothing, reseeded generators, a frozen heap, another float32 precision.
-    """
+    """Import and start vLLM inside; on exit restore the process, except for vLLM's variables and modules."""
+    # vLLM would leave behind: LD_PRELOAD, LOCAL_WORLD_SIZE and OpenMP variables for our children, a
+    # `torch.set_num_threads` that does nothing, reseeded generators, a frozen heap, another float32 precision.
     os.environ.update(FORCED)
     for name, value in (DEFAULTS | RUNNERS.get(device_type if pp == 1 else "cpu", {})).items():
         os.environ.setdefault(name, value)

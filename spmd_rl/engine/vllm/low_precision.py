@@ -72,7 +72,7 @@ class Int8Kernel(CPUInt8ScaledMMLinearKernel):
         self._scale = layer.weight_scale
 
 
-# in the place of vLLM's list, which also has a kernel of AMD's that rounds the factors to bfloat16
+# In the place of vLLM's list, which also has a kernel of AMD's that rounds the factors to bfloat16.
 _POSSIBLE_INT8_KERNELS[PlatformEnum.CPU] = [Int8Kernel]
 
 
@@ -116,7 +116,7 @@ class Outputs:
             computed = module.quant_method.apply(module, given).float()
             of_parts = computed.split([sums.shape[1] for sums, _ in wanted.values()], 1)
             for (part, (sums, sizes)), own in zip(wanted.items(), of_parts, strict=True):
-                # one rounding of what is handed on; sums of FP8 need not be those of float32
+                # One rounding of what is handed on; sums of FP8 need not be those of float32.
                 slack = torch.finfo(self._dtype).eps * sums.abs() + 2**-13 * sizes * (self._held != torch.int8)
                 if not ((own - sums).abs() <= slack).all():
                     found.append(f"the engine computes with another {part} than it was given")

@@ -24,8 +24,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from spmd_rl.base.hub import model_folder
 from spmd_rl.config.sections.rollout import MAX_TOP_K
-from spmd_rl.engine.arguments import check_args
-from spmd_rl.engine.as_world import as_world
+from spmd_rl.engine.guest import as_world, check_args
 from spmd_rl.engine.vllm.drafts import engine_args
 
 CPU_BLOCK = 32
@@ -150,7 +149,6 @@ def model_of(llm: LLMEngine) -> nn.Module:
 
 
 def _lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[str, Any]:
-    """Return the arguments for request lengths and prompt computation."""
     config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
     max_tokens = min(config.max_position_embeddings, kv_tokens)
     if not cpu:
@@ -161,11 +159,9 @@ def _lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[s
 
 
 def _in_stages(llm: LLMEngine) -> None:
-    """Compute one step at a time in a replica with pipeline stages.
-
-    vLLM would schedule a second step before the first one's tokens are read, but with externally launched ranks the two
-    do not overlap.
-    """
+    """Compute one step at a time in a replica with pipeline stages."""
+    # vLLM would schedule a second step before the first one's tokens are read, but with externally launched ranks the
+    # two do not overlap.
     if llm.vllm_config.parallel_config.pipeline_parallel_size == 1:
         return
     core, runner = llm.engine_core.engine_core, llm.model_executor.driver_worker.model_runner
@@ -178,7 +174,8 @@ def _in_stages(llm: LLMEngine) -> None:
 
 @contextmanager
 def _memory_unbound() -> Iterator[None]:
-    """Keep vLLM on the CPU from binding all memory of this process, including the trainer's, to one NUMA node."""
+    """Keep vLLM from binding this process's memory to a NUMA node."""
+    # On the CPU vLLM binds all memory of the process, including the trainer's, to one node.
     ops = torch.ops._C
     bind = getattr(ops, "init_cpu_memory_env", None)
     if bind is not None:

@@ -1,4 +1,4 @@
-"""Executes a program as a module, and lends it the names that LiveCodeBench imports for programs and function calls."""
+"""Execution of a program as a module, and the names that LiveCodeBench imports for programs and function calls."""
 
 import builtins
 import importlib
@@ -27,7 +27,8 @@ def common(source):
     found = {name: importlib.import_module(name) for name in MODULES.split() if name in words}
     for module, names in NAMES.items():
         for name in words.intersection(names.split()):
-            found[name] = getattr(importlib.import_module(module), name, None)  # `cache` is not in Python 3.8
+            # Python 3.8 has no `cache`
+            found[name] = getattr(importlib.import_module(module), name, None)
     return found
 
 
@@ -35,7 +36,8 @@ def execute(job, name):
     """Execute the program of a job as a module and return its names."""
     module = sys.modules[name] = types.ModuleType(name)
     namespace = vars(module)
-    if job["lends"]:  # beside the builtins, so that what the program imports itself is its own
+    if job["lends"]:
+        # among the builtins, so that an import of the program comes first
         namespace["__builtins__"] = {**common(job["code"]), **vars(builtins)}
     exec(compile(job["prelude"], "<prelude>", "exec"), namespace)
     exec(compile(job["code"], "<code>", "exec"), namespace)

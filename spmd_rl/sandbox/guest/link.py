@@ -10,18 +10,18 @@ _CHUNK = 1 << 16
 
 
 class Gone(Exception):
-    """Raised when nothing more can come from the other side."""
+    """The other side has gone, or sent a message that cannot be read."""
 
 
 class Link:
-    """One end of the socket. The other side may be gone at any time, and may send anything."""
+    """One end of the socket. The other side may go at any time, and may send anything."""
 
     def __init__(self, fd, most):
-        """`most`: the number of bytes that one message may have."""
+        """Take a descriptor and the limit of a message in bytes."""
         self._fd, self._most = fd, most
 
     def send(self, message):
-        """Send a message. Gone if nobody reads, MemoryError or ValueError if it or a number in it is too long."""
+        """Send a message. Gone without a reader, MemoryError or ValueError if it or a number in it is too long."""
         body = dumps(message)
         if len(body) > self._most:
             raise MemoryError(f"{len(body)} bytes; a message has at most {self._most}")
@@ -33,7 +33,7 @@ class Link:
             raise Gone("the program is gone") from None
 
     def receive(self):
-        """Return one message. Gone if there is none, or one that is too long or malformed."""
+        """Return the next message. Gone if none comes, or one that is too long or malformed."""
         (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
         if size > self._most:
             raise Gone(f"a message of {size} bytes; it has at most {self._most}")

@@ -1,13 +1,13 @@
 """The entry point of a confined process: it reads the job, then becomes the program, the tested code or its tests.
 
-It has three descriptors beside the program's 0, 1 and 2: `job`, JSON to read; `report`, which gets one byte when the
-process is ready, then what the tests found; `rpc`, a socket between tested code and its tests.
+It has three descriptors after the program's 0, 1 and 2: `job`, JSON to read; `report`, which gets one byte when the
+process is ready, then the report of the tests; `rpc`, a socket between tested code and its tests.
 
-In mode `run` it executes the job's code as `__main__`; in mode `serve` it executes it as the module `solution` and lets
-the tests call it; in mode `test` it never executes it; in mode `beside` code and tests share the process. The report
-descriptor is closed before untrusted code runs, except in mode `beside`, whose report proves nothing.
+Mode `run` executes the job's code as `__main__`, `serve` as the module `solution`, which the tests call; both close the
+report descriptor first. Mode `test` has the tests alone. In mode `beside` code and tests share the process, so the
+report proves nothing.
 
-    main(job=3, report=4, rpc=5)  # in a process of its own, which it ends
+    main(job=3, report=4, rpc=5)  # ends the process
 """
 
 import builtins
@@ -18,25 +18,27 @@ import sys
 
 from spmd_rl.sandbox.guest import program, serve, testing
 
-MAX_DIGITS = 100_000  # the longest number that tests may make a text of: the time grows with the square of its length
-THREADS = 64  # the number of threads that a program may have if it may not fork
+# the time to make a text of a number grows with the square of its length
+MAX_DIGITS = 100_000
+THREADS = 64  # of a program that may not fork
 
 
 def main(job, report, rpc):
-    """Do the job and end the process. The arguments are descriptors; `rpc` may be -1."""
+    """Do the job and end the process. The arguments are descriptors."""
     with open(job, "rb") as file:
         job = json.load(file)
     set_limits(job["limits"])
     builtins.exit = builtins.quit = sys.exit
     try:
         os.getcwd()
-    except OSError:  # it has been removed: there are no files
+    except OSError:
+        # the directory has been removed: there are no files
         os.getcwd = lambda: "/"
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(MAX_DIGITS if job["mode"] == "test" else 0)
     os.write(report, b"r")
     if job["mode"] in ("test", "beside"):
-        found = testing.test(job, report, rpc)
+        found = testing.test(job, rpc)
         with open(report, "wb") as file:
             file.write(found)
         os._exit(0)
@@ -48,7 +50,7 @@ def main(job, report, rpc):
 
 
 def set_limits(limits):
-    """Set limits that cannot be raised again. `processes` 0 leaves the user's own limit."""
+    """Set limits that cannot be raised again. `processes` 0 leaves the limit of the user."""
     processes = THREADS if limits["processes"] == 1 else limits["processes"]
     for name, soft, hard in [
         ("CPU", limits["cpu"], limits["cpu"] + 1),

@@ -1,4 +1,4 @@
-"""A program of its own that reads standard input and writes standard output, as under `python solution.py`.
+"""The execution of a program with standard input and output, as under `python solution.py`.
 
 run({"code": "print(input())"})  # ends the process
 """
@@ -21,11 +21,11 @@ from spmd_rl.sandbox.guest.common import common
 NAME = "solution.py"
 STREAMS = {f"/dev/{name}": i for i, name in enumerate(("stdin", "stdout", "stderr"))}
 STREAMS.update((f"{folder}/{i}", i) for folder in ("/dev/fd", "/proc/self/fd") for i in range(3))
-"""Files that lead to descriptors where there is a `/proc`."""
+"""Descriptors by the file names that Linux has for them; a sandbox has no `/proc`."""
 
 
 def run(job):
-    """Execute the job's code as `__main__`, then end the process as an interpreter would. Never returns."""
+    """Execute the job's code as `__main__`, then end the process as an interpreter would."""
     sys.modules["__main__"] = module = types.ModuleType("__main__")
     path, source = os.path.join(os.getcwd(), NAME), job["code"]
     sys.argv[:], sys.orig_argv = [NAME], ["python3", NAME]
@@ -41,14 +41,13 @@ def run(job):
     os._exit(_finish(_execute(source, path, namespace), namespace))
 
 
-# Functions that replace others while a program runs; they are made before the fork, which is cheaper.
+# Replacements of functions are made before the fork, which is cheaper.
 _sources, _asked = {}, [0]
 _real_open, _real_os_open, _real_stack_size = io.open, os.open, threading.stack_size
 
 
 @functools.wraps(_real_open)
 def _open(file, mode="r", *args, **kwargs):
-    """Open a file, or a standard stream by its name in `/dev`, or the program's own source."""
     name = os.fspath(file) if isinstance(file, (str, os.PathLike)) else None
     if name in _sources and not os.path.exists(name):
         return io.BytesIO(_sources[name].encode()) if "b" in mode else io.StringIO(_sources[name])
@@ -59,7 +58,6 @@ def _open(file, mode="r", *args, **kwargs):
 
 @functools.wraps(_real_os_open)
 def _os_open(path, flags, *args, **kwargs):
-    """Open a file, or a standard stream by its name in `/dev`."""
     if path in STREAMS and not os.path.exists(path):
         return os.dup(STREAMS[path])
     return _real_os_open(path, flags, *args, **kwargs)
@@ -67,7 +65,7 @@ def _os_open(path, flags, *args, **kwargs):
 
 @functools.wraps(_real_stack_size)
 def _stack_size(size=0):
-    """Let a thread's stack take at most half of the address space: programs ask for 512 MB to be sure."""
+    # programs ask for stacks of 512 MB, which the limit of the address space would refuse
     half, before = resource.getrlimit(resource.RLIMIT_AS)[0] // 2, _asked[0]
     _real_stack_size(min(size, half // 4096 * 4096) if half > 0 else size)
     _asked[0] = size
@@ -75,7 +73,6 @@ def _stack_size(size=0):
 
 
 def _execute(source, path, namespace):
-    """Execute the program and return its exit status."""
     try:
         exec(compile(source, path, "exec", dont_inherit=True), namespace)
     except SystemExit as end:
@@ -90,8 +87,8 @@ def _execute(source, path, namespace):
 
 
 def _report(error):
-    """Print an uncaught exception, without the frames that are not the program's."""
-    error.__traceback__ = error.__traceback__.tb_next  # that of `_execute`
+    # without the frame of `_execute`
+    error.__traceback__ = error.__traceback__.tb_next
     try:
         if sys.excepthook is sys.__excepthook__:
             traceback.print_exception(type(error), error, error.__traceback__)
@@ -102,7 +99,7 @@ def _report(error):
 
 
 def _finish(status, namespace):
-    """Wait for threads, call exit hooks, destroy the program's objects and write what they hold. Returns the status."""
+    """Do what an interpreter does at its end, and return the exit status."""
     for step in (threading._shutdown, atexit._run_exitfuncs):
         try:
             step()
@@ -119,12 +116,14 @@ def _finish(status, namespace):
 
 def _writers():
     kinds = io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair
-    found = [stream for stream in gc.get_objects() if issubclass(type(stream), kinds)]  # no method of the program's
-    return sorted(found, key=lambda stream: not issubclass(type(stream), io.TextIOWrapper))  # which lie above others
+    # `isinstance` would call methods of the program
+    found = [stream for stream in gc.get_objects() if issubclass(type(stream), kinds)]
+    # text streams write to binary ones
+    return sorted(found, key=lambda stream: not issubclass(type(stream), io.TextIOWrapper))
 
 
 def _flush(streams, status):
-    """Write what streams hold back, and return 120 if that failed, as an interpreter does, else the status."""
+    """Flush streams, and return the status, or 120 as an interpreter does if that failed."""
     for stream in streams:
         try:
             if stream is not None and not getattr(stream, "closed", False):

@@ -1,7 +1,7 @@
-"""The tests' side of a check: what stands there for the program, and the questions that it asks.
+"""The tests' side of a check: the questions to the program.
 
-A function, class or object of the program is a `Remote`: a number that can be called and has attributes. Whatever else
-is done to it raises `Refused`, which no test can expect, and its test has failed whatever it does afterwards.
+A function, class or object of the program is a `Remote`: a number that can be called and has attributes. Every other
+use raises `Refused`, which no test can expect, and its test has failed even if it catches that.
 """
 
 import sys
@@ -11,9 +11,9 @@ from spmd_rl.sandbox.guest.link import Gone
 from spmd_rl.sandbox.guest.values import FAULTS, decode, encode
 
 ENDS = StopIteration, StopAsyncIteration
-"""Exceptions that would end a loop of the tests."""
+"""Exceptions that end a loop of the tests."""
 LIBRARY = {"builtins", "json.decoder", "decimal", "binascii", "statistics", "re", "struct", "zlib", "dataclasses"}
-"""Modules whose exceptions mean nothing to what runs the tests."""
+"""Modules whose exceptions do not steer what runs the tests, as those of pytest do."""
 _KINDS = object, int, float, dict, set, list, str, types.GeneratorType, types.CoroutineType
 _MORE = """bool index complex bytes fspath aiter anext enter exit aenter aexit reversed length_hint missing copy
 deepcopy buffer delete instancecheck subclasscheck mro_entries"""
@@ -24,15 +24,15 @@ REFUSED = {name for kind in _KINDS for name in dir(kind) if name.startswith("__"
 REFUSED |= {f"__{name}__" for name in _MORE.split()}
 REFUSED |= {f"__{sort}{name}__" for name in _OPERATORS.split() for sort in ("", "r", "i")}
 REFUSED -= _KEPT
-"""Special methods: all that an operator, a statement or a builtin function may call of an object."""
+"""Names of all special methods that an operator, a statement or a builtin function may call."""
 
 
 class Refused(BaseException):
-    """Raised where a test asks for more than a plain value: it has failed, and what it asked for is wrong."""
+    """A test has asked for more than a plain value, or the program has no answer: the test has failed."""
 
 
 class Beyond(Exception):
-    """Raised for what the tests give to the program and is not plain: their row is not supported."""
+    """The tests pass a value to the program that is not plain: their row is unsupported."""
 
 
 class Remote:
@@ -45,7 +45,8 @@ class Remote:
 
     def __getattribute__(self, name):
         client, number = place_of(self)
-        if name == "__name__":  # which unittest wants for its messages
+        # unittest has the name in its messages
+        if name == "__name__":
             return "object"
         if name.startswith("__"):
             client.refuse(f"{name} of an object")
@@ -76,12 +77,10 @@ for _name in REFUSED:
 
 
 class Client:
-    """Asks the program. Of what comes back nothing is believed but that it is a plain value, a number of an object or
-    the name of an exception."""
+    """The asker of the program, whose answers are plain values, numbers of objects and names of exceptions."""
 
-    def __init__(self, link, began):
-        """`began()` is called before the first question that has the program do something."""
-        self._link, self._began, self._errors, self._first = link, began, {}, {}
+    def __init__(self, link):
+        self._link, self._errors, self._first = link, {}, {}
         self.asked, self.refused, self.gone, self.beyond = 0, "", "", ""
 
     def greet(self):
@@ -97,7 +96,7 @@ class Client:
             self.gone = f"the program does not load: {error}"
 
     def name(self, name):
-        """Return what the program has under a name. Refused if there is none."""
+        """Return the object of a name of the program. Refused if it has none."""
         if name in self._errors:
             return self._errors[name]
         if name not in self._first:
@@ -105,11 +104,12 @@ class Client:
             if type(value) is not Remote:
                 self.asked += 1
                 return value
-            self._first[name] = value  # what runs later may give another thing the name
+            # the program may later give the name to another object
+            self._first[name] = value
         return self._first[name]
 
     def call(self, number, args, names):
-        """Call an object of the program; change the arguments as it has changed them."""
+        """Call an object of the program, and change the arguments as it has changed them."""
         result, after = self._ask("call", number, [self.encoded(arg) for arg in args], names)
         try:
             for index, node in after:
@@ -123,7 +123,7 @@ class Client:
         return self._ask(*question)[0]
 
     def encoded(self, value):
-        """Return a value that the tests give to the program as it travels. Refused if it is not plain."""
+        """Return the JSON form of a value for the program. Refused if it is not plain."""
         try:
             return encode(value, self._handle)
         except (Beyond, RecursionError) as error:
@@ -131,17 +131,14 @@ class Client:
             self.refuse(self.beyond)
 
     def refuse(self, why):
-        """Let the test that runs fail. Never returns."""
+        """Raise Refused, and keep the reason for the test that runs."""
         self.refused = self.refused or why or "it is refused"
         raise Refused(why)
 
     def _ask(self, *question):
         if self.gone:
             self.refuse(self.gone)
-        if question[0] != "name":
-            if not self.asked:
-                self._began()
-            self.asked += 1
+        self.asked += question[0] != "name"
         try:
             self._link.send(question)
             sort, *said = self._link.receive()
@@ -161,14 +158,13 @@ class Client:
         raise error
 
     def _raised(self, names, text):
-        """Return the exception that is raised here for one of the program's."""
         kind = next(iter(self._known(names)), None)
         if kind is None or issubclass(kind, ENDS) or type(text) is not str:
             self.refuse(f"the program raised {names[0]!r:.100}")
         return kind.__new__(kind) if kind in self._errors.values() else kind.__new__(kind, text)
 
     def _known(self, names):
-        """Return the classes of exceptions with these names: the program's own by their name, others by their path."""
+        # the program's classes have a name, others a path
         found = [self._errors.get(name) or _of_library(*name.split(":")) for name in names if type(name) is str]
         return [kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception)]
 
@@ -182,7 +178,7 @@ class Client:
 
 
 class OwnError(type):
-    """The class of what stands for the program's exceptions: these have a name, and can be caught by it or a base."""
+    """The metaclass of the program's exceptions, which can be caught by their class or a base, and nothing else."""
 
     def __call__(cls, *_, **__):
         cls.client_of_spmd.refuse(f"more of {cls.__name__} than its name")
@@ -196,12 +192,10 @@ def _own_error(name, bases, client):
 
 
 def _of_library(module, name=""):
-    """Return a class of exceptions of Python's library, None if tests may not get it."""
     return getattr(sys.modules[module], name, None) if module in LIBRARY and module in sys.modules else None
 
 
 def _renew(old, new):
-    """Give an argument of the tests the contents that it has in the program."""
     if type(old) is not type(new):
         raise TypeError("another type")
     if type(old) is list:

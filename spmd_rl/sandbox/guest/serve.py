@@ -1,15 +1,15 @@
-"""The program's side of a check: it executes the program as the module `solution` and answers what its tests ask.
+"""The program's side of a check: it executes the program as the module `solution` and answers questions of its tests.
 
-| question | what is asked |
+| question | result |
 |---|---|
 | name, TEXT | the value of a name of the program |
 | get, NUMBER, TEXT | an attribute of an object |
-| set, NUMBER, TEXT, VALUE | sets an attribute |
-| call, NUMBER, ARGUMENTS, NAMES | calls an object; the last arguments have these names |
+| set, NUMBER, TEXT, VALUE | None; sets an attribute |
+| call, NUMBER, ARGUMENTS, NAMES | that of a call; the last arguments have these names |
 
 The answer is [`=`, result, [[index, value] of each argument that has changed]], [`!`, names of the class of an
-exception and of its bases, text] or [`?`, why there is none]. Before the first question it says `ready`, and of each of
-its classes of exceptions the name and the names of the bases. It is believed in nothing: see `remote.py`.
+exception and of its bases, text] or [`?`, reason why there is none]. Before the first question comes `ready`, with the
+name and the names of the bases of each class of exceptions. `remote.py` trusts none of it.
 """
 
 import sys
@@ -19,12 +19,11 @@ from spmd_rl.sandbox.guest.common import execute
 from spmd_rl.sandbox.guest.link import Gone, Link
 from spmd_rl.sandbox.guest.values import decode, encode
 
-MAX_TEXT = 100_000
-"""Characters of an exception's text."""
+MAX_TEXT = 100_000  # characters of an exception's text
 
 
 def serve(job, rpc):
-    """Execute the program and answer its tests until they hang up."""
+    """Execute the program and answer its tests until they end."""
     link = Link(rpc, job["message_bytes"])
     with suppress(Gone):
         try:
@@ -42,7 +41,7 @@ def serve(job, rpc):
 
 
 class Program:
-    """Answers questions. It keeps each object that the tests have a number for."""
+    """The program, with each object that the tests have a number for."""
 
     def __init__(self, names):
         self._names, self._objects, self._numbers = names, [], {}
@@ -50,7 +49,7 @@ class Program:
         self._errors = {kind: name for name, kind in kinds.items() if self._path(kind) is None}
 
     def errors(self):
-        """Return [name, names of its bases] of each of the program's own classes of exceptions, the bases first."""
+        """Return [name, names of its bases] of each class of exceptions of the program, the bases first."""
         own = sorted(self._errors.items(), key=lambda it: len(it[0].__mro__))
         return [[name, [self._errors.get(base) or self._path(base) for base in kind.__bases__]] for kind, name in own]
 
@@ -70,7 +69,6 @@ class Program:
         return ["=", encode(result, self._number), after]
 
     def _done(self, verb, thing, *given):
-        """Return the result of what is asked, and the arguments of a call."""
         if verb == "get":
             return getattr(thing, given[0]), []
         if verb == "set":
@@ -100,6 +98,5 @@ class Program:
 
     @staticmethod
     def _path(kind):
-        """Return where the tests find a class that is not the program's, None if nowhere."""
         is_there = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
         return f"{kind.__module__}:{kind.__name__}" if is_there and kind.__module__ != "solution" else None

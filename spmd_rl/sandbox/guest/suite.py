@@ -1,5 +1,5 @@
-"""Runs test functions and classes that are in memory under the real pytest, with its own fixtures and without plug-ins,
-files of settings and rewriting of assertions."""
+"""Test functions and classes in memory under the real pytest: with its fixtures, without plug-ins, files of settings or
+rewriting of assertions."""
 
 import functools
 import importlib
@@ -11,13 +11,13 @@ from spmd_rl.sandbox.guest.survey import BadTests
 
 PLUGINS = "cacheprovider terminal junitxml pastebin doctest faulthandler stepwise legacypath setuponly setupplan"
 PLUGINS += " unraisableexception threadexception warnings"
-"""Plug-ins of pytest's own that tests do not need."""
+"""Plug-ins of pytest that tests do not need."""
 OPTIONS = ["--noconftest", "--assert=plain", "--capture=no", "--rootdir=.", "-c", os.devnull]
 
 
 @functools.lru_cache(None)
 def prepare():
-    """Return pytest's session, ready for tests. In a fork server this is done before the fork: it takes long."""
+    """Return a session of pytest. The fork server calls this before it forks, since it takes long."""
     pytest, config = importlib.import_module("pytest"), importlib.import_module("_pytest.config")
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     settings = config._prepareconfig([*(word for name in PLUGINS.split() for word in ("-p", "no:" + name)), *OPTIONS])
@@ -34,7 +34,7 @@ def prepare():
 def run(names, client):
     """Run the tests among these names, and return the name of each and why it failed, or an empty text.
 
-    `client`: what they ask. BadTests where pytest cannot collect or prepare them and the program has no part in it.
+    BadTests if pytest cannot collect or prepare them and the program, which they ask by `client`, has no part in it.
     """
     session, before = prepare(), client.asked
     module = types.ModuleType("tests")
@@ -59,12 +59,12 @@ def text_of(error):
     """Return an exception as a text."""
     try:
         return f"{type(error).__name__}: {error!s}"
-    except (Refused, Exception) as other:  # noqa: BLE001 - a `__str__` of the tests may do anything
+    except (Refused, Exception) as other:  # noqa: BLE001 - a `__str__` of the tests may raise anything
         return f"{type(error).__name__}: {type(other).__name__}"
 
 
 def _plugin(pytest, module, client):
-    """Return the plug-in that has pytest collect a module in memory, and notes how its tests end."""
+    """Return a plug-in that collects a module in memory, and notes how its tests end."""
     in_memory = type("InMemory", (pytest.Module,), {"_getobj": lambda self: module})
 
     class Plugin:

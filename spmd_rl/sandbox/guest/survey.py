@@ -1,7 +1,7 @@
-"""Decides from the text of tests, before any answer, whether they can be judged by plain values, and if not, why.
+"""The decision from the text of tests, before any answer, if plain values are enough to judge them.
 
-The reason begins with what it is about: `process` (what only a process shared with the program could show), `values`
-(what is not plain, or identity) or `objects` (more than methods and attributes of an object).
+The reason begins with its subject: `process` (effects that only a process shared with the program shows), `values` (of
+no plain type, or identity) or `objects` (more than methods and attributes of an object). Gold answers show the rest.
 """
 
 import ast
@@ -20,7 +20,7 @@ hashlib heapq itertools json math numbers operator pprint pytest random re secre
 textwrap time timeit typing unicodedata unittest warnings zlib
 """
 )
-"""Modules that work alike when the program is in another process, and make plain values."""
+"""Modules that tests may import: they work alike if the program is in another process, and make plain values."""
 NAMES = _words(
     "__file__ __import__ breakpoint callable compile delattr dir eval exec globals help id input locals memoryview open"
     " vars ExceptionGroup BaseExceptionGroup"
@@ -36,27 +36,24 @@ FIXTURES = _words(
     " record_property recwarn request testdir tmp_path tmp_path_factory tmpdir tmpdir_factory mocker"
 )
 """Builtin functions, attributes of modules and fixtures that reach into the process of the program, or its identity."""
-OF_OBJECTS = _words("hasattr getattr setattr assertIsNone assertIsNotNone append")
-"""Functions that may be given an object."""
-PLAIN = frozenset(name for kind in (str, list, dict, set, tuple, int, float, bytes) for name in dir(kind))
+OF_OBJECTS = _words("hasattr getattr setattr assertIsNone assertIsNotNone")
+"""Functions that take an object."""
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
-PASSED_ON = ast.Attribute, ast.Assign, ast.AnnAssign, ast.Return, ast.Yield, ast.Expr, ast.List, ast.Tuple, ast.Dict
+PASSED_ON = ast.Attribute, ast.Assign, ast.Return, ast.Yield, ast.Expr, ast.List, ast.Tuple, ast.Dict, ast.keyword
 TEXT = "values: the tests want more of an exception of the program than its name"
 ONE = "values: the tests ask whether two are one"
 
 
 class BadTests(Exception):
-    """Raised for a mistake of the tests, which the program has no part in."""
+    """The tests have a mistake in which the program has no part."""
 
 
 class Survey:
-    """The `reason` why a source of tests needs more than plain values, empty if it does not, and what it takes to run
-    it: its `code`, the `names` that are the program's and those that it does not import (`lent`), the names that it has
-    `bound`, and its `plain_tests`."""
+    """The `reason` why a source of tests is unsupported, `names` of the program and those of them that it does not
+    import (`lent`), the names that it has `bound`, and its `plain_tests`."""
 
     def __init__(self, source, known=frozenset(), entry=""):
-        """`known`: the names of what runs before it. `entry`: one of the program's that it may hide. BadTests if the
-        source does not compile or imports what is not here."""
+        """Read a source that runs after one with the names `known`. BadTests if it cannot compile or import."""
         try:
             tree = ast.parse(source)
             self.code = compile(tree, "<tests>", "exec")
@@ -79,7 +76,6 @@ class Survey:
         self.reason = next(filter(None, reasons), "")
 
     def _find_names(self, nodes, functions, known, entry):
-        """Find which names are the program's (`names`; `own` with the parameter of a `check`)."""
         loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         imported = {name for node in nodes if _is_import_of_program(node) for name in _bound(node)} - {"*"}
         self.bound = {name for node in nodes for name in _bound(node)} - imported
@@ -87,51 +83,41 @@ class Survey:
         self.names = (loaded & {entry}) | imported | {name for name in loaded - hidden if not hasattr(builtins, name)}
         called = {name_of(node.func) for node in nodes if isinstance(node, ast.Call)} - hidden - NAMES - {""}
         if not self.names and len(called) == 1:
-            self.names = called  # the program's function has the name of a builtin
+            # the program's function has the name of a builtin
+            self.names = called
         self.lent = self.names - imported
         self.own = self.names | {node.args.args[0].arg for node in functions if node.name == "check" and node.args.args}
 
     def _find_objects(self, nodes, functions):
-        """Find which names seem to be objects of the program (`made`)."""
         columns = [column for node in functions for column in _parametrized(node)]
         self._fixed = {name for name, values in columns if all(map(_is_fixed, values))}
         compared = {id(side) for node in nodes if isinstance(node, ast.Compare) for side in _compared(node)}
-        calls = [node for node in nodes if isinstance(node, ast.Call) and id(node) not in compared]
-        self._classes = {name for name in map(name_of, (node.func for node in calls)) if name.lstrip("_")[:1].isupper()}
-        self._classes &= self.own
-        used = {name_of(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr not in PLAIN}
-        used |= {name_of(node.func) for node in calls}
-        pairs = [pair for node in nodes for pair in _assigned(node)]
-        self.made = (used & {arg.arg for node in functions for arg in _params(node)}) - FIXTURES - {"self", "cls", ""}
-        self.made |= {name for name, values in columns if any(map(self.makes, values))}
-        for _ in range(2):
-            for target, value in pairs:
-                is_used = name_of(target) in used and isinstance(value, ast.Call) and self.root(value)
-                self.made |= {key_of(target)} - {""} if self.makes(value) or is_used else set()
+        called = {name_of(node.func) for node in nodes if isinstance(node, ast.Call) and id(node) not in compared}
+        self._classes = {name for name in called & self.own if name.lstrip("_")[:1].isupper()}
+        self.made = set()
+        for target, value in (pair for node in nodes for pair in _assigned(node)):
+            self.made |= {key_of(target)} - {""} if self.makes(value) else set()
 
     def root(self, node):
-        """Return whether a chain of calls and attributes begins with a name or an object of the program."""
+        """Return True if a chain of calls and attributes begins with a name or an object of the program."""
         while isinstance(node, (ast.Call, ast.Attribute)) and key_of(node) not in self.made:
             node = node.func if isinstance(node, ast.Call) else node.value
         return name_of(node) in self.own or key_of(node) in self.made
 
     def makes(self, node):
-        """Return whether an expression makes an object of a class of the program, or names one."""
+        """Return True if an expression makes an object of a class of the program, or names one."""
         return (isinstance(node, ast.Call) and name_of(node.func) in self._classes) or key_of(node) in self.made
 
     def _misused(self, node, parent):
-        """Return why the use of an object is more than its methods, attributes and passing it on."""
         if not self.makes(node) or not isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
             return ""
-        if isinstance(parent, ast.keyword) or (isinstance(parent, ast.Call) and node is not parent.func):
-            name = name_of(getattr(parent, "func", None)) or getattr(getattr(parent, "func", None), "attr", "")
-            of_self = name_of(getattr(getattr(parent, "func", None), "value", None)) == "self" and name[:6] != "assert"
-            fits = not name or name in OF_OBJECTS | self._local or of_self or self.root(parent.func)
-            return "" if fits else f"objects: the tests call {name} of one"
         if isinstance(parent, ast.Compare):
             return "" if all(map(_is_identity, parent.ops)) else "objects: the tests compare one"
-        fits = isinstance(parent, PASSED_ON) or (isinstance(parent, ast.Call) and node is parent.func)
-        return "" if fits else f"objects: the tests have one in a {type(parent).__name__}"
+        if isinstance(parent, ast.Call):
+            name = name_of(parent.func) or getattr(parent.func, "attr", "")
+            asks = (hasattr(builtins, name) or name.startswith("assert")) and name not in OF_OBJECTS | self.bound
+            return f"objects: the tests call {name} of one" if asks else ""
+        return "" if isinstance(parent, PASSED_ON) else f"objects: the tests have one in a {type(parent).__name__}"
 
     def _reason(self, node):
         check = getattr(self, f"_{type(node).__name__.lower()}", None)
@@ -198,11 +184,10 @@ class Survey:
         return any(name_of(each) in self.own for each in ast.walk(node))
 
     def _classdef(self, node):
-        inherits = any(map(self.root, [*node.bases, *getattr(node, "decorator_list", ())]))
+        inherits = any(map(self.root, [*getattr(node, "bases", ()), *node.decorator_list]))
         return "values: the tests inherit from the program, or have it decorate" if inherits else ""
 
-    def _functiondef(self, node):
-        return "values: the tests have the program decorate" if any(map(self.root, node.decorator_list)) else ""
+    _functiondef = _classdef
 
     def _call(self, node):
         name = name_of(node.func) or getattr(node.func, "attr", "")
@@ -214,8 +199,6 @@ class Survey:
             return "values: the tests pass a function or a class" if types or functions or names & self._local else ""
         if name in ("assertIs", "assertIsNot") and not any(map(_is_fixed, given)):
             return ONE
-        if name == "type" and len(given) != 1:
-            return "process: the tests make a class"
         with_text = name == "assertRaisesRegex" or any(each.arg == "match" for each in node.keywords)
         if with_text and given and self._is_own(given[0]):
             return TEXT
@@ -225,12 +208,12 @@ class Survey:
 
 
 def name_of(node):
-    """Return the name that a node is, else an empty text."""
+    """Return the name in a node, else an empty text."""
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def key_of(node):
-    """Return what stands for a name or an attribute of `self`, else an empty text."""
+    """Return the name in a node, or that of an attribute of `self`, else an empty text."""
     is_own = isinstance(node, ast.Attribute) and name_of(node.value) == "self"
     return f"self.{node.attr}" if is_own else name_of(node)
 
@@ -240,21 +223,21 @@ def _is_identity(op):
 
 
 def _is_fixed(node):
-    """Return whether an expression is None, True, False, a builtin type or what `type` returns."""
+    """Return True for None, True, False, a builtin type and a call of `type`."""
     of_type = isinstance(node, ast.Call) and name_of(node.func) == "type"
     kind = isinstance(getattr(builtins, name_of(node), None), type)
     return of_type or kind or (isinstance(node, ast.Constant) and type(node.value) in (type(None), bool))
 
 
 def _compared(node):
-    """Return the sides of a comparison that are compared with a literal."""
+    """Return the sides of a comparison whose other side is a literal."""
     sides = [node.left, *node.comparators]
     literal = [all(hasattr(builtins, name_of(each)) for each in ast.walk(side) if name_of(each)) for side in sides]
     return [side for i, side in enumerate(sides) if any(literal[:i] + literal[i + 1 :])]
 
 
 def _assigned(node):
-    """Return (target, value) for what a node assigns, or a fixture returns."""
+    """Return (target, value) for each value that a node assigns, or a fixture returns."""
     if isinstance(node, FUNCTIONS) and node.decorator_list:
         ends = [each.value for each in ast.walk(node) if isinstance(each, (ast.Return, ast.Yield))]
         return [(ast.Name(node.name, ast.Load()), end) for end in ends if end]
@@ -266,7 +249,7 @@ def _assigned(node):
 
 
 def _parametrized(function):
-    """Return (parameter, expressions of its values) for what `pytest.mark.parametrize` gives to a function."""
+    """Return (parameter, expressions of its values) for each parameter of `pytest.mark.parametrize`."""
     found = []
     for node in function.decorator_list:
         if getattr(getattr(node, "func", None), "attr", "") == "parametrize" and len(node.args) > 1:
@@ -289,7 +272,6 @@ def _is_import_of_program(node):
 
 
 def _bound(node):
-    """Return the names that a node binds."""
     if isinstance(node, ast.Name):
         return [] if isinstance(node.ctx, ast.Load) else [node.id]
     if isinstance(node, (ast.Import, ast.ImportFrom)):

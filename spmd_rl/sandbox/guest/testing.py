@@ -1,11 +1,10 @@
-"""Runs tests in a process without untrusted code, and returns for each source of them which passed.
+"""The execution of tests in a process without untrusted code.
 
-A source is a script, a file of pytest or one of `unittest`. What it imports `from solution`, and a name that neither it
+A source is a script, a file of pytest or one of `unittest`. A name that it imports `from solution`, or that neither it
 nor Python defines, is the program's; `remote.Client` asks for it.
 """
 
 import json
-import os
 import signal
 import sys
 import types
@@ -16,17 +15,15 @@ from spmd_rl.sandbox.guest.link import Link
 from spmd_rl.sandbox.guest.remote import Client, Remote
 from spmd_rl.sandbox.guest.survey import BadTests, Survey
 
-ASKED = b"?"
-"""Comes before the report once the program has been asked: whatever kills this process then is the program's doing."""
 CHECKS = "assert", "fail", "raise", "return False"
-"""Words without which a source checks nothing."""
+"""Words of which a source has at least one, or it checks nothing."""
 
 
-def test(job, report, rpc):
-    """Test the program at the other end of `rpc`, or the job's own beside it, and return the report as JSON.
+def test(job, rpc):
+    """Test the program at the other end of `rpc`, or in this process, and return a report as JSON.
 
-    It holds `error`, what is wrong with the tests; `unsupported`, why they need more than plain values; and `sources`:
-    for each whether its tests passed, and why the first that failed did.
+    It has `error`, a mistake of the tests; `unsupported`, why they need more than plain values; and `sources`, what
+    `Tester.judge` returns for each.
     """
     sys.stdin = None
     found = {"error": "", "unsupported": "", "sources": []}
@@ -39,7 +36,7 @@ def test(job, report, rpc):
         surveys = [Survey(source, frozenset(base), job["entry"]) for source in job["tests"]]
         found["unsupported"] = next((each.reason for each in surveys if each.reason), "") * (job["mode"] == "test")
         if not found["unsupported"]:
-            client = Client(Link(rpc, job["message_bytes"]), lambda: os.write(report, ASKED))
+            client = Client(Link(rpc, job["message_bytes"]))
             tester = Tester(job, client, base)
             found["sources"] = [tester.judge(survey, source) for survey, source in zip(surveys, job["tests"])]  # noqa: B905
             found["unsupported"] = client.beyond
@@ -49,22 +46,21 @@ def test(job, report, rpc):
 
 
 def same(left, right):
-    """Return whether the program's value is that of a case, as LiveCodeBench has it: by `==`, once an outermost tuple
-    is a list. NaN equals NaN."""
+    """Return True if two values are equal by `==`, as in LiveCodeBench: an outermost tuple is a list. NaN is NaN."""
     left = list(left) if type(left) is tuple and type(right) is list else left
     return bool(left == right or (left != left and right != right))
 
 
 def type_of(thing):
-    """Return the class of a plain value: `type` for the tests."""
-    return type(thing) if type(thing) is not Remote else thing.__class__  # which is refused
+    """Return the class of a plain value, in place of `type`; an object refuses."""
+    return type(thing) if type(thing) is not Remote else thing.__class__
 
 
 class Tester:
-    """Runs sources of tests. `client` asks the program."""
+    """The runner of sources of tests. `client` asks the program."""
 
     def __init__(self, job, client, base):
-        """`base`: the names that the prelude has made."""
+        """Load the program. `base`: the names of the prelude."""
         self._client, self._base, self._beside, self._entry = client, base, None, job["entry"]
         if job["mode"] == "beside":
             try:
@@ -74,12 +70,13 @@ class Tester:
             return
         client.greet()
         sys.modules["solution"] = solution = types.ModuleType("solution")
-        solution.__getattr__ = self._name  # it has every name
+        # the module seems to have every name
+        solution.__getattr__ = self._name
         signal.signal(signal.SIGXCPU, self._out_of_time)
         self._base = {"type": type_of, **base}
 
     def judge(self, survey, source):
-        """Return whether each test of a source passed, and why the first that failed did."""
+        """Return a list with True for each test of a source that passed, and why the first that failed did."""
         client = self._client
         if client.gone:
             return [False], client.gone
@@ -100,7 +97,7 @@ class Tester:
         return self._client.name(name)
 
     def _outcomes(self, survey):
-        """Return the name of each test, and why it failed or an empty text. A source without any is one itself."""
+        """Return the name of each test, and why it failed or an empty text. A script is one test."""
         module = sys.modules["tests"] = types.ModuleType("tests")
         namespace = vars(module)
         namespace.update(self._base, __name__="tests" if survey.is_file else "__main__")
@@ -122,13 +119,12 @@ class Tester:
                 namespace[name] = self._beside[name]
 
     def _why(self, call, *args):
-        """Return why a test failed, or an empty text."""
         client = self._client
         client.refused = ""
         try:
             found = call(*args)
             return client.refused or client.gone or ("it returned False" if found is False else "")
-        except BaseException as error:  # noqa: BLE001 - a test may fail in any way
+        except BaseException as error:  # noqa: BLE001 - a test may raise anything
             return client.refused or suite.text_of(error)
 
     def _out_of_time(self, *_):

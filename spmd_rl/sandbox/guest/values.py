@@ -1,6 +1,6 @@
-"""Plain values as JSON: what travels between a program and its tests, by value and of exactly these types.
+"""Plain values as JSON. They alone travel between a program and its tests, by value, and are of exactly these types.
 
-None, booleans, `int`, `float` and `str` are themselves. Everything else is a list that begins with a letter:
+None, booleans, `int`, `float` and `str` are themselves. Every other value is a list that begins with a letter:
 
 | letter | value | after it |
 |---|---|---|
@@ -24,12 +24,11 @@ LEAVES = {
     Fraction: lambda it: ["F", it.numerator, it.denominator],
 }
 FAULTS = ValueError, TypeError, ArithmeticError, LookupError, RecursionError, MemoryError
-"""Exceptions that a malformed message raises."""
+"""Exceptions from a malformed message."""
 
 
 def encode(value, other):
-    """Return the JSON form of a value. `other(value)`: the form of what is not plain, or an exception. RecursionError
-    if it is nested deeply."""
+    """Return the JSON form of a value, with `other(value)` for one that is not plain. RecursionError if it is deep."""
     kind = type(value)
     if kind in SCALARS:
         return value
@@ -45,7 +44,7 @@ def encode(value, other):
 
 
 def decode(node, other):
-    """Return the value of a JSON form; one of `FAULTS` if it is none. `other(number)`: an object of the program."""
+    """Return the value of a JSON form, with `other(number)` for an object of the program. `FAULTS` if it has none."""
     if type(node) is not list:
         return node
     letter, *items = node
@@ -67,7 +66,8 @@ def decode(node, other):
         return Decimal(*items)
     if (letter, kinds) == ("F", [int, int]):
         made = Fraction(*items)
-        if [made.numerator, made.denominator] == items:  # one that was made by hand may not be reduced
+        # a program may make one by hand that is not reduced
+        if [made.numerator, made.denominator] == items:
             return made
     if (letter, kinds) == ("o", [int]):
         return other(*items)
@@ -76,11 +76,12 @@ def decode(node, other):
 
 def dumps(message):
     """Return a message as JSON bytes. ValueError if an integer in it has more digits than this interpreter allows."""
-    return _ENCODER.encode(message).encode("utf-8", "surrogatepass")  # half characters side by side stay two
+    # two halves of a character stay two
+    return _ENCODER.encode(message).encode("utf-8", "surrogatepass")
 
 
 def loads(body):
-    """Return the message that JSON bytes hold; one of `FAULTS` if they hold none."""
+    """Return the message of JSON bytes. `FAULTS` if they have none."""
     return _DECODER.decode(body.decode("utf-8", "surrogatepass"))
 
 

@@ -42,7 +42,7 @@ def any_sandbox(options: Options) -> str:
     """Find the sandbox that `reward.<domain>.sandbox` would use: each that is named, or the first of `auto`."""
     chosen, reasons = [], []
     for asked in dict.fromkeys(options.sandboxes or ("auto",)):
-        # The order of a run's own choice.
+        # In the order in which a run with `auto` tries them.
         for name in sandbox.AUTO if asked == "auto" else (asked,):
             try:
                 _proven(name)

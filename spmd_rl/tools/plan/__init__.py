@@ -20,9 +20,10 @@ from spmd_rl.model.build import shape_on_meta
 from spmd_rl.model.size import ModelSize
 from spmd_rl.tools.plan.engine import EngineBytes, dtype_of, engine_bytes
 from spmd_rl.tools.plan.fit import nearest
-from spmd_rl.tools.plan.measured import measured_peaks
 from spmd_rl.tools.plan.rank import Trace, trace
 from spmd_rl.tools.plan.table import GB, TableRow, engine_rows, rows, show_map, show_rank, show_table, sleeps_while_idle
+from spmd_rl.track.metrics import read_lines
+from spmd_rl.track.render import NAMES
 
 __all__ = ["show", "trace"]
 
@@ -101,3 +102,20 @@ def _fits(cfg: RlConfig) -> bool:
     train, _ = planned_ranks(cfg, placement)
     found = [rows(cfg, one) for one in _traced(cfg, placement, train)]
     return max(row.total for table in found for row in table) <= room(cfg.plan)
+
+
+def measured_peaks(run_dir: Path) -> dict[str, int]:
+    """Return the peak of memory of any rank and step by phase, in bytes; empty without any step.
+
+    On a device it is the allocator's peak; on the CPU the whole process' resident set.
+    """
+    peaks: dict[str, int] = {}
+    phases = {name: phase for phase, name in NAMES.items()}
+    for line in read_lines(run_dir / "metrics.jsonl"):
+        for key, value in line.items():
+            kind, _, name = key.partition("/")
+            phase, _, last = name.rpartition("/")
+            phase = phases.get(phase, phase)
+            if (kind, last) == ("memory", "peak_bytes") and value:
+                peaks[phase] = max(int(value), peaks.get(phase, 0))
+    return peaks

@@ -10,8 +10,8 @@ from math import log2
 from typing import Any
 
 from spmd_rl.base.errors import UserError
+from spmd_rl.base.waits import phase
 from spmd_rl.config.engines import facts_of
-from spmd_rl.config.phases import phase
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers
 from spmd_rl.config.schema import RlConfig, TrainConfig
 from spmd_rl.model.logprobs import DEVICE_CHUNK

@@ -7,6 +7,7 @@ The roles are those of a run, built by the same function over a `PlannedWorld`; 
 (`fake_device.py`) and counted (`memory_tracker.py`). The memory of an engine is estimated (`engine.py`).
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
@@ -20,11 +21,11 @@ from torch import nn
 from spmd_rl.base.devices import cpu_as
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.hub import model_folder
-from spmd_rl.batch import Batch
+from spmd_rl.base.waits import phase as progress
+from spmd_rl.batch import Batch, bounds_of
 from spmd_rl.config.backends import backend
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
-from spmd_rl.config.phases import phase as progress
-from spmd_rl.config.schema import RlConfig
+from spmd_rl.config.schema import AlgorithmConfig, RlConfig, RolloutConfig
 from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed.dtype import choose_dtype
@@ -32,12 +33,57 @@ from spmd_rl.learn.losses import bind_loss, bind_value_loss
 from spmd_rl.learn.token_advantages import needs_old_logprobs
 from spmd_rl.model.build import shape_on_meta
 from spmd_rl.model.value_head import with_value_head
-from spmd_rl.tools.plan.batch import full_batch, num_microbatches
 from spmd_rl.tools.plan.fake_device import FakeDeviceMode
 from spmd_rl.tools.plan.memory_tracker import MemoryTracker, Peak
 from spmd_rl.tools.plan.world import PlannedWorld, planned_world
 from spmd_rl.train import build_role
 from spmd_rl.train.stored_model import Stored
+
+
+def num_microbatches(rollout: RolloutConfig, updates: int, num_shards: int, tokens_per_microbatch: int) -> int:
+    """Return the number of micro-batches of each of a step's updates on each data shard, if all samples have maximum
+    length.
+    """
+    longest = tokens_per_turn(rollout, rollout.max_prompt_tokens)
+    samples = rollout.prompts_per_step * rollout.answers_per_prompt / updates / num_shards
+    per_microbatch = max(1, tokens_per_microbatch // longest)
+    return max(1, math.ceil(math.ceil(samples) / per_microbatch))
+
+
+def full_batch(
+    algorithm: AlgorithmConfig, longest: int, count: int, tokens_per_microbatch: int, vocabulary: int
+) -> Batch:
+    """Return a batch of `count` micro-batches, each filled to the last token with samples of one unit.
+
+    Every token but the first of a sample counts as sampled, and no two samples begin alike: nothing is saved.
+    """
+    whole, rest = divmod(max(tokens_per_microbatch, longest), longest)
+    lengths = [longest] * whole + ([rest] if rest > 1 else [])
+    sizes = torch.tensor(lengths * count)
+    total, first = int(sizes.sum()), bounds_of(sizes)[:-1]
+    positions = torch.arange(total) - first.repeat_interleave(sizes)
+    # A plan must be the same every time.
+    generator = torch.Generator().manual_seed(0)
+    zeros = torch.zeros(total)
+    tickets = torch.arange(count).repeat_interleave(len(lengths))
+    return Batch(
+        bounds_of(sizes),
+        keys=torch.stack([tickets, torch.arange(len(lengths)).repeat(count)], 1),
+        units=torch.zeros(len(sizes), dtype=torch.int64),
+        token_ids=torch.randint(0, vocabulary, (total,), generator=generator),
+        position_ids=positions,
+        loss_mask=positions > 0,
+        rollout_logprobs=zeros,
+        lags=torch.zeros(total, dtype=torch.int32),
+        advantages=zeros,
+        weights=zeros,
+        old_logprobs=zeros,
+        ref_logprobs=zeros if algorithm.uses_reference else None,
+        values=zeros if algorithm.uses_critic else None,
+        returns=zeros if algorithm.uses_critic else None,
+        marked=torch.zeros(total, dtype=torch.bool),
+    )
+
 
 ACCUMULATED = "update: results"
 """Collective after the last backward pass of an update."""
@@ -102,7 +148,7 @@ def planned(cfg: RlConfig) -> RlConfig:
         dtype = "bfloat16" if cfg.plan.device != "cpu" else choose_dtype(torch.device("cpu"))[0]
         policy = replace(policy, dtype=dtype)
     others = {
-        name: replace(own, train=replace(own.train, offload=False))
+        name: replace(own, train={**own.train, "offload": False})
         for name, own in (("reference", cfg.reference), ("critic", replace(cfg.critic, dither=False)))
     }
     return replace(cfg, policy=replace(policy, dither=False), train=replace(cfg.train, offload=False), **others)
@@ -230,10 +276,8 @@ class _Trace:
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """Make a model's parameters plain tensors on the meta device, in place: FSDP cuts these much faster than fake ones.
-
-    Tied parameters stay tied.
-    """
+    """Make a model's parameters plain tensors on the meta device, in place; tied parameters stay tied."""
+    # FSDP cuts plain meta tensors much faster than fake ones.
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):

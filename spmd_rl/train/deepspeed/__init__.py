@@ -18,7 +18,7 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
     if train.offload_param and not train.offload_optimizer and role.optimizer:
         raise UserError(f"{role.key}.offload_param: only with {role.key}.offload_optimizer=true")
     if train.activation_checkpointing == "selective" and train.stage == 3 and role.optimizer:
-        # the first backward pass would fail: torch finds other operations in it than in the forward pass
+        # The first backward pass would fail: torch finds other operations in it than in the forward pass.
         raise UserError(f"{role.key}.activation_checkpointing: selective only with {role.key}.stage=1 or 2")
     for key in ROUTING:
         if getattr(role.own, key, None):

@@ -3,7 +3,7 @@
 Stage 3 gathers each parameter for the module that uses it; with stages 1 and 2 each rank has all weights.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from spmd_rl.base.devices import to_device
 from spmd_rl.batch import Batch
-from spmd_rl.config.sections.models import RoleConfig
+from spmd_rl.config.sections.models import RoleConfig, TrainedModelConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.model.load import Fill
 from spmd_rl.model.logprobs import TokenHead, logit_factor
@@ -23,7 +24,6 @@ from spmd_rl.model.stored import stored_parts
 from spmd_rl.train.accumulate import Critic, Policy, alone, walk
 from spmd_rl.train.adapters import Adapters
 from spmd_rl.train.base import ForwardArgs, Metrics, MicrobatchLoop
-from spmd_rl.train.deepspeed.optimizer import MOMENTS, GatedAdamW
 from spmd_rl.train.deepspeed.partition import Partition, pieces, spread, weights_here, whole
 from spmd_rl.train.deepspeed.start import DataParallel, meeting_in, settings, start
 from spmd_rl.train.dither import dither_region
@@ -32,6 +32,44 @@ from spmd_rl.train.recompute import recompute
 from spmd_rl.train.row import aim, filled_up, parts, row_of
 from spmd_rl.train.state import MODEL, OPTIMIZER, Shard, shards_of
 from spmd_rl.train.stored_model import Source
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class GatedAdamW(AdamW):
+    """AdamW over the flat float32 shards with which DeepSpeed replaces the parameters.
+
+    DeepSpeed computes the norm, clips and steps in one call, and masks a norm that is not finite. Here it only supplies
+    gradients: `open` sets their factor, and without `open` a step changes nothing.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], own: TrainedModelConfig) -> None:
+        """Take the settings of `policy` or `critic`."""
+        betas = own.betas[0], own.betas[1]
+        super().__init__(parameters, lr=own.lr, betas=betas, eps=own.eps, weight_decay=own.weight_decay, fused=True)
+        self._scale: float | None = None
+
+    def begin(self, shards: Iterable[Tensor]) -> None:
+        """Create the state of the flat shards, which must exist before the first step so that a checkpoint can be
+        loaded."""
+        for shard in shards:
+            zeros = {name: torch.zeros_like(shard, requires_grad=False) for name in MOMENTS}
+            self.state[shard] = {"step": torch.zeros((), device=shard.device), **zeros}
+
+    def open(self, lr: float, scale: float | None) -> None:
+        """Let DeepSpeed's next call update at this rate with gradients times `scale`; None: it changes nothing."""
+        self._scale = scale
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update the shards; DeepSpeed calls this once, or for some shards at a time."""
+        if self._scale is None:
+            return
+        if self._scale < 1:
+            torch._foreach_mul_([p.grad for group in self.param_groups for p in group["params"]], self._scale)
+        super().step(closure)
 
 
 class DeepSpeedModel:

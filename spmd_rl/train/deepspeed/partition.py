@@ -70,7 +70,7 @@ class Partition:
                 found.append(self._utils.safe_get_local_grad(p).flatten()[: own.stop - own.start])
                 continue
             grad = p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group).flatten()
-            # in bfloat16, stage 1 keeps those of all ranks
+            # In bfloat16, stage 1 keeps those of all ranks.
             found.append(grad[own] if len(grad) == p.numel() else grad)
         return found
 

@@ -67,7 +67,7 @@ def start(world: World) -> ModuleType:
         import deepspeed
         from deepspeed.runtime.zero import partitioned_param_coordinator
 
-    # a check of itself, in stage 3, that meets all ranks of the job, of which some may not train
+    # A check of itself, in stage 3, that meets all ranks of the job, of which some may not train.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
     # DeepSpeed logs to stdout.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -98,8 +98,8 @@ def settings(train: TrainConfig, dtype: torch.dtype, on_device: bool) -> dict[st
         "stage": train.stage,
         "reduce_bucket_size": BUCKET,
         "overlap_comm": on_device and not train.offload_optimizer,
-        # or, from then on, every linear layer of this process is another one, which adds its bias in place: with
-        # selective checkpointing that changes what was kept, and gradients of any backend are wrong in silence
+        # DeepSpeed's own linear function replaces torch's in the whole process, and adds its bias in place: into
+        # products that selective checkpointing has kept. Gradients of any backend were silently wrong.
         "memory_efficient_linear": False,
         # Parameters that stay gathered would be stale after a load.
         "stage3_param_persistence_threshold": 0,

@@ -35,7 +35,10 @@ def _refuse_with_adapters(role: RoleConfig, section: str) -> None:
 
 def build(role: RoleConfig, layout: Any, source: Any) -> Any:
     """[all] Build the role on this backend, see `Backend.build`."""
-    from spmd_rl.train.fsdp2.backend import build
+    if role.is_denoiser:
+        from spmd_rl.train.fsdp2.denoiser import build
+    else:
+        from spmd_rl.train.fsdp2.backend import build
 
     return build(role, layout, source)
 

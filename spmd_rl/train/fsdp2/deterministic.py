@@ -14,10 +14,8 @@ def fix_workspace() -> None:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Make torch use deterministic algorithms inside, and raise if there is none.
-
-    Not for the whole process: the engine samples with `cumsum`, which has no deterministic GPU algorithm in torch.
-    """
+    """Make torch use deterministic algorithms inside, and raise for operations without one."""
+    # Not for the whole process: the engine samples with `cumsum`, which has no deterministic GPU algorithm in torch.
     chosen, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     # Filling uninitialised memory costs time, and no code here reads it before it is written.

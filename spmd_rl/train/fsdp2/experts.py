@@ -35,7 +35,7 @@ def spread_experts(model: nn.Module, layout: Layout) -> None:
         raise UserError(f"{layout.key}.ep: the experts of {name} are of a kind that is not supported; must be 1")
     for experts in found.values():
         for key, p in list(experts.named_parameters(recurse=False)):
-            # without a source rank nothing travels: each rank keeps its own part of what it holds
+            # Without a source rank nothing travels: each rank keeps its own part of what it holds.
             part = distribute_tensor(p.detach(), layout.expert_mesh["ep"], [Shard(0)], src_data_rank=None)
             experts.register_parameter(key, nn.Parameter(part, requires_grad=p.requires_grad))
         spread(experts, layout.group("ep"))

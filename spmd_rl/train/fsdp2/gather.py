@@ -81,7 +81,7 @@ def _whole(column: Tensor, parameter: DTensor, layout: Layout) -> Tensor:
     # Shards of the first dimension are end to end, and only the last ones are shorter.
     if dim == 0:
         return parts.reshape(len(parts), -1)[:, : shape.numel() // len(parts)].reshape(shape)
-    # shards of one size, one after the other: each row of the whole has a part in each
+    # Shards of one size, one after the other: each row of the whole has a part in each.
     local = parameter.to_local().shape
     return parts.reshape(*parts.shape[:2], *local).movedim(1, dim + 1).reshape(shape)
 

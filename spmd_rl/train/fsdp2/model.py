@@ -8,6 +8,8 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from spmd_rl.model.build import materialize
 from spmd_rl.model.context import context_of
 from spmd_rl.model.differentiable import collect
 from spmd_rl.model.load import Region, local, owned_region
+from spmd_rl.model.moe import weights_of_chosen
 from spmd_rl.model.size import ModelSize
 from spmd_rl.model.stored import stored_parts
 from spmd_rl.train.accumulate import walk
@@ -34,15 +37,68 @@ from spmd_rl.train.fsdp2.gather import Gather
 from spmd_rl.train.fsdp2.muon import matrices
 from spmd_rl.train.fsdp2.optimizer import Optimizer, counts_once
 from spmd_rl.train.fsdp2.pipeline import Pipeline
-from spmd_rl.train.fsdp2.replayed import watch
 from spmd_rl.train.fsdp2.routing import Routing
+from spmd_rl.train.fsdp2.shard import decoder_layers
 from spmd_rl.train.fsdp2.tensor_parallel import parallelize
-from spmd_rl.train.loss_scale import LossScale
 from spmd_rl.train.offload import Offload
 from spmd_rl.train.pipeline import Step
 from spmd_rl.train.replay import Replay
 from spmd_rl.train.row import Row, filled_up, row_of
 from spmd_rl.train.state import MODEL, OPTIMIZER, Shard, shards_of
+
+FIRST, GROWS_AFTER = 2.0**15, 200
+"""Initial factor, and good updates after which it doubles."""
+
+
+class LossScale:
+    """A factor on the loss that keeps float16 gradients in range (Micikevicius et al., arXiv 1710.03740); equal on all
+    ranks.
+
+    An overflowing gradient skips its update, like any non-finite one, and halves the factor; many good ones double it.
+    In other dtypes it is always 1.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.is_used = dtype == torch.float16
+        self.state: Tensor = torch.tensor([FIRST if self.is_used else 1.0, 0.0])
+        """float32 [2], live: the factor, and good updates since its last change"""
+
+    @property
+    def factor(self) -> float:
+        """Present factor, a power of two, so that it rounds nothing."""
+        return float(self.state[0])
+
+    def update(self, skipped: bool) -> None:
+        """Adapt the factor after an update. skipped: its gradient was not finite."""
+        if not self.is_used:
+            return
+        self.state[1] = 0 if skipped else self.state[1] + 1
+        if skipped or self.state[1] == GROWS_AFTER:
+            self.state.copy_(torch.tensor([max(1.0, self.factor * (0.5 if skipped else 2.0)), 0.0]))
+
+
+def watch(replay: Replay, model: nn.Module) -> None:
+    """Hook this rank's layers and routers, before FSDP shards them."""
+    for layer in decoder_layers(model) if replay.places else ():
+        layer.register_forward_pre_hook(partial(_before, replay), with_kwargs=True)
+    for name, module in model.named_modules():
+        if name in replay.places:
+            module.register_forward_hook(partial(_replace, replay, replay.places[name]))
+
+
+def _before(replay: Replay, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    replay.take(kwargs.get("chosen"))
+
+
+def _replace(
+    replay: Replay, place: int, router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    logits, weights, own = output
+    if (found := replay.choose(place, own)) is None:
+        return None
+    chosen, known = found
+    return logits, torch.where(known, weights_of_chosen(router, logits, chosen), weights), chosen
+
 
 COMPILE_SECONDS = 3600.0
 """Limit without progress on compiling one shape."""
@@ -51,6 +107,8 @@ COMPILE_SECONDS = 3600.0
 class FSDP2Model(ABC):
     """A `train.base.ShardedModel` on FSDP2."""
 
+    size_of = staticmethod(ModelSize.of)
+    """Function that counts the weights of a model that is not sharded yet"""
     trains_head = False
     """True if the output embedding is trained in addition to adapters, as a value head that starts at 0 must be"""
 
@@ -70,7 +128,7 @@ class FSDP2Model(ABC):
         self._layout, self._world, self._train, self._dtype = layout, layout.world, train, dtype
         self.device = layout.world.device
         parts = stored_parts(model)
-        self.hidden_size, self.size = model.config.get_text_config().hidden_size, ModelSize.of(model)
+        self.hidden_size, self.size = model.config.get_text_config().hidden_size, self.size_of(model)
         self.module = model
         self._context = None
         if (group := layout.group("cp")) is not None:
@@ -94,7 +152,7 @@ class FSDP2Model(ABC):
         on_device = kind(self.device) != "cpu"
         costly = not on_device or layout.size("pp") > 1
         self._keep_gathered = costly if train.reshard_after_forward is None else not train.reshard_after_forward
-        watch(self._replay, model)  # before the load counters see the choices
+        watch(self._replay, model)  # before the load counters, which must see the replayed choices
         self._routing = Routing(model, layout, optimizer) if optimizer is not None else None
         spread_experts(model, layout)  # [all]
         parallelize(model, layout)  # [all]
@@ -137,7 +195,7 @@ class FSDP2Model(ABC):
 
         def backward(step: Step) -> None:
             stage.begin(step)
-            # between nodes, not for each micro-batch
+            # Between nodes, not for each micro-batch.
             shard.sum_over_copies(self.module, now=step.microbatch == loop.count - 1)
             stage.backward()
 
@@ -211,7 +269,7 @@ class FSDP2Model(ABC):
         Last chunk only. Its input is the kept hidden states of `row`, in order, padded by `filled_up`.
         """
         device = self.device
-        # the output's projection runs only where a target is predicted
+        # The output's projection runs only where a target is predicted.
         found = self._run(row, to_device(filled_up(row.keep), device))[0, : len(row.keep)]
         if row.own is None:
             return found

@@ -43,7 +43,7 @@ class Pipeline:
         self._tied_group = None
         if self.num_stages > 1:
             world, line = layout.world, layout.ranks("pp")
-            # groups of ranks on one machine are formed over shared memory, in which nothing is sent to one rank alone
+            # Groups of ranks on one machine are formed over shared memory, in which nothing is sent to one rank alone.
             backend = "gloo" if world.device.type == "cpu" and dist.get_backend() == shared_group.NAME else None
             for way, goes_around in product(("down", "up"), (False, True)[:vpp]):
                 name = f"pp {way} around" if goes_around else f"pp {way}"

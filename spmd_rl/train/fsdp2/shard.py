@@ -30,10 +30,14 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
     layers = decoder_layers(model)
     all_alike = {p.dtype for p in model.parameters()} == {dtype}
 
+    casts = getattr(model, "casts_inputs", True)
+
     def policy(data_parallel: int) -> MixedPrecisionPolicy:
-        # alone, nothing is summed: a gradient is cast as it is added to what is there, not copied in `master` before
-        mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master if data_parallel > 1 else dtype)
-        return MixedPrecisionPolicy() if all_alike else mixed  # which would copy every gradient once more
+        # Alone, nothing is summed: a gradient is cast as it is added to what is there, not copied in `master` before.
+        reduced = master if data_parallel > 1 else dtype
+        mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=casts)
+        # `mixed` would copy every gradient once more.
+        return MixedPrecisionPolicy() if all_alike else mixed
 
     num_shards, copies = layout.size("fsdp"), layout.size("dp_replicate")
     common = {
@@ -47,7 +51,7 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
         fully_shard(
             experts,
             mesh=layout.expert_data_mesh,
-            # with how much weight an expert's answer counts is float32 in some models
+            # With how much weight an expert's answer counts is float32 in some models.
             mp_policy=replace(policy(copies * layout.size("expert_fsdp")), cast_forward_inputs=False),
             reshard_after_forward=not keep_gathered,
             shard_placement_fn=lambda p: placement(local(p).shape, layout.size("expert_fsdp")),
@@ -70,11 +74,10 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
 
 
 def placement(shape: torch.Size, num_ranks: int) -> Shard | None:
-    """Return the dimension in which ranks shard stacked experts; None for the first one, as for all other parameters.
-
-    Experts are often fewer than ranks: with 128, each of 256 ranks would hold half of one, padded to a whole. Other
-    dimensions must divide: torch pads the first one alone.
-    """
+    """Return the dimension in which ranks shard stacked experts; None for the first one, as for all other
+    parameters."""
+    # Experts are often fewer than ranks: with 128, each of 256 ranks would hold half of one, padded to a whole. Other
+    # dimensions must divide: torch pads the first one alone.
     if len(shape) < 3 or shape[0] % num_ranks == 0:
         return None
     return next((Shard(dim) for dim in range(1, len(shape)) if shape[dim] % num_ranks == 0), None)

@@ -63,7 +63,6 @@ def parallelize(model: nn.Module, layout: Layout) -> None:
 
 
 def _plan(model: nn.Module, layout: Layout) -> dict[str, str]:
-    """Return the style of each module of the layers in transformers' plan."""
     planned, inside, experts = {}, f"{model.base_model_prefix}.", stacked_experts(model)
     for pattern, style in (model.config.get_text_config().base_model_tp_plan or {}).items():
         if pattern.startswith("layers."):
@@ -88,7 +87,6 @@ def _unsupported(model: nn.Module, planned: Mapping[str, str]) -> str:
 
 
 def _blocks(planned: Mapping[str, str], style: str) -> set[str]:
-    """Return the modules that contain layers of one style."""
     return {name.rpartition(".")[0] for name, planned_style in planned.items() if planned_style == style}
 
 
@@ -218,7 +216,8 @@ def _computed_alike(size: int, _: nn.Module, args: tuple[Any, ...], output: Tens
 
 @contextmanager
 def _local_weight(module: nn.Module) -> Iterator[None]:
-    """Make `module.weight` this rank's part inside: an attribute of the object hides the parameter of that name."""
+    """Make `module.weight` this rank's part inside."""
+    # An attribute of the object hides the parameter of that name, which stays a DTensor.
     module.__dict__["weight"] = local(module.weight)
     try:
         yield

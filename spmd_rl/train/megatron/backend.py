@@ -17,7 +17,7 @@ from spmd_rl.train.stored_model import Source
 def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     """[all] Build the role on Megatron. The journal's line `loaded` counts the bytes that this rank read."""
     if role.train.vpp > 1 and role.train.pp == 2 and layout.world.device.type != "cpu":
-        # the stage before and the stage after are one rank, and a device's messages have no tags (see `shim`)
+        # The stage before and the stage after are one rank, and a device's messages have no tags (see `shim`)
         raise UserError(f"{layout.key}.vpp: two stages would mix up their messages on a device; must be 1")
     stored = source(role, getattr(torch, role.held_dtype), layout.world.progress)
     module, files = stored.model, stored.files

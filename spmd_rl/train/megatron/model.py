@@ -1,12 +1,14 @@
 """`MegatronModel`: a causal language model sharded by Megatron-core, with its distributed optimizer; or frozen."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from spmd_rl.base.devices import kind, to_device
@@ -14,6 +16,7 @@ from spmd_rl.batch import Batch
 from spmd_rl.config.ranks import check_experts, deal_layers
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
+from spmd_rl.distributed.layout import AXES, EXPERTS
 from spmd_rl.model.context import context_of
 from spmd_rl.model.differentiable import collect
 from spmd_rl.model.load import WeightFiles
@@ -24,7 +27,6 @@ from spmd_rl.train.dither import dither_region
 from spmd_rl.train.expert_load import ExpertLoad
 from spmd_rl.train.megatron import transformer
 from spmd_rl.train.megatron.adapters import MegatronAdapters
-from spmd_rl.train.megatron.groups import groups_of
 from spmd_rl.train.megatron.mapping import Rule
 from spmd_rl.train.megatron.optimizer import MOMENTS, DistributedAdamW
 from spmd_rl.train.megatron.parameters import Experts, StoredPart, check_files, fill, local_parameters, parameters_of
@@ -36,6 +38,51 @@ from spmd_rl.train.offload import Offload
 from spmd_rl.train.replay import Replay
 from spmd_rl.train.row import Row, aim, filled_up, parts, row_of
 from spmd_rl.train.state import Shard
+
+ALONG = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "pp": ("pp",),
+    "dp": ("dp_shard",),
+    "dp_cp": ("dp_shard", "cp"),
+    "mp": ("pp", "tp"),
+    "tp_cp": ("cp", "tp"),
+    "tp_dp_cp": ("dp_shard", "cp", "tp"),
+}
+"""Axes of the layout along which the ranks of a Megatron group differ, by the group's name"""
+ALONG_EXPERTS = {"ep": ("ep",), "expt_dp": ("expert_fsdp",), "tp_ep": ("ep",), "tp_ep_pp": ("pp", "ep"), "expt_tp": ()}
+"""Axes of groups for experts, each of which is whole on a rank"""
+
+
+def groups_of(layout: Layout) -> ProcessGroupCollection:
+    """[all] Form Megatron's groups. Groups of the same ranks are one."""
+    formed: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    # messages between stages have two ends alone, which groups over shared memory have not
+    backend = "gloo" if layout.world.device.type == "cpu" else None
+
+    def group(ranks: Sequence[int]) -> dist.ProcessGroup:
+        key = tuple(ranks)
+        if key not in formed:
+            formed[key] = layout.world.process_group("megatron", backend, key)  # [all]
+        return formed[key]
+
+    found = {name: group(_ranks(layout, AXES, along)) for name, along in ALONG.items()}
+    found |= {name: group(_ranks(layout, EXPERTS, along)) for name, along in ALONG_EXPERTS.items()}
+    line = _ranks(layout, AXES, ("pp",))
+    ends = [line[0], line[-1]] if len(line) > 1 else line
+    found["embd"] = group(ends) if layout.world.rank in ends else None
+    found["intra_dp_cp"], found["intra_expt_dp"] = found["dp_cp"], found["expt_dp"]
+    nothing = dict.fromkeys(("pos_embd", "hcp", "inter_dist_opt"))
+    return ProcessGroupCollection(**found, **nothing, intra_dist_opt=group(range(layout.world.size)))
+
+
+def _ranks(layout: Layout, axes: Sequence[str], along: Sequence[str]) -> list[int]:
+    """Return the ranks that differ from this one only along some of `axes`, in order."""
+    ranks = [0]
+    for axis in axes:
+        places = range(layout.size(axis)) if axis in along else [layout.rank(axis)]
+        ranks = [rank * layout.size(axis) + place for rank in ranks for place in places]
+    return ranks
 
 
 class MegatronModel:

@@ -49,7 +49,7 @@ class DistributedAdamW:
         groups: ProcessGroupCollection,
     ) -> None:
         self._settings = settings
-        # float32 sums: those of bfloat16 would lose what micro-batches and ranks add
+        # Float32 sums: those of bfloat16 would lose what micro-batches and ranks add.
         how = DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=config.bf16, overlap_grad_reduce=False
         )
@@ -132,17 +132,21 @@ class DistributedAdamW:
 
 
 def _finalize(chunks: list[nn.Module], num_tokens: Tensor | None, **given: Any) -> None:
-    """[all] Sum gradients without dividing by the number of tokens, because token weights are global."""
+    """[all] Sum gradients without dividing by the number of tokens."""
+    # Token weights are global already.
     finalize_model_grads(chunks, None, **given)
 
 
 def _masters(optimizer: DistributedOptimizer) -> list[Master]:
-    """Return this rank's masters, with AdamW's state, which torch would create only in the first step."""
+    """Return this rank's masters, with AdamW's state."""
+    # torch would create the state only in the first step, too late for loading a checkpoint.
     parameters = chain(*optimizer.model_float16_groups, *optimizer.model_fp32_groups)
     weights = chain(*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups)
     found = []
     for parameter, shard in zip(parameters, weights, strict=True):
         place = optimizer._get_model_param_range_map(parameter)["param"]
+        # A step counter per tensor: Megatron's own loading shares one between all tensors, and trains on wrongly
+        # without an error.
         state = {"step": torch.zeros((), device=shard.device)} | {
             name: torch.zeros_like(shard.detach()) for name in MOMENTS
         }

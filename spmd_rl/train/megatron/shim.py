@@ -122,7 +122,7 @@ def on_cpu(device: torch.device) -> Iterator[None]:
         stack.enter_context(patch.multiple(moe_utils, te_general_gemm=None, create=True))
         stack.enter_context(patch.multiple(token_dispatcher, maybe_move_tensor_to_cpu=_as_numpy))
         stack.enter_context(patch.multiple(p2p_communication, _batched_p2p_ops=messages.exchange))
-        # a function, not a bound method, so that the communicator comes as its first argument
+        # A function, not a bound method, so that the communicator comes as its first argument.
         shapes = lambda *args: messages.shapes(*args)  # noqa: E731
         stack.enter_context(patch.object(p2p_communication.P2PCommunicator, "_communicate_shapes", shapes))
         stack.enter_context(_OnCPU())

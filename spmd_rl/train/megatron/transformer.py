@@ -197,6 +197,8 @@ def _ignore_padding(embedding: nn.Module, padding_id: int | None, group: dist.Pr
         is_padding = (kwargs["input_ids"][0] == padding_id).view(group.size(), -1)[group.rank()]
         return torch.where(is_padding[:, None, None], found.detach(), found)
 
+    # A policy may sample this token. Its row is zero in front of the first norm, and with a gradient the norm was once
+    # 96.2 instead of 1.19.
     if padding_id is not None:
         embedding.register_forward_hook(without, with_kwargs=True)
 
@@ -332,7 +334,8 @@ def chunks_of(
 
 
 def _prepare_process() -> None:
-    """Set up Megatron's global state, once a process: sequence-parallel layers need it."""
+    """Set up Megatron's global state, once a process."""
+    # Its sequence-parallel layers need it.
     tracker = get_cuda_rng_tracker()
     if RANDOM not in tracker.get_states():
         # Megatron asks for this state although nothing random is drawn.
@@ -354,7 +357,7 @@ def _layer(config: TransformerConfig, is_mixture: bool) -> ModuleSpec:
     attention.core_attention = PackedAttention
     if config.multi_latent_attention:
         attention.q_layernorm = attention.kv_layernorm = LatentNorm
-        # whole on each rank: the parts of others would be gathered over a group of Megatron's global state
+        # Whole on each rank: the parts of others would be gathered over a group of Megatron's global state.
         attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm

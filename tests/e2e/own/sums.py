@@ -30,7 +30,7 @@ def run(cfg: SumsConfig) -> None:
         batch = pack(samples[policy.layout.data.rank :: policy.layout.data.size])
         batch.weights = batch.loss_mask / sum(len(answer) for _, answer in pairs)
         saver, start = job.restore(place)  # [all]
-        for step in range(start + 1, cfg.steps + 1):
+        for step in job.steps(start, saver):
             with job.track.step(step):
                 job.track.add(learn.update(policy, [batch], learn.nll))  # [all]
                 saver.maybe_save(step, last=step == cfg.steps)  # [all]

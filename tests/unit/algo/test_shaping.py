@@ -8,23 +8,21 @@ from hypothesis import strategies as st
 
 from spmd_rl.algo.advantages import ADVANTAGES
 from spmd_rl.algo.inputs import Scored
-from spmd_rl.algo.masks import (
-    difficulty_mask,
-    difficulty_weight,
-    error_max_len_mask,
-    length_weight,
-    max_len_mask,
-    mean_one,
-    variance_mask,
-)
 from spmd_rl.algo.moments import Moments
 from spmd_rl.algo.shaping import (
     clip,
+    difficulty_mask,
+    difficulty_weight,
+    error_max_len_mask,
     format_penalty,
+    length_weight,
+    max_len_mask,
+    mean_one,
     normalise,
     overlong_penalty,
     repetition_penalty,
     scale_shift,
+    variance_mask,
 )
 from spmd_rl.config.sections.algorithm import NORMS
 

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.algo.advantages import TOKEN_ADVANTAGES
-from spmd_rl.algo.advantages.tokens import token_rewards
+from spmd_rl.algo.advantages.tokens import discounted_sums, token_rewards
 from spmd_rl.algo.moments import Moments, merged, whiten
-from spmd_rl.algo.scan import discounted_sums
 from spmd_rl.algo.values import explained_variance, value_loss
 from spmd_rl.config.sections.algorithm import TOKEN_ADVANTAGES as KEYS
 

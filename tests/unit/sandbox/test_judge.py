@@ -115,7 +115,7 @@ def ask(names: dict):
                 link.send(server.answer(*link.receive()))
 
     threading.Thread(target=serve, daemon=True).start()
-    client = Client(Link(ours.fileno(), MOST), lambda: None)
+    client = Client(Link(ours.fileno(), MOST))
     client.socket = ours
     client.greet()
     return client
@@ -256,7 +256,7 @@ def test_answers_that_are_none_are_the_programs_failure():
         ours, theirs = socket.socketpair()
         with ours, theirs:
             message = noise(4) if dice.random() < 0.3 else [dice.choice(atoms[:3]), noise(3), noise(3)]
-            link, client = Link(theirs.fileno(), MOST), Client(Link(ours.fileno(), MOST), lambda: None)
+            link, client = Link(theirs.fileno(), MOST), Client(Link(ours.fileno(), MOST))
             link.send(["=", ["o", 0], []])
             link.send(message)
             try:
@@ -350,6 +350,26 @@ FAULTY = {
 def test_what_the_code_has_no_part_in_is_the_tests_fault(sandbox, name):
     with pytest.raises(RuntimeError):
         sandbox.check("def f(x): return x", [FAULTY[name]], limits=TIGHT)
+
+
+SAYS = """
+import os, struct, time
+def say(text):
+    data = struct.pack('<Q', len(text)) + text.encode()
+    while data: data = data[os.write(5, data):]
+"""
+FORGED = {
+    "endless names": "say('[\"ready\",[' + ','.join(f'[\"E{n}\",[\"builtins:KeyError\"]]' for n in range(300_000)) + ']]')",
+    "endless hashing": "say('[\"ready\",[]]')\n"
+    "say('[\"=\",[\"s\",' + ','.join(str((2**61 - 1) * n) for n in range(60_000)) + '],[]]')",
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_no_program_makes_its_fault_that_of_the_tests(sandbox, name):
+    """It speaks in the place of what serves it, and the process of the tests dies before it has asked anything."""
+    result = sandbox.check(f"{SAYS}{FORGED[name]}\ntime.sleep(99)", ["assert f(1) == 2"], limits=TIGHT)
+    assert result.passed == (False,) and "by what the code did" in result.detail
 
 
 def test_the_limit_of_a_message_can_be_set(sandbox):

@@ -1,0 +1,99 @@
+"""`Denoising`: the role of a diffusion model, whose micro-batches and losses are functions of its caller.
+
+Every rank brings equally many items, since sharded weights are gathered in each forward; an item without weight keeps
+the others company.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from spmd_rl.model.diffusion import FlowModel
+from spmd_rl.model.load import load_weights
+from spmd_rl.train.accumulate import BaseRole
+from spmd_rl.train.base import ForwardArgs, Metrics, MicrobatchLoop
+from spmd_rl.train.stored_model import Source, Stored
+
+Item = TypeVar("Item")
+Loss = Callable[[nn.Module, Item], tuple[Tensor, Mapping[str, float | Tensor]]]
+"""Loss of an item: its part of the sum over all ranks, a scalar; and sums of quantities, with the `num_tokens` over
+which they are averaged"""
+
+
+class Denoising(BaseRole):
+    """The policy of a diffusion model, or its frozen reference."""
+
+    sync_steps: int | None = None
+    """None: a reference keeps its weights."""
+
+    def compute(
+        self, name: str, items: Sequence[Item], function: Callable[[nn.Module, Item], Tensor], is_base: bool = False
+    ) -> list[Tensor]:
+        """[all] Return `function(denoiser, item)` for each item, without gradient. is_base: with adapters off."""
+        found: list[Tensor] = []
+
+        def finish(i: int, item: Item, outputs: tuple[nn.Module]) -> Tensor:
+            found.append(function(outputs[0], item))
+            return found[-1]
+
+        self._run(name, items, finish, ForwardArgs(is_base=is_base), is_trained=False)  # [all]
+        return found
+
+    def update(self, items: Sequence[Item], loss: Loss) -> Metrics:
+        """[all] Run one optimizer step on the sum of the losses of all ranks' items; see `BaseRole.optimize`."""
+        sums: dict[str, Any] = defaultdict(float)
+
+        def finish(i: int, item: Item, outputs: tuple[nn.Module]) -> Tensor:
+            total, quantities = loss(outputs[0], item)
+            for key, value in {"loss": total.detach(), **quantities}.items():
+                sums[key] = sums[key] + value
+            return total
+
+        self._run("update", items, finish, ForwardArgs(), is_trained=True)  # [all]
+        return self.conclude({key: float(value) for key, value in sums.items()}, len(items))  # [all]
+
+    def _run(
+        self, name: str, items: Sequence[Any], finish: Callable[..., Tensor], args: ForwardArgs, is_trained: bool
+    ) -> None:
+        with torch.set_grad_enabled(is_trained):
+            loop = MicrobatchLoop(
+                name=name, count=len(items), is_trained=is_trained, args=args, select=items.__getitem__, finish=finish
+            )
+            self.model.run(loop)  # [all]
+
+
+class BaseDenoising:
+    """A frozen reference that is the policy with its adapters off, without a second model."""
+
+    sync_steps: int | None = None
+
+    def __init__(self, policy: Denoising) -> None:
+        """policy: has adapters, which each call turns on again."""
+        self._policy = policy
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Keep the policy awake, which holds the weights."""
+        return self._policy.awake()
+
+    def compute(self, name: str, items: Sequence[Item], function: Callable[[nn.Module, Item], Tensor]) -> list[Tensor]:
+        """[all] Return what `Denoising.compute` does, with adapters off."""
+        return self._policy.compute(name, items, function, is_base=True)
+
+    def close(self) -> None:
+        """Do nothing: the policy stays in use."""
+
+
+def denoiser_source(flow: FlowModel) -> Source:
+    """Return a source of the model's denoiser: on the meta device, each rank reads its own shards."""
+
+    def source(role: Any, dtype: torch.dtype, on_progress: Callable[[], object]) -> Stored:
+        files = flow.files()
+        load = partial(load_weights, files=files, on_progress=on_progress)
+        return Stored(flow.build(dtype), load, lambda: files.bytes_read, None, files)
+
+    return source
