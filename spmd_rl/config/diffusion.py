@@ -40,7 +40,7 @@ class RewardFlConfig(PipelineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         steps, feedback, train = self.pictures.steps, self.feedback, self.train
-        require(train.name == "fsdp2", "train.name: a diffusion model is trained by fsdp2 alone")
+        require(train.name == "fsdp2", f"train.name: {train.name} trains no diffusion models; must be fsdp2")
         for axis in ("tp", "cp", "ep", "pp", "vpp"):
             require(
                 train.axes.get(axis, train.vpp) == 1, f"train.{axis}: a diffusion model has no such axis; must be 1"

@@ -134,7 +134,7 @@ def spoil(world, model: str) -> list:
     if world.rank == 1:
         gallery.drawn[0].latents[:] = float("nan")
     skipped = feedback.update(feedback.prepare(gallery))["actor/skipped"]
-    after = [tensor for _, tensor in rollouts.policy.weights()]
+    after = [tensor.clone() for _, tensor in rollouts.policy.weights()]
     return [skipped, all(torch.equal(one, other) for one, other in zip(before, after, strict=True))]
 
 

@@ -8,7 +8,7 @@ from tests.house.sources import ROOT, rooms_imported_by
 
 LIMITS = {
     # A feature raises a limit by what it needs, in this line, and names itself there.
-    "lines": (52_280, "rewards for diffusion models, a stop at a signal, slices that lent ranks hand over"),
+    "lines": (52_300, "rewards for diffusion models, a stop at a signal, slices that lent ranks hand over"),
     "files": (422, "rewards for diffusion models, a stop at a signal"),
     "rooms": (29, "rewards for diffusion models"),
     "arrows": (156, "rewards for diffusion models"),

@@ -37,6 +37,8 @@ def test_there_are_shipped_files_to_test():
 
 DOORS = {("algorithm", name): ("agentic", "evaluate") for name in ("gigpo", "starpo", "step_reinforce", "turn_gae")}
 DOORS |= {("data", option): ("rlvr", "evaluate") for group, option in OPTIONS if group == "data"}
+DOORS |= {("feedback", option): ("reward_fl",) for group, option in OPTIONS if group == "feedback"}
+DOORS |= {("train", name): set(PIPELINES) - {"reward_fl"} for name in ("deepspeed", "megatron")}
 DOORS |= {("experiment", path.stem): experiment_doors(path) for path in CONFIGS.glob("experiment/*.yaml")}
 """Options that compose under some doors only; the others refuse them by name."""
 
