@@ -4,7 +4,7 @@
 of a layer's work is then done once, for about half of its memory (torchtitan's `op` rule).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
@@ -41,7 +41,14 @@ def recompute(model: nn.Module, mode: str) -> None:
     for layer in decoder_layers(model):
         # In `forward`, not around the module as transformers has it: a graph then holds both passes of the layer. Two
         # graphs of one layer (other shapes, recompiled) would keep other tensors, which torch refuses.
-        layer.forward = partial(checkpoint, layer.forward, **options)
+        layer.forward = _checkpointed(layer.forward, options)
+
+
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return checkpointed
 
 
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
