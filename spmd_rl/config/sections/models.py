@@ -179,7 +179,7 @@ class BackendConfig:
     in pipelines, where it would save two gathers per micro-batch."""
     compile: bool = False
     """Compile the decoder layers with `torch.compile`. The first steps take a minute or more longer, later ones less.
-    Needs a C++ compiler on CPU, Triton on GPU; not together with `activation_checkpointing`."""
+    Needs a C++ compiler on CPU, Triton on GPU."""
     offload: bool = False
     """Keep a role's weights in host memory while it computes nothing, and its optimizer's state except during the
     optimizer's step. The engine's weights leave the device while it does not generate. It has no effect on CPU.
