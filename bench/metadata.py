@@ -56,6 +56,8 @@ def step(payloads: list[bytes]) -> dict[str, float]:
     ranks = len(payloads)
     settings = RolloutConfig(prompts_per_step=ranks * TICKETS, answers_per_prompt=ANSWERS)
     coordinator = coordinate(dist.HashStore(), "bench", plan_step(Cursor(), settings), ranks)
+    for position in range(ranks * TICKETS):
+        coordinator.resolve(position, qualifies=True)
     decode = msgspec.msgpack.Decoder(RankReport).decode
     seconds = {}
 
