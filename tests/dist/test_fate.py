@@ -133,7 +133,8 @@ def test_sigterm_to_the_agent_ends_all(tmp_path: Path) -> None:
         job.wait_for("exit", 2, phase="update", step=19)
         os.kill(job.processes[0].pid, signal.SIGTERM)
         assert gone(list(job.pids().values()), 2.0), job.output()
-        assert job.wait(10) == [1]
+        # torchrun's own exit code: 1, or -6 (abort) where its handler raised inside one of its C++ calls.
+        assert job.wait(10)[0] in (1, -signal.SIGABRT)
         # The agent signals both ranks, and either may be the first to say so.
         lines = ("rank 0 received SIGTERM: ending", "rank 0: ended because rank 1 received SIGTERM")
         assert any(line in job.output() for line in lines)
