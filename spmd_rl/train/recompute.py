@@ -28,14 +28,15 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute(model: nn.Module, mode: str) -> None:
-    """Set up `mode`, `full` or `selective`, for the decoder layers; no-op for `none`.
+    """Set up `mode`, `full` or `selective`, for the decoder layers; no-op for `none`. After adapters are added.
 
     A layer that is compiled keeps its checkpointing inside the graph.
     """
     if mode == "none":
         return
-    # No layer draws random numbers (dropout is off), so their state need not be kept: on a device that would be a copy.
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    # Adapters' dropout must draw the same numbers again. Without it their state is not kept: on a device that is a copy.
+    draws = any(module.p > 0 for module in model.modules() if isinstance(module, nn.Dropout))
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
     if mode == "selective":
         options["context_fn"] = _contexts
     for layer in decoder_layers(model):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -36,6 +37,23 @@ def test_the_same_gradients_of_less_memory_or_less_work(tmp_path) -> None:
     held, work = ([found[mode][i] for mode in found] for i in (0, 1))
     assert held == sorted(held, reverse=True) and len(set(held)) == 3
     assert work == sorted(work) and len(set(work)) == 3
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_a_recomputed_layer_drops_what_its_forward_pass_dropped(mode, tmp_path) -> None:
+    path, gradients = tiny("llama", tmp_path), {}
+    for each in ("none", mode):
+        model, ids = build_model(path, torch.float64, "cpu"), torch.arange(64) % 250
+        for layer in model.model.layers:
+            layer.mlp.down_proj = nn.Sequential(nn.Dropout(0.5), layer.mlp.down_proj)
+        recompute(model.train(), each)
+        torch.manual_seed(0)
+        packing = Packing.of(torch.tensor([0, len(ids)]))
+        out = model(input_ids=ids[None], position_ids=torch.arange(len(ids))[None], packing=packing).logits
+        out.square().mean().backward()
+        gradients[each] = {name: p.grad for name, p in model.named_parameters()}
+    for name, gradient in gradients["none"].items():
+        assert torch.equal(gradients[mode][name], gradient), name
 
 
 @pytest.mark.parametrize(
