@@ -77,7 +77,7 @@ def deadline(seconds: float) -> Iterator[None]:
     """Raise Overtime inside the block after `seconds`, in any Python code. Main thread alone; uses SIGALRM."""
 
     def over(*_: object) -> None:
-        raise Overtime(f"not done after {seconds:g} s")
+        raise Overtime(f"not finished after {seconds:g} s")
 
     handler, timer = signal.signal(signal.SIGALRM, over), signal.setitimer(signal.ITIMER_REAL, seconds)
     try:

@@ -90,7 +90,7 @@ def check_keys(values: Mapping[str, Any], schema: type, pipelines: Mapping[str, 
                 unknown.extend([below for below, _ in flatten({key: value})] or [key])
             elif is_dataclass(kind):
                 if not isinstance(value, Mapping):
-                    raise UserError(f"{key}: is a section, not a value; say {key}.<key>=value")
+                    raise UserError(f"{key}: is a section, not a value; set {key}.<key>=value")
                 check(value, kind, f"{key}.")
 
     check(values, schema, "")

@@ -86,10 +86,10 @@ def check_args(
         if name not in known:
             raise UserError(f"engine.args.{name}: {of.__module__.split('.')[0]}'s {of.__name__} has no such argument")
         if name in ours:
-            raise UserError(f"engine.args.{name}: {ours[name]} says this")
+            raise UserError(f"engine.args.{name}: set {ours[name]} instead")
         if name in leaned_on:
-            reason = (reasons or {}).get(name, "which the engine leans on")
-            raise UserError(f"engine.args.{name}: is {leaned_on[name]!r}, {reason}")
+            reason = (reasons or {}).get(name, "which the engine needs")
+            raise UserError(f"engine.args.{name}: must be {leaned_on[name]!r}, {reason}")
 
 
 @contextmanager

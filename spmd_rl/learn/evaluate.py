@@ -114,7 +114,7 @@ class Evaluation:
                 own = [one for one in answers if one.domain == domain]
                 found[domain] = measure(own, self.settings) | mean_parts(one.parts for one in own)
             if not self.steps and world.rank == 0 and self.settings.numbers("maj") and not any(a.vote for a in answers):
-                tell("notice: no maj@k, as no verdict names an answer to vote by: a reward's dict may have `answer`")
+                tell("notice: no maj@k, as no verdict names an answer to vote on: a reward's dict may have `answer`")
             if prompts:
                 found[""]["error_share"] = self._error_share(answers, step, world.rank)
             return found

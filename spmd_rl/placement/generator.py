@@ -130,8 +130,8 @@ class Generator:
     def _awaited(self) -> str:
         """The name of the present wait, in a hang report."""
         if self._steps.number > self._cfg.steps:
-            return f"meeting {self._meetings.number} of the ranks that train"
-        return f"publish: version {self._steps.oldest} from ranks that train"
+            return f"meeting {self._meetings.number} of the trainer ranks"
+        return f"publish: version {self._steps.oldest} from trainer ranks"
 
     async def _step(self) -> None:
         """Play the open step to its end."""

@@ -135,7 +135,7 @@ class MetRollouts:
             if self._lent:
                 shared, report = self._lent.play(step)  # [all] of a replica
                 finished = shared.finished
-            self._wait(f"generate: step {step} from ranks that generate", coordinator.ended)
+            self._wait(f"generate: step {step} from generator ranks", coordinator.ended)
             report.pace = {"placement/train_wait_seconds": time.perf_counter() - began}
             with self.meetings.opened(self._trainers, Meeting("hand over", step)):  # [all] that train
                 to = places(coordinator.used_tickets(), self._trainers.size)
@@ -170,7 +170,7 @@ class MetRollouts:
         if self._lent:
             mine = self._lent.answer(QuestionShare((prompts, sampling), replicas.mine, replicas.count))
             store.add(key, int(self._lent.engine.leads))
-        self._wait("eval: answers from ranks that generate", lambda: store.add(key, 0) == replicas.count)
+        self._wait("eval: answers from generator ranks", lambda: store.add(key, 0) == replicas.count)
         with self.meetings.opened(self._trainers, Meeting("eval", version)):  # [all] that train
             slices = {GroupSlice(group.ticket, 0): group.samples for group in mine}
             to = places(range(len(prompts)), self._trainers.size)

@@ -247,7 +247,7 @@ def _print_few(step: int, table: SampleTable, wanted: int) -> None:
     mean = f", mean score {scores.mean():.2f}" if len(scores) else ""
     tell(
         f"step {step}: {'trains' if accepted else 'no update: it would train'} on the answers to {accepted} prompts, "
-        f"not to {wanted}; {len(table)} were asked{mean}, and {len(table) - accepted} are of no use "
+        f"not to {wanted}; {len(table)} were asked{mean}, and {len(table) - accepted} are unusable "
         f"({', '.join(f'{count} {reason}' for reason, count in reasons)})"
         + "".join(f": {ADVICE[reason]}" for reason, _ in reasons[:1])
     )
@@ -259,8 +259,8 @@ def _print_missing(step: int, table: SampleTable) -> None:
         counts = sorted(((n, name) for (d, name), n in table.missing.items() if d == domain), reverse=True)
         named = ", ".join(f"{name} {n}" for n, name in counts[:5])
         tell(
-            f"step {step}: {sum(n for n, _ in counts)} answers of {domain} failed for want of a package ({named}); "
-            f"reward.{domain}.packages can give it to them"
+            f"step {step}: {sum(n for n, _ in counts)} answers of {domain} failed because a package is missing "
+            f"({named}); reward.{domain}.packages can add it"
         )
 
 

@@ -144,7 +144,7 @@ class Context:
         if not as_sampled and not self.can_reply(messages):
             what = "leaves out the thoughts of earlier answers"
             if bridge.keeps_thoughts:
-                what = "renders answers otherwise"
+                what = "renders earlier answers differently"
             raise UserError(
                 f"policy.model: the chat template of {self.tokenizer.name} {what} once another message follows, so "
                 "that no turn continues the one before; ctx.reply(messages, as_sampled=True) keeps them as sampled"

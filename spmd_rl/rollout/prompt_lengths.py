@@ -69,7 +69,7 @@ def _drop_unsupported(prompts: Prompts, reward: RewardsConfig, world: World) -> 
     train = [reason for index, reason in found if index < len(prompts.train)]
     told = (
         f"{len(train)} of {len(prompts.train)} training rows and {len(found) - len(train)} of {len(prompts.eval)} "
-        f"held-out ones are left out, which their reward cannot judge: {counted(reason for _, reason in found)}"
+        f"held-out ones are left out, because their reward cannot judge them: {counted(reason for _, reason in found)}"
     )
     if len(train if prompts.train else found) == len(prompts.train or prompts.eval):
         raise UserError(told)

@@ -55,7 +55,7 @@ class Cursor:
         """Return the cursor of a state. UserError if the prompts have changed."""
         if state["prompts"] != prompts:
             raise UserError(
-                "data.train: the prompts are not those of the checkpoint; to train on others from its weights, say "
+                "data.train: the prompts are not those of the checkpoint; to train on others from its weights, set "
                 "policy.model=<checkpoint>/hf"
             )
         return cls(state["next_ticket"], tuple(state["skipped"]))

@@ -246,7 +246,7 @@ class EnvPool(ProcessPool[_EnvWorker]):
             if worker.ready:
                 self.deaths += not worker.ending
                 self.remove(worker)
-                self._empty(worker, "its worker hangs, and was killed")
+                self._empty(worker, "its worker hung and was killed")
             else:
                 self.late_to_start(worker)
         if self._num_running:
@@ -257,7 +257,7 @@ class EnvPool(ProcessPool[_EnvWorker]):
     def _on_late(self, slot: Slot) -> None:
         worker = slot.worker
         verb, seconds = ("step", self.spec.step_timeout) if slot.number else ("reset", self.spec.reset_timeout)
-        detail = f"its {verb} took over {seconds:g} s"
+        detail = f"its {verb} took longer than {seconds:g} s"
         worker.retiring = worker.stuck = True
         if len(worker.slots) > 1 and worker.deadline == float("inf"):
             worker.deadline = self.loop.now + PING_SECONDS

@@ -376,7 +376,7 @@ class HostClient:
             patience = self.patience[pool] + GRACE_SECONDS
             if self.now - max(link.moved[pool], first.since) > patience:
                 calls = (call for call in link.calls.values() if call.pool == pool)
-                self._fail_all(calls, "timeout", f"nothing moved at the sidecar for {patience:g} s")
+                self._fail_all(calls, "timeout", f"no progress at the sidecar for {patience:g} s")
 
     def _check_all(self) -> None:
         """Fail all calls after `START_SECONDS` without a host."""

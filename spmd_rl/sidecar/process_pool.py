@@ -226,7 +226,7 @@ class ProcessPool(Generic[W]):
 
     def _say_short(self, error: OSError) -> None:
         if not self._is_short:
-            tell(f"sidecar: {self.section}: no worker can start: {error.strerror}; trying on")
+            tell(f"sidecar: {self.section}: no worker can start: {error.strerror}; retrying")
         self._is_short = True
 
     def _end_forkserver(self) -> None:

@@ -147,7 +147,7 @@ def serve(sock: socket.socket, domain: str, pool: wire.PoolSpec) -> None:
 
 def no_debugger(*args: object, **kwargs: object) -> None:
     """Replace `breakpoint()` in a worker: raise RuntimeError."""
-    raise RuntimeError("breakpoint(): there is no terminal here; a run with debug=true has one")
+    raise RuntimeError("breakpoint(): there is no terminal here; use debug=true")
 
 
 async def _serve_async(sock: socket.socket, rewarder: Rewarder) -> None:

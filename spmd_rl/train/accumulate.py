@@ -349,7 +349,9 @@ def move(state: Sequence[Shard], weights: Iterable[tuple[str, Tensor]], share: f
             part = whole[region].to(one.tensor)
             one.tensor.copy_(part) if share == 1 else one.tensor.lerp_(part, share)
     if shards:
-        raise UserError(f"{key}: the policy has no {min(shards)}; a reference that follows it is of its architecture")
+        raise UserError(
+            f"{key}: the policy has no {min(shards)}; a reference that follows it must have its architecture"
+        )
 
 
 # Per-token metrics are accumulated as sums, or as extremes under names that end in `/max` or `/min`. A minimum is the

@@ -58,9 +58,7 @@ class SavedScaling:
         saved, own = float(self._saved_scaling), self.settings.scaling if self.settings.rank else 0.0
         self._saved_scaling.fill_(own)
         if saved != own:
-            raise ValueError(
-                f"its adapters count {saved:g} times, those here {own:g} times: lora.alpha and lora.rslora"
-            )
+            raise ValueError(f"its adapters are scaled by {saved:g}, this run's by {own:g} (lora.alpha, lora.rslora)")
 
     def scaled(self, b: Tensor) -> Tensor:
         """Return `B` times the scaling, multiplied in float32."""

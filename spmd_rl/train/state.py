@@ -200,7 +200,7 @@ class SavedState:
                 return cls(folder, heads)
         except BROKEN as failed:
             error = one_line(failed)
-        raise UserError(f"{folder} is no saved state that can be read: {error}")
+        raise UserError(f"{folder} cannot be read as a saved state: {error}")
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """Return a tensor on the CPU, or its `region`. UserError if the file is damaged."""

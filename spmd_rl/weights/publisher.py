@@ -129,7 +129,7 @@ def agree(everyone: World, version: int, fault: str, digest: bytes) -> None:
     digests = decide(everyone, WEIGHTS, version, fault, digest, bytes)  # [all]
     odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if odd:
-        raise RunFailed(f"publish of version {version}: ranks {odd} were handed other weights than rank 0")
+        raise RunFailed(f"publish of version {version}: ranks {odd} got other weights than rank 0")
 
 
 def decide(everyone: World, name: str, version: int, fault: str, record: T, type: type[T]) -> list[T]:

@@ -108,5 +108,5 @@ def test_another_vocabulary_is_an_error_by_name(toy: Toy, settings: tuple[str, .
         path.write_text(path.read_text().replace("<|im_end|>", "<|other|>"))
     more = ("algorithm.kl_coef=0.1",) if role == "reference" else ()
     run = toy.start(*settings, *more, f"{role}.model={other}", ranks=1, name=f"other-{role}")
-    line = f"error: {role}.model: {other} has another vocabulary than policy.model: id 258 is '<|other|>' there"
+    line = f"error: {role}.model: {other} has a different vocabulary from policy.model's: id 258 is '<|other|>' there"
     assert run.wait() == 2 and line in run.text()

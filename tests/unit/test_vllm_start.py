@@ -18,7 +18,7 @@ pytestmark = needs_vllm
     [
         ("max_num_batch_tokens", "has no such argument"),
         ("tensor_parallel_size", "engine.tp says this"),
-        ("enable_expert_parallel", "is False, as the CPU's kernel ends the process"),
+        ("enable_expert_parallel", "must be False, as vLLM's CPU kernel crashes"),
         ("pipeline_parallel_size", "engine.pp says this"),
         ("logprobs_mode", "is 'processed_logprobs', the logprobs of what was drawn from"),
     ],

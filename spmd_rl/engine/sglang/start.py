@@ -58,7 +58,7 @@ REASONS = {
     "quantization": "or logprobs would be another model's than the trainer's",
     "watchdog_timeout": "or a long step would end the launcher; the journal finds stalls",
     "load_format": "as the trainer publishes the weights",
-    "sampling_backend": "in whose place stands the native engine's rule",
+    "sampling_backend": "as the native engine's rule replaces it",
 }
 OURS = {
     "model_path": "policy.model",

@@ -51,7 +51,7 @@ def check_int8() -> None:
     if not (sums == 64 * 127 * 127).all():
         raise UserError(
             "engine.quantization: w8a8_int8 gives wrong sums on this CPU, which has no VNNI instructions; "
-            "say w8a8_fp8, or int8, which rounds the weights alike and computes in policy.dtype"
+            "use w8a8_fp8, or int8, which rounds the weights alike and computes in policy.dtype"
         )
 
 

@@ -56,11 +56,11 @@ ALWAYS = {
 DEFAULTS = {"async_scheduling": False}
 """Defaults of arguments that the user may change."""
 REASONS = {
-    "enable_expert_parallel": "as the CPU's kernel ends the process, and no GPU has shown it",
+    "enable_expert_parallel": "as vLLM's CPU kernel crashes with it, and it is untested on GPUs",
     "enable_prefix_caching": "or the answers to one prompt would compute it again and again",
     "logprobs_mode": "the logprobs of what was drawn from",
     "load_format": "as the trainer publishes the weights",
-    "generation_config": "or the model's own would sample and stop otherwise than the settings say",
+    "generation_config": "or the model's own would replace the settings of sampling",
 }
 OURS = {
     "model": "policy.model",

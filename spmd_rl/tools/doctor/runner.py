@@ -45,7 +45,7 @@ def run_checks(checks: Sequence[Check], options: Options, ranks: Ranks, verdicts
             ]
         # Another rank came further before it failed; all continue at the same check.
         for check in checks[len(results) : max(reached)]:
-            results.append(CheckOutcome(check.name, "failed", "this rank did not come so far"))
+            results.append(CheckOutcome(check.name, "failed", "this rank did not get this far"))
         attempt += 1
     return results
 
