@@ -74,8 +74,8 @@ A loss gets the `Tokens` of whole samples and returns float [N], one value per t
 shape. An advantage of answers gets the `Scored` of the global batch and returns float [n]; one of tokens gets `rewards,
 values, samples` and returns advantages and returns [N] (see `gae`). All are in `spmd_rl/algo/inputs.py`. Every other
 parameter is a setting: the key of `algorithm` of that name, or else `algorithm.args.<name>`. A mistake in these is
-reported before the start; an exception names its file and line, and the run's `error.txt` has the traceback. All ranks must have
-the same file, and a run is not continued with another: its content is part of the run's identity.
+reported before the start; an exception names its file and line, and `error.txt` of the run has the traceback. All ranks
+must have the same file. Editing the file and resuming is refused, as its digest is part of the run's identity.
 """
 
 

@@ -1,4 +1,4 @@
-"""`MetRollouts`: the samples of other ranks, for a rank that trains.
+"""`MetRollouts`: samples of other ranks, received by a trainer rank in meetings.
 
 With `placement.mode=lent` its own engine takes part (`LentReplica`), from the end of an update until its next step has
 ended.
@@ -42,11 +42,13 @@ class LentReplica:
         self._cfg, self._player, self._steps = cfg, player, steps
         self._runner = asyncio.Runner()
         self._left: dict[GroupSlice, SentSlice] = {}
-        """Slices that the last step did not use."""
+        """Slices, finished or not, that the last step did not use."""
 
     def play(self, step: int) -> tuple[SharedStep, RankReport]:
-        """[all] of the replica: generate with the others until the step has ended; return what came of it."""
+        """[all] of the replica: generate with the others until the step has ended; return its counters and this rank's
+        report."""
         steps, world = self._steps, self._player.world
+        # This engine holds the policy after the step before.
         claim = steps.claim(lambda: step - 1)
         shared = SharedStep(steps.coordinator, claim, self._cfg.rollout, world.rank)
         run = StepRun(step, shared, self._player)
@@ -67,7 +69,7 @@ class LentReplica:
         self._steps.leave([*self._left])
 
     def hand_over(self, parts: Parts) -> None:
-        """Add what was left at the end of the step: others have begun the next one with it."""
+        """Add this replica's unfinished slices for the replicas that go on with them, which already know the list."""
         for one, sent in sorted(self._left.items()):
             parts[self._steps.given[one]].append(sent)
 
@@ -79,7 +81,7 @@ class LentReplica:
         return share.groups() if self.engine.leads else []
 
     def close(self) -> None:
-        """Give up what is under way; idempotent."""
+        """Cancel running episodes; idempotent."""
         if self._player.running:
             self._runner.run(self._player.cancel())
         self._runner.close()
@@ -97,7 +99,7 @@ class MetRollouts:
         steps: StepsAhead,
         lent: LentReplica | None = None,
     ) -> None:
-        """world: of the ranks that train (`trainers`) and those that generate."""
+        """world: of both sides. trainers: of the trainer ranks."""
         self.prompts, self.meetings = prompts, Meetings(world.store)
         self._cfg, self._world, self._trainers, self._steps, self._lent = cfg, world, trainers, steps, lent
         self._ranks = [world.ranks.index(rank) for rank in trainers.ranks]
@@ -114,13 +116,14 @@ class MetRollouts:
 
     def begin(self, start: int) -> None:
         """[all] of both sides: start the generation of steps after `start`."""
+        # Warm-up steps on demonstrations generate nothing.
         first, cursor = max(start, self._cfg.num_shown) + 1, self._cursor
         begin = Begin(first, start, cursor.next, list(cursor.skipped))
         self._world.broadcast("start: first step", msgspec.to_builtins(begin), src=self._ranks[0])  # [all]
         self._steps.begin(first, start, cursor)
 
     def published(self, publish: Callable[[int], dict[str, float]], version: int, probed: bool) -> dict[str, float]:
-        """[all] that train and that generate: publish a version, in a meeting."""
+        """[all] of both sides: publish a version, in a meeting."""
         self._version = version
         with self.meetings.opened(self._trainers, Meeting("publish", version, probed)):  # [all] that train
             return publish(version)  # [all]
@@ -141,13 +144,14 @@ class MetRollouts:
                 to = places(coordinator.used_tickets(), self._trainers.size)
                 reports = gather_reports(world, report, to)  # [all]
                 has_advanced = steps.advance()
-                assert has_advanced, "a replica is handed over what it has not left"
+                assert has_advanced, "a hand over before every lent replica has listed its unfinished slices"
                 slices = {one: group.samples for one, group in finished.items() if one.ticket in to}
                 parts = parts_of(slices, self._ranks, to)
                 if self._lent:
                     self._lent.hand_over(parts)
                 found = {one.place: one.samples for one in send_slices(world, parts)}  # [all]
         with self._trainers.phase("coordination"):
+            # By slice: each group has the answers of one slice until the step is collected.
             groups = {
                 one: Group(self.prompts.ticket(one.ticket, self._cfg.seed)[1], one.ticket, tuple(samples))
                 for one, samples in found.items()

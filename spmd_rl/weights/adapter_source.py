@@ -22,6 +22,7 @@ class AdapterSource:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """[all] Yield the frozen weights and the adapters at first, then the adapters; see `Adapters.published`."""
+        # `apart`: adapters and frozen weights, not merged; `alone`: adapters only.
         yield from self._policy.weights("apart" if self._is_first else "alone")  # [all]
         self._is_first = False
 

@@ -1,4 +1,4 @@
-"""`Buckets`: whole named tensors from the ranks that train to the ranks that generate, by broadcasts of their bytes.
+"""`Buckets`: whole named tensors from trainer ranks to generator ranks, by broadcasts of their bytes.
 
     buckets = Buckets(world, trainers)                       # [all] opens the communicator
     for name, tensor in buckets.send(policy.weights()): ...  # [all] that train: passes them on
@@ -6,7 +6,7 @@
 
 Every trainer streams all weights; bucket i is broadcast by trainer i mod n, so that several network cards send. Bytes
 go from device to device (NCCL; gloo on the CPU), and the host only says what is in a bucket. Besides its own part a
-rank holds one bucket, or the largest tensor.
+rank holds one bucket, or the largest tensor, and a trainer rank also the gathered tensor.
 """
 
 import math

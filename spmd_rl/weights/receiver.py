@@ -1,4 +1,4 @@
-"""`WeightReceiver`: a publish as a rank sees it that generates while others train."""
+"""`WeightReceiver`: a generator rank's side of a publish (`placement.mode=split` and `lent`)."""
 
 import torch
 
@@ -12,16 +12,17 @@ from spmd_rl.weights.stream import WeightStream
 
 
 class WeightReceiver:
-    """The engine of a rank that generates, and the version of the policy that it holds."""
+    """The engine of a generator rank, and the version of the policy that it holds."""
 
     def __init__(self, engine: Engine, buckets: Buckets, everyone: World) -> None:
-        """everyone: the ranks that train, and those that generate."""
+        """everyone: trainer and generator ranks."""
         self._engine, self._buckets, self._everyone = engine, buckets, everyone
         self.version = -1
         """Version that the engine holds; -1 before the first."""
 
     def load(self, version: int, probed: bool) -> None:
-        """[all] with `Publisher`: give a version to the engine, which is empty, and prove that it is there.
+        """[all] with `Publisher`: load a version's weights into the engine, which has no requests, and take part in the
+        checks.
 
         probed: trainers want answers. RunFailed, on all ranks alike, if anything differs.
         """

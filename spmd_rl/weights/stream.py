@@ -19,6 +19,7 @@ class WeightStream:
     ) -> None:
         """Each tensor is moved to `device`, and `progress` is called, so that a long pass is no stall."""
         self._started: dict[str, bytes | Tensor] = {}
+        """Hashes of the tensors; one on a device is not waited for until it is read."""
         self.repeated: list[str] = []
         """Names that came more than once."""
         self.dtype: torch.dtype | None = None
