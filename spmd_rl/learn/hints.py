@@ -45,7 +45,7 @@ class Hints:
 
 
 def in_sight(batch: Batch) -> Batch:
-    """Return the same answers after the prompts with hints; of the token columns only the mask is kept."""
+    """Return the same answers with the hints added to their prompts; of the token columns only the mask is kept."""
     bounds, own = batch.starts.tolist(), batch.hints.offsets.tolist()
     runs, masks = [batch.token_ids[:0]], [batch.loss_mask[:0]]
     for number, (begin, end) in enumerate(pairwise(bounds)):

@@ -48,12 +48,14 @@ class Learner:
         self._settings = replace(
             algorithm,
             loss_agg_length=algorithm.loss_agg_length or limit,
+            # DAPO's default: a fifth of the limit.
             overlong_tokens=algorithm.overlong_tokens or -(-limit // 5),
         )
         self._monitor = MismatchMonitor(algorithm.bounds, world)
         # Age of the oldest token of the step, in versions.
         self._oldest = 0.0
         self._monitored = False
+        """True if `prepare` has checked the bounds of this step, so `update` need not."""
         self.plan: Plan | None = None
         """Plan of the last `prepare`; the sample log reads it."""
         self._num_empty_steps = 0
@@ -92,6 +94,7 @@ class Learner:
             with self._world.phase("coordination"):
                 greedy = rollout.answers_per_prompt if settings.uses_greedy else None
                 table = StepTable.of(collected.table, greedy)
+                # Bound to the moments before this step: `_take_kl` computes the same step again.
                 credited = partial(credit, table, settings, self._scores, rollout.max_answer_tokens, penalties, terms)
                 table, self._scores = credited()
                 shares = prepare.Shares(self._num_updates, data.size, self._policy.hidden_size)
@@ -140,6 +143,7 @@ class Learner:
 
     def _flops(self, answers: np.ndarray, needs_old: bool) -> float:
         """Return the operations of the step: generation, forward passes, and updates of three forward passes each."""
+        # Ticket and answer number in one integer.
         width, plan = 1 + answers["answer"].max(initial=0), self.plan
         trained = answers[np.isin(answers["ticket"] * width + answers["answer"], plan.keys @ (width, 1))]
         updates = 3 * self._settings.sample_epochs
@@ -153,9 +157,9 @@ class Learner:
     def _needs_old(self, plan: Plan) -> bool:
         """Return True if the policy's logprobs before the update are needed; equal on all ranks."""
         settings = self._settings
-        # With one update on samples of the current version, the update itself computes these very numbers.
+        # A single update on samples of the current version computes the old logprobs itself.
         several = self._num_updates * settings.sample_epochs > 1
-        # Otherwise the engine's logprobs are the old ones.
+        # With `old_logprobs=engine` the engine's logprobs serve as the old ones.
         proximal = settings.old_logprobs == "trainer"
         if proximal and (several or plan.stale):
             return True
@@ -179,7 +183,7 @@ class Learner:
         assert plan is not None
         self._num_flat_steps = 0 if plan.advantages.any() else self._num_flat_steps + 1
         if (count := self._num_flat_steps) and count % FLAT_STEPS == 0 and self._world.rank == 0:
-            line = f"nothing to learn from in {count} steps in a row: the scores of each group are equal"
+            line = f"no answer had an advantage in {count} steps in a row: equal scores in each group, or none left"
             tell(f"warning: step {plan.step}: {line}")
 
     def update(self, batches: list[Batch]) -> Metrics:

@@ -15,7 +15,8 @@ from spmd_rl.train.base import CriticRole, Metrics
 from spmd_rl.types import Sample
 
 TOKENS = 2
-"""Tokens per sample: a conversation and one token after it, before which the value is the reward."""
+"""Learnt tokens per pair. Each conversation has one: a token after its end, at whose prediction the value is the
+reward."""
 
 
 class Judging(Imitation):

@@ -55,7 +55,7 @@ class Teachers:
 
     @property
     def alone(self) -> bool:
-        """True if no other advantage is used, see `teacher.alone`."""
+        """True if the teachers are the only source of learning, see `teacher.alone`."""
         return self._settings.alone
 
     def fill_in(self, batches: Sequence[Batch], plan: Plan, table: SampleTable) -> None:
@@ -102,6 +102,7 @@ class Teachers:
         """Return the loss plus the divergence from the teachers."""
         settings = self._settings
 
+        # found: the student's logprobs of the teacher's most likely tokens, if the loss reads them, then the batch.
         def distilled(logprobs: Tensor, entropy: Tensor, *found: Tensor | Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
             *among, batch = found
             loss, quantities = inner(logprobs, entropy, batch)

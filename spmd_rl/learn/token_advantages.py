@@ -78,7 +78,7 @@ def _of_critic(batches: Sequence[Batch], data: DataShard) -> dict[str, float]:
 def kl_of_turns(batches: Sequence[Batch], plan: Plan, count: int, settings: AlgorithmConfig, data: DataShard) -> Tensor:
     """[all] Estimate the KL to the reference of each turn or answer, summed over its tokens: float64 [count].
 
-    count: number of turns in `Plan.turns`, or of answers; 0 for one that does not train.
+    count: number of turns in `Plan.turns`, or of answers. The KL of one that does not train is 0.
     """
     own, mine = [], (plan.data_rank == data.rank).repeat(plan.num_runs)
     for number, batch in enumerate(batches):
@@ -92,7 +92,8 @@ def kl_of_turns(batches: Sequence[Batch], plan: Plan, count: int, settings: Algo
 
 
 def _kl(batch: Batch, settings: AlgorithmConfig, index: Tensor | None = None) -> Tensor:
-    """Estimate the KL at sampled tokens, by default all of them in order: float64 [N]."""
+    """Estimate the KL of the policy before the update at the sampled tokens `index` (default: all, in order): float64
+    [N]."""
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None
     index = batch.sampled.index if index is None else index
     divergence = KL_ESTIMATORS[settings.kl_reward_estimator]
@@ -109,6 +110,7 @@ def estimate(batch: Batch, settings: AlgorithmConfig, kl_reward_coef: float) -> 
     turns = samples
     if batch.turns is not None:
         turns = torch.unique_consecutive(batch.turns[index], return_inverse=True)[1]
+    # So far the column has the reward of each turn at all its tokens.
     given = batch.advantages[index].double()
     scores = torch.zeros(int(turns.max()) + 1 if len(turns) else 0, dtype=given.dtype)
     scores[turns] = given  # the same at each token of a turn

@@ -101,8 +101,7 @@ class Collected:
         assert not any(group_slice.ticket in used for group_slice in running), "a used ticket is still under way"
         kept = [r for r in slices if r.ticket not in used] if settings.partial_rollout else []
         asked, num_cached, verified, accepted = map(sum, zip(*(r.token_counts for r in reports), strict=True))
-        # A rank's time ends when it learns of the step's end. Engines of early ranks have been idle until the last one
-        # came.
+        # A rank's seconds end when it learns of the step's end; until the last rank's end its engine is idle.
         seconds = max(r.seconds for r in reports)
         idle = [r.idle_seconds + seconds - r.seconds for r in reports if r.idle_seconds is not None]
         collected = cls(
@@ -129,8 +128,8 @@ class Collected:
         world: World,
         reasons: Mapping[int, str] = MappingProxyType({}),
     ) -> "Collected":
-        """[all] Return a step of slices that were not generated. reasons: of tickets that do not train, on
-        every rank."""
+        """[all] Return a step of slices that exist already: rows, demonstrations, a dump. reasons: of tickets that do
+        not train, on every rank."""
         mine = [SliceReport.of(group, one.number, world.rank, version=step - 1) for one, group in slices.items()]
         everyone = world.gather("collect: given samples", mine, list[SliceReport])  # [all]
         reports = [report for theirs in everyone for report in theirs]
