@@ -106,8 +106,8 @@ SECTIONS = (
     ),
     Section(
         "Advantages of an agent's steps",
-        "`algorithm.advantage`: one number for each turn, for the tokens of that turn alone. The rewards of the steps are "
-        "made to add up to the score: any difference (a penalty, a verdict on the whole episode) goes to the last step.",
+        "`algorithm.advantage`: one number for each turn, for the tokens of that turn alone. The rewards of the steps "
+        "are made to add up to the score: any difference (a penalty, a verdict on the episode) goes to the last step.",
         STEP_ADVANTAGES,
     ),
     Section(

@@ -78,8 +78,8 @@ def check_args(
 ) -> None:
     """Raise a UserError for an argument that is unknown, that another setting sets, or that this program fixes.
 
-    of: class of the arguments. ours: argument -> setting. leaned_on: argument -> required value. reasons: argument ->
-    consequence of another value.
+    of: class of the arguments. ours: argument -> the setting that decides it. leaned_on: argument -> required value.
+    reasons: argument -> reason for that value.
     """
     known = inspect.signature(of).parameters
     for name in args:

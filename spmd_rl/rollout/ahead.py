@@ -96,7 +96,7 @@ class StepsAhead:
         left = self.coordinator.left([*keepers, *range(count, count + self.coordinator.num_joined)])
         if left is None:
             return False
-        # Lists of the replicas that are never lent come first. A slice of a lent one goes to the replica with the fewest.
+        # Lists of replicas that are never lent come first. A slice of a lent one goes to the one with the fewest.
         slices = list(map(_slices, left))
         kept, others = slices[: len(keepers)], sorted(chain(*slices[len(keepers) :]))
         held, ranks = list(map(len, kept)), list(keepers.values())

@@ -33,7 +33,7 @@ class SlotOwner(Protocol):
     """Interface of a session to its pool."""
 
     reset: wire.ResetRequest
-    """The request; the pool replaces `session` by its number."""
+    """The request; the pool replaces `session` by the slot's index."""
     client: Hashable
     """Client of the session; waiting clients get slots in turn."""
 

@@ -50,7 +50,8 @@ class Call(msgspec.Struct, eq=False):
     repeated: bool = False
     """True if it was sent before to a host that is gone."""
     waits: bool = True
-    """True if it may wait at the host, and so counts in the window; others are sent at once."""
+    """True for a call that needs a free worker (a score, a reset): these count in `wire.WINDOW`. False for one of an
+    open session, which is sent at once."""
 
 
 class HostLink:
@@ -64,7 +65,7 @@ class HostLink:
         self.moved: dict[str, float] = {}
         """Time of the last progress of each pool."""
         self.load: Counter[str] = Counter()
-        """Calls that may wait and open sessions, by pool."""
+        """Number of waiting calls plus open sessions, by pool."""
         self.open()
 
     def open(self) -> None:
@@ -94,7 +95,7 @@ class HostLink:
 
     @property
     def is_lost(self) -> bool:
-        """Return True if the connection has broken since the last check."""
+        """Return True if the connection has broken since the last read of this property."""
         return bool([*received(self._lost)])
 
     @property

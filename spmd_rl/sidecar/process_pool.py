@@ -21,7 +21,7 @@ from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import FORK, FrameSocket, start_child
 
 MAX_FAILURES = 3
-"""Limit of consecutive failed starts (plus one per place) before a pool gives up."""
+"""Limit of consecutive failed starts (plus one per worker) before a pool gives up."""
 MAX_STARTING = 16
 """Limit of concurrent starts, since each occupies the fork server for a moment."""
 STOP_SECONDS = 2.0
@@ -59,7 +59,8 @@ W = TypeVar("W", bound=WorkerProcess)
 class ProcessPool(Generic[W]):
     """Base of pools. A subclass creates workers and handles their messages, their loss and the end.
 
-    It reads `workers`, `loop`, `spec` and `deaths`, and calls `start_workers`, `send`, `remove` and `late_to_start`.
+    A subclass reads `workers`, `loop`, `spec` and `deaths`, and calls `start_workers`, `send`, `remove` and
+    `late_to_start`.
     """
 
     def __init__(

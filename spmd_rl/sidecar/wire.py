@@ -126,7 +126,8 @@ class ScoreReply(WireMessage):
 
 
 class ScoreReplies(WireMessage, tag="score_replies"):
-    """Replies to `ScoreRequests`, in any order. A worker sends one before it begins the next request."""
+    """Replies to `ScoreRequests`, in any order. A worker that judges one answer at a time replies before the next
+    request."""
 
     items: list[ScoreReply]
 
@@ -182,7 +183,7 @@ class SessionReply(WireMessage, tag="session_reply"):
 
 
 class SessionFailure(WireMessage, tag="session_failure"):
-    """Reply to a call of an ended session."""
+    """Reply to a call that failed, or that came after the session's end."""
 
     session: Id
     number: Id

@@ -34,7 +34,8 @@ def call_mode(rewarder: Rewarder) -> str:
 
 
 async def judge(rewarder: Rewarder, given: wire.ScoreInput, timeout: float | None = None) -> Verdict:
-    """Return the verdict on one answer; never raises. timeout: seconds of an `async def score`."""
+    """Return the verdict on one answer; raises nothing but a debugger's exit. timeout: seconds of an `async def
+    score`."""
     try:
         if not hasattr(rewarder, "score"):
             return _checked_batch(rewarder.score_batch([given.prompt], [given.answer], [given.info]), 1)[0]

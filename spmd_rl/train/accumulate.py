@@ -67,13 +67,14 @@ class BaseRole:
 
     def optimize(self, batch: Batch, args: ForwardArgs, loss: AnyLoss) -> Metrics:
         """[all] Run one optimizer step. RunFailed after `max_skipped_updates` non-finite gradients in a row."""
-        sums, count = self.accumulate(batch, args, loss)
+        sums, count = self.accumulate(batch, args, loss)  # [all]
         return self.conclude(self._of_block(sums), count)  # [all]
 
     def conclude(self, sums: dict[str, float], count: int) -> Metrics:
         """[all] Update by the gradients of `count` micro-batches, or skip; see `optimize`.
 
-        sums: this rank's part of `loss`, of `num_tokens` and of each quantity, whose mean is over these; changed.
+        sums: this rank's sums of `loss`, `num_tokens` and each quantity, which is divided by `num_tokens`; changed in
+        place.
         """
         settings = self._settings
         assert settings is not None, "a frozen role has no update"
@@ -127,8 +128,8 @@ class BaseRole:
             return {name: float(value) for name, value in sums.items()}, count
 
     def _of_block(self, sums: dict[str, float]) -> dict[str, float]:
-        """[all] Return a data shard's sums on one of its ranks, and zeros on the others, so that a sum over ranks
-        counts each once."""
+        """[all] Return a data shard's sums on one rank of its block, and zeros on the others, which have the same sums:
+        then a sum over all ranks counts each shard once."""
         # Only the last stage computes the loss, and so knows the names of its metrics.
         if self.layout.size("pp") > 1:
             src = self._world.size - 1
@@ -385,7 +386,8 @@ def extremes(found: Mapping[str, float]) -> dict[str, float]:
 
 
 class AdapterOff:
-    """A `train.base.PolicyRole` that is never trained, saved or loaded."""
+    """The reference of a policy with adapters: the same weights with the adapters off. Never trained, saved or
+    loaded."""
 
     sync_steps: int | None = None
     """None, because a reference that follows the policy needs separate weights."""

@@ -1,6 +1,6 @@
 """`Adapters`: peft's LoRA layers inside of a model that a backend shards.
 
-    adapters = Adapters(model, settings, layout.key)   # before the model is cut and sharded; rank 0: nothing
+    adapters = Adapters(model, settings, layout.key)   # before the model is cut and sharded; no-op with lora.rank=0
     with adapters.hidden():                                 # the model under its original names
         load(model)
     adapters.initialize()
@@ -195,8 +195,8 @@ class Adapters(SavedScaling):
     def published(self, wholes: Iterable[tuple[str, Tensor]], adapters: str) -> Iterator[tuple[str, Tensor]]:
         """Yield all parameters whole, as an engine receives them.
 
-        adapters: `merged` into the weights; `apart`, under peft's names with the frozen ones; or `alone`. Unless
-        merged, `B` is multiplied by the scaling.
+        adapters: `merged` into the weights; `apart`, under peft's names with the frozen ones; or `alone`, where
+        `wholes` has no frozen ones. Unless merged, `B` is multiplied by the scaling.
         """
         return (self._merged if adapters == "merged" else self._scaled)(self._unpacked(wholes))
 

@@ -254,7 +254,8 @@ class NativeEngine(Engine):
 
 
 def _shape(row: RunningSequence) -> tuple[int, int]:
-    """Return a key of rows that feed equally many tokens, with lengths within a factor of two, or all at most 128."""
+    """Return the key of a row's bucket: rows with equal keys feed equally many tokens, and have lengths within a factor
+    of two (or all at most 128)."""
     return row.num_fed, (row.num_tokens - 1 >> 7).bit_length()
 
 

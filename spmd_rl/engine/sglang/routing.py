@@ -30,7 +30,7 @@ class RecordedExperts(RoutedExpertsCapturer):
     def create(
         *, model: nn.Module, model_config: Any, num_tokens: int, max_running_requests: int, device: str
     ) -> "RecordedExperts":
-        """[SGLang's] Make the recorder. UserError for a model whose layers do not expose their choices."""
+        """Make the recorder; called by SGLang. UserError for a model whose layers do not expose their choices."""
         layers = [module.layer_id for module in model.modules() if isinstance(module, TopK)]
         if not layers:
             raise UserError("policy.router_replay: for SGLang the model is not a mixture of experts; must be false")

@@ -53,12 +53,12 @@ ALWAYS = {
 REASONS = {
     "disable_overlap_schedule": "or a batch would be scheduled before the last one's tokens are read",
     "disable_radix_cache": "or the answers to one prompt would compute it again and again",
-    "schedule_policy": "so that requests are admitted in the order of their claims",
+    "schedule_policy": "so that requests are admitted in the order of `add`",
     "speculative_algorithm": "as drafts are accepted by a sampler that reports other logprobs",
     "quantization": "or logprobs would be another model's than the trainer's",
     "watchdog_timeout": "or a long step would end the launcher; the journal finds stalls",
     "load_format": "as the trainer publishes the weights",
-    "sampling_backend": "as the native engine's rule replaces it",
+    "sampling_backend": "as this engine replaces the sampler",
 }
 OURS = {
     "model_path": "policy.model",

@@ -37,8 +37,8 @@ from spmd_rl.engine.vllm.start import TIES, model_of, stop
 from spmd_rl.types import Completion, FinishReason, Request
 
 TEMPERATURES = (0.01, 2.0)
-"""Range of temperatures besides 0. vLLM would silently raise a lower one to this, and report logprobs at another
-temperature."""
+"""Range of temperatures besides 0. vLLM silently raises a lower one to the first number, and so reports logprobs at
+another temperature."""
 
 
 class VllmEngine(HostedEngine):
