@@ -86,10 +86,10 @@ class DeepSpeedModel:
             module.set_output_embeddings(TokenHead(module.get_output_embeddings(), logit_factor(config)))
         if own is None:
             module.requires_grad_(False)
-        else:
-            recompute(module, train.activation_checkpointing)
         head = module.get_output_embeddings() if role.name == "critic" else None
         self._adapters = Adapters(module, role.lora, layout.key, head)
+        if own is not None:
+            recompute(module, train.activation_checkpointing)
         self._parts, fill = self._adapters.stored(stored), self._adapters.reading(fill)
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
         self.module, self._engine, self._optimizer, self._partition = module, module, None, None
