@@ -53,7 +53,7 @@ EXCLUDED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class Spans:
     """Spans of sampled tokens that get one advantage each: r of them, of m samples, end to end."""
 
     turns: np.ndarray
@@ -98,7 +98,7 @@ class StepTable:
     """samples of scored answers that were excluded, with the reason; an answer may have several"""
     num_excluded: int
     """number of scored answers that cannot train"""
-    runs: Runs | None = None
+    runs: Spans | None = None
     """spans of the samples"""
     advantages: np.ndarray | None = None
     """float64 [q]: advantages that `runs` refers to; rewards, until a token-level estimator has replaced them"""
@@ -282,12 +282,12 @@ def all_alike(table: SampleTable) -> StepTable:
     return replace(data, runs=whole_samples(data), masked={}, **columns)
 
 
-def whole_samples(data: StepTable) -> Runs:
+def whole_samples(data: StepTable) -> Spans:
     """Return one span per sample, for estimators with one advantage per answer."""
-    return Runs(data.owners, data.samples["num_answer_tokens"].astype(np.int64), np.ones_like(data.owners))
+    return Spans(data.owners, data.samples["num_answer_tokens"].astype(np.int64), np.ones_like(data.owners))
 
 
-def by_step(data: StepTable, scores: Tensor, settings: AlgorithmConfig) -> tuple[Scored, Runs]:
+def by_step(data: StepTable, scores: Tensor, settings: AlgorithmConfig) -> tuple[Scored, Spans]:
     """Return a `Scored` with one row per step, whose rewards add up to the score of their answer, and the steps' spans.
 
     scores: float64 [n], with penalties. The difference between an answer's score and its rewards (a penalty, a
@@ -333,7 +333,7 @@ def _states(data: StepTable, alone: np.ndarray) -> Tensor:
     return as_tensor(np.concatenate((states, len(states) + np.arange(len(alone)))))
 
 
-def _runs(data: StepTable, alone: np.ndarray) -> Runs:
+def _runs(data: StepTable, alone: np.ndarray) -> Spans:
     """One run for each turn of an agent, and one for each sample of the answers that are `alone`, without such turns.
 
     Turns are numbered as the rows of `by_step`.
@@ -346,7 +346,7 @@ def _runs(data: StepTable, alone: np.ndarray) -> Runs:
     counts = np.bincount(places, minlength=len(data.samples))
     sums = np.bincount(places, lengths, len(data.samples))
     assert np.array_equal(sums, data.samples["num_answer_tokens"]), "sampled tokens that no step has"
-    return Runs(turns[order], lengths[order], counts)
+    return Spans(turns[order], lengths[order], counts)
 
 
 def mask(data: StepTable, settings: AlgorithmConfig) -> tuple[dict[int, str], Tensor]:
@@ -379,7 +379,7 @@ def mask(data: StepTable, settings: AlgorithmConfig) -> tuple[dict[int, str], Te
     return dict(sorted(reasons.items())), shaping.mean_one(weights[kept])
 
 
-def verdict_terms(
+def verdict_parts(
     groups: Iterable[Group], names: Sequence[str], world: World
 ) -> dict[tuple[int, int], tuple[float, ...]]:
     """[all] Return the parts `names` of each scored answer of all ranks, by (ticket, answer) of its last sample.

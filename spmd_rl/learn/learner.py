@@ -15,7 +15,7 @@ from spmd_rl.base.errors import tell
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import RlConfig
 from spmd_rl.learn import prepare, token_advantages
-from spmd_rl.learn.advantages import Samples, StepTable, credit, repetition_penalties, verdict_terms
+from spmd_rl.learn.advantages import Samples, StepTable, credit, repetition_penalties, verdict_parts
 from spmd_rl.learn.custom import answer_advantage, bind
 from spmd_rl.learn.hints import Render
 from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, mean_over, measure_mismatch, update
@@ -53,7 +53,7 @@ class Learner:
         )
         self._monitor = MismatchMonitor(algorithm.bounds, world)
         # Age of the oldest token of the step, in versions.
-        self._oldest = 0.0
+        self._max_lag = 0.0
         self._monitored = False
         """True if `prepare` has checked the bounds of this step, so `update` need not."""
         self.plan: Plan | None = None
@@ -90,7 +90,7 @@ class Learner:
                 trajectories = chain.from_iterable(trajectories_of(group.samples) for group in collected.groups)
                 penalties = repetition_penalties(trajectories, settings, self._world)  # [all]
             names = list(settings.reward_weights) if settings.advantage == "gdpo" else []
-            terms = verdict_terms(collected.groups, names, self._world) if names else None  # [all]
+            terms = verdict_parts(collected.groups, names, self._world) if names else None  # [all]
             with self._world.phase("coordination"):
                 greedy = rollout.answers_per_prompt if settings.uses_greedy else None
                 table = StepTable.of(collected.table, greedy)
@@ -120,10 +120,10 @@ class Learner:
                         temperature=rollout.temperature,
                         world=self._world,
                     )
-            self._oldest, self._monitored = float(collected.table.answers["lag"].max(initial=0)), needs_old
+            self._max_lag, self._monitored = float(collected.table.answers["lag"].max(initial=0)), needs_old
             if needs_old:
                 mismatch = measure_mismatch(batches, settings.correction.level, data)  # [all]
-                self._monitor.check(self.plan.step, mismatch | {"rollout/lag/max": self._oldest})
+                self._monitor.check(self.plan.step, mismatch | {"rollout/lag/max": self._max_lag})
             kl_reward_coef = settings.kl_reward_coef * self._kl_factor
             if kl_reward_coef and answer_advantage(settings):
                 self._take_kl(batches, credited, len(table.advantages), kl_reward_coef)  # [all]
@@ -134,7 +134,7 @@ class Learner:
                 with self._world.phase("logprobs"):
                     self._teachers.fill_in(batches, self.plan, collected.table)  # [all]
                 for batch in batches:
-                    self._teachers.reward(batch)
+                    self._teachers.add_to_advantages(batch)
             self.plan = token_advantages.logged(batches, self.plan, settings, data, bool(self._teachers))  # [all]
             if self._peak:
                 flops = self._flops(collected.table.answers, needs_old)
@@ -206,7 +206,7 @@ class Learner:
                 metrics |= update(self._policy, [batches[i] for i in used], loss, self._rollout.temperature)  # [all]
             self._follow()
             if not self._monitored:
-                self._monitor.check(self.plan.step, metrics | {"rollout/lag/max": self._oldest})
+                self._monitor.check(self.plan.step, metrics | {"rollout/lag/max": self._max_lag})
         return metrics | self._prepared | self._own_metrics(metrics)
 
     def _follow(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from spmd_rl.algo.distillation import distillation
 from spmd_rl.batch import Batch, Ragged, bounds_of, run_indices
 from spmd_rl.config.schema import TeachersConfig
-from spmd_rl.learn.hints import Hints, Render, at_answers, in_sight
+from spmd_rl.learn.hints import Hints, Render, at_answers, with_hints
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.learn.transfer import RoleShards
 from spmd_rl.rollout.table import SampleTable
@@ -40,8 +40,8 @@ class Teachers:
         """teachers: by domain, '' for all others. temperature: divides all logits. render: of a tokenizer, for prompts
         with hints."""
         self._teachers, self._policy, self._settings = dict(teachers), policy, settings
-        self._temperature, self._num_ids = temperature, policy.size.head // policy.hidden_size
-        self._k = min(settings.top_k, self._num_ids)
+        self._temperature, self._vocab_size = temperature, policy.size.head // policy.hidden_size
+        self._k = min(settings.top_k, self._vocab_size)
         self.hints = Hints(settings.hints, render) if settings.hints and render else None
         """Source of the column `hints` of a batch; None if no teacher has one."""
 
@@ -67,8 +67,8 @@ class Teachers:
                 shards = RoleShards(self._policy, teacher, plan, world, rows)
                 shares = shards.share("prepare: for the teacher", batches)  # [all]
                 for share in shares:
-                    shown = in_sight(share) if self.hints else share
-                    found = teacher.top_logprobs(shown, self._temperature, self._k, self._num_ids)  # [all]
+                    shown = with_hints(share) if self.hints else share
+                    found = teacher.top_logprobs(shown, self._temperature, self._k, self._vocab_size)  # [all]
                     found = at_answers(share, shown, *found) if self.hints else found
                     for column, values in zip(COLUMNS, found, strict=True):
                         setattr(share, column, values)
@@ -86,7 +86,7 @@ class Teachers:
             if self._settings.coef:
                 batch.teacher_ids, batch.teacher_top = (Ragged(some.flatten(), offsets) for some in (ids, top))
 
-    def reward(self, batch: Batch) -> None:
+    def add_to_advantages(self, batch: Batch) -> None:
         """Add each token's log-ratio of teacher to student to its advantage; with `teacher.alone`, replace the
         advantage.
 

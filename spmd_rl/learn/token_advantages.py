@@ -28,7 +28,7 @@ from spmd_rl.learn.prepare import Plan
 
 def needs_old_logprobs(settings: AlgorithmConfig) -> bool:
     """Return True if the advantages need the trainer's logprobs."""
-    return settings.kl_reward_coef > 0 or settings.loss in SHARES
+    return settings.kl_reward_coef > 0 or settings.loss in MARKED_SHARE_KEYS
 
 
 def finish(
@@ -52,7 +52,7 @@ def finish(
             batch.advantages = clip(batch.advantages, settings.advantage_clip)
     for number, batch in enumerate(batches):
         total = int(plan.num_sampled[plan.minibatches == number].sum())
-        if settings.loss in SHARES:
+        if settings.loss in MARKED_SHARE_KEYS:
             mark(batch, settings, total, data, (seed, plan.step))  # [all]
     return metrics
 
@@ -136,7 +136,7 @@ def moments_of(batches: Sequence[Batch], columns: Sequence[Tensor], data: DataSh
     return merged(Moments(*record) for record in records)
 
 
-SHARES = {"clip_cov": "clip_cov_ratio", "kl_cov": "kl_cov_ratio"}
+MARKED_SHARE_KEYS = {"clip_cov": "clip_cov_ratio", "kl_cov": "kl_cov_ratio"}
 """Losses that mark tokens, with the setting of the share to mark."""
 
 
@@ -153,7 +153,7 @@ def mark(batch: Batch, settings: AlgorithmConfig, total: int, data: DataShard, s
     keys = selection.covariance(logprobs, advantages, mean_logprob, mean_advantage)
     if settings.loss == "clip_cov":
         keys = bind(selection.clip_cov_keys, settings)(keys, ids)
-    batch.marked = highest(batch, keys, total, getattr(settings, SHARES[settings.loss]), data)  # [all]
+    batch.marked = highest(batch, keys, total, getattr(settings, MARKED_SHARE_KEYS[settings.loss]), data)  # [all]
 
 
 def highest(batch: Batch, keys: Tensor, total: int, share: float, data: DataShard) -> Tensor:

@@ -54,9 +54,9 @@ def gather_reports(world: World, report: RankReport, to: Mapping[int, int] | Non
     to: on trainer ranks, the receiver of each used ticket; None on other ranks, which need no replacement.
     """
     reports = world.gather("hand over: reports", report, RankReport)  # [all]
-    for one in (one for theirs in reports for one in theirs.finished):
-        if to and one.ticket in to:
-            one.answers = [(*row[:RANK], to[one.ticket], *row[RANK + 1 :]) for row in one.answers]
+    for finished in (finished for report_of_rank in reports for finished in report_of_rank.finished):
+        if to and finished.ticket in to:
+            finished.answers = [(*row[:RANK], to[finished.ticket], *row[RANK + 1 :]) for row in finished.answers]
     return reports
 
 

@@ -52,7 +52,7 @@ import msgspec
 from spmd_rl.distributed import World
 from spmd_rl.rollout.coordinator import Store
 
-LOOK_SECONDS = 0.002
+MEETING_POLL_SECONDS = 0.002
 """Least seconds between two polls of a replica for a meeting: very short engine steps must not load the store."""
 IDLE_SECONDS = 0.01
 """Seconds between two polls of an idle replica."""
@@ -98,7 +98,7 @@ class Meetings:
             key = self._key(self.number)
             if self._store.check([key]):
                 self._found = msgspec.msgpack.decode(self._store.get(key), type=Meeting)
-            self._look_at = self._clock() + LOOK_SECONDS
+            self._look_at = self._clock() + MEETING_POLL_SECONDS
         return self._found
 
     def end(self, forgets: bool = False) -> None:

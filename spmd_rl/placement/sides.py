@@ -12,7 +12,7 @@ from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.job import Job, Place
 from spmd_rl.placement.generator import Generator
-from spmd_rl.placement.trainers import LentReplica, MetRollouts
+from spmd_rl.placement.trainers import LentReplica, ReceivedRollouts
 from spmd_rl.rollout import Services
 from spmd_rl.rollout.ahead import Replicas, StepsAhead
 from spmd_rl.rollout.player import Player
@@ -58,7 +58,7 @@ def training(job: Job, sides: Sides, lends: bool = False) -> Iterator[Place]:
         prompts, steps, player = _parts(job, sides, own, services)  # [all]
         buckets = Buckets(world, sides.train)  # [all]
     lent = LentReplica(cfg, player, steps) if player else None
-    rollouts = MetRollouts(cfg, prompts, world, trainers, steps, lent)
+    rollouts = ReceivedRollouts(cfg, prompts, world, trainers, steps, lent)
     every, quantization = cfg.publish.probe_every, cfg.engine.quantization
     publisher = Publisher(roles.policy, trainers, own, every, quantization, buckets, world)
     with closing(lent) if lent else nullcontext():

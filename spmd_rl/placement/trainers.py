@@ -1,4 +1,4 @@
-"""`MetRollouts`: samples of other ranks, received by a trainer rank in meetings.
+"""`ReceivedRollouts`: samples of other ranks, received by a trainer rank in meetings.
 
 With `placement.mode=lent` its own engine takes part (`LentReplica`), from the end of an update until its next step has
 ended.
@@ -29,7 +29,7 @@ from spmd_rl.rollout.step_plan import Cursor, GroupSlice
 from spmd_rl.rollout.step_run import StepRun
 from spmd_rl.types import Group, Prompt
 
-LOOK_SECONDS = 0.002
+STEP_POLL_SECONDS = 0.002
 """Seconds between two polls for the end of a step."""
 
 
@@ -87,7 +87,7 @@ class LentReplica:
         self._runner.close()
 
 
-class MetRollouts:
+class ReceivedRollouts:
     """Rollouts of other ranks, received in meetings. Stateful, like `Rollouts`."""
 
     def __init__(
@@ -194,4 +194,4 @@ class MetRollouts:
         if self._trainers.rank == 0:
             with self._world.journal.waiting(name):
                 while not until():
-                    time.sleep(LOOK_SECONDS)
+                    time.sleep(STEP_POLL_SECONDS)

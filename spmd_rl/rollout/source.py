@@ -10,7 +10,7 @@ from spmd_rl.types import Group, Prompt
 
 
 class RolloutSource(Protocol):
-    """Generator and scorer of steps, on these ranks (`Rollouts`) or others (`placement.trainers.MetRollouts`).
+    """Generator and scorer of steps, on these ranks (`Rollouts`) or others (`placement.trainers.ReceivedRollouts`).
     Stateful."""
 
     @property

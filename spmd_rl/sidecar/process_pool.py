@@ -157,7 +157,7 @@ class ProcessPool(Generic[W]):
         if worker.frames.has_unsent:
             self._watch(worker)
 
-    def _on_ready(self, worker: W) -> None:
+    def _on_socket(self, worker: W) -> None:
         """Read a worker's messages, detect its death, and write what it can take."""
         if worker.frames.has_unsent:
             worker.frames.flush()
@@ -241,7 +241,7 @@ class ProcessPool(Generic[W]):
             self._forkserver = self._forkserver_socket = None
 
     def _watch(self, worker: W) -> None:
-        self.loop.watch(worker.frames.socket, lambda: self._on_ready(worker), write=worker.frames.has_unsent)
+        self.loop.watch(worker.frames.socket, lambda: self._on_socket(worker), write=worker.frames.has_unsent)
 
     def remove(self, worker: W) -> None:
         """Kill a worker and forget it; the caller handles its work."""

@@ -118,7 +118,7 @@ class Trial:
         known, wanted = fill(best, self.gold), fill(asked, self.gold)
         return (
             f"it rewards {known!r:.100}, but not {wanted!r:.100}, which the prompt asks for: let the reward read the "
-            "answer out of that form, or let data.format ask for the form that it pays"
+            "answer out of that form, or let data.format ask for the form that it rewards"
         )
 
     def _margin(self, form: str) -> float:

@@ -233,11 +233,11 @@ class Adapters(SavedScaling):
         for name, tensor in wholes:
             yield name, self.scaled(tensor) if name.endswith(OWN_B) else tensor
 
-    def begin(self, is_trained: bool) -> None:
+    def set_dropout(self, is_on: bool) -> None:
         """Turn dropout of the adapters' inputs on or off; no effect without `dropout`."""
         for layer in self.layers.values() if self.settings.dropout else ():
             # Stays set until the next call, because recomputation runs a layer a second time.
-            layer.lora_dropout[NAME].train(is_trained)
+            layer.lora_dropout[NAME].train(is_on)
 
     @contextmanager
     def drawn(self, num_steps: int, microbatch: int, layout: Layout) -> Iterator[None]:

@@ -86,7 +86,7 @@ def fill(items: Sequence[Mapping[Hashable, int]], budget: int) -> list[list[int]
     return bins
 
 
-def rounded(tree: PrefixTree, multiple: int) -> PrefixTree:
+def padded(tree: PrefixTree, multiple: int) -> PrefixTree:
     """Return the same tokens padded by a last segment to a multiple of `multiple`."""
     # Kernels are compiled and cached per shape: without this, every number of tokens would add one.
     blank = -len(tree.token_ids) % multiple

@@ -68,14 +68,14 @@ class Publisher:
                 stream, fault = self._send(version)  # [all]
                 clock.append(time.perf_counter())
                 fault = fault or (stream.difference(engine) if engine else "")
-                agree(everyone, version, fault, stream.digest())  # [all]
+                check_digests(everyone, version, fault, stream.digest())  # [all]
                 clock.append(time.perf_counter())
                 answers, fault = probe.ask(engine, version) if probed and engine else ([], "")
             # The engine's memory is free again before `_judge` loads the trainer's weights. The peak is in `_send`,
             # with both on the device, and the KV cache of the native engine; vLLM allocates its own at the first
             # request.
             if probed:
-                of_ranks = decide(everyone, PROBE, version, fault, answers, list[probe.Answer])  # [all]
+                of_ranks = gather_or_raise(everyone, PROBE, version, fault, answers, list[probe.Answer])  # [all]
                 limit = max(self._limit, probe.LIMITS[stream.dtype])
                 found["publish/probe_abs_diff"], fault = self._judge(of_ranks, limit)  # [all]
                 if self._quantization and not self._probed_once:
@@ -91,7 +91,7 @@ class Publisher:
                 "publish/hash_seconds": stream.hash_seconds + compare_seconds,
                 "publish/probe_seconds": probe_seconds,
             }
-            of_ranks = decide(self._world, VERDICT, version, fault, metrics, Metrics)  # [all]
+            of_ranks = gather_or_raise(self._world, VERDICT, version, fault, metrics, Metrics)  # [all]
             return {key: max(theirs[key] for theirs in of_ranks) for key in metrics}
 
     def _send(self, version: int) -> tuple[WeightStream, str]:
@@ -125,15 +125,15 @@ class Publisher:
         return max(differences.values(), default=0.0), ""
 
 
-def agree(everyone: World, version: int, fault: str, digest: bytes) -> None:
+def check_digests(everyone: World, version: int, fault: str, digest: bytes) -> None:
     """[all] Raise RunFailed on every rank if any found a fault, or if the ranks got different bytes."""
-    digests = decide(everyone, WEIGHTS, version, fault, digest, bytes)  # [all]
+    digests = gather_or_raise(everyone, WEIGHTS, version, fault, digest, bytes)  # [all]
     odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if odd:
         raise RunFailed(f"publish of version {version}: ranks {odd} got other weights than rank 0")
 
 
-def decide(everyone: World, name: str, version: int, fault: str, record: T, type: type[T]) -> list[T]:
+def gather_or_raise(everyone: World, name: str, version: int, fault: str, record: T, type: type[T]) -> list[T]:
     """[all] Gather every rank's record, by rank; raise RunFailed on every rank if any found a fault."""
     records = everyone.gather(name, [fault, record], tuple[str, type])  # [all]
     for rank, (found, _) in enumerate(records):

@@ -7,7 +7,7 @@ from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.weights import probe
 from spmd_rl.weights.collective import Buckets
-from spmd_rl.weights.publisher import PROBE, agree, decide
+from spmd_rl.weights.publisher import PROBE, check_digests, gather_or_raise
 from spmd_rl.weights.stream import WeightStream
 
 
@@ -41,9 +41,9 @@ class WeightReceiver:
             for _ in stream:  # [all] whatever the engine left
                 pass
             fault = fault or stream.fault or stream.difference(self._engine)
-            agree(self._everyone, version, fault, stream.digest())  # [all]
+            check_digests(self._everyone, version, fault, stream.digest())  # [all]
             if probed:
                 answers, fault = probe.ask(self._engine, version)
-                decide(self._everyone, PROBE, version, fault, answers, list[probe.Answer])  # [all]
+                gather_or_raise(self._everyone, PROBE, version, fault, answers, list[probe.Answer])  # [all]
             self._everyone.journal.note("loaded", version=version, bytes=stream.num_bytes)
         self.version = version

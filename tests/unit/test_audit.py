@@ -219,7 +219,10 @@ def never(answer, ground_truth):
 
 @pytest.mark.parametrize(
     ("reward", "why"),
-    [("whole", r"^math, row \w+: it pays '\d', but not .*boxed.* \(and 1 more\)$"), ("never", "^math, no form of the")],
+    [
+        ("whole", r"^math, row \w+: it rewards '\d', but not .*boxed.* \(and 1 more\)$"),
+        ("never", "^math, no form of the"),
+    ],
 )
 def test_a_right_answer_that_is_not_paid_as_the_prompt_asks_is_told(tmp_path, capsys, reward, why):
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "{n}?", "answer": "{n}"}}\n' for n in range(9)))

@@ -219,7 +219,7 @@ def test_one_line_for_each_mistake_of_composition(override, line):
         ("rollout.accept=soon", "rollout.accept: unknown name 'soon'; known: in_order, first_finished"),
         ("rollout.min_answers=9", "rollout.min_answers: 9 is more than answers_per_prompt 8"),
         ("rollout.max_prompts_per_step=4", "rollout.max_prompts_per_step: must be at least 8, not 4"),
-        ("rollout.filter={min_mean_score: 0.9, max_mean_score: 0.1}", "rollout.filter.min_mean_score: 0.9 lies above"),
+        ("rollout.filter={min_mean_score: 0.9, max_mean_score: 0.1}", "rollout.filter.min_mean_score: 0.9 is above"),
         ("track.device.flops=0", "track.device.flops: must be greater than 0, not 0"),
         ("data.holdout=1.1", "data.holdout: must be between 0 and 1, not 1.1"),
         ("data.holdout=-0.1", "data.holdout: must be between 0 and 1, not -0.1"),

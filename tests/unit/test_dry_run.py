@@ -136,10 +136,13 @@ def previewed(place: Path, monkeypatch: pytest.MonkeyPatch, target: str, *given:
 @pytest.mark.parametrize(
     ("target", "why"),
     [
-        ("whole", r"row \w+: it pays '0', but not 'Let me .*boxed.0.', which the prompt asks for: let the reward read"),
-        ("whole_and_form", "it pays '0', but not 'Let me"),
-        ("whole_and_short", "it pays '0', but not 'Let me"),
-        ("tag", "it pays '<answer>0</answer>', but not 'Let me"),
+        (
+            "whole",
+            r"row \w+: it rewards '0', but not 'Let me .*boxed.0.', which the prompt asks for: let the reward read",
+        ),
+        ("whole_and_form", "it rewards '0', but not 'Let me"),
+        ("whole_and_short", "it rewards '0', but not 'Let me"),
+        ("tag", "it rewards '<answer>0</answer>', but not 'Let me"),
         ("raises", r"row \w+, gold answer: error: dry_judges.py:\d+: ZeroDivisionError: division by zero \(and 2 more"),
         ("raises_on_some", "gold answer: error: dry_judges.py:.*IndexError"),
         ("nan", "gold answer: error: ValueError: score is nan"),

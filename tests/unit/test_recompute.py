@@ -46,7 +46,7 @@ def test_a_recomputed_layer_draws_the_same_dropout(mode: str, tmp_path) -> None:
         model, ids = build_model(path, torch.float64, "cpu"), torch.arange(32)
         torch.manual_seed(2)
         adapters = Adapters(model, LoraConfig(rank=2, dropout=0.5), "policy.train")
-        adapters.begin(is_trained=True)
+        adapters.set_dropout(True)
         recompute(model, mode)
         packing = Packing.of(torch.tensor([0, len(ids)]))
         torch.manual_seed(3)

@@ -173,7 +173,7 @@ USER = {"role": "user", "content": "a"}
 @pytest.mark.parametrize(
     ("row", "line"),
     [
-        ({"prompt": "a"}, "needs `messages`, a `prompt` with its `completion`, or `text`; it has `prompt`: say which"),
+        ({"prompt": "a"}, "needs `messages`, a `prompt` with its `completion`, or `text`; it has `prompt`: name them"),
         ({"completion": "a"}, "needs a `prompt`; it has `completion`: set data.keys.prompt=COLUMN"),
         ({"prompt": "a", "completion": ""}, "`completion` is empty"),
         ({"prompt": 3, "completion": "b"}, "`prompt` is a number, not text"),

@@ -161,7 +161,7 @@ class SglangEngine(HostedEngine):
         self.version = None
         faults = self.take(weights)
         if self.under_way:
-            self._turn_away(version)
+            self._renew_cache_keys(version)
         else:
             self._flush(version)
         self.end_load(version, faults)
@@ -181,7 +181,7 @@ class SglangEngine(HostedEngine):
         if not self.scheduler.flush_cache(empty_cache=False):
             raise RunFailed(f"SGLang kept keys and values older than version {version}")
 
-    def _turn_away(self, version: int) -> None:
+    def _renew_cache_keys(self, version: int) -> None:
         """Keep new requests from using keys and values of older weights. Requests in progress keep theirs."""
         self.version = version
         for request in [*self.scheduler.inbox, *self.scheduler.waiting_queue]:

@@ -68,7 +68,7 @@ OURS = {
     "trust_remote_code": "policy.trust_remote_code",
     "tensor_parallel_size": "engine.tp",
     "pipeline_parallel_size": "engine.pp",
-    "data_parallel_size": "the number of replicas, ranks / engine.tp / engine.pp,",
+    "data_parallel_size": "the number of ranks",
     "max_num_seqs": "engine.max_running",
     "num_gpu_blocks_override": "engine.kv_tokens",
     "kv_cache_memory_bytes": "engine.kv_tokens",

@@ -159,7 +159,7 @@ class DeepSpeedModel:
             # DeepSpeed divides the loss by the number of ranks; gradients here are sums.
             self._engine.backward(losses.pop() * self._world.size)
 
-        self._adapters.begin(loop.is_trained)
+        self._adapters.set_dropout(loop.is_trained)
         with self._adapters.hidden(loop.args.is_base):
             walk(loop, self._layout, alone(loop), forward, backward)
 

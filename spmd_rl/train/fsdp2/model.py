@@ -199,7 +199,7 @@ class FSDP2Model(ABC):
             shard.sum_over_copies(self.module, now=step.microbatch == loop.count - 1)
             stage.backward()
 
-        self._adapters.begin(loop.is_trained)
+        self._adapters.set_dropout(loop.is_trained)
         steps = stage.steps(loop.count, loop.is_trained)
         with self._adapters.hidden(loop.args.is_base):
             walk(loop, self._layout, steps, forward, backward, self._around)
