@@ -113,7 +113,9 @@ SECTIONS = (
     Section(
         "Advantages of tokens",
         "`algorithm.advantage`: from one reward per token, which `token_rewards` makes of the score, or of the rewards "
-        "of an agent's steps. What an environment said between two turns is in no sum and discounts nothing.",
+        "of an agent's steps. Tokens of the environment between two turns are in no sum and are not discounted. "
+        "`token_rewards` (keys: `kl_reward_coef`, `kl_reward_estimator`) runs before the estimator, `whiten` (key: "
+        "`whiten_advantages`) after it.",
         {**TOKEN_ADVANTAGES, **_named(token_rewards, moments.whiten)},
     ),
     Section("Policy losses", "`algorithm.loss`: one value per token, weighted by the aggregation.", POLICY_LOSSES),

@@ -59,7 +59,7 @@ class Engine(Protocol):
     """Counts over all requests since construction, or since the caller reset them."""
 
     def driven(self, join: Callable[[bytes], None] | None = None) -> AbstractContextManager[None]:
-        """[all ranks of the replica] Make all ranks follow the first rank's requests and steps inside.
+        """[replica] Make all ranks follow the first rank's requests and steps inside.
 
         On the first rank the body runs at once and drives the engine. On the others, entering the block replays the
         first rank's calls until it leaves; then their body runs. No request may be in progress at the end. join: called
@@ -84,8 +84,8 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[Completion]:
-        """Admit requests that fit, compute one token for each running request, return the finished ones. No-op when
-        idle.
+        """Admit waiting requests that fit, in the order of `Request.order` or of `add`, compute one token for each
+        running request, and return the finished ones. No-op when idle.
 
         A replica of several ranks may compute a few tokens each. Prompts of new requests may take a separate step.
         """
@@ -100,7 +100,8 @@ class Engine(Protocol):
         """Load all weights (Hugging Face names, each once); later tokens carry `version`.
 
         Cached keys and values are dropped, except those of requests in progress, which continue with them. An engine
-        that cannot do that asserts `num_unfinished == 0`.
+        that cannot do that asserts `num_unfinished == 0`. A tensor is valid until the next one. Read all of them, since
+        other ranks gather with this one; then raise RunFailed for a missing, unknown, repeated or misshapen one.
         """
         ...
 

@@ -49,7 +49,7 @@ def replica_group(world: World, name: str, num_ranks: int) -> dist.ProcessGroup:
     """[all] Form the process group of a replica, `num_ranks` neighbouring ranks, for an engine's collectives."""
     first = world.rank // num_ranks * num_ranks
     backend = "gloo" if world.device.type == "cpu" else None
-    return world.process_group(name, backend, range(first, first + num_ranks))  # [all] of the replica
+    return world.process_group(name, backend, range(first, first + num_ranks))  # [replica]
 
 
 class ReplicatedEngine:

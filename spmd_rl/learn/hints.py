@@ -38,7 +38,8 @@ class Hints:
         template = self._templates.get(prompt.domain, self._templates.get(""))
         if template is None:
             return array("i")
-        hint = template.replace("{answer}", prompt.ground_truth).replace("\\n", "\n")
+        # In this order: the answer may contain a backslash and an n, as in \neq.
+        hint = template.replace("\\n", "\n").replace("{answer}", prompt.ground_truth)
         *before, last = prompt.messages
         parts = last.content if isinstance(last.content, tuple) else (TextPart(last.content),)
         return self._render([*before, Message(last.role, (*parts, TextPart(f"\n\n{hint}")))])

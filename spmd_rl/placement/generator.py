@@ -89,7 +89,7 @@ class Generator:
         requests."""
 
     def run(self) -> None:
-        """[all] that generate: work until the run is over."""
+        """[generate]: work until the run is over."""
         begin = msgspec.convert(self._world.broadcast("start: first step", None, src=self._trainers[0]), Begin)  # [all]
         self._steps.begin(begin.first, begin.start, Cursor(begin.next, tuple(begin.skipped)))
         # Other ranks of the replica follow its first inside `driven`, and return when it ends.
@@ -176,7 +176,7 @@ class Generator:
         # Waiting for a verdict is no hang, but waiting for a rank in this meeting may be one: the watchdog counts it.
         self._world.journal.idle(False)
         with self._engine.joined(msgspec.msgpack.encode(meeting)):
-            self._meet(meeting)  # [all] of the replica
+            self._meet(meeting)  # [replica]
         if busy:
             self._swaps.append(time.perf_counter() - began)
         if meeting.kind == "publish":
@@ -188,8 +188,8 @@ class Generator:
             raise _RunIsOver
 
     def _join(self, message: bytes) -> None:
-        """[all] of the replica: enter the meeting that its first rank names."""
-        self._meet(msgspec.msgpack.decode(message, type=Meeting))  # [all] of the replica
+        """[replica]: enter the meeting that its first rank names."""
+        self._meet(msgspec.msgpack.decode(message, type=Meeting))  # [replica]
 
     def _meet(self, meeting: Meeting) -> None:
         """[all] of both sides: run the collectives of a meeting."""

@@ -85,8 +85,8 @@ class Meetings:
 
     @contextmanager
     def opened(self, trainers: World, meeting: Meeting) -> Iterator[None]:
-        """[all] that train: wait for each other, open a meeting, and hold it in this context."""
-        trainers.barrier(f"meeting: {meeting.kind}")  # [all] that train
+        """[train]: wait for each other, open a meeting, and hold it in this context."""
+        trainers.barrier(f"meeting: {meeting.kind}")  # [train]
         if trainers.rank == 0:
             self.announce(meeting)
         yield

@@ -45,7 +45,7 @@ class LentReplica:
         """Slices, finished or not, that the last step did not use."""
 
     def play(self, step: int) -> tuple[SharedStep, RankReport]:
-        """[all] of the replica: generate with the others until the step has ended; return its counters and this rank's
+        """[replica]: generate with the others until the step has ended; return its counters and this rank's
         report."""
         steps, world = self._steps, self._player.world
         # This engine holds the policy after the step before.
@@ -74,7 +74,7 @@ class LentReplica:
             parts[self._steps.given[one]].append(sent)
 
     def answer(self, share: QuestionShare) -> list[Group]:
-        """[all] of the replica: answer held-out questions; return the answers, on its first rank."""
+        """[replica]: answer held-out questions; return the answers, on its first rank."""
         with self.engine.awake(), self.engine.driven():
             if self.engine.leads:
                 self._runner.run(self._player.answer(share.claim, share.finish))
@@ -125,22 +125,22 @@ class ReceivedRollouts:
     def published(self, publish: Callable[[int], dict[str, float]], version: int, probed: bool) -> dict[str, float]:
         """[all] of both sides: publish a version, in a meeting."""
         self._version = version
-        with self.meetings.opened(self._trainers, Meeting("publish", version, probed)):  # [all] that train
+        with self.meetings.opened(self._trainers, Meeting("publish", version, probed)):  # [train]
             return publish(version)  # [all]
 
     def collect(self, step: int) -> Collected:
-        """[all] that train: wait until the step has been generated, with this rank's help if it is lent."""
+        """[train]: wait until the step has been generated, with this rank's help if it is lent."""
         steps, world, began = self._steps, self._world, time.perf_counter()
         coordinator = steps.coordinator
         assert steps.number == step, "steps are collected in order"
         report, finished = RankReport.empty(), {}
         with self._trainers.phase("generate"):
             if self._lent:
-                shared, report = self._lent.play(step)  # [all] of a replica
+                shared, report = self._lent.play(step)  # [replica]
                 finished = shared.finished
             self._wait(f"generate: step {step} from generator ranks", coordinator.ended)
             report.pace = {"placement/train_wait_seconds": time.perf_counter() - began}
-            with self.meetings.opened(self._trainers, Meeting("hand over", step)):  # [all] that train
+            with self.meetings.opened(self._trainers, Meeting("hand over", step)):  # [train]
                 to = places(coordinator.used_tickets(), self._trainers.size)
                 reports = gather_reports(world, report, to)  # [all]
                 has_advanced = steps.advance()
@@ -162,10 +162,10 @@ class ReceivedRollouts:
             if self._previous:
                 self._previous.forget(shared=self._trainers.rank == 0)
             self._previous, self._cursor = coordinator, steps.cursor
-        return check_errors(collected, self._cfg.reward, self._cfg.rollout, self._trainers)  # [all] that train
+        return check_errors(collected, self._cfg.reward, self._cfg.rollout, self._trainers)  # [train]
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
-        """[all] that train: return this rank's share of the answers to held-out prompts, by the newest version.
+        """[train]: return this rank's share of the answers to held-out prompts, by the newest version.
 
         Both sides know from `learn.Evaluation` which prompts are asked after which step.
         """
@@ -175,7 +175,7 @@ class ReceivedRollouts:
             mine = self._lent.answer(QuestionShare((prompts, sampling), replicas.mine, replicas.count))
             store.add(key, int(self._lent.engine.leads))
         self._wait("eval: answers from generator ranks", lambda: store.add(key, 0) == replicas.count)
-        with self.meetings.opened(self._trainers, Meeting("eval", version)):  # [all] that train
+        with self.meetings.opened(self._trainers, Meeting("eval", version)):  # [train]
             slices = {GroupSlice(group.ticket, 0): group.samples for group in mine}
             to = places(range(len(prompts)), self._trainers.size)
             answers = send_slices(self._world, parts_of(slices, self._ranks, to))  # [all]
@@ -185,8 +185,8 @@ class ReceivedRollouts:
         return [Group(prompts[ticket], ticket, found[ticket]) for ticket in sorted(found)]
 
     def finish(self) -> None:
-        """[all] that train: end the run of the generator ranks."""
-        with self.meetings.opened(self._trainers, Meeting("end")):  # [all] that train
+        """[train]: end the run of the generator ranks."""
+        with self.meetings.opened(self._trainers, Meeting("end")):  # [train]
             pass
 
     def _wait(self, name: str, until: Callable[[], bool]) -> None:

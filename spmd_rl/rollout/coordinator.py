@@ -149,7 +149,8 @@ class Coordinator:
         return [self._store.get(key) for key in keys] if not keys or self._store.check(keys) else None
 
     def forget(self, shared: bool) -> None:
-        """Delete this replica's keys, and the common ones if `shared`, once no replica can read them."""
+        """Delete this replica's keys from the store, and with `shared` the step's common keys, once no replica can read
+        them."""
         for name in sorted({*self._own_keys, *(self.shared_keys if shared else ())}):
             self._store.delete_key(self._key(name))
         self._own_keys.clear()

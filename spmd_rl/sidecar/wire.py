@@ -139,9 +139,10 @@ class CancelScores(WireMessage, tag="cancel_scores"):
 
 
 class ResetRequest(WireMessage, tag="reset"):
-    """Client to host: begin a session. Host to worker: begin an episode in this slot."""
+    """Client to host: start a session. Host to worker: start an episode."""
 
     session: Id
+    """Between client and host the client's number of the session, between host and worker the slot's index."""
     env: Name
     """Tag of the environment."""
     seed: Annotated[int, msgspec.Meta(ge=0)]

@@ -133,6 +133,7 @@ class Adapters(SavedScaling):
             nn.ModuleDict({"model": model}),
         )
         self.layers = {name: model.get_submodule(name) for name in names}
+        # `base`: the form of the frozen weights, None or nf4.
         for layer in self.layers.values() if settings.base else ():
             pack_layer(layer.base_layer)
         for p in () if head is None else head.parameters():

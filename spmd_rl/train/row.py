@@ -49,7 +49,7 @@ class Row(NamedTuple):
     own: Tensor | None
     """int64 [n]: positions among all targets of the micro-batch; None: all, in order"""
     routed: Tensor
-    """bool [t]: tokens that are not padding, and count in a mixture's load"""
+    """bool [t]: tokens that are not padding; only these count in the load of experts"""
     chosen: Tensor | None
     """int64 [t, layers, k]: the engine's experts, see `replay.py`; None: the model's choice"""
 

@@ -1,8 +1,8 @@
 """`Buckets`: whole named tensors from trainer ranks to generator ranks, by broadcasts of their bytes.
 
     buckets = Buckets(world, trainers)                       # [all] opens the communicator
-    for name, tensor in buckets.send(policy.weights()): ...  # [all] that train: passes them on
-    for name, tensor in buckets.receive(): ...               # [all] that generate, with it
+    for name, tensor in buckets.send(policy.weights()): ...  # [train]: passes them on
+    for name, tensor in buckets.receive(): ...               # [generate] meanwhile
 
 Every trainer streams all weights; bucket i is broadcast by trainer i mod n, so that several network cards send. Bytes
 go from device to device (NCCL; gloo on the CPU), and the host only says what is in a bucket. Besides its own part a
@@ -40,7 +40,7 @@ class Buckets:
         self._broadcast(torch.zeros(ALIGNED, dtype=torch.uint8, device=world.device))  # [all] opens it
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """[all] that train, while they iterate: broadcast each tensor, and pass it on.
+        """[train] Broadcast each tensor when it is asked for, and pass it on.
 
         A tensor need be valid only until the next one is asked for.
         """
@@ -62,7 +62,7 @@ class Buckets:
         self._world.broadcast(HEADERS, [], src=self._trainers[0])  # [all]
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """[all] that generate, while they iterate: every tensor, valid until the next one is asked for."""
+        """[generate] Yield every tensor, valid until the next one is asked for; meets `send`."""
         self._number, flat = 0, torch.empty(0, dtype=torch.uint8, device=self._world.device)
         while headers := self._world.broadcast(HEADERS, None, src=self._trainers[0]):  # [all]
             sizes = [math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in headers]
