@@ -6,6 +6,7 @@ A name is matched by its last parts first, so that `actor_rollout_ref.actor.opti
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 _THEIRS = {
     # the model and its optimizer
@@ -197,6 +198,21 @@ _ABSENT = {
 """Explanations for settings that do not exist here, with their names elsewhere"""
 ABSENT: Mapping[str, str] = {name: told for told, names in _ABSENT.items() for name in names.split()}
 """Explanations for settings that do not exist here, by their names elsewhere."""
+
+
+EARLIER: Mapping[str, str] = {"teacher.alone": "teacher.only"}
+"""Present names of settings, by the names that earlier versions had for them."""
+
+
+def with_present_names(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of a run's saved settings with `EARLIER` names replaced."""
+    found = dict(tree)
+    for old, new in EARLIER.items():
+        section, _, name = old.rpartition(".")
+        below = found.get(section)
+        if isinstance(below, Mapping) and name in below:
+            found[section] = {new.rpartition(".")[2] if key == name else key: value for key, value in below.items()}
+    return found
 
 
 def hint(key: str) -> str | None:

@@ -82,7 +82,7 @@ class Imitation:
         self.policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
         self._temperature, self._lr_factor, self._name = temperature, lr_factor, name
         self._teachers = teachers
-        self._loss = teachers.loss(nothing if teachers.alone else nll) if teachers else nll
+        self._loss = teachers.loss(nothing if teachers.is_only else nll) if teachers else nll
         self.plan: Plan | None = None
         """The plan of the last `prepare`; the sample log reads it."""
 

@@ -54,9 +54,9 @@ class Teachers:
         return cls(teachers, roles.policy, settings, temperature, render) if teachers else None
 
     @property
-    def alone(self) -> bool:
-        """True if the teachers are the only source of learning, see `teacher.alone`."""
-        return self._settings.alone
+    def is_only(self) -> bool:
+        """True if the teachers are the only source of learning, see `teacher.only`."""
+        return self._settings.only
 
     def fill_in(self, batches: Sequence[Batch], plan: Plan, table: SampleTable) -> None:
         """[all] Set the columns of the teachers in this rank's mini-batches."""
@@ -87,7 +87,7 @@ class Teachers:
                 batch.teacher_ids, batch.teacher_top = (Ragged(some.flatten(), offsets) for some in (ids, top))
 
     def add_to_advantages(self, batch: Batch) -> None:
-        """Add each token's log-ratio of teacher to student to its advantage; with `teacher.alone`, replace the
+        """Add each token's log-ratio of teacher to student to its advantage; with `teacher.only`, replace the
         advantage.
 
         reward_coef (log teacher - log student) of the sampled token: in expectation, the gradient of the reverse KL at
@@ -95,7 +95,7 @@ class Teachers:
         """
         old = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
         more = (batch.teacher_logprobs - old).nan_to_num(0.0) * batch.loss_mask
-        kept = torch.zeros_like(batch.advantages) if self._settings.alone else batch.advantages
+        kept = torch.zeros_like(batch.advantages) if self._settings.only else batch.advantages
         batch.advantages = kept + self._settings.reward_coef * more
 
     def loss(self, inner: BoundLoss) -> BoundLoss:

@@ -84,7 +84,7 @@ class Generator:
         self._previous: Coordinator | None = None
         self._has_left = False
         """True from the end of this replica's part of a step until the next step opens."""
-        self._waited, self._swaps = 0.0, list[float]()
+        self._waited, self._publish_seconds = 0.0, list[float]()
         """In this step: seconds of waiting for a policy that is new enough, and seconds that each publish interrupted
         requests."""
 
@@ -108,7 +108,7 @@ class Generator:
             elif self._has_left and self._steps.advance():
                 given = {one for one, rank in self._steps.given.items() if rank == self._world.rank}
                 self._coming |= given - self._player.running.keys()  # a running one has been handed over
-                self._has_left, self._waited, self._swaps = False, 0.0, []
+                self._has_left, self._waited, self._publish_seconds = False, 0.0, []
             elif not self._has_left and self._may_begin:
                 await self._step()
             else:
@@ -150,8 +150,8 @@ class Generator:
         report = shared.report(run, running, leads=True)
         report.pace = {
             "placement/generate_wait_seconds": self._waited,
-            "placement/swaps": float(len(self._swaps)),
-            "placement/swap_seconds": sum(self._swaps),
+            "placement/publishes": float(len(self._publish_seconds)),
+            "placement/publish_seconds": sum(self._publish_seconds),
         }
         used = set(steps.coordinator.used_tickets())
         kept = shared.finished if player.carries else {}
@@ -178,7 +178,7 @@ class Generator:
         with self._engine.joined(msgspec.msgpack.encode(meeting)):
             self._meet(meeting)  # [replica]
         if busy:
-            self._swaps.append(time.perf_counter() - began)
+            self._publish_seconds.append(time.perf_counter() - began)
         if meeting.kind == "publish":
             await self._answer(meeting.number)
         if meeting.kind == "end":

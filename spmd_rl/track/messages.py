@@ -57,7 +57,7 @@ def _teachers(teacher: TeachersConfig) -> tuple[str, str]:
     named = [f"{domain or 'all'}: {one.model or 'the policy with a hint'}" for domain, one in teacher.by_domain.items()]
     if not named:
         return "teacher", ""
-    scores = "nothing else" if teacher.alone else "and from the scores or the rows' own answers"
+    scores = "nothing else" if teacher.only else "and from the scores or the rows' own answers"
     return "teacher", f"{', '.join(named).removeprefix('all: ')}; the policy learns from {teacher.loss}, {scores}"
 
 

@@ -95,7 +95,7 @@ def test_written_answers_with_a_teacher_go_on_to_the_bit_after_a_kill(toy: Toy) 
     assert bitwise_equal(again.weights(2), straight.weights(2))
     lines = straight.metrics()[1:]
     assert all(line["sft/loss"] == pytest.approx(line["distill/loss"], rel=1e-5) for line in lines)  # alone
-    mixed = rows.run(*teacher, "teacher.alone=false", "steps=1", name="mixed-rows").metrics()[1]
+    mixed = rows.run(*teacher, "teacher.only=false", "steps=1", name="mixed-rows").metrics()[1]
     assert mixed["sft/loss"] > mixed["distill/loss"] == pytest.approx(lines[0]["distill/loss"], rel=1e-5)
 
 

@@ -385,10 +385,8 @@ def test_an_evaluation_needs_rows_or_environments(place):
     with pytest.raises(UserError, match=r"^env: either rows \(data\) or environments \(env\) are evaluated, not both"):
         evaluation(place, model, rows, "env.maze.target=a:B")
     told = refusal(place, "data.train=", rows)
-    assert (
-        told
-        == "data.train: no training data is given; python -m spmd_rl.evaluate evaluates data.eval and trains nothing"
-    )
+    way = "set it, or python -m spmd_rl.evaluate evaluates data.eval and trains nothing"
+    assert told == f"data.train: no training data is given; {way}"
     cfg = evaluation(place, model, rows, f"data.train={place}/rows.jsonl", "data.mix={math: 1}")
     assert list(unused_settings(cfg, load("evaluate", EvaluateConfig))) == [
         "data.train: has no effect while data.eval is given",

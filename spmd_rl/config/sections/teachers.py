@@ -30,7 +30,7 @@ class TeachersConfig(TeacherConfig):
     `teacher.model`, that of a domain, or a hint. Its vocabulary must be the policy's.
     """
 
-    alone: bool = True
+    only: bool = True
     """Learn from the teacher alone; scores are measured and have no part in the gradient. `false`: the teacher's part
     is added to the algorithm's loss on the scores.
     """
