@@ -61,7 +61,6 @@ def main() -> int:
 
 
 def _about(module: str) -> str:
-    """Return the first line of a module's docstring without importing it."""
     first, *rest = module.split(".")
     path = (HOME if first == "bundled" else Path(__file__).with_name(first)).joinpath(*rest)
     files = path / "__main__.py", path / "__init__.py", path.with_suffix(".py")

@@ -147,7 +147,6 @@ def _fork_work(work: Callable[[Callable[[str], None]], None], says: int) -> int:
 
 
 def _watch(child: int, seconds: float) -> str:
-    """Wait for a child, and return how it ended."""
     # A pidfd cannot be reused by another process, and `select` on it has a timeout, which `waitpid` lacks.
     pidfd = os.pidfd_open(child)
     if not select.select([pidfd], [], [], seconds)[0]:

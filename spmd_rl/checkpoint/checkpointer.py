@@ -219,7 +219,6 @@ class Checkpointer:
         return [temporary / STATE]
 
     def _publish(self, temporary: Path, complete: Manifest) -> None:
-        """Write the manifest and move the checkpoint to its final name, on rank 0."""
         if self._world.rank != 0:
             return
         # A file that no rank reported would have no hash, and make the checkpoint torn.
@@ -291,7 +290,6 @@ class Checkpointer:
 
 
 def _hash(temporary: Path, written: list[Path], on_progress: Callable[[], object]) -> Hashed:
-    """Flush and hash the files that this rank wrote."""
     records = []
     for path in written:
         manifest.flush(path)

@@ -328,7 +328,6 @@ def _is_single(kind: Any, given: Any) -> bool:
 
 
 def _as_list(given: str | float) -> str:
-    """Return one value as a list of one, in Hydra's syntax."""
     return json.dumps([given.strip("[] ") or given] if isinstance(given, str) else [given], ensure_ascii=False)
 
 

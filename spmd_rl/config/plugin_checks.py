@@ -96,7 +96,6 @@ def check_envs(env: EnvsConfig, journal: JournalConfig, debug: bool) -> None:
 
 
 def _check_timeout(key: str, seconds: float, journal: JournalConfig, debug: bool) -> None:
-    """Check that a plug-in's time limit is no stall."""
     if seconds >= journal.stall_seconds and not debug:
         limit = f"journal.stall_seconds={journal.stall_seconds:g}"
         raise UserError(f"{key}: a call may take {seconds:g} s, but {limit} ends the run; raise that, or lower this")

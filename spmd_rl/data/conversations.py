@@ -125,7 +125,6 @@ def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def _is_whole(chat: list[Any]) -> bool:
-    """Return True if messages begin with another role than the assistant's."""
     return bool(chat) and isinstance(chat[0], dict) and chat[0].get("role") != "assistant"
 
 

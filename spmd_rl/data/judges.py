@@ -99,7 +99,6 @@ def _text(value: Any, function: str, where: str, between: str = "") -> str:
 
 
 def _read_instructions(data: dict[str, Any]) -> None:
-    """Parse instructions and arguments that are written as JSON (`"{}"`)."""
     names, kwargs = (
         from_json(data[name], name) if isinstance(data.get(name), str) else data.get(name)
         for name in ("instruction_id_list", "kwargs")

@@ -140,7 +140,6 @@ def _ends_with_answer(messages: Any) -> bool:
 
 
 def _messages(value: Any, name: str) -> tuple[Message, ...]:
-    """Parse the messages of a prompt, whose last one must not be the assistant's."""
     messages = parse_messages(value, name)
     if messages[-1].role == "assistant":
         raise BrokenRow(f"`{name}` end with a message of the assistant, so the prompt would contain the answer")
@@ -181,7 +180,6 @@ def _ground_truth(data: dict[str, Any], columns: Mapping[str, str | None], there
 
 
 def _final_answer(text: str) -> str | None:
-    """Return the text after `####` on the last line."""
     found = FINAL_ANSWER.search(text.rpartition("\n")[2])
     return found and found.group(1)
 

@@ -1,4 +1,4 @@
-"""`policy.dtype=auto`: bfloat16 if the hardware of all ranks multiplies it natively, else float32.
+"""`policy.dtype=auto`: bfloat16 if the hardware of all ranks supports it natively, else float32.
 
 A CPU without such instructions multiplies bfloat16 matrices at about a quarter of float32's speed.
 """

@@ -62,7 +62,6 @@ def undisturbed(prefix: str) -> Iterator[None]:
 
 
 def _devices() -> dict:
-    """Return arguments of `fork_rng` for this process's accelerator, if it has one."""
     if not torch.accelerator.is_available():
         return {"devices": []}
     device = torch.accelerator.current_accelerator()

@@ -120,7 +120,6 @@ class Evaluation:
             return found
 
     def _error_share(self, answers: Sequence[Answered], step: int, rank: int) -> float:
-        """Return the share of unscored answers. RunFailed: see `results`."""
         failed = [one.detail for one in answers if one.score is None]
         if failed:
             line = f"{len(failed)} of {len(answers)} held-out answers of step {step} got no score"

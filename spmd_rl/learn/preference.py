@@ -102,7 +102,6 @@ def _compare(function: Callable[[Pairs], Tensor], baseline: float, answers: _Ans
 
 
 def _judge(function: Callable[[Judged], Tensor], baseline: float, answers: _Answers) -> tuple[Tensor, Tensor]:
-    """Return the indices and losses of a batch's single answers."""
     judged = torch.cat([answers.chosen, answers.rejected])
     desirable = torch.arange(len(judged), device=judged.device) < len(answers.chosen)
     ratios = (answers.logprobs - answers.reference)[judged]

@@ -182,7 +182,6 @@ def _to_bytes(columns: Columns) -> Tensor:
 
 
 def _from_bytes(rows: Tensor, columns: Columns) -> dict[str, Tensor]:
-    """Return the columns that `_to_bytes` packed into `rows`, shaped like `columns`."""
     parts = rows.split([_width(column) for column, _ in columns.values()], 1)
     return {
         # A copy, because a view of bytes at an odd offset cannot be reinterpreted as a wider dtype.

@@ -243,7 +243,6 @@ def _hidden_ids(hf: "PreTrainedTokenizerBase", stop_ids: Sequence[int]) -> set[i
 
 
 def _text(message: Message) -> str:
-    """Return the text of a message. UserError if it holds an image."""
     try:
         return message.text
     except ValueError:
@@ -278,7 +277,6 @@ def load_tokenizer(
 
 
 def _check_size(hf: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Refuse a tokenizer with tokens that have no row in the model."""
     # Tokens of images and the like may lack a row: no text has them.
     size = vocabulary_size(folder) if (folder / "config.json").is_file() else None
     # Those of the object have its names for images too.
@@ -302,7 +300,6 @@ def render_prompt(tokenizer: Tokenizer, prompt: Prompt) -> array:
 
 
 def _check_variables(given: Mapping[str, Any], template: str | None, folder: Path) -> None:
-    """Refuse variables that the chat template does not use."""
     # A misspelt `enable_thinking` would silently change nothing.
     from jinja2 import Environment, TemplateError, meta
 
@@ -321,7 +318,6 @@ def _check_variables(given: Mapping[str, Any], template: str | None, folder: Pat
 
 
 def _eos_ids(folder: Path) -> set[int]:
-    """Return the end-of-sequence ids of a model."""
     # generation_config.json and config.json often differ, so both count.
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):

@@ -62,7 +62,6 @@ class StoreClaim:
         return slices
 
     def ahead(self, room: int) -> list[GroupSlice]:
-        """See `SliceClaim`."""
         return self.next(room)
 
 

@@ -253,7 +253,6 @@ def _print_few(step: int, table: SampleTable, wanted: int) -> None:
 
 
 def _print_missing(step: int, table: SampleTable) -> None:
-    """Print a line for each domain with answers that need a missing package."""
     for domain in dict.fromkeys(domain for domain, _ in table.missing):
         counts = sorted(((n, name) for (d, name), n in table.missing.items() if d == domain), reverse=True)
         named = ", ".join(f"{name} {n}" for n, name in counts[:5])

@@ -96,7 +96,6 @@ class _Shown:
         self.tools: list | None = None
 
     async def reset(self, tag: str, seed: int, held_out: bool = False) -> Session:
-        """See `Environments`."""
         self.session = await self._environments.reset(tag, seed, held_out, solve=True)
         self.tools = self.session.reply.info.get("tools")
         return self.session

@@ -67,7 +67,6 @@ class QuestionRun:
     def __init__(
         self, player: "Player", engine_loop: EngineLoop, claim: Claim, finish: Callable[[Group], object]
     ) -> None:
-        """See `Player.answer`."""
         self.engine_loop = engine_loop
         self._player, self._claim, self._finish = player, claim, finish
         self._running: list[tuple[Question, Samples]] = []
@@ -284,7 +283,6 @@ class Player:
         return nullcontext() if self.running else self.world.journal.waiting(name)
 
     def _report_wait(self, engine_loop: EngineLoop) -> None:
-        """Print what an idle engine waits for, if that takes long."""
         if engine_loop.num_requests:
             self._wait_message.over()
         else:

@@ -91,7 +91,6 @@ class RowSource:
         return len(getattr(self._examples, name))
 
     def state(self) -> dict[str, Any]:
-        """See `checkpoint.Stateful`."""
         return {"digest": self._examples.train.digest, "done": self._done}
 
     def load_state(self, state: dict[str, Any]) -> None:

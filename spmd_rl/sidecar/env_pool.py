@@ -139,7 +139,6 @@ class EnvPool(ProcessPool[_EnvWorker]):
     # -- workers --------------------------------------------------------------------------------------------------
 
     def _start_wanted(self) -> None:
-        """Start workers for waiting sessions, up to the limit."""
         if not self.broken:
             fit = sum(not worker.retiring for worker in self.workers)
             wanted = min(self.spec.workers, max(1, self._num_taken + len(self._queue)))

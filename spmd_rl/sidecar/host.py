@@ -183,7 +183,6 @@ class Host:
             self._resolve(job, Verdict("error", detail=f"this host has no reward.{item.domain}"))
 
     def _forget(self, peer: bytes, id_: int) -> ScoreJob | None:
-        """Remove and return a job; None if it is unknown."""
         client = self._clients.get(peer)
         job = client.jobs.pop(id_, None) if client else None
         if job is not None and not client.jobs and not client.replies:

@@ -198,7 +198,6 @@ class HostClient:
         raise NotImplementedError
 
     def _on_replies(self, link: HostLink, message: msgspec.Struct) -> None:
-        """Settle the calls that a host's message answers."""
         raise NotImplementedError
 
     def _on_gone(self, link: HostLink) -> None:
@@ -238,7 +237,6 @@ class HostClient:
         call.link.moved[call.pool] = self.now
 
     def _on_done(self, call: Call) -> None:
-        """Forget a call that is answered, failed or cancelled."""
         if self._calls.pop(call.id, None) is None:
             return  # closed
         if (link := call.link) is not None:
@@ -364,7 +362,6 @@ class HostClient:
                 self._outbox[call.pool].appendleft(call)
 
     def _check(self, link: HostLink) -> None:
-        """Find silent hosts, and pools without progress."""
         if link.answers and self.now - link.heard > LEASE_SECONDS:
             if self.host is not None and link is self.links[0]:
                 _warn("the host hangs; killing it")

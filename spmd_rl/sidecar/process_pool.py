@@ -114,7 +114,6 @@ class ProcessPool(Generic[W]):
         raise NotImplementedError
 
     def _on_death(self, worker: W) -> None:
-        """Handle the death of a ready worker, which has been removed."""
         raise NotImplementedError
 
     def _drop_work(self, reason: str) -> None:

@@ -112,7 +112,6 @@ def without_torch() -> Iterator[None]:
 
 
 def _lengths(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[int]:
-    """Return the lengths in tokens of prompts, or of a sample of them."""
     # Rendering all prompts of a large dataset would take minutes.
     stride = math.ceil(len(prompts) / RENDERED)
     return [len(render_prompt(tokenizer, prompt)) for prompt in prompts[::stride]]
@@ -272,7 +271,7 @@ def _audit(rewarder: Rewarder | str, kinds: dict[str, Kind] | None, prompts: Seq
     told = f"; ! {failed} got no score{told}" if failed else told
     if not scored:
         return f"no answer that solves nothing was scored{told}"
-    return f"none of {plural(scored, 'answer')} that solve{'s' * (scored == 1)} nothing is paid{told}"
+    return f"none of {plural(scored, 'answer')} that solve{'s' * (scored == 1)} nothing is rewarded{told}"
 
 
 def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:

@@ -75,7 +75,6 @@ def _told_later(console: Console, failed: dict[str, UserError], tag: str) -> Ite
 
 
 def _arithmetic(cfg: AgenticConfig, tasks: EnvTasks) -> list[tuple[str, str]]:
-    """Return the lines of the first table."""
     r, ranks, updates = cfg.rollout, world_size(), cfg.train.updates_per_step
     shards = ranks // cfg.train.ranks_per_shard
     samples = r.prompts_per_step * r.answers_per_prompt

@@ -230,7 +230,6 @@ class Adapters(SavedScaling):
         assert not known, f"an adapter is not whole: {sorted(known)}"
 
     def _scaled(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all parameters unchanged, except `B`, which is multiplied by the scaling."""
         for name, tensor in wholes:
             yield name, self.scaled(tensor) if name.endswith(OWN_B) else tensor
 

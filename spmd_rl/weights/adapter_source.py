@@ -27,7 +27,6 @@ class AdapterSource:
         self._is_first = False
 
     def awake(self) -> AbstractContextManager[None]:
-        """See `Role`."""
         return self._policy.awake()
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:

@@ -259,7 +259,7 @@ BAD = {
     "regex": {"(": "missing", "a(?=b)": "Lookahead", r"(a)\1": "Backreference"},
     "json_schema": {
         "/no/where.json": "No such file",
-        '{"type": ': "no JSON",
+        '{"type": ': "not JSON",
         '{"type": "foo"}': "Unsupported type",
         '{"type": "array", "uniqueItems": true}': "uniqueItems cannot be enforced",
         '{"items": [{"format": "odd"}]}': "format 'odd' cannot be enforced",

@@ -80,7 +80,7 @@ def _unkept(schema: Any) -> Iterator[str]:
         of_text = key in ("format", "pattern")
         unknown = of_text and (value not in FORMATS if key == "format" else LOOKS.search(str(value)))
         if key in UNREAD or unknown or (of_text and {"minLength", "maxLength"} & schema.keys()):
-            yield f"{key} {value!r}" if unknown else f"{key} beside a length" if of_text else key
+            yield f"{key} {value!r}" if unknown else f"{key} together with a length" if of_text else key
         elif key in ("properties", "$defs", "definitions") and isinstance(value, dict):
             # The keys of `properties` are names, not keywords.
             yield from _unkept(list(value.values()))

@@ -138,7 +138,8 @@ class EnvConfig:
                 raise UserError(f"pattern: {self.pattern!r} is not a regular expression: {error}") from None
             known = ", ".join(ACTION_FORMATS)
             require(
-                groups == 1, f"pattern: {self.pattern!r} must be one of {known}, or a regular expression with one group"
+                groups == 1,
+                f"pattern: must be one of {known}, or a regular expression with one group, not {self.pattern!r}",
             )
 
     def pattern_for(self, tools: bool) -> str:

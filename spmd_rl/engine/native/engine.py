@@ -265,7 +265,6 @@ def _filled(num_tokens: int) -> int:
 
 
 def _width(num_tokens: int) -> int:
-    """Return the padded length of a table."""
     # Another padding would group the sums over keys differently, and change their bits.
     step = 16 if num_tokens <= 256 else 256
     return -(-num_tokens // step) * step

@@ -138,7 +138,6 @@ class SglangEngine(HostedEngine):
         return ended
 
     def _extend(self, row: SequenceState, req: Req) -> FinishReason | None:
-        """Append the new token; return the reason to stop, if any."""
         drawn = self._sampler.drawn[req.rid]
         # Without a sampled token the last fed token was the prompt's.
         if row.token_ids:

@@ -132,7 +132,6 @@ class VllmEngine(HostedEngine):
         return ended
 
     def _extend(self, row: SequenceState, new: CompletionOutput) -> FinishReason | None:
-        """Append new tokens; return the reason to stop, if any."""
         found, request = new.logprobs, row.request
         for token, begin, end in zip(new.token_ids, found.start_indices, found.end_indices, strict=True):
             candidates: list[int] = []

@@ -57,7 +57,6 @@ def dtype(bench: Bench) -> str:
 
 
 def _best(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the least seconds of `work`, after one run to warm up."""
     found = []
     for _ in range(repeats + 1):
         began = time.perf_counter()

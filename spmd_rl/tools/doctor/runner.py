@@ -131,7 +131,7 @@ class CheckProcess:
     def _too_slow(self, check: Check, seconds: float, hurried: bool) -> CheckOutcome:
         if hurried:
             return CheckOutcome(check.name, "failed", "waited for a rank that had failed", "", seconds)
-        told = f"not done after {check.limit:g} s; the last line of {self.log}: {self._last_line()}"
+        told = f"not finished after {check.limit:g} s; the last line of {self.log}: {self._last_line()}"
         return CheckOutcome(check.name, "failed", told, HANG, seconds, weight=1)
 
     def _last_line(self) -> str:

@@ -73,7 +73,6 @@ def planned_ranks(cfg: RlConfig, placement: Placement) -> tuple[list[int], list[
 
 
 def _traced(cfg: RlConfig, placement: Placement, ranks: Sequence[int]) -> list[Trace]:
-    """Return the traces of training ranks."""
     size = len(placement.train)
     return [replace(trace(cfg, placement.train.index(rank), size), rank=rank) for rank in ranks]
 

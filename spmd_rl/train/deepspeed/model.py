@@ -143,7 +143,6 @@ class DeepSpeedModel:
             self._partition.refresh()  # [all]
 
     def run(self, loop: MicrobatchLoop) -> None:
-        """Run all micro-batches of `loop`, see `ShardedModel`."""
         losses: list[Tensor] = []
         num_steps = int(self._steps)
 
@@ -185,7 +184,6 @@ class DeepSpeedModel:
         return float(torch.stack(torch._foreach_norm(found)).double().square().sum()) if found else 0.0
 
     def step(self, lr: float, norm: float | None) -> None:
-        """Clip the gradients and update the weights, see `ShardedModel`."""
         most = self._role.optimizer.max_grad_norm
         self._optimizer.open(lr, None if norm is None else min(1.0, most / max(norm, most)))
         self._engine.step()  # [all]

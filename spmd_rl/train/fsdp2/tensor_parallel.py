@@ -74,7 +74,6 @@ def _plan(model: nn.Module, layout: Layout) -> dict[str, str]:
 
 
 def _unsupported(model: nn.Module, planned: Mapping[str, str]) -> str:
-    """Return the unsupported part of a plan; empty if all is supported."""
     if unknown := sorted({style for style in planned.values() if style not in (COLUMNS, ROWS, _WHOLE)}):
         return f"uses {unknown[0]!r}, which is not supported"
     if not planned:

@@ -48,7 +48,6 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
 
 
 def _check_model(role: RoleConfig, model: dict[str, Any]) -> None:
-    """Raise a UserError if Megatron lacks a layer, or ranks cannot split it equally."""
     if (act := model.get("hidden_act", "silu")) != "silu":
         raise UserError(f"{role.key}.name: train=megatron does not support the activation {act} of this model")
     if biased := next((key for key in BIASES if model.get(key)), ""):
