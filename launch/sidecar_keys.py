@@ -25,7 +25,7 @@ def make(directory: Path, node: str | None = None) -> Path:
     UserError for an invalid name, a directory of another owner, and files that are no keys.
     """
     if node is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", node):
-        raise UserError(f"--node: {node!r} is no name of letters, digits, dots, dashes")
+        raise UserError(f"--node: {node!r} must be a name of letters, digits, dots and dashes")
     _own(directory)
     server = directory / SERVER_SECRET
     if not server.exists():

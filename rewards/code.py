@@ -125,7 +125,7 @@ class CodeReward:
         reason = result.unsupported
         if gold and not reason and result.passed and not all(result.passed):
             beside = self._sandbox.check(*given, True).passed
-            reason = f"gold: it passes beside its tests alone ({result.detail})" if beside and all(beside) else ""
+            reason = f"gold: it passes only together with its tests ({result.detail})" if beside and all(beside) else ""
         self._reasons[key] = reason
         return reason
 

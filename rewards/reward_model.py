@@ -80,7 +80,7 @@ class ModelReward:
         config = json.loads((folder / "config.json").read_text())
         architecture = (config.get("architectures") or ["none"])[0]
         if not architecture.endswith("ForSequenceClassification"):
-            raise ValueError(f"{model} is no sequence classification model, but {architecture}")
+            raise ValueError(f"{model} is not a sequence classification model but {architecture}")
         self.max_batch = max_batch
         self._path, self._device, self._dtype = str(folder), device, dtype
         self._transform, self._of_steps = TRANSFORMS[transform], OF_STEPS[of_steps]

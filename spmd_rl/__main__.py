@@ -32,7 +32,7 @@ def main() -> int:
     """List pipelines and tools, or run the named one like `python -m`. Returns an exit code or exits."""
     name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
-        print(f"usage: {program('NAME')} [argument ...]; NAME --help says more")
+        print(f"usage: {program('NAME')} [argument ...]; for more: NAME --help")
         for heading, modules in (("pipelines", PIPELINES), ("tools", TOOLS)):
             print(f"\n{heading}:", *(f"  {known:<14}{_about(module)}" for known, module in modules.items()), sep="\n")
         print(
@@ -45,13 +45,13 @@ def main() -> int:
             print(f"usage: {program(name)} {'|'.join(PIPELINES)} [key=value ...]\n\n{_about(LOOKS[name])}")
             return 0
         if pipeline not in PIPELINES:
-            tell(f"error: {name}: {pipeline} is no pipeline; it begins with one of {', '.join(PIPELINES)}")
+            tell(f"error: {name}: {pipeline} is not a pipeline; give one of {', '.join(PIPELINES)}")
             return 2
         sys.argv.insert(1, f"--{name.replace('_', '-')}")
         name = pipeline
     if name not in MODULES:
         near = " or ".join(get_close_matches(name, MODULES, n=1)) or f"one of {', '.join(MODULES)}"
-        tell(f"error: {name}: no pipeline or tool; did you mean {near}?")
+        tell(f"error: {name}: no such pipeline or tool; did you mean {near}?")
         return 2
     if not sys.flags.safe_path:
         # For a script, Python puts the script's folder there instead.
@@ -61,7 +61,6 @@ def main() -> int:
 
 
 def _about(module: str) -> str:
-    """Return the first line of a module's docstring without importing it."""
     first, *rest = module.split(".")
     path = (HOME if first == "bundled" else Path(__file__).with_name(first)).joinpath(*rest)
     files = path / "__main__.py", path / "__init__.py", path.with_suffix(".py")

@@ -10,7 +10,7 @@ from spmd_rl.config.values import require
 from spmd_rl.rlvr import run as rlvr
 
 NO_TEACHER = (
-    "teacher.model: names the model that is learnt from; or give a teacher.hint. That of demo_distill: "
+    "teacher.model: must name the model to learn from, or set teacher.hint. For demo_distill, run "
     "python -m spmd_rl.sft +experiment=demo_sft run.dir=runs/teacher, then teacher.model=runs/teacher"
 )
 

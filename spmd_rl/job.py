@@ -1,4 +1,4 @@
-"""`Job`: the start of every pipeline: form the world, agree on settings, end a finished run, restore a checkpoint.
+"""`Job`: the start of every pipeline: form the world, agree on settings, detect a finished run, restore a checkpoint.
 
     with Job.open(cfg, rows, prompts, cfg.data.chat_template_kwargs) as job:  # [all]
         place = place_ranks(job)  # [all] which ranks train and generate; supervised pipelines call `job.train()`
@@ -41,6 +41,7 @@ class Place:
     world: World | None = None
     """World of the trainer ranks."""
     roles: Roles | None = None
+    """Models that this rank trains or asks: policy, and perhaps critic, reference and teachers."""
     rollouts: RolloutSource | None = None
     """Source of rollouts; None in a pipeline that does not generate."""
     publish: Callable[..., dict[str, float]] | None = None
@@ -49,7 +50,8 @@ class Place:
     environments: Environments | None = None
     """Environments of this node's sidecar; None in a pipeline without environments."""
     on_start: Callable[[int], object] = lambda start: None
-    """[all] Hook that gets the step to resume from, before its weights are published."""
+    """[all] Called once with the step to resume from, before the first publish: checks that prompts fit, or tells
+    generator ranks where to start."""
 
 
 @dataclass(slots=True)
@@ -61,7 +63,8 @@ class Job:
     tokenizer: Tokenizer | None
     """Tokenizer of the policy; None in a pipeline without language models."""
     world: World
-    """All ranks of the job; without those of frozen roles once `placement.frozen` has split them off."""
+    """All ranks; after `place_ranks` without the ranks that only hold a reference or teacher
+    (`placement/frozen.py`)."""
     stack: ExitStack
     envs: EnvsConfig | None = None
     is_over: bool = False
@@ -71,7 +74,7 @@ class Job:
     stopped: Stopped | None = None
     """Reason why the run ends before its last step."""
     frozen: FrozenRoles | None = None
-    """Roles that run on ranks other than the trainer ranks; None without any, and on other ranks."""
+    """[train] Proxies of the models that have ranks of their own; None if there are none, and on generator ranks."""
 
     @classmethod
     @contextmanager
@@ -83,11 +86,12 @@ class Job:
         template_args: Mapping[str, Any] = MappingProxyType({}),
         envs: EnvsConfig | None = None,
     ) -> Iterator["Job"]:
-        """[all] Form the world and agree on settings, versions and data (`rows`, by name, each with an `id`).
+        """[all] Form the world and agree on settings, software versions and data.
 
-        `source`: the prompts or tasks of the tickets; None in a pipeline that does not generate. `template_args`: of
-        the chat template. `envs`: None in a pipeline without environments. UserError on all ranks, naming the
-        difference, if they disagree. `Stopped`, after everything is closed, if a signal ended the `steps`.
+        `rows`: rows of each data set by its setting (`data.train`), each with an `id`; their hashes are compared.
+        `source`: prompts or environment tasks for the tickets; None in a pipeline that does not generate.
+        `template_args`: of the chat template. `envs`: None in a pipeline without environments. UserError on all ranks,
+        naming the difference, if they disagree. `Stopped`, after everything is closed, if a signal ended the `steps`.
         """
         run_dir = Path(cfg.run.dir)
         args = (cfg.policy.model, cfg.policy.trust_remote_code, template_args)
@@ -96,7 +100,7 @@ class Job:
         with opened as world, world.resources() as stack:  # [all]
             agree_on_start(world, cfg, rows)  # [all]
             job = cls(cfg, source, tokenizer, world, stack, envs)
-            # An evaluation has no steps.
+            # The pipeline `evaluate` has no steps, so it is never finished.
             if cfg.steps:
                 done = finished(cfg.checkpoint, run_dir, cfg.steps, world)  # [all]
                 job.is_over = done is not None
@@ -116,18 +120,18 @@ class Job:
     def train(self, build: Callable[[World], Roles] | None = None) -> Place:
         """[all] Make every rank a trainer, in a pipeline without engines: open the run directory and build the roles.
 
-        build: builds other roles than language models, [all].
+        build: [all] replaces `build_roles` in a pipeline whose models are not language models.
         """
         self.open_run(self.world)  # [all]
         with self.starting():
             return Place(world=self.world, roles=(build or self.build_roles)(self.world))  # [all]
 
     def build_roles(self, trainers: World) -> Roles:
-        """[train] Build the roles of the pipeline, including those on other ranks."""
+        """[train] Build the roles of this rank, and proxies of those that other ranks hold."""
         if self.frozen is None:
             return train.build_roles(self.cfg.roles, trainers)  # [train]
         own = [role for role in self.cfg.roles if role.kind not in self.frozen.kinds]
-        return self.frozen.beside(train.build_roles(own, trainers))  # [all] that train, and those ranks
+        return self.frozen.beside(train.build_roles(own, trainers))  # [train] and the holders of these roles
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -145,7 +149,7 @@ class Job:
 
     @property
     def episode(self) -> Episode | None:
-        """Player of environments, unless `rollout.target` names another; None without environments."""
+        """Episode that plays the environments. None without environments, or if `rollout.target` names the episode."""
         return Agent(self.envs) if self.envs and not self.cfg.rollout.target else None
 
     def restore(
@@ -155,7 +159,7 @@ class Job:
         0 for a fresh run.
 
         export: writes a checkpoint's `hf/`; by default the policy's weights. parts: further contents of a checkpoint,
-        in addition to the trained roles and the run's journal.
+        in addition to the trained roles and the state of `track`.
         """
         run_dir, parts = Path(self.cfg.run.dir), {**parts, "track": self.track}
         export = export or HfExport(place.roles.policy, self.cfg.policy.model, place.world)
@@ -172,7 +176,7 @@ class Job:
         for step in range(start + 1, self.cfg.steps + 1):
             yield step
             if self.track.stop_signal and step < self.cfg.steps:
-                saver.maybe_save(step, stops=True)  # [train] the signal is agreed on
+                saver.maybe_save(step, stops=True)  # [train] all trainers see the same signal
                 self.stopped = Stopped(self.track.stop_signal, step)
                 break
         stop.refuse()
@@ -185,7 +189,7 @@ class Job:
             raise UserError(f"{key}: {checkpoint} is torn ({problem})")
 
     def begin(self, place: Place, start: int) -> None:
-        """[all] Publish the weights of step `start` to the generator ranks."""
+        """[all] Start the run at step `start`: call `on_start`, then publish its weights to the engines."""
         place.on_start(start)  # [all]
         if place.publish:
             # An engine's first step may compile kernels.

@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 -m spmd_rl.rlvr +experiment=demo rollout.temperature=0.9
     python -m spmd_rl.rlvr +experiment=demo debug=true
 
-Marked lines are collectives, [all] of all ranks, [train] of the trainer ranks, the only ones left after
-`place.generate`. Never put one behind a condition that may differ between its ranks.
+Marked lines are collectives: every rank must execute an [all] line, every trainer rank a [train] line. Only trainer
+ranks go on after `place.generate`, inside which generator ranks do their part. Never put a marked line behind a
+condition that may differ between its ranks.
 """
 
 from spmd_rl.config import RlvrConfig, main
@@ -26,7 +27,7 @@ def run(cfg: RlvrConfig) -> None:
     rows = {"data.train": prompts.train, "data.eval": prompts.eval}
     with Job.open(cfg, rows, prompts, cfg.data.chat_template_kwargs) as job:  # [all]
         place = place_ranks(job)  # [all] who trains and who generates: `placement.mode`
-        # A rank with `generate` has no part in training.
+        # Such a rank works for the trainer ranks until the run is over: it generates, or holds a reference or teacher.
         if place.generate:
             place.generate()
             return
@@ -40,7 +41,7 @@ def run(cfg: RlvrConfig) -> None:
         for step in job.steps(start, saver):
             with track.step(step):
                 collected = rollouts.collect(step)  # [train] generated and scored, here or by other ranks
-                with sample_log.logged(track, collected, learner):  # [train] also where the run ends with this step
+                with sample_log.logged(track, collected, learner):  # [train] logs them, even if `prepare` raises
                     batches = learner.prepare(collected)  # [train] advantages, logprobs where they are needed
                 track.add(collected.metrics() | learner.update(batches))  # [train]
                 track.add(publish(version=step))  # [train] verified

@@ -41,8 +41,8 @@ INTRO = """\
 Each algorithm is one short function under `spmd_rl/algo/`, with the name that the settings use. Its keys are those of
 `algorithm`; `--help` has their defaults, and the recipes that combine them (`algorithm=<recipe>`). All
 statistics are over the global batch, so no result depends on the number of ranks, the size of micro-batches or the
-packing. An answer without a score is in no mean and in no loss. An answer of many turns, an agent's trajectory, counts
-once, even where it is trained as several segments: a sequence, to every aggregation and every ratio, is the trajectory.
+packing. An answer without a score is in no mean and in no loss. A trajectory (all turns of
+one episode) counts once: it is one sequence to every mean and ratio, even if it is stored as several rows of tokens.
 """
 OWN = """\
 ## Your own
@@ -71,11 +71,14 @@ algorithm.loss=my_algorithm:asymmetric algorithm.args.strength=0.5 algorithm.adv
 ```
 
 A loss gets the `Tokens` of whole samples and returns float [N], one value per token, alone or with metrics of the same
-shape. An advantage of answers gets the `Scored` of the global batch and returns float [n]; one of tokens gets `rewards,
-values, samples` and returns advantages and returns [N] (see `gae`). All are in `spmd_rl/algo/inputs.py`. Every other
-parameter is a setting: the key of `algorithm` of that name, or else `algorithm.args.<name>`. A mistake in these is told
-before the start; an exception names its file and line, and the run's `error.txt` has the traceback. All ranks must have
-the same file, and a run is not continued with another: its content is part of the run's identity.
+shape. An advantage with one parameter that is no setting is one of answers: it gets the `Scored` of the global batch
+and returns float [n]. With three it is one of tokens: it gets `rewards, values, samples`, of which `values` is None
+(only `gae` and `turn_gae` have a critic), and returns two tensors [N], advantages and returns; the second is not used.
+There is none of an agent's steps. `spmd_rl/algo/inputs.py` has these types, `spmd_rl/algo/moments.py` helpers such as
+`group_mean`. Every other parameter is a setting: the key of `algorithm` of that name, or else `algorithm.args.<name>`.
+A mistake in these is reported before the start; an exception names its file and line, and `error.txt` of the run has
+the traceback. All ranks must have the same file. Editing it and resuming is refused: its digest is part of the run's
+identity.
 """
 
 
@@ -103,14 +106,16 @@ SECTIONS = (
     ),
     Section(
         "Advantages of an agent's steps",
-        "`algorithm.advantage`: one number for each turn, for the tokens of that turn alone. What the rewards "
-        "of the steps do not add up to (a penalty, a verdict on the whole episode) counts with the last one.",
+        "`algorithm.advantage`: one number for each turn, for the tokens of that turn alone. The rewards of the steps "
+        "are made to add up to the score: any difference (a penalty, a verdict on the episode) goes to the last step.",
         STEP_ADVANTAGES,
     ),
     Section(
         "Advantages of tokens",
         "`algorithm.advantage`: from one reward per token, which `token_rewards` makes of the score, or of the rewards "
-        "of an agent's steps. What an environment said between two turns is in no sum and discounts nothing.",
+        "of an agent's steps. Tokens of the environment between two turns are in no sum and are not discounted. "
+        "`token_rewards` (keys: `kl_reward_coef`, `kl_reward_estimator`) runs before the estimator, `whiten` (key: "
+        "`whiten_advantages`) after it.",
         {**TOKEN_ADVANTAGES, **_named(token_rewards, moments.whiten)},
     ),
     Section("Policy losses", "`algorithm.loss`: one value per token, weighted by the aggregation.", POLICY_LOSSES),

@@ -46,7 +46,6 @@ def group_std(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> 
 
 
 def _dense(groups: Tensor) -> Tensor:
-    """Renumber the groups 0, 1, ..."""
     return torch.unique(groups, return_inverse=True)[1]
 
 

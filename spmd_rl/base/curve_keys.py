@@ -35,7 +35,7 @@ def check_bind(bind: str, keyed: bool) -> None:
         return
     match = _TCP.fullmatch(bind)
     if match is None or not (match[1] == "*" or is_address(match[1])):
-        raise UserError(f"bind: must be ipc or tcp://ADDRESS:PORT, ADDRESS in digits or *, not {bind!r}")
+        raise UserError(f"bind: must be ipc or tcp://ADDRESS:PORT, with a numeric ADDRESS or *, not {bind!r}")
     if match[2] is None or not 0 < int(match[2]) < 65536:
         raise UserError(f"bind: {bind} needs a port: tcp://{match[1]}:5555")
     if not keyed and not on_loopback(bind):
@@ -167,4 +167,4 @@ def _key(text: str, where: str) -> bytes:
             return text.encode("ascii")
     except (ValueError, KeyError, TypeError):
         pass
-    raise UserError(f"{where} is no CURVE key: 40 characters of Z85")
+    raise UserError(f"{where} is not a CURVE key, which has 40 characters of Z85")

@@ -160,8 +160,10 @@ def _download(key: str, repo: str, revision: str | None, patterns: Sequence[str]
     except errors.RepositoryNotFoundError:
         why = f"no directory {repo}, and the hub has no such model (if it is private: `hf auth login`)"
     except (errors.EntryNotFoundError, errors.OfflineModeIsEnabled, http_error()) as error:
-        reason = "offline, as HF_HUB_OFFLINE asks" if constants.HF_HUB_OFFLINE else one_line(error.__cause__ or error)
-        way = f"run `{_command(repo, revision)}` where there is a network"
+        reason = (
+            "offline, because HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else one_line(error.__cause__ or error)
+        )
+        way = f"run `{_command(repo, revision)}` on a machine with network access"
         why = f"no directory {repo}, and the hub cannot be reached ({reason}): {way}"
     raise UserError(f"{key}: {why}")
 

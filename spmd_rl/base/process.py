@@ -77,7 +77,7 @@ def deadline(seconds: float) -> Iterator[None]:
     """Raise Overtime inside the block after `seconds`, in any Python code. Main thread alone; uses SIGALRM."""
 
     def over(*_: object) -> None:
-        raise Overtime(f"not done after {seconds:g} s")
+        raise Overtime(f"not finished after {seconds:g} s")
 
     handler, timer = signal.signal(signal.SIGALRM, over), signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -147,7 +147,6 @@ def _fork_work(work: Callable[[Callable[[str], None]], None], says: int) -> int:
 
 
 def _watch(child: int, seconds: float) -> str:
-    """Wait for a child, and return how it ended."""
     # A pidfd cannot be reused by another process, and `select` on it has a timeout, which `waitpid` lacks.
     pidfd = os.pidfd_open(child)
     if not select.select([pidfd], [], [], seconds)[0]:

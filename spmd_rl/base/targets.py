@@ -82,7 +82,9 @@ def _import(key: str, target: str) -> tuple[str, str, str, Any]:
     module_name, _, name = target.partition(":")
     if module_name.endswith(".py") or "/" in module_name:
         module = module_name.removesuffix(".py").rpartition("/")[2]
-        raise UserError(f"{key}: {target}: a module and not a file; say {module}:{name}, its folder on PYTHONPATH")
+        raise UserError(
+            f"{key}: {target}: must be a module, not a file; write {module}:{name} with its folder on PYTHONPATH"
+        )
     with _user_code(f"{key}: {target} cannot be imported"):
         try:
             module = importlib.import_module(_found_as(module_name))
@@ -140,7 +142,7 @@ def build_target(
     wanted = {name: required for name, required in _parameters(constructor) if name in SERVICES and name not in args}
     if missing := [name for name, required in wanted.items() if required and name not in services]:
         if missing[0] == "url":
-            raise UserError(f"{section}.args.url: not given; or name {section}.devices for a server of its own")
+            raise UserError(f"{section}.args.url: must be given, or {section}.devices, which starts a server for it")
         raise UserError(f"{key}: {target} needs the `{missing[0]}` service, which this version does not have")
     provided = {name: services[name]() for name in wanted if name in services}
     names = dict(_parameters(constructor))
@@ -151,7 +153,7 @@ def build_target(
         provided["build"] = partial(build_target, kind=kind, services=services)
     with _user_code(f"{key}: {target} cannot be {'built' if is_class else 'called'} with {section}.args={dict(args)}"):
         if unknown := _unknown(constructor, args):
-            raise TypeError(f"unexpected keyword argument '{unknown}'; '~{section}.args.{unknown}' takes it away")
+            raise TypeError(f"unexpected keyword argument '{unknown}'; '~{section}.args.{unknown}' removes it")
         built = constructor(**args, **provided) if is_class else kind.of_function(constructor, {**args, **provided})
     kind.check(f"{key}: {target}", built)
     return built

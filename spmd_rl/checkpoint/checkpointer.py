@@ -219,11 +219,12 @@ class Checkpointer:
         return [temporary / STATE]
 
     def _publish(self, temporary: Path, complete: Manifest) -> None:
-        """Write the manifest and move the checkpoint to its final name, on rank 0."""
         if self._world.rank != 0:
             return
         # A file that no rank reported would have no hash, and make the checkpoint torn.
-        assert manifest.list_files(temporary).keys() == complete.files.keys(), "somebody wrote what it did not say"
+        assert manifest.list_files(temporary).keys() == complete.files.keys(), (
+            "a file was written that no rank reported"
+        )
         complete.write(temporary)
         # Names live in directories: without their own fsync, files could vanish after a power loss.
         for folder in [*(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
@@ -266,7 +267,7 @@ class Checkpointer:
         elif resume != "never":
             candidates = [str(Path(resume).expanduser().absolute())]
         elif used:
-            error = f"checkpoint.resume=never, but run.dir={self._run_dir} already holds a run"
+            error = f"checkpoint.resume=never, but run.dir={self._run_dir} already holds a run; choose another run.dir"
         return {"candidates": candidates, "error": error}
 
     def _load(self, path: Path) -> int:
@@ -289,7 +290,6 @@ class Checkpointer:
 
 
 def _hash(temporary: Path, written: list[Path], on_progress: Callable[[], object]) -> Hashed:
-    """Flush and hash the files that this rank wrote."""
     records = []
     for path in written:
         manifest.flush(path)
@@ -342,7 +342,9 @@ def finished(cfg: CheckpointConfig, run_dir: Path, steps: int, world: World) -> 
         return None
     if found["chosen"]:
         step = found["step"]
-        raise UserError(f"checkpoint.resume: {cfg.resume} is at step {step} already; set steps above {step}")
+        raise UserError(
+            f"checkpoint.resume: {cfg.resume} is at step {step} already; to continue, set steps above {step}"
+        )
     return found["step"]
 
 

@@ -129,7 +129,7 @@ def hash_file(path: Path, progress: Callable[[], object]) -> Entry:
 def check_file(path: Path, name: str, expected: str, progress: Callable[[], object] = lambda: None) -> None:
     """Raise `TornCheckpoint`, with the file's `name`, if its content does not have the expected hash."""
     if hash_file(path, progress).hash != expected:
-        raise TornCheckpoint(f"{name} does not have the content that its manifest vouches for")
+        raise TornCheckpoint(f"{name} does not match its checksum in the manifest")
 
 
 def flush(path: Path) -> None:

@@ -60,19 +60,21 @@ def own_function(algorithm: AlgorithmConfig, choice: str) -> Callable[..., Any]:
     function, count = _import(algorithm, choice), num_tensors(algorithm, choice)
     if count not in CHOICES[choice]:
         numbers = " or ".join(map(str, CHOICES[choice]))
-        raise UserError(f"{key}: {target} takes {count} arguments that are no settings, and must take {numbers}")
+        raise UserError(f"{key}: {target} takes {count} arguments by position, and must take {numbers}")
     fields = {name: value for name, value in vars(algorithm).items() if name not in ("args", "correction", "bounds")}
     given: dict[str, Any] = {}
     for parameter in _plain(function)[count:]:
         name = parameter.name
         if name in algorithm.args:
             if name in fields:
-                raise UserError(f"algorithm.args.{name}: it is a key already; say algorithm.{name}")
+                raise UserError(f"algorithm.args.{name}: is a setting of its own; set algorithm.{name}")
             given[name] = algorithm.args[name]
         elif name in fields:
             given[name] = fields[name]
         elif parameter.default is parameter.empty:
-            raise UserError(f"{key}: {target} wants `{name}`, which is no key of algorithm; say algorithm.args.{name}")
+            raise UserError(
+                f"{key}: {target} needs `{name}`, which is not a setting of algorithm; set algorithm.args.{name}"
+            )
     return guarded(function, f"{key}: {target}", given)
 
 

@@ -37,7 +37,7 @@ POSITIONS |= dict.fromkeys(("longrope", "su"), "original_max_position_embeddings
 its neighbours
 """
 REASONS = {
-    "has layers with a state, which runs on from one sequence into the next": (
+    "has layers whose state carries over from one sequence to the next": (
         "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h "
         "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba "
         "zamba2 zaya"
@@ -47,11 +47,11 @@ REASONS = {
     "has attention sinks": "deepseek_v4 gpt_oss granite_swa granitemoe_swa mimo_v2_flash",
     "chooses which tokens to attend to": "axk2 deepseek_v32 doge glm_moe_dsa hy_v4 minimax_m3_vl_text",
     "attends in chunks": "llama4 llama4_text",
-    "computes its attention by itself": (
+    "has its own attention code": (
         "bloom codegen falcon gpt_neo gpt_neox_japanese gptj mpt nemotron openai-gpt stablelm xglm"
     ),
     "has an output embedding with a bias": "phi",
-    "has experts of a kind of its own": "granitemoe granitemoeshared",
+    "has its own kind of experts": "granitemoe granitemoeshared",
     "cannot be loaded in shards": "biogpt gpt_neox",
 }
 """Reasons for which other types cannot be trained, if known"""
@@ -96,7 +96,7 @@ def check_architecture(key: str, folder: Path, longest: int, is_critic: bool = F
         raise UserError(f"{key}: {folder / 'config.json'}: pad_token_id {pad} is outside of the vocabulary of {size}")
     others = tuple(name for name in NO_CAUSAL_LM if name != REWARD_MODEL or not is_critic)
     if config.get("is_encoder_decoder") or any(name.endswith(others) for name in names):
-        raise UserError(f"{key}: {folder} is no causal language model but {', '.join(names) or kind}")
+        raise UserError(f"{key}: {folder} is not a causal language model but {', '.join(names) or kind}")
     if reason := next(_reasons(kind, config), None):
         raise UserError(f"{key}: {kind} {reason} and cannot be trained here; these can: {', '.join(ACCEPTED)}")
     for what, limit in _limits(kind, config):
@@ -117,7 +117,7 @@ def _reasons(kind: str, config: dict[str, Any]) -> Iterator[str]:
     """Yield reasons for which a model cannot be trained with any lengths and engine."""
     yield from (reason for reason, kinds in REASONS.items() if kind in kinds.split())
     if "text_config" in config:
-        yield "has more in it than a language model"
+        yield "has other parts than a language model"
     if kind not in ACCEPTED:
         yield "is not known to keep packed sequences apart"
     if other := {*map(str, config.get("layer_types") or ())} - LAYERS:
@@ -140,11 +140,11 @@ def _limits(kind: str, config: dict[str, Any]) -> Iterator[tuple[str, int]]:
     asked, layers = config.get("use_sliding_window", kind not in UNLESS_ASKED), config.get("layer_types")
     slides = asked and not (kind in SLIDING and layers and "sliding_attention" not in layers)
     if slides and (window := config.get("sliding_window", WINDOWS.get(kind))):
-        yield f"the sliding window of {kind}, which training has not", window
+        yield f"the sliding window of {kind}, which training does not support", window
     for name, settings in _positions(config):
         if where := POSITIONS[name]:
             limit = config.get(where) or settings.get(where) or config.get("max_position_embeddings") or 0
-            yield f"the length up to which the {name} positions of {kind} are those of each sequence alone", limit
+            yield f"the length up to which the {name} positions of {kind} do not depend on other sequences", limit
 
 
 def _positions(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -63,22 +63,22 @@ class Backend:
         train, default = role.train, {one.name: one.default for one in fields(TrainConfig)}
         for key in (key for key in (*AXES, *OWN) if key not in (*self.axes, *self.settings)):
             if getattr(train, key) != default[key]:
-                raise UserError(f"{role.key}.{key}: train={train.name} has it not; must be {default[key]}")
+                raise UserError(f"{role.key}.{key}: not supported by train={train.name}; must be {default[key]}")
         optimizer = getattr(role.own, "optimizer", self.optimizers[0])
         if optimizer not in self.optimizers:
             known = ", ".join(self.optimizers)
-            raise UserError(f"{role.name}.optimizer: {optimizer} is unknown to train={train.name}; known: {known}")
+            raise UserError(f"{role.name}.optimizer: train={train.name} has no optimizer {optimizer}; known: {known}")
         if role.sync_steps is not None and not self.follows:
-            raise UserError(f"{role.name}.sync_steps: train={train.name} keeps a reference as it was; say "
+            raise UserError(f"{role.name}.sync_steps: train={train.name} cannot update a reference; set "
                             f"{role.name}.train.name=fsdp2")  # fmt: skip
         if role.dtype not in (*self.dtypes, "auto"):
-            raise UserError(f"{role.section or role.name}.dtype: train={train.name} has no {role.dtype}")
+            raise UserError(f"{role.section or role.name}.dtype: train={train.name} does not support {role.dtype}")
         if role.lora.rank and not self.adapters:
             raise UserError(f"{role.section or role.name}.lora.rank: train={train.name} trains no adapters; must be 0")
         if role.lora.base and not (self.quantized_base and max(train.tp, train.pp, train.ep) == 1):
             able = " or ".join(name for name in BACKENDS if backend(name).quantized_base)
             raise UserError(
-                f"{role.section or role.name}.lora.base: {role.lora.base} only with train={able}, without tp, pp and ep"
+                f"{role.section or role.name}.lora.base: {role.lora.base} needs train={able}, without tp, pp and ep"
             )
         # `find_spec` does not import: peft would import torch.
         if role.lora.rank and importlib.util.find_spec("peft") is None:
@@ -105,14 +105,13 @@ def check_following(roles: list) -> None:
     policy = roles[0]
     if getattr(policy.own, "router_bias_update_speed", 0):
         raise UserError(
-            "reference.sync_steps: a reference does not follow the biases of routers; "
-            "policy.router_bias_update_speed must be 0"
+            "reference.sync_steps: a reference cannot follow router biases; policy.router_bias_update_speed must be 0"
         )
     ours, theirs = (_architecture(role.model) for role in (policy, reference))
     if ours != theirs:
         raise UserError(
             f"{reference.model_key}: its {next(key for key in ours if ours[key] != theirs[key])} is not the policy's; "
-            "a reference that follows the policy is of its architecture"
+            "a reference that follows the policy must have its architecture"
         )
 
 

@@ -47,14 +47,17 @@ VOCABULARY_ROWS = 64
 """Engines pad the vocabulary to a multiple of this before they shard it"""
 
 
-NO_TRAINING_DATA = f"data.train: no training data is given; {EVALUATE} evaluates data.eval and trains nothing"
+NO_TRAINING_DATA = (
+    f"data.train: no training data is given; set it, or {EVALUATE} evaluates data.eval and trains nothing"
+)
 NO_ROWS = (
-    "data.eval: nothing is given to evaluate; say data.eval=test.jsonl with a reward (data=jsonl_math has one), or "
+    "data.eval: nothing to evaluate is given; set data.eval=test.jsonl with a reward (data=jsonl_math has one), or "
     "env.<tag>.target=module:Class, or the experiment of a run, such as +experiment=demo"
 )
 NO_ENVIRONMENT = (
-    "env: no environment is given; say env.<tag>.target=module:Class, as env.lake.target=envs.frozen_lake:FrozenLake; "
-    "to see a small model learn to walk, say +experiment=demo_frozen_lake (docs/ENVIRONMENTS.md)"
+    "env: no environment is given; set env.<tag>.target=module:Class, such as "
+    "env.lake.target=envs.frozen_lake:FrozenLake; for a small model that learns to walk, set "
+    "+experiment=demo_frozen_lake (docs/ENVIRONMENTS.md)"
 )
 
 
@@ -96,14 +99,14 @@ def take_shape(plan: PlanConfig, policy: ServedModelConfig) -> None:
 def check_shapes(plan: PlanConfig, roles: list, placement: PlacementConfig | None = None) -> None:
     """Check that each model has a `config.json`, and that `plan.rank` is one of the ranks."""
     if placement and placement.frozen:
-        raise UserError(f"placement.{next(iter(placement.frozen))}: --plan does not know ranks of frozen roles yet")
+        raise UserError(f"placement.{next(iter(placement.frozen))}: not supported by --plan yet; must be null")
     for role in loaded_roles(roles):
         key, model = role.model_key, role.own
         model.model = fetch_config(key, model.model, wait=local_rank() != 0)
         if not (model_folder(model.model) / "config.json").is_file():
-            raise UserError(f"{key}: {model.model} has no config.json, by which to plan; or say plan.shape")
+            raise UserError(f"{key}: {model.model} has no config.json, which --plan reads; set plan.shape")
     if plan.rank is not None and plan.rank >= world_size():
-        raise UserError(f"plan.rank: {plan.rank} is none of {world_size()} ranks")
+        raise UserError(f"plan.rank: must be below {world_size()}, the number of ranks, not {plan.rank}")
 
 
 def stay_offline(roles: list, reward: RewardsConfig, data: DataConfig | None = None) -> None:
@@ -135,9 +138,7 @@ def _check_carried(rollout: RolloutConfig, placement: PlacementConfig) -> None:
         return
     key = "rollout.partial_rollout with placement.mode=" + placement.mode
     if rollout.accept != "in_order" or rollout.claim != "store":
-        raise UserError(
-            f"{key}: only with rollout.accept=in_order and rollout.claim=store, else tokens could be too old"
-        )
+        raise UserError(f"{key}: only with rollout.accept=in_order and rollout.claim=store, or tokens could be too old")
     if rollout.over_sample > most * rollout.prompts_per_step:
         raise UserError(
             f"{key}: rollout.over_sample={rollout.over_sample} runs ahead by more than placement.max_staleness={most} "
@@ -205,9 +206,7 @@ def check_replicas(engine: EngineConfig, placement: PlacementConfig, policy: Ser
 def check_episode(rollout: SamplingConfig, env: EnvsConfig | None = None) -> None:
     """Check that `rollout.target` names a coroutine function of one context, and that it is compatible with `env`."""
     if env is not None and env.tags and rollout.thinking_budget:
-        raise UserError(
-            "rollout.thinking_budget: an agent's thoughts are not ended for it; only answers to prompts are"
-        )
+        raise UserError("rollout.thinking_budget: not supported for agents, only for answers to prompts")
     if rollout.target is not None:
         import_coroutine("rollout.target", rollout.target)
 
@@ -280,7 +279,7 @@ def check_vocabularies(roles: list) -> None:
     """Check that a token id means the same to each model: some judge the answers of others."""
     for role in roles[1:]:
         if problem := difference(model_folder(roles[0].model), model_folder(role.model)):
-            raise UserError(f"{role.model_key}: {role.model} has another vocabulary than policy.model: {problem}")
+            raise UserError(f"{role.model_key}: {role.model} has a different vocabulary from policy.model's: {problem}")
 
 
 def fetch_models(roles: list[RoleConfig]) -> None:
@@ -323,11 +322,11 @@ def check_adapters(engine: EngineConfig, policy: ServedModelConfig, placement: P
     wrong = {
         "needs policy.lora.rank above 0": lora is None or not lora.rank,
         f"only with engine={able}; engine={engine.name} gets merged weights": not facts.adapters,
-        "only with engine.tp=1 and engine.pp=1, where what the engine holds can be compared": engine.ranks != 1,
+        "only with engine.tp=1 and engine.pp=1, where the engine's weights can be compared": engine.ranks != 1,
         "only with placement.mode=colocated or overlapped": placement is not None and placement.is_split,
-        "not with policy.lora.dora, which engines lack": lora is not None and lora.dora,
+        "not with policy.lora.dora, which engines do not support": lora is not None and lora.dora,
         f"policy.lora.rank must be at most {MAX_RANK}": lora is not None and lora.rank > MAX_RANK,
-        f"not with a mixture of experts on {facts.title}, whose experts it would give adapters too": (
+        f"not with a mixture of experts on {facts.title}, which would get adapters on its experts too": (
             not facts.adapters_of_mixtures and experts_in(model_folder(policy.model)) != 0
         ),
     }
@@ -356,10 +355,10 @@ def check_constraint(
         "engine.args.async_scheduling": engine.args.get("async_scheduling"),
         "engine.args.speculative_config": "speculative_config" in engine.args,
         "rollout.stop, which would cut answers short": rollout.stop,
-        "rollout.thinking_budget, whose text is no part of it": rollout.thinking_budget,
+        "rollout.thinking_budget, whose text the constraint does not cover": rollout.thinking_budget,
         "rollout.target, whose turns may go on within an answer": rollout.target,
-        "teacher.model, whose answers are free": teacher and teacher.by_domain,
-        "warmup.steps, whose demonstrations are free": warmup and warmup.steps,
+        "teacher.model, whose answers are not constrained": teacher and teacher.by_domain,
+        "warmup.steps, whose demonstrations are not constrained": warmup and warmup.steps,
     }
     for what, applies in refused.items():
         if applies:

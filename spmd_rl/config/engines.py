@@ -65,14 +65,14 @@ class EngineFacts:
         if engine.quantization not in (None, *SIMULATED) and not able:
             names = with_ability(lambda other: engine.quantization in other.quantizations)
             raise UserError(
-                f"engine.quantization: {engine.quantization} only with engine={names} engine.tp=1, without "
+                f"engine.quantization: {engine.quantization} needs engine={names} engine.tp=1, without "
                 "engine.adapters, and not for mixtures of experts"
             )
         if policy.router_replay and not self.reports_experts:
             names = with_ability(lambda other: other.reports_experts)
-            raise UserError(f"policy.router_replay: engine={engine.name} does not report router choices; say {names}")
+            raise UserError(f"policy.router_replay: engine={engine.name} does not report router choices; set {names}")
         if policy.router_replay and mixture == 0:
-            raise UserError("policy.router_replay: the model is no mixture of experts; must be false")
+            raise UserError("policy.router_replay: the model is not a mixture of experts; must be false")
         low, high = self.temperatures
         for section, value in temperatures.items():
             if value and not low <= value <= high:
@@ -81,18 +81,18 @@ class EngineFacts:
                 )
         if engine.drafts and truncated:
             key = f"{truncated[0]}.top_k, top_p or min_p"
-            raise UserError(f"engine.drafts: with engine={engine.name} not while {key} cuts tokens off")
+            raise UserError(f"engine.drafts: engine={engine.name} cannot verify drafts while {key} cuts tokens off")
 
     def check_settings(self, engine: EngineConfig) -> None:
         """Raise a UserError for a key of `engine` that this engine lacks."""
         for axis in ("tp", "pp"):
             if getattr(engine, axis) != 1 and axis not in self.axes:
-                raise UserError(f"engine.{axis}: not with engine={engine.name}; must be 1")
+                raise UserError(f"engine.{axis}: not supported by engine={engine.name}; must be 1")
         if engine.drafts and not self.drafts:
-            raise UserError(f"engine.drafts: not with engine={engine.name}; must be 0")
+            raise UserError(f"engine.drafts: not supported by engine={engine.name}; must be 0")
         if engine.args and not self.takes_args:
             names = with_ability(lambda other: other.takes_args)
-            raise UserError(f"engine.args: engine={engine.name} takes none; they are for engine={names}")
+            raise UserError(f"engine.args: engine={engine.name} has no arguments; they are for engine={names}")
 
     def check_package(self) -> None:
         """Raise a UserError unless the package is installed in a version that is supported."""
@@ -101,7 +101,7 @@ class EngineFacts:
         missing, found = importlib.util.find_spec(self.package) is None, unsupported(self.package)
         if missing or found:
             wrong = f"{self.title} is not installed here" if missing else f"{self.title} {found[0]} is not {found[1]}"
-            raise UserError(f"engine={self.package}: {wrong}; {self.installation}; or say engine=native")
+            raise UserError(f"engine={self.package}: {wrong}; {self.installation}; or set engine=native")
 
     @property
     def installation(self) -> str:

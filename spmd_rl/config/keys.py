@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from spmd_rl.base.errors import UserError
-from spmd_rl.config.known_names import hint
+from spmd_rl.config.known_names import EARLIER, hint
 
 TYPING_ERROR = 0.9
 """Similarity above which a key counts as mistyped, not as another library's."""
@@ -90,7 +90,7 @@ def check_keys(values: Mapping[str, Any], schema: type, pipelines: Mapping[str, 
                 unknown.extend([below for below, _ in flatten({key: value})] or [key])
             elif is_dataclass(kind):
                 if not isinstance(value, Mapping):
-                    raise UserError(f"{key}: is a section, not a value; say {key}.<key>=value")
+                    raise UserError(f"{key}: is a section, not a value; set {key}.<key>=value")
                 check(value, kind, f"{key}.")
 
     check(values, schema, "")
@@ -121,6 +121,8 @@ def _hint(key: str, known: Sequence[str]) -> str:
         whole = difflib.SequenceMatcher(None, key, other).ratio()
         return max(whole, difflib.SequenceMatcher(None, *words).ratio() - 0.1 + whole / 100)
 
+    if key in EARLIER:
+        return f"it is now {EARLIER[key]}"
     near = max(known, key=likeness)
     if difflib.SequenceMatcher(None, key, near).ratio() < TYPING_ERROR and (theirs := hint(key)):
         return theirs

@@ -6,6 +6,7 @@ A name is matched by its last parts first, so that `actor_rollout_ref.actor.opti
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 _THEIRS = {
     # the model and its optimizer
@@ -147,15 +148,15 @@ _ABSENT = {
     "sequences are always packed without padding": "use_remove_padding packing",
     "the KV cache is given in tokens: engine.kv_tokens": "gpu_memory_utilization vllm_gpu_memory_utilization",
     "engine=vllm runs in the process of each rank": "vllm_mode",
-    "every engine.tp x engine.pp ranks that generate are a replica, so that there are as many as fit": (
+    "engine.tp x engine.pp generator ranks form a replica; their number follows from that of the ranks": (
         "engine.dp engine.data_parallel_size vllm_data_parallel_size"
     ),
-    "an engine's ranks have a part of each expert (engine.tp); whole experts on some of them are not shown": (
+    "an engine's ranks have a part of each expert (engine.tp); whole experts on single ranks are not supported": (
         "engine.ep engine.expert_parallel engine.enable_expert_parallel"
     ),
-    "torchrun says how many ranks there are: --nproc-per-node": "n_gpus_per_node num_gpus_per_node",
-    "torchrun says how many nodes there are: --nnodes": "nnodes num_nodes",
-    "ranks / train.tp / train.dp_replicate ranks share out a copy of the model; set train.dp_replicate": "fsdp_size",
+    "torchrun sets the number of ranks: --nproc-per-node": "n_gpus_per_node num_gpus_per_node",
+    "torchrun sets the number of nodes: --nnodes": "nnodes num_nodes",
+    "ranks / train.tp / train.dp_replicate ranks share a copy of the model; set train.dp_replicate": "fsdp_size",
     "train=fsdp2 shards fully, train.dp_replicate makes several copies (HSDP); train=deepspeed has train.stage": (
         "sharding_strategy fsdp_sharding_strategy"
     ),
@@ -182,7 +183,7 @@ _ABSENT = {
     "not needed: logits are never whole in memory, their logprobs are computed in chunks": "use_liger_kernel",
     "tokens are not selected by entropy; algorithm.loss=clip_cov and kl_cov do by covariance": "top_entropy_quantile",
     "not needed: prompts stay messages until the model's own chat template renders them": "return_raw_chat",
-    "samples are always dealt to ranks by their tokens": "balance_batch",
+    "samples are always balanced over ranks by their tokens": "balance_batch",
     "agents have a pipeline of their own: python -m spmd_rl.agentic": "multi_turn.enable",
     "metrics.jsonl has a line for each step": "logging_steps",
     "all files of a run are in run.dir": "logging_dir",
@@ -197,6 +198,21 @@ _ABSENT = {
 """Explanations for settings that do not exist here, with their names elsewhere"""
 ABSENT: Mapping[str, str] = {name: told for told, names in _ABSENT.items() for name in names.split()}
 """Explanations for settings that do not exist here, by their names elsewhere."""
+
+
+EARLIER: Mapping[str, str] = {"teacher.alone": "teacher.only"}
+"""Present names of settings, by the names that earlier versions had for them."""
+
+
+def with_present_names(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of a run's saved settings with `EARLIER` names replaced."""
+    found = dict(tree)
+    for old, new in EARLIER.items():
+        section, _, name = old.rpartition(".")
+        below = found.get(section)
+        if isinstance(below, Mapping) and name in below:
+            found[section] = {new.rpartition(".")[2] if key == name else key: value for key, value in below.items()}
+    return found
 
 
 def hint(key: str) -> str | None:

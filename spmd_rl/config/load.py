@@ -108,7 +108,7 @@ def check_experiment(pipeline: str, overrides: Sequence[str]) -> None:
         if key == GROUP_WITHOUT_DEFAULT and path.is_file():
             doors = experiment_doors(path)
             if pipeline in PIPELINES and pipeline not in doors:
-                raise UserError(f"{key}={name}: it is one of python -m spmd_rl.{doors[0]}")
+                raise UserError(f"{key}={name}: not an experiment of this pipeline; run python -m spmd_rl.{doors[0]}")
 
 
 def check_recipe(overrides: Sequence[str]) -> None:
@@ -117,7 +117,7 @@ def check_recipe(overrides: Sequence[str]) -> None:
     for line in overrides:
         recipe = recipes.get(line.lstrip("+"))
         if recipe and recipe not in overrides:
-            raise UserError(f"algorithm.name: is a name alone and sets nothing; the recipe is {recipe}")
+            raise UserError(f"algorithm.name: is only a label and sets nothing; to choose the recipe, set {recipe}")
 
 
 def experiment_doors(path: Path) -> list[str]:
@@ -163,7 +163,7 @@ def compose(
     except (HydraException, ConfigCompositionException, OmegaConfBaseException) as error:
         line = _first_line(error)
         if found := re.fullmatch(r"Error merging override \+*([\w.]+)=.*", line):
-            line = f"{found[1]}: is a section, not a value; say {found[1]}.<key>=value"
+            line = f"{found[1]}: is a section, not a value; set {found[1]}.<key>=value"
         elif found := re.match(r"Could not override '(\w+)'", line):
             given = next((one for one in overrides if one.lstrip("+").startswith(f"{found[1]}=")), found[1])
             line = f"{given}: {pipeline} has no group {found[1]}"
@@ -178,7 +178,7 @@ def compose(
     said = {line.lstrip("+").partition("=")[0] for line in overrides}
     # A YAML file may come from another person; running code needs the user's own word.
     if OmegaConf.select(values, REMOTE_CODE) and REMOTE_CODE not in said:
-        raise UserError(f"{REMOTE_CODE}: a YAML file turns it on, which others may have written; say it on the line")
+        raise UserError(f"{REMOTE_CODE}: set by a YAML file, which others may have written; set it on the command line")
     schema = PIPELINES.get(pipeline)
     return without_others(values, schema, overrides) if schema and schema.borrows else values
 
@@ -234,7 +234,7 @@ def _parse(line: str) -> Override:
     parser = OverridesParser.create()
     key, equals, value = line.partition("=")
     if not key.strip("+ ") or not (equals or line.startswith("~")):
-        raise UserError(f"{line}: not an override; say key=value")
+        raise UserError(f"{line}: not an override; write key=value")
     try:
         override = parser.parse_overrides([line])[0]
         if not override.is_sweep_override():
@@ -318,7 +318,7 @@ def _type_error(error: OmegaConfBaseException, values: DictConfig, schema: type)
         return f"{key}: {_first_line(error)}"
     shown = OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
     line = f"{key}: expected {type_name(leaf.type)}, got {'null' if shown is None else repr(shown)}"
-    return f"{line}; say {key}='{_as_list(shown)}'" if _is_single(leaf.type, shown) else line
+    return f"{line}; set {key}='{_as_list(shown)}'" if _is_single(leaf.type, shown) else line
 
 
 def _is_single(kind: Any, given: Any) -> bool:
@@ -328,7 +328,6 @@ def _is_single(kind: Any, given: Any) -> bool:
 
 
 def _as_list(given: str | float) -> str:
-    """Return one value as a list of one, in Hydra's syntax."""
     return json.dumps([given.strip("[] ") or given] if isinstance(given, str) else [given], ensure_ascii=False)
 
 

@@ -89,10 +89,10 @@ def main(
             return None
         planned = apply((pretend_ranks,), cfg) if shows else []
         if asked.plan:
-            require(planned, f"--plan: {pipeline} has no section plan")
+            require(planned, f"--plan: not supported by {pipeline}")
             check_plan(cfg)
             return imported(PLAN, "torch")(cfg)
-        require(bool(preview) or not asked.dry_run, f"--dry-run: {pipeline} has nothing to show")
+        require(bool(preview) or not asked.dry_run, f"--dry-run: not supported by {pipeline}")
         check(cfg)
         notices = continue_run(cfg, pipeline)
         if rank() == 0:
@@ -311,14 +311,14 @@ options:
   --help                this text
   --dry-run             print the batch arithmetic, three prompts, their rewards and what would be written; run nothing
   --plan                print what a rank would hold and be sent in each phase, and whether it fits; run nothing
-  --cfg job             print the settings that this line stands for, and run nothing
+  --cfg job             print the composed settings, and run nothing
   --config-dir DIR      look for groups and YAML files in DIR too
   --config-name NAME    start from NAME.yaml, not {pipeline}.yaml
 
 groups (group=option; +experiment=option):
 {groups}
 
-settings (key=value), as this line has them:
+settings (key=value), with the values of this command line:
 {settings}
 """
 

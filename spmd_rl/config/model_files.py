@@ -32,8 +32,8 @@ def trained_model(key: str, name: str) -> tuple[str, str | None]:
         return name, None
     settings = saved_config(folder.parents[1]) if len(folder.parents) > 1 else None
     if settings is None:
-        way = f"python -m spmd_rl convert to-hf {folder} OUT --model MODEL makes a model of it: {key}=OUT"
-        raise UserError(f"{key}: {folder} lies in no run's directory; {way}")
+        way = f"python -m spmd_rl convert to-hf {folder} OUT --model MODEL converts it; then set {key}=OUT"
+        raise UserError(f"{key}: {folder} is not in a run's directory; {way}")
     return settings["policy"]["model"], str(folder)
 
 
@@ -47,7 +47,7 @@ def exported_model(key: str, name: str) -> str:
         return name
     exported = Path(checkpoint) / "hf"
     if not exported.is_dir():
-        way = f"python -m spmd_rl convert to-hf {checkpoint} OUT makes one: {key}=OUT"
+        way = f"python -m spmd_rl convert to-hf {checkpoint} OUT converts it; then set {key}=OUT"
         raise UserError(f"{key}: {checkpoint} has no hf/, as checkpoint.export_hf was false; {way}")
     return str(exported)
 
@@ -58,7 +58,7 @@ def check_weights(key: str, folder: Path) -> None:
         try:
             # Opening a file checks its header against its size, which finds interrupted downloads.
             list(shapes(path))
-            fault = "" if _is_written(path) else "nothing was ever written behind its first mebibyte"
+            fault = "" if _is_written(path) else "it has only zeros after its first MiB"
         except (OSError, SafetensorError) as error:
             fault = one_line(str(error))
         if fault:

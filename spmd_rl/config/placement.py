@@ -53,9 +53,11 @@ def check_frozen(roles: list, placement: PlacementConfig) -> None:
             why = {"reference": "algorithm.kl_coef and algorithm.kl_reward_coef are 0", "teacher": "no teacher.model"}
             raise UserError(f"placement.{key}: there is no {key} ({why[key]}); must be null")
         if any(role.sync_steps is not None for role in own):
-            raise UserError(f"placement.{key}: must be null with {key}.sync_steps, which follows the policy beside it")
+            raise UserError(
+                f"placement.{key}: must be null with {key}.sync_steps, whose reference follows the policy on its ranks"
+            )
         if any(role.is_base_of(roles[0]) for role in own):
-            raise UserError(f"placement.{key}: must be null, it is the policy with its adapters off (policy.lora)")
+            raise UserError(f"placement.{key}: must be null, as it is the policy without its adapters (policy.lora)")
 
 
 def _sides(
@@ -63,7 +65,7 @@ def _sides(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the training ranks and the pure generator ranks. left: the ranks that hold no frozen role."""
     if len(left) < 2:
-        raise UserError("placement.mode: split needs two ranks at least: torchrun --nproc-per-node 2 ...")
+        raise UserError("placement.mode: split needs at least two ranks: torchrun --nproc-per-node 2 ...")
     train = _ranks("train", settings.train, everyone, left)
     generate = _ranks("generate", settings.generate, everyone, left)
     if train is None and generate is None:
@@ -97,7 +99,7 @@ def _ranks(
             raise UserError(f"placement.{key}: {text} of {len(among)} ranks is {count}; each side needs one")
         # From opposite ends, so that two shares do not overlap.
         return among[:count] if key == "train" else among[-count:]
-    like = "ranks as 0-3 or 0,2,4-7, or a share as 25%"
+    like = "ranks such as 0-3 or 0,2,4-7, or a share such as 25%"
     return tuple(numbers_in(f"placement.{key}", text, len(everyone), "rank", like))
 
 

@@ -56,14 +56,14 @@ def check_rewards(reward: RewardsConfig, journal: JournalConfig, debug: bool, da
             else ("math.target=rewards.math_verify:MathReward")
         )
         raise UserError(
-            f"reward: no domain has a rewarder; say reward.<domain>.target=module:Class, as in reward.{known}"
+            f"reward: no domain has a rewarder; set reward.<domain>.target=module:Class, such as reward.{known}"
             + ("" if generated else "; for questions with a number or formula as the answer data=jsonl_math sets it")
         )
     plugins = []
     for domain, one in reward.domains.items():
         _check_timeout(f"reward.{domain}.timeout", one.timeout, journal, debug)
         if one.devices is not None and debug:
-            raise UserError(f"reward.{domain}.devices: debug starts no server; give reward.{domain}.args.url")
+            raise UserError(f"reward.{domain}.devices: debug=true starts no server; set reward.{domain}.args.url")
         services = UNPROVIDED if one.devices is None else {**UNPROVIDED, "url": lambda: "http://127.0.0.1/v1"}
         plugins.append(PluginSetting(f"reward.{domain}", one, REWARDER, services))
     workers = {f"{plugin.section}.workers": plugin.settings.workers for plugin in plugins}
@@ -96,10 +96,9 @@ def check_envs(env: EnvsConfig, journal: JournalConfig, debug: bool) -> None:
 
 
 def _check_timeout(key: str, seconds: float, journal: JournalConfig, debug: bool) -> None:
-    """Check that a plug-in's time limit is no stall."""
     if seconds >= journal.stall_seconds and not debug:
         limit = f"journal.stall_seconds={journal.stall_seconds:g}"
-        raise UserError(f"{key}: {seconds:g} s of legal waiting, but {limit} ends the run")
+        raise UserError(f"{key}: a call may take {seconds:g} s, but {limit} ends the run; raise that, or lower this")
 
 
 def _check_plugins(what: str, plugins: list[PluginSetting], workers: Mapping[str, int], per_core: int) -> None:

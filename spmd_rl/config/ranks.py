@@ -57,7 +57,7 @@ class LayoutSizes:
             said += f" / {key} {size}" if size > 1 else ""
         if left * cp * tp % ep:
             raise UserError(
-                f"{section}.ep: {ep} does not divide {left * cp * tp}, the ranks that can share experts out"
+                f"{section}.ep: {ep} does not divide {left * cp * tp}, the ranks that can share the experts"
             )
         return cls(pp, dp_replicate, left, cp, tp, ep)
 
@@ -78,7 +78,7 @@ def check_experts(section: str, count: int, model: str, ep: int) -> None:
     section: the settings section that the error names. model: its name of the model.
     """
     if ep > 1 and not count:
-        raise UserError(f"{section}.ep: {model} has no experts to share out; must be 1")
+        raise UserError(f"{section}.ep: {model} has no experts; must be 1")
     fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
     if ep > 1 and count % ep:
         raise UserError(

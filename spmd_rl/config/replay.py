@@ -52,16 +52,20 @@ def check_replay(
     if rollout.replay is None:
         return
     if placement.is_split:
-        raise UserError(f"placement.mode: {placement.mode} is impossible with rollout.replay, where nobody generates")
+        raise UserError(
+            f"placement.mode: {placement.mode} is not supported with rollout.replay, which generates nothing"
+        )
     if warmup and warmup.steps:
-        raise UserError("warmup.steps: must be 0 with rollout.replay, where no environment is played")
+        raise UserError("warmup.steps: must be 0 with rollout.replay, which plays no environment")
     run, now = Path(rollout.replay).expanduser(), about_samples(rollout, algorithm, policy, env)
     try:
         then = json.loads((run / FOLDER / ABOUT).read_text())
     except (OSError, ValueError):
-        raise UserError(f"rollout.replay: {run} is no run whose rollouts were kept; rollout.dump=true does") from None
+        raise UserError(
+            f"rollout.replay: {run} is not a run with saved rollouts, which rollout.dump=true writes"
+        ) from None
     if odd := next((key for key in now if then.get(key) != now[key]), None):
         raise UserError(f"rollout.replay: {odd} is {then.get(odd)} in {run} and {now[odd]} here")
     last = next(step for step in range(steps + 1) if not step_file(run / FOLDER, step + 1).is_file() or step == steps)
     if last < steps:
-        raise UserError(f"rollout.replay: {run} ends with step {last}, and steps={steps}; say steps={last}")
+        raise UserError(f"rollout.replay: {run} ends with step {last}, and steps={steps}; set steps={last}")

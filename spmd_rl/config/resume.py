@@ -90,8 +90,8 @@ def _refusal(key: str, then: Mapping[str, Any], now: Mapping[str, Any], folder: 
     checkpoint = latest.with_name(latest.read_text(encoding="utf-8").strip())
     # A checkpoint counts the prompts of its own data, so other data needs a new run from its weights.
     if key.startswith(("data.", "policy.model")):
-        return line + f"or begin another run with its weights: policy.model={checkpoint}/hf run.dir=NEW"
-    return line + f"or begin another run where it stands: checkpoint.resume={checkpoint} run.dir=NEW"
+        return line + f"or start another run with its weights: policy.model={checkpoint}/hf run.dir=NEW"
+    return line + f"or start another run from its state: checkpoint.resume={checkpoint} run.dir=NEW"
 
 
 def _shown(settings: Mapping[str, Any], key: str) -> str:

@@ -34,7 +34,7 @@ def check_resume(run: RunConfig, checkpoint: CheckpointConfig) -> None:
     if checkpoint.is_given and not (Path(resume) / "manifest.json").is_file():
         known = [path for place in ("", "checkpoints/") for path in Path(resume).glob(f"{place}step-*/manifest.json")]
         known = f"give {max(known).parent}" if known else "give a checkpoint such as runs/mine/checkpoints/step-000010"
-        raise UserError(f"checkpoint.resume: {resume} is no checkpoint, it has no manifest.json; {known}")
+        raise UserError(f"checkpoint.resume: {resume} is not a checkpoint: it has no manifest.json; {known}")
 
 
 def check_writable(folder: Path) -> None:
@@ -52,7 +52,7 @@ def check_writable(folder: Path) -> None:
     for names, fits, kind in ((FOLDERS, Path.is_dir, "a directory"), (FILES, Path.is_file, "a file")):
         for path in (folder / name for name in names):
             if path.exists() and not fits(path):
-                raise UserError(f"run.dir: {path} is in the way: the run needs {kind} of this name")
+                raise UserError(f"run.dir: {path} exists, but the run needs {kind} of this name")
 
 
 def check_wandb(track: TrackConfig) -> None:
@@ -68,6 +68,6 @@ def check_wandb(track: TrackConfig) -> None:
         known = {}
     if host not in known:
         raise UserError(
-            f"track.wandb: online needs a key for {host}: run `wandb login`, set WANDB_API_KEY, or say "
+            f"track.wandb: online needs a key for {host}: run `wandb login`, set WANDB_API_KEY, or set "
             "track.wandb=offline"
         )

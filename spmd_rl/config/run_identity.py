@@ -24,6 +24,7 @@ from spmd_rl.config.algorithm_targets import sources
 from spmd_rl.config.backends import backend
 from spmd_rl.config.engines import facts_of
 from spmd_rl.config.keys import flatten, to_dict
+from spmd_rl.config.known_names import EARLIER, with_present_names
 from spmd_rl.config.sections.engine import ENGINES
 from spmd_rl.config.sections.models import BACKENDS
 
@@ -71,7 +72,10 @@ def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def identity_hash(cfg: Any) -> str:
     """Return 8 hexadecimal digits over the `identity` of the settings."""
-    text = json.dumps(identity(to_dict(cfg)) | sources(cfg), sort_keys=True, ensure_ascii=True)
+    # Under earlier names, so that a renamed setting leaves the names of runs as they are.
+    earlier = {new: old for old, new in EARLIER.items()}
+    settings = {earlier.get(key, key): value for key, value in identity(to_dict(cfg)).items()}
+    text = json.dumps(settings | sources(cfg), sort_keys=True, ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
@@ -115,7 +119,7 @@ def saved_config(directory: str | Path) -> dict[str, Any] | None:
         tree = None
     if not isinstance(tree, dict):
         raise UserError(f"run.dir: {path} cannot be read; remove it, or choose another run.dir")
-    return tree
+    return with_present_names(tree)
 
 
 def write_config(cfg: Any, directory: str | Path, pipeline: str) -> None:

@@ -150,7 +150,7 @@ class RlConfig(PipelineConfig):
         )
         limit, k, n = self.rollout.max_answer_tokens, self.algorithm.pass_k, self.rollout.answers_per_prompt
         cut = self.teacher.by_domain and self.rollout.truncates
-        require(not cut, "rollout.top_p: with a teacher, no token may be cut off (top_k, top_p, min_p)")
+        require(not cut, "rollout.top_p: with a teacher, sampling must not cut tokens off (top_k, top_p, min_p)")
         require(
             self.algorithm.advantage != "pass_at_k" or k < n,
             f"algorithm.pass_k: {k} must be less than rollout.answers_per_prompt {n}, or no group has a gradient",
@@ -259,14 +259,14 @@ class AgenticConfig(RlConfig):
         super().__post_init__()
         r = self.rollout
         self.eval.prompts = self.eval.prompts or HELD_OUT
-        require(not self.teacher.hints, "teacher.hint: an environment's prompts take none; rlvr's do")
+        require(not self.teacher.hints, "teacher.hint: not supported with environments, only by rlvr")
         whole = not r.redundancy or r.slice_size >= r.answers_per_prompt
         require(whole, "rollout.redundancy: needs whole groups; leave rollout.answers_per_claim out")
         greedy = r.redundancy and self.algorithm.uses_greedy
-        require(not greedy, f"rollout.redundancy: {self.algorithm.advantage} needs its greedy answer; 0 spares none")
+        require(not greedy, f"rollout.redundancy: {self.algorithm.advantage} needs its greedy answer; must be 0")
         for tag, env in self.env.tags.items():
             shown = r.max_turns or "{turns_left}" not in env.template + env.next_template
-            require(bool(shown), f"env.{tag}.template: {{turns_left}} needs a limit of turns, rollout.max_turns")
+            require(bool(shown), f"env.{tag}.template: {{turns_left}} needs a limit of turns; set rollout.max_turns")
 
     @property
     def num_shown(self) -> int:

@@ -98,7 +98,9 @@ class RewardModelConfig(RowsPipelineConfig):
         super().__post_init__()
         one_of(self, head=("pairwise", "outcome", "process"))
         at_least(self, center_coef=0)
-        require(not self.center_coef or self.head == "pairwise", f"center_coef: head={self.head} has no pairs")
+        require(
+            not self.center_coef or self.head == "pairwise", f"center_coef: head={self.head} has no pairs; must be 0"
+        )
 
     @property
     def row_kind(self) -> str:

@@ -98,7 +98,7 @@ def _of_generation(rollout: RolloutConfig, placement: PlacementConfig) -> Idle:
 
 
 def _of_teacher(teacher: TeachersConfig) -> Idle:
-    keys = "teacher.train teacher.alone teacher.coef teacher.loss teacher.top_k teacher.mix teacher.reward_coef"
+    keys = "teacher.train teacher.only teacher.coef teacher.loss teacher.top_k teacher.mix teacher.reward_coef"
     return [(teacher.by_domain, "teacher.model is null", keys)]
 
 

@@ -77,7 +77,7 @@ def numbers_in(key: str, text: str, count: int, what: str, like: str) -> list[in
     for part in text.replace(" ", "").split(","):
         require((ends := _RANGE.fullmatch(part)) is not None, f"{key}: must be {like}, not {text!r}")
         first, last = int(ends[1]), int(ends[2] or ends[1])
-        require(first <= last, f"{key}: {part} runs backwards; say {last}-{first}")
+        require(first <= last, f"{key}: {part} is in reverse order; write {last}-{first}")
         require(last < count, f"{key}: there is no {what} {last} among {count} {what}s")
         found.update(range(first, last + 1))
     return sorted(found)

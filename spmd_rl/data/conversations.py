@@ -32,7 +32,7 @@ def demonstration(record: Any, cfg: SourcesConfig) -> Example:
         return Example((Conversation((Message("assistant", take_text(data, "text")),), is_plain=True),))
     raise BrokenRow(
         f"needs `messages`, a `prompt` with its `completion`, or `text`; it has {column_names(data)}: "
-        "say which is which with data.keys.prompt=COLUMN data.keys.completion=COLUMN"
+        "name them with data.keys.prompt=COLUMN data.keys.completion=COLUMN"
     )
 
 
@@ -45,7 +45,7 @@ def prompt_of(data: dict[str, Any], cfg: SourcesConfig) -> tuple[Message, ...]:
     """Return the messages of a row's prompt: its own, or its text put into `data.format`."""
     name = first_of(data, PROMPTS)
     if not name:
-        raise BrokenRow(f"needs a `prompt`; it has {column_names(data)}: say data.keys.prompt=COLUMN")
+        raise BrokenRow(f"needs a `prompt`; it has {column_names(data)}: set data.keys.prompt=COLUMN")
     if isinstance(data[name], list):
         return parse_messages(data[name], name)
     return (Message("user", with_line_breaks(cfg.format).replace("{question}", take_text(data, name))),)
@@ -69,7 +69,7 @@ def _finished(conversation: Conversation, data: dict[str, Any], cfg: SourcesConf
     if not answers:
         raise BrokenRow("has no message of the role `assistant` to learn from")
     if not all(answer.text.strip() or answer.fields for answer in answers):
-        raise BrokenRow("has an empty message of the role `assistant`, which is no answer; `weight: 0` passes over it")
+        raise BrokenRow("has an empty message of the role `assistant`, which is not an answer; `weight: 0` skips it")
     if cfg.system is not None and all(message.role != "system" for message in messages):
         messages, num_given = (Message("system", with_line_breaks(cfg.system)), *messages), num_given + 1
     return Conversation(with_tools(messages, data.get("tools")), num_given)
@@ -82,7 +82,7 @@ def preference(record: Any, cfg: SourcesConfig) -> Example:
     """Return the chosen and the rejected conversation of a row, in this order. BrokenRow describes an invalid row."""
     data, _ = opened(record, cfg.keys)
     if lacking := [side for side in SIDES if side not in data]:
-        raise BrokenRow(f"needs `{lacking[0]}`; it has {column_names(data)}: say data.keys.{lacking[0]}=COLUMN")
+        raise BrokenRow(f"needs `{lacking[0]}`; it has {column_names(data)}: set data.keys.{lacking[0]}=COLUMN")
     pair = _pair(data, cfg)
     if pair[0] == pair[1]:
         raise BrokenRow("`chosen` and `rejected` are the same")
@@ -125,7 +125,6 @@ def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def _is_whole(chat: list[Any]) -> bool:
-    """Return True if messages begin with another role than the assistant's."""
     return bool(chat) and isinstance(chat[0], dict) and chat[0].get("role") != "assistant"
 
 
@@ -165,14 +164,14 @@ def process(record: Any, cfg: LabelledConfig) -> Example:
     if not (isinstance(steps, list) and isinstance(labels, list) and steps and len(steps) == len(labels)):
         raise BrokenRow(
             f"needs a list of `completions`, the steps, and as many `labels`; it has {column_names(data)}: "
-            "say which is which with data.keys.completions=COLUMN data.keys.labels=COLUMN"
+            "name them with data.keys.completions=COLUMN data.keys.labels=COLUMN"
         )
     labels = [_label(label, f"`labels[{number}]`") for number, label in enumerate(labels)]
     for number, step in enumerate(steps, 1):
         if not isinstance(step, str) or not step.strip():
-            raise BrokenRow(f"step {number} is no text")
+            raise BrokenRow(f"step {number} is not text")
         if separator in step:
-            raise BrokenRow(f"step {number} has data.separator in it, at which answers are cut that are scored")
+            raise BrokenRow(f"step {number} contains data.separator, which divides answers into steps")
     prompt, text = prompt_of(data, cfg), separator.join(map(str.strip, steps))
     whole = _finished(Conversation((*prompt, Message("assistant", text)), len(prompt)), data, cfg)
     return Example((whole.in_steps(separator),), tuple(map(float, labels)))

@@ -105,7 +105,9 @@ def _message(item: Any, name: str) -> Message:
     if not isinstance(role, str) or not isinstance(content, str):
         raise BrokenRow(f"`{name}` needs a `role` and a `content`, both text")
     if weight not in (0, 1):
-        raise BrokenRow(f"`{name}` has a `weight` of {weight!r}: known are 1, and 0 for an answer that is not learnt")
+        raise BrokenRow(
+            f"`{name}` has a `weight` of {weight!r}: known are 1, and 0 for an answer that is not trained on"
+        )
     message = Message(encodable(role, name), encodable(content, name), is_learnt=bool(weight)).with_fields(fields)
     encodable(message.fields, name)
     return message
@@ -115,7 +117,7 @@ def with_tools(messages: tuple[Message, ...], tools: Any) -> tuple[Message, ...]
     """Return the messages with `tools` in the first: a list of objects, its JSON text, or nothing."""
     tools = from_json(tools, "tools") if isinstance(tools, str) and tools.strip() else tools or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BrokenRow("`tools` is no list of objects, as chat templates take it; data.keys.tools=null ignores it")
+        raise BrokenRow("`tools` is not a list of objects, which chat templates need; data.keys.tools=null ignores it")
     first, *rest = messages
     return (first.with_fields({**first.others, "tools": tools}), *rest) if tools else messages
 

@@ -56,5 +56,5 @@ def _load(source: HubDataset, split: str, name: str, key: str) -> Any:
         command = f'python -c "from datasets import load_dataset; load_dataset({arguments})"'
         raise UserError(
             f"{key}: no file {source.repo}, and the hub cannot give {name} ({one_line(error)}): "
-            f"where there is a network, run {command}"
+            f"on a machine with network access, run {command}"
         ) from None

@@ -94,12 +94,11 @@ def _text(value: Any, function: str, where: str, between: str = "") -> str:
         return between.join(map(json.dumps, parts))
     lines = value if isinstance(value, list) else [value]
     if odd := [line for line in lines if isinstance(line, bool) or not isinstance(line, str | int | float)]:
-        raise BrokenRow(f"`{where}` has {kind(odd[0])} where a line is due")
+        raise BrokenRow(f"`{where}` has {kind(odd[0])} where a line is expected")
     return "\n".join(line if isinstance(line, str) else spelled(line) for line in lines)
 
 
 def _read_instructions(data: dict[str, Any]) -> None:
-    """Parse instructions and arguments that are written as JSON (`"{}"`)."""
     names, kwargs = (
         from_json(data[name], name) if isinstance(data.get(name), str) else data.get(name)
         for name in ("instruction_id_list", "kwargs")

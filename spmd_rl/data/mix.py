@@ -34,7 +34,7 @@ class Mix:
         scaled = {domain: share / sum(exact.values()) for domain, share in exact.items()}
         self._period = lcm(*(share.denominator for share in scaled.values()))
         if self._period > MAX_PERIOD:
-            raise UserError(f"{key}: {dict(shares)} comes out even only after {self._period} tickets: use fewer digits")
+            raise UserError(f"{key}: {dict(shares)} repeats only after {self._period} tickets: use fewer digits")
         self._weights = {domain: int(share * self._period) for domain, share in scaled.items()}
         self._assigned = self._assign()
 

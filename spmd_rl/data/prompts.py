@@ -90,7 +90,7 @@ class Prompts:
             )
         if not (trains or held_out):
             raise UserError(
-                f"data.holdout: {cfg.holdout:g} holds none of the rows of {cfg.train} out; 1 evaluates all of them"
+                f"data.holdout: {cfg.holdout:g} holds out none of the rows of {cfg.train}; 1 evaluates all of them"
             )
         # Sorted by hash, the first n of `eval` are a fair sample, and stay the same when the source grows.
         eval = [_to_prompt(row, id, cfg) for id, row in _numbered(sorted(held_out, key=itemgetter(0)))]

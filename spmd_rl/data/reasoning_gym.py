@@ -39,7 +39,7 @@ def _create(task: str, size: int, seed: int, args: Mapping[str, Any], key: str) 
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
-        near = ", ".join(get_close_matches(task, DATASETS, n=4, cutoff=0.4)) or "none is near"
+        near = ", ".join(get_close_matches(task, DATASETS, n=4, cutoff=0.4)) or "none is similar"
         raise UserError(f"{key}: reasoning-gym has no task {task!r}; nearest: {near}")
     known = {f.name for f in fields(DATASETS[task][1])} - {"size", "seed"}
     for name in args:
@@ -51,7 +51,7 @@ def _create(task: str, size: int, seed: int, args: Mapping[str, Any], key: str) 
         return reasoning_gym.create_dataset(task, size=size, seed=seed, **args)
     # reasoning-gym's own checks are asserts.
     except (AssertionError, TypeError, ValueError) as error:
-        raise UserError(f"data.args: {task} refuses {dict(args)}: {error or 'a failed check of its own'}") from error
+        raise UserError(f"data.args: {task} rejects {dict(args)}: {error or 'one of its checks fails'}") from error
 
 
 def _check_scorer(dataset: Any, task: str, item: dict[str, Any], entry: dict[str, Any], key: str) -> None:

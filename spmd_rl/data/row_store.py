@@ -143,7 +143,7 @@ class Examples:
             raise UserError(f"data.train: no row is left in {cfg.train}: data.holdout={cfg.holdout} takes all")
         if kind == "judged" and rows.train.prompt_run == len(rows.train):
             raise UserError(
-                "data.train: all rows have the same prompt; preference.loss=kto compares with answers to others"
+                "data.train: all rows have the same prompt; preference.loss=kto needs answers to other prompts"
             )
         return rows
 

@@ -123,7 +123,7 @@ def _problem(data: dict[str, Any], names: Sequence[str], there: str) -> str | tu
     if not found:
         raise BrokenRow(
             f"needs `question`, `prompt` or `messages`; it has {there}: "
-            "say which is the question with data.keys.question=COLUMN"
+            "name the question with data.keys.question=COLUMN"
         )
     if len(found) > 1 and found[0] == "messages" and _ends_with_answer(data["messages"]):
         found = found[1:]
@@ -140,10 +140,9 @@ def _ends_with_answer(messages: Any) -> bool:
 
 
 def _messages(value: Any, name: str) -> tuple[Message, ...]:
-    """Parse the messages of a prompt, whose last one must not be the assistant's."""
     messages = parse_messages(value, name)
     if messages[-1].role == "assistant":
-        raise BrokenRow(f"`{name}` end with the assistant's own: the answer would stand in the prompt")
+        raise BrokenRow(f"`{name}` end with a message of the assistant, so the prompt would contain the answer")
     if not any(message.content.strip() for message in messages):
         raise BrokenRow(f"`{name}` are empty")
     return messages
@@ -161,7 +160,7 @@ def _ground_truth(data: dict[str, Any], columns: Mapping[str, str | None], there
         if judged:
             return ""
         raise BrokenRow(
-            f"needs `ground_truth` or `answer`; it has {there}: say data.keys.answer=COLUMN, "
+            f"needs `ground_truth` or `answer`; it has {there}: set data.keys.answer=COLUMN, "
             "or data.keys.ground_truth=null if the reward needs none"
         )
     value = data[name]
@@ -172,7 +171,7 @@ def _ground_truth(data: dict[str, Any], columns: Mapping[str, str | None], there
         raise BrokenRow(f"`{name}` is {kind(value)}: leave the row out")
     text = encodable(value if isinstance(value, str) else spelled(value), name)
     if name == "solution" and _boxed(text) is None and (empty := [key for key in SELF_JUDGED if key in data]):
-        raise BrokenRow(f"`{empty[0]}` is empty, and a `solution` without \\boxed{{}} is no answer to compare with")
+        raise BrokenRow(f"`{empty[0]}` is empty, and a `solution` without \\boxed{{}} has no answer to compare with")
     final = _final_answer(text) if name == "answer" else _boxed(text) if name == "solution" else None
     if final is None:
         del data[name]
@@ -181,7 +180,6 @@ def _ground_truth(data: dict[str, Any], columns: Mapping[str, str | None], there
 
 
 def _final_answer(text: str) -> str | None:
-    """Return the text after `####` on the last line."""
     found = FINAL_ANSWER.search(text.rpartition("\n")[2])
     return found and found.group(1)
 

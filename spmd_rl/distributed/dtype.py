@@ -1,4 +1,4 @@
-"""`policy.dtype=auto`: bfloat16 if the hardware of all ranks multiplies it natively, else float32.
+"""`policy.dtype=auto`: bfloat16 if the hardware of all ranks supports it natively, else float32.
 
 A CPU without such instructions multiplies bfloat16 matrices at about a quarter of float32's speed.
 """
@@ -42,8 +42,8 @@ def choose_dtype(device: torch.device) -> tuple[str, str]:
     supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     # torch counts emulated bfloat16 as supported, but emulation brings no speed.
     if supported is not None and supported(including_emulation=False):
-        return "bfloat16", f"this {device.type} device multiplies it"
-    return "float32", f"this {device.type} device does not multiply bfloat16"
+        return "bfloat16", f"this {device.type} device supports it"
+    return "float32", f"this {device.type} device does not support bfloat16"
 
 
 def cpu_flags(cpuinfo: str) -> frozenset[str]:
@@ -65,5 +65,5 @@ def choose_cpu_dtype(flags: frozenset[str], max_isa: str = "") -> tuple[str, str
     if max_isa.upper() not in ("", "ALL", "DEFAULT") and not any(
         word in max_isa.upper() for word in ("16", "AMX", "AVX10")
     ):
-        return "float32", f"ONEDNN_MAX_CPU_ISA={max_isa} leaves out the CPU's instructions for bfloat16"
-    return "bfloat16", f"this CPU multiplies it ({found})"
+        return "float32", f"ONEDNN_MAX_CPU_ISA={max_isa} excludes the CPU's instructions for bfloat16"
+    return "bfloat16", f"this CPU supports it ({found})"

@@ -141,13 +141,13 @@ class Layout:
     @property
     def expert_mesh(self) -> DeviceMesh:
         """Torch mesh of experts with the axis `expert_fsdp` and the other axes of `EXPERTS` larger than 1."""
-        assert self._expert_mesh is not None, "experts are not spread over ranks"
+        assert self._expert_mesh is not None, "experts are not sharded over ranks"
         return self._expert_mesh
 
     @property
     def expert_group(self) -> dist.ProcessGroup | None:
         """Process group of the ranks that together hold the experts of a copy: `expert_fsdp` x `ep`, in order."""
-        assert self.shares_experts, "experts lie where other weights do"
+        assert self.shares_experts, "experts are sharded like other weights"
         return self._expert_group
 
     @property

@@ -144,7 +144,6 @@ def print_error(text: str) -> None:
 
 
 def _kill_at(pids: list[int], deadline: float) -> None:
-    """Send SIGKILL to processes that still run at the deadline."""
     # A stopped process never exits by itself, and its agent would wait 30 s for it.
     while time.monotonic() < deadline and any(map(running, pids)):
         time.sleep(0.05)

@@ -1,7 +1,7 @@
 """A request that the run save its current step and end: the signal that asked for it, in the store of all ranks.
 
-Any rank may receive the signal. The ranks that train agree on it in a meeting that each step has (`track.Run`), so all
-of them save and end after the same step.
+Any rank may receive the signal. Trainer ranks agree on it in a collective of each step (`track.Run`), so all save and
+end after the same step.
 """
 
 import signal
@@ -18,11 +18,11 @@ class StopRequest:
         self._store = store
 
     def accept(self) -> None:
-        """Let signals be requests from now on: there are steps to finish and to save."""
+        """Treat signals as requests from now on: the run ends after the step in progress, which is saved."""
         self._store.set(_ACCEPTED, "1")
 
     def refuse(self) -> None:
-        """Let signals end the run at once again."""
+        """End the run at once on a signal again."""
         self._store.delete_key(_ACCEPTED)
 
     def ask(self, signum: signal.Signals) -> int:

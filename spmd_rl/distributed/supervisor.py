@@ -189,5 +189,4 @@ class Supervisor:
 
 
 def _wait_for_the_end() -> None:
-    """Block while another thread ends this process."""
     threading.Event().wait()

@@ -30,7 +30,7 @@ class EngineCounts:
     """Counts of prompt tokens, of cached ones among them, and of drafts."""
 
     asked: int = 0
-    """Prompt tokens of all requests started; the caller may reset both counts to 0."""
+    """Prompt tokens of all requests started; the caller may reset all four counts to 0."""
     cached: int = 0
     """Prompt tokens found in the cache, from an earlier turn or another answer to the same prompt."""
     verified: int = 0
@@ -48,7 +48,7 @@ class Engine(Protocol):
     """The engine of one replica, in the rank's process, request by request.
 
     In a replica of several ranks each has an `Engine`, and all make the same calls in the same order, except inside
-    `driven()`, where only the first rank calls. A subclass without further methods is for replicas of one rank.
+    `driven()`, where only the first rank calls. The default `driven` and `joined` are for a replica of one rank.
     """
 
     capacity: Capacity
@@ -59,16 +59,17 @@ class Engine(Protocol):
     """Counts over all requests since construction, or since the caller reset them."""
 
     def driven(self, join: Callable[[bytes], None] | None = None) -> AbstractContextManager[None]:
-        """[all ranks of the replica] Make all ranks follow the first rank's requests and steps inside.
+        """[replica] Make all ranks follow the first rank's requests and steps inside.
 
-        The others follow while they enter the block: their body runs after the first rank's, which alone calls the
-        engine. No request may be in progress at the end. join: called on the others with the message of `joined`.
+        On the first rank the body runs at once and drives the engine. On the others, entering the block replays the
+        first rank's calls until it leaves; then their body runs. No request may be in progress at the end. join: called
+        on the others with the message of `joined`.
         """
         return nullcontext()
 
     def joined(self, message: bytes) -> AbstractContextManager[None]:
-        """[first rank, in `driven`] Let all ranks make the same calls inside; the others call `join(message)`. Requests
-        in progress must not be advanced."""
+        """[first rank, in `driven`] Context for a call that every rank makes itself, such as a load in the middle of a
+        generation: the other ranks run `join(message)` meanwhile. Requests in progress must not be advanced."""
         return nullcontext()
 
     def add(self, request: Request) -> None:
@@ -83,8 +84,8 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[Completion]:
-        """Admit requests that fit, compute one token for each running request, return the finished ones. No-op when
-        idle.
+        """Admit waiting requests that fit, in the order of `Request.order` or of `add`, compute one token for each
+        running request, and return the finished ones. No-op when idle.
 
         A replica of several ranks may compute a few tokens each. Prompts of new requests may take a separate step.
         """
@@ -99,12 +100,14 @@ class Engine(Protocol):
         """Load all weights (Hugging Face names, each once); later tokens carry `version`.
 
         Cached keys and values are dropped, except those of requests in progress, which continue with them. An engine
-        that cannot do that asserts `num_unfinished == 0`.
+        that cannot do that asserts `num_unfinished == 0`. A tensor is valid until the next one. Read all of them, since
+        other ranks gather with this one; then raise RunFailed for a missing, unknown, repeated or misshapen one.
         """
         ...
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the weights in the engine by the names given to `load`; None for one that is not plain and whole."""
+        """Yield the engine's tensor for every name given to `load`; None if it is packed, rounded or split over ranks,
+        so that it cannot be compared."""
         ...
 
     def awake(self) -> AbstractContextManager[None]:

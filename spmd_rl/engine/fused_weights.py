@@ -29,7 +29,7 @@ def expected_shapes(path: Path | str, trust: bool = False) -> dict[str, torch.Si
 def plain_weights(
     model: nn.Module, shapes: Mapping[str, torch.Size], dtype: torch.dtype, fusions: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the engine's tensor for each Hugging Face name if it is plain and whole, else None. At tp=1.
+    """Yield the engine's tensor for each Hugging Face name if it is plain and whole, else None. Only for tp=1.
 
     fusions: engine name of a fused projection -> names of its parts, in the order of their rows.
     """

@@ -62,7 +62,6 @@ def undisturbed(prefix: str) -> Iterator[None]:
 
 
 def _devices() -> dict:
-    """Return arguments of `fork_rng` for this process's accelerator, if it has one."""
     if not torch.accelerator.is_available():
         return {"devices": []}
     device = torch.accelerator.current_accelerator()
@@ -73,23 +72,23 @@ def check_args(
     args: Mapping[str, Any],
     of: type,
     ours: Mapping[str, str],
-    leaned_on: Mapping[str, Any],
+    required: Mapping[str, Any],
     reasons: Mapping[str, str] | None = None,
 ) -> None:
     """Raise a UserError for an argument that is unknown, that another setting sets, or that this program fixes.
 
-    of: class of the arguments. ours: argument -> setting. leaned_on: argument -> required value. reasons: argument ->
-    consequence of another value.
+    of: class of the arguments. ours: argument -> the setting that decides it. required: argument -> required value.
+    reasons: argument -> reason for that value.
     """
     known = inspect.signature(of).parameters
     for name in args:
         if name not in known:
             raise UserError(f"engine.args.{name}: {of.__module__.split('.')[0]}'s {of.__name__} has no such argument")
         if name in ours:
-            raise UserError(f"engine.args.{name}: {ours[name]} says this")
-        if name in leaned_on:
-            reason = (reasons or {}).get(name, "which the engine leans on")
-            raise UserError(f"engine.args.{name}: is {leaned_on[name]!r}, {reason}")
+            raise UserError(f"engine.args.{name}: decided by {ours[name]}; leave it out")
+        if name in required:
+            reason = (reasons or {}).get(name, "which the engine needs")
+            raise UserError(f"engine.args.{name}: must be {required[name]!r}, {reason}")
 
 
 @contextmanager

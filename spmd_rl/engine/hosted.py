@@ -1,6 +1,6 @@
 """`HostedEngine`: base of engines over other packages: requests in progress, sleep, lost tensors.
 
-Left out: computing a request and loading weights.
+A subclass sends requests to the package, and puts tensors into its model.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +19,8 @@ from spmd_rl.types import Completion, Request
 
 
 class HostedEngine(Engine):
-    """An `Engine` with a `model`; subclasses define `_reload`, `_release`, `_restore` and `_stop`."""
+    """An `Engine` over a package. Subclasses define `model`, the other methods of `Engine`, and `_reload`, `_release`,
+    `_restore` and `_stop`."""
 
     model: nn.Module
     """Module of the package in this process."""
@@ -49,6 +50,7 @@ class HostedEngine(Engine):
         self.num_added = 0
         # The first request since the load must find an empty cache: a hit proves that old keys survived.
         self._first: str | None = None
+        """Id of the first request since the load; None before it, empty once it was checked."""
         self.checksums: dict[str, bytes] = {}
         self._num_awake = 0
         self._cache_sleeps = False

@@ -49,7 +49,7 @@ def replica_group(world: World, name: str, num_ranks: int) -> dist.ProcessGroup:
     """[all] Form the process group of a replica, `num_ranks` neighbouring ranks, for an engine's collectives."""
     first = world.rank // num_ranks * num_ranks
     backend = "gloo" if world.device.type == "cpu" else None
-    return world.process_group(name, backend, range(first, first + num_ranks))  # [all] of the replica
+    return world.process_group(name, backend, range(first, first + num_ranks))  # [replica]
 
 
 class ReplicatedEngine:
@@ -65,7 +65,7 @@ class ReplicatedEngine:
         self._world = world
         index = world.rank // num_ranks
         block = range(index * num_ranks, (index + 1) * num_ranks)
-        # Not written, since that would count as progress: idle ticks would hide that a rank elsewhere has stopped.
+        # Not noted in the journal as progress: idle ticks would hide that a rank elsewhere has stopped.
         self._group = world.subset(f"replica {index}", block, written=False)  # [block]
         self._driving = False
         self._added: list[Request] = []
@@ -102,7 +102,6 @@ class ReplicatedEngine:
         return len(self._added) + self.engine.num_unfinished
 
     def add(self, request: Request) -> None:
-        """Queue a request; see `Engine`."""
         if self._driving:
             self._added.append(request)
         else:
@@ -116,29 +115,25 @@ class ReplicatedEngine:
             self.engine.abort(ids)
 
     def step(self) -> list[Completion]:
-        """Take over all weights and their version, see `Engine`."""
         if not self._driving:
             return self.engine.step()
         return self._tick() if self.num_unfinished else []  # [all]
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Yield the weights that the engine holds, see `Engine`."""
         self.engine.load(weights, version)
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Keep weights and KV cache on the device inside, see `Engine`."""
         return self.engine.loaded_weights()
 
     def awake(self) -> AbstractContextManager[None]:
-        """Free everything the engine holds; idempotent."""
         return self.engine.awake()
 
     def close(self) -> None:
-        """[all] Broadcast and run the next tick."""
+        """Free everything the engine holds; idempotent."""
         self.engine.close()
 
     def _tick(self, end: bool = False) -> list[Completion]:
-        """[all] Run the first rank's next tick; return True unless it was the last."""
+        """[all] Broadcast and run the next tick; return its completions."""
         added, self._added = self._added, []
         aborted, self._aborted = self._aborted, []
         tick = Tick([_fields(request) for request in added], aborted, end, digest=self._digest.digest())
@@ -146,7 +141,7 @@ class ReplicatedEngine:
         return self._steps(added, aborted)
 
     def _follow(self, join: Callable[[bytes], None] | None) -> bool:
-        """[all] Do what the first rank does in its next tick; whether another one comes."""
+        """[all] Run the first rank's next tick; return True unless it was the last."""
         tick = msgspec.convert(self._group.broadcast("tick", None), Tick)  # [all]
         if tick.digest != self._digest.digest():
             raise RunFailed(f"rank {self._world.rank}: its engine gave other answers than its replica's first rank")

@@ -17,7 +17,8 @@ TextOf = Callable[[Iterable[int]], str]
 """Function from token ids to text, without special tokens."""
 
 SPARE_TOKENS = 8
-"""Tokens decoded before those that may hold a stop string, because a text's first token may decode differently."""
+"""Tokens decoded before those that may hold a stop string: special tokens have no text, and a text's first token may
+decode differently."""
 
 
 @dataclass(eq=False, slots=True)

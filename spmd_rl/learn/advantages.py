@@ -1,11 +1,13 @@
 """Advantages of a step's answers, or of each turn of an agent, computed from verdicts.
 
-    scores -> penalties, norms, clips -> estimator -> which sampled tokens an advantage reaches -> masks and weights
+    of answers: scores -> penalties -> norms -> clips -> estimator
+    of an agent's steps: scores -> penalties -> divided over steps -> estimator -> norms -> clips
+    of tokens: scores -> penalties -> norms -> clips, and later the estimator (`token_advantages.finish`)
 
 Every rank holds the same metadata (rows of `table.ANSWER`) and computes the same result. An answer without a score is
 dropped, from its group's baseline too. An estimator of answers gives one advantage to an answer, for the sampled tokens
 of all its turns and segments. One of steps gives an advantage to each turn of an agent; one of tokens starts from a
-reward at each turn's last token. So a trajectory is trained once, not once per turn.
+reward at each turn's last token. Turns share one row of tokens, so each token is trained once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +32,7 @@ from spmd_rl.types import Group, Prompt, Sample, Verdict, concat
 
 
 class Samples(Protocol):
-    """Samples that a step learns from; `rollout.Collected` is one."""
+    """A step's samples for the learner; `rollout.Collected` is one."""
 
     step: int
     groups: Sequence[Group]
@@ -51,11 +53,11 @@ EXCLUDED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
-    """Spans of sampled tokens that are credited as one: r of them, of m samples, end to end."""
+class Spans:
+    """Spans of sampled tokens that get one advantage each: r of them, of m samples, end to end."""
 
     turns: np.ndarray
-    """int64 [r]: equal numbers get one advantage: one for each answer, or for each turn of an agent"""
+    """int64 [r]: index of each span's advantage in `StepTable.advantages`: its answer's, or its agent turn's"""
     lengths: np.ndarray
     """int64 [r]: sampled tokens of each span"""
     counts: np.ndarray
@@ -67,6 +69,9 @@ class StepTable:
     """The n scored answers of a step that can train, in (ticket, answer) order; each has a sampled token.
 
     `of` takes them from the metadata of all samples; `credit` adds the columns of their advantages.
+
+    Sizes: n answers, m samples (rows of tokens), k turns of agents, r spans, q advantages (one per answer, or per
+    turn).
     """
 
     answers: np.ndarray
@@ -90,19 +95,19 @@ class StepTable:
     places: np.ndarray
     """int64 [k]: the sample that holds each turn"""
     excluded: tuple[tuple[Key, str], ...]
-    """samples of scored answers that were excluded, each with the reason"""
+    """samples of scored answers that were excluded, with the reason; an answer may have several"""
     num_excluded: int
     """number of scored answers that cannot train"""
-    runs: Runs | None = None
+    runs: Spans | None = None
     """spans of the samples"""
     advantages: np.ndarray | None = None
-    """float64 [q]: advantage of each turn in `runs`; before a token-level estimator, its reward"""
+    """float64 [q]: advantages that `runs` refers to; rewards, until a token-level estimator has replaced them"""
     shaped: Tensor | None = None
     """float64 [n]: scores with penalties, normalised and clipped"""
     masked: Mapping[int, str] | None = None
-    """answers that are left out of the loss after all, in order, each with the reason"""
+    """reason for each answer, by its row, that is left out of the loss after all"""
     weights: Tensor | None = None
-    """float64: factor on the loss of each remaining answer, in addition to its share of the mean"""
+    """float64 [n - masked]: factor on the loss of each remaining answer, in addition to its share of the mean"""
     right: Tensor | None = None
     """bool [n]: answers that the supervised term takes"""
 
@@ -215,7 +220,8 @@ def shape(
     """
     scores = adjusted(data, settings, max_tokens, penalties)
     scores, running = normalised(scores, data.groups, data.domains, settings, running)
-    # Penalties are the answers' own: a baseline may be any function of the prompt.
+    # The greedy score is only scaled: a baseline without the penalties is unbiased too, as any function of the prompt
+    # is.
     greedy = None if data.greedy is None else bind(shaping.scale_shift, settings)(data.greedy)
     return Scored(scores, data.groups, data.lengths, greedy, terms=terms), running
 
@@ -245,8 +251,9 @@ def credit(
     right = data.scores >= settings.pass_score if settings.sft_coef else torch.zeros_like(data.scores, dtype=torch.bool)
     masked, weights = mask(data, settings)
     data = replace(data, masked=masked, weights=weights, right=right)
-    # A token-level estimator starts from the scores themselves.
+    # None for a token-level estimator, which starts from the scores (`token_advantages.finish`).
     estimator = answer_advantage(settings)
+    # One advantage per answer, the usual case.
     if not (settings.credits_steps or (len(data.steps) and token_advantage(settings))):
         if kl is not None:
             extra = -kl if extra is None else extra - kl
@@ -260,7 +267,7 @@ def credit(
     if kl is not None:
         scored = replace(scored, scores=scored.scores - kl)
     values = estimator(scored) if estimator else scored.scores
-    # With an estimator of steps the returns are normalised, not the scores.
+    # Of the step estimators, only `step_reinforce` allows norms: its returns are normalised, not the scores.
     if settings.normalises and estimator:
         values, running = normalised(values, scored.groups, data.domains[scored.trajectories], settings, running)
     return replace(data, advantages=values.numpy(), runs=runs, shaped=scores), running
@@ -275,14 +282,13 @@ def all_alike(table: SampleTable) -> StepTable:
     return replace(data, runs=whole_samples(data), masked={}, **columns)
 
 
-def whole_samples(data: StepTable) -> Runs:
+def whole_samples(data: StepTable) -> Spans:
     """Return one span per sample, for estimators with one advantage per answer."""
-    return Runs(data.owners, data.samples["num_answer_tokens"].astype(np.int64), np.ones_like(data.owners))
+    return Spans(data.owners, data.samples["num_answer_tokens"].astype(np.int64), np.ones_like(data.owners))
 
 
-def by_step(data: StepTable, scores: Tensor, settings: AlgorithmConfig) -> tuple[Scored, Runs]:
-    """Return the steps of the answers with their rewards, such that those of an answer add up to its score; and their
-    tokens.
+def by_step(data: StepTable, scores: Tensor, settings: AlgorithmConfig) -> tuple[Scored, Spans]:
+    """Return a `Scored` with one row per step, whose rewards add up to the score of their answer, and the steps' spans.
 
     scores: float64 [n], with penalties. The difference between an answer's score and its rewards (a penalty, a
     rewarder's verdict) is added to its last step; if scores are normalised, its last step gets the whole score. An
@@ -299,7 +305,8 @@ def by_step(data: StepTable, scores: Tensor, settings: AlgorithmConfig) -> tuple
         rewards[: len(steps)] = settings.reward_scale * steps["reward"]
     numbers = np.concatenate((steps["step"].astype(np.int64), np.zeros_like(alone)))
     order = np.lexsort((numbers, trajectories))
-    last = order[np.append(np.diff(trajectories[order]) != 0, True)] if len(order) else order  # by trajectory
+    # Of each answer, in order; each has at least one step.
+    last = order[np.append(np.diff(trajectories[order]) != 0, True)] if len(order) else order
     totals = np.zeros(n)
     np.add.at(totals, trajectories, rewards)
     missing = scores.numpy() - totals
@@ -326,7 +333,7 @@ def _states(data: StepTable, alone: np.ndarray) -> Tensor:
     return as_tensor(np.concatenate((states, len(states) + np.arange(len(alone)))))
 
 
-def _runs(data: StepTable, alone: np.ndarray) -> Runs:
+def _runs(data: StepTable, alone: np.ndarray) -> Spans:
     """One run for each turn of an agent, and one for each sample of the answers that are `alone`, without such turns.
 
     Turns are numbered as the rows of `by_step`.
@@ -339,7 +346,7 @@ def _runs(data: StepTable, alone: np.ndarray) -> Runs:
     counts = np.bincount(places, minlength=len(data.samples))
     sums = np.bincount(places, lengths, len(data.samples))
     assert np.array_equal(sums, data.samples["num_answer_tokens"]), "sampled tokens that no step has"
-    return Runs(turns[order], lengths[order], counts)
+    return Spans(turns[order], lengths[order], counts)
 
 
 def mask(data: StepTable, settings: AlgorithmConfig) -> tuple[dict[int, str], Tensor]:
@@ -372,7 +379,7 @@ def mask(data: StepTable, settings: AlgorithmConfig) -> tuple[dict[int, str], Te
     return dict(sorted(reasons.items())), shaping.mean_one(weights[kept])
 
 
-def verdict_terms(
+def verdict_parts(
     groups: Iterable[Group], names: Sequence[str], world: World
 ) -> dict[tuple[int, int], tuple[float, ...]]:
     """[all] Return the parts `names` of each scored answer of all ranks, by (ticket, answer) of its last sample.

@@ -19,7 +19,7 @@ Part = tuple[int, int, tuple[int, ...]]
 Solution = tuple[int, int, list[Part]]
 """(lightest - heaviest part, smallest index, parts, heaviest first): sorted, the largest difference comes first."""
 WORTH_SPREADING = 100
-"""Least gain, as 1 / WORTH_SPREADING of all work, for which units of a ticket are separated."""
+"""A ticket's units are separated only if that saves more than this part of all work: a hundredth."""
 
 
 def divide(tickets: np.ndarray, num_updates: int) -> np.ndarray:

@@ -1,7 +1,8 @@
 """The loss and the advantage estimator that the settings name: built in, or a user's function.
 
-A keyword-only parameter of such a function is a key of `algorithm`. A user's function has the signature of ours
-(`algo/policy`, `algo/advantages`), and its result is checked. A loss may return its values without metrics.
+A keyword-only parameter of a built-in function is a key of `algorithm` (of a user's: `config/algorithm_targets.py`). A
+user's function has the signature of ours (`algo/policy`, `algo/advantages`), and its result is checked. A loss may
+return its values without metrics.
 """
 
 import inspect
@@ -51,8 +52,8 @@ def answer_advantage(settings: AlgorithmConfig) -> Callable[[Scored], Tensor] | 
 
 
 def token_advantage(settings: AlgorithmConfig) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return the estimator of tokens, from rewards, values and samples to two of float64 [N]; None if it is one of
-    answers."""
+    """Return the token-level estimator, from rewards, values and samples to advantages and returns, float64 [N] each;
+    None if the estimator is one of answers."""
     if not is_own(settings, "advantage"):
         function = TOKEN_ADVANTAGES.get(settings.advantage)
         return bind(function, settings) if function else None
@@ -71,7 +72,7 @@ def token_advantage(settings: AlgorithmConfig) -> Callable[..., tuple[Tensor, Te
 
 
 def _check(settings: AlgorithmConfig, choice: str, found: Any, like: Tensor, what: str = "") -> Tensor:
-    """Return `value`, the result of a user's function. UserError unless it has the shape of `like`."""
+    """Return `found`, the result of a user's function. UserError unless it has the shape of `like`."""
     if not isinstance(found, Tensor) or found.shape != like.shape:
         got = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         target = getattr(settings, choice)

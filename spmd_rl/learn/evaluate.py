@@ -114,13 +114,12 @@ class Evaluation:
                 own = [one for one in answers if one.domain == domain]
                 found[domain] = measure(own, self.settings) | mean_parts(one.parts for one in own)
             if not self.steps and world.rank == 0 and self.settings.numbers("maj") and not any(a.vote for a in answers):
-                tell("notice: no maj@k, as no verdict names an answer to vote by: a reward's dict may have `answer`")
+                tell("notice: no maj@k, as no verdict names an answer to vote on: a reward's dict may have `answer`")
             if prompts:
                 found[""]["error_share"] = self._error_share(answers, step, world.rank)
             return found
 
     def _error_share(self, answers: Sequence[Answered], step: int, rank: int) -> float:
-        """Return the share of unscored answers. RunFailed: see `results`."""
         failed = [one.detail for one in answers if one.score is None]
         if failed:
             line = f"{len(failed)} of {len(answers)} held-out answers of step {step} got no score"

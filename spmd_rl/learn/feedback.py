@@ -36,7 +36,7 @@ class Item:
 
     drawn: PictureBatch
     place: int
-    """Sampling step; for `nft` the index of a noise level."""
+    """Sampling step (with `refl` and `draft` the first with a gradient); with `nft` the index of a noise level."""
     weights: Tensor
     """Share of each picture in the loss, float32 [B]; 0 for spares and pictures without a score."""
     advantages: Tensor
@@ -133,7 +133,7 @@ class Feedback:
         elif feedback.loss == "draft":
             places = [steps - feedback.last_steps]
         elif feedback.loss == "refl":
-            # One step of all ranks, or a model of two experts would need both at once.
+            # All ranks take the same sampling step: a model with one network per range of noise then needs one of them.
             places = [
                 feedback.from_step
                 + counter_seed(self._cfg.seed, "refl", self.gallery.step) % (steps - feedback.from_step)

@@ -69,7 +69,7 @@ class FrozenRoles:
         self._own: Mapping[str, PolicyRole] = {}
 
     def beside(self, built: Roles) -> Roles:
-        """[all] Pairs with `serve`: return `built` plus proxies for the roles on other ranks."""
+        """[all] Add proxies of the roles on other ranks to the roles `built`; those ranks call `serve`."""
         self._join({"policy": built.policy})  # [all]
         layout = built.policy.layout
         found = {name: RemoteRole(self, name, layout, facts) for name, facts in self._facts.items() if name != "policy"}

@@ -1,7 +1,7 @@
 """Hints: extra text in a teacher's prompt, and columns of the teacher's batch in the policy's batch.
 
 packed.hints = hints(packed, groups)   # before samples are redistributed: prompts are known only here
-shown = in_sight(share)                # the teacher's batch: other prompts, the same answers
+shown = with_hints(share)                # the teacher's batch: other prompts, the same answers
 """
 
 from array import array
@@ -38,14 +38,15 @@ class Hints:
         template = self._templates.get(prompt.domain, self._templates.get(""))
         if template is None:
             return array("i")
-        hint = template.replace("{answer}", prompt.ground_truth).replace("\\n", "\n")
+        # In this order: the answer may contain a backslash and an n, as in \neq.
+        hint = template.replace("\\n", "\n").replace("{answer}", prompt.ground_truth)
         *before, last = prompt.messages
         parts = last.content if isinstance(last.content, tuple) else (TextPart(last.content),)
         return self._render([*before, Message(last.role, (*parts, TextPart(f"\n\n{hint}")))])
 
 
-def in_sight(batch: Batch) -> Batch:
-    """Return the same answers after the prompts with hints; of the token columns only the mask is kept."""
+def with_hints(batch: Batch) -> Batch:
+    """Return the same answers with the hints added to their prompts; of the token columns only the mask is kept."""
     bounds, own = batch.starts.tolist(), batch.hints.offsets.tolist()
     runs, masks = [batch.token_ids[:0]], [batch.loss_mask[:0]]
     for number, (begin, end) in enumerate(pairwise(bounds)):

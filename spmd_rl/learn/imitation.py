@@ -1,4 +1,4 @@
-"""`Imitation`: supervised learning on all sampled tokens of collected samples, regardless of their scores."""
+"""`Imitation`: supervised learning on the learnt tokens of samples: sampled ones, or the answers of rows."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +31,8 @@ class Term(NamedTuple):
     count: float
     """number of tokens or comparisons of the global batch that the loss averages over"""
     sides: Mapping[str, int] = MappingProxyType({})
-    """Numbers of answers by the last part of a metric's name, for means over these; means over none are left out."""
+    """Number of answers by the last part of a metric's name, such as `chosen`: 12 answers over which such a metric is
+    averaged; without any it is left out."""
 
     def weight(self, name: str, otherwise: float) -> float:
         """Return the weight of a metric of this name among those of other terms."""
@@ -81,7 +82,7 @@ class Imitation:
         self.policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
         self._temperature, self._lr_factor, self._name = temperature, lr_factor, name
         self._teachers = teachers
-        self._loss = teachers.loss(nothing if teachers.alone else nll) if teachers else nll
+        self._loss = teachers.loss(nothing if teachers.is_only else nll) if teachers else nll
         self.plan: Plan | None = None
         """The plan of the last `prepare`; the sample log reads it."""
 

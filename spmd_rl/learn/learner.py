@@ -15,7 +15,7 @@ from spmd_rl.base.errors import tell
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import RlConfig
 from spmd_rl.learn import prepare, token_advantages
-from spmd_rl.learn.advantages import Samples, StepTable, credit, repetition_penalties, verdict_terms
+from spmd_rl.learn.advantages import Samples, StepTable, credit, repetition_penalties, verdict_parts
 from spmd_rl.learn.custom import answer_advantage, bind
 from spmd_rl.learn.hints import Render
 from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, mean_over, measure_mismatch, update
@@ -48,12 +48,14 @@ class Learner:
         self._settings = replace(
             algorithm,
             loss_agg_length=algorithm.loss_agg_length or limit,
+            # DAPO's default: a fifth of the limit.
             overlong_tokens=algorithm.overlong_tokens or -(-limit // 5),
         )
         self._monitor = MismatchMonitor(algorithm.bounds, world)
         # Age of the oldest token of the step, in versions.
-        self._oldest = 0.0
+        self._max_lag = 0.0
         self._monitored = False
+        """True if `prepare` has checked the bounds of this step, so `update` need not."""
         self.plan: Plan | None = None
         """Plan of the last `prepare`; the sample log reads it."""
         self._num_empty_steps = 0
@@ -88,10 +90,11 @@ class Learner:
                 trajectories = chain.from_iterable(trajectories_of(group.samples) for group in collected.groups)
                 penalties = repetition_penalties(trajectories, settings, self._world)  # [all]
             names = list(settings.reward_weights) if settings.advantage == "gdpo" else []
-            terms = verdict_terms(collected.groups, names, self._world) if names else None  # [all]
+            terms = verdict_parts(collected.groups, names, self._world) if names else None  # [all]
             with self._world.phase("coordination"):
                 greedy = rollout.answers_per_prompt if settings.uses_greedy else None
                 table = StepTable.of(collected.table, greedy)
+                # Bound to the moments before this step: `_take_kl` computes the same step again.
                 credited = partial(credit, table, settings, self._scores, rollout.max_answer_tokens, penalties, terms)
                 table, self._scores = credited()
                 shares = prepare.Shares(self._num_updates, data.size, self._policy.hidden_size)
@@ -117,10 +120,10 @@ class Learner:
                         temperature=rollout.temperature,
                         world=self._world,
                     )
-            self._oldest, self._monitored = float(collected.table.answers["lag"].max(initial=0)), needs_old
+            self._max_lag, self._monitored = float(collected.table.answers["lag"].max(initial=0)), needs_old
             if needs_old:
                 mismatch = measure_mismatch(batches, settings.correction.level, data)  # [all]
-                self._monitor.check(self.plan.step, mismatch | {"rollout/lag/max": self._oldest})
+                self._monitor.check(self.plan.step, mismatch | {"rollout/lag/max": self._max_lag})
             kl_reward_coef = settings.kl_reward_coef * self._kl_factor
             if kl_reward_coef and answer_advantage(settings):
                 self._take_kl(batches, credited, len(table.advantages), kl_reward_coef)  # [all]
@@ -131,7 +134,7 @@ class Learner:
                 with self._world.phase("logprobs"):
                     self._teachers.fill_in(batches, self.plan, collected.table)  # [all]
                 for batch in batches:
-                    self._teachers.reward(batch)
+                    self._teachers.add_to_advantages(batch)
             self.plan = token_advantages.logged(batches, self.plan, settings, data, bool(self._teachers))  # [all]
             if self._peak:
                 flops = self._flops(collected.table.answers, needs_old)
@@ -140,6 +143,7 @@ class Learner:
 
     def _flops(self, answers: np.ndarray, needs_old: bool) -> float:
         """Return the operations of the step: generation, forward passes, and updates of three forward passes each."""
+        # Ticket and answer number in one integer.
         width, plan = 1 + answers["answer"].max(initial=0), self.plan
         trained = answers[np.isin(answers["ticket"] * width + answers["answer"], plan.keys @ (width, 1))]
         updates = 3 * self._settings.sample_epochs
@@ -153,9 +157,9 @@ class Learner:
     def _needs_old(self, plan: Plan) -> bool:
         """Return True if the policy's logprobs before the update are needed; equal on all ranks."""
         settings = self._settings
-        # With one update on samples of the current version, the update itself computes these very numbers.
+        # A single update on samples of the current version computes the old logprobs itself.
         several = self._num_updates * settings.sample_epochs > 1
-        # Otherwise the engine's logprobs are the old ones.
+        # With `old_logprobs=engine` the engine's logprobs serve as the old ones.
         proximal = settings.old_logprobs == "trainer"
         if proximal and (several or plan.stale):
             return True
@@ -179,7 +183,7 @@ class Learner:
         assert plan is not None
         self._num_flat_steps = 0 if plan.advantages.any() else self._num_flat_steps + 1
         if (count := self._num_flat_steps) and count % FLAT_STEPS == 0 and self._world.rank == 0:
-            line = f"nothing to learn from in {count} steps in a row: the scores of each group are equal"
+            line = f"no answer had an advantage in {count} steps in a row: equal scores in each group, or none left"
             tell(f"warning: step {plan.step}: {line}")
 
     def update(self, batches: list[Batch]) -> Metrics:
@@ -202,7 +206,7 @@ class Learner:
                 metrics |= update(self._policy, [batches[i] for i in used], loss, self._rollout.temperature)  # [all]
             self._follow()
             if not self._monitored:
-                self._monitor.check(self.plan.step, metrics | {"rollout/lag/max": self._oldest})
+                self._monitor.check(self.plan.step, metrics | {"rollout/lag/max": self._max_lag})
         return metrics | self._prepared | self._own_metrics(metrics)
 
     def _follow(self) -> None:

@@ -6,7 +6,7 @@
     batch.weights = batch.loss_mask / num_tokens                      # of the global batch: `-mean log pi(t)`
     metrics = update(policy, [batch], nll)  # [all]
 
-The backend multiplies each token's loss with its weight in the batch (`prepare.py`).
+The backend multiplies each token's loss by `Batch.weights`, which `prepare.py` computes.
 """
 
 import math
@@ -98,7 +98,7 @@ def _loss(
     if correct is not None:
         weights, more = correct(tokens)
         loss, quantities = loss * weights, quantities | more
-        # `mismatch` reports the same ratio.
+        # `mismatch` reports its mean, greatest and least value.
         del quantities["train_infer/ratio"]
     for term in terms:
         extra, more = term(tokens)
@@ -161,8 +161,9 @@ def nothing(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Ma
 def mean_over(
     updates: list[Metrics], role: str, weight: Callable[[int, str], float] = lambda number, key: 1.0
 ) -> Metrics:
-    """Return means, or extremes, over the updates that have a metric, under users' names. weight: returns the weight of
-    a metric in an update, given the update's number and the metric's name."""
+    """Return each metric's mean over the updates that have it (`/max`, `/min`: the extreme), under the names of
+    docs/METRICS.md. weight: returns the weight of a metric in an update, given the update's number and the metric's
+    name."""
     keys = dict.fromkeys(key for one in updates for key in one)
     found = {key: [(one[key], weight(i, key)) for i, one in enumerate(updates) if key in one] for key in keys}
     return {_name(key, role): _over_updates(key, values) for key, values in found.items()}
@@ -177,7 +178,7 @@ def _over_updates(key: str, values: list[tuple[float, float]]) -> float:
 
 def _name(key: str, role: str) -> str:
     name = _NAMES.get((role, key), key)
-    # A mixture's metrics of the policy have no prefix, so those of the critic need one.
+    # `moe/*` is the policy's, so metrics of the critic's experts need a prefix.
     own = role == "critic" and name.startswith("moe/")
     return name if "/" in name and not own else f"{role}/{name}"
 

@@ -1,7 +1,7 @@
 """`Preference`: a step of learning from pairs of answers, or from single answers labelled good or bad.
 
-The loss of a comparison is put on the first learnt token of its first answer. A unit is in one micro-batch, so token
-sums work in every layout. Rewards and similar metrics are means over comparisons.
+The loss of a comparison is put on the first learnt token of its first answer. Both answers of a pair are in one
+micro-batch (`Sample.unit`), so this works in every layout. Rewards and similar metrics are means over comparisons.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +33,7 @@ class Preference(Imitation):
     def annotate(self, batch: Batch, samples: Sequence[Sample]) -> None:
         """Set `reference_sums`, if the loss has a reference."""
         if self._settings.uses_reference:
+            # Here `Sample.targets` has the reference's logprob of the answer.
             batch.reference_sums = torch.tensor([sum(sample.targets) for sample in samples], dtype=torch.float32)
 
     def bind(self, batch: Batch, number: int) -> Term:
@@ -73,6 +74,7 @@ class Preference(Imitation):
         with self.policy.awake():
             logprobs, _ = self.policy.logprobs(others, 1.0)  # [all]
         answers = _Answers(logprobs[others.sampled.index], others)
+        # The sum over an answer's tokens is its log ratio to the reference.
         ratios = logprobs.index_add(0, others.sampled.index[answers.first], -answers.reference)
         sums = {"sum": float(ratios.double().sum()), "count": float(others.num_samples)}
         found = self.policy.layout.data.reduce("prepare: baseline", sums, "sum")  # [all]
@@ -93,14 +95,13 @@ class _Answers:
 
 
 def _compare(function: Callable[[Pairs], Tensor], baseline: float, answers: _Answers) -> tuple[Tensor, Tensor]:
-    """Return the indices and losses of a batch's pairs, in order."""
+    """Return the indices and losses of a batch's pairs, in order. baseline: not used, see `_judge`."""
     ratios, lengths = answers.logprobs - answers.reference, answers.lengths
     chosen, rejected = answers.chosen, answers.rejected
     return chosen, function(Pairs(ratios[chosen], ratios[rejected], lengths[chosen], lengths[rejected]))
 
 
 def _judge(function: Callable[[Judged], Tensor], baseline: float, answers: _Answers) -> tuple[Tensor, Tensor]:
-    """Return the indices and losses of a batch's single answers."""
     judged = torch.cat([answers.chosen, answers.rejected])
     desirable = torch.arange(len(judged), device=judged.device) < len(answers.chosen)
     ratios = (answers.logprobs - answers.reference)[judged]
@@ -117,8 +118,8 @@ def _loss(
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Preference loss; `Preference.bind` fills the first three arguments to make a `BoundLoss`.
 
-    scales: learnt tokens of the mini-batch per chosen and per rejected answer. Metrics are means over tokens, so a
-    value of an answer, on one token, is multiplied by its scale.
+    scales: learnt tokens of the mini-batch per chosen and per rejected answer. A metric of an answer is put on one
+    token, and metrics are means over tokens, so it is multiplied by its scale.
     """
     answers = _Answers(logprobs, batch)
     places, losses = compare(answers)
@@ -138,5 +139,5 @@ def _loss(
         quantities["rewards/margins"] = quantities["rewards/chosen"] - quantities["rewards/rejected"]
         right = rewards[answers.chosen] > rewards[answers.rejected]
         quantities["rewards/accuracies"] = spread("chosen", right)
-    # A dummy has no comparison, and runs backward all the same.
+    # A filler micro-batch has no pair, but needs a graph for the backward pass.
     return (0.0 * logprobs).index_add(0, answers.first[places], losses), quantities

@@ -81,7 +81,7 @@ class Plan:
         """Return the samples of this rank that train, in order."""
         samples = {sample.key: sample for group in groups for sample in group.samples}
         keys = map(tuple, self.keys[self.src_rank == rank].tolist())
-        # All samples are present if the ranks agree on the plan.
+        # A sample is missing only if ranks disagree on the plan, which `transfer` then reports on all of them.
         return [samples[key] for key in keys if key in samples]
 
     def visits(self, num_epochs: int, seed: int) -> list[int]:
@@ -120,7 +120,7 @@ class Plan:
 
 
 class Shares(NamedTuple):
-    """Divisors of a step: optimizer steps and data shards."""
+    """Numbers that determine how a step is divided: optimizer steps, data shards and the model's width."""
 
     num_updates: int
     """optimizer steps; tickets are divided between them in order"""
@@ -143,6 +143,7 @@ def plan(step: int, data: StepTable, shares: Shares, aggregate: Callable[[Tensor
     bounds_in = partial(np.searchsorted, v=np.arange(shares.num_updates + 1))
     for begin, end in pairwise(bounds_in(minibatches).tolist()):
         weights[begin:end] *= aggregate(data.lengths[trains][begin:end])
+        # 1 / tokens of right answers; divided below by the weight that the backend will multiply with.
         right[begin:end] /= (right[begin:end] @ data.lengths[trains][begin:end].double()).clamp(min=1)
     kept = trains[data.owners]
     samples, owners = data.samples[kept], (trains.cumsum() - 1)[data.owners[kept]]
@@ -177,7 +178,7 @@ def plan(step: int, data: StepTable, shares: Shares, aggregate: Callable[[Tensor
 
 
 def with_scores(plan: Plan, data: StepTable) -> Plan:
-    """Return the plan of the same answers with other scores."""
+    """Return the plan with the advantages and the mean reward of another table of the same answers."""
     return replace(plan, advantages=data.advantages[plan.turns], mean_reward=_mean(data.shaped))
 
 

@@ -14,8 +14,9 @@ from spmd_rl.rollout.row_source import CHOSEN, REJECTED
 from spmd_rl.train.base import CriticRole, Metrics
 from spmd_rl.types import Sample
 
-TOKENS = 2
-"""Tokens per sample: a conversation and one token after it, before which the value is the reward."""
+TOKENS_PER_PAIR = 2
+"""Learnt tokens per pair. Each conversation has one: a token after its end, at whose prediction the value is the
+reward."""
 
 
 class Judging(Imitation):
@@ -66,7 +67,7 @@ class Ranking(Judging):
 
     def bind(self, batch: Batch, number: int) -> Term:
         """Return the loss of a mini-batch in which every pair weighs the same; see `Imitation.bind`."""
-        count = int((self.plan.minibatches == number).sum()) // TOKENS
+        count = int((self.plan.minibatches == number).sum()) // TOKENS_PER_PAIR
         batch.weights = batch.loss_mask / max(count, 1)
         return Term(batch, self._pair_loss, count)
 
@@ -84,7 +85,7 @@ def _pair_loss(center_coef: float, values: Tensor, batch: Batch) -> tuple[Tensor
     loss = (0.0 * values).index_add(0, chosen, bradley_terry(*pair, batch.margins[chosen], center_coef=center_coef))
 
     def spread(found: Tensor) -> Tensor:
-        return torch.zeros_like(values).index_add(0, chosen, TOKENS * found.detach().to(values.dtype))
+        return torch.zeros_like(values).index_add(0, chosen, TOKENS_PER_PAIR * found.detach().to(values.dtype))
 
     return loss, {
         "rewards/chosen": spread(pair[0]),

@@ -2,8 +2,8 @@
 
     keep_reference(rows, place.roles.reference, cfg.steps, run_dir / "reference.safetensors", digest)  # [all]
 
-They are computed in the groups of the first epoch, for any number of steps, so that an extended run equals, to the bit,
-one of that length from the start.
+They are always computed in the batches of the first epoch, so that extending a run gives bitwise the same numbers as a
+longer run.
 """
 
 import os

@@ -50,14 +50,15 @@ def rows(collected: Collected, plan: Plan | None) -> Iterator[SampleRow]:
             if place is not None and plan.num_runs[place] > 1:
                 _credit(turns, plan.advantages[ends_of_runs[place] - plan.num_runs[place] : ends_of_runs[place]])
             reject_reason = reason or masked.get(sample.key)
+            # A scored sample of a kept group has an advantage, unless `prepare` has never run.
             if reject_reason is None and advantage is None:
                 reject_reason = "the run ended" if sample.verdict.scored else "no score"
             yield _row(group.prompt, messages, sample, turns, advantage, reject_reason)
 
 
 def _mean_advantages(plan: Plan) -> np.ndarray:
-    """Return the mean advantage of each sample's tokens, float64 [n]; for a token-level estimator, of its turns'
-    rewards."""
+    """Return the mean advantage of each sample's tokens, float64 [n]; the mean reward if `prepare` failed before a
+    token-level estimator."""
     if len(plan.advantages) == len(plan.keys):
         return plan.advantages
     owners = np.arange(len(plan.keys)).repeat(plan.num_runs)
@@ -71,7 +72,7 @@ def _credit(turns: list[TurnRow], advantages: np.ndarray) -> None:
 
 
 def held_out(groups: Iterable[Group]) -> Iterator[SampleRow]:
-    """Yield one row per answer of an evaluation on this rank; the ticket is the place of the prompt."""
+    """Yield one row per answer of an evaluation on this rank; the ticket is the index of the prompt."""
     for group in groups:
         messages = msgspec.Raw(_encode(group.prompt.messages))
         for sample, turns in zip(group.samples, _turns(group), strict=True):

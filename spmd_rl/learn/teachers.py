@@ -16,7 +16,7 @@ from torch import Tensor
 from spmd_rl.algo.distillation import distillation
 from spmd_rl.batch import Batch, Ragged, bounds_of, run_indices
 from spmd_rl.config.schema import TeachersConfig
-from spmd_rl.learn.hints import Hints, Render, at_answers, in_sight
+from spmd_rl.learn.hints import Hints, Render, at_answers, with_hints
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.learn.transfer import RoleShards
 from spmd_rl.rollout.table import SampleTable
@@ -40,8 +40,8 @@ class Teachers:
         """teachers: by domain, '' for all others. temperature: divides all logits. render: of a tokenizer, for prompts
         with hints."""
         self._teachers, self._policy, self._settings = dict(teachers), policy, settings
-        self._temperature, self._num_ids = temperature, policy.size.head // policy.hidden_size
-        self._k = min(settings.top_k, self._num_ids)
+        self._temperature, self._vocab_size = temperature, policy.size.head // policy.hidden_size
+        self._k = min(settings.top_k, self._vocab_size)
         self.hints = Hints(settings.hints, render) if settings.hints and render else None
         """Source of the column `hints` of a batch; None if no teacher has one."""
 
@@ -54,9 +54,9 @@ class Teachers:
         return cls(teachers, roles.policy, settings, temperature, render) if teachers else None
 
     @property
-    def alone(self) -> bool:
-        """True if no other advantage is used, see `teacher.alone`."""
-        return self._settings.alone
+    def is_only(self) -> bool:
+        """True if the teachers are the only source of learning, see `teacher.only`."""
+        return self._settings.only
 
     def fill_in(self, batches: Sequence[Batch], plan: Plan, table: SampleTable) -> None:
         """[all] Set the columns of the teachers in this rank's mini-batches."""
@@ -67,8 +67,8 @@ class Teachers:
                 shards = RoleShards(self._policy, teacher, plan, world, rows)
                 shares = shards.share("prepare: for the teacher", batches)  # [all]
                 for share in shares:
-                    shown = in_sight(share) if self.hints else share
-                    found = teacher.top_logprobs(shown, self._temperature, self._k, self._num_ids)  # [all]
+                    shown = with_hints(share) if self.hints else share
+                    found = teacher.top_logprobs(shown, self._temperature, self._k, self._vocab_size)  # [all]
                     found = at_answers(share, shown, *found) if self.hints else found
                     for column, values in zip(COLUMNS, found, strict=True):
                         setattr(share, column, values)
@@ -86,8 +86,8 @@ class Teachers:
             if self._settings.coef:
                 batch.teacher_ids, batch.teacher_top = (Ragged(some.flatten(), offsets) for some in (ids, top))
 
-    def reward(self, batch: Batch) -> None:
-        """Add each token's log-ratio of teacher to student to its advantage; with `teacher.alone`, replace the
+    def add_to_advantages(self, batch: Batch) -> None:
+        """Add each token's log-ratio of teacher to student to its advantage; with `teacher.only`, replace the
         advantage.
 
         reward_coef (log teacher - log student) of the sampled token: in expectation, the gradient of the reverse KL at
@@ -95,13 +95,14 @@ class Teachers:
         """
         old = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
         more = (batch.teacher_logprobs - old).nan_to_num(0.0) * batch.loss_mask
-        kept = torch.zeros_like(batch.advantages) if self._settings.alone else batch.advantages
+        kept = torch.zeros_like(batch.advantages) if self._settings.only else batch.advantages
         batch.advantages = kept + self._settings.reward_coef * more
 
     def loss(self, inner: BoundLoss) -> BoundLoss:
         """Return the loss plus the divergence from the teachers."""
         settings = self._settings
 
+        # found: the student's logprobs of the teacher's most likely tokens, if the loss reads them, then the batch.
         def distilled(logprobs: Tensor, entropy: Tensor, *found: Tensor | Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
             *among, batch = found
             loss, quantities = inner(logprobs, entropy, batch)

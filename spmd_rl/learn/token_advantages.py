@@ -28,7 +28,7 @@ from spmd_rl.learn.prepare import Plan
 
 def needs_old_logprobs(settings: AlgorithmConfig) -> bool:
     """Return True if the advantages need the trainer's logprobs."""
-    return settings.kl_reward_coef > 0 or settings.loss in SHARES
+    return settings.kl_reward_coef > 0 or settings.loss in MARKED_SHARE_KEYS
 
 
 def finish(
@@ -52,7 +52,7 @@ def finish(
             batch.advantages = clip(batch.advantages, settings.advantage_clip)
     for number, batch in enumerate(batches):
         total = int(plan.num_sampled[plan.minibatches == number].sum())
-        if settings.loss in SHARES:
+        if settings.loss in MARKED_SHARE_KEYS:
             mark(batch, settings, total, data, (seed, plan.step))  # [all]
     return metrics
 
@@ -78,7 +78,7 @@ def _of_critic(batches: Sequence[Batch], data: DataShard) -> dict[str, float]:
 def kl_of_turns(batches: Sequence[Batch], plan: Plan, count: int, settings: AlgorithmConfig, data: DataShard) -> Tensor:
     """[all] Estimate the KL to the reference of each turn or answer, summed over its tokens: float64 [count].
 
-    count: number of turns in `Plan.turns`, or of answers; 0 for one that does not train.
+    count: number of turns in `Plan.turns`, or of answers. The KL of one that does not train is 0.
     """
     own, mine = [], (plan.data_rank == data.rank).repeat(plan.num_runs)
     for number, batch in enumerate(batches):
@@ -92,7 +92,8 @@ def kl_of_turns(batches: Sequence[Batch], plan: Plan, count: int, settings: Algo
 
 
 def _kl(batch: Batch, settings: AlgorithmConfig, index: Tensor | None = None) -> Tensor:
-    """Estimate the KL at sampled tokens, by default all of them in order: float64 [N]."""
+    """Estimate the KL of the policy before the update at the sampled tokens `index` (default: all, in order): float64
+    [N]."""
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None
     index = batch.sampled.index if index is None else index
     divergence = KL_ESTIMATORS[settings.kl_reward_estimator]
@@ -109,6 +110,7 @@ def estimate(batch: Batch, settings: AlgorithmConfig, kl_reward_coef: float) -> 
     turns = samples
     if batch.turns is not None:
         turns = torch.unique_consecutive(batch.turns[index], return_inverse=True)[1]
+    # So far the column has the reward of each turn at all its tokens.
     given = batch.advantages[index].double()
     scores = torch.zeros(int(turns.max()) + 1 if len(turns) else 0, dtype=given.dtype)
     scores[turns] = given  # the same at each token of a turn
@@ -134,7 +136,7 @@ def moments_of(batches: Sequence[Batch], columns: Sequence[Tensor], data: DataSh
     return merged(Moments(*record) for record in records)
 
 
-SHARES = {"clip_cov": "clip_cov_ratio", "kl_cov": "kl_cov_ratio"}
+MARKED_SHARE_KEYS = {"clip_cov": "clip_cov_ratio", "kl_cov": "kl_cov_ratio"}
 """Losses that mark tokens, with the setting of the share to mark."""
 
 
@@ -151,7 +153,7 @@ def mark(batch: Batch, settings: AlgorithmConfig, total: int, data: DataShard, s
     keys = selection.covariance(logprobs, advantages, mean_logprob, mean_advantage)
     if settings.loss == "clip_cov":
         keys = bind(selection.clip_cov_keys, settings)(keys, ids)
-    batch.marked = highest(batch, keys, total, getattr(settings, SHARES[settings.loss]), data)  # [all]
+    batch.marked = highest(batch, keys, total, getattr(settings, MARKED_SHARE_KEYS[settings.loss]), data)  # [all]
 
 
 def highest(batch: Batch, keys: Tensor, total: int, share: float, data: DataShard) -> Tensor:

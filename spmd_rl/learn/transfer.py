@@ -40,7 +40,7 @@ class Route:
     src_rank: np.ndarray
     """int64 [n]: rank that sends it"""
     data_rank: np.ndarray
-    """int64 [n]: data shard that receives it, on every rank of its block"""
+    """int64 [n]: data shard that receives it, on all of the shard's ranks (`pp` x `cp` x `tp`)"""
     data: DataShard
     """data shard of this rank among the receivers"""
 
@@ -182,7 +182,6 @@ def _to_bytes(columns: Columns) -> Tensor:
 
 
 def _from_bytes(rows: Tensor, columns: Columns) -> dict[str, Tensor]:
-    """Return the columns that `_to_bytes` packed into `rows`, shaped like `columns`."""
     parts = rows.split([_width(column) for column, _ in columns.values()], 1)
     return {
         # A copy, because a view of bytes at an odd offset cannot be reinterpreted as a wider dtype.
@@ -206,7 +205,7 @@ def redistribute(packed: Batch, plan: Plan, num_updates: int, data: DataShard, w
     # The plan is equal on all ranks, so all batches get the column or none.
     if plan.right.any():
         batch.right = _at_sampled(plan.right[mine].astype(np.float32), plan.num_sampled[mine], batch)
-    # The plan is equal on all ranks, so all batches get the column or none.
+    # Some answer has several turns or segments. All ranks know it alike, so all batches get these columns or none.
     if len(plan.turns) != plan.num_answers:
         runs = mine.repeat(plan.num_runs)
         batch.turns = _at_sampled(plan.turns[runs], plan.run_lengths[runs], batch)
@@ -270,6 +269,7 @@ class RoleShards:
         self._same, self._minibatches, self._world = _ranks(here) == _ranks(there), plan.minibatches, world
         self._rows, self._mine = rows, plan.data_rank == here.rank
         if not self._same:
+            # Every rank of a shard has the batch, and its leader sends.
             other = plan.elsewhere(there, role.hidden_size)
             self._there = replace(Route.of(other, there), src_rank=leaders(here)[plan.data_rank])
             self._back = replace(Route.of(plan, here), src_rank=leaders(there)[other.data_rank])
@@ -318,5 +318,5 @@ def _ranks(data: DataShard) -> list[tuple[int, ...]]:
 
 
 def leaders(data: DataShard) -> np.ndarray:
-    """Return the rank that counts for each shard, int64 [shards]."""
+    """Return the first rank of each shard, which sends for it: int64 [shards]."""
     return np.array([ranks[0] for ranks in _ranks(data)], np.int64)

@@ -30,8 +30,8 @@ def peak_flops(given: float | None, device: torch.device, dtype: str) -> float |
 def forward_flops(size: ModelSize, answers: np.ndarray) -> float:
     """Return the operations of a forward pass over answers, rows of `ANSWER` with equal tickets adjacent.
 
-    A token costs two operations for each weight that it uses (Kaplan et al., arXiv 2001.08361, section 2.1), and four
-    for each number of a head of each token it attends to: a product with its key and one with its value.
+    2 x weights x tokens (Kaplan et al., arXiv 2001.08361, section 2.1), plus 4 x heads x head size for each pair of a
+    token and one that it attends to: a product with its key and one with its value.
     """
     first = begins(answers["ticket"])
     prompt, own = (answers[name].astype(np.float64) for name in ("num_prompt_tokens", "num_answer_tokens"))

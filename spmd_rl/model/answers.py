@@ -40,7 +40,9 @@ def answer_spans(
         begin = next((b for b in range(begin, max(-1, begin - MOST_CHANGED), -1) if text.startswith(before[:b])), -1)
         end = len(text) - len(after)
         if not last <= begin <= end or not text.endswith(after):
-            raise UserError(f"the model's chat template hides where the answer in message {number + 1} stands")
+            raise UserError(
+                f"the answer in message {number + 1} cannot be located in the text of the model's chat template"
+            )
         closing = _closing(after, ends)
         if not (closing or after.strip()):
             text, closing = text[:end] + last_end, last_end

@@ -40,7 +40,6 @@ class Allowed(NamedTuple):
     """int64 [N]: the mask of each row"""
 
     def cut(self, x: Tensor, first: int, value: float) -> None:
-        """Set forbidden tokens to `value` in place, see `Support`."""
         ids = torch.arange(first, first + x.shape[1], device=x.device)
         gone = (self.words[:, ids // BITS] >> (ids % BITS).int()) & 1 == 0
         x.masked_fill_(gone[self.index], value)
@@ -93,7 +92,6 @@ def constraint_of(settings: ConstraintConfig, model: str, trust_remote_code: boo
 
 @lru_cache(2)
 def _compiled(key: str, text: str, model: str, trust_remote_code: bool) -> Constraint:
-    """Compile a grammar; an engine and the roles of one process share it."""
     from xgrammar import GrammarCompiler
 
     config = AutoConfig.from_pretrained(model_folder(model), trust_remote_code=trust_remote_code)

@@ -202,7 +202,6 @@ def _stored_tensors(model: nn.Module, files: WeightFiles) -> Wanted:
 
 
 def _whole(name: str, tensor: Tensor) -> Part:
-    """Return a whole tensor, stored under its own name."""
     return Part(name, tuple(slice(0, size) for size in tensor.shape), False)
 
 

@@ -54,7 +54,6 @@ class Candidates(NamedTuple):
     """int64 [M]: token of each candidate"""
 
     def cut(self, x: Tensor, first: int, value: float) -> None:
-        """Set tokens outside the list to `value` in place, see `Support`."""
         (num_rows, width), places = x.shape, self.ids - first
         # The additional last column takes the ids outside this part.
         gone = torch.zeros(num_rows, width + 1, dtype=torch.bool, device=x.device)

@@ -106,7 +106,7 @@ class Tokenizer:
             self._warned = True
             line = f"no token that ends generation ({', '.join(self._ends())}) follows an answer in its chat template"
             if rank() == 0:
-                tell(f"warning: {self.name}: {line}: where an answer ends is not learnt")
+                tell(f"warning: {self.name}: {line}: the end of an answer is not trained on")
         # The first token of a text has no prediction.
         if pieces and not pieces[0][0]:
             pieces[0] = pieces[0][1][:1], pieces[0][1][1:]
@@ -129,7 +129,7 @@ class Tokenizer:
             text = self._chat_text(messages, False)
             begin = text.rfind(answer) if borders else 0
             if begin < 0:
-                raise UserError(f"the model's chat template ({self.name}) changes an answer in steps")
+                raise UserError(f"the model's chat template ({self.name}) changes an answer that is divided into steps")
             steps = self._steps(text, [begin + border for border in borders])
         learnt = [*(step[:1] for step in steps[1:]), ends]
         return [(step[bool(number) :], one) for number, (step, one) in enumerate(zip(steps, learnt, strict=True))]
@@ -192,7 +192,7 @@ class Tokenizer:
         except TEMPLATE_FAILURES as error:
             raise UserError(f"the model's chat template ({self.name}) fails: {one_line(error)}") from None
         if len(text) > MAX_CHARACTERS:
-            raise UserError(f"the model's chat template ({self.name}) makes {len(text)} characters of one prompt")
+            raise UserError(f"the model's chat template ({self.name}) makes {len(text)} characters out of one prompt")
         return text
 
     def _check_fields(self, messages: Sequence[Message]) -> None:
@@ -201,7 +201,7 @@ class Tokenizer:
             if name := next(filter(message.others.get, unused), None):
                 raise UserError(
                     f"{'the row' if name == 'tools' else f'message {number}'} has `{name}`, for which the model's chat "
-                    f"template ({self.name}) has no place: write them into a message's `content`, or take them out"
+                    f"template ({self.name}) has no place: move them into a message's `content`, or remove them"
                 )
 
     def _check_role(self, messages: Sequence[Message], number: int, prompts: bool) -> None:
@@ -243,7 +243,6 @@ def _hidden_ids(hf: "PreTrainedTokenizerBase", stop_ids: Sequence[int]) -> set[i
 
 
 def _text(message: Message) -> str:
-    """Return the text of a message. UserError if it holds an image."""
     try:
         return message.text
     except ValueError:
@@ -278,7 +277,6 @@ def load_tokenizer(
 
 
 def _check_size(hf: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Refuse a tokenizer with tokens that have no row in the model."""
     # Tokens of images and the like may lack a row: no text has them.
     size = vocabulary_size(folder) if (folder / "config.json").is_file() else None
     # Those of the object have its names for images too.
@@ -289,7 +287,7 @@ def _check_size(hf: "PreTrainedTokenizerBase", folder: Path) -> None:
     if size is not None and id >= size:
         raise UserError(
             f"the tokenizer of {folder} has more tokens than its model, which has {size}: {token!r} is number {id}; "
-            "give the model rows for them (resize_token_embeddings) or take them out of the tokenizer"
+            "give the model rows for them (resize_token_embeddings) or remove them from the tokenizer"
         )
 
 
@@ -302,7 +300,6 @@ def render_prompt(tokenizer: Tokenizer, prompt: Prompt) -> array:
 
 
 def _check_variables(given: Mapping[str, Any], template: str | None, folder: Path) -> None:
-    """Refuse variables that the chat template does not use."""
     # A misspelt `enable_thinking` would silently change nothing.
     from jinja2 import Environment, TemplateError, meta
 
@@ -321,7 +318,6 @@ def _check_variables(given: Mapping[str, Any], template: str | None, folder: Pat
 
 
 def _eos_ids(folder: Path) -> set[int]:
-    """Return the end-of-sequence ids of a model."""
     # generation_config.json and config.json often differ, so both count.
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):

@@ -6,8 +6,9 @@
 | `mode=overlapped` | all ranks | all ranks | in turns; step n + 1 begins before update n, while verdicts are awaited |
 | `mode=split` | some ranks | the others | at the same time |
 | `mode=lent` | some ranks | all ranks | at the same time; training ranks also generate between updates |
-| any with `reference=RANKS` or `teacher=RANKS` | all other ranks | all other ranks | as without |
-| any with `rollout.replay=RUN` | all ranks | none: another run did | before |
+| any, with `rollout.replay=RUN` | all ranks | none: another run did | before |
+
+`reference=RANKS` and `teacher=RANKS` take ranks away from any mode; the others do what the mode says.
 """
 
 from dataclasses import replace

@@ -14,7 +14,8 @@ from spmd_rl.weights.adapter_source import AdapterSource
 def colocated(job: Job, last_ahead: int = 0) -> Iterator[Place]:
     """[all] The roles and the engine of each rank take turns on its device.
 
-    last_ahead: steps up to this one start before the update of the step before them, one version behind; 0: none does.
+    last_ahead: steps 2 to `last_ahead` begin before the update that precedes them, so their answers are one version
+    old; 0: no step does.
     """
     cfg, world = job.cfg, job.world
     job.open_run(world)  # [all]
@@ -36,5 +37,5 @@ def colocated(job: Job, last_ahead: int = 0) -> Iterator[Place]:
             environments=environments,
             on_start=lambda start: rollouts.check(),
         )
-    # Not after an exception: the engine's groups may wait for ranks that are gone.
+    # Not after an exception: closing the engine's process groups would wait for dead ranks.
     generator.close()

@@ -1,7 +1,7 @@
 """`placement.reference` and `placement.teacher`: ranks that hold a frozen role, and only compute with it.
 
-The other ranks train and generate in `job.world`, without these ranks. Trainer ranks reach the role through a proxy,
-and meet its ranks only when they need its logprobs.
+The other ranks train and generate in `job.world`, without these ranks. Trainer ranks use the role through a proxy, and
+meet its ranks only when they need its logprobs.
 """
 
 from collections.abc import Callable, Iterator

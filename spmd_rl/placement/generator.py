@@ -1,4 +1,4 @@
-"""`Generator`: a rank that only generates. It runs ahead of training by `placement.max_staleness` steps.
+"""`Generator`: a rank that only generates, at most `placement.max_staleness` steps ahead of training.
 
 Its replica claims slices of the open step as long as its policy is new enough, goes on to the next step by itself, and
 keeps what has finished until that is handed over. Between two steps of the engine it looks for meetings.
@@ -34,7 +34,7 @@ ANSWERED = "eval{}/answered"
 
 
 class Begin(msgspec.Struct, array_like=True):
-    """The message with which the first rank that trains starts generation."""
+    """The message with which the first trainer rank starts generation. `next` and `skipped`: see `Cursor`."""
 
     first: int
     """Number of the first step that is generated."""
@@ -53,7 +53,7 @@ class EndedStep:
 
 
 class _RunIsOver(Exception):
-    """The last meeting was held."""
+    """The end of the run, as its last meeting said."""
 
 
 class Generator:
@@ -78,18 +78,21 @@ class Generator:
         """Steps that wait for their hand over."""
         self._answers: list[Group] = []
         self._unused: dict[GroupSlice, Group] = {}
-        """Slices that finished here and go on in the open step."""
+        """Finished slices that no step has used; they count in the next step."""
         self._coming: set[GroupSlice] = set()
-        """Slices that a lent replica has begun, and hands over to this one."""
+        """Slices that a lent replica has started, and hands over to this one."""
         self._previous: Coordinator | None = None
         self._has_left = False
-        self._waited, self._swaps = 0.0, list[float]()
-        """In this step: seconds without a policy that is new enough, and those of each change of it."""
+        """True from the end of this replica's part of a step until the next step opens."""
+        self._waited, self._publish_seconds = 0.0, list[float]()
+        """In this step: seconds of waiting for a policy that is new enough, and seconds that each publish interrupted
+        requests."""
 
     def run(self) -> None:
-        """[all] that generate: work until the run is over."""
+        """[generate]: work until the run is over."""
         begin = msgspec.convert(self._world.broadcast("start: first step", None, src=self._trainers[0]), Begin)  # [all]
         self._steps.begin(begin.first, begin.start, Cursor(begin.next, tuple(begin.skipped)))
+        # Other ranks of the replica follow its first inside `driven`, and return when it ends.
         with self._engine.awake(), self._engine.driven(self._join):
             if self._engine.leads:
                 with asyncio.Runner() as runner:
@@ -104,8 +107,8 @@ class Generator:
                 await self.enter()
             elif self._has_left and self._steps.advance():
                 given = {one for one, rank in self._steps.given.items() if rank == self._world.rank}
-                self._coming |= given - self._player.running.keys()  # its hand over may have been before
-                self._has_left, self._waited, self._swaps = False, 0.0, []
+                self._coming |= given - self._player.running.keys()  # a running one has been handed over
+                self._has_left, self._waited, self._publish_seconds = False, 0.0, []
             elif not self._has_left and self._may_begin:
                 await self._step()
             else:
@@ -115,11 +118,11 @@ class Generator:
 
     @property
     def _may_begin(self) -> bool:
-        """True where there is an open step, and the policy is new enough for it."""
+        """True if there is an open step, and the policy is new enough for it."""
         return self._steps.number <= self._cfg.steps and self._receiver.version >= self._steps.oldest
 
     async def _pause(self) -> None:
-        """Go on with slices that are carried; without any, sleep."""
+        """Decode unfinished slices, with `rollout.partial_rollout`, though no step is open; without any, sleep."""
         if self._player.engine_loop.num_requests:
             await self._player.engine_loop.poll()
         else:
@@ -130,8 +133,8 @@ class Generator:
     def _awaited(self) -> str:
         """The name of the present wait, in a hang report."""
         if self._steps.number > self._cfg.steps:
-            return f"meeting {self._meetings.number} of the ranks that train"
-        return f"publish: version {self._steps.oldest} from ranks that train"
+            return f"meeting {self._meetings.number} of the trainer ranks"
+        return f"publish: version {self._steps.oldest} from trainer ranks"
 
     async def _step(self) -> None:
         """Play the open step to its end."""
@@ -147,8 +150,8 @@ class Generator:
         report = shared.report(run, running, leads=True)
         report.pace = {
             "placement/generate_wait_seconds": self._waited,
-            "placement/swaps": float(len(self._swaps)),
-            "placement/swap_seconds": sum(self._swaps),
+            "placement/publishes": float(len(self._publish_seconds)),
+            "placement/publish_seconds": sum(self._publish_seconds),
         }
         used = set(steps.coordinator.used_tickets())
         kept = shared.finished if player.carries else {}
@@ -159,21 +162,23 @@ class Generator:
     # -- meetings --------------------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
-        """See `rollout.step_run.Door`. A step that is handed over has ended: it is left first."""
+        """Return True if a meeting has been opened that this replica can enter now: it ends its part of a step before
+        the step's hand over."""
         meeting = self._meetings.next()
         return meeting is not None and (meeting.kind != "hand over" or meeting.number in self._ended)
 
     async def enter(self) -> None:
-        """See `rollout.step_run.Door`; then answer the questions of an evaluation that is due."""
+        """Enter the open meeting, at which trainer ranks wait; then answer the questions of an evaluation that is
+        due."""
         meeting, began, busy = self._meetings.next(), time.perf_counter(), 0
         if meeting.kind in ("publish", "end"):
             busy = await self._player.engine_loop.abort_all()
-        # A pending verdict excuses idling, but not a peer that misses the meeting.
+        # Waiting for a verdict is no hang, but waiting for a rank in this meeting may be one: the watchdog counts it.
         self._world.journal.idle(False)
         with self._engine.joined(msgspec.msgpack.encode(meeting)):
-            self._meet(meeting)  # [all] of the replica
+            self._meet(meeting)  # [replica]
         if busy:
-            self._swaps.append(time.perf_counter() - began)
+            self._publish_seconds.append(time.perf_counter() - began)
         if meeting.kind == "publish":
             await self._answer(meeting.number)
         if meeting.kind == "end":
@@ -183,11 +188,11 @@ class Generator:
             raise _RunIsOver
 
     def _join(self, message: bytes) -> None:
-        """[all] of the replica: enter the meeting that its first rank names."""
-        self._meet(msgspec.msgpack.decode(message, type=Meeting))  # [all] of the replica
+        """[replica]: enter the meeting that its first rank names."""
+        self._meet(msgspec.msgpack.decode(message, type=Meeting))  # [replica]
 
     def _meet(self, meeting: Meeting) -> None:
-        """[all] that train and that generate."""
+        """[all] of both sides: run the collectives of a meeting."""
         world, kind = self._world, meeting.kind
         if kind == "publish":
             self._receiver.load(meeting.number, meeting.probed)  # [all]
@@ -202,7 +207,10 @@ class Generator:
         self._meetings.end()
 
     def _hand_over(self, ended: EndedStep | None) -> None:
-        """[all] ended: None on a rank that does not lead its replica."""
+        """[all] Send finished samples to trainer ranks, and take over unfinished slices of lent replicas.
+
+        ended: None on all but the first rank of a replica.
+        """
         report, slices, to = RankReport.empty(), {}, {}
         if ended is not None:
             shared, report = ended.shared, ended.report

@@ -1,9 +1,9 @@
-"""The hand over: samples of a step, or of an evaluation, go to the ranks that train.
+"""The hand over: samples of a step, or of an evaluation, go to trainer ranks.
 
-The metadata of all slices is gathered. Each ticket goes to one rank that trains, by its place among the tickets that
-are used, so that all ranks know alike which one; samples travel in one all-to-all. They count as generated there, and
-`learn/transfer.py` spreads those that train over the data shards. What lent replicas leave unused goes the same way, to
-the replicas that stay.
+The metadata of all slices is gathered. Used tickets are dealt to the trainer ranks in turn, so all ranks know where
+each goes; samples are sent in one all-to-all. In the metadata the receiver replaces the generating rank, since
+`learn/transfer.py`, which spreads samples over the data shards, must know where they are. Unfinished slices of lent
+replicas go the same way, to the replicas that continue them.
 """
 
 from collections import defaultdict
@@ -31,7 +31,7 @@ class SentSlice(msgspec.Struct, array_like=True, frozen=True):
     number: int
     samples: tuple[Sample, ...] = ()
     begun: Begun = {}
-    """Its answers so far, where it has not finished."""
+    """Answers so far, if the slice has not finished."""
 
     @property
     def place(self) -> GroupSlice:
@@ -44,21 +44,24 @@ Parts = dict[int, list[SentSlice]]
 
 
 def places(tickets: Iterable[int], num_trainers: int) -> dict[int, int]:
-    """Return the trainer rank of each ticket, by its index: tickets are assigned in turn, in order."""
+    """Return, for each ticket, the index of the trainer that receives it (0 to `num_trainers` - 1), in turn."""
     return {ticket: place % num_trainers for place, ticket in enumerate(sorted(tickets))}
 
 
 def gather_reports(world: World, report: RankReport, to: Mapping[int, int] | None) -> list[RankReport]:
-    """[all] Return the reports of all ranks, by rank. to: on ranks that train, who will hold each used ticket."""
+    """[all] Return the reports of all ranks, by rank, with the `rank` of each used answer replaced by its receiver.
+
+    to: on trainer ranks, the receiver of each used ticket; None on other ranks, which need no replacement.
+    """
     reports = world.gather("hand over: reports", report, RankReport)  # [all]
-    for one in (one for theirs in reports for one in theirs.finished):
-        if to and one.ticket in to:
-            one.answers = [(*row[:RANK], to[one.ticket], *row[RANK + 1 :]) for row in one.answers]
+    for finished in (finished for report_of_rank in reports for finished in report_of_rank.finished):
+        if to and finished.ticket in to:
+            finished.answers = [(*row[:RANK], to[finished.ticket], *row[RANK + 1 :]) for row in finished.answers]
     return reports
 
 
 def parts_of(slices: Slices, trainers: Sequence[int], to: Mapping[int, int]) -> Parts:
-    """Return the parts of the ranks that train (`trainers`): each slice to the one that trains on its ticket."""
+    """Return the slices for each of the ranks `trainers`. to: index of the trainer that receives a ticket."""
     parts: Parts = defaultdict(list)
     for one in sorted(slices):
         parts[trainers[to[one.ticket]]].append(SentSlice(*one, tuple(slices[one])))
@@ -66,7 +69,7 @@ def parts_of(slices: Slices, trainers: Sequence[int], to: Mapping[int, int]) -> 
 
 
 def send_slices(world: World, parts: Parts) -> list[SentSlice]:
-    """[all] Send each rank its part; return the slices that come to this rank. world: all that train or generate."""
+    """[all] Send each rank its part; return the slices for this rank. world: trainer and generator ranks."""
     payloads = {rank: pack(part) for rank, part in sorted(parts.items())}
     own = [(rank, len(payload)) for rank, payload in payloads.items()]
     sizes = world.gather("hand over: sizes", own, list[tuple[int, int]])  # [all]

@@ -1,7 +1,7 @@
-"""`placement.mode=lent`: as `split`, but the ranks that train generate too, between an update and their next step.
+"""`placement.mode=lent`: as `split`, but trainer ranks also generate, between an update and their next step.
 
-What ROLL calls partial overlap. Such a rank takes part in the step that it will train on, and leaves at its end; what
-it has under way then goes on on the ranks that stay.
+ROLL calls this partial overlap. Such a rank generates for the step that it will train on, until the step's end; the
+slices that it has not finished then continue on generator ranks.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from spmd_rl.placement.sides import Sides, generating, training
 
 @contextmanager
 def lent(job: Job) -> Iterator[Place]:
-    """[all] Every rank has an engine, and those that train are lent to generation."""
+    """[all] Every rank has an engine, and trainer ranks are lent to generation."""
     sides = Sides.of(job)  # [all]
     with training(job, sides, lends=True) if sides.trainers else generating(job, sides) as place:  # [all]
         yield place

@@ -1,4 +1,5 @@
-"""`placement.mode=overlapped`: as `colocated`, and a step is generated while the one before is judged and learned."""
+"""`placement.mode=overlapped`: as `colocated`, but step n + 1 is generated before update n, and its verdicts arrive
+during that update."""
 
 from contextlib import AbstractContextManager
 
@@ -7,5 +8,5 @@ from spmd_rl.placement.colocated import colocated
 
 
 def overlapped(job: Job) -> AbstractContextManager[Place]:
-    """[all] Every rank trains and generates, in turns, one step ahead."""
+    """[all] Every rank trains and generates, in turns; generation is one step ahead."""
     return colocated(job, last_ahead=job.cfg.steps)

@@ -1,4 +1,4 @@
-"""The two sides of `placement.mode=split` and `lent`, as ranks of each are built."""
+"""Build what a trainer rank and a generator rank need with `placement.mode=split` and `lent`."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -12,7 +12,7 @@ from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.job import Job, Place
 from spmd_rl.placement.generator import Generator
-from spmd_rl.placement.trainers import LentReplica, MetRollouts
+from spmd_rl.placement.trainers import LentReplica, ReceivedRollouts
 from spmd_rl.rollout import Services
 from spmd_rl.rollout.ahead import Replicas, StepsAhead
 from spmd_rl.rollout.player import Player
@@ -36,17 +36,19 @@ class Sides:
     def of(cls, job: Job) -> "Sides":
         """[all] Form the two sides of the ranks of `job.world`."""
         world = job.world
+        # Settings count all ranks; `job.world` lacks those of frozen roles.
         placement = Placement.of(job.cfg.placement, world_size())
         train, generate = (
             [world.ranks.index(rank) for rank in ranks] for ranks in (placement.train, placement.generate)
         )
+        # Only members meet: the other ranks get None at once.
         trainers = world.subset("train", train)  # [train]
         return cls(world, tuple(train), trainers, world.subset("generate", generate))  # [generate]
 
 
 @contextmanager
 def training(job: Job, sides: Sides, lends: bool = False) -> Iterator[Place]:
-    """[all] with `generating`: build a rank that trains. lends: with an engine, too."""
+    """[all] together with `generating`: build a trainer rank. lends: it also has an engine."""
     cfg, trainers, world = job.cfg, sides.trainers, sides.world
     job.open_run(trainers)  # [train]
     with job.starting():
@@ -56,7 +58,7 @@ def training(job: Job, sides: Sides, lends: bool = False) -> Iterator[Place]:
         prompts, steps, player = _parts(job, sides, own, services)  # [all]
         buckets = Buckets(world, sides.train)  # [all]
     lent = LentReplica(cfg, player, steps) if player else None
-    rollouts = MetRollouts(cfg, prompts, world, trainers, steps, lent)
+    rollouts = ReceivedRollouts(cfg, prompts, world, trainers, steps, lent)
     every, quantization = cfg.publish.probe_every, cfg.engine.quantization
     publisher = Publisher(roles.policy, trainers, own, every, quantization, buckets, world)
     with closing(lent) if lent else nullcontext():
@@ -74,7 +76,7 @@ def training(job: Job, sides: Sides, lends: bool = False) -> Iterator[Place]:
 
 @contextmanager
 def generating(job: Job, sides: Sides) -> Iterator[Place]:
-    """[all] with `training`: build a rank that only generates."""
+    """[all] together with `training`: build a rank that only generates."""
     cfg, world = job.cfg, sides.world
     with job.starting():
         services = _services(job)
@@ -106,8 +108,10 @@ def _parts(
     if settings.data is not None:
         sections = settings.rollout, settings.data, settings.reward
         prompts, longest, prompt_id = fit_prompts(prompts, job.tokenizer, *sections, world)  # [all]
+    # True on the first rank of each replica.
     leads = world.gather("start: replicas", own is not None and own.leads)  # [all]
     ranks = [rank for rank, is_first in enumerate(leads) if is_first]
+    # Replicas that are never lent go on with unfinished slices of those that are.
     keepers = {number: rank for number, rank in enumerate(ranks) if rank not in sides.train}
     replicas = Replicas(sum(leads[: world.rank]), len(ranks), keepers)
 
@@ -124,7 +128,7 @@ def _parts(
 
 
 def _leave(world: World, own: Engine | None) -> None:
-    """[all] Close the engine. Not with an exception pending: its own groups may wait for other ranks."""
+    """[all] Close the engine. Not with an exception pending: closing its process groups would wait for dead ranks."""
     # A rank that leaves early would end the sidecar that other ranks of its node still use.
     world.barrier("generate: last step")  # [all]
     if own:

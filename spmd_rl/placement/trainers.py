@@ -1,4 +1,4 @@
-"""`MetRollouts`: the samples of other ranks, for a rank that trains.
+"""`ReceivedRollouts`: samples of other ranks, received by a trainer rank in meetings.
 
 With `placement.mode=lent` its own engine takes part (`LentReplica`), from the end of an update until its next step has
 ended.
@@ -29,7 +29,7 @@ from spmd_rl.rollout.step_plan import Cursor, GroupSlice
 from spmd_rl.rollout.step_run import StepRun
 from spmd_rl.types import Group, Prompt
 
-LOOK_SECONDS = 0.002
+STEP_POLL_SECONDS = 0.002
 """Seconds between two polls for the end of a step."""
 
 
@@ -42,11 +42,13 @@ class LentReplica:
         self._cfg, self._player, self._steps = cfg, player, steps
         self._runner = asyncio.Runner()
         self._left: dict[GroupSlice, SentSlice] = {}
-        """Slices that the last step did not use."""
+        """Slices, finished or not, that the last step did not use."""
 
     def play(self, step: int) -> tuple[SharedStep, RankReport]:
-        """[all] of the replica: generate with the others until the step has ended; return what came of it."""
+        """[replica]: generate with the others until the step has ended; return its counters and this rank's
+        report."""
         steps, world = self._steps, self._player.world
+        # This engine holds the policy after the step before.
         claim = steps.claim(lambda: step - 1)
         shared = SharedStep(steps.coordinator, claim, self._cfg.rollout, world.rank)
         run = StepRun(step, shared, self._player)
@@ -67,25 +69,25 @@ class LentReplica:
         self._steps.leave([*self._left])
 
     def hand_over(self, parts: Parts) -> None:
-        """Add what was left at the end of the step: others have begun the next one with it."""
+        """Add this replica's unfinished slices for the replicas that go on with them, which already know the list."""
         for one, sent in sorted(self._left.items()):
             parts[self._steps.given[one]].append(sent)
 
     def answer(self, share: QuestionShare) -> list[Group]:
-        """[all] of the replica: answer held-out questions; return the answers, on its first rank."""
+        """[replica]: answer held-out questions; return the answers, on its first rank."""
         with self.engine.awake(), self.engine.driven():
             if self.engine.leads:
                 self._runner.run(self._player.answer(share.claim, share.finish))
         return share.groups() if self.engine.leads else []
 
     def close(self) -> None:
-        """Give up what is under way; idempotent."""
+        """Cancel running episodes; idempotent."""
         if self._player.running:
             self._runner.run(self._player.cancel())
         self._runner.close()
 
 
-class MetRollouts:
+class ReceivedRollouts:
     """Rollouts of other ranks, received in meetings. Stateful, like `Rollouts`."""
 
     def __init__(
@@ -97,7 +99,7 @@ class MetRollouts:
         steps: StepsAhead,
         lent: LentReplica | None = None,
     ) -> None:
-        """world: of the ranks that train (`trainers`) and those that generate."""
+        """world: of both sides. trainers: of the trainer ranks."""
         self.prompts, self.meetings = prompts, Meetings(world.store)
         self._cfg, self._world, self._trainers, self._steps, self._lent = cfg, world, trainers, steps, lent
         self._ranks = [world.ranks.index(rank) for rank in trainers.ranks]
@@ -105,7 +107,6 @@ class MetRollouts:
         self._previous: Coordinator | None = None
 
     def state(self) -> dict[str, Any]:
-        """See `checkpoint.Stateful`."""
         return self._cursor.state(self.prompts.fingerprint())
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -114,40 +115,42 @@ class MetRollouts:
 
     def begin(self, start: int) -> None:
         """[all] of both sides: start the generation of steps after `start`."""
+        # Warm-up steps on demonstrations generate nothing.
         first, cursor = max(start, self._cfg.num_shown) + 1, self._cursor
         begin = Begin(first, start, cursor.next, list(cursor.skipped))
         self._world.broadcast("start: first step", msgspec.to_builtins(begin), src=self._ranks[0])  # [all]
         self._steps.begin(first, start, cursor)
 
     def published(self, publish: Callable[[int], dict[str, float]], version: int, probed: bool) -> dict[str, float]:
-        """[all] that train and that generate: publish a version, in a meeting."""
+        """[all] of both sides: publish a version, in a meeting."""
         self._version = version
-        with self.meetings.opened(self._trainers, Meeting("publish", version, probed)):  # [all] that train
+        with self.meetings.opened(self._trainers, Meeting("publish", version, probed)):  # [train]
             return publish(version)  # [all]
 
     def collect(self, step: int) -> Collected:
-        """[all] that train: wait until the step has been generated, with this rank's help if it is lent."""
+        """[train]: wait until the step has been generated, with this rank's help if it is lent."""
         steps, world, began = self._steps, self._world, time.perf_counter()
         coordinator = steps.coordinator
         assert steps.number == step, "steps are collected in order"
         report, finished = RankReport.empty(), {}
         with self._trainers.phase("generate"):
             if self._lent:
-                shared, report = self._lent.play(step)  # [all] of a replica
+                shared, report = self._lent.play(step)  # [replica]
                 finished = shared.finished
-            self._wait(f"generate: step {step} from ranks that generate", coordinator.ended)
+            self._wait(f"generate: step {step} from generator ranks", coordinator.ended)
             report.pace = {"placement/train_wait_seconds": time.perf_counter() - began}
-            with self.meetings.opened(self._trainers, Meeting("hand over", step)):  # [all] that train
+            with self.meetings.opened(self._trainers, Meeting("hand over", step)):  # [train]
                 to = places(coordinator.used_tickets(), self._trainers.size)
                 reports = gather_reports(world, report, to)  # [all]
                 has_advanced = steps.advance()
-                assert has_advanced, "a replica is handed over what it has not left"
+                assert has_advanced, "a hand over before every lent replica has listed its unfinished slices"
                 slices = {one: group.samples for one, group in finished.items() if one.ticket in to}
                 parts = parts_of(slices, self._ranks, to)
                 if self._lent:
                     self._lent.hand_over(parts)
                 found = {one.place: one.samples for one in send_slices(world, parts)}  # [all]
         with self._trainers.phase("coordination"):
+            # By slice: each group has the answers of one slice until the step is collected.
             groups = {
                 one: Group(self.prompts.ticket(one.ticket, self._cfg.seed)[1], one.ticket, tuple(samples))
                 for one, samples in found.items()
@@ -158,10 +161,10 @@ class MetRollouts:
             if self._previous:
                 self._previous.forget(shared=self._trainers.rank == 0)
             self._previous, self._cursor = coordinator, steps.cursor
-        return check_errors(collected, self._cfg.reward, self._cfg.rollout, self._trainers)  # [all] that train
+        return check_errors(collected, self._cfg.reward, self._cfg.rollout, self._trainers)  # [train]
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
-        """[all] that train: return this rank's share of the answers to held-out prompts, by the newest version.
+        """[train]: return this rank's share of the answers to held-out prompts, by the newest version.
 
         Both sides know from `learn.Evaluation` which prompts are asked after which step.
         """
@@ -170,8 +173,8 @@ class MetRollouts:
         if self._lent:
             mine = self._lent.answer(QuestionShare((prompts, sampling), replicas.mine, replicas.count))
             store.add(key, int(self._lent.engine.leads))
-        self._wait("eval: answers from ranks that generate", lambda: store.add(key, 0) == replicas.count)
-        with self.meetings.opened(self._trainers, Meeting("eval", version)):  # [all] that train
+        self._wait("eval: answers from generator ranks", lambda: store.add(key, 0) == replicas.count)
+        with self.meetings.opened(self._trainers, Meeting("eval", version)):  # [train]
             slices = {GroupSlice(group.ticket, 0): group.samples for group in mine}
             to = places(range(len(prompts)), self._trainers.size)
             answers = send_slices(self._world, parts_of(slices, self._ranks, to))  # [all]
@@ -181,8 +184,8 @@ class MetRollouts:
         return [Group(prompts[ticket], ticket, found[ticket]) for ticket in sorted(found)]
 
     def finish(self) -> None:
-        """[all] that train: end the run of the generator ranks."""
-        with self.meetings.opened(self._trainers, Meeting("end")):  # [all] that train
+        """[train]: end the run of the generator ranks."""
+        with self.meetings.opened(self._trainers, Meeting("end")):  # [train]
             pass
 
     def _wait(self, name: str, until: Callable[[], bool]) -> None:
@@ -190,4 +193,4 @@ class MetRollouts:
         if self._trainers.rank == 0:
             with self._world.journal.waiting(name):
                 while not until():
-                    time.sleep(LOOK_SECONDS)
+                    time.sleep(STEP_POLL_SECONDS)

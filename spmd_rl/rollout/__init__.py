@@ -10,8 +10,9 @@
 | `collected`, `table`, `filters` | the result of a step, and which groups train |
 | `row_source`, `dump`, `demonstrations`, `kept` | samples from rows, files or solutions; evaluations as files |
 
-CONTRIBUTING.md defines the words. An answer is the result of one episode; its `unit` number is shared by samples with
-one score and one advantage (`Sample.unit`). Surplus is what a step has started and does not use.
+docs/STEP.md defines the words. An answer is the result of one episode. `Sample.unit` is shared by samples that must be
+trained together: the answers of a pair, or the segments of one answer. Surplus: slices that a step has started and does
+not use.
 """
 
 from spmd_rl.rollout.agent import Agent

@@ -138,7 +138,6 @@ def _step(env: EnvConfig, before: EnvReply, reply: EnvReply, action: str | None)
 
 
 def _verdict(ctx: Context, reason: str, modes: dict[str, str]) -> Verdict:
-    """Return the episode's return, metrics and stop reason as a verdict."""
     turns: list[Turn] = [turn for segment in (*ctx.segments, tuple(ctx.turns)) for turn in segment]
     steps = [turn.step for turn in turns if turn.step is not None]
     values: dict[str, list[float]] = defaultdict(list)

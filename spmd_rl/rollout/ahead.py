@@ -24,10 +24,10 @@ class Replicas(NamedTuple):
     """The replicas of a job as one rank sees them."""
 
     mine: int
-    """Number of this rank's replica; on a rank without an engine, of the next one."""
+    """Number of this rank's replica; on a rank without an engine, of the next rank with one."""
     count: int
     keepers: Mapping[int, int]
-    """First ranks of those whose ranks only generate, by number: they go on with slices in the next step."""
+    """First rank of each replica that is never lent, by the replica's number: they go on with unfinished slices."""
 
 
 class StepsAhead:
@@ -87,7 +87,7 @@ class StepsAhead:
         self._name = self.replicas.count + self.coordinator.join()
 
     def leave(self, slices: Sequence[GroupSlice]) -> None:
-        """Say that this replica knows of the step's end, and that others wait for these slices of its."""
+        """Publish the slices that this replica has not finished at the step's end, for which others wait."""
         self.coordinator.leave(self._name, msgspec.msgpack.encode(slices))
 
     def advance(self) -> bool:
@@ -96,6 +96,7 @@ class StepsAhead:
         left = self.coordinator.left([*keepers, *range(count, count + self.coordinator.num_joined)])
         if left is None:
             return False
+        # Lists of replicas that are never lent come first. A slice of a lent one goes to the one with the fewest.
         slices = list(map(_slices, left))
         kept, others = slices[: len(keepers)], sorted(chain(*slices[len(keepers) :]))
         held, ranks = list(map(len, kept)), list(keepers.values())

@@ -62,7 +62,6 @@ class StoreClaim:
         return slices
 
     def ahead(self, room: int) -> list[GroupSlice]:
-        """See `SliceClaim`."""
         return self.next(room)
 
 
@@ -84,6 +83,7 @@ class StaticClaim:
     def next(self, room: int) -> list[GroupSlice]:
         """Return a whole wave, regardless of `room`: the engine queues it in order."""
         plan = self._coordinator.plan
+        # Position 0: none starts before the policy is new enough for the step.
         while self._may_begin(0):
             slices = self._dealt()
             if slices or self._wave_end == plan.limit:

@@ -101,8 +101,7 @@ class Collected:
         assert not any(group_slice.ticket in used for group_slice in running), "a used ticket is still under way"
         kept = [r for r in slices if r.ticket not in used] if settings.partial_rollout else []
         asked, num_cached, verified, accepted = map(sum, zip(*(r.token_counts for r in reports), strict=True))
-        # A rank's time ends when it learns of the step's end. Engines of early ranks have been idle until the last one
-        # came.
+        # A rank's seconds end when it learns of the step's end; until the last rank's end its engine is idle.
         seconds = max(r.seconds for r in reports)
         idle = [r.idle_seconds + seconds - r.seconds for r in reports if r.idle_seconds is not None]
         collected = cls(
@@ -129,8 +128,8 @@ class Collected:
         world: World,
         reasons: Mapping[int, str] = MappingProxyType({}),
     ) -> "Collected":
-        """[all] Return a step of slices that were not generated. reasons: of tickets that do not train, on
-        every rank."""
+        """[all] Return a step of slices that exist already: rows, demonstrations, a dump. reasons: of tickets that do
+        not train, on every rank."""
         mine = [SliceReport.of(group, one.number, world.rank, version=step - 1) for one, group in slices.items()]
         everyone = world.gather("collect: given samples", mine, list[SliceReport])  # [all]
         reports = [report for theirs in everyone for report in theirs]
@@ -247,20 +246,19 @@ def _print_few(step: int, table: SampleTable, wanted: int) -> None:
     mean = f", mean score {scores.mean():.2f}" if len(scores) else ""
     tell(
         f"step {step}: {'trains' if accepted else 'no update: it would train'} on the answers to {accepted} prompts, "
-        f"not to {wanted}; {len(table)} were asked{mean}, and {len(table) - accepted} are of no use "
+        f"not to {wanted}; {len(table)} were asked{mean}, and {len(table) - accepted} are unusable "
         f"({', '.join(f'{count} {reason}' for reason, count in reasons)})"
         + "".join(f": {ADVICE[reason]}" for reason, _ in reasons[:1])
     )
 
 
 def _print_missing(step: int, table: SampleTable) -> None:
-    """Print a line for each domain with answers that need a missing package."""
     for domain in dict.fromkeys(domain for domain, _ in table.missing):
         counts = sorted(((n, name) for (d, name), n in table.missing.items() if d == domain), reverse=True)
         named = ", ".join(f"{name} {n}" for n, name in counts[:5])
         tell(
-            f"step {step}: {sum(n for n, _ in counts)} answers of {domain} failed for want of a package ({named}); "
-            f"reward.{domain}.packages can give it to them"
+            f"step {step}: {sum(n for n, _ in counts)} answers of {domain} failed because a package is missing "
+            f"({named}); reward.{domain}.packages can add it"
         )
 
 

@@ -64,7 +64,6 @@ class Rollouts:
         self._previous: Coordinator | None = None
 
     def state(self) -> dict[str, Any]:
-        """See `checkpoint.Stateful`."""
         return self._cursor.state(self.prompts.fingerprint())
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -88,6 +87,7 @@ class Rollouts:
         """[all] Generate and score, with the policy after `step - 1` updates, until the step has its groups."""
         collected = self._generate(step)  # [all]
         collected = check_errors(collected, self._settings.reward, self._settings.rollout, self._world)  # [all]
+        # 0 in all placements but `overlapped`.
         if step < self._settings.last_ahead and not collected.failure:
             # The policy is about to be updated, so these answers are one version behind.
             self.start_ahead(step + 1)  # [all]
@@ -113,6 +113,7 @@ class Rollouts:
             used = collected.table.tickets.tolist()
             self._cursor, self._carried = self._cursor.after(used), collected.carried
             self._unused = {one: group for one, group in shared.finished.items() if one in collected.carried}
+            # Replicas may still poll the keys of this step; since the gather none reads the step before.
             if self._previous:
                 self._previous.forget(shared=world.rank == 0)
             self._previous = shared.coordinator

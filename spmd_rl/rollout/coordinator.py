@@ -7,8 +7,8 @@ Every replica has a `Coordinator` over the shared store. The rules are functions
     slices/<position>   counter: slices of a ticket whose verdicts are all in, where a ticket has several;
                         slices/<position>/<n>: what was answered
     end                 written when the step has ended: which tickets it uses
-    left/<number>       slices under way on a replica that knows of the end, where replicas do not meet at it
-    joined              counter: replicas that take part until the end alone, and leave what they have to others
+    left/<number>       unfinished slices of a replica at the step's end (`placement.mode=split` and `lent`)
+    joined              counter: lent replicas in this step, which hand their unfinished slices over
 
 `rollout.accept` names the subclass that ends a step. Store operations per ticket do not grow with the number of
 replicas, and all replicas together poll `POLLS_PER_SECOND` times a second.
@@ -27,8 +27,8 @@ POLLS_PER_SECOND = 5_000
 """Polls of all replicas together, of two operations each. A TCPStore answers about 35,000 operations a second."""
 REJECTED, QUALIFIES, PASSED = 1, 2, 4
 """Addends of a ticket's counter, see `FirstKInOrder`. The lowest two bits: its outcome, 0 while it is open. The bits
-above: 0 while an earlier ticket is open, then 1 + the number of qualifying tickets before it. One counter, since one
-atomic addition must both write the one and read the other.
+above: 0 while an earlier ticket is open, then 1 + the number of qualifying tickets before it. Both are in one counter,
+so that a single atomic addition writes its own part and reads the other.
 """
 QUALIFIED = 1 << 32
 """Unit of qualifying tickets in `FirstKFinished`'s counter; more than the tickets of any step."""
@@ -85,8 +85,8 @@ class Coordinator:
         return range(end - count, end)
 
     def may_start(self, position: int) -> bool:
-        """Return True if this ticket may start: one of the goal, the extra ones, and one for each that did
-        not qualify."""
+        """Return True if the ticket at this position of the step may start: goal + extra positions may, and one more
+        for each ticket that did not qualify."""
         if position < self.plan.initial_limit:
             return True
         self._look()
@@ -128,8 +128,8 @@ class Coordinator:
     def join(self) -> int:
         """Take part until the end alone; return which of these replicas this one is, from 0.
 
-        One that joins after the end finds it before it claims, and leaves nothing. So replicas that know of the end may
-        count differently.
+        A replica that joins later sees the end first and hands nothing over, so it does not matter whether others count
+        it.
         """
         return self._store.add(self._key("joined"), 1) - 1
 
@@ -149,7 +149,8 @@ class Coordinator:
         return [self._store.get(key) for key in keys] if not keys or self._store.check(keys) else None
 
     def forget(self, shared: bool) -> None:
-        """Delete this replica's keys, and the common ones if `shared`, once no replica can read them."""
+        """Delete this replica's keys from the store, and with `shared` the step's common keys, once no replica can read
+        them."""
         for name in sorted({*self._own_keys, *(self.shared_keys if shared else ())}):
             self._store.delete_key(self._key(name))
         self._own_keys.clear()
@@ -194,7 +195,6 @@ class FirstKInOrder(Coordinator):
     """
 
     def resolve(self, position: int, qualifies: bool) -> None:
-        """See `Coordinator`."""
         if not qualifies:
             self._reject()
         before, outcome = _parts(self._add_owned(f"ticket/{position}", QUALIFIES if qualifies else REJECTED))

@@ -67,7 +67,9 @@ class Demonstrations:
         self._warmup, self._tasks, self._by, self._world = warmup, tasks, by, world
         for tag, env in by.envs.tags.items():
             if warmup.steps and env.share and env.pattern_for(False) not in ACTION_FORMATS:
-                raise UserError(f"warmup.steps: env.{tag}.pattern is no named one, and no action can be written for it")
+                raise UserError(
+                    f"warmup.steps: env.{tag}.pattern is not a named one, so no action can be written for it"
+                )
 
     def collect(self, step: int) -> Collected:
         """[all] Return the demonstrations of a step, one per group."""
@@ -94,7 +96,6 @@ class _Shown:
         self.tools: list | None = None
 
     async def reset(self, tag: str, seed: int, held_out: bool = False) -> Session:
-        """See `Environments`."""
         self.session = await self._environments.reset(tag, seed, held_out, solve=True)
         self.tools = self.session.reply.info.get("tools")
         return self.session
@@ -111,11 +112,11 @@ class Script(Context):
         info = self.environments.session.reply.info
         form = ACTION_FORMATS.get(self.env.pattern_for(bool(self.environments.tools)))
         if "solution" not in info:
-            raise BudgetSpent("the environment has no solution() to be played by")
+            raise BudgetSpent("the environment has no solution() to play")
         if form is None:
-            raise BudgetSpent("its pattern is no named one, and no action can be written for it")
+            raise BudgetSpent("its pattern is not a named one, so no action can be written for it")
         if not info["solution"]:
-            raise BudgetSpent("the environment shows no way on")
+            raise BudgetSpent("the environment's solution() gives no next action")
         text = form.template.format(info["solution"][0])
         ids = self.tokenizer.encode(text)
         if not any(text.endswith(stop) for stop in self.sampling.stop):

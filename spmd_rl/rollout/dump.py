@@ -84,7 +84,6 @@ class Replayed:
         raise AssertionError("a replay evaluates nothing")
 
     def state(self) -> dict[str, Any]:
-        """See `checkpoint.Stateful`."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -92,12 +91,10 @@ class Replayed:
 
 
 def _part(path: Path, rank: int) -> Path:
-    """Return the file of one rank's samples."""
     return path.with_suffix(f".rank-{rank}.bin")
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically."""
     draft = path.with_name(f"{path.name}.tmp")
     draft.write_bytes(content)
     os.replace(draft, path)

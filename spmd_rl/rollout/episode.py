@@ -86,7 +86,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class SoftLimit:
-    """A limit of `num_tokens` for an answer, unless it `may_exceed` it; then the turn's limit holds."""
+    """A stop of a turn at `num_tokens`, unless `may_exceed` allows more; then the turn's own limit holds."""
 
     num_tokens: int
     may_exceed: Callable[[array], bool]
@@ -102,7 +102,8 @@ class Context:
     answer_index: int
     """Index of the answer among those to the prompt, from 0."""
     seed: Callable[..., int]
-    """Returns the seed of a draw for this prompt and epoch, from `answer_index`, the turn and its tokens so far."""
+    """Returns the seed of a draw for this prompt and epoch, from `answer_index`, the turn's number and the tokens
+    sampled in earlier turns."""
     sampling: Sampling
     budget: Budget
     tokenizer: Tokenizer
@@ -144,7 +145,7 @@ class Context:
         if not as_sampled and not self.can_reply(messages):
             what = "leaves out the thoughts of earlier answers"
             if bridge.keeps_thoughts:
-                what = "renders answers otherwise"
+                what = "renders earlier answers differently"
             raise UserError(
                 f"policy.model: the chat template of {self.tokenizer.name} {what} once another message follows, so "
                 "that no turn continues the one before; ctx.reply(messages, as_sampled=True) keeps them as sampled"

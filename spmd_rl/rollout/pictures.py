@@ -50,7 +50,7 @@ class PictureBatch:
     images: Tensor
     """Pictures in 0..1, float32 [B, (F,) 3, H, W], on the CPU."""
     is_spare: bool = False
-    """True for a copy that keeps other ranks company and counts nowhere."""
+    """True for a filler: a rank with fewer micro-batches repeats the first one with weight 0."""
     verdicts: list[Verdict] = field(default_factory=list)
 
 
@@ -90,7 +90,6 @@ class PictureRollouts:
         self._runner = asyncio.Runner()
 
     def state(self) -> dict[str, Any]:
-        """See `checkpoint.Stateful`."""
         return {"prompts": self.prompts.fingerprint()}
 
     def load_state(self, state: dict[str, Any]) -> None:

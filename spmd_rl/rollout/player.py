@@ -67,7 +67,6 @@ class QuestionRun:
     def __init__(
         self, player: "Player", engine_loop: EngineLoop, claim: Claim, finish: Callable[[Group], object]
     ) -> None:
-        """See `Player.answer`."""
         self.engine_loop = engine_loop
         self._player, self._claim, self._finish = player, claim, finish
         self._running: list[tuple[Question, Samples]] = []
@@ -114,7 +113,7 @@ class Player:
         num_replicas: int,
         leaves: bool = False,
     ) -> None:
-        """leaves: this replica has other work between steps, and carries no slices."""
+        """leaves: this replica is lent: at a step's end it hands its slices over."""
         self.settings, self.engine, self.world = settings, engine, world
         self.carries = settings.rollout.partial_rollout and not leaves
         """True if slices continue in the next step."""
@@ -122,7 +121,7 @@ class Player:
         self.running: dict[GroupSlice, Samples] = {}
         """Slices that have started here and have not finished."""
         self.left: dict[GroupSlice, Begun] = {}
-        """Slices that the last step's end found unfinished, where this replica does not go on with them."""
+        """Unfinished slices of the last step on a lent replica, which hands them over."""
         self._transcripts: dict[GroupSlice, dict[int, Transcript]] = {}
         self._prompts, self._tokenizer, self._environments = prompts, services.tokenizer, services.environments
         self._scorer = ExpectedVerdicts(services.scorer, settings.reward, world.journal)
@@ -254,7 +253,7 @@ class Player:
     async def answer(self, claim: Claim, finish: Callable[[Group], object]) -> None:
         """Answer the questions that `claim(room)` returns until it returns none. finish: gets each question's answers
         as soon as they have ended."""
-        # Not the loop in which carried requests wait.
+        # A loop for these questions alone: aborted training requests wait in `self.engine_loop`.
         await self.rest(QuestionRun(self, EngineLoop(self.engine, self.world), claim, finish))
 
     async def rest(self, asked: "QuestionRun") -> None:
@@ -284,7 +283,6 @@ class Player:
         return nullcontext() if self.running else self.world.journal.waiting(name)
 
     def _report_wait(self, engine_loop: EngineLoop) -> None:
-        """Print what an idle engine waits for, if that takes long."""
         if engine_loop.num_requests:
             self._wait_message.over()
         else:

@@ -21,7 +21,7 @@ def fit_prompts(
 
     Left out, with a message, are rows that their reward cannot judge and, with `data.overlong=drop`, prompts longer
     than `rollout.max_prompt_tokens`. Each rank checks its share. UserError if one is too long and `data.overlong` is
-    `error`, or if no training prompt, or no held-out one without these, is left.
+    `error`, or if no training prompt is left (in an evaluation, no held-out one).
     """
     prompts = _drop_unsupported(prompts, reward, world)  # [all]
     limit, everything = rollout.max_prompt_tokens, (*prompts.train, *prompts.eval)
@@ -57,8 +57,8 @@ def fit_prompts(
 
 
 def _drop_unsupported(prompts: Prompts, reward: RewardsConfig, world: World) -> Prompts:
-    """[all] Return the prompts without rows that their reward cannot judge. UserError if no training prompt, or no
-    held-out one without these, is left."""
+    """[all] Return the prompts without rows that their reward cannot judge. UserError if no training prompt
+    is left (in an evaluation, no held-out one)."""
     if not any(may_refuse(domain, one) for domain, one in reward.domains.items()):
         return prompts
     everything = list(enumerate((*prompts.train, *prompts.eval)))
@@ -69,7 +69,7 @@ def _drop_unsupported(prompts: Prompts, reward: RewardsConfig, world: World) -> 
     train = [reason for index, reason in found if index < len(prompts.train)]
     told = (
         f"{len(train)} of {len(prompts.train)} training rows and {len(found) - len(train)} of {len(prompts.eval)} "
-        f"held-out ones are left out, which their reward cannot judge: {counted(reason for _, reason in found)}"
+        f"held-out ones are left out, because their reward cannot judge them: {counted(reason for _, reason in found)}"
     )
     if len(train if prompts.train else found) == len(prompts.train or prompts.eval):
         raise UserError(told)

@@ -49,7 +49,7 @@ class RowSource:
         self._done, self._mismatched, self._warned = 0, mismatched, False
         self.reference: dict[str, np.ndarray] = {}
         """Logprob of each answer of each row under the reference, in nats: float32 [rows, 3] by `train` and `eval`.
-        They become the `Sample.targets`. Without one, the first answer has `Example.values`."""
+        They become the `Sample.targets`. Without a reference, the first answer's targets are `Example.values`."""
 
     def collect(self, step: int) -> Collected:
         """[all] Return the rows of a training step; a group's ticket is its position in the run."""
@@ -91,7 +91,6 @@ class RowSource:
         return len(getattr(self._examples, name))
 
     def state(self) -> dict[str, Any]:
-        """See `checkpoint.Stateful`."""
         return {"digest": self._examples.train.digest, "done": self._done}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -114,7 +113,7 @@ class RowSource:
             yield "eval", collected.table.tickets.tolist(), collected
 
     def _collect(self, step: int, store: RowStore, tickets: Sequence[tuple[int, int]]) -> Collected:
-        """[all] Return rows by ticket and number, spread over the ranks."""
+        """[all] Return rows, spread over the ranks. tickets: pairs of a ticket and the number of its row."""
         with self._world.phase("data"):
             mine = tickets[self._world.rank :: self._world.size]
             groups = [self._group(store, ticket, number) for ticket, number in mine]
@@ -142,8 +141,9 @@ class RowSource:
     def _other(self, store: RowStore, number: int, example: Example) -> Example:
         """Return a row with another prompt, for the baseline of KTO.
 
-        The offset is the longest run of rows with one prompt, so that all answers are used alike; the next row with
-        another prompt follows if that fails. If no held-out row has another prompt, return the first such training row.
+        All rows are shifted by the longest run of rows with one prompt, so that each answer is used once; the next row
+        with another prompt follows if that fails. If no held-out row has another prompt, return the first such training
+        row.
         """
         run, size = store.prompt_run, len(store)
         later = (store[(number + step) % size] for step in (*range(run, size), *range(1, run)))
@@ -187,7 +187,7 @@ def _exchanged(example: Example, other: Example) -> Conversation:
 
 
 def _cut(pieces: Pieces, most: int) -> Pieces:
-    """Cut to `limit` tokens, up to the last learnt one."""
+    """Cut to `most` tokens, up to the last learnt one."""
     kept: Pieces = []
     for given, learnt in pieces:
         learnt = learnt[: max(0, most - len(given))]

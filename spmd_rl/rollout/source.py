@@ -10,7 +10,7 @@ from spmd_rl.types import Group, Prompt
 
 
 class RolloutSource(Protocol):
-    """Generator and scorer of steps, on these ranks (`Rollouts`) or others (`placement.trainers.MetRollouts`).
+    """Generator and scorer of steps, on these ranks (`Rollouts`) or others (`placement.trainers.ReceivedRollouts`).
     Stateful."""
 
     @property
@@ -26,10 +26,6 @@ class RolloutSource(Protocol):
         """[train] Return this rank's share of the answers to held-out prompts, one per `sampling` and prompt."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """See `checkpoint.Stateful`."""
-        ...
+    def state(self) -> dict[str, Any]: ...
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """See `checkpoint.Stateful`."""
-        ...
+    def load_state(self, state: dict[str, Any]) -> None: ...

@@ -55,7 +55,7 @@ class Cursor:
         """Return the cursor of a state. UserError if the prompts have changed."""
         if state["prompts"] != prompts:
             raise UserError(
-                "data.train: the prompts are not those of the checkpoint; to train on others from its weights, say "
+                "data.train: the prompts are not those of the checkpoint; to train on others from its weights, set "
                 "policy.model=<checkpoint>/hf"
             )
         return cls(state["next_ticket"], tuple(state["skipped"]))
@@ -78,7 +78,7 @@ class StepPlan:
     accept: str = "in_order"
     """See `rollout.accept`."""
     carried: frozenset[GroupSlice] = frozenset()
-    """Slices from an earlier step, which only their replica may continue."""
+    """Unfinished slices of an earlier step, which are not claimed again."""
     order: tuple[int, ...] = ()
     """Initial positions in the order of claims, where priorities differ; by default ascending."""
 
@@ -116,9 +116,9 @@ def plan_step(
     """Return the plan of the next step. priority_of: of a ticket; higher ones are claimed first.
 
     With `rollout.tail=defer`, steps are short (the first K to finish of K + `over_sample` fresh tickets) until K
-    tickets have been skipped; then a long step waits for all of these. So no answer is cut short, every ticket is used
-    once by the policy of its own step, and only every (K / `over_sample`)-th step waits for long answers (RollPacker,
-    arXiv 2509.21009).
+    tickets have been skipped; then a long step waits for all of these (`Rollouts` keeps the skipped ones). So no answer
+    is cut short, every ticket is used once by the policy of its own step, and only every (K / `over_sample`)-th step
+    waits for long answers (RollPacker, arXiv 2509.21009).
     """
     s, extra, accept = settings, settings.over_sample, settings.accept
     if s.tail == "defer":
@@ -140,7 +140,7 @@ def plan_step(
 def _claim_order(plan: StepPlan, priority_of: Callable[[int], float]) -> tuple[int, ...]:
     """Return `StepPlan.order`. Positions stay the same, and so does what the step accepts.
 
-    Tickets of this step stay before those that a later one may use (`pace.oldest_version_at` relies on it).
+    Tickets of this step stay before those that a later one may use (`pace.last_use` relies on it).
     """
     priorities = [priority_of(plan.cursor.ticket(position)) for position in range(plan.initial_limit)]
     if len(set(priorities)) <= 1:

@@ -28,7 +28,8 @@ FLUSH_SECONDS = 0.01
 
 
 class Door(Protocol):
-    """A replica's view of meetings with trainer ranks, between two engine steps."""
+    """A replica's meetings with trainer ranks, between two engine steps: hand overs of samples, publishes of
+    weights."""
 
     def poll(self) -> bool:
         """Return True if a meeting waits for this replica."""
@@ -58,7 +59,7 @@ class Counters(NamedTuple):
     """Seconds without a request in the engine."""
     seconds: float = 0.0
     asked: int = 0
-    """See `EngineCounts`, as for the others."""
+    """Prompt tokens; this and the next three are the counts of `EngineCounts`."""
     cached: int = 0
     verified: int = 0
     accepted: int = 0
@@ -106,8 +107,8 @@ class StepRun:
             self._paused_seconds = time.perf_counter() - self._paused_at
 
     def pace(self, lags: np.ndarray, world: World) -> dict[str, float]:
-        """[all] Return metrics of hidden waiting, and of the `lags` of all answers; empty unless the step
-        was paused."""
+        """[all] Return metrics of the waiting that an update overlapped, and of the `lags` of all answers; empty unless
+        the step was paused."""
         if self._paused_at is None:  # alike on all ranks
             return {}
         seconds = {

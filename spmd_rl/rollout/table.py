@@ -30,7 +30,7 @@ ANSWER = np.dtype(
         ("greedy", "?"),  # a baseline, see `Sample.greedy`
         ("last", "?"),  # see `Sample.last`
         ("num_answer_tokens", "<i4"),
-        ("num_prompt_tokens", "<i4"),  # before the first sampled one, which the group's samples have in common
+        ("num_prompt_tokens", "<i4"),  # before the first sampled one
         ("num_tokens", "<i4"),
     ]
 )
@@ -184,7 +184,8 @@ class SliceReport(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleTable:
-    """Metadata of the m resolved tickets of a step, in order, and of their n samples; equal on all ranks."""
+    """Metadata of the m tickets up to the end of a step, trained on or not, in order, and of their n samples; equal on
+    all ranks."""
 
     tickets: np.ndarray
     """int64 [m]"""

@@ -176,7 +176,7 @@ class BaseSandbox(ServedSandbox):
                 raise RuntimeError(f"{why}: {testing.stderr.strip()}")
             # the code is to blame, whatever it did, unless the tests end like that without it too
             self.check(idle, tests, prelude, entry, limits)
-            return CheckResult(end, (False,) * len(tests), f"{why}, by what the code did")
+            return CheckResult(end, (False,) * len(tests), f"{why}, caused by the code")
         error, unsupported, sources = found
         if error or not (sources or unsupported):
             raise RuntimeError(error or "there are no tests")

@@ -71,7 +71,6 @@ class Bubblewrap(BaseSandbox):
         return found
 
     def _suits(self, python: str) -> bool:
-        """Return True if an interpreter can import what is installed for ours."""
         if self._is_any:
             return True
         command = [python, "-I", "-S", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]

@@ -15,7 +15,7 @@ class Unconfined(HostServer):
     """A sandbox without confinement, in a temporary directory."""
 
     def __init__(self, packages: Mapping[str, Path] | None = None) -> None:
-        tell("warning: sandbox: none runs code from answers with all that you may do yourself")
+        tell("warning: sandbox: none runs code from answers with all your permissions")
         self._directory = tempfile.TemporaryDirectory(prefix="spmd-box-", ignore_cleanup_errors=True)
         super().__init__(f"PlainServer, {self._directory.name!r}", packages)
 

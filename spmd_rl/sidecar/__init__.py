@@ -9,7 +9,8 @@
 
 | | |
 |---|---|
-| `scorer`, `launcher` | the rank's side: connect, start the node's host |
+| `scorer`, `launcher`, `support` | the rank's side: connect, start the node's host, find rows that no rewarder can
+judge |
 | `host_client`, `clients` | its connections to hosts, and clients for verdicts and sessions |
 | `local` | rewarders and environments in this process, for `debug=true` |
 | `host`, `event_loop` | the host, with a pool of workers per domain and environment |
@@ -17,7 +18,8 @@
 | `sessions` | the host's sessions and their clients |
 | `forkserver`, `worker`, `env_worker`, `services` | the workers, forked after the target's module has been imported |
 | `reward_server`, `supervisor` | a domain's server, such as a judge |
-| `sockets`, `frames` | transport of bytes (their schema is `spmd_rl.sidecar.wire`) |
+| `sockets`, `frames`, `wire`, `http` | transport of bytes, the schema of messages, requests to servers |
+| `fair_queue` | order in which clients are served |
 | `env_replies` | check of environments' replies |
 | `status`, `__main__` | the command line |
 """

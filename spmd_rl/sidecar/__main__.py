@@ -83,14 +83,16 @@ def print_status(options: argparse.Namespace) -> None:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Return the options. Without `status` and `bind`, the one word is the fd of a rank's socket."""
     parser = Parser(program("sidecar"), description=__doc__.partition("\n")[0])
-    parser.add_argument("words", nargs="*", metavar="PIPELINE [key=value ...]", help="with --bind: those of the run")
+    parser.add_argument(
+        "words", nargs="*", metavar="PIPELINE [key=value ...]", help="with --bind: the pipeline and settings of the run"
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--status", metavar="ADDRESS", help="show the pools and workers of that host")
     what.add_argument("--bind", metavar="tcp://ADDRESS:PORT", help="serve rewards and environments there")
     parser.add_argument("--keys", metavar="DIR", help="CURVE keys (python -m spmd_rl sidecar_keys DIR)")
     parser.add_argument("--json", action="store_true", help="with --status: one JSON object")
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="with --bind: as for the run")
-    parser.add_argument("--config-name", "-cn", metavar="NAME", help="with --bind: as for the run")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="with --bind: as in the run's command")
+    parser.add_argument("--config-name", "-cn", metavar="NAME", help="with --bind: as in the run's command")
     options = parser.parse_intermixed_args(argv)
     if not (options.status or options.bind or [word for word in options.words if word.isdecimal()]):
         parser.error("one of --status and --bind is required")

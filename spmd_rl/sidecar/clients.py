@@ -96,7 +96,6 @@ class OpenSession:
         return self.reply
 
     async def close(self) -> None:
-        """See `Session`."""
         if not self._closed:
             self._closed = True
             self._end()
@@ -136,7 +135,7 @@ class RemoteEnvironments(HostClient):
         if (link := self._sessions.get(request.session)) is None:
             raise SessionLost("lost", "its sidecar host is gone")
         if self.now - began > self.patience[pool]:
-            raise SessionLost("timeout", f"its episode took over {self.patience[pool]:g} s")
+            raise SessionLost("timeout", f"its episode took longer than {self.patience[pool]:g} s")
         try:
             size = len(memoryview(wire.pack(request.action)))
         except wire.WireError as error:

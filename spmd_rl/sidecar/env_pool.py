@@ -33,7 +33,7 @@ class SlotOwner(Protocol):
     """Interface of a session to its pool."""
 
     reset: wire.ResetRequest
-    """The request; the pool replaces `session` by its number."""
+    """The request; the pool replaces `session` by the slot's index."""
     client: Hashable
     """Client of the session; waiting clients get slots in turn."""
 
@@ -139,7 +139,6 @@ class EnvPool(ProcessPool[_EnvWorker]):
     # -- workers --------------------------------------------------------------------------------------------------
 
     def _start_wanted(self) -> None:
-        """Start workers for waiting sessions, up to the limit."""
         if not self.broken:
             fit = sum(not worker.retiring for worker in self.workers)
             wanted = min(self.spec.workers, max(1, self._num_taken + len(self._queue)))
@@ -246,7 +245,7 @@ class EnvPool(ProcessPool[_EnvWorker]):
             if worker.ready:
                 self.deaths += not worker.ending
                 self.remove(worker)
-                self._empty(worker, "its worker hangs, and was killed")
+                self._empty(worker, "its worker hung and was killed")
             else:
                 self.late_to_start(worker)
         if self._num_running:
@@ -257,7 +256,7 @@ class EnvPool(ProcessPool[_EnvWorker]):
     def _on_late(self, slot: Slot) -> None:
         worker = slot.worker
         verb, seconds = ("step", self.spec.step_timeout) if slot.number else ("reset", self.spec.reset_timeout)
-        detail = f"its {verb} took over {seconds:g} s"
+        detail = f"its {verb} took longer than {seconds:g} s"
         worker.retiring = worker.stuck = True
         if len(worker.slots) > 1 and worker.deadline == float("inf"):
             worker.deadline = self.loop.now + PING_SECONDS

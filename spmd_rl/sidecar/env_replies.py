@@ -86,7 +86,7 @@ def _plain(name: str, value: Any, depth: int) -> Any:
         return _number(name, value)
     if isinstance(value, dict):
         if odd := [key for key in value if not isinstance(key, str)]:
-            raise ValueError(f"{name} has the key {odd[0]!r}, which is no string")
+            raise ValueError(f"{name} has the key {odd[0]!r}, which is not a string")
         return {str(key): _plain(f"{name}.{key}", item, depth - 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(f"{name}[{i}]", item, depth - 1) for i, item in enumerate(value)]

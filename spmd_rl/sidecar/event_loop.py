@@ -35,7 +35,7 @@ class EventLoop:
         read: bool = True,
         write: bool = False,
     ) -> None:
-        """Call `callback` whenever the socket is readable, and with `write` whenever it is writable."""
+        """Call `callback` whenever the socket is readable (`read`) or writable (`write`)."""
         if isinstance(sock, zmq.Socket):
             self._callbacks[sock] = callback
             self._poller.register(sock, (zmq.POLLIN if read else 0) | (zmq.POLLOUT if write else 0))

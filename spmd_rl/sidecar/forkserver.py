@@ -3,8 +3,8 @@
 A killed worker is replaced in milliseconds, even if the import is slow. Each worker builds its rewarder or environment
 after the fork: no connection, thread or random state is shared.
 
-The host starts a keeper, which runs no user code: it forks the fork server, adopts all processes that this and its
-workers leave behind, and kills them when the host closes its socket or dies.
+This command is the fork server's keeper, which runs no user code: it forks the fork server, adopts all processes that
+the fork server and its workers leave behind, and kills them when the host closes its end of the socket or dies.
 
     python -m spmd_rl.sidecar.forkserver <fd of a socket to the host>
 """

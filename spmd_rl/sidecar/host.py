@@ -1,4 +1,5 @@
-"""The sidecar host of a node: passes requests from ranks to workers, and verdicts back.
+"""The sidecar host of a node: passes calls of ranks (answers to judge, resets and steps of environments) to workers,
+and replies back.
 
 One thread, one event loop and no user code: a rewarder runs in a worker, so it cannot stop the host. Ranks start the
 host of their node; on machines without ranks it is started by hand.
@@ -80,7 +81,7 @@ class Host:
     def drain(self) -> None:
         """Refuse new requests, and end once those in flight are answered or after `DRAIN_SECONDS`.
 
-        Ranks send the others to the next host. Signal handlers may call this.
+        Ranks send new requests to the next host. Signal handlers may call this.
         """
         if not self._draining:
             self._drain_until = self._loop.now + DRAIN_SECONDS
@@ -182,7 +183,6 @@ class Host:
             self._resolve(job, Verdict("error", detail=f"this host has no reward.{item.domain}"))
 
     def _forget(self, peer: bytes, id_: int) -> ScoreJob | None:
-        """Remove and return a job; None if it is unknown."""
         client = self._clients.get(peer)
         job = client.jobs.pop(id_, None) if client else None
         if job is not None and not client.jobs and not client.replies:

@@ -50,7 +50,8 @@ class Call(msgspec.Struct, eq=False):
     repeated: bool = False
     """True if it was sent before to a host that is gone."""
     waits: bool = True
-    """True if it may wait at the host, and so counts in the window; others are sent at once."""
+    """True for a call that needs a free worker (a score, a reset): these count in `wire.WINDOW`. False for one of an
+    open session, which is sent at once."""
 
 
 class HostLink:
@@ -64,7 +65,7 @@ class HostLink:
         self.moved: dict[str, float] = {}
         """Time of the last progress of each pool."""
         self.load: Counter[str] = Counter()
-        """Calls that may wait and open sessions, by pool."""
+        """Number of waiting calls plus open sessions, by pool."""
         self.open()
 
     def open(self) -> None:
@@ -94,7 +95,7 @@ class HostLink:
 
     @property
     def is_lost(self) -> bool:
-        """Return True if the connection has broken since the last check."""
+        """Return True if the connection has broken since the last read of this property."""
         return bool([*received(self._lost)])
 
     @property
@@ -197,7 +198,6 @@ class HostClient:
         raise NotImplementedError
 
     def _on_replies(self, link: HostLink, message: msgspec.Struct) -> None:
-        """Settle the calls that a host's message answers."""
         raise NotImplementedError
 
     def _on_gone(self, link: HostLink) -> None:
@@ -237,7 +237,6 @@ class HostClient:
         call.link.moved[call.pool] = self.now
 
     def _on_done(self, call: Call) -> None:
-        """Forget a call that is answered, failed or cancelled."""
         if self._calls.pop(call.id, None) is None:
             return  # closed
         if (link := call.link) is not None:
@@ -363,7 +362,6 @@ class HostClient:
                 self._outbox[call.pool].appendleft(call)
 
     def _check(self, link: HostLink) -> None:
-        """Find silent hosts, and pools without progress."""
         if link.answers and self.now - link.heard > LEASE_SECONDS:
             if self.host is not None and link is self.links[0]:
                 _warn("the host hangs; killing it")
@@ -376,7 +374,7 @@ class HostClient:
             patience = self.patience[pool] + GRACE_SECONDS
             if self.now - max(link.moved[pool], first.since) > patience:
                 calls = (call for call in link.calls.values() if call.pool == pool)
-                self._fail_all(calls, "timeout", f"nothing moved at the sidecar for {patience:g} s")
+                self._fail_all(calls, "timeout", f"no progress at the sidecar for {patience:g} s")
 
     def _check_all(self) -> None:
         """Fail all calls after `START_SECONDS` without a host."""

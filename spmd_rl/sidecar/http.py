@@ -68,4 +68,4 @@ def _json(url: str, content: bytes) -> Any:
     try:
         return json.loads(content)
     except ValueError:
-        raise ValueError(f"{url}: the reply is no JSON: {content[:200].decode(errors='replace')}") from None
+        raise ValueError(f"{url}: the reply is not JSON: {content[:200].decode(errors='replace')}") from None

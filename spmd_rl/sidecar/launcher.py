@@ -23,7 +23,7 @@ START_SECONDS = 30.0
 """Seconds beyond a domain's `start_seconds` until all servers and a worker per pool must be ready."""
 STOP_SECONDS = 1.0
 WATCH_SECONDS, MAX_WATCH_SECONDS = 0.1, 0.8
-"""Seconds between two checks of the process, doubled while hosts die at once."""
+"""Seconds between two checks of the process, doubled while each new host dies right after its start."""
 
 
 def pool_spec(reward: "RewardConfig") -> wire.PoolSpec:

@@ -81,7 +81,7 @@ class LocalEnvironments:
             with deadline(seconds + 1) if self._timed else nullcontext():
                 outcome = await asyncio.wait_for(slot.answer(call), seconds if self._timed else None)
         except (TimeoutError, Overtime):
-            raise SessionLost("timeout", f"not done after {seconds:g} s") from None
+            raise SessionLost("timeout", f"not finished after {seconds:g} s") from None
         finally:
             self.outstanding -= 1
         if isinstance(outcome, wire.SessionFailure):

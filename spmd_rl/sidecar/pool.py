@@ -56,7 +56,8 @@ class _ScoreWorker(WorkerProcess):
     mode: str = ""
     max_batch: int = wire.BATCH_ITEMS
     fresh: bool = True
-    """True if it has run nothing, and no other worker has died since it started: the cause may have struck both."""
+    """True if it has run nothing and no worker has died since it started; deaths may have a common cause, such as
+    memory."""
     alone: bool = False
     """True if it runs a suspect."""
     running: dict[int, ScoreJob] = field(default_factory=dict)

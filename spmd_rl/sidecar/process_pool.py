@@ -21,7 +21,7 @@ from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import FORK, FrameSocket, start_child
 
 MAX_FAILURES = 3
-"""Limit of consecutive failed starts (plus one per place) before a pool gives up."""
+"""Limit of consecutive failed starts (plus one per worker) before a pool gives up."""
 MAX_STARTING = 16
 """Limit of concurrent starts, since each occupies the fork server for a moment."""
 STOP_SECONDS = 2.0
@@ -59,7 +59,8 @@ W = TypeVar("W", bound=WorkerProcess)
 class ProcessPool(Generic[W]):
     """Base of pools. A subclass creates workers and handles their messages, their loss and the end.
 
-    It reads `workers`, `loop`, `spec` and `deaths`, and calls `start_workers`, `send`, `remove` and `late_to_start`.
+    A subclass reads `workers`, `loop`, `spec` and `deaths`, and calls `start_workers`, `send`, `remove` and
+    `late_to_start`.
     """
 
     def __init__(
@@ -113,7 +114,6 @@ class ProcessPool(Generic[W]):
         raise NotImplementedError
 
     def _on_death(self, worker: W) -> None:
-        """Handle the death of a ready worker, which has been removed."""
         raise NotImplementedError
 
     def _drop_work(self, reason: str) -> None:
@@ -156,7 +156,7 @@ class ProcessPool(Generic[W]):
         if worker.frames.has_unsent:
             self._watch(worker)
 
-    def _on_ready(self, worker: W) -> None:
+    def _on_socket(self, worker: W) -> None:
         """Read a worker's messages, detect its death, and write what it can take."""
         if worker.frames.has_unsent:
             worker.frames.flush()
@@ -226,7 +226,7 @@ class ProcessPool(Generic[W]):
 
     def _say_short(self, error: OSError) -> None:
         if not self._is_short:
-            tell(f"sidecar: {self.section}: no worker can start: {error.strerror}; trying on")
+            tell(f"sidecar: {self.section}: no worker can start: {error.strerror}; retrying")
         self._is_short = True
 
     def _end_forkserver(self) -> None:
@@ -240,7 +240,7 @@ class ProcessPool(Generic[W]):
             self._forkserver = self._forkserver_socket = None
 
     def _watch(self, worker: W) -> None:
-        self.loop.watch(worker.frames.socket, lambda: self._on_ready(worker), write=worker.frames.has_unsent)
+        self.loop.watch(worker.frames.socket, lambda: self._on_socket(worker), write=worker.frames.has_unsent)
 
     def remove(self, worker: W) -> None:
         """Kill a worker and forget it; the caller handles its work."""

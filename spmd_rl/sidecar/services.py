@@ -15,7 +15,7 @@ from spmd_rl.types import Http
 def service_factories(
     section: str, sandbox: str, url: str = "", packages: Sequence[str] = ()
 ) -> Mapping[str, Callable[[], Any]]:
-    """Return a factory of each service, by name.
+    """Return a factory of each service, by name; `services` and `build` are added where a rewarder is built.
 
     sandbox, packages: settings in `section`, which is `reward.<domain>` or `env.<tag>`. url: address of the domain's
     server, if any.

@@ -48,7 +48,6 @@ class _Session:
         self.slot = slot
 
     def on_reply(self, number: int, reply: msgspec.Raw) -> None:
-        """See `SlotOwner`."""
         self.number = None
         self.client.replies.append(wire.SessionReply(self.id, number, reply.copy()))
 

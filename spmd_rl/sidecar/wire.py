@@ -126,7 +126,8 @@ class ScoreReply(WireMessage):
 
 
 class ScoreReplies(WireMessage, tag="score_replies"):
-    """Replies to `ScoreRequests`, in any order. A worker sends one before it begins the next request."""
+    """Replies to `ScoreRequests`, in any order. A worker that judges one answer at a time replies before the next
+    request."""
 
     items: list[ScoreReply]
 
@@ -138,9 +139,10 @@ class CancelScores(WireMessage, tag="cancel_scores"):
 
 
 class ResetRequest(WireMessage, tag="reset"):
-    """Client to host: begin a session. Host to worker: begin an episode in this slot."""
+    """Client to host: start a session. Host to worker: start an episode."""
 
     session: Id
+    """Between client and host the client's number of the session, between host and worker the slot's index."""
     env: Name
     """Tag of the environment."""
     seed: Annotated[int, msgspec.Meta(ge=0)]
@@ -182,7 +184,7 @@ class SessionReply(WireMessage, tag="session_reply"):
 
 
 class SessionFailure(WireMessage, tag="session_failure"):
-    """Reply to a call of an ended session."""
+    """Reply to a call that failed, or that came after the session's end."""
 
     session: Id
     number: Id

@@ -34,7 +34,8 @@ def call_mode(rewarder: Rewarder) -> str:
 
 
 async def judge(rewarder: Rewarder, given: wire.ScoreInput, timeout: float | None = None) -> Verdict:
-    """Return the verdict on one answer; never raises. timeout: seconds of an `async def score`."""
+    """Return the verdict on one answer; raises nothing but a debugger's exit. timeout: seconds of an `async def
+    score`."""
     try:
         if not hasattr(rewarder, "score"):
             return _checked_batch(rewarder.score_batch([given.prompt], [given.answer], [given.info]), 1)[0]
@@ -147,7 +148,7 @@ def serve(sock: socket.socket, domain: str, pool: wire.PoolSpec) -> None:
 
 def no_debugger(*args: object, **kwargs: object) -> None:
     """Replace `breakpoint()` in a worker: raise RuntimeError."""
-    raise RuntimeError("breakpoint(): there is no terminal here; a run with debug=true has one")
+    raise RuntimeError("breakpoint(): there is no terminal here; use debug=true")
 
 
 async def _serve_async(sock: socket.socket, rewarder: Rewarder) -> None:

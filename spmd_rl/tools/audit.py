@@ -70,15 +70,15 @@ def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
             table.add_row(Text(name), Text(printable(text), "bold yellow" if "!" in text else ""))
         console.print(table)
         if GOLD not in kinds:
-            console.print("  Neither the rows nor the reward know a gold answer.")
+            console.print("  Neither the rows nor the reward have a gold answer.")
         elif not all(trial.is_whole for trial in kinds[GOLD].trials.values()):
-            console.print("  The last of these rows took too long, and no other was asked.")
+            console.print("  The last of these rows took too long, so no other was scored.")
         elif ASKED not in kinds:
-            console.print("  The prompts name no form for the answer: the bare one stands for what a model writes.")
+            console.print("  The prompts ask for no form of the answer, so the bare answer is scored.")
         paid += [f"{domain}: {name}" for name in paid_cheats(kinds)]
         failed += [f"{domain}, {told}" for told in unjudged(kinds)]
         unheeded += [f"{domain}, {told}" for told in unpaid(kinds)]
-    problems = [f"answers are paid that solve nothing: {'; '.join(paid)}"] if paid else []
+    problems = [f"answers that solve nothing are rewarded: {'; '.join(paid)}"] if paid else []
     if failed:
         more = f"; and {len(failed) - NAMED} more" if len(failed) > NAMED else ""
         problems.append(f"{plural(len(failed), 'row')} cannot be judged: {'; '.join(failed[:NAMED])}{more}")
@@ -86,9 +86,9 @@ def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
         problems.append(unheeded[0] + f" (and {len(unheeded) - 1} more)" * (len(unheeded) > 1))
     if problems:
         raise RunFailed(". ".join(problems))
-    without = f" Domains that were not asked: {', '.join(not_asked)}." if not_asked else ""
-    held_out = " Held-out rows of domains that are trained on were not asked." if loaded.train and loaded.eval else ""
-    console.print(f"\nNo known cheat is paid.{without}{held_out} rows=N asks more of each domain.")
+    without = f" Domains that were not audited: {', '.join(not_asked)}." if not_asked else ""
+    held_out = " Held-out rows of domains that are trained on were not audited." if loaded.train and loaded.eval else ""
+    console.print(f"\nNo known cheat is rewarded.{without}{held_out} rows=N audits more rows of each domain.")
 
 
 def run(argv: Sequence[str]) -> None:
@@ -98,7 +98,7 @@ def run(argv: Sequence[str]) -> None:
     given = [word for word in argv if word.startswith("rows=")]
     rest = [word for word in argv if word not in given]
     if others := {"--dry-run", "--plan", "--cfg", "-c"} & set(argv):
-        tell(f"error: {min(others)}: no option of audit, which scores answers; it is one of {program('rlvr')}")
+        tell(f"error: {min(others)}: not an option of audit; it is one of {program('rlvr')}")
         sys.exit(2)
     return main(
         "rlvr", RlvrConfig, show, ["--dry-run", *rest], preview=partial(_show, rows=[*given, f"rows={ROWS}"][0])

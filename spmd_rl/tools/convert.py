@@ -64,12 +64,12 @@ def open_checkpoint(directory: Path, run: dict[str, Any], model: str | None, tru
             if not name.startswith(f"{EXPORT}/"):
                 manifest.check_file(directory / name, name, entry.hash)
     except TornCheckpoint as torn:
-        raise UserError(f"{directory} is torn, or no checkpoint: {torn}") from torn
+        raise UserError(f"{directory} is incomplete, or not a checkpoint: {torn}") from torn
     if not (directory / ROLE).is_dir():
         raise UserError(f"{directory} holds no {ROLE}")
     settings = run.get("policy", {})
     if not (model := model or settings.get("model")):
-        raise UserError(f"{directory} lies in no run's directory: name the model that was trained with --model")
+        raise UserError(f"{directory} is not in a run's directory: name the trained model with --model")
     folder = model_directory(model)
     built = build_on_meta(folder, torch.float32, trust)
     saved, parts = SavedState.open(directory / ROLE), stored_parts(built)
@@ -118,7 +118,7 @@ def to_hf(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, max_shard_bytes
 def to_peft(checkpoint: Checkpoint, out: Path, dtype: torch.dtype) -> None:
     """Write the new directory `out`: the policy's adapters in `dtype`, which peft loads. UserError if it has none."""
     if SCALING not in checkpoint.saved.tensors:
-        raise UserError(f"{checkpoint.directory} holds whole weights, no adapters; say to-hf")
+        raise UserError(f"{checkpoint.directory} holds whole weights, no adapters; use to-hf")
     with _new(out) as draft:
         write_adapter(checkpoint.saved, checkpoint.model_dir, draft, dtype)
 
@@ -128,7 +128,7 @@ def from_hf(weights_dir: Path, checkpoint: Checkpoint, out: Path) -> None:
     the same model.
     """
     if SCALING in checkpoint.saved.tensors:
-        raise UserError(f"{checkpoint.directory} holds adapters alone, which whole weights cannot take the place of")
+        raise UserError(f"{checkpoint.directory} holds only adapters, which whole weights cannot replace")
     files, model, saved = WeightFiles(weights_dir), checkpoint.model, checkpoint.saved
     wanted, parts = checked_weights(model, files), stored_parts(model)
     tensors = dict(model.named_parameters()) | saved_buffers(model, saved, parts)
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str]) -> int:
     for way in (to, alone, back):
         way.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
         way.add_argument("out", type=Path, metavar="OUT")
-        way.add_argument("--model", help="where config and tokenizer lie; by default the run's policy.model")
+        way.add_argument("--model", help="directory of config and tokenizer; by default the run's policy.model")
         way.add_argument("--trust-remote-code", action="store_true", help="run the Python code that the model brings")
     to.add_argument("--dtype", choices=DTYPES, help="by default the run's policy.dtype, or float32")
     alone.add_argument("--dtype", choices=DTYPES, default="float32", help="by default that of the masters, float32")

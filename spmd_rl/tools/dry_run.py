@@ -88,7 +88,7 @@ def show(cfg: RlvrConfig) -> None:
     table(console, "Rewarders", [(domain, _examples(rewarders[domain])) for domain in domains])
     table(console, "Audit", [(domain, _audit(rewarders[domain], found.get(domain), own[domain])) for domain in domains])
     table(console, "Would be written", outputs(cfg))
-    console.print("\nWhat a rank would hold in memory: --plan in the place of --dry-run.")
+    console.print("\nFor the memory of a rank, use --plan instead of --dry-run.")
     failed = [f"reward.{domain}.target: {cfg.reward.domains[domain].target}: {line}"
               for domain, kinds in found.items()
               for line in (*reward_audit.unjudged(kinds), *reward_audit.unpaid(kinds))]  # fmt: skip
@@ -112,7 +112,6 @@ def without_torch() -> Iterator[None]:
 
 
 def _lengths(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[int]:
-    """Return the lengths in tokens of prompts, or of a sample of them."""
     # Rendering all prompts of a large dataset would take minutes.
     stride = math.ceil(len(prompts) / RENDERED)
     return [len(render_prompt(tokenizer, prompt)) for prompt in prompts[::stride]]
@@ -147,7 +146,7 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
                     + " and turn" * a_turn),
         ("epochs", f"{epoch} steps make one; {cfg.steps} steps use {used} prompts = {used / kept:.2f}"),
         ("KV cache", f"{cfg.engine.kv_tokens} tokens a replica: {cfg.engine.kv_tokens // at_most} longest "
-                     f"{'turns' if a_turn else 'samples'} side by side (engine.max_running={cfg.engine.max_running})"),
+                     f"{'turns' if a_turn else 'samples'} at a time (engine.max_running={cfg.engine.max_running})"),
         ("optimizer", f"{cfg.algorithm.name}: lr {cfg.policy.lr:g}, {cfg.policy.schedule}, "
                       f"{cfg.policy.warmup_steps} warm-up updates"),
         ("evaluation", describe_evaluation(cfg.eval, cfg.steps, len(prompts.eval))),
@@ -182,7 +181,7 @@ def shards_and_replicas(cfg: RlConfig) -> tuple[int, int]:
 
 def dtype(name: str) -> str:
     """Return text on the meaning of `policy.dtype`."""
-    return "auto: bfloat16 where the hardware of all ranks multiplies it, else float32" if name == "auto" else name
+    return "auto: bfloat16 if the hardware of all ranks supports it, else float32" if name == "auto" else name
 
 
 def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -220,7 +219,7 @@ def _rewards(rewarder: Rewarder | str, prompt: Prompt, kinds: dict[str, Kind]) -
     if isinstance(rewarder, str):
         return [f"The rewarder {rewarder}."], prompt.ground_truth
     if UNSUPPORTED in kinds and (reason := kinds[UNSUPPORTED].unsupported.get(prompt.id)):
-        return [f"The row is left out, which its reward cannot judge: {reason}"], prompt.ground_truth
+        return [f"The row is left out, because its reward cannot judge it: {reason}"], prompt.ground_truth
     trial = kinds[GOLD].trials.get(prompt.id) if GOLD in kinds else None
     if trial is None:
         return ["The row has no ground truth to be scored, or the row before it took too long."], prompt.ground_truth
@@ -233,7 +232,7 @@ def _told(trial: Trial) -> list[str]:
     if asked in trial.asked:
         lines.append(f"reward of {fill(asked, trial.gold)!r:.200}, as the prompt asks: {_said(trial.verdicts[asked])}")
     elif not trial.asked:
-        lines.append("The prompt names no form for its answer: the bare one stands for what a model would write.")
+        lines.append("The prompt asks for no form of the answer, so the bare answer is scored.")
     lines.append(f"reward of {trial.other!r:.200}: {_said(trial.wrong[BARE])}")
     if trial.problem:
         return [*lines, f"! {trial.problem}"]
@@ -267,12 +266,12 @@ def _audit(rewarder: Rewarder | str, kinds: dict[str, Kind] | None, prompts: Seq
     left_out = [reason for prompt in asked if (reason := unsupported(rewarder, prompt))]
     told = f"; {len(left_out)} of {len(asked)} rows are left out: {counted(left_out)}" if left_out else ""
     if paid := reward_audit.paid_cheats(kinds):
-        return f"! paid for solving nothing: {', '.join(paid)}; python -m spmd_rl audit says more{told}"
+        return f"! rewarded for solving nothing: {', '.join(paid)}; python -m spmd_rl audit says more{told}"
     scored, failed = reward_audit.cheats_asked(kinds)
     told = f"; ! {failed} got no score{told}" if failed else told
     if not scored:
         return f"no answer that solves nothing was scored{told}"
-    return f"none of {plural(scored, 'answer')} that solve{'s' * (scored == 1)} nothing is paid{told}"
+    return f"none of {plural(scored, 'answer')} that solve{'s' * (scored == 1)} nothing is rewarded{told}"
 
 
 def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
@@ -283,7 +282,7 @@ def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
     trackers = [name for name in ("wandb", "tensorboard", "swanlab") if getattr(cfg.track, name) not in ("off", False)]
     listed = ", ".join(map(str, steps[:4])) + (f" ... {steps[-1]}" if len(steps) > 4 else "")
     return [
-        ("run.dir", f"{folder}" + (f", which holds {held[-1]}: the run would go on from there" if held else "")),
+        ("run.dir", f"{folder}" + (f", which holds {held[-1]}: the run would continue from there" if held else "")),
         ("files", "config.yaml, metrics.jsonl, samples/, journal/, report.html"),
         ("checkpoints", f"after steps {listed}; the newest {c.keep} are kept, the last one also as hf/{_disk(cfg)}"),
         ("trackers", ", ".join(trackers) or "none"),

@@ -53,7 +53,7 @@ def show(cfg: AgenticConfig) -> None:
             with _told_later(console, failed, tag), phase(f"playing env.{tag}, held out"):
                 table(console, f"env.{tag}", asyncio.run(_returns(cfg, tag, tasks, environments, tokenizer)))
     table(console, "Would be written", outputs(cfg))
-    console.print("\nWhat a rank would hold in memory: --plan in the place of --dry-run.")
+    console.print("\nFor the memory of a rank, use --plan instead of --dry-run.")
     for error in failed.values():
         more = f" (and {plural(len(failed) - 1, 'environment')} more)" if len(failed) > 1 else ""
         raise UserError(f"{error}{more}", error.report)
@@ -75,7 +75,6 @@ def _told_later(console: Console, failed: dict[str, UserError], tag: str) -> Ite
 
 
 def _arithmetic(cfg: AgenticConfig, tasks: EnvTasks) -> list[tuple[str, str]]:
-    """Return the lines of the first table."""
     r, ranks, updates = cfg.rollout, world_size(), cfg.train.updates_per_step
     shards = ranks // cfg.train.ranks_per_shard
     samples = r.prompts_per_step * r.answers_per_prompt

@@ -43,7 +43,7 @@ GOLD, ASKED = "gold answer", "gold answer as the prompt asks"
 GOLDEN = (GOLD, ASKED)
 UNSUPPORTED = "not supported"
 EMPTY, PROMPT, OTHER = "empty answer", "the prompt itself", "another row's gold answer"
-NEVER = "no form of the ground truth is paid or scores more than a wrong answer: is this the reward for these rows?"
+NEVER = "no form of the ground truth is rewarded or scores more than a wrong answer: is this the reward for these rows?"
 
 
 @dataclass(slots=True)
@@ -117,8 +117,8 @@ class Trial:
             return NEVER if all(self._score(form) <= 0 for form in self.verdicts) else ""
         known, wanted = fill(best, self.gold), fill(asked, self.gold)
         return (
-            f"it pays {known!r:.100}, but not {wanted!r:.100}, which the prompt asks for: let the reward read the "
-            "answer out of that form, or let data.format ask for the form that it pays"
+            f"it rewards {known!r:.100}, but not {wanted!r:.100}, which the prompt asks for: let the reward read the "
+            "answer out of that form, or let data.format ask for the form that it rewards"
         )
 
     def _margin(self, form: str) -> float:
@@ -137,7 +137,7 @@ def asked_about(prompts: Prompts) -> Sequence[Prompt]:
 def build_rewarder(domain: str, reward: RewardConfig) -> Rewarder | str:
     """Build and start a rewarder as its worker would; if it cannot run here, return the reason."""
     if reward.devices or {"url", "model"} & reward.args.keys():
-        return "is not asked here: it needs a model or a server"
+        return "is not audited: it needs a model or a server"
     section = f"reward.{domain}"
     services = service_factories(section, reward.sandbox, packages=reward.packages)
     rewarder = build_target(section, reward.target, reward.args, services=services)

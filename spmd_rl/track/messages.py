@@ -57,7 +57,7 @@ def _teachers(teacher: TeachersConfig) -> tuple[str, str]:
     named = [f"{domain or 'all'}: {one.model or 'the policy with a hint'}" for domain, one in teacher.by_domain.items()]
     if not named:
         return "teacher", ""
-    scores = "nothing else" if teacher.alone else "and from the scores or the rows' own answers"
+    scores = "nothing else" if teacher.only else "and from the scores or the rows' own answers"
     return "teacher", f"{', '.join(named).removeprefix('all: ')}; the policy learns from {teacher.loss}, {scores}"
 
 
@@ -77,7 +77,7 @@ def _prompts(
     num_train: int, num_eval: int, rollout: RolloutConfig, steps: int, data: DataConfig | None = None
 ) -> list[tuple[str, str]]:
     epochs = steps * rollout.prompts_per_step / max(num_train, 1)
-    train = f"{num_train} for training ({epochs:.3g} epochs)" if num_train else "tasks without end for training"
+    train = f"{num_train} for training ({epochs:.3g} epochs)" if num_train else "unlimited tasks for training"
     return [("prompts", f"{train}, {describe_held_out(num_eval, data)}")]
 
 
@@ -121,7 +121,7 @@ def interrupted(run_dir: Path) -> str:
     lost = f"{several} lost" if done > saved else "no finished step is lost"
     kept = f"the newest checkpoint is that of step {saved}" if saved else "there is no checkpoint yet"
     place = f"step {saved}" if saved else "the start"
-    return f"{kept}, {lost} (checkpoint.every)\nthe same command goes on from {place}"
+    return f"{kept}, {lost} (checkpoint.every)\nthe same command continues from {place}"
 
 
 def _aligned(lines: list[tuple[str, str]]) -> str:

@@ -12,7 +12,7 @@ from spmd_rl.base.errors import tell
 from spmd_rl.base.waits import EVERY_SECONDS, FIRST_SECONDS, WaitMessage
 
 WAITS = {
-    "start": "starting: loading the models, and what else the pipeline has",
+    "start": "starting: loading the models and the pipeline's other parts",
     "restore": "loading the checkpoint",
     "publish": "publishing the weights to the engine",
     "save": "writing the checkpoint",

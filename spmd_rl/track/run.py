@@ -240,7 +240,6 @@ class Run:
         self._local = {}
 
     def _add_derived(self) -> None:
-        """Add values derived from others of the line."""
         line = self.line
         line["system/overhead"] = line["time/coordination"] / line["time/total"]
         # The answers of a warm-up step are demonstrations, not generated tokens.
@@ -272,7 +271,6 @@ class Run:
                     self._samples.merge(step)
 
     def _close(self, clean: bool) -> None:
-        """Write the report and close the trackers, also after an exception."""
         failed = not clean and isinstance(sys.exc_info()[1], Exception)
         for close in (*[self._merge_last] * failed, self.write_report, self._close_trackers):
             if clean:
@@ -320,7 +318,6 @@ def _sample_logs(directory: Path, world: World) -> list[SampleLog]:
 
 
 def _lock(directory: Path, stack: ExitStack) -> None:
-    """Lock the directory until `stack` closes."""
     # The same command in a second terminal would write the same run.
     fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -50,7 +50,7 @@ def read_run(directory: Path) -> RunData:
     except OSError as error:
         raise UserError(f"{directory}: {error.strerror}") from None
     if settings is None:
-        raise UserError(f"{directory}: no run is there, it has no config.yaml")
+        raise UserError(f"{directory}: not a run: it has no config.yaml")
     about = settings.pop("about", None) or {}
     lines = [with_warmup_named(line) for line in read_lines(directory / "metrics.jsonl")]
     return RunData(directory, lines, settings, about, _launch(directory / "journal" / "rank-0.jsonl"))

@@ -89,5 +89,4 @@ def tensorboard(run_dir: Path, first_step: int) -> Tracker:
 
 
 def _run(run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that wandb and SwanLab share."""
     return {"project": PROJECT, "name": run_dir.name, "id": run_id, "resume": "allow", "config": dict(settings)}

@@ -67,13 +67,14 @@ class BaseRole:
 
     def optimize(self, batch: Batch, args: ForwardArgs, loss: AnyLoss) -> Metrics:
         """[all] Run one optimizer step. RunFailed after `max_skipped_updates` non-finite gradients in a row."""
-        sums, count = self.accumulate(batch, args, loss)
+        sums, count = self.accumulate(batch, args, loss)  # [all]
         return self.conclude(self._of_block(sums), count)  # [all]
 
     def conclude(self, sums: dict[str, float], count: int) -> Metrics:
         """[all] Update by the gradients of `count` micro-batches, or skip; see `optimize`.
 
-        sums: this rank's part of `loss`, of `num_tokens` and of each quantity, whose mean is over these; changed.
+        sums: this rank's sums of `loss`, `num_tokens` and each quantity, which is divided by `num_tokens`; changed in
+        place.
         """
         settings = self._settings
         assert settings is not None, "a frozen role has no update"
@@ -127,8 +128,8 @@ class BaseRole:
             return {name: float(value) for name, value in sums.items()}, count
 
     def _of_block(self, sums: dict[str, float]) -> dict[str, float]:
-        """[all] Return a data shard's sums on one of its ranks, and zeros on the others, so that a sum over ranks
-        counts each once."""
+        """[all] Return a data shard's sums on one rank of its block, and zeros on the others, which have the same sums:
+        then a sum over all ranks counts each shard once."""
         # Only the last stage computes the loss, and so knows the names of its metrics.
         if self.layout.size("pp") > 1:
             src = self._world.size - 1
@@ -171,11 +172,9 @@ class BaseRole:
         return self.model.weights() if adapters == "merged" else self.model.weights(adapters)
 
     def save(self, folder: Path) -> list[Path]:
-        """Write all tensors that training changes, see `Role`."""
         return self._write(folder, self.model.state(), self._world.progress)
 
     def stage(self, folder: Path) -> Callable[[Callable[[], object]], list[Path]]:
-        """Copy the state to the host and return its writer, see `Role`."""
         return partial(self._write, folder, staged(self.model.state()))
 
     def _write(self, folder: Path, state: Iterable[Shard], on_progress: Callable[[], object]) -> list[Path]:
@@ -183,7 +182,6 @@ class BaseRole:
         return write_state(folder / f"{self._world.rank:05d}.safetensors", state, about, on_progress)
 
     def load(self, folder: Path) -> None:
-        """Restore the state from a verified folder, see `Role`."""
         read_state(self.model.state(), SavedState.open(folder, self._world), self._world.progress)  # [all]
         self.model.on_state_loaded()
 
@@ -209,13 +207,11 @@ class Policy(BaseRole):
         return constraint_of(self._role.constraint, self._role.model, self._role.trust_remote_code)
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return logprob and entropy of sampled tokens, see `PolicyRole`."""
         args = ForwardArgs(temperature, constraint=self.constraint)
         logprobs, entropy = self.evaluate("logprobs", batch, args, 2)  # [all]
         return logprobs, entropy
 
     def top_logprobs(self, batch: Batch, temperature: float, k: int, num_ids: int) -> tuple[Tensor, Ragged, Ragged]:
-        """Return the k most likely tokens with logprobs, see `PolicyRole`."""
         columns = self.evaluate("logprobs", batch, ForwardArgs(temperature, top=(k, num_ids)), 2 + 2 * k)  # [all]
         tops = torch.stack(columns[2:], 1)[batch.sampled.index]
         lists = (tops[:, :k].round().int(), tops[:, k:])
@@ -223,20 +219,16 @@ class Policy(BaseRole):
 
     @property
     def sync_steps(self) -> int | None:
-        """Steps between syncs with the policy, see `PolicyRole`."""
         return self._role.sync_steps
 
     def follow(self, policy: PolicyRole) -> None:
-        """Move the weights towards the policy's, see `PolicyRole`."""
         move(self.model.state(), policy.weights(), self._role.own.mixup, self._role.model_key)  # [all]
         self.model.on_state_loaded()
 
     def packing_fingerprint(self, batch: Batch) -> Tensor:
-        """Return a number per token that exposes packing leaks, see `Role`."""
         return self.evaluate("logprobs", batch, ForwardArgs(), 2)[0]  # [all]
 
     def update(self, batch: Batch, loss: BoundLoss, temperature: float) -> Metrics:
-        """Run one optimizer step, see `PolicyRole`."""
         args = ForwardArgs(temperature, compares=batch.teacher_ids is not None, constraint=self.constraint)
         return self.optimize(batch, args, loss)
 
@@ -245,15 +237,12 @@ class Critic(BaseRole):
     """The critic, which predicts scores: see `train.base.CriticRole`."""
 
     def values(self, batch: Batch) -> Tensor:
-        """Return the values before sampled tokens, see `CriticRole`."""
         return self.evaluate("values", batch, ForwardArgs(), 1)[0]
 
     def packing_fingerprint(self, batch: Batch) -> Tensor:
-        """Return a number per token that exposes packing leaks, see `Role`."""
         return self.evaluate("values", batch, ForwardArgs(is_fingerprint=True), 1)[0]
 
     def update(self, batch: Batch, loss: BoundValueLoss) -> Metrics:
-        """Run one optimizer step, see `CriticRole`."""
         return self.optimize(batch, ForwardArgs(), loss)
 
 
@@ -349,7 +338,9 @@ def move(state: Sequence[Shard], weights: Iterable[tuple[str, Tensor]], share: f
             part = whole[region].to(one.tensor)
             one.tensor.copy_(part) if share == 1 else one.tensor.lerp_(part, share)
     if shards:
-        raise UserError(f"{key}: the policy has no {min(shards)}; a reference that follows it is of its architecture")
+        raise UserError(
+            f"{key}: the policy has no {min(shards)}; a reference that follows it must have its architecture"
+        )
 
 
 # Per-token metrics are accumulated as sums, or as extremes under names that end in `/max` or `/min`. A minimum is the
@@ -383,7 +374,8 @@ def extremes(found: Mapping[str, float]) -> dict[str, float]:
 
 
 class AdapterOff:
-    """A `train.base.PolicyRole` that is never trained, saved or loaded."""
+    """The reference of a policy with adapters: the same weights with the adapters off. Never trained, saved or
+    loaded."""
 
     sync_steps: int | None = None
     """None, because a reference that follows the policy needs separate weights."""

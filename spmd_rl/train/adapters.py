@@ -1,6 +1,6 @@
 """`Adapters`: peft's LoRA layers inside of a model that a backend shards.
 
-    adapters = Adapters(model, settings, layout.key)   # before the model is cut and sharded; rank 0: nothing
+    adapters = Adapters(model, settings, layout.key)   # before the model is cut and sharded; no-op with lora.rank=0
     with adapters.hidden():                                 # the model under its original names
         load(model)
     adapters.initialize()
@@ -58,9 +58,7 @@ class SavedScaling:
         saved, own = float(self._saved_scaling), self.settings.scaling if self.settings.rank else 0.0
         self._saved_scaling.fill_(own)
         if saved != own:
-            raise ValueError(
-                f"its adapters count {saved:g} times, those here {own:g} times: lora.alpha and lora.rslora"
-            )
+            raise ValueError(f"its adapters are scaled by {saved:g}, this run's by {own:g} (lora.alpha, lora.rslora)")
 
     def scaled(self, b: Tensor) -> Tensor:
         """Return `B` times the scaling, multiplied in float32."""
@@ -135,6 +133,7 @@ class Adapters(SavedScaling):
             nn.ModuleDict({"model": model}),
         )
         self.layers = {name: model.get_submodule(name) for name in names}
+        # `base`: the form of the frozen weights, None or nf4.
         for layer in self.layers.values() if settings.base else ():
             pack_layer(layer.base_layer)
         for p in () if head is None else head.parameters():
@@ -197,8 +196,8 @@ class Adapters(SavedScaling):
     def published(self, wholes: Iterable[tuple[str, Tensor]], adapters: str) -> Iterator[tuple[str, Tensor]]:
         """Yield all parameters whole, as an engine receives them.
 
-        adapters: `merged` into the weights; `apart`, under peft's names with the frozen ones; or `alone`. Unless
-        merged, `B` is multiplied by the scaling.
+        adapters: `merged` into the weights; `apart`, under peft's names with the frozen ones; or `alone`, where
+        `wholes` has no frozen ones. Unless merged, `B` is multiplied by the scaling.
         """
         return (self._merged if adapters == "merged" else self._scaled)(self._unpacked(wholes))
 
@@ -231,15 +230,14 @@ class Adapters(SavedScaling):
         assert not known, f"an adapter is not whole: {sorted(known)}"
 
     def _scaled(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all parameters unchanged, except `B`, which is multiplied by the scaling."""
         for name, tensor in wholes:
             yield name, self.scaled(tensor) if name.endswith(OWN_B) else tensor
 
-    def begin(self, is_trained: bool) -> None:
+    def set_dropout(self, is_on: bool) -> None:
         """Turn dropout of the adapters' inputs on or off; no effect without `dropout`."""
         for layer in self.layers.values() if self.settings.dropout else ():
             # Stays set until the next call, because recomputation runs a layer a second time.
-            layer.lora_dropout[NAME].train(is_trained)
+            layer.lora_dropout[NAME].train(is_on)
 
     @contextmanager
     def drawn(self, num_steps: int, microbatch: int, layout: Layout) -> Iterator[None]:

@@ -34,9 +34,9 @@ class BoundLoss(Protocol):
 
         `logprobs` and `entropy` are float32 [N] at the N tokens of `batch.loss_mask`, in order, both with gradient;
         `batch` holds whole samples. The backend multiplies the loss with `batch.weights[batch.loss_mask]` and sums. If
-        the batch has `teacher_ids`, lists of k, their logprobs come before `batch`, float32 [N, k] with gradient.
-        Metrics are averaged over the tokens of the global batch, unweighted, or reduced by max or min if the name ends
-        in `/max` or `/min`.
+        the batch has `teacher_ids`, the call has one more argument before `batch`: their logprobs, float32 [N, k], with
+        gradient. Metrics are averaged over the tokens of the global batch, unweighted, or reduced by max or min if the
+        name ends in `/max` or `/min`.
         """
         ...
 
@@ -200,16 +200,17 @@ class MicrobatchLoop:
     name: str
     """name of the loop in the journal"""
     count: int
+    """number of micro-batches: the largest of any data shard"""
     is_trained: bool
     """forward and backward with accumulated gradients; else forward alone, without gradient"""
     args: ForwardArgs
     select: Callable[[int], Batch]
-    """Return micro-batch number i, on the CPU: whole samples, which may have no weight."""
+    """Return micro-batch number i, on the CPU: whole samples, or a filler without weight beyond a shard's last one."""
     finish: Callable[[int, Batch, tuple[Tensor, ...]], Tensor]
-    """Function of a micro-batch's outputs at the end of the model: float32 [N] each, on the device, at the tokens of
-    the loss mask in order: a policy's logprob and entropy, a critic's value; by `ForwardArgs` also a policy's columns
-    of `top`, or the [N, k] of `compares`. Returns the loss for the backward pass, whose gradients are summed over data
-    shards, not averaged."""
+    """Function `finish(i, micro-batch on the CPU, outputs)`, called on the last stage. Its result is the loss, ignored
+    without training. Outputs: float32 [N] each, on the device, at the tokens of the loss mask in order: a policy's
+    logprob and entropy, a critic's value; by `ForwardArgs` also a policy's columns of `top`, or the [N, k] of
+    `compares`. Returns the loss for the backward pass, whose gradients are summed over data shards, not averaged."""
 
 
 class ShardedModel(Protocol):

@@ -1,7 +1,7 @@
 """`Denoising`: the role of a diffusion model, whose micro-batches and losses are functions of its caller.
 
-Every rank brings equally many items, since sharded weights are gathered in each forward; an item without weight keeps
-the others company.
+Every rank brings equally many items, since sharded weights are gathered in each forward; a rank with fewer adds items
+of weight 0.
 """
 
 from collections import defaultdict
@@ -21,8 +21,8 @@ from spmd_rl.train.stored_model import Source, Stored
 
 Item = TypeVar("Item")
 Loss = Callable[[nn.Module, Item], tuple[Tensor, Mapping[str, float | Tensor]]]
-"""Loss of an item: its part of the sum over all ranks, a scalar; and sums of quantities, with the `num_tokens` over
-which they are averaged"""
+"""Function (denoiser, item) -> (loss, sums). The step's loss is the sum over items and ranks. `sums` has `num_tokens`,
+by which the other sums are divided."""
 
 
 class Denoising(BaseRole):

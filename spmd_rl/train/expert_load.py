@@ -39,7 +39,7 @@ class ExpertLoad:
 
     def take(self, routed: Tensor | None) -> None:
         """Set the mask of the row's tokens that count, bool [t]; called by each layer before its computation."""
-        # Not once per row: recomputation in the backward pass runs a layer again after other rows.
+        # Set again by each layer: when the backward pass recomputes a layer, the mask of a later row would be in place.
         # Between the blocks of a layer each tensor-parallel rank has a span of the tokens.
         if routed is not None:
             routed = routed.view(self._layout.size("tp"), -1)[self._layout.rank("tp")]
@@ -58,6 +58,7 @@ class ExpertLoad:
         load.index_add_(0, chosen.flatten(), real.repeat_interleave(chosen.shape[1]))
         sums, known = shares.sum(0), shares.detach()
         entropy = -torch.xlogy(known, known).sum()
+        # Per router: tokens per expert [E], summed probabilities [E], entropy, number of tokens.
         found = torch.cat([load, sums.detach(), torch.stack([entropy, real.sum()])])
         self._totals[place] = self._totals[place] + found.double()
         if not self._coef or not weights.requires_grad:

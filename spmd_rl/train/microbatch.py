@@ -16,15 +16,16 @@ from spmd_rl.batch import Batch, Column, Entries, Ragged
 from spmd_rl.train.sharing import PrefixTree, prefix_segments
 
 ATTENTION_TOKENS = 2**14
-"""Context length at which attention costs as much as the rest of a layer: about twelve times the model's width."""
+"""Context length at which attention costs as much as the rest of a layer: about twelve times a width of 1,400. A
+rougher estimate for other widths."""
 
 
 def plan(batch: Batch, budget: int) -> list[list[int]]:
     """Return the samples of each micro-batch, in (ticket, answer) order: at most `budget` tokens each, every sample
     once.
 
-    A prefix that several samples of a micro-batch share counts once (`sharing.py`). Samples of a unit stay together;
-    one above the budget gets a separate micro-batch. An empty batch has none.
+    A prefix that several samples of a micro-batch share counts once (`sharing.py`). Samples of a unit (`Sample.unit`)
+    stay together; a unit above the budget gets a separate micro-batch. An empty batch has none.
     """
     keys, units = batch.keys.tolist(), batch.units.tolist()
     paths: list[list[tuple[int, int]]] = [[] for _ in keys]
@@ -64,8 +65,9 @@ def token_index(batch: Batch, samples: Sequence[int]) -> Tensor:
 
 
 def fill(items: Sequence[Mapping[Hashable, int]], budget: int) -> list[list[int]]:
-    """Return bins of indices of `items`, each in the bin where it adds the fewest tokens, or else in a new one (first
-    fit). items: tokens of each segment that an item needs; segments shared in a bin count once."""
+    """Return bins of indices of `items`, each in the bin with room where it adds the fewest tokens (the first of
+    equals), else in a new one. items: tokens of each segment that an item needs; segments shared in a bin count
+    once."""
     bins: list[list[int]] = []
     room: list[int] = []
     held: list[dict[Hashable, int]] = []
@@ -84,7 +86,7 @@ def fill(items: Sequence[Mapping[Hashable, int]], budget: int) -> list[list[int]
     return bins
 
 
-def rounded(tree: PrefixTree, multiple: int) -> PrefixTree:
+def padded(tree: PrefixTree, multiple: int) -> PrefixTree:
     """Return the same tokens padded by a last segment to a multiple of `multiple`."""
     # Kernels are compiled and cached per shape: without this, every number of tokens would add one.
     blank = -len(tree.token_ids) % multiple

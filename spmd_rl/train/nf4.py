@@ -92,7 +92,7 @@ def rounded(weight: Tensor) -> Tensor:
 
 
 def packing(read: RegionReader, on_progress: Callable[[], object]) -> Callable[[nn.Module], None]:
-    """Return a loader for a model with layers that were packed after `read` was made for it."""
+    """Return a loader for a model whose layers were packed after `read` was made: these are read whole, then packed."""
 
     @torch.no_grad()
     def load(model: nn.Module) -> None:

@@ -56,7 +56,8 @@ class Offload:
         self._on_host, self._changed = True, False
 
     def to_device(self) -> None:
-        """Allocate and copy from the host; no-op if they are on the device. Later work waits on the stream."""
+        """Allocate and copy from the host; no-op if they are on the device. Does not block: later work on the stream
+        sees the copies."""
         if not self._on_host:
             return
         for storage, size in zip(self._storages, self._sizes, strict=True):

@@ -20,7 +20,8 @@ from spmd_rl.types import Sample, Turn, Verdict
 A, ASKED, B = range(24, 34), range(30, 42), range(50, 60)
 """Token ids that any vocabulary has; 32 in all, which need no padding"""
 EXCHANGED, ROUNDING = 1e-6, 10.0
-"""Largest mean absolute difference of logprobs by the exchange, in nats, or as a multiple of rounding noise"""
+"""Limits of the mean absolute difference of logprobs after the exchange, of which the larger holds: in nats, and as a
+multiple of the rounding noise"""
 ALONE = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.2}
 """Largest difference to the sequence alone; accepted models in float32 on a CPU have at most 4e-7"""
 

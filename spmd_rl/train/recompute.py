@@ -28,14 +28,15 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute(model: nn.Module, mode: str) -> None:
-    """Set up `mode`, `full` or `selective`, for the decoder layers; no-op for `none`. After adapters are added.
+    """Set up `mode`, `full` or `selective`, for the decoder layers; no-op for `none`.
 
-    A layer that is compiled keeps its checkpointing inside the graph.
+    A layer that is compiled keeps its checkpointing inside the graph. Adapters must be there already.
     """
     if mode == "none":
         return
-    # Adapters' dropout must draw the same numbers again. Without it their state is not kept: on a device that is a copy.
-    draws = any(module.p > 0 for module in model.modules() if isinstance(module, nn.Dropout))
+    # With `lora.dropout` the second pass must draw the first one's mask. Else no layer draws random numbers, and their
+    # state is not kept: on a device that would be a copy.
+    draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
     if mode == "selective":
         options["context_fn"] = _contexts

@@ -37,9 +37,9 @@ class Replay:
         self.places = {name: place for place, name in enumerate(routers)}
         name = model.config.name_or_path or type(model).__name__
         if not self.places:
-            raise UserError(f"policy.router_replay: {name} is no mixture of experts; must be false")
+            raise UserError(f"policy.router_replay: {name} is not a mixture of experts; must be false")
         if not _weighs_as_known(self._kind, model.config.get_text_config()):
-            raise UserError(f"policy.router_replay: how {name} weighs its experts is not known; must be false")
+            raise UserError(f"policy.router_replay: how {name} weighs its experts is unknown; must be false")
 
     def of_row(self, micro: Batch, tree: PrefixTree) -> Tensor | None:
         """Return the engine's choices for each token of the tree: int64 [F, layers, k], -1 if unknown; on the CPU."""

@@ -14,7 +14,7 @@ from spmd_rl.model.attention import Packing
 from spmd_rl.model.constraint import Allowed, Constraint
 from spmd_rl.model.logprobs import Candidates, Support, TokenHead
 from spmd_rl.train.base import ForwardArgs
-from spmd_rl.train.microbatch import rounded
+from spmd_rl.train.microbatch import padded
 from spmd_rl.train.sharing import PrefixTree, share_prefixes
 
 # Kernels and primitives are cached per shape: with free shapes, the process of a 0.2 MB model grew from 412 to 1,128 MB
@@ -49,7 +49,7 @@ class Row(NamedTuple):
     own: Tensor | None
     """int64 [n]: positions among all targets of the micro-batch; None: all, in order"""
     routed: Tensor
-    """bool [t]: tokens that are not padding, and count in a mixture's load"""
+    """bool [t]: tokens that are not padding; only these count in the load of experts"""
     chosen: Tensor | None
     """int64 [t, layers, k]: the engine's experts, see `replay.py`; None: the model's choice"""
 
@@ -70,7 +70,7 @@ def row_of(
     # A dummy micro-batch has only padding.
     num_tokens = len(tree.token_ids) if int(micro.keys[0, 0]) >= 0 else 0
     split = tp * (1 if context is None else context.granule)
-    tree = rounded(tree, math.lcm(granule(len(tree.token_ids)), split))
+    tree = padded(tree, math.lcm(granule(len(tree.token_ids)), split))
     keep = tree.gather_index[targets - 1]
     chosen = chosen_of(micro, tree)
     if context is None:

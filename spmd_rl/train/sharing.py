@@ -82,8 +82,8 @@ def share_prefixes(batch: Batch) -> PrefixTree:
 def prefix_segments(batch: Batch) -> list[Segment]:
     """Return the segments of the batch's samples, by the first sample that contains each, parents before children.
 
-    Samples of a ticket share their common first tokens, but a span of sampled tokens (an answer) only whole, and the
-    last one only with a sample that continues after it. A segment ends only where samples diverge.
+    Samples of a ticket share their common first tokens, but the shared prefix never ends inside an answer. Two samples
+    share their last answer only if one continues after it. A segment ends only where samples diverge.
     """
     ids, mask = batch.token_ids.cpu().numpy(), batch.loss_mask.cpu().numpy()
     bounds = batch.starts.tolist()
@@ -93,7 +93,7 @@ def prefix_segments(batch: Batch) -> list[Segment]:
         by_ticket[ticket].append(_Row(sample, ids[span], mask[span]))
     found: list[Segment] = []
     for rows in by_ticket.values():
-        # Sorted rows share with each other no more than their neighbours do.
+        # In sorted order two rows share no more than neighbours between them, so comparing neighbours is enough.
         tree, before = _tree(sorted(rows, key=_Row.bytes)), len(found)
         found += [replace(s, parent=s.parent + before if s.parent >= 0 else -1) for s in tree]
     order = sorted(range(len(found)), key=lambda i: (found[i].users[0][0], found[i].begin))

@@ -54,7 +54,7 @@ class Shard(NamedTuple):
     tensor: Tensor | None
     """Live part; None if all of it is on other ranks."""
     is_mine: bool
-    """True on the one rank that writes each element."""
+    """True if this rank writes its part: one of the ranks that hold the same part."""
 
 
 def shards_of(prefix: str, tensor: Tensor | None, own: Region, parts: Sequence[Part], is_mine: bool) -> Iterator[Shard]:
@@ -85,8 +85,8 @@ class TensorSpec(NamedTuple):
 def write_safetensors(
     path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]], about: Mapping[str, str]
 ) -> None:
-    """Write `tensors`, in the order of `specs`, one at a time. Consumes only these from an iterator: the rest may go to
-    another file. OSError of the file system."""
+    """Write `tensors`, in the order of `specs`, one at a time. Takes only `len(specs)` tensors from an iterator, so
+    that it can be split over several files. OSError of the file system."""
     # safetensors' `save_file` needs all of them in memory. The bytes are the same: a JSON head, then the tensors, wider
     # dtypes first, by name.
     order = sorted(specs, key=lambda name: (list(DTYPES).index(specs[name].dtype), name))
@@ -179,8 +179,8 @@ class SavedState:
 
     @classmethod
     def open(cls, folder: Path, world: World | None = None) -> "SavedState":
-        """[all] Read the index of all files; each rank reads some, without a world all. UserError, on all ranks, for
-        files that are no saved state or damaged; OSError if unreadable."""
+        """[all] Read the index of all files; each rank reads some of them (without a `world`, all). UserError, on all
+        ranks, for files that are no saved state or damaged; OSError if unreadable."""
         rank, size = (world.rank, world.size) if world is not None else (0, 1)
         files = sorted(path.name for path in folder.iterdir() if path.name.endswith(".safetensors"))
         error, heads = "", []
@@ -200,7 +200,7 @@ class SavedState:
                 return cls(folder, heads)
         except BROKEN as failed:
             error = one_line(failed)
-        raise UserError(f"{folder} is no saved state that can be read: {error}")
+        raise UserError(f"{folder} cannot be read as a saved state: {error}")
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """Return a tensor on the CPU, or its `region`. UserError if the file is damaged."""

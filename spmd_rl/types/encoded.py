@@ -11,13 +11,13 @@ def _encode_array(value: Any) -> bytes:
     if isinstance(value, array):
         # Raw bytes instead of a list: a message of ids takes no conversion for each number.
         return value.typecode.encode() + value.tobytes()
-    raise NotImplementedError(f"{type(value).__name__} does not travel")
+    raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
 
 
 def _decode_array(kind: type, value: Any) -> Any:
     if kind is array:
         return array(chr(value[0]), value[1:])
-    raise NotImplementedError(f"{kind.__name__} does not travel")
+    raise NotImplementedError(f"{kind.__name__} cannot be encoded")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)

@@ -1,10 +1,10 @@
-"""Weight sync (trainer -> engine), all of it: trainer -> `WeightStream` -> `Buckets` -> `Engine.load`.
+"""Weight sync: trainer -> `WeightStream` -> engine of the same process, or -> `Buckets` -> engines of other ranks.
 
     publish = weights.build(policy, engine, world, cfg.publish.probe_every)  # into the engine of the same process
     publish = Publisher(policy, trainers, None, buckets=buckets, everyone=world)  # into engines of other ranks
     track.add(publish(version=step))  # [all]
 
-One `Publisher` paces, verifies and measures. An engine of the same process is handed each tensor as it is gathered;
+`Publisher` sends, verifies and measures. An engine of the same process gets each tensor as it is gathered;
 `WeightReceiver` is the other end of `Buckets`.
 """
 

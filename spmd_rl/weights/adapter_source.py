@@ -22,11 +22,11 @@ class AdapterSource:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """[all] Yield the frozen weights and the adapters at first, then the adapters; see `Adapters.published`."""
+        # `apart`: adapters and frozen weights, not merged; `alone`: adapters only.
         yield from self._policy.weights("apart" if self._is_first else "alone")  # [all]
         self._is_first = False
 
     def awake(self) -> AbstractContextManager[None]:
-        """See `Role`."""
         return self._policy.awake()
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:

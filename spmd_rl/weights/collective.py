@@ -1,12 +1,12 @@
-"""`Buckets`: whole named tensors from the ranks that train to the ranks that generate, by broadcasts of their bytes.
+"""`Buckets`: whole named tensors from trainer ranks to generator ranks, by broadcasts of their bytes.
 
     buckets = Buckets(world, trainers)                       # [all] opens the communicator
-    for name, tensor in buckets.send(policy.weights()): ...  # [all] that train: passes them on
-    for name, tensor in buckets.receive(): ...               # [all] that generate, with it
+    for name, tensor in buckets.send(policy.weights()): ...  # [train]: passes them on
+    for name, tensor in buckets.receive(): ...               # [generate] meanwhile
 
 Every trainer streams all weights; bucket i is broadcast by trainer i mod n, so that several network cards send. Bytes
 go from device to device (NCCL; gloo on the CPU), and the host only says what is in a bucket. Besides its own part a
-rank holds one bucket, or the largest tensor.
+rank holds one bucket, or the largest tensor, and a trainer rank also the gathered tensor.
 """
 
 import math
@@ -22,10 +22,10 @@ BUCKET_BYTES = 512 * 2**20
 """Size of a bucket; a larger tensor is sent alone."""
 ALIGNED = 16
 """Multiple of bytes at which a tensor begins, so that it can be viewed as any dtype."""
-HEADS = "publish: bucket"
+HEADERS = "publish: bucket"
 BYTES = "publish: bytes of a bucket"
 
-Head = tuple[str, str, list[int]]
+TensorHeader = tuple[str, str, list[int]]
 """Name, dtype and shape of a tensor."""
 
 
@@ -40,38 +40,38 @@ class Buckets:
         self._broadcast(torch.zeros(ALIGNED, dtype=torch.uint8, device=world.device))  # [all] opens it
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """[all] that train, while they iterate: broadcast each tensor, and pass it on.
+        """[train] Broadcast each tensor when it is asked for, and pass it on.
 
         A tensor need be valid only until the next one is asked for.
         """
         self._number, flat, size = 0, torch.empty(0, dtype=torch.uint8, device=self._world.device), 0
-        heads: list[Head] = []
+        headers: list[TensorHeader] = []
         for name, tensor in weights:  # [all]
-            if heads and size + tensor.nbytes > self._bucket_bytes:
-                self._send(heads, flat[:size])  # [all]
-                heads, size = [], 0
+            if headers and size + tensor.nbytes > self._bucket_bytes:
+                self._send(headers, flat[:size])  # [all]
+                headers, size = [], 0
             if size + tensor.nbytes > len(flat):
                 flat = self._new(max(self._bucket_bytes, tensor.nbytes))
             if self._sends:
                 flat[size : size + tensor.nbytes] = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            heads.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
+            headers.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
             size = _aligned(size + tensor.nbytes)
             yield name, tensor
-        if heads:
-            self._send(heads, flat[:size])  # [all]
-        self._world.broadcast(HEADS, [], src=self._trainers[0])  # [all]
+        if headers:
+            self._send(headers, flat[:size])  # [all]
+        self._world.broadcast(HEADERS, [], src=self._trainers[0])  # [all]
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """[all] that generate, while they iterate: every tensor, valid until the next one is asked for."""
+        """[generate] Yield every tensor, valid until the next one is asked for; meets `send`."""
         self._number, flat = 0, torch.empty(0, dtype=torch.uint8, device=self._world.device)
-        while heads := self._world.broadcast(HEADS, None, src=self._trainers[0]):  # [all]
-            sizes = [math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in heads]
+        while headers := self._world.broadcast(HEADERS, None, src=self._trainers[0]):  # [all]
+            sizes = [math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in headers]
             total = sum(map(_aligned, sizes))
             if total > len(flat):
                 flat = self._new(max(self._bucket_bytes, total))
             self._broadcast(flat[:total])  # [all]
             begin = 0
-            for (name, dtype, shape), size in zip(heads, sizes, strict=True):
+            for (name, dtype, shape), size in zip(headers, sizes, strict=True):
                 yield name, flat[begin : begin + size].view(getattr(torch, dtype)).view(shape)
                 begin += _aligned(size)
 
@@ -83,8 +83,8 @@ class Buckets:
     def _new(self, size: int) -> Tensor:
         return torch.empty(_aligned(size), dtype=torch.uint8, device=self._world.device)
 
-    def _send(self, heads: list[Head], flat: Tensor) -> None:
-        self._world.broadcast(HEADS, heads, src=self._trainers[0])  # [all]
+    def _send(self, headers: list[TensorHeader], flat: Tensor) -> None:
+        self._world.broadcast(HEADERS, headers, src=self._trainers[0])  # [all]
         self._broadcast(flat)  # [all]
 
     def _broadcast(self, flat: Tensor) -> None:

@@ -59,8 +59,8 @@ def ask(engine: Engine, version: int) -> tuple[list[Answer], str]:
 def judge(policy: PolicyRole, by_engine: dict[str, list[Answer]]) -> dict[str, float]:
     """[all] Return the mean absolute difference of each engine's logprobs from the trainer's, in nats, by its name.
 
-    by_engine: equal on all ranks. Engines are spread over the trainer's data shards: each returns a part of them, or
-    none.
+    by_engine: equal on all ranks. Each data shard of the trainer judges some of the engines, perhaps none, and returns
+    only these.
     """
     data = policy.layout.data
     mine = list(by_engine)[data.rank :: data.size]

@@ -1,8 +1,8 @@
 """`Publisher`: sends the trainer's weights to engines, and proves that they arrived.
 
-On every rank with an engine: each name once, the same bytes on all ranks, the same bytes in the engine where it keeps
-them plain, and logprobs of the engine's answers equal to the trainer's. Faults are gathered, so that all ranks raise
-the same error together.
+On every rank with an engine it checks that each name came once, with the same bytes on all ranks and in the engine, if
+that stores the tensor as given (not fused, transposed or quantized); and that the engine's logprobs are the trainer's.
+Faults are gathered, so that all ranks raise the same error together.
 """
 
 import time
@@ -37,11 +37,11 @@ class Publisher:
         buckets: Buckets | None = None,
         everyone: World | None = None,
     ) -> None:
-        """world: of the ranks that train. engine: of this process, which is handed each tensor as it is gathered.
+        """world: of the trainer ranks. engine: of this process, which gets each tensor as it is gathered.
 
-        probe_every: the first publish is probed, and every one whose version is divisible by this; 0: the first alone.
-        quantization: one of `quantized.FORMATS`, as which weights are rounded on their way. buckets: to the engines of
-        other ranks, which with those that train are `everyone`.
+        probe_every: the first publish is probed, and every one whose version is divisible by this; 0: only the first.
+        quantization: format of the engine's weights, see `quantized`. buckets: to engines of other ranks; None without
+        any. everyone: trainer ranks and those ranks; by default `world`.
         """
         self._policy, self._world, self._engine, self._buckets = policy, world, engine, buckets
         self._everyone = everyone or world
@@ -68,13 +68,14 @@ class Publisher:
                 stream, fault = self._send(version)  # [all]
                 clock.append(time.perf_counter())
                 fault = fault or (stream.difference(engine) if engine else "")
-                agree(everyone, version, fault, stream.digest())  # [all]
+                check_digests(everyone, version, fault, stream.digest())  # [all]
                 clock.append(time.perf_counter())
                 answers, fault = probe.ask(engine, version) if probed and engine else ([], "")
-            # The engine may sleep again before the trainer's weights wake to judge its answers. In `_send` both are
-            # awake, the native engine with its KV cache; vLLM's comes with the first request.
+            # The engine's memory is free again before `_judge` loads the trainer's weights. The peak is in `_send`,
+            # with both on the device, and the KV cache of the native engine; vLLM allocates its own at the first
+            # request.
             if probed:
-                of_ranks = decide(everyone, PROBE, version, fault, answers, list[probe.Answer])  # [all]
+                of_ranks = gather_or_raise(everyone, PROBE, version, fault, answers, list[probe.Answer])  # [all]
                 limit = max(self._limit, probe.LIMITS[stream.dtype])
                 found["publish/probe_abs_diff"], fault = self._judge(of_ranks, limit)  # [all]
                 if self._quantization and not self._probed_once:
@@ -90,7 +91,7 @@ class Publisher:
                 "publish/hash_seconds": stream.hash_seconds + compare_seconds,
                 "publish/probe_seconds": probe_seconds,
             }
-            of_ranks = decide(self._world, VERDICT, version, fault, metrics, Metrics)  # [all]
+            of_ranks = gather_or_raise(self._world, VERDICT, version, fault, metrics, Metrics)  # [all]
             return {key: max(theirs[key] for theirs in of_ranks) for key in metrics}
 
     def _send(self, version: int) -> tuple[WeightStream, str]:
@@ -124,16 +125,16 @@ class Publisher:
         return max(differences.values(), default=0.0), ""
 
 
-def agree(everyone: World, version: int, fault: str, digest: bytes) -> None:
-    """[all] RunFailed on every rank if any found a fault, or if the ranks got different bytes."""
-    digests = decide(everyone, WEIGHTS, version, fault, digest, bytes)  # [all]
+def check_digests(everyone: World, version: int, fault: str, digest: bytes) -> None:
+    """[all] Raise RunFailed on every rank if any found a fault, or if the ranks got different bytes."""
+    digests = gather_or_raise(everyone, WEIGHTS, version, fault, digest, bytes)  # [all]
     odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if odd:
-        raise RunFailed(f"publish of version {version}: ranks {odd} were handed other weights than rank 0")
+        raise RunFailed(f"publish of version {version}: ranks {odd} got other weights than rank 0")
 
 
-def decide(everyone: World, name: str, version: int, fault: str, record: T, type: type[T]) -> list[T]:
-    """[all] Return every rank's record, by rank; RunFailed on every rank if any found a fault."""
+def gather_or_raise(everyone: World, name: str, version: int, fault: str, record: T, type: type[T]) -> list[T]:
+    """[all] Gather every rank's record, by rank; raise RunFailed on every rank if any found a fault."""
     records = everyone.gather(name, [fault, record], tuple[str, type])  # [all]
     for rank, (found, _) in enumerate(records):
         if found:

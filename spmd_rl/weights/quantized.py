@@ -2,10 +2,10 @@
 
     weights = quantized(policy.weights(), "fp8")
 
-Simulated (`fp8`, `int8`, `int4`): what an engine gets has the dtype that it had, and values that the format has. So
-every engine, hash and transport stays as it is, and what low precision does to training can be seen without a device
-that computes in it. Activations are not rounded, and nothing gets faster or smaller. Otherwise the engine gets 8 bits a
-weight (`model/low_precision.py`).
+`fp8`, `int8` and `int4` are simulated: values are rounded to the format, and the dtype stays. So every engine, hash and
+transport works unchanged, and the effect of low precision on training shows without a device that computes in it.
+Activations are not rounded, and nothing gets faster or smaller. `w8a8_int8` and `w8a8_fp8` are real: the engine gets
+8-bit tensors and their scales (`model/low_precision.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,8 @@ BLOCK, GROUP = 128, 32
 
 
 def fp8(weight: Tensor) -> Tensor:
-    """[rows, columns] in float8 e4m3 with a scale for each block of `BLOCK` x `BLOCK`."""
+    """Return a weight [rows, columns] rounded to float8 e4m3 with a scale for each block of `BLOCK` x `BLOCK`, in its
+    dtype."""
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [blocks, rows, blocks, columns]
@@ -30,13 +31,15 @@ def fp8(weight: Tensor) -> Tensor:
 
 
 def int8(weight: Tensor) -> Tensor:
-    """[rows, columns] in whole numbers up to 127 with a scale for each row: symmetric, per output channel."""
+    """Return a weight [rows, columns] rounded to 127 steps of a scale for each row (symmetric, per output channel), in
+    its dtype."""
     scale = nonzero(weight.abs().amax(1, keepdim=True) / 127)
     return (weight / scale).round() * scale
 
 
 def int4(weight: Tensor) -> Tensor:
-    """[rows, columns] in whole numbers up to 7 with a scale for each `GROUP` of a row: symmetric."""
+    """Return a weight [rows, columns] rounded to 7 steps of a scale for each `GROUP` of a row (symmetric), in its
+    dtype."""
     columns = weight.shape[1]
     groups = torch.nn.functional.pad(weight, (0, -columns % GROUP)).unflatten(1, (-1, GROUP))
     scale = nonzero(groups.abs().amax(2, keepdim=True) / 7)

@@ -1,4 +1,4 @@
-"""`WeightReceiver`: a publish as a rank sees it that generates while others train."""
+"""`WeightReceiver`: a generator rank's side of a publish (`placement.mode=split` and `lent`)."""
 
 import torch
 
@@ -7,21 +7,22 @@ from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.weights import probe
 from spmd_rl.weights.collective import Buckets
-from spmd_rl.weights.publisher import PROBE, agree, decide
+from spmd_rl.weights.publisher import PROBE, check_digests, gather_or_raise
 from spmd_rl.weights.stream import WeightStream
 
 
 class WeightReceiver:
-    """The engine of a rank that generates, and the version of the policy that it holds."""
+    """The engine of a generator rank, and the version of the policy that it holds."""
 
     def __init__(self, engine: Engine, buckets: Buckets, everyone: World) -> None:
-        """everyone: the ranks that train, and those that generate."""
+        """everyone: trainer and generator ranks."""
         self._engine, self._buckets, self._everyone = engine, buckets, everyone
         self.version = -1
         """Version that the engine holds; -1 before the first."""
 
     def load(self, version: int, probed: bool) -> None:
-        """[all] with `Publisher`: give a version to the engine, which is empty, and prove that it is there.
+        """[all] with `Publisher`: load a version's weights into the engine, which has no requests, and take part in the
+        checks.
 
         probed: trainers want answers. RunFailed, on all ranks alike, if anything differs.
         """
@@ -40,9 +41,9 @@ class WeightReceiver:
             for _ in stream:  # [all] whatever the engine left
                 pass
             fault = fault or stream.fault or stream.difference(self._engine)
-            agree(self._everyone, version, fault, stream.digest())  # [all]
+            check_digests(self._everyone, version, fault, stream.digest())  # [all]
             if probed:
                 answers, fault = probe.ask(self._engine, version)
-                decide(self._everyone, PROBE, version, fault, answers, list[probe.Answer])  # [all]
+                gather_or_raise(self._everyone, PROBE, version, fault, answers, list[probe.Answer])  # [all]
             self._everyone.journal.note("loaded", version=version, bytes=stream.num_bytes)
         self.version = version

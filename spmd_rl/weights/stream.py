@@ -19,6 +19,7 @@ class WeightStream:
     ) -> None:
         """Each tensor is moved to `device`, and `progress` is called, so that a long pass is no stall."""
         self._started: dict[str, bytes | Tensor] = {}
+        """Hashes of the tensors; one on a device is not waited for until it is read."""
         self.repeated: list[str] = []
         """Names that came more than once."""
         self.dtype: torch.dtype | None = None
@@ -49,7 +50,7 @@ class WeightStream:
     @property
     def fault(self) -> str:
         """A line about a name that came twice, or nothing."""
-        return f"{self.repeated[0]} was handed over twice" if self.repeated else ""
+        return f"{self.repeated[0]} was given twice" if self.repeated else ""
 
     @property
     def fingerprints(self) -> dict[str, bytes]:
@@ -67,7 +68,7 @@ class WeightStream:
         found = finish({name: start(tensor.to(self._device)) for name, tensor in held.items() if tensor is not None})
         for name in held:
             if name not in given:
-                return f"{name} was not handed over"
+                return f"{name} was not given"
             if name in found and found[name] != given[name]:
                 return f"the engine holds other bytes of {name} than it was given"
         return next((f"the engine holds no {name}" for name in given if name not in held), "")

@@ -185,7 +185,7 @@ def test_every_other_type_is_refused_by_name(tmp_path: Path) -> None:
         for config in configs:
             (tmp_path / "config.json").write_text(json.dumps(config))
             line = verdict(tmp_path)
-            other = f"policy.model: {tmp_path} is no causal language model but {kind}"
+            other = f"policy.model: {tmp_path} is not a causal language model but {kind}"
             assert line == other or (line.startswith(f"policy.model: {kind} ") and "cannot be trained here" in line)
 
 

@@ -123,21 +123,21 @@ def test_settings_that_a_backend_lacks_are_refused_before_torch(tmp_path) -> Non
     good = role_of(str(path), name="deepspeed")
     backend("deepspeed").check(good, path)
     for changed, said in (
-        ({"tp": 2}, "train.tp: train=deepspeed has it not; must be 1"),
-        ({"compile": True}, "train.compile: train=deepspeed has it not; must be False"),
-        ({"name": "fsdp2", "stage": 2}, "train.stage: train=fsdp2 has it not; must be 3"),
-        ({"stage": 2, "offload_param": True}, "train.offload_param: only with train.stage=3"),
-        ({"activation_checkpointing": "selective"}, "train.activation_checkpointing: selective only with train.stage="),
+        ({"tp": 2}, "train.tp: not supported by train=deepspeed; must be 1"),
+        ({"compile": True}, "train.compile: not supported by train=deepspeed; must be False"),
+        ({"name": "fsdp2", "stage": 2}, "train.stage: not supported by train=fsdp2; must be 3"),
+        ({"stage": 2, "offload_param": True}, "train.offload_param: needs train.stage=3"),
+        ({"activation_checkpointing": "selective"}, "train.activation_checkpointing: selective needs train.stage="),
     ):
         train = replace(good.train, **changed)
         with pytest.raises(UserError, match=said):
             backend(train.name).check(replace(good, train=train), path)
-    with pytest.raises(UserError, match="train.compile: not together with pp > 1"):
+    with pytest.raises(UserError, match="train.compile: not supported with pp > 1"):
         backend("fsdp2").check(replace(good, train=TrainConfig(compile=True, pp=2)), path)
     for own, said in (
-        ({"optimizer": "muon"}, "policy.optimizer: muon is unknown to train=deepspeed; known: adamw"),
-        ({"router_aux_coef": 0.1}, "policy.router_aux_coef: train=deepspeed has it not; must be 0"),
-        ({"router_replay": True}, "policy.router_replay: train=deepspeed has it not; must be False"),
+        ({"optimizer": "muon"}, "policy.optimizer: train=deepspeed has no optimizer muon; known: adamw"),
+        ({"router_aux_coef": 0.1}, "policy.router_aux_coef: not supported by train=deepspeed; must be 0"),
+        ({"router_replay": True}, "policy.router_replay: not supported by train=deepspeed; must be False"),
     ):
         with pytest.raises(UserError, match=said):
             backend("deepspeed").check(replace(good, own=replace(good.own, **own)), path)

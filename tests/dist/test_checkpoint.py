@@ -189,7 +189,7 @@ def look_apart(world: World, run_dir: str) -> str:
 def test_what_one_rank_finds_torn_nobody_loads(tmp_path: Path) -> None:
     run_ranks(2, train, str(tmp_path), 1)
     told = run_ranks(2, look_apart, str(tmp_path))
-    assert told[0] == told[1] and "does not have the content that its manifest vouches for" in told[0]
+    assert told[0] == told[1] and "does not match its checksum in the manifest" in told[0]
 
 
 def drift(world: World, run_dir: str) -> None:

@@ -152,13 +152,13 @@ def in_the_way(saved: Path, path: Path) -> list[str]:
 
 
 REFUSED = {
-    torn: "step-000001 is torn, or no checkpoint: policy/00000.safetensors does not have the content",
-    not_one: "step-000001 is torn, or no checkpoint: manifest.json: No such file or directory",
+    torn: "step-000001 is incomplete, or not a checkpoint: policy/00000.safetensors does not match its checksum",
+    not_one: "step-000001 is incomplete, or not a checkpoint: manifest.json: No such file or directory",
     missing: "step-000001: no such directory",
-    no_config: "name the model that was trained with --model",
+    no_config: "name the trained model with --model",
     foreign: "step-000001 is of another model: it holds (64,) of model/model.layers.1.",
     wider: "the model in ",
-    hostile: "policy is no saved state that can be read: SafetensorError: ",
+    hostile: "policy cannot be read as a saved state: SafetensorError: ",
     in_the_way: "out exists already",
 }
 

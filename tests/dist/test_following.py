@@ -96,5 +96,5 @@ def test_what_cannot_be_followed_is_refused(tmp_path) -> None:
     with pytest.raises(UserError, match="policy.router_bias_update_speed must be 0"):
         check_following(roles[:2])
     for name in ("deepspeed", "megatron"):
-        with pytest.raises(UserError, match=f"reference.sync_steps: train={name} keeps a reference as it was"):
+        with pytest.raises(UserError, match=f"reference.sync_steps: train={name} cannot update a reference"):
             backend(name).check(replace(roles[1], train=TrainConfig(name=name)), tmp_path / "a")

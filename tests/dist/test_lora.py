@@ -434,9 +434,7 @@ def kept(world: World, path: str, run: str, axes: dict[str, int], dtype: str, lo
     facts["evaluated"] = float((merged.logprobs(share, TEMPERATURE)[0] - wanted).abs().max())
     half = build_role(role_of(path, axes, dtype, lora | {"alpha": lora["alpha"] / 2}), world)
     told = refusal(saver(world, half, Path(run + "-half"), resume=str(saved)).restore)
-    facts["half"] = float(
-        not told.endswith("adapters count 1.5 times, those here 0.75 times: lora.alpha and lora.rslora")
-    )
+    facts["half"] = float(not told.endswith("adapters are scaled by 1.5, this run's by 0.75 (lora.alpha, lora.rslora)"))
     full = build_role(role_of(path, axes, dtype, {}), world)
     told = refusal(saver(world, full, Path(run + "-full"), resume=str(saved)).restore)
     facts["full"] = float("does not fit this model" not in told)

@@ -302,7 +302,7 @@ def test_a_wrong_mapping_ends_the_run_by_name(found) -> None:
         for wrong in ("swapped", "joined", "exchanged"):
             assert "the engine's logprobs are" in of_rank[wrong] and "from the trainer's" in of_rank[wrong], of_rank
         for lost in (of_rank["lost"], of_rank["latents lost"]):
-            assert "mlp.experts.1.down_proj.weight, for which Megatron has no place" in lost, lost
+            assert "mlp.experts.1.down_proj.weight, which Megatron's model lacks" in lost, lost
 
 
 def test_the_experts_that_the_engine_chose_are_used(found) -> None:

@@ -93,7 +93,7 @@ def test_one_ranks_fault_stops_all_in_step(tmp_path):
     flips, early, differs, nan = results[0][1::2]
     assert flips == f"publish of version 1, rank 1: the engine holds other bytes of {NAME} than it was given"
     assert early == "publish of version 3, rank 1: the loader gave up"
-    assert differs == "publish of version 5: ranks [1] were handed other weights than rank 0"
+    assert differs == "publish of version 5: ranks [1] got other weights than rank 0"
     assert nan.startswith("publish of version 7, rank 1: the engine computed a logprob of nan")
 
 

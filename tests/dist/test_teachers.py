@@ -163,6 +163,6 @@ def test_the_reward_is_the_teachers_logprob_over_the_engines(models: Path) -> No
     """With a learning rate of 0, alone and mixed with scores: the advantage that the loss reads."""
     base = ["teacher.coef=0", "teacher.reward_coef=0.5"]
     alone = run_ranks(2, step, str(models), base)
-    mixed = run_ranks(2, step, str(models), [*base, "teacher.alone=false"])
+    mixed = run_ranks(2, step, str(models), [*base, "teacher.only=false"])
     assert "distill/loss" not in alone[0] and alone[0]["distill/reverse_kl"] == mixed[0]["distill/reverse_kl"]
     assert alone[0]["actor/abs_advantage"] > 0 and alone[0]["actor/abs_advantage"] != mixed[0]["actor/abs_advantage"]

@@ -119,7 +119,7 @@ def test_no_rank_reads_holds_or_sends_more_than_its_share(tmp_path) -> None:
 REFUSED = {
     "phi3": "uses 'colwise_gather_output', which is not supported",
     "deepseek_v3": "leaves out model.layers.0.self_attn, which must see all tokens",
-    "stablelm": "says nothing of its layers",
+    "stablelm": "does not cover its layers",
 }
 """What is wrong with transformers' plan of some families."""
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -95,7 +95,7 @@ def test_written_answers_with_a_teacher_go_on_to_the_bit_after_a_kill(toy: Toy) 
     assert bitwise_equal(again.weights(2), straight.weights(2))
     lines = straight.metrics()[1:]
     assert all(line["sft/loss"] == pytest.approx(line["distill/loss"], rel=1e-5) for line in lines)  # alone
-    mixed = rows.run(*teacher, "teacher.alone=false", "steps=1", name="mixed-rows").metrics()[1]
+    mixed = rows.run(*teacher, "teacher.only=false", "steps=1", name="mixed-rows").metrics()[1]
     assert mixed["sft/loss"] > mixed["distill/loss"] == pytest.approx(lines[0]["distill/loss"], rel=1e-5)
 
 
@@ -108,5 +108,5 @@ def test_another_vocabulary_is_an_error_by_name(toy: Toy, settings: tuple[str, .
         path.write_text(path.read_text().replace("<|im_end|>", "<|other|>"))
     more = ("algorithm.kl_coef=0.1",) if role == "reference" else ()
     run = toy.start(*settings, *more, f"{role}.model={other}", ranks=1, name=f"other-{role}")
-    line = f"error: {role}.model: {other} has another vocabulary than policy.model: id 258 is '<|other|>' there"
+    line = f"error: {role}.model: {other} has a different vocabulary from policy.model's: id 258 is '<|other|>' there"
     assert run.wait() == 2 and line in run.text()

@@ -117,7 +117,7 @@ def test_teachers_and_the_reference_on_ranks_that_they_share(toy: Toy, mode: str
     teacher = toy.path / "teacher"
     if not teacher.exists():
         tiny("llama", teacher, seed=5, hidden_size=96, intermediate_size=96)
-    settings = (f"placement.mode={mode}", f"teacher.model={teacher}", "teacher.alone=false", "teacher.top_k=20")
+    settings = (f"placement.mode={mode}", f"teacher.model={teacher}", "teacher.only=false", "teacher.top_k=20")
     beside = toy.run(*SETTINGS, *settings, name=f"teacher-{mode}")
     placed = ("placement.reference=0,2", "placement.teacher=2")
     run = toy.run(*SETTINGS, *settings, *placed, ranks=4, name=f"teacher-apart-{mode}")

@@ -52,9 +52,9 @@ PUBLISH = ["publish: bucket", "publish: bytes of a bucket", "publish: weights"]
 WAITS = {
     "start": ["start: prompt lengths"],
     "publish": PUBLISH,
-    "generate": ["train: meeting: hand over", "generate: step 1 from ranks that generate", "generate: end of step"],
+    "generate": ["train: meeting: hand over", "generate: step 1 from generator ranks", "generate: end of step"],
     "hand-over": ["hand over: sizes"],
-    "eval": ["train: meeting: eval", "eval: answers from ranks that generate"],
+    "eval": ["train: meeting: eval", "eval: answers from generator ranks"],
     "prepare": ["train: prepare: samples"],
     "update": ["train: update: backward of micro-batch 1/1"],
     "save": ["train: save: policy"],
@@ -66,7 +66,7 @@ OF_GENERATING = [
     *WAITS["hand-over"],
     *WAITS["eval"],
     "hand over: reports",
-    "generate: step 3 from ranks that generate",
+    "generate: step 3 from generator ranks",
 ]
 """The same of one that only generates."""
 

@@ -80,11 +80,11 @@ TOLD_AT_ONCE = [
     ("policy.model={path}/empty", "policy.model: {path}/empty has no config.json; "),
     (
         "policy.model={path}/qwen3_5",
-        "policy.model: qwen3_5 has layers with a state, which runs on from one sequence in",
+        "policy.model: qwen3_5 has layers whose state carries over from one sequence to",
     ),
     (
         "policy.model={path}/olmo_hybrid",
-        "policy.model: olmo_hybrid has layers with a state, which runs on from one seq",
+        "policy.model: olmo_hybrid has layers whose state carries over from one seq",
     ),
     (
         "policy.model={path}/linear",
@@ -105,14 +105,14 @@ TOLD_AT_ONCE = [
     ("algorithm=[grpo,ppo]", "algorithm: must be one option, not [grpo,ppo]; known: cispo, "),
     ("reward.toy.args=[1]", "reward.toy.args: expected mapping, got [1]"),
     ("data.train={path}/deep.jsonl", "data.train: {path}/deep.jsonl:1: nested "),
-    ("engine.tp=2", "engine.tp: not with engine=native; must be 1"),
+    ("engine.tp=2", "engine.tp: not supported by engine=native; must be 1"),
     ("train.tp=3", "train.tp: 3 does not divide "),
     ("--multirun", "--multirun: not supported, "),
     # numbers that are bounded before they are counted out
     ("plan.ranks=100000000 --plan", "plan.ranks: must be at most 100000, not 100000000"),
     ("plan.ranks=0 --plan", "plan.ranks: must be at least 1, not 0"),
     ("reward.toy.cpus=0-99999999999", "reward.toy.cpus: there is no CPU 99999999999 "),
-    ("reward.toy.cpus=8-3", "reward.toy.cpus: 8-3 runs backwards; say 3-8"),
+    ("reward.toy.cpus=8-3", "reward.toy.cpus: 8-3 is in reverse order; write 3-8"),
     # addresses
     # what rlvr does not have
     (
@@ -122,7 +122,10 @@ TOLD_AT_ONCE = [
     ("teacher.hint={{ansr}}", "teacher.hint: unknown field {{ansr}}; known: {{answer}}"),
     ("placement.patience=2", "placement.patience: unknown key; rlvr's answers have one turn, "),
     ("algorithm.step_reward_gamma=0.5", "algorithm.step_reward_gamma: unknown key; rlvr's answers have one turn, "),
-    ("algorithm.name=gigpo", "algorithm.name: is a name alone and sets nothing; the recipe is algorithm=gigpo"),
+    (
+        "algorithm.name=gigpo",
+        "algorithm.name: is only a label and sets nothing; to choose the recipe, set algorithm=gigpo",
+    ),
     ("env.x.target=a:B", "env.x.target: unknown key; python -m spmd_rl.agentic has it"),
     ("warmup.steps=2", "warmup.steps: unknown key; python -m spmd_rl.agentic has it"),
     # templates

@@ -98,7 +98,7 @@ def test_it_runs_with_the_store(toy: Toy, tail: str) -> None:
 
 def test_what_it_cannot_keep_is_refused(toy: Toy, tmp_path: Path) -> None:
     for setting, line in (
-        ("placement.max_staleness=2", "placement.max_staleness: 2 is not what overlapped does"),
+        ("placement.max_staleness=2", "placement.max_staleness: must be 1 with overlapped"),
         ("rollout.partial_rollout=true", "rollout.partial_rollout: its tokens could be older"),
     ):
         run = toy.start(*SETTINGS, setting, ranks=0, name="refused")

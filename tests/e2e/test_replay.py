@@ -74,7 +74,7 @@ def test_a_replay_resumes(toy: Toy, dumped: Running) -> None:
 def test_the_end_of_a_dump_is_one_line(toy: Toy, dumped: Running) -> None:
     run = toy.start(*RLVR, f"rollout.replay={dumped.run_dir}", "steps=5", name="longer", ranks=0)
     assert run.wait() == 2
-    assert f"error: rollout.replay: {dumped.run_dir} ends with step 3, and steps=5; say steps=3" in run.text()
+    assert f"error: rollout.replay: {dumped.run_dir} ends with step 3, and steps=5; set steps=3" in run.text()
 
 
 def test_a_damaged_file_is_named(toy: Toy, dumped: Running) -> None:

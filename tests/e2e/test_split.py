@@ -126,8 +126,8 @@ def test_a_stopped_rank_is_named(toy: Toy, victim: str) -> None:
     assert run.wait(60) != 0
     report = Path(run.run_dir, "hang.txt").read_text()
     waits = {
-        "rank-0": "'publish: version 2 from ranks that train'",
-        "rank-1": "'generate: step 2 from ranks that generate'",
+        "rank-0": "'publish: version 2 from trainer ranks'",
+        "rank-1": "'generate: step 2 from generator ranks'",
     }
     assert waits[victim] in report
     assert f"{victim.replace('-', ' ')} (pid" in report and "stopped, dead or cut off; no stack" in report

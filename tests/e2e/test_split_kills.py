@@ -72,12 +72,12 @@ OF_TRAINING = {
 OF_GENERATING = {
     "start": START,
     "publish": PUBLISH,
-    "generate": ["generate: step 2 from ranks that generate", "train: meeting: hand over"],
+    "generate": ["generate: step 2 from generator ranks", "train: meeting: hand over"],
     "hand-over": ["hand over: sizes"],
-    "eval": ["eval: answers from ranks that generate", "train: meeting: eval"],
+    "eval": ["eval: answers from generator ranks", "train: meeting: eval"],
     "prepare": PUBLISH,
     "update": PUBLISH,
-    "save": ["generate: step 3 from ranks that generate", "train: meeting: hand over"],
+    "save": ["generate: step 3 from generator ranks", "train: meeting: hand over"],
 }
 """What the others wait for, by the side of the victim: whichever of them is reported."""
 

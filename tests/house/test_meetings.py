@@ -5,6 +5,7 @@ These tests see names alone and not what a condition means: `if mine:` around a 
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,8 @@ VERBS = {
 HOLDERS = {"world", "_world", "layout", "_layout", "_data", "collectives", "_collectives", "group", "_group", "dist"}
 """What the verbs are called on; `logits.gather` is another thing."""
 LOCAL = {"rank", "local_rank"}
+MARK = re.compile(r"\[(all|train|generate|replica)\]")
+"""The ranks that must reach a line; CONTRIBUTING.md defines the marks."""
 ALLOWED: dict[str, str] = {
     # file:line of a call -> why all ranks reach it after all
 }
@@ -72,13 +75,13 @@ def test_no_condition_on_a_rank_around_a_meeting() -> None:
 
 
 def test_each_meeting_says_so() -> None:
-    """`# [all]` stands on the line, or `[all]` in the docstring of the function around it."""
+    """A mark is on the line, or in the docstring of the function around it."""
     found = []
     for path in FILES:
         lines = path.read_text().splitlines()
         for call, _, around in meetings(path):
-            said = any("[all]" in line for line in lines[call.lineno - 1 : call.end_lineno])
-            said |= any("[all]" in (ast.get_docstring(function) or "") for function in around)
+            said = any(map(MARK.search, lines[call.lineno - 1 : call.end_lineno]))
+            said |= any(MARK.search(ast.get_docstring(function) or "") for function in around)
             if not said and rel(path) not in SILENT:
                 found.append(f"{rel(path)}:{call.lineno}: {lines[call.lineno - 1].strip()}")
     assert not found, "\n".join(found)

@@ -16,12 +16,13 @@ PAGES = [p for p in sorted((ROOT / "docs").glob("*.md")) if p.name not in GENERA
 PAGES += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 AT_MOST = {
-    "docstrings that begin with a fragment, percent": 1.5,
-    "odd words in 1,000 words of docstrings": 1.0,
-    "odd words in 1,000 words of pages": 1.5,
-    "docstrings under five words": 100,
+    "docstrings that begin with a fragment, percent": 0.3,
+    "odd words in 1,000 words of docstrings": 0.5,
+    "odd words in 1,000 words of pages": 0.5,
+    "odd messages in 1,000": 5,
+    "docstrings under five words": 85,
     # The goal is 80,000. This is the figure of 2026-11-26, rounded up.
-    "words of docstrings": 99_700,
+    "words of docstrings": 99_600,
     "words of hand-written pages": 45_000,
     "words of the README": 900,
 }
@@ -38,6 +39,10 @@ ODD = """
     "so many" "for so long" "as ever" "at all times"
 """
 """Words and phrases of this project's past that its peers use rarely or never."""
+ODD_IN_MESSAGES = re.compile(
+    r"\b((?<!there )is no|has it not|has not the|say [a-z_]+[.=]|nobody|told|lies|stands|goes on from|for want of)\b"
+)
+"""The same in texts for users, where an article or a verb is missing, or the program speaks."""
 _PHRASES = re.compile(r"\b(" + "|".join(a or b for a, b in re.findall(r'"([^"]+)"|(\S+)', ODD)) + r")\b", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z][\w'-]*")
 
@@ -48,6 +53,24 @@ def docstrings(path: Path) -> Iterator[str]:
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield text.strip()
+
+
+def messages(path: Path) -> Iterator[str]:
+    """Yield the texts of at least three words that are no docstrings, with their fields as `_`: messages, mostly."""
+
+    def texts(node: ast.AST) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            match child:
+                case ast.Expr(value=ast.Constant()):
+                    continue
+                case ast.Constant(value=str(text)):
+                    yield text
+                case ast.JoinedStr(values=parts):
+                    yield "".join(p.value if isinstance(p, ast.Constant) else "_" for p in parts)
+                case _:
+                    yield from texts(child)
+
+    yield from (text for text in texts(tree(path)) if num_words(text) >= 3 and " " in text)
 
 
 def num_own_line_comments(path: Path) -> int:
@@ -74,6 +97,7 @@ def is_fragment(text: str) -> bool:
 def figures() -> dict[str, float]:
     """Return the measured value of each limit."""
     texts = [text for path in CODE for text in docstrings(path)]
+    said = [text for path in CODE for text in messages(path)]
     pages = [path.read_text() for path in PAGES]
     words, page_words = sum(map(num_words, texts)), sum(map(num_words, pages))
     lines = sum(path.read_text().count("\n") for path in CODE)
@@ -81,6 +105,7 @@ def figures() -> dict[str, float]:
         "docstrings that begin with a fragment, percent": 100 * sum(map(is_fragment, texts)) / len(texts),
         "odd words in 1,000 words of docstrings": 1000 * sum(len(odd_words(text)) for text in texts) / words,
         "odd words in 1,000 words of pages": 1000 * sum(len(odd_words(text)) for text in pages) / page_words,
+        "odd messages in 1,000": 1000 * sum(bool(ODD_IN_MESSAGES.search(text)) for text in said) / len(said),
         "docstrings under five words": sum(num_words(text) < 5 for text in texts),
         "words of docstrings": words,
         "words of hand-written pages": sum(len(text.split()) for text in pages),
@@ -102,7 +127,9 @@ def test_at_least(name: str) -> None:
 def worst(name: str) -> str:
     """Return what to rewrite, for the limits of docstrings."""
     found = [(path, text) for path in CODE for text in docstrings(path)]
-    if "fragment" in name:
+    if "messages" in name:
+        found = [(path, text) for path in CODE for text in messages(path) if ODD_IN_MESSAGES.search(text)]
+    elif "fragment" in name:
         found = [pair for pair in found if is_fragment(pair[1])]
     elif "odd" in name:
         found = [(path, f"{odd_words(text)}: {text}") for path, text in found if odd_words(text)]
@@ -116,4 +143,5 @@ def worst(name: str) -> str:
 def test_the_measure_itself() -> None:
     assert is_fragment("What a claim comes to.") and is_fragment("In the batch.")
     assert not is_fragment("Return the result of `claim`.")
+    assert ODD_IN_MESSAGES.search("train=x has it not") and not ODD_IN_MESSAGES.search("there is no checkpoint yet")
     assert odd_words("What comes is told to nobody.") == ["What comes", "told", "nobody"]

@@ -280,8 +280,8 @@ def test_an_environment_with_share_0_is_evaluated_and_never_trained_on(shares: d
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"pattern": "<go>"}, "pattern: '<go>' is none"),
-        ({"pattern": "("}, "pattern: '(' is no regular expression"),
+        ({"pattern": "<go>"}, "pattern: must be one of"),
+        ({"pattern": "("}, "pattern: '(' is not a regular expression"),
         ({"format_penalty": 0.1}, "format_penalty: is added"),
         ({"ineffective_penalty": 0.1}, "ineffective_penalty: is added"),
         ({"template": "go"}, "template: must contain {observation}"),

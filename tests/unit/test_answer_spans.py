@@ -86,7 +86,7 @@ def test_a_prompt_is_the_one_that_the_policy_will_see(name: str) -> None:
 def test_a_template_that_changes_what_follows_an_answer_is_refused() -> None:
     t = tokenizer("smollm2")
     t._hf.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages[-1].content | length }}"
-    with pytest.raises(UserError, match="hides where the answer in message 2"):
+    with pytest.raises(UserError, match="answer in message 2 cannot be located"):
         t.pieces(Conversation((USER, Message("assistant", "Four."))))
 
 

@@ -45,7 +45,7 @@ def rope(model_type: str, kind: str, limit: int) -> dict:
         (
             {**MISTRAL, "sliding_window": 64},
             "vllm",
-            f"{SHORT} mistral, which training has not: set rollout.max_prompt_",
+            f"{SHORT} mistral, which training does not support: set rollout.max_prompt_",
         ),
         (
             GEMMA3,
@@ -62,9 +62,9 @@ def rope(model_type: str, kind: str, limit: int) -> dict:
         (
             {"model_type": "gemma3", "text_config": GEMMA3},
             "vllm",
-            f"gemma3 has more in it than a language model {CANNOT}",
+            f"gemma3 has other parts than a language model {CANNOT}",
         ),
-        ({"model_type": "qwen3_5", "text_config": {}}, "vllm", "qwen3_5 has layers with a state, which runs on from"),
+        ({"model_type": "qwen3_5", "text_config": {}}, "vllm", "qwen3_5 has layers whose state carries over from"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, "vllm", "qwen3 has linear_attention layers and"),
         (
             {"model_type": "mistral", "layer_types": ["full_attention", "chunked"]},
@@ -95,21 +95,21 @@ def rope(model_type: str, kind: str, limit: int) -> dict:
         (
             {"model_type": "mamba2"},
             "vllm",
-            "mamba2 has layers with a state, which runs on from one sequence into the ne",
+            "mamba2 has layers whose state carries over from one sequence to the ne",
         ),
-        ({"architectures": ["BertForMaskedLM"]}, "vllm", "{folder} is no causal language model but BertForMaskedLM"),
-        ({"model_type": "t5", "is_encoder_decoder": True}, "vllm", "{folder} is no causal language model but t5"),
+        ({"architectures": ["BertForMaskedLM"]}, "vllm", "{folder} is not a causal language model but BertForMaskedLM"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "vllm", "{folder} is not a causal language model but t5"),
         (rope("llama", "llama3", 64), "native", ""),
         (rope("llama", "yarn", 64), "native", ""),
         (rope("llama", "mrope", 64), "native", f"llama has rotary positions of the type mrope {CANNOT}"),
-        (rope("llama", "dynamic", 64), "native", f"{LONG} the dynamic positions of llama are those of each sequence a"),
+        (rope("llama", "dynamic", 64), "native", f"{LONG} the dynamic positions of llama do not depend on other s"),
         (rope("llama", "dynamic", 100), "native", ""),
         (
             rope("phi3", "longrope", 64),
             "vllm",
-            f"{LONG} the longrope positions of phi3 are those of each sequence alon",
+            f"{LONG} the longrope positions of phi3 do not depend on other seque",
         ),
-        (rope("phi3", "su", 64), "vllm", f"{LONG} the su positions of phi3 are those of each sequence alone: set "),
+        (rope("phi3", "su", 64), "vllm", f"{LONG} the su positions of phi3 do not depend on other sequences: set "),
         (rope("phi3", "longrope", 100), "native", ""),
         (
             {**GEMMA3, "rope_parameters": {"full_attention": {"rope_type": "bent"}}},

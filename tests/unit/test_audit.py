@@ -169,7 +169,7 @@ def test_the_table_and_its_end(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "math: rewards.math_verify:MathReward, 2 rows" in said and "cheat: several boxes" in said and "!" not in said
     given[-1] = "reward.math.target=tests.unit.test_audit:Pays"
-    with pytest.raises(RunFailed, match="paid that solve nothing: math: empty answer"):
+    with pytest.raises(RunFailed, match="that solve nothing are rewarded: math: empty answer"):
         audit.show(load("rlvr", RlvrConfig, given), 2)
     assert "! 2 paid" in capsys.readouterr().out
 
@@ -200,7 +200,7 @@ def test_a_domain_that_is_not_trained_on_is_audited_as_evaluated_only(tmp_path, 
     assert "a: rewards.math_verify:MathReward, 1 row\n" in said
     assert "b: rewards.math_verify:MathReward, 1 row, evaluated only\n" in said
     assert said.endswith(
-        "Held-out rows of domains that are trained on were not asked. rows=N asks more of each domain.\n"
+        "Held-out rows of domains that are trained on were not audited. rows=N audits more rows of each domain.\n"
     )
 
 
@@ -219,7 +219,10 @@ def never(answer, ground_truth):
 
 @pytest.mark.parametrize(
     ("reward", "why"),
-    [("whole", r"^math, row \w+: it pays '\d', but not .*boxed.* \(and 1 more\)$"), ("never", "^math, no form of the")],
+    [
+        ("whole", r"^math, row \w+: it rewards '\d', but not .*boxed.* \(and 1 more\)$"),
+        ("never", "^math, no form of the"),
+    ],
 )
 def test_a_right_answer_that_is_not_paid_as_the_prompt_asks_is_told(tmp_path, capsys, reward, why):
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "{n}?", "answer": "{n}"}}\n' for n in range(9)))
@@ -254,16 +257,16 @@ def test_rows_whose_tests_check_nothing_are_told():
     kinds = audited(CodeReward(sandbox), [idle, good], 9)
     sandbox.close()
     (told,) = unjudged(kinds)
-    assert told.startswith(f"row idle, {GOLD}: error: ") and "ask the program nothing" in told
+    assert told.startswith(f"row idle, {GOLD}: error: ") and "tests never call the program" in told
     assert not paid_cheats(kinds)
 
 
 @pytest.mark.parametrize(
     ("given", "code", "words"),
     [
-        ([], 1, "answers are paid"),
+        ([], 1, "solve nothing are rewarded"),
         (["rows=0"], 2, "error: rows=0: must"),
-        (["--dry-run"], 2, "error: --dry-run: no option of audit"),
+        (["--dry-run"], 2, "error: --dry-run: not an option of audit"),
     ],
 )
 def test_the_command_line(place, given, code, words):  # noqa: F811

@@ -132,7 +132,7 @@ def test_a_template_that_drops_thoughts_is_refused_where_there_are_any():
 
 
 def test_a_template_that_changes_what_was_said_before_is_refused():
-    with pytest.raises(UserError, match="some/model renders answers otherwise once another message follows"):
+    with pytest.raises(UserError, match="some/model renders earlier answers differently once another message follows"):
         after(make(LAST_ASKED), "Four." + END).reply([MORE])
     with pytest.raises(UserError, match="the role `assistant`, which the model.s chat template .* leaves out"):
         after(make("{{ messages[-1].content }}"), "Four.").reply([MORE])

@@ -27,7 +27,7 @@ class FakeWorld:
         return name
 
     def broadcast(self, name, record, src):
-        assert (name, src) == (collective.HEADS, 0)
+        assert (name, src) == (collective.HEADERS, 0)
         self.sent.append(record)
         return next(self.heads, [])
 

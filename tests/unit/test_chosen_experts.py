@@ -93,5 +93,5 @@ def test_a_batch_has_them_at_sampled_tokens(answers) -> None:
 
 
 def test_a_model_without_experts_is_refused(tmp_path) -> None:
-    with pytest.raises(UserError, match=r"policy.router_replay: .* no mixture"):
+    with pytest.raises(UserError, match=r"policy.router_replay: .* not a mixture"):
         NativeEngine(empty_module(tiny("llama", tmp_path), torch.float32), 4, 512, records_experts=True)

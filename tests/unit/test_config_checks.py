@@ -110,12 +110,12 @@ def test_a_good_line_passes_and_writes_nothing(place):
         ),
         ("reward.math.target=judges:Mute", "reward.math.target: judges:Mute has neither `score` nor `score_batch`"),
         ("reward.math.packages=[numpy,nowhere]", "reward.math.packages: nowhere is not installed here"),
-        ("~reward.math", "reward: no domain has a rewarder; say reward.<domain>.target=module:Class"),
+        ("~reward.math", "reward: no domain has a rewarder; set reward.<domain>.target=module:Class"),
         ("train.tp=2", "train.tp: 2 does not divide 1 ranks"),
         ("train.dp_replicate=2", "train.dp_replicate: 2 does not divide 1 ranks"),
         ("train.cp=2", "train.cp: 2 does not divide 1 ranks"),
-        ("engine.pp=2", "engine.pp: not with engine=native; must be 1"),
-        ("engine.tp=2", "engine.tp: not with engine=native; must be 1"),
+        ("engine.pp=2", "engine.pp: not supported by engine=native; must be 1"),
+        ("engine.tp=2", "engine.tp: not supported by engine=native; must be 1"),
         ("run.dir={place}/rows.jsonl/run", "run.dir: {place}/rows.jsonl is not a directory"),
         ("run.dir=/proc/run", "run.dir: /proc/run cannot be created: "),
         ("run.dir={place}/" + "n" * 300, "run.dir: {place}/nnn"),
@@ -156,7 +156,7 @@ def test_what_is_in_the_way_of_a_run(place, name):
     (place / "run").mkdir()
     path = place / "run" / name
     path.touch() if name == "journal" else path.mkdir()
-    assert refusal(place).startswith(f"run.dir: {path} is in the way: the run needs a ")
+    assert refusal(place).startswith(f"run.dir: {path} exists, but the run needs a ")
 
 
 SMOL = {
@@ -216,10 +216,16 @@ def test_stages_that_can_share_a_model(place, monkeypatch):
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (["rollout.top_p=0.9"], "engine.drafts: with engine=vllm not while rollout.top_k, top_p or min_p"),
-        (["eval.top_k=5"], "engine.drafts: with engine=vllm not while eval.top_k, top_p or min_p cuts tokens off"),
-        (["engine.args.async_scheduling=true"], "engine.args.async_scheduling: not with engine.pp above 1 or engine.d"),
-        (["engine.pp=2"], "engine.drafts: not with engine.pp above 1"),
+        (["rollout.top_p=0.9"], "engine.drafts: engine=vllm cannot verify drafts while rollout.top_k, top_p or min_p"),
+        (
+            ["eval.top_k=5"],
+            "engine.drafts: engine=vllm cannot verify drafts while eval.top_k, top_p or min_p cuts tokens off",
+        ),
+        (
+            ["engine.args.async_scheduling=true"],
+            "engine.args.async_scheduling: not supported with engine.pp above 1 or engine.d",
+        ),
+        (["engine.pp=2"], "engine.drafts: not supported with engine.pp above 1"),
     ],
 )
 def test_what_drafts_in_vllm_do_not_go_with(place, monkeypatch, lines, words):
@@ -337,7 +343,7 @@ def test_rewarders_are_built_once_a_node(place, monkeypatch):
 
 def test_a_judge_needs_an_address_or_devices_for_a_server(place):
     judge = ["reward.math.target=rewards.judge:JudgeReward", "reward.math.args.model=m"]
-    line = "reward.math.args.url: not given; or name reward.math.devices for a server of its own"
+    line = "reward.math.args.url: must be given, or reward.math.devices, which starts a server for it"
     assert refusal(place, *judge) == line
     check(settings(place, *judge, "reward.math.devices='2,3'"))
     check(settings(place, *judge, "reward.math.devices=2"))
@@ -354,7 +360,7 @@ def test_never_refuses_a_used_directory(place):
 
 
 def test_a_checkpoint_is_told_from_other_directories(place):
-    line = f"checkpoint.resume: {place} is no checkpoint, it has no manifest.json; give "
+    line = f"checkpoint.resume: {place} is not a checkpoint: it has no manifest.json; give "
     assert (
         refusal(place, f"checkpoint.resume={place}") == f"{line}a checkpoint such as runs/mine/checkpoints/step-000010"
     )
@@ -374,15 +380,13 @@ def test_an_evaluation_needs_rows_or_environments(place):
     model, rows = f"policy.model={place}/model", f"data.eval={place}/rows.jsonl"
     check(evaluation(place, model, rows))
     check(evaluation(place, model, f"data.train={place}/rows.jsonl"))
-    with pytest.raises(UserError, match=r"^data.eval: nothing is given to evaluate; "):
+    with pytest.raises(UserError, match=r"^data.eval: nothing to evaluate is given; "):
         check(evaluation(place, model))
     with pytest.raises(UserError, match=r"^env: either rows \(data\) or environments \(env\) are evaluated, not both"):
         evaluation(place, model, rows, "env.maze.target=a:B")
     told = refusal(place, "data.train=", rows)
-    assert (
-        told
-        == "data.train: no training data is given; python -m spmd_rl.evaluate evaluates data.eval and trains nothing"
-    )
+    way = "set it, or python -m spmd_rl.evaluate evaluates data.eval and trains nothing"
+    assert told == f"data.train: no training data is given; {way}"
     cfg = evaluation(place, model, rows, f"data.train={place}/rows.jsonl", "data.mix={math: 1}")
     assert list(unused_settings(cfg, load("evaluate", EvaluateConfig))) == [
         "data.train: has no effect while data.eval is given",
@@ -396,7 +400,7 @@ def test_a_run_and_a_checkpoint_stand_for_their_model(place):
         checkpoint = run / "checkpoints" / f"step-{step:06d}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").touch()
-    with pytest.raises(UserError, match=rf"^policy.model: {checkpoint} lies in no run's directory; .*convert to-hf"):
+    with pytest.raises(UserError, match=rf"^policy.model: {checkpoint} is not in a run's directory; .*convert to-hf"):
         evaluation(place, f"policy.model={checkpoint}")
     (run / "config.yaml").write_text(f"policy: {{model: {place}/model}}\n")
     for given in (run, checkpoint):
@@ -425,7 +429,7 @@ def test_no_dataset_and_no_rewarder_name_the_way(place):
         UserError, match=r"data\.train: no dataset .* \+experiment=demo; .* data=jsonl_math data\.train="
     ):
         check(load("rlvr", RlvrConfig))
-    line = "reward: no domain has a rewarder; say reward.<domain>.target=module:Class, as in reward."
+    line = "reward: no domain has a rewarder; set reward.<domain>.target=module:Class, such as reward."
     told = refusal(place, "~reward.math")
     assert told.startswith(f"{line}math.target=rewards.math_verify:MathReward; ") and "data=jsonl_math" in told
     told = refusal(place, "~reward.math", "data.train=reasoning_gym:chain_sum")
@@ -504,22 +508,28 @@ def test_files_and_generators_may_be_mixed(tmp_path) -> None:
     [
         (
             "train=megatron policy.lora.rank=4 policy.lora.dropout=0.1",
-            "policy.lora.dropout: not with train=megatron; must be 0.0",
+            "policy.lora.dropout: not supported by train=megatron; must be 0.0",
         ),
         (
             "algorithm=ppo train=megatron critic.lora.rank=4 critic.lora.dora=true",
-            "critic.lora.dora: not with train=megatron; must be False",
+            "critic.lora.dora: not supported by train=megatron; must be False",
         ),
-        ("train=deepspeed policy.lora.rank=4 policy.lora.dora=true", "policy.lora.dora: train=deepspeed has it not;"),
-        ("policy.lora.rank=4 policy.optimizer=muon", "policy.optimizer: muon is not for policy.lora; must be adamw"),
-        ("policy.lora.rank=4 train.compile=true", "train.compile: not together with policy.lora"),
-        ("train=deepspeed policy.dtype=float16", "policy.dtype: train=deepspeed has no float16"),
+        (
+            "train=deepspeed policy.lora.rank=4 policy.lora.dora=true",
+            "policy.lora.dora: not supported by train=deepspeed;",
+        ),
+        (
+            "policy.lora.rank=4 policy.optimizer=muon",
+            "policy.optimizer: muon is not supported with policy.lora; must be adamw",
+        ),
+        ("policy.lora.rank=4 train.compile=true", "train.compile: not supported with policy.lora"),
+        ("train=deepspeed policy.dtype=float16", "policy.dtype: train=deepspeed does not support float16"),
         ("policy.dtype=float16 policy.router_aux_coef=0.1", "policy.router_aux_coef: its gradient is not scaled in"),
         (
             "train=deepspeed policy.lora.rank=4 policy.lora.base=nf4",
-            "policy.lora.base: nf4 only with train=fsdp2, without tp, pp and ep",
+            "policy.lora.base: nf4 needs train=fsdp2, without tp, pp and ep",
         ),
-        ("engine.quantization=w8a8_int8", "engine.quantization: w8a8_int8 only with engine=vllm engine.tp=1, without"),
+        ("engine.quantization=w8a8_int8", "engine.quantization: w8a8_int8 needs engine=vllm engine.tp=1, without"),
         ("engine.adapters=true", "engine.adapters: needs policy.lora.rank above 0"),
         (
             "engine.adapters=true policy.lora.rank=4",
@@ -553,7 +563,7 @@ def test_adapters_need_peft(place, train, monkeypatch):
         (["algorithm.kl_coef=0.1", "train.dp_replicate=4"], "train.dp_replicate: 4 does not divide 3 ranks"),
         (["algorithm.kl_coef=0.1", "placement.reference=1-4"], "placement.reference: there is no rank 4 among 4 ranks"),
         (["algorithm.kl_coef=0.1", "placement.reference=0-3"], "placement.reference: no rank of 4 is left to train"),
-        (["algorithm.kl_coef=0.1", "policy.lora.rank=4"], "placement.reference: must be null, it is the policy with"),
+        (["algorithm.kl_coef=0.1", "policy.lora.rank=4"], "placement.reference: must be null, as it is the policy"),
     ],
 )
 def test_ranks_of_a_reference(place, monkeypatch, overrides, words):
@@ -567,7 +577,7 @@ def test_ranks_of_a_reference(place, monkeypatch, overrides, words):
 
 
 def test_a_plan_does_not_know_ranks_of_frozen_roles(place):
-    with pytest.raises(UserError, match="placement.reference: --plan does not know ranks of frozen roles yet"):
+    with pytest.raises(UserError, match="placement.reference: not supported by --plan yet; must be null"):
         check_plan(settings(place, "algorithm.kl_coef=0.1", "placement.reference=0"))
 
 

@@ -1,14 +1,17 @@
 """What a command may change of the run in its directory, and the way out where it may not."""
 
+import hashlib
 import json
 
 import pytest
 import yaml
 
 from spmd_rl.base.errors import UserError
+from spmd_rl.config.algorithm_targets import sources
+from spmd_rl.config.keys import to_dict
 from spmd_rl.config.load import load
 from spmd_rl.config.resume import continue_run, holds_run
-from spmd_rl.config.run_identity import write_config
+from spmd_rl.config.run_identity import identity, identity_hash, write_config
 from spmd_rl.config.schema import RlvrConfig
 
 
@@ -117,6 +120,28 @@ def test_a_run_older_than_a_setting_is_compared_with_its_default(folder):
     (folder / "config.yaml").write_text(yaml.safe_dump(saved))
     assert continue_run(rlvr(f"run.dir={folder}"), "rlvr") == []
     assert refusal(folder, "rollout.min_answers=3").startswith("rollout.min_answers: ")
+
+
+def test_a_run_from_before_a_setting_was_renamed_goes_on(folder):
+    path = folder / "config.yaml"
+    saved = yaml.safe_load(path.read_text())
+    assert saved["teacher"].pop("only") is True
+    for value in (True, False):
+        path.write_text(yaml.safe_dump(saved | {"teacher": saved["teacher"] | {"alone": value}}))
+        if value:
+            assert continue_run(rlvr(f"run.dir={folder}"), "rlvr") == []
+        else:
+            assert refusal(folder).startswith(f"teacher.only: {folder} was started with ")
+
+
+def test_a_renamed_setting_keeps_the_names_of_runs_and_is_answered() -> None:
+    cfg = rlvr()
+    settings = identity(to_dict(cfg))
+    settings["teacher.alone"] = settings.pop("teacher.only")
+    text = json.dumps(settings | sources(cfg), sort_keys=True)
+    assert identity_hash(cfg) == hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    with pytest.raises(UserError, match="^teacher.alone: unknown key; it is now teacher.only$"):
+        rlvr("teacher.alone=false")
 
 
 def test_another_pipeline_and_a_broken_file_are_refused(folder):

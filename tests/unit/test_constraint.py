@@ -259,12 +259,12 @@ BAD = {
     "regex": {"(": "missing", "a(?=b)": "Lookahead", r"(a)\1": "Backreference"},
     "json_schema": {
         "/no/where.json": "No such file",
-        '{"type": ': "no JSON",
+        '{"type": ': "not JSON",
         '{"type": "foo"}': "Unsupported type",
-        '{"type": "array", "uniqueItems": true}': "uniqueItems cannot be kept to",
-        '{"items": [{"format": "odd"}]}': "format 'odd' cannot be kept to",
-        '{"properties": {"not": {"pattern": "a(?!b)"}}}': "pattern 'a.*' cannot be kept to",
-        '{"pattern": "a+", "maxLength": 3}': "pattern beside a length cannot be kept to",
+        '{"type": "array", "uniqueItems": true}': "uniqueItems cannot be enforced",
+        '{"items": [{"format": "odd"}]}': "format 'odd' cannot be enforced",
+        '{"properties": {"not": {"pattern": "a(?!b)"}}}': "pattern 'a.*' cannot be enforced",
+        '{"pattern": "a+", "maxLength": 3}': "pattern together with a length cannot be enforced",
     },
 }
 

@@ -180,7 +180,7 @@ def test_an_evaluation_asks_what_training_holds_out_and_with_holdout_1_all(tmp_p
     trained, alone = (Prompts.load(DataConfig(train=path), trains) for trains in (True, False))
     assert alone.eval == trained.eval and 0 < len(alone.eval) < 40 and not alone.train
     assert len(Prompts.load(DataConfig(train=path, holdout=1), trains=False).eval) == 40
-    with pytest.raises(UserError, match=r"^data.holdout: 0 holds none of the rows of \S+ out; 1 evaluates all"):
+    with pytest.raises(UserError, match=r"^data.holdout: 0 holds out none of the rows of \S+; 1 evaluates all"):
         Prompts.load(DataConfig(train=path, holdout=0), trains=False)
 
 
@@ -247,7 +247,7 @@ def test_several_sources_make_one_dataset(tmp_path: Path) -> None:
         ({"train": " , a.jsonl"}, "data.train: an empty name"),
         ({"train": "missing.jsonl"}, "data.train: cannot read missing.jsonl"),
         ({"train": "reasoning_gym:chain_sun"}, "data.train: reasoning-gym has no task 'chain_sun'; nearest: chain_sum"),
-        ({"eval": "reasoning_gym:qqq"}, "data.eval: reasoning-gym has no task 'qqq'; nearest: none is near"),
+        ({"eval": "reasoning_gym:qqq"}, "data.eval: reasoning-gym has no task 'qqq'; nearest: none is similar"),
         ({"train": "reasoning_gym:arc_agi"}, "data.train: arc_agi is not supported"),
         ({"args": {"min_digit": 1}}, "data.args.min_digit: chain_sum has no such parameter; it has allow_negation"),
         ({"args": {"seed": 1}}, "data.args.seed: set data.seed instead"),

@@ -147,11 +147,11 @@ def test_columns_by_the_names_that_the_user_gives(tmp_path: Path, columns, row, 
 @pytest.mark.parametrize(
     ("columns", "row", "cure"),
     [
-        ({}, {"text": "q", "answer": "1"}, "it has `text`, `answer`: say which is the question with data.keys.quest"),
+        ({}, {"text": "q", "answer": "1"}, "it has `text`, `answer`: name the question with data.keys.quest"),
         (
             {},
             {"question": "q", "label": "1"},
-            "it has `question`, `label`: say data.keys.answer=COLUMN, or data.keys.gr",
+            "it has `question`, `label`: set data.keys.answer=COLUMN, or data.keys.gr",
         ),
         (
             {"question": "txt"},
@@ -202,7 +202,7 @@ BROKEN = [
     ({"messages": [{"role": "user", "content": [{"text": "a"}]}], "ground_truth": "1"}, "`messages[0]` needs"),
     ({"messages": ["hi"], "ground_truth": "1"}, "`messages[0]` needs"),
     ({"messages": [{"role": "user", "content": " "}], "ground_truth": "1"}, "are empty"),
-    ({"messages": [{"role": "assistant", "content": "4"}], "ground_truth": "1"}, "the assistant's own"),
+    ({"messages": [{"role": "assistant", "content": "4"}], "ground_truth": "1"}, "a message of the assistant"),
     ({"question": "a", "answer": "1", "domain": ""}, "`domain` is empty"),
     ({"question": "a", "answer": "1", "domain": 3}, "`domain` is a number"),
     ({"question": "a", "answer": "1", "id": 1.5}, "`id` is a number"),

@@ -182,7 +182,7 @@ def test_a_check_that_fails_ends_no_other(tmp_path: Path, monkeypatch: pytest.Mo
     assert [r.verdict for r in found] == ["failed", "failed", "failed", "ok", "skipped"]
     assert "SIGKILL" in found[0].detail and "the last words" in found[0].detail
     assert found[1].detail == f"ValueError: what was wrong; log: {tmp_path}" and found[1].cure == "the cure"
-    assert "not done after 0.5 s" in found[2].detail and found[2].seconds < patient(5)
+    assert "not finished after 0.5 s" in found[2].detail and found[2].seconds < patient(5)
     assert found[4].detail == "it needs 'dies'"
 
 

@@ -106,9 +106,11 @@ def test_prompts_answers_and_rewards(place: Path, capsys, monkeypatch) -> None:
     assert "\\boxed{0}<|im_end|>" in text and "reward of '2': 0 (ok)" in text
     assert "! it scores more as '\\\\boxed{0}', 1 (ok): does data.format ask for that?" in text
     assert "! this answer has 10 tokens, more than rollout.max_new_tokens=8" in text
-    with pytest.raises(UserError, match="^reward.math.target: dry_judges:Never: no form of the ground truth is paid"):
+    with pytest.raises(
+        UserError, match="^reward.math.target: dry_judges:Never: no form of the ground truth is rewarded"
+    ):
         said(place, capsys, monkeypatch, "Never")
-    assert "! no form of the ground truth is paid" in " ".join(capsys.readouterr().out.split())
+    assert "! no form of the ground truth is rewarded" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_share_of_0_is_evaluated_only(place: Path, capsys, monkeypatch) -> None:
@@ -134,10 +136,13 @@ def previewed(place: Path, monkeypatch: pytest.MonkeyPatch, target: str, *given:
 @pytest.mark.parametrize(
     ("target", "why"),
     [
-        ("whole", r"row \w+: it pays '0', but not 'Let me .*boxed.0.', which the prompt asks for: let the reward read"),
-        ("whole_and_form", "it pays '0', but not 'Let me"),
-        ("whole_and_short", "it pays '0', but not 'Let me"),
-        ("tag", "it pays '<answer>0</answer>', but not 'Let me"),
+        (
+            "whole",
+            r"row \w+: it rewards '0', but not 'Let me .*boxed.0.', which the prompt asks for: let the reward read",
+        ),
+        ("whole_and_form", "it rewards '0', but not 'Let me"),
+        ("whole_and_short", "it rewards '0', but not 'Let me"),
+        ("tag", "it rewards '<answer>0</answer>', but not 'Let me"),
         ("raises", r"row \w+, gold answer: error: dry_judges.py:\d+: ZeroDivisionError: division by zero \(and 2 more"),
         ("raises_on_some", "gold answer: error: dry_judges.py:.*IndexError"),
         ("nan", "gold answer: error: ValueError: score is nan"),
@@ -160,7 +165,7 @@ def test_a_reward_that_pays_an_obedient_answer_passes(place: Path, capsys, monke
     asked = ["data.format={question} Reply with the number only."] if target == "whole" else []
     previewed(place, monkeypatch, f"dry_judges:{target}", *asked)
     text = capsys.readouterr().out
-    assert ("The prompt names no form" in text) is bool(asked)
+    assert ("The prompt asks for no form" in text) is bool(asked)
     assert asked or "step.\\n\\\\boxed{0}', as the prompt asks: " in text
 
 

@@ -52,7 +52,7 @@ def test_the_docs_environment_has_no_solution_and_passes(place: Path, capsys, mo
     previewed(place, monkeypatch, "GuessNumber", "env.guess.args.highest=100")
     text = capsys.readouterr().out
     assert text.count("Find my number from 1 to 100. I say higher or lower.\nYour guess?") == 3
-    assert "[not played: the environment has no solution() to be played by]" in text
+    assert "[not played: the environment has no solution() to play]" in text
     assert "its solution  not tried: the environment has no solution()" in text and "no action     reward 0" in text
 
 
@@ -74,8 +74,8 @@ def test_a_solution_is_played_where_an_answer_can_be_written(place: Path, capsys
         ("NoWorld", r"^env.guess: seed \d+: docs_env.py:\d+: ValueError: no world \(docs_env:NoWorld\)$"),
         ("NoReply", "^env.guess.target: docs_env:NoReply: .*must return .observation, reward"),
         ("Lost", "docs_env.py:.*RuntimeError: lost"),
-        ("Sleeps", "^env.guess.target: docs_env:Sleeps: not done after 0.3 s$"),
-        ("Waits", "^env.guess: seed .*not done after 0.3 s"),
+        ("Sleeps", "^env.guess.target: docs_env:Sleeps: not finished after 0.3 s$"),
+        ("Waits", "^env.guess: seed .*not finished after 0.3 s"),
     ],
 )
 def test_an_environment_that_fails_ends_it(place: Path, capsys, monkeypatch, name: str, why: str) -> None:

@@ -16,12 +16,12 @@ ARM = "processor\t: 0\nFeatures\t: fp asimd bf16 i8mm\n"
 @pytest.mark.parametrize(
     ("cpuinfo", "max_isa", "dtype", "words"),
     [
-        (X86.format("avx512_bf16"), "", "bfloat16", "this CPU multiplies it (avx512_bf16)"),
-        (X86.format("avx512_bf16 amx_bf16"), "DEFAULT", "bfloat16", "this CPU multiplies it (amx_bf16)"),
-        (X86.format("avx512_bf16"), "AVX512_CORE_BF16", "bfloat16", "this CPU multiplies it (avx512_bf16)"),
+        (X86.format("avx512_bf16"), "", "bfloat16", "this CPU supports it (avx512_bf16)"),
+        (X86.format("avx512_bf16 amx_bf16"), "DEFAULT", "bfloat16", "this CPU supports it (amx_bf16)"),
+        (X86.format("avx512_bf16"), "AVX512_CORE_BF16", "bfloat16", "this CPU supports it (avx512_bf16)"),
         (X86.format("avx512_vnni"), "", "float32", "this CPU ("),
-        (X86.format("avx512_bf16"), "AVX512_CORE_VNNI", "float32", "ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI leaves out"),
-        (ARM, "", "bfloat16", "this CPU multiplies it (bf16)"),
+        (X86.format("avx512_bf16"), "AVX512_CORE_VNNI", "float32", "ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI excludes"),
+        (ARM, "", "bfloat16", "this CPU supports it (bf16)"),
         ("", "", "float32", "this CPU ("),
     ],
 )

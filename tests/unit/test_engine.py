@@ -361,7 +361,7 @@ def test_build_by_name(path):
     assert built.capacity.max_running == 64 and built.capacity.max_tokens == 512
     with pytest.raises(UserError, match="'vlm'; known: native"):
         engines.build(EngineConfig(name="vlm"), cfg.policy, False, world)
-    with pytest.raises(UserError, match="engine.tp: not with engine=native"):
+    with pytest.raises(UserError, match="engine.tp: not supported by engine=native"):
         engines.build(EngineConfig(tp=2), cfg.policy, False, world)
 
 

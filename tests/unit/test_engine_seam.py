@@ -28,14 +28,14 @@ def test_a_new_engine_passes_the_checks_and_is_built(place, tmp_path):  # noqa: 
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (["engine.tp=2"], "engine.tp: not with engine=plain; must be 1"),
-        (["engine.drafts=2"], "engine.drafts: not with engine=plain; must be 0"),
-        (["engine.args={a: 1}"], "engine.args: engine=plain takes none; they are for engine=vllm or sglang"),
+        (["engine.tp=2"], "engine.tp: not supported by engine=plain; must be 1"),
+        (["engine.drafts=2"], "engine.drafts: not supported by engine=plain; must be 0"),
+        (["engine.args={a: 1}"], "engine.args: engine=plain has no arguments; they are for engine=vllm or sglang"),
         (
             ["policy.router_replay=true"],
-            "policy.router_replay: engine=plain does not report router choices; say native",
+            "policy.router_replay: engine=plain does not report router choices; set native",
         ),
-        (["engine.quantization=w8a8_fp8"], "engine.quantization: w8a8_fp8 only with engine=vllm engine.tp=1"),
+        (["engine.quantization=w8a8_fp8"], "engine.quantization: w8a8_fp8 needs engine=vllm engine.tp=1"),
         (
             ["engine.adapters=true", "policy.lora.rank=4"],
             "engine.adapters: only with engine=vllm or sglang; engine=plain",

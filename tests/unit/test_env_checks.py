@@ -37,7 +37,7 @@ def toys(monkeypatch):
             {"workers": 1000, "envs_per_worker": 1000, "mode": "process"},
             "env.toy.workers * env.toy.envs_per_worker: 1000000 (all environments: 1000000) is too many for the ",
         ),
-        ({"step_timeout": 600.0}, "env.toy.step_timeout: 600 s of legal waiting, but journal.stall_seconds=600 ends "),
+        ({"step_timeout": 600.0}, "env.toy.step_timeout: a call may take 600 s, but journal.stall_seconds=600 ends "),
     ],
 )
 def test_one_line_for_each_mistake(env, line):

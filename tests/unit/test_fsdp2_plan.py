@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.batch import Batch, pack
 from spmd_rl.train.accumulate import learning_rate
-from spmd_rl.train.microbatch import dummy, fill, plan, rounded, token_index
+from spmd_rl.train.microbatch import dummy, fill, padded, plan, token_index
 from spmd_rl.train.sharing import share_prefixes
 
 
@@ -108,9 +108,9 @@ def test_schedules():
 def test_rounding_fills_up_with_a_segment_of_its_own() -> None:
     batch = batch_of([3, 2], [[0, 0], [1, 0]])
     tree = share_prefixes(batch)
-    more = rounded(tree, 4)
+    more = padded(tree, 4)
     assert more.token_ids.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
     assert more.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
     assert more.starts.tolist() == [0, 3, 5, 8] and more.parents.tolist() == [-1, -1, -1]
     assert more.gather_index.tolist() == [0, 1, 2, 3, 4]
-    assert rounded(tree, 5) is tree
+    assert padded(tree, 5) is tree

@@ -95,7 +95,7 @@ def test_nothing_of_a_strangers_state_runs(state: Path, tmp_path: Path) -> None:
     made = tmp_path / "made"
     for content in touch(made):
         state.write_bytes(content)
-        with pytest.raises(UserError, match="is no saved state that can be read: ") as caught:
+        with pytest.raises(UserError, match="cannot be read as a saved state: ") as caught:
             SavedState.open(state.parent)
         assert "\n" not in str(caught.value) and not made.exists()
 
@@ -103,7 +103,7 @@ def test_nothing_of_a_strangers_state_runs(state: Path, tmp_path: Path) -> None:
 def test_a_state_of_odd_names_and_shapes_is_one_line(state: Path) -> None:
     for name, (tensors, about) in odd_files().items():
         save_file(tensors, state, about)
-        with pytest.raises(UserError, match="is no saved state that can be read: ") as caught:
+        with pytest.raises(UserError, match="cannot be read as a saved state: ") as caught:
             SavedState.open(state.parent)
             pytest.fail(name)
         assert "\n" not in str(caught.value), name
@@ -136,7 +136,7 @@ def test_a_resume_runs_nothing_of_a_checkpoint(tmp_path: Path) -> None:
     for content in touch(made):
         (checkpoint / "policy" / "00000.safetensors").write_bytes(content)
         forge(checkpoint)
-        with pytest.raises(UserError, match="is no saved state that can be read"):
+        with pytest.raises(UserError, match="cannot be read as a saved state"):
             resumed(tmp_path / "run")
         assert not made.exists()
 
@@ -192,7 +192,7 @@ def test_holes_are_no_weights(tmp_path: Path) -> None:
     text = head({"a": entry(0, whole, [whole // 4])})
     file.write_bytes(text)
     os.truncate(file, len(text) + whole)
-    with pytest.raises(UserError, match="nothing was ever written"):
+    with pytest.raises(UserError, match="only zeros after its first"):
         check_weights("policy.model", tmp_path)
     file.write_bytes(struct.pack("<Q", 2**40 - 8))
     os.truncate(file, 2**40)
@@ -207,7 +207,7 @@ def test_a_yaml_file_does_not_turn_remote_code_on(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("policy:\n  trust_remote_code: true\nabout: {pipeline: rlvr}\n")
     for name in ("config", "mine"):
         (tmp_path / "mine.yaml").write_text("defaults: [rlvr, _self_]\npolicy:\n  trust_remote_code: true\n")
-        with pytest.raises(UserError, match=r"^policy.trust_remote_code: a YAML file turns it on"):
+        with pytest.raises(UserError, match=r"^policy.trust_remote_code: set by a YAML file"):
             load("rlvr", RlvrConfig, [], str(tmp_path), name)
         asked = ["policy.trust_remote_code=true"]
         assert load("rlvr", RlvrConfig, asked, str(tmp_path), name).policy.trust_remote_code

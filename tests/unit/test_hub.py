@@ -103,6 +103,6 @@ def test_a_model_comes_in_two_steps_and_stays(tmp_path: Path) -> None:
     ]
     assert [line.split("|")[0] for line in fetch(tmp_path, "acme/tiny", HF_HUB_OFFLINE="1")] == [pinned, pinned]
     assert fetch(tmp_path, "acme/other@v2", HF_HUB_OFFLINE="1") == [
-        "policy.model: no directory acme/other, and the hub cannot be reached (offline, as HF_HUB_OFFLINE asks): "
-        "run `hf download acme/other --revision v2` where there is a network"
+        "policy.model: no directory acme/other, and the hub cannot be reached (offline, because HF_HUB_OFFLINE is "
+        "set): run `hf download acme/other --revision v2` on a machine with network access"
     ]

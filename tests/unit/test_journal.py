@@ -172,11 +172,11 @@ def test_a_chain_of_waits_is_followed_to_the_rank_that_is_dead() -> None:
     """Rank 0 waits for rank 1, in a group of the two, and rank 1 for rank 2, which is dead."""
     heartbeats = [
         heartbeat(0, "eval", CollectiveCall("train: eval: parts", 9, (0, 1))),
-        heartbeat(1, "eval", CollectiveCall("eval: answers of ranks that generate", 3)),
+        heartbeat(1, "eval", CollectiveCall("eval: answers of generator ranks", 3)),
         heartbeat(2, "generate", None, age=4.0),
     ]
     lines = [line.strip() for line in hang_report(heartbeats, 3.0, "here").splitlines()]
-    assert "collective: 'eval: answers of ranks that generate' #3" in lines
+    assert "collective: 'eval: answers of generator ranks' #3" in lines
     assert "arrived: rank 1" in lines and "stopped, dead or cut off: rank 2" in lines
 
 

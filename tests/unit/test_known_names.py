@@ -60,7 +60,7 @@ def test_no_name_of_theirs_is_one_of_ours():
         ("use_liger_kernel", "there is no such setting: not needed: logits are never whole"),
         ("rollout.log_prob_micro_batch_size_per_gpu", "there is no such setting: train.tokens_per_microbatch"),
         ("rollout.enable_chunked_prefill", "here it is engine.args={enable_chunked_prefill: true}, with engine=vllm"),
-        ("engine.dp", "there is no such setting: every engine.tp x engine.pp ranks that generate are a replica"),
+        ("engine.dp", "there is no such setting: engine.tp x engine.pp generator ranks form a replica"),
         ("engine.ep", "there is no such setting: an engine's ranks have a part of each expert (engine.tp)"),
         ("warmup.batch", "here it is warmup.episodes"),
         ("foo.bar", "--help lists all"),

@@ -190,7 +190,7 @@ def test_steps_from_which_nothing_can_be_learnt_are_told(capsys) -> None:
         resumed.load_state(json.loads(json.dumps(learner.state())))
         resumed.prepare(collected([]))
     told = capsys.readouterr().err
-    assert "nothing to learn from in 5 steps in a row" in told and told.count("\n") == 1
+    assert "no answer had an advantage in 5 steps in a row" in told and told.count("\n") == 1
 
 
 def test_the_variance_filter_keeps_the_groups_that_vary() -> None:

@@ -30,4 +30,4 @@ def test_an_unknown_name_is_one_line_with_the_nearest(capsys, monkeypatch) -> No
     for given, near in (("doktor", "doctor"), ("steps=5", f"one of {', '.join(MODULES)}")):
         monkeypatch.setattr(sys, "argv", ["spmd_rl", given])
         assert main() == 2
-        assert capsys.readouterr().err == f"error: {given}: no pipeline or tool; did you mean {near}?\n"
+        assert capsys.readouterr().err == f"error: {given}: no such pipeline or tool; did you mean {near}?\n"

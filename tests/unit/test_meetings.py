@@ -22,7 +22,7 @@ from spmd_rl.learn import Evaluation
 from spmd_rl.placement import generator as generators
 from spmd_rl.placement import meetings, trainers
 from spmd_rl.placement.generator import Generator
-from spmd_rl.placement.trainers import LentReplica, MetRollouts
+from spmd_rl.placement.trainers import LentReplica, ReceivedRollouts
 from spmd_rl.rollout import Services, coordinator, engine_loop
 from spmd_rl.rollout.ahead import Replicas, StepsAhead
 from spmd_rl.rollout.player import Player
@@ -296,7 +296,7 @@ class Rank:
         evaluate, asked = Evaluation.of(cfg), prompts()
         lent = LentReplica(cfg, self.player, self.steps) if self.player else None
         with closing(lent) if lent else nullcontext():
-            self.rollouts = MetRollouts(cfg, asked, world, trainers_world, self.steps, lent)
+            self.rollouts = ReceivedRollouts(cfg, asked, world, trainers_world, self.steps, lent)
             start, state = run.saved
             self.rollouts.load_state(state)
             self.rollouts.begin(start)
@@ -357,7 +357,7 @@ def live(run: Run, draw: random.Random, dies: bool) -> bool:
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch) -> None:
     for module, name in (
-        *((generators, "IDLE_SECONDS"), (meetings, "LOOK_SECONDS"), (trainers, "LOOK_SECONDS")),
+        *((generators, "IDLE_SECONDS"), (meetings, "MEETING_POLL_SECONDS"), (trainers, "STEP_POLL_SECONDS")),
         (engine_loop, "IDLE_SECONDS"),
     ):
         monkeypatch.setattr(module, name, 0.0)

@@ -109,7 +109,7 @@ def test_a_critic_begins_with_the_head_of_a_reward_model(kind, tmp_path):
     model, _ = critic(path, bias=False)
     assert torch.equal(model.lm_head.weight, score) and model.lm_head.bias is None
     check_architecture("critic.model", path, 8, is_critic=True)
-    with pytest.raises(UserError, match="policy.model: .* is no causal language model but .*SequenceClassification"):
+    with pytest.raises(UserError, match="policy.model: .* is not a causal language model but .*SequenceClassification"):
         check_architecture("policy.model", path, 8)
     spoil(path, lambda stored: stored.update({"score.weight": score.repeat(2, 1)}))
     with pytest.raises(UserError, match="has 2 outputs; a reward model has one"):

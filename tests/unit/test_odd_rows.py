@@ -238,7 +238,7 @@ REFUSED = {
         {"prompt": "p", "instruction_id_list": ["a:b"], "kwargs": []},
         "`kwargs` needs an object for each",
     ),
-    "tools that are names": ({"question": "q", "answer": "4", "tools": ["w"]}, "`tools` is no list of objects"),
+    "tools that are names": ({"question": "q", "answer": "4", "tools": ["w"]}, "`tools` is not a list of objects"),
     "a weight of a half": (
         {"messages": [user(weight=0.5)], "answer": "4"},
         "`messages[0]` has a `weight` of 0.5: known are 1, and 0",
@@ -314,7 +314,7 @@ def test_an_end_that_is_not_learnt_is_said_once(name: str, warns: bool, tmp_path
     t = model(name)
     for _ in range(2):
         t.pieces(example.conversations[0])
-    assert capsys.readouterr().err.count("where an answer ends is not learnt") == warns
+    assert capsys.readouterr().err.count("the end of an answer is not trained on") == warns
 
 
 @pytest.mark.parametrize(("label", "first"), [(1, 0), (0, 1), (1.0, 0), (True, 0), (False, 1)])

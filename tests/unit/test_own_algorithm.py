@@ -88,19 +88,19 @@ def test_an_advantage_of_answers_and_one_of_tokens() -> None:
         ({"loss": "no_such_module:f"}, "algorithm.loss: no_such_module:f cannot be imported: ModuleNotFoundError: "),
         (
             {"loss": "./my_algorithm.py:mean"},
-            "algorithm.loss: ./my_algorithm.py:mean: a module and not a file; say my_a",
+            "algorithm.loss: ./my_algorithm.py:mean: must be a module, not a file; write my_a",
         ),
         (
             {"loss": "my_algorithm:greedy_of"},
-            "algorithm.loss: my_algorithm:greedy_of wants `temperature`, which is no k",
+            "algorithm.loss: my_algorithm:greedy_of needs `temperature`, which is not a",
         ),
         (
             {"loss": "my_algorithm:two"},
-            "algorithm.loss: my_algorithm:two takes 2 arguments that are no settings, and must",
+            "algorithm.loss: my_algorithm:two takes 2 arguments by position, and must",
         ),
         (
             {"advantage": "my_algorithm:two"},
-            "algorithm.advantage: my_algorithm:two takes 2 arguments that are no settin",
+            "algorithm.advantage: my_algorithm:two takes 2 arguments by position, and",
         ),
         (
             {"loss": "my_algorithm:clipped", "args": {"strenght": 2}},
@@ -108,7 +108,7 @@ def test_an_advantage_of_answers_and_one_of_tokens() -> None:
         ),
         (
             {"loss": "my_algorithm:clipped", "args": {"clip_low": 2}},
-            "algorithm.args.clip_low: it is a key already; say algorithm.clip_low",
+            "algorithm.args.clip_low: is a setting of its own; set algorithm.clip_low",
         ),
     ],
 )
@@ -119,7 +119,7 @@ def test_a_mistake_is_told_before_the_process_group_forms(settings: dict, line: 
 
 
 def test_args_without_a_function_of_ones_own_are_refused() -> None:
-    with pytest.raises(UserError, match="args: only a loss or an advantage of your own"):
+    with pytest.raises(UserError, match="args: only for a loss or an advantage of your own"):
         AlgorithmConfig(args={"strength": 2.0})
 
 

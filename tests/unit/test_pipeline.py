@@ -158,7 +158,7 @@ def test_a_model_that_adds_positions_to_its_embeddings_is_refused_by_name(tmp_pa
 
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=16))
     layout = SimpleNamespace(rank=lambda axis: 0, size=lambda axis: 2, key="train")
-    with pytest.raises(UserError, match=r"train.pp: GPT2LMHeadModel has .*wpe.weight.* beside its layers; must be 1"):
+    with pytest.raises(UserError, match=r"train.pp: GPT2LMHeadModel has .*wpe.weight.* outside its layers; must be 1"):
         cut(model, layout)
 
 

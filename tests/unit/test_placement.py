@@ -16,7 +16,7 @@ from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.placement.colocated import colocated
 from spmd_rl.rollout.pace import last_use, oldest_version
 
-RANKS = "ranks as 0-3 or 0,2,4-7, or a share as 25%"
+RANKS = "ranks such as 0-3 or 0,2,4-7, or a share such as 25%"
 
 
 def split(num_ranks: int, **settings: str) -> Placement:
@@ -91,14 +91,18 @@ def test_frozen_roles_have_ranks_of_their_own_where_other_ranks_generate() -> No
 @pytest.mark.parametrize(
     ("num_ranks", "settings", "line"),
     [
-        (1, {}, "placement.mode: split needs two ranks at least: torchrun --nproc-per-node 2 ..."),
+        (1, {}, "placement.mode: split needs at least two ranks: torchrun --nproc-per-node 2 ..."),
         (4, {"train": "0-1", "generate": "1-3"}, "placement: rank 1 cannot both train and generate with mode=split"),
         (4, {"train": "0", "generate": "2-3"}, "placement: rank 1 of 4 ranks neither trains nor generates"),
         (4, {"train": "0-3"}, "placement.generate: no rank is left for it"),
         (4, {"train": "2-9"}, "placement.train: there is no rank 9 among 4 ranks"),
-        (4, {"generate": "a"}, "placement.generate: must be ranks as 0-3 or 0,2,4-7, or a share as 25%, not 'a'"),
-        (4, {"train": "1-0"}, "placement.train: 1-0 runs backwards; say 0-1"),
-        (4, {"generate": "0, 3-2"}, "placement.generate: 3-2 runs backwards; say 2-3"),
+        (
+            4,
+            {"generate": "a"},
+            "placement.generate: must be ranks such as 0-3 or 0,2,4-7, or a share such as 25%, not 'a'",
+        ),
+        (4, {"train": "1-0"}, "placement.train: 1-0 is in reverse order; write 0-1"),
+        (4, {"generate": "0, 3-2"}, "placement.generate: 3-2 is in reverse order; write 2-3"),
         (4, {"generate": "0-99999999999"}, "placement.generate: there is no rank 99999999999 among 4 ranks"),
         (4, {"train": 99 * "9"}, f"placement.train: must be {RANKS}, not '{99 * '9'}'"),
         (4, {"train": 400 * "9" + "%"}, f"placement.train: must be {RANKS}, not '{400 * '9'}%'"),

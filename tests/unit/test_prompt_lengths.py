@@ -76,8 +76,8 @@ def test_rows_that_their_reward_cannot_judge_are_left_out_and_counted(size: int,
     for rank in range(size):
         left, _, _ = fit_prompts(prompts(), FakeTokenizer(), *sections(cfg), Both(rank, size, brought))
         assert [p.id for p in (*left.train, *left.eval)] == ["id2", "id4", "id6", "id8", "id10"]
-    told = "4 of 8 training rows and 1 of 2 held-out ones are left out, which their reward cannot judge: 5 x it is odd"
-    assert capsys.readouterr().err.splitlines() == [told]
+    told = "4 of 8 training rows and 1 of 2 held-out ones are left out, because their reward cannot judge them: "
+    assert capsys.readouterr().err.splitlines() == [told + "5 x it is odd"]
 
 
 def on_all_ranks(

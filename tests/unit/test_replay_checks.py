@@ -41,7 +41,7 @@ def test_other_settings_of_training_go(run: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        (["steps=3"], "rollout.replay: {run} ends with step 2, and steps=3; say steps=2"),
+        (["steps=3"], "rollout.replay: {run} ends with step 2, and steps=3; set steps=2"),
         (["rollout.answers_per_prompt=6"], "rollout.replay: rollout.answers_per_prompt is 4 in {run} and 6 here"),
         (["rollout.top_k=0"], "rollout.replay: rollout.top_k is 20 in {run} and 0 here"),
         (
@@ -49,8 +49,11 @@ def test_other_settings_of_training_go(run: Path) -> None:
             "rollout.replay: the greedy answer of algorithm.advantage is False in {run} and True here",
         ),
         (["policy.model={run}/other"], "rollout.replay: the vocabulary of policy.model is "),
-        (["placement.mode=split"], "placement.mode: split is impossible with rollout.replay, where nobody generates"),
-        (["rollout.replay=/nowhere"], "rollout.replay: /nowhere is no run whose rollouts were kept; "),
+        (
+            ["placement.mode=split"],
+            "placement.mode: split is not supported with rollout.replay, which generates nothing",
+        ),
+        (["rollout.replay=/nowhere"], "rollout.replay: /nowhere is not a run with saved rollouts, "),
     ],
 )
 def test_another_dump_is_one_line(run: Path, settings: list[str], line: str) -> None:

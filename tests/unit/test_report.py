@@ -136,7 +136,7 @@ def test_ten_thousand_steps_are_drawn_in_time(tmp_path: Path) -> None:
 
 def test_the_command_line(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
     assert report.main([str(run_dir)]) == 0
-    assert report.main([str(run_dir / "nowhere")]) == 2 and "no run is there" in capsys.readouterr().err
+    assert report.main([str(run_dir / "nowhere")]) == 2 and "not a run" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         report.main([])
 
@@ -347,7 +347,7 @@ def test_an_end_in_the_middle_says_what_is_lost(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "latest").write_text("step-000005\n")
     assert interrupted(tmp_path).splitlines() == [
         "the newest checkpoint is that of step 5, steps 6 to 7 are lost (checkpoint.every)",
-        "the same command goes on from step 5",
+        "the same command continues from step 5",
     ]
 
 

@@ -132,7 +132,7 @@ def test_a_function_that_cannot_be_called_is_told_at_the_start(build, name, args
 
 
 def test_a_file_in_place_of_a_module_gets_the_cure() -> None:
-    with pytest.raises(UserError, match="say my_reward:score, its folder on PYTHONPATH"):
+    with pytest.raises(UserError, match="write my_reward:score with its folder on PYTHONPATH"):
         build_target("reward.toy", "./rewards/my_reward.py:score", {})
 
 

@@ -307,7 +307,7 @@ def test_a_step_in_which_nothing_qualifies_says_so_and_ends(world: World, capsys
     assert rollouts.collect(1).groups == ()
     told = capsys.readouterr().err
     asked = "no update: it would train on the answers to 0 prompts, not to 3; 5 were asked, mean score 1.00, and 5"
-    assert f"step 1: {asked} are of no use (5 zero variance): all answers to such a prompt scored alike" in told
+    assert f"step 1: {asked} are unusable (5 zero variance): all answers to such a prompt scored alike" in told
     assert "rollout.filter.zero_variance=false" in told
 
 

@@ -139,7 +139,7 @@ def test_pairs_that_are_made_of_problems_differ() -> None:
 @pytest.mark.parametrize(
     ("kind", "row", "line"),
     [
-        ("preference", {"prompt": "a", "chosen": "b"}, "needs `rejected`; it has `prompt`, `chosen`: say data.keys."),
+        ("preference", {"prompt": "a", "chosen": "b"}, "needs `rejected`; it has `prompt`, `chosen`: set data.keys."),
         ("preference", {"prompt": "a", "chosen": "b", "rejected": "b"}, "`chosen` and `rejected` are the same"),
         ("ranked", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "d"}, "`margin` is text, not a number"),
         ("judged", {"prompt": "a", "completion": "b"}, "needs a `completion` and a `label` (true, false), or `chosen`"),
@@ -154,10 +154,10 @@ def test_pairs_that_are_made_of_problems_differ() -> None:
         (
             "process",
             {"prompt": "a", "completions": ["b", " "], "labels": [True, True]},
-            "step 2 is no text",
+            "step 2 is not text",
         ),
         ("process", {"prompt": "a", "completions": ["b", "c"], "labels": [True, 3]}, "`labels[1]` is 3, not true"),
-        ("process", {"prompt": "a", "completions": ["b\n\nc"], "labels": [True]}, "step 1 has data.separator in it"),
+        ("process", {"prompt": "a", "completions": ["b\n\nc"], "labels": [True]}, "step 1 contains data.separator"),
     ],
 )
 def test_a_wrong_pair_is_named(kind: str, row: dict, line: str, tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ USER = {"role": "user", "content": "a"}
 @pytest.mark.parametrize(
     ("row", "line"),
     [
-        ({"prompt": "a"}, "needs `messages`, a `prompt` with its `completion`, or `text`; it has `prompt`: say which"),
-        ({"completion": "a"}, "needs a `prompt`; it has `completion`: say data.keys.prompt=COLUMN"),
+        ({"prompt": "a"}, "needs `messages`, a `prompt` with its `completion`, or `text`; it has `prompt`: name them"),
+        ({"completion": "a"}, "needs a `prompt`; it has `completion`: set data.keys.prompt=COLUMN"),
         ({"prompt": "a", "completion": ""}, "`completion` is empty"),
         ({"prompt": 3, "completion": "b"}, "`prompt` is a number, not text"),
         ({"messages": [USER]}, "has no message of the role `assistant` to learn from"),

@@ -281,9 +281,9 @@ def test_sleep_and_wake_in_order(monkeypatch):
     ("name", "words"),
     [
         ("max_prefil_tokens", "has no such argument"),
-        ("tp_size", "engine.tp says this"),
-        ("disable_overlap_schedule", "is True, or a batch would be scheduled before"),
-        ("random_seed", "is 0, which the engine leans on"),
+        ("tp_size", "decided by engine.tp"),
+        ("disable_overlap_schedule", "must be True, or a batch would be scheduled before"),
+        ("random_seed", "must be 0, which the engine needs"),
     ],
 )
 def test_an_argument_that_is_not_the_users_to_choose_is_refused(name, words):

@@ -186,7 +186,7 @@ def test_a_domain_in_which_nothing_moves_is_given_up(node, monkeypatch):
 
         with sidecar.connect(config, Node(1, 1, node.address)) as scorer:
             (verdict,) = asyncio.run(run(scorer))
-    assert verdict.status == "timeout" and "nothing moved" in verdict.detail
+    assert verdict.status == "timeout" and "no progress" in verdict.detail
 
 
 def test_a_verdict_that_cannot_be_sent_costs_no_worker(node):

@@ -190,7 +190,7 @@ def test_it_does_not_outlive_the_rank(node, tmp_path):
     [
         ({"devices": "0 1"}, "devices: must be like 2,3 or cpu, not '0 1'"),
         ({"devices": "0", "args": {"url": "http://a/v1", "model": "m"}}, "devices: .* args.url names another"),
-        ({"devices": "0", "args": {}}, "server: {model} stands for args.model, which is not given"),
+        ({"devices": "0", "args": {}}, "server: {model} is replaced by args.model, which is not given"),
         ({"devices": "0", "server": "serve"}, "server: must contain {port}"),
         ({"devices": "0", "server": "serve {port} 'a"}, "server: No closing quotation"),
     ],

@@ -41,7 +41,9 @@ def test_an_agent_s_templates(key: str) -> None:
 def test_a_number_of_turns_left_needs_a_limit() -> None:
     line = ["env.x.target=a:B", "env.x.template='{observation} {turns_left}'"]
     assert load("agentic", AgenticConfig, line).rollout.max_turns
-    with pytest.raises(UserError, match=r"env.x.template: \{turns_left\} needs a limit of turns, rollout.max_turns"):
+    with pytest.raises(
+        UserError, match=r"env.x.template: \{turns_left\} needs a limit of turns; set rollout.max_turns"
+    ):
         load("agentic", AgenticConfig, [*line, "rollout.max_turns=null"])
 
 

@@ -118,7 +118,7 @@ def test_mistakes_in_the_budget(tokenizer) -> None:
     with pytest.raises(UserError, match=r"rollout.thinking_budget: 29 and 11 tokens of rollout.thinking_end leave"):
         thinking(RolloutConfig(thinking_budget=29, max_new_tokens=40), tokenizer)
     agents = EnvsConfig(tags={"toy": EnvConfig(target="a:B")})
-    with pytest.raises(UserError, match="an agent's thoughts"):
+    with pytest.raises(UserError, match="not supported for agents"):
         check_episode(RolloutConfig(thinking_budget=4), agents)
     long = RolloutConfig(thinking_budget=4, thinking_end="Time is up.\\n</think>\\n")
     assert (long.thinking_end_text, long.thinking_tag) == ("Time is up.\n</think>\n", "</think>")

@@ -55,7 +55,7 @@ def test_template_is_followed_with_a_generation_prompt(folder: Path) -> None:
     [
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails: RecursionError: "),
         ("{{ range(10 ** 9) | length }}", "fails: OverflowError: "),
-        ("{{ 'x' * 2 ** 25 }}", "makes 33554432 characters of one prompt"),
+        ("{{ 'x' * 2 ** 25 }}", "makes 33554432 characters out of one prompt"),
         ("{{ 1 / 0 }}", "fails: ZeroDivisionError: "),
     ],
 )

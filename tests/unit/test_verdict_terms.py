@@ -12,7 +12,7 @@ from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.config.sections.algorithm import AlgorithmConfig
 from spmd_rl.config.sections.data import RewardConfig, RewardsConfig
 from spmd_rl.distributed import solo
-from spmd_rl.learn.advantages import verdict_terms
+from spmd_rl.learn.advantages import verdict_parts
 from spmd_rl.types import Verdict
 from tests.unit.test_learner import FakeBackend, learner_of
 from tests.unit.test_prepare import GROUPS, collected
@@ -37,12 +37,12 @@ def replace_parts(verdict: Verdict, parts: dict[str, float]) -> Verdict:
 
 def test_each_answer_with_a_score_has_its_terms() -> None:
     with solo() as world:
-        found = verdict_terms(with_parts(), ["short", "right"], world)
+        found = verdict_parts(with_parts(), ["short", "right"], world)
         assert (4, 2) not in found and len(found) == 6
         assert found[7, 1] == (1.0, 0.0)
         lacks = [*PARTS[:3], {"right": 1.0}, *PARTS[4:]]
         with pytest.raises(UserError, match=r"algorithm\.reward_weights\.short: a verdict of reward\.toy .* has right"):
-            verdict_terms(with_parts(parts=lacks), ["short", "right"], world)
+            verdict_parts(with_parts(parts=lacks), ["short", "right"], world)
 
 
 def test_a_step_with_several_rewards() -> None:

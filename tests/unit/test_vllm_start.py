@@ -17,10 +17,10 @@ pytestmark = needs_vllm
     ("name", "words"),
     [
         ("max_num_batch_tokens", "has no such argument"),
-        ("tensor_parallel_size", "engine.tp says this"),
-        ("enable_expert_parallel", "is False, as the CPU's kernel ends the process"),
-        ("pipeline_parallel_size", "engine.pp says this"),
-        ("logprobs_mode", "is 'processed_logprobs', the logprobs of what was drawn from"),
+        ("tensor_parallel_size", "decided by engine.tp"),
+        ("enable_expert_parallel", "must be False, as vLLM's CPU kernel crashes"),
+        ("pipeline_parallel_size", "decided by engine.pp"),
+        ("logprobs_mode", "must be 'processed_logprobs', the logprobs of what was drawn from"),
     ],
 )
 def test_an_argument_that_is_not_the_users_to_choose_is_refused(name, words):

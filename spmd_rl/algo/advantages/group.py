@@ -41,8 +41,8 @@ def dr_grpo(scored: Scored) -> Tensor:
 
 
 def rloo(scored: Scored) -> Tensor:
-    """Subtract the mean score of the *other* answers of the group, an unbiased baseline. The paper's scores contain a
-    KL to the reference, which is off by default: `kl_reward_coef` is its beta.
+    """Subtract the mean score of the *other* answers of the group, an unbiased baseline. The paper subtracts beta times
+    a KL to the reference from the scores; here that is `kl_reward_coef`, by default 0.
 
         A_i = r_i - sum_{j != i} r_j / (n_g - 1) = n_g / (n_g - 1) * (r_i - mean(r_g)),   r_i = score_i - beta KL_i
 
@@ -59,8 +59,8 @@ def reinforce(scored: Scored) -> Tensor:
         A_i = r_i
 
     Source: Simple Statistical Gradient-Following Algorithms (Williams 1992, REINFORCE).
-    Use: scores are normalised (`norm_mean_type`, `norm_std_type`), or to see what a baseline gains. Equal scores are
-    not 0.
+    Use: scores are normalised (`norm_mean_type`, `norm_std_type`), or to see what a baseline gains. A group of equal
+    scores keeps an advantage, unlike with the others.
     """
     return scored.scores.clone()
 
@@ -122,8 +122,8 @@ def maxrl(scored: Scored) -> Tensor:
 
         A_i = (r_i - mean(r_g)) / mean(r_g), and 0 where mean(r_g) <= 0
 
-    With scores of 0 and 1 and a chance p of a right answer, the expected gradient is that of log p, cut off after n - 1
-    terms of its series: of `-sum_{k < n} (1 - p)^k / k`, whose first term is REINFORCE's.
+    With scores of 0 and 1 and a chance p of a right answer, the expected gradient is that of the first n - 1 terms of
+    log p = `-sum_k (1 - p)^k / k`; the first one alone is REINFORCE.
 
     Source: Maximum Likelihood Reinforcement Learning (arXiv 2602.02710), with the mean as the baseline.
     Use: scores of 0 and 1, many hard prompts: the fewer right answers, the more each weighs. A group without one

@@ -70,7 +70,9 @@ def gigpo(
     (true: verl-agent's and ROLL's default).
     Use: agentic runs of many steps, where single steps need credit. The step part of a state that occurs once is 0.
     """
-    assert scored.states is not None, "gigpo needs the states before the steps: it runs under the agentic door only"
+    assert scored.states is not None, (
+        "gigpo needs the states before the steps, which only python -m spmd_rl.agentic records"
+    )
     returns = step_reinforce(scored, step_reward_gamma=step_reward_gamma)
     step = grpo(Scored(returns, scored.states, scored.lengths), norm_std=norm_std)
     episode = starpo(scored, norm_std=norm_std, norm_over_steps=norm_over_steps)

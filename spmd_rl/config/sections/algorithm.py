@@ -298,7 +298,7 @@ class AlgorithmConfig:
         known = {key: names for key, names in (("advantage", ADVANTAGES), ("loss", LOSSES)) if key not in own}
         one_of(self, **known, loss_agg=LOSS_AGGS, norm_mean_type=NORMS, norm_std_type=NORMS)
         require(
-            bool(own) or not self.args, "args: only a loss or an advantage of your own, as module:function, has any"
+            bool(own) or not self.args, "args: only for a loss or an advantage of your own, given as module:function"
         )
         one_of(self, old_logprobs=("trainer", "engine"))
         one_of(self, kl_estimator=KL_ESTIMATORS, kl_reward_estimator=KL_ESTIMATORS)
@@ -317,7 +317,7 @@ class AlgorithmConfig:
         corrects = self.correction.level != "off"
         require(
             not corrects or self.old_logprobs == "trainer",
-            "old_logprobs: with engine the ratio corrects by itself, leave correction.level at off",
+            "old_logprobs: with engine the ratio corrects itself; correction.level must be off",
         )
         # GMPO clips the logarithm of the ratio, whose bounds may exceed 1.
         log_band = self.loss == "gmpo"
@@ -326,19 +326,23 @@ class AlgorithmConfig:
         plain = not self.normalises
         own_baseline = self.advantage in ("remax", "starpo", "gigpo")
         require(
-            plain or not own_baseline, f"norm_mean_type: {self.advantage} has its baseline, leave both norms at none"
+            plain or not own_baseline,
+            f"norm_mean_type: {self.advantage} has its own baseline; both norm_*_type must be none",
         )
         self._check_terms()
         # After normalisation no score would reach `pass_score`.
         counts = self.advantage in ("pass_at_k", "maxrl")
-        require(plain or not counts, f"norm_mean_type: {self.advantage} counts right answers, leave both norms at none")
+        require(
+            plain or not counts, f"norm_mean_type: {self.advantage} counts right answers; both norm_*_type must be none"
+        )
         require(
             not (counts and self.kl_reward_coef),
-            f"kl_reward_coef: {self.advantage} counts right answers, which a penalty makes wrong; use kl_coef",
+            f"kl_reward_coef: {self.advantage} counts right answers, and a penalty changes their scores; use kl_coef",
         )
         for key, given in (("value_clip", self.value_clip is not None), ("critic_warmup", self.critic_warmup > 0)):
             require(
-                self.uses_critic or not given, f"{key}: there is no critic; only advantage=gae and turn_gae have one"
+                self.uses_critic or not given,
+                f"{key}: has no effect without a critic, which only advantage=gae and turn_gae have",
             )
 
     def _check_terms(self) -> None:

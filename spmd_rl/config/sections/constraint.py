@@ -49,7 +49,7 @@ class ConstraintConfig:
     def __post_init__(self) -> None:
         several = [key for key, value in vars(self).items() if value not in (None, [])]
         require(len(several) < 2, f"{' and '.join(several)}: only one of them can be given")
-        require("" not in self.choice, "choice: an empty text is no answer")
+        require("" not in self.choice, "choice: must not contain an empty text")
         try:
             re.compile(self.regex or "")
         except re.error as error:
@@ -66,10 +66,10 @@ def _schema(text: str) -> Any:
     except OSError as error:
         raise UserError(f"json_schema: {text}: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"json_schema: no JSON ({error})") from None
+        raise UserError(f"json_schema: not JSON ({error})") from None
     require(isinstance(schema, dict), "json_schema: must be an object, such as {type: object, properties: ...}")
     unkept = next(_unkept(schema), None)
-    require(unkept is None, f"json_schema: {unkept} cannot be kept to; it must be left out")
+    require(unkept is None, f"json_schema: {unkept} cannot be enforced; leave it out")
     return schema
 
 
@@ -80,7 +80,7 @@ def _unkept(schema: Any) -> Iterator[str]:
         of_text = key in ("format", "pattern")
         unknown = of_text and (value not in FORMATS if key == "format" else LOOKS.search(str(value)))
         if key in UNREAD or unknown or (of_text and {"minLength", "maxLength"} & schema.keys()):
-            yield f"{key} {value!r}" if unknown else f"{key} beside a length" if of_text else key
+            yield f"{key} {value!r}" if unknown else f"{key} together with a length" if of_text else key
         elif key in ("properties", "$defs", "definitions") and isinstance(value, dict):
             # The keys of `properties` are names, not keywords.
             yield from _unkept(list(value.values()))

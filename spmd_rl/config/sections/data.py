@@ -24,8 +24,8 @@ SANDBOXES = ("auto", "bwrap", "forkserver", "none")
 
 
 NO_DATA = (
-    "data.train: no dataset is given; to see a small model learn {what}, say +experiment={demo}; for {rows} of your "
-    "own, say {line} (docs/{page})"
+    "data.train: no dataset is given; to see a small model learn {what}, set +experiment={demo}; for {rows} of your "
+    "own, set {line} (docs/{page})"
 )
 
 
@@ -159,9 +159,12 @@ class RewardConfig:
         cpu_numbers(self.cpus)
         if self.devices is not None:
             require(bool(DEVICES.fullmatch(self.devices)), f"devices: must be like 2,3 or cpu, not {self.devices!r}")
-            require("url" not in self.args, "devices: start a server of the domain's own, but args.url names another")
+            require(
+                "url" not in self.args,
+                "devices: starts a server for this domain, but args.url names another; set only one of them",
+            )
             has_model = "{model}" not in self.server or "model" in self.args
-            require(has_model, "server: {model} stands for args.model, which is not given")
+            require(has_model, "server: {model} is replaced by args.model, which is not given")
             require("{port}" in self.server, "server: must contain {port}")
             check_fields(self, server=("model", "port", "num_devices"))
             split_command(self.server)

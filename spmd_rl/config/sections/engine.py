@@ -52,9 +52,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         one_of(self, name=ENGINES, quantization=QUANTIZATIONS)
         at_least(self, tp=1, pp=1, max_running=1, kv_tokens=1, drafts=0)
-        require(self.pp == 1 or not self.drafts, "drafts: not with engine.pp above 1; must be 0")
+        require(self.pp == 1 or not self.drafts, "drafts: not supported with engine.pp above 1; must be 0")
         is_ahead, steps = self.args.get("async_scheduling"), self.pp > 1 or self.drafts
-        require(not (is_ahead and steps), "args.async_scheduling: not with engine.pp above 1 or engine.drafts")
+        require(
+            not (is_ahead and steps), "args.async_scheduling: not supported with engine.pp above 1 or engine.drafts"
+        )
 
     @property
     def ranks(self) -> int:

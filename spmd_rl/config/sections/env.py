@@ -127,7 +127,7 @@ class EnvConfig:
         cpu_numbers(self.cpus)
         for name in ("format_penalty", "ineffective_penalty"):
             value = getattr(self, name)
-            require(value <= 0, f"{name}: is added to the reward; must not be above 0, is {value}")
+            require(value <= 0, f"{name}: is added to the reward; must not be above 0, not {value}")
         for name in ("template", "next_template"):
             require("{observation}" in getattr(self, name), f"{name}: must contain {{observation}}")
         check_fields(self, template=FIELDS, next_template=FIELDS)
@@ -135,10 +135,11 @@ class EnvConfig:
             try:
                 groups = re.compile(self.pattern).groups
             except re.error as error:
-                raise UserError(f"pattern: {self.pattern!r} is no regular expression: {error}") from None
+                raise UserError(f"pattern: {self.pattern!r} is not a regular expression: {error}") from None
             known = ", ".join(ACTION_FORMATS)
             require(
-                groups == 1, f"pattern: {self.pattern!r} is none of {known} and no regular expression with one group"
+                groups == 1,
+                f"pattern: must be one of {known}, or a regular expression with one group, not {self.pattern!r}",
             )
 
     def pattern_for(self, tools: bool) -> str:
@@ -172,7 +173,7 @@ class EnvsConfig:
 
     def __post_init__(self) -> None:
         shares = [env.share for env in self.tags.values()]
-        require(not shares or any(shares), "share: that of one environment must be above 0")
+        require(not shares or any(shares), "share: at least one environment needs a share above 0")
 
 
 @dataclass

@@ -39,9 +39,9 @@ class LoraConfig:
         at_least(self, rank=0)
         above(self, alpha=0)
         one_of(self, base=("nf4",))
-        require(not (self.base and self.dora), "dora: not together with lora.base, whose rows' lengths are of 4 bits")
+        require(not (self.base and self.dora), "dora: not supported with lora.base, whose weights have 4 bits")
         require(0 <= self.dropout < 1, f"dropout: must be in [0, 1), not {self.dropout}")
-        require(self.targets is None or bool(self.targets), "targets: names no layer")
+        require(self.targets is None or bool(self.targets), "targets: must name at least one layer")
 
     @property
     def scaling(self) -> float:

@@ -106,7 +106,7 @@ class ServedModelConfig(ModelConfig):
     downloaded: `Qwen/Qwen2.5-0.5B-Instruct`, with `@REVISION` for a branch, tag or commit."""
     dtype: str = "auto"
     """Compute and engine dtype: `bfloat16`, `float32`, `float16` (with a loss scale that keeps gradients in its range),
-    or `auto`: bfloat16 if the hardware of all ranks multiplies it, else float32. Master weights and optimizer state are
+    or `auto`: bfloat16 if the hardware of all ranks supports it, else float32. Master weights and optimizer state are
     always float32.
     """
     trust_remote_code: bool = False

@@ -44,7 +44,7 @@ class PlacementConfig:
         given = [key for key in ("train", "generate") if getattr(self, key) is not None]
         require(self.is_split or not given, f"{', '.join(given)}: only with placement.mode=split or lent")
         ahead = not self.is_overlapped or self.max_staleness == 1
-        require(ahead, f"max_staleness: {self.max_staleness} is not what overlapped does: it is one step ahead, 1")
+        require(ahead, f"max_staleness: must be 1 with overlapped, one step ahead, not {self.max_staleness}")
 
     @property
     def frozen(self) -> dict[str, str]:

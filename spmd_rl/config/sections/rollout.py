@@ -39,7 +39,7 @@ class FilterConfig:
     def __post_init__(self) -> None:
         low, high = self.min_mean_score, self.max_mean_score
         empty = low is not None and high is not None and low > high
-        require(not empty, f"min_mean_score: {low} lies above max_mean_score {high}: no group can qualify")
+        require(not empty, f"min_mean_score: {low} is above max_mean_score {high}: no group can qualify")
         within(self, max_truncated=(0, 1))
         above(self, max_mean_tokens=0)
 
@@ -211,12 +211,10 @@ class RolloutConfig(SamplingConfig):
         # A single candidate has probability 1, hence no gradient.
         require(greedy is None, f"{greedy}: 1 leaves one token to draw, from which nothing can be learned")
         in_order = self.accept == "in_order" and self.tail == "none"
-        require(
-            self.claim == "store" or in_order, "claim: static deals in waves, which needs accept=in_order and tail=none"
-        )
+        require(self.claim == "store" or in_order, "claim: static needs accept=in_order and tail=none")
         require(
             not (self.partial_rollout and self.tail == "defer"),
-            "partial_rollout: a deferred prompt starts again; choose partial_rollout or tail",
+            "partial_rollout: not supported with tail, which starts a deferred prompt again; choose one of them",
         )
         enough = self.min_answers <= self.answers_per_prompt
         require(enough, f"min_answers: {self.min_answers} is more than answers_per_prompt {self.answers_per_prompt}")
@@ -268,7 +266,7 @@ class EvaluationConfig:
             known = re.fullmatch(r"ci95|(?:pass|maj)@([1-9][0-9]*)", name)
             require(bool(known), f"metrics: {name!r} is unknown; known: ci95, pass@K, maj@K")
             fits = not known[1] or int(known[1]) <= self.answers
-            require(fits, f"metrics: {name} needs as many answers, and answers is {self.answers}")
+            require(fits, f"metrics: {name} needs as many answers, but answers is {self.answers}")
 
 
 @dataclass

@@ -30,7 +30,7 @@ class TeachersConfig(TeacherConfig):
     `teacher.model`, that of a domain, or a hint. Its vocabulary must be the policy's.
     """
 
-    alone: bool = True
+    only: bool = True
     """Learn from the teacher alone; scores are measured and have no part in the gradient. `false`: the teacher's part
     is added to the algorithm's loss on the scores.
     """
@@ -76,4 +76,7 @@ class TeachersConfig(TeacherConfig):
         one_of(self, loss=DIVERGENCES)
         at_least(self, coef=0, top_k=1, reward_coef=0)
         require(0 < self.mix < 1, f"mix: must be between 0 and 1, not {self.mix:g}")
-        require(bool(self.coef or self.reward_coef), "coef: 0 leaves nothing to learn, and so does reward_coef")
+        require(
+            bool(self.coef or self.reward_coef),
+            "coef: is 0, as is reward_coef, so there is nothing to learn; set one above 0",
+        )

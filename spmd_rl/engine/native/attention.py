@@ -78,7 +78,9 @@ def paged_attention(
     """
     assert attention_mask is None
     if softcap is not None or s_aux is not None:
-        raise UserError(f"policy.model: engine=native knows no soft cap and no sinks ({type(module).__name__})")
+        raise UserError(
+            f"policy.model: engine=native supports no soft-capping and no attention sinks ({type(module).__name__})"
+        )
     num_tokens, num_filled = len(kv.slots), query.shape[2]
     query, key, value = (x[0].transpose(0, 1)[:num_tokens] for x in (query, key, value))
     out = kv.attend(module.layer_idx, query, key, value, scaling)

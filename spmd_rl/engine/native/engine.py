@@ -254,7 +254,8 @@ class NativeEngine(Engine):
 
 
 def _shape(row: RunningSequence) -> tuple[int, int]:
-    """Return a key of rows that feed equally many tokens, with lengths within a factor of two, or all at most 128."""
+    """Return the key of a row's bucket: rows with equal keys feed equally many tokens, and have lengths within a factor
+    of two (or all at most 128)."""
     return row.num_fed, (row.num_tokens - 1 >> 7).bit_length()
 
 
@@ -264,7 +265,6 @@ def _filled(num_tokens: int) -> int:
 
 
 def _width(num_tokens: int) -> int:
-    """Return the padded length of a table."""
     # Another padding would group the sums over keys differently, and change their bits.
     step = 16 if num_tokens <= 256 else 256
     return -(-num_tokens // step) * step

@@ -23,7 +23,8 @@ def blocks_for(num_tokens: int) -> int:
 
 
 def block_keys(token_ids: array) -> list[bytes]:
-    """Return the key of each full block of these tokens ('i'): 16 bytes of blake2b over the previous key and them."""
+    """Return the key of each full block of these tokens ('i'): 16 bytes of blake2b over the previous key and the
+    block's tokens."""
     data, size = token_ids.tobytes(), BLOCK * token_ids.itemsize
     keys = [b""]
     for end in range(size, len(data) + 1, size):

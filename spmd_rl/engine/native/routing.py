@@ -22,7 +22,7 @@ class ChosenExperts:
         kind = router_class(module)
         routers = [m for m in module.modules() if kind and isinstance(m, kind)]
         if not routers:
-            raise UserError("policy.router_replay: the model is no mixture of experts; must be false")
+            raise UserError("policy.router_replay: the model is not a mixture of experts; must be false")
         self._found: list[Tensor] = [torch.empty(0)] * len(routers)
         for place, router in enumerate(routers):
             router.register_forward_hook(partial(self._watch, place))

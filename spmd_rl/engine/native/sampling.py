@@ -28,7 +28,8 @@ def uniform(seed: int, index: int) -> float:
 
 
 def cut_off(logits: Tensor, rows: Sequence[SequenceState], constraint: Constraint) -> None:
-    """Mask, in place, tokens that the grammar forbids next in each row: logits [R, V], one token after the last."""
+    """Mask, in place, the tokens that the grammar forbids next. logits: [R, V], of the token after each row's last
+    one."""
     words = constraint.blank(len(rows))
     for number, row in enumerate(rows):
         if row.matcher is None:

@@ -37,7 +37,7 @@ class RunningSequence(SequenceState):
 
     @property
     def num_fed(self) -> int:
-        """Number of tokens to feed next: known but not stored yet."""
+        """Number of pending tokens: known, but not yet fed to the model and stored."""
         return self.num_tokens - self.num_stored
 
     @property

@@ -29,7 +29,7 @@ def build(
         from spmd_rl.engine.sglang.start import start
 
         shapes = expected_shapes(policy.model, policy.trust_remote_code)
-        replica = replica_group(world, "sglang", tp)  # [all] of the replica
+        replica = replica_group(world, "sglang", tp)  # [replica]
         scheduler = start(
             policy.model,
             getattr(torch, policy.dtype),

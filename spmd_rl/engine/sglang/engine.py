@@ -138,7 +138,6 @@ class SglangEngine(HostedEngine):
         return ended
 
     def _extend(self, row: SequenceState, req: Req) -> FinishReason | None:
-        """Append the new token; return the reason to stop, if any."""
         drawn = self._sampler.drawn[req.rid]
         # Without a sampled token the last fed token was the prompt's.
         if row.token_ids:
@@ -161,7 +160,7 @@ class SglangEngine(HostedEngine):
         self.version = None
         faults = self.take(weights)
         if self.under_way:
-            self._turn_away(version)
+            self._renew_cache_keys(version)
         else:
             self._flush(version)
         self.end_load(version, faults)
@@ -181,7 +180,7 @@ class SglangEngine(HostedEngine):
         if not self.scheduler.flush_cache(empty_cache=False):
             raise RunFailed(f"SGLang kept keys and values older than version {version}")
 
-    def _turn_away(self, version: int) -> None:
+    def _renew_cache_keys(self, version: int) -> None:
         """Keep new requests from using keys and values of older weights. Requests in progress keep theirs."""
         self.version = version
         for request in [*self.scheduler.inbox, *self.scheduler.waiting_queue]:

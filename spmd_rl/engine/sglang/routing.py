@@ -30,10 +30,10 @@ class RecordedExperts(RoutedExpertsCapturer):
     def create(
         *, model: nn.Module, model_config: Any, num_tokens: int, max_running_requests: int, device: str
     ) -> "RecordedExperts":
-        """[SGLang's] Make the recorder. UserError for a model whose layers do not expose their choices."""
+        """Make the recorder; called by SGLang. UserError for a model whose layers do not expose their choices."""
         layers = [module.layer_id for module in model.modules() if isinstance(module, TopK)]
         if not layers:
-            raise UserError("policy.router_replay: SGLang knows the model as no mixture of experts; must be false")
+            raise UserError("policy.router_replay: for SGLang the model is not a mixture of experts; must be false")
         config, shared = model_config.hf_text_config, model.shared_experts_config.num_fused_shared_experts
         prompt = get_schedule().chunked_prefill_size or 0
         most = max(prompt if prompt > 0 else num_tokens, max_running_requests)

@@ -1,4 +1,4 @@
-"""`CountedSampler`: the native engine's sampling in SGLang's batches.
+"""`SeededSampler`: the native engine's sampling in SGLang's batches.
 
 SGLang's sampler refuses `min_p` with a seed, applies `top_k`, `top_p` and `min_p` in another order, and takes logprobs
 of a truncated draw from the whole distribution.
@@ -26,7 +26,7 @@ class Drawn(NamedTuple):
     experts: Sequence[int]
 
 
-class CountedSampler(Sampler):
+class SeededSampler(Sampler):
     """Sampler that draws token t of a request from (seed, t), independent of the batch."""
 
     def __init__(self, constraint: Constraint | None = None, experts: RecordedExperts | None = None) -> None:

@@ -28,7 +28,7 @@ from spmd_rl.base.hub import model_folder
 from spmd_rl.engine.guest import as_world, check_args
 from spmd_rl.engine.sglang.guest import unpinned
 from spmd_rl.engine.sglang.routing import recorded_experts, recording_experts
-from spmd_rl.engine.sglang.sampler import CountedSampler
+from spmd_rl.engine.sglang.sampler import SeededSampler
 from spmd_rl.model.constraint import Constraint
 
 ALWAYS = {
@@ -53,12 +53,12 @@ ALWAYS = {
 REASONS = {
     "disable_overlap_schedule": "or a batch would be scheduled before the last one's tokens are read",
     "disable_radix_cache": "or the answers to one prompt would compute it again and again",
-    "schedule_policy": "so that requests are admitted in the order of their claims",
+    "schedule_policy": "so that requests are admitted in the order of `add`",
     "speculative_algorithm": "as drafts are accepted by a sampler that reports other logprobs",
     "quantization": "or logprobs would be another model's than the trainer's",
     "watchdog_timeout": "or a long step would end the launcher; the journal finds stalls",
     "load_format": "as the trainer publishes the weights",
-    "sampling_backend": "in whose place stands the native engine's rule",
+    "sampling_backend": "as this engine replaces the sampler",
 }
 OURS = {
     "model_path": "policy.model",
@@ -170,7 +170,7 @@ def start(
         place = SpawnRanks(world_rank=dist.get_rank(replica), dp_rank=None, gpu_id=device.index or 0)
         publish(settings, role="scheduler", ranks=place)
         scheduler = HostedScheduler(settings, ports)
-    scheduler.tp_worker.model_runner.sampler = CountedSampler(constraint, recorded_experts())
+    scheduler.tp_worker.model_runner.sampler = SeededSampler(constraint, recorded_experts())
     if scheduler.max_total_num_tokens < kv_tokens:
         raise UserError(
             f"engine.kv_tokens: the device has room for {scheduler.max_total_num_tokens} tokens, not {kv_tokens}; "

@@ -1,7 +1,7 @@
 """vLLM in the rank's process: the engine for throughput, one replica over `engine.tp` x `engine.pp` neighbours.
 
-Pinned by `tests/unit/test_vllm_contract.py`, which tests each behaviour of vLLM that this folder needs, and
-`test_vllm_surface.py`, which checks names, parameters and defaults. Torch-free until it builds.
+`tests/unit/test_vllm_contract.py` tests each behaviour of vLLM that this folder needs, and `test_vllm_surface.py`
+checks names, parameters and defaults. Torch-free until it builds.
 """
 
 from typing import Any

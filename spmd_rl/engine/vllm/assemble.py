@@ -46,7 +46,7 @@ def build(
             max_running=settings.max_running,
             kv_tokens=settings.kv_tokens,
             local_rank=world.local_rank,
-            replica=replica_group(world, "vllm", settings.ranks),  # [all] of the replica
+            replica=replica_group(world, "vllm", settings.ranks),  # [replica]
             sleeps=sleeps,
             trust=policy.trust_remote_code,
             drafts=settings.drafts,

@@ -37,8 +37,8 @@ from spmd_rl.engine.vllm.start import TIES, model_of, stop
 from spmd_rl.types import Completion, FinishReason, Request
 
 TEMPERATURES = (0.01, 2.0)
-"""Range of temperatures besides 0. vLLM would silently raise a lower one to this, and report logprobs at another
-temperature."""
+"""Range of temperatures besides 0. vLLM silently raises a lower one to the first number, and so reports logprobs at
+another temperature."""
 
 
 class VllmEngine(HostedEngine):
@@ -132,7 +132,6 @@ class VllmEngine(HostedEngine):
         return ended
 
     def _extend(self, row: SequenceState, new: CompletionOutput) -> FinishReason | None:
-        """Append new tokens; return the reason to stop, if any."""
         found, request = new.logprobs, row.request
         for token, begin, end in zip(new.token_ids, found.start_indices, found.end_indices, strict=True):
             candidates: list[int] = []

@@ -19,7 +19,7 @@ from spmd_rl.base.errors import UserError
 from spmd_rl.model.low_precision import SCALE, W8A8
 
 COLUMNS = 64
-"""Nonzero inputs per row of the fixed input: so few that a sum reveals each wrong number."""
+"""Number of nonzero columns in each row of the test input: so few that one wrong weight changes a sum visibly."""
 
 
 def engine_args(form: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def check_int8() -> None:
     if not (sums == 64 * 127 * 127).all():
         raise UserError(
             "engine.quantization: w8a8_int8 gives wrong sums on this CPU, which has no VNNI instructions; "
-            "say w8a8_fp8, or int8, which rounds the weights alike and computes in policy.dtype"
+            "use w8a8_fp8, or int8, which rounds the weights alike and computes in policy.dtype"
         )
 
 
@@ -86,6 +86,7 @@ class Outputs:
         """dtype: of the layers' outputs."""
         (self._held, self._largest), self._dtype = W8A8[form], dtype
         self._wanted: dict[str, tuple[Tensor, Tensor]] = {}
+        """By layer: the expected output of each matrix, and the sum of its terms' sizes, which bounds the rounding."""
 
     def noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights unchanged and record outputs; each matrix comes before its rows' factors."""
@@ -116,7 +117,7 @@ class Outputs:
             computed = module.quant_method.apply(module, given).float()
             of_parts = computed.split([sums.shape[1] for sums, _ in wanted.values()], 1)
             for (part, (sums, sizes)), own in zip(wanted.items(), of_parts, strict=True):
-                # One rounding of what is handed on; sums of FP8 need not be those of float32.
+                # Allowed: one rounding of the output to its dtype, and the inexact sums of FP8 kernels.
                 slack = torch.finfo(self._dtype).eps * sums.abs() + 2**-13 * sizes * (self._held != torch.int8)
                 if not ((own - sums).abs() <= slack).all():
                     found.append(f"the engine computes with another {part} than it was given")

@@ -56,11 +56,11 @@ ALWAYS = {
 DEFAULTS = {"async_scheduling": False}
 """Defaults of arguments that the user may change."""
 REASONS = {
-    "enable_expert_parallel": "as the CPU's kernel ends the process, and no GPU has shown it",
+    "enable_expert_parallel": "as vLLM's CPU kernel crashes with it, and it is untested on GPUs",
     "enable_prefix_caching": "or the answers to one prompt would compute it again and again",
     "logprobs_mode": "the logprobs of what was drawn from",
     "load_format": "as the trainer publishes the weights",
-    "generation_config": "or the model's own would sample and stop otherwise than the settings say",
+    "generation_config": "or the model's own would replace the settings of sampling",
 }
 OURS = {
     "model": "policy.model",
@@ -68,7 +68,7 @@ OURS = {
     "trust_remote_code": "policy.trust_remote_code",
     "tensor_parallel_size": "engine.tp",
     "pipeline_parallel_size": "engine.pp",
-    "data_parallel_size": "the number of replicas, ranks / engine.tp / engine.pp,",
+    "data_parallel_size": "the number of ranks",
     "max_num_seqs": "engine.max_running",
     "num_gpu_blocks_override": "engine.kv_tokens",
     "kv_cache_memory_bytes": "engine.kv_tokens",
@@ -121,9 +121,9 @@ def start(
     class Executor(ExecutorWithExternalLauncher):
         """vLLM's executor without torchrun's variables.
 
-        The address is unused, as the default group exists. On the CPU its last part names shared memory through which
-        ranks would reduce, spinning, in files that outlive them. Ranks with different names reduce over gloo instead,
-        so each rank and start uses a new one.
+        The address is unused, as the default group exists. On the CPU vLLM would reduce through shared memory named
+        after its last part: it busy-waits, and its files stay behind. Ranks with different names reduce over gloo
+        instead, so each rank and start uses a new one.
         """
 
         world = replica
@@ -153,7 +153,7 @@ def _lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[s
     max_tokens = min(config.max_position_embeddings, kv_tokens)
     if not cpu:
         return {"max_model_len": max_tokens, "max_num_batched_tokens": max(DEVICE_TOKENS, max_tokens)}
-    # A seeded generator that sampled for part of a prompt can only be wound back on an accelerator.
+    # On the CPU vLLM cannot rewind a seeded generator after a chunk of a prompt, so prompts are computed whole.
     whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, max_tokens)}
     return {"max_model_len": max_tokens, "block_size": CPU_BLOCK, "enforce_eager": True, **whole}
 

@@ -86,7 +86,7 @@ class Tester:
         outcomes = self._outcomes(survey)
         why = next((f"{name}: {why}" for name, why in outcomes if why), "")
         if not (client.asked or client.refused or self._beside):
-            raise BadTests(f"the tests ask the program nothing {why}")
+            raise BadTests(f"the tests never call the program {why}")
         if not outcomes:
             raise BadTests("there are no tests")
         return [not why for _, why in outcomes], why[:1000]

@@ -59,7 +59,6 @@ class Bench:
         )
 
     def _write_model(self) -> Path:
-        """Write this rank's copy of the model, the same on every rank."""
         path = self.folder / "model"
         if not path.exists():
             # The same weights on every rank, without a change of the global generator.

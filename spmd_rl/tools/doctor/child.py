@@ -18,7 +18,7 @@ from spmd_rl.base.errors import UserError, one_line
 from spmd_rl.base.process import die_with_parent
 from spmd_rl.tools.doctor.checks import REPORT, Check, CheckOutcome, Failed, Options, Skipped
 
-SETTING = "mend the setting that the message names"
+SETTING = "correct the setting that the message names"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -53,11 +53,10 @@ def dtype(bench: Bench) -> str:
     hardware = f"; {choose_dtype(device)[1]}" if device.type == "cpu" else ""
     choice = "bfloat16" if ratio > 1 else "float32"
     rate = 2 * size**3 / seconds[torch.bfloat16] / 1e12
-    return f"bfloat16 at {ratio:.1f} x float32's speed, {rate:.2g} TFLOP/s{hardware}: take policy.dtype={choice}"
+    return f"bfloat16 at {ratio:.1f} x float32's speed, {rate:.2g} TFLOP/s{hardware}: set policy.dtype={choice}"
 
 
 def _best(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the least seconds of `work`, after one run to warm up."""
     found = []
     for _ in range(repeats + 1):
         began = time.perf_counter()

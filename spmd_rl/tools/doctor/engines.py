@@ -55,7 +55,6 @@ def generate(name: str, bench: Bench) -> str:
 
 
 def _answers(engine) -> list[list[int]]:
-    """Return the token ids of each answer, in the order of the requests."""
     for number in range(REQUESTS):
         prompt = array("i", [3 + (13 * i + 17 * number) % 500 for i in range(PROMPT)])
         engine.add(Request(f"doctor-{number}", prompt, NEW_TOKENS, 0.0, seed=0, order=(0, number, 0)))

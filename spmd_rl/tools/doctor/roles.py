@@ -76,7 +76,7 @@ def offload(bench: Bench) -> str:
     """[all] Offload the policy and load it again: the bytes must be the same; and measure the bandwidth."""
     before = prints(bench)  # [all]
     if prints(bench) != before:  # [all]
-        raise Failed("weights differ after the way to host memory and back", REPORT)
+        raise Failed("weights differ after a copy to host memory and back", REPORT)
     device = bench.world.device
     size = OFFLOADED["cpu" if device.type == "cpu" else "device"]
     tensor = torch.arange(size // 4, device=device, dtype=torch.int32)
@@ -90,7 +90,7 @@ def offload(bench: Bench) -> str:
     same = bool((tensor == torch.arange(size // 4, device=device, dtype=torch.int32)).all())
     seconds = time.perf_counter() - began
     if not same:
-        raise Failed("a tensor differs after the way to host memory and back", REPORT)
+        raise Failed("a tensor differs after a copy to host memory and back", REPORT)
     where = "" if device.type != "cpu" else ", within host memory: a run on the CPU moves nothing"
     return f"the same bytes, {2 * size / seconds / 2**30:.1f} GiB/s{where}"
 
@@ -113,7 +113,7 @@ def checkpoint(bench: Bench) -> str:
     with policy.awake():
         policy.update(batch(bench), loss, 1.0)  # [all]
     if prints(bench) == before:  # [all]
-        raise Failed("an update left the weights as they were", REPORT)
+        raise Failed("an update did not change the weights", REPORT)
     resumed = time.perf_counter()
     step = saver.restore()  # [all]
     ended = time.perf_counter()

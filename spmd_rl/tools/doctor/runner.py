@@ -45,7 +45,7 @@ def run_checks(checks: Sequence[Check], options: Options, ranks: Ranks, verdicts
             ]
         # Another rank came further before it failed; all continue at the same check.
         for check in checks[len(results) : max(reached)]:
-            results.append(CheckOutcome(check.name, "failed", "this rank did not come so far"))
+            results.append(CheckOutcome(check.name, "failed", "this rank did not get this far"))
         attempt += 1
     return results
 
@@ -131,7 +131,7 @@ class CheckProcess:
     def _too_slow(self, check: Check, seconds: float, hurried: bool) -> CheckOutcome:
         if hurried:
             return CheckOutcome(check.name, "failed", "waited for a rank that had failed", "", seconds)
-        told = f"not done after {check.limit:g} s; the last line of {self.log}: {self._last_line()}"
+        told = f"not finished after {check.limit:g} s; the last line of {self.log}: {self._last_line()}"
         return CheckOutcome(check.name, "failed", told, HANG, seconds, weight=1)
 
     def _last_line(self) -> str:

@@ -51,7 +51,7 @@ def show(cfg: RlConfig) -> None:
         for line in nearest(cfg, len(placement.train), found[0], room(cfg.plan), _fits):
             console.print(line)
     if any(row.total > room(cfg.plan) for row in of_engine):
-        console.print("ranks that generate need a smaller engine.kv_tokens, or a larger engine.tp")
+        console.print("generator ranks need a smaller engine.kv_tokens, or a larger engine.tp")
 
 
 def _placement(cfg: RlConfig) -> Placement:
@@ -73,7 +73,6 @@ def planned_ranks(cfg: RlConfig, placement: Placement) -> tuple[list[int], list[
 
 
 def _traced(cfg: RlConfig, placement: Placement, ranks: Sequence[int]) -> list[Trace]:
-    """Return the traces of training ranks."""
     size = len(placement.train)
     return [replace(trace(cfg, placement.train.index(rank), size), rank=rank) for rank in ranks]
 

@@ -97,7 +97,6 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 def _makes_floats(func: Any, kwargs: Any) -> bool:
-    """Return True if an operation without tensor arguments makes floating-point numbers."""
     if kwargs.get("device") == META:
         return False
     dtype = kwargs.get("dtype")

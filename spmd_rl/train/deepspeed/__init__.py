@@ -14,21 +14,23 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
     """Raise a UserError for settings that this backend does not support."""
     train = role.train
     if train.offload_param and train.stage != 3:
-        raise UserError(f"{role.key}.offload_param: only with {role.key}.stage=3, which alone shares parameters out")
+        raise UserError(f"{role.key}.offload_param: needs {role.key}.stage=3, which alone shards parameters")
     if train.offload_param and not train.offload_optimizer and role.optimizer:
-        raise UserError(f"{role.key}.offload_param: only with {role.key}.offload_optimizer=true")
+        raise UserError(f"{role.key}.offload_param: needs {role.key}.offload_optimizer=true")
     if train.activation_checkpointing == "selective" and train.stage == 3 and role.optimizer:
         # The first backward pass would fail: torch finds other operations in it than in the forward pass.
-        raise UserError(f"{role.key}.activation_checkpointing: selective only with {role.key}.stage=1 or 2")
+        raise UserError(f"{role.key}.activation_checkpointing: selective needs {role.key}.stage=1 or 2")
     for key in ROUTING:
         if getattr(role.own, key, None):
-            raise UserError(f"{role.name}.{key}: train=deepspeed has it not; must be {type(getattr(role.own, key))()}")
+            raise UserError(
+                f"{role.name}.{key}: not supported by train=deepspeed; must be {type(getattr(role.own, key))()}"
+            )
     if role.lora.rank and role.lora.dora:
-        raise UserError(f"{role.section or role.name}.lora.dora: train=deepspeed has it not; must be False")
+        raise UserError(f"{role.section or role.name}.lora.dora: not supported by train=deepspeed; must be False")
     out = unsupported("deepspeed")
     if out or installed("deepspeed") is None:
         found = f"DeepSpeed {out[0]} is not {out[1]}" if out else "DeepSpeed is not installed here"
-        raise UserError(f"{role.key}.name=deepspeed: {found}; pip install 'spmd-rl[deepspeed]', or say train=fsdp2")
+        raise UserError(f"{role.key}.name=deepspeed: {found}; pip install 'spmd-rl[deepspeed]', or set train=fsdp2")
 
 
 def build(role: RoleConfig, layout: Any, source: Any) -> Any:

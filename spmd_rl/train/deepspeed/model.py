@@ -143,7 +143,6 @@ class DeepSpeedModel:
             self._partition.refresh()  # [all]
 
     def run(self, loop: MicrobatchLoop) -> None:
-        """Run all micro-batches of `loop`, see `ShardedModel`."""
         losses: list[Tensor] = []
         num_steps = int(self._steps)
 
@@ -159,7 +158,7 @@ class DeepSpeedModel:
             # DeepSpeed divides the loss by the number of ranks; gradients here are sums.
             self._engine.backward(losses.pop() * self._world.size)
 
-        self._adapters.begin(loop.is_trained)
+        self._adapters.set_dropout(loop.is_trained)
         with self._adapters.hidden(loop.args.is_base):
             walk(loop, self._layout, alone(loop), forward, backward)
 
@@ -185,7 +184,6 @@ class DeepSpeedModel:
         return float(torch.stack(torch._foreach_norm(found)).double().square().sum()) if found else 0.0
 
     def step(self, lr: float, norm: float | None) -> None:
-        """Clip the gradients and update the weights, see `ShardedModel`."""
         most = self._role.optimizer.max_grad_norm
         self._optimizer.open(lr, None if norm is None else min(1.0, most / max(norm, most)))
         self._engine.step()  # [all]

@@ -12,7 +12,7 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
     """Raise a UserError for settings that this backend does not support."""
     train = role.train
     if train.compile and (axis := next((axis for axis in ("tp", "cp", "ep", "pp") if train.axes[axis] > 1), "")):
-        raise UserError(f"{role.key}.compile: not together with {axis} > 1")
+        raise UserError(f"{role.key}.compile: not supported with {axis} > 1")
     # Each stage would scale its input again.
     if train.pp > 1 and (kind := model.get("model_type")) in SCALES_HIDDEN_STATES:
         raise UserError(f"{role.key}.pp: {kind} scales its hidden states; must be 1")
@@ -26,11 +26,13 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
 
 def _refuse_with_adapters(role: RoleConfig, section: str) -> None:
     if role.train.compile:
-        raise UserError(f"{role.key}.compile: not together with {section}.lora")
+        raise UserError(f"{role.key}.compile: not supported with {section}.lora")
     if role.own.optimizer != "adamw":
-        raise UserError(f"{section}.optimizer: {role.own.optimizer} is not for {section}.lora; must be adamw")
+        raise UserError(
+            f"{section}.optimizer: {role.own.optimizer} is not supported with {section}.lora; must be adamw"
+        )
     if role.lora.dora and role.train.tp > 1:
-        raise UserError(f"{section}.lora.dora: not together with {role.key}.tp > 1")
+        raise UserError(f"{section}.lora.dora: not supported with {role.key}.tp > 1")
 
 
 def build(role: RoleConfig, layout: Any, source: Any) -> Any:

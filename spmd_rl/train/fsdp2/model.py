@@ -174,7 +174,6 @@ class FSDP2Model(ABC):
         self.sleep()
 
     def run(self, loop: MicrobatchLoop) -> None:
-        """Run all micro-batches of `loop`, see `ShardedModel`."""
         stage, scales = self._pipeline, loop.is_trained and self._loss_scale.is_used
         num_steps = self._optimizer.num_steps if loop.is_trained else 0
         if loop.is_trained:
@@ -199,7 +198,7 @@ class FSDP2Model(ABC):
             shard.sum_over_copies(self.module, now=step.microbatch == loop.count - 1)
             stage.backward()
 
-        self._adapters.begin(loop.is_trained)
+        self._adapters.set_dropout(loop.is_trained)
         steps = stage.steps(loop.count, loop.is_trained)
         with self._adapters.hidden(loop.args.is_base):
             walk(loop, self._layout, steps, forward, backward, self._around)
@@ -220,7 +219,6 @@ class FSDP2Model(ABC):
         return self._optimizer.local_grad_square(1 / self._loss_scale.factor)  # [all]
 
     def step(self, lr: float, norm: float | None) -> None:
-        """Clip the gradients and update the weights, see `ShardedModel`."""
         self._changed = 0.0
         if norm is not None:
             self._changed = self._optimizer.step(lr, norm)

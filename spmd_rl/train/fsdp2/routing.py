@@ -36,7 +36,9 @@ class Routing:
         self._speed = settings.router_bias_update_speed
         kind, name = router_class(model), model.config.name_or_path or type(model).__name__
         if settings.router_aux_coef and kind is None:
-            raise UserError(f"policy.router_aux_coef: {name} has no routers that transformers tells of; must be 0")
+            raise UserError(
+                f"policy.router_aux_coef: {name} has no routers whose logits transformers returns; must be 0"
+            )
         self._biased = {key: m for key, m in model.named_modules() if kind and isinstance(m, kind) and hasattr(m, BIAS)}
         if self._speed and not self._biased:
             raise UserError(f"policy.router_bias_update_speed: the routers of {name} have no {BIAS}; must be 0")

@@ -102,7 +102,7 @@ def cut(model: nn.Module, layout: Layout, vpp: int = 1) -> tuple[dict[str, Held]
     # Saved buffers would be exported too.
     odd += [name for name, _ in model.named_buffers() if name in model.state_dict()]
     if odd or embedding not in around:
-        raise UserError(f"{layout.key}.pp: {type(model).__name__} has {odd or 'weights'} beside its layers; must be 1")
+        raise UserError(f"{layout.key}.pp: {type(model).__name__} has {odd or 'weights'} outside its layers; must be 1")
     held = {name: Held(tuple(sorted(holders[p])), p.shape, p.requires_grad) for name, p in model.named_parameters()}
     gone = []
     for name, module in list(model.named_modules()):

@@ -74,14 +74,13 @@ def _plan(model: nn.Module, layout: Layout) -> dict[str, str]:
 
 
 def _unsupported(model: nn.Module, planned: Mapping[str, str]) -> str:
-    """Return the unsupported part of a plan; empty if all is supported."""
     if unknown := sorted({style for style in planned.values() if style not in (COLUMNS, ROWS, _WHOLE)}):
         return f"uses {unknown[0]!r}, which is not supported"
     if not planned:
-        return "says nothing of its layers"
+        return "does not cover its layers"
     blocks = _blocks(planned, ROWS)
     if alone := _blocks(planned, COLUMNS) - blocks:
-        return f"shares out {min(alone)} and sums it up nowhere"
+        return f"splits {min(alone)} and never sums its parts"
     attention = {name for name, module in model.named_modules() if type(module).__name__.endswith("Attention")}
     return f"leaves out {min(attention - blocks)}, which must see all tokens" if attention - blocks else ""
 

@@ -27,17 +27,19 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
     out = unsupported("megatron-core")
     if out or installed("megatron-core") is None:
         found = f"megatron-core {out[0]} is not {out[1]}" if out else "megatron-core is not installed here"
-        raise UserError(f"{role.key}.name=megatron: {found}; pip install 'spmd-rl[megatron]', or say train=fsdp2")
+        raise UserError(f"{role.key}.name=megatron: {found}; pip install 'spmd-rl[megatron]', or set train=fsdp2")
     if kind is not None and kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise UserError(f"{role.key}.name: train=megatron does not know {kind}, but {known}; train=fsdp2 may")
+        raise UserError(f"{role.key}.name: train=megatron does not support {kind}; known: {known}. train=fsdp2 may")
     if train.activation_checkpointing == "selective":
-        raise UserError(f"{role.key}.activation_checkpointing: train=megatron has `full` and `none`")
+        raise UserError(f"{role.key}.activation_checkpointing: train=megatron supports only full and none")
     for key, default in {"dropout": 0.0, "dora": False}.items():
         if role.lora.rank and getattr(role.lora, key) != default:
-            raise UserError(f"{role.section or role.name}.lora.{key}: not with train=megatron; must be {default}")
+            raise UserError(
+                f"{role.section or role.name}.lora.{key}: not supported by train=megatron; must be {default}"
+            )
     if getattr(role.own, "router_aux_coef", 0.0) and kind is not None and kind not in MIXTURES:
-        raise UserError(f"{role.name}.router_aux_coef: {kind} is no mixture of experts; must be 0")
+        raise UserError(f"{role.name}.router_aux_coef: {kind} is not a mixture of experts; must be 0")
     if getattr(role.own, "router_bias_update_speed", 0.0) and kind not in (None, LATENT):
         raise UserError(f"{role.name}.router_bias_update_speed: the routers of {kind} have no biases; must be 0")
     _check_model(role, model)
@@ -46,11 +48,10 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
 
 
 def _check_model(role: RoleConfig, model: dict[str, Any]) -> None:
-    """Raise a UserError if Megatron lacks a layer, or ranks cannot split it equally."""
     if (act := model.get("hidden_act", "silu")) != "silu":
-        raise UserError(f"{role.key}.name: train=megatron has not the activation {act} of this model")
+        raise UserError(f"{role.key}.name: train=megatron does not support the activation {act} of this model")
     if biased := next((key for key in BIASES if model.get(key)), ""):
-        raise UserError(f"{role.key}.name: train=megatron has no place for the biases of this model: {biased}")
+        raise UserError(f"{role.key}.name: train=megatron does not support the biases of this model: {biased}")
     heads = model.get("num_attention_heads")
     sizes = {"attention heads": heads, "key-value heads": model.get("num_key_value_heads", heads)}
     sizes["columns of the MLP"] = model.get("intermediate_size")
@@ -58,10 +59,10 @@ def _check_model(role: RoleConfig, model: dict[str, Any]) -> None:
         sizes["columns of the shared experts"] = model.get("moe_intermediate_size")
     for what, size in sizes.items():
         if size and size % role.train.tp:
-            raise UserError(f"{role.key}.tp: Megatron cannot share {size} {what} out over {role.train.tp} ranks")
+            raise UserError(f"{role.key}.tp: Megatron cannot divide {size} {what} among {role.train.tp} ranks")
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     if (kind := rope.get("rope_type") or rope.get("type")) == "longrope" or (kind == "yarn" and not is_latent):
-        raise UserError(f"{role.key}.name: train=megatron has no rotary positions of the type {kind} yet")
+        raise UserError(f"{role.key}.name: train=megatron does not support rotary positions of the type {kind} yet")
 
 
 def _check_latent(role: RoleConfig, model: dict[str, Any]) -> None:
@@ -76,7 +77,7 @@ def _check_latent(role: RoleConfig, model: dict[str, Any]) -> None:
         "num_experts_per_tok": limits or chosen < 2,
     }
     if key := next((key for key, is_odd in odd.items() if is_odd), None):
-        raise UserError(f"{role.key}.name: train=megatron has not the {key} of this model: {model.get(key)}")
+        raise UserError(f"{role.key}.name: train=megatron does not support the {key} of this model: {model.get(key)}")
 
 
 def build(role: RoleConfig, layout: Any, source: Any) -> Any:

@@ -138,7 +138,6 @@ def _finalize(chunks: list[nn.Module], num_tokens: Tensor | None, **given: Any) 
 
 
 def _masters(optimizer: DistributedOptimizer) -> list[Master]:
-    """Return this rank's masters, with AdamW's state."""
     # torch would create the state only in the first step, too late for loading a checkpoint.
     parameters = chain(*optimizer.model_float16_groups, *optimizer.model_fp32_groups)
     weights = chain(*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups)

@@ -126,9 +126,7 @@ def check_files(parameters: Sequence[Parameter], files: WeightFiles, module: nn.
         raise UserError(f"policy.model: {files.folder} lacks {len(missing)} weights, among them {missing[0]}")
     tied = {"lm_head.weight"} if is_tied else set()
     if unknown := sorted(name for name in set(files.names) - wanted - tied if not is_ignored(module, name)):
-        raise UserError(
-            f"policy.model: {files.file_of(unknown[0])} holds {unknown[0]}, for which Megatron has no place"
-        )
+        raise UserError(f"policy.model: {files.file_of(unknown[0])} holds {unknown[0]}, which Megatron's model lacks")
 
 
 def parts_of(tensor: Tensor, own: Region, pieces: Sequence[Piece]) -> Iterator[StoredPart]:

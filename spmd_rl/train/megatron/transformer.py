@@ -334,7 +334,6 @@ def chunks_of(
 
 
 def _prepare_process() -> None:
-    """Set up Megatron's global state, once a process."""
     # Its sequence-parallel layers need it.
     tracker = get_cuda_rng_tracker()
     if RANDOM not in tracker.get_states():

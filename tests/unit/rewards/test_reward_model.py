@@ -79,7 +79,7 @@ def test_what_is_too_long_is_rejected_and_the_others_are_not(path):
 
 
 def test_construction_loads_nothing_and_finds_mistakes(path, tmp_path):
-    with pytest.raises(ValueError, match="no sequence classification model, but LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="not a sequence classification model but LlamaForCausalLM"):
         ModelReward(str(tiny("llama", tmp_path)))
     with pytest.raises(FileNotFoundError):
         ModelReward("/no/such/model")

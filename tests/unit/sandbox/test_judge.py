@@ -369,7 +369,7 @@ FORGED = {
 def test_no_program_makes_its_fault_that_of_the_tests(sandbox, name):
     """It speaks in the place of what serves it, and the process of the tests dies before it has asked anything."""
     result = sandbox.check(f"{SAYS}{FORGED[name]}\ntime.sleep(99)", ["assert f(1) == 2"], limits=TIGHT)
-    assert result.passed == (False,) and "by what the code did" in result.detail
+    assert result.passed == (False,) and "caused by the code" in result.detail
 
 
 def test_the_limit_of_a_message_can_be_set(sandbox):
