@@ -106,13 +106,9 @@ class Compressibility:
     """A rewarder with the negative size of the PNG in thousands of bytes: plain pictures win (DDPO, arXiv
     2305.13301, with PNG in the place of JPEG)."""
 
-    def __init__(self, sign: float = -1.0) -> None:
-        """sign: 1 rewards what does not compress."""
-        self._sign = sign
-
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """Measure the size."""
-        return Verdict("ok", self._sign * len(base64.b64decode(answer.removeprefix(URL))) / 1000)
+        return Verdict("ok", -len(base64.b64decode(answer.removeprefix(URL))) / 1000)
 
 
 # Scores of models: the scaled cosine of the embeddings of picture and prompt over 100, as in CLIP score and PickScore

@@ -118,7 +118,9 @@ def copy_side_files(model_dir: Path, path: Path, dtype: str) -> None:
     config = json.loads(config_file.read_text(encoding="utf-8"))
     # `torch_dtype` is the old name of `dtype` in transformers; both together could contradict each other.
     config.pop("torch_dtype", None)
-    config["dtype"] = dtype
+    # diffusers reads the dtype from the weights, and fails at a key that its class does not have.
+    if "_class_name" not in config:
+        config["dtype"] = dtype
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

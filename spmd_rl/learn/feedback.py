@@ -48,6 +48,8 @@ class Item:
 
 
 Log = Callable[[int, Iterable[SampleRow]], None]
+HELD_OUT = {"val/score/mean": "critic/score/mean", "val/error_share": "rollout/error_share"}
+"""Metrics of an evaluation, by those of a step"""
 
 
 class Feedback:
@@ -76,11 +78,9 @@ class Feedback:
         with self._world.phase("prepare"):
             updates = [self._items(number) for number in range(self._cfg.train.updates_per_step)]
             if self._reference is not None:
-                velocities = [self._frozen("prepare: reference", self._reference, items) for items in updates]  # [all]
-                updates = [_with(items, "reference", found) for items, found in zip(updates, velocities, strict=True)]
+                updates = [self._frozen("reference", self._reference, items) for items in updates]  # [all]
             if self._cfg.feedback.loss == "nft":
-                velocities = [self._frozen("prepare: old policy", self._policy, items) for items in updates]  # [all]
-                updates = [_with(items, "old", found) for items, found in zip(updates, velocities, strict=True)]
+                updates = [self._frozen("old", self._policy, items) for items in updates]  # [all]
         return updates
 
     def update(self, updates: list[list[Item]]) -> Metrics:
@@ -99,9 +99,8 @@ class Feedback:
         if gallery is None:
             return {}
         log(step, self.rows(gallery, "eval"))
-        share = 1 - len(gallery.keys) / gallery.num_pictures
-        mean = {"val/score/mean": sum(gallery.scores) / len(gallery.scores)} if gallery.scores else {}
-        return {**mean, "val/error_share": share}
+        found = gallery.metrics()
+        return {name: found[key] for name, key in HELD_OUT.items() if key in found}
 
     # Items
 
@@ -145,10 +144,13 @@ class Feedback:
         device = self._world.device
         return (Item(one, place, weights.to(device), advantages.to(device)) for place in places)
 
-    def _frozen(self, name: str, role: Any, items: list[Item]) -> list[Tensor]:
-        """[all] Return the velocities of a role at the latents that items are trained at."""
+    def _frozen(self, name: str, role: Any, items: list[Item]) -> list[Item]:
+        """[all] Return items with a role's velocities at their latents as field `name`."""
         with role.awake():
-            return role.compute(name, items, lambda net, item: self._rollouts.paint(net, *self._at(item)))  # [all]
+            found = role.compute(
+                f"prepare: {name}", items, lambda net, item: self._rollouts.paint(net, *self._at(item))
+            )  # [all]
+        return [replace(item, **{name: velocity}) for item, velocity in zip(items, found, strict=True)]
 
     def _at(self, item: Item) -> tuple[Tensor, dict[str, Tensor], float]:
         """Return latents, conditions and noise level at which an item is trained (`grpo`, `nft`)."""
@@ -216,10 +218,6 @@ class Feedback:
                         *(*key, prompt.id, prompt.domain, prompt.messages, prompt.ground_truth, [turn], about),
                         *(advantage, reason is None, reason),
                     )
-
-
-def _with(items: list[Item], name: str, found: list[Tensor]) -> list[Item]:
-    return [replace(item, **{name: velocity}) for item, velocity in zip(items, found, strict=True)]
 
 
 def _summed(losses: Tensor, weights: Tensor, metrics: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:

@@ -102,7 +102,7 @@ class PictureRollouts:
         count, feedback = self._cfg.pictures.prompts_per_step, self._cfg.feedback
         tickets = range((step - 1) * count, step * count)
         asked = [(ticket, self.prompts.ticket(ticket, self._cfg.seed)[1]) for ticket in tickets]
-        window, moves = feedback.window, (step - 1) // feedback.window_every
+        window, moves = feedback.window, (step - 1) // feedback.window_every if feedback.window_every else 0
         is_sde = feedback.loss == "grpo"
         trained = trained_steps(self._cfg.pictures.steps, window, moves) if is_sde else range(0)
         with self._world.phase("generate"):

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from spmd_rl import sidecar
 from spmd_rl.base.errors import printable
+from spmd_rl.base.waits import phase
 from spmd_rl.config.diffusion import RewardFlConfig
 from spmd_rl.config.model_files import describe_model
-from spmd_rl.config.phases import phase
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.sections.pictures import DIFFERENTIABLE
 from spmd_rl.data import Prompts

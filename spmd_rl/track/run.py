@@ -225,8 +225,9 @@ class Run:
                         log.merge(step)
                 self._metrics.append(step, self.line)
                 tell(describe(step, self._cfg.steps, self.line))
+                pictures = sorted(self.directory.glob(f"pictures/*-{step:06d}-*.png"))
                 for tracker in self._trackers:
-                    tracker.log(step, self.line)
+                    tracker.log(step, self.line, pictures)
         self._step = None
         self._phase_reporter.first_step = False
 

@@ -5,7 +5,7 @@ and `run.dir/swanlab` later. `tensorboard --logdir RUN_DIR/tensorboard` shows Te
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,15 +15,15 @@ from spmd_rl.base.errors import UserError
 from spmd_rl.base.process import in_background
 from spmd_rl.config.schema import TrackConfig
 
-PROJECT = "spmd_rl"
+PROJECT, PICTURES = "spmd_rl", "pictures"
 
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
     """A service or file format that receives metrics."""
 
-    log: Callable[[int, Mapping[str, float]], object]
-    """Send the metrics of a finished step: `log(step, values)`."""
+    log: Callable[[int, Mapping[str, float], Sequence[Path]], object]
+    """Send the metrics and the PNGs of a finished step: `log(step, values, pictures)`."""
     close: Callable[[], object]
     """Flush buffered data and close it."""
 
@@ -56,7 +56,7 @@ def wandb(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) ->
 
     given = _run(run_dir, run_id, settings) | {"project": os.environ.get("WANDB_PROJECT") or PROJECT}
     run = wandb.init(**given, dir=run_dir, mode=mode, settings=wandb.Settings(console="off"))
-    return Tracker(lambda step, values: run.log(dict(values), step=step), run.finish)
+    return Tracker(lambda step, *line: run.log(_media(wandb.Image, *line), step=step), run.finish)
 
 
 def swanlab(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> Tracker:
@@ -71,21 +71,32 @@ def swanlab(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) 
     }
     # On the main thread it would take SIGINT, which belongs to the world's own thread.
     run = in_background("swanlab", lambda: swanlab.init(**options)).result()
-    return Tracker(lambda step, values: run.log(dict(values), step=step), run.finish)
+    return Tracker(lambda step, *line: run.log(_media(swanlab.Image, *line), step=step), run.finish)
 
 
 def tensorboard(run_dir: Path, first_step: int) -> Tracker:
     """Open TensorBoard event files; a resume hides what an earlier process wrote from its first step on."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard import SummaryWriter
 
     # `purge_step` hides events of steps that a resumed run repeats.
     writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
-    def log(step: int, values: Mapping[str, float]) -> None:
+    def log(step: int, values: Mapping[str, float], pictures: Sequence[Path]) -> None:
         for key, value in values.items():
             writer.add_scalar(key, value, step)
+        for number, path in enumerate(pictures):
+            # As the file is: `add_image` would decode and encode it, which needs another package.
+            image = Summary.Image(encoded_image_string=path.read_bytes(), colorspace=3)
+            tag = f"{PICTURES}/{path.name.partition('-')[0]}-{number}"
+            writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
     return Tracker(log, writer.close)
+
+
+def _media(image: Callable[[str], Any], values: Mapping[str, float], pictures: Sequence[Path]) -> dict[str, Any]:
+    """Return the line of a step with its pictures, as wandb and SwanLab take them."""
+    return {**values, PICTURES: [image(str(path)) for path in pictures]} if pictures else dict(values)
 
 
 def _run(run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ of weight 0.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from spmd_rl.model.diffusion import FlowModel
 from spmd_rl.model.load import load_weights
-from spmd_rl.train.accumulate import BaseRole
+from spmd_rl.train.accumulate import AdapterOff, BaseRole
 from spmd_rl.train.base import ForwardArgs, Metrics, MicrobatchLoop
 from spmd_rl.train.stored_model import Source, Stored
 
@@ -67,25 +66,12 @@ class Denoising(BaseRole):
             self.model.run(loop)  # [all]
 
 
-class BaseDenoising:
+class BaseDenoising(AdapterOff):
     """A frozen reference that is the policy with its adapters off, without a second model."""
-
-    sync_steps: int | None = None
-
-    def __init__(self, policy: Denoising) -> None:
-        """policy: has adapters, which each call turns on again."""
-        self._policy = policy
-
-    def awake(self) -> AbstractContextManager[None]:
-        """Keep the policy awake, which holds the weights."""
-        return self._policy.awake()
 
     def compute(self, name: str, items: Sequence[Item], function: Callable[[nn.Module, Item], Tensor]) -> list[Tensor]:
         """[all] Return what `Denoising.compute` does, with adapters off."""
         return self._policy.compute(name, items, function, is_base=True)
-
-    def close(self) -> None:
-        """Do nothing: the policy stays in use."""
 
 
 def denoiser_source(flow: FlowModel) -> Source:

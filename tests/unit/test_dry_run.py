@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.base.errors import UserError
-from spmd_rl.config.load import load
+from spmd_rl.config.diffusion import RewardFlConfig
+from spmd_rl.config.load import CONFIGS, load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.tools.dry_run import show
+from spmd_rl.tools.dry_run_pictures import show as show_pictures
 from tests.models import tiny
 from tests.patience import patient
 
@@ -205,3 +207,18 @@ def test_a_mistake_ends_it_as_it_would_end_the_run(place: Path, given: list[str]
         UserError, match=r"^rollout.max_prompt_tokens=\d+: (21|1) of 21 prompts are longer, the longest"
     ):
         show(load("rlvr", RlvrConfig, [*line(place), *given]))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("experiment/*reward_fl*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_of_diffusion_models_shows_its_arithmetic(path, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+    rows = [json.dumps({"prompt": f"{n} cats", "domain": "pictures"}) for n in range(99)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    is_demo = path.stem.startswith("demo")
+    own = [] if is_demo else [f"policy.model={tmp_path}", f"data.train={tmp_path / 'rows.jsonl'}"]
+    cfg = load("reward_fl", RewardFlConfig, [f"+experiment={path.stem}", *own])
+    show_pictures(cfg)
+    text, pictures = capsys.readouterr().out, cfg.pictures
+    assert f"= {pictures.prompts_per_step * pictures.per_prompt} pictures in" in text and "sampling steps" in text
+    assert ("one green square" if is_demo else "cats  (pictures: )") in text

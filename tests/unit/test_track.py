@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from spmd_rl.base.errors import UserError
+from spmd_rl.base.png import encode_png
 from spmd_rl.config.schema import RlvrConfig, RunConfig, TrackConfig
 from spmd_rl.distributed import solo
 from spmd_rl.track.metrics import MetricsFile, combine
@@ -215,7 +216,7 @@ def test_trackers_get_the_line_and_keep_their_id(tmp_path: Path, monkeypatch: py
         def __init__(self, mode: str, run_dir: Path, run_id: str, config: dict) -> None:
             seen.append((mode, run_id, config["seed"]))
 
-        def log(self, step: int, values: dict) -> None:
+        def log(self, step: int, values: dict, pictures: list[Path]) -> None:
             seen.append((step, values["score"]))
 
         def close(self) -> None:
@@ -246,11 +247,15 @@ def test_real_trackers_write_offline(tmp_path: Path, name: str) -> None:
     cfg = settings(tmp_path, **{name: True if name == "tensorboard" else "offline"})
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with solo(tmp_path) as world, Run.open(cfg, world) as track:
+        (tmp_path / "pictures").mkdir()
         for step in range(2):
+            png = encode_png([bytes(range(step, 12 + step))], 2, 2)
+            (tmp_path / "pictures" / f"step-{step:06d}-3-0.png").write_bytes(png)
             with track.step(step):
                 track.add({"score": 0.5})
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert [path for path in (tmp_path / name).rglob("*") if path.is_file()]
+    written = [path.read_bytes() for path in (tmp_path / name).rglob("*") if path.is_file()]
+    assert any(png[:29] in content for content in written), "a picture: signature and header of its PNG"
 
 
 def test_a_directory_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> None:

@@ -99,8 +99,8 @@ class FeedbackConfig:
     """Size of that noise."""
     window: int | None = None
     """Number of sampling steps with noise, which are trained (`grpo`, MixGRPO); null: all but the last."""
-    window_every: int = 1
-    """Number of training steps after which the window moves."""
+    window_every: int | None = None
+    """Number of training steps after which the window moves; null: it stays at the first sampling steps."""
     same_noise: bool = False
     """Begin all pictures of a prompt from the same noise, as DanceGRPO does."""
     clip: float = 1e-4
