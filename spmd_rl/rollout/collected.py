@@ -247,8 +247,8 @@ def _print_few(step: int, table: SampleTable, wanted: int) -> None:
     mean = f", mean score {scores.mean():.2f}" if len(scores) else ""
     tell(
         f"step {step}: {'trains' if accepted else 'no update: it would train'} on the answers to "
-        f"{plural(accepted, 'prompt')}, not to {wanted}; {len(table)} were asked{mean}, and {len(table) - accepted} are of no use "
-        f"({', '.join(f'{count} {reason}' for reason, count in reasons)})"
+        f"{plural(accepted, 'prompt')}, not to {wanted}; {len(table)} were asked{mean}, "
+        f"and {len(table) - accepted} are of no use ({', '.join(f'{count} {reason}' for reason, count in reasons)})"
         + "".join(f": {ADVICE[reason]}" for reason, _ in reasons[:1])
     )
 

@@ -119,7 +119,10 @@ def footer(run_dir: Path, steps: int) -> str:
 
 
 def interrupted(run_dir: Path) -> str:
-    """Return text on the finished but unsaved steps of an interrupted run, and how to continue it."""
+    """Return text on the finished but unsaved steps of an interrupted run, or on the answers that an evaluation keeps,
+    and how to continue it."""
+    if (run_dir / "answers").is_dir():
+        return "the answers that have a score are kept\nthe same command asks for the others"
     latest = run_dir / "checkpoints" / "latest"
     saved = int(latest.read_text().strip().removeprefix("step-")) if latest.exists() else 0
     done = max((line["step"] for line in read_lines(run_dir / "metrics.jsonl")), default=0)

@@ -371,6 +371,8 @@ def test_an_end_in_the_middle_says_what_is_lost(tmp_path: Path) -> None:
         "the newest checkpoint is that of step 5, steps 6 to 7 are lost (checkpoint.every)",
         "the same command goes on from step 5",
     ]
+    (tmp_path / "answers").mkdir()
+    assert interrupted(tmp_path).splitlines()[1] == "the same command asks for the others"
 
 
 def test_the_numbers_of_another_evaluation_stay(tmp_path: Path, capsys) -> None:
