@@ -307,7 +307,7 @@ def test_the_terminal_shows_greedy_answers_apart(tmp_path: Path, capsys) -> None
     assert command.main([str(tmp_path / "run"), "--held-out", "--sample", "7.2"]) == 0
     assert "not trained on: held out   greedy" in capsys.readouterr().out
     assert command.main([str(tmp_path / "run"), "--step", "1"]) == 2
-    said = "--step 1: no samples of training of this step; there are none, and 1 to 1 with --held-out"
+    said = "--step 1: no samples of training of this step; there are none, and 1 with --held-out"
     assert said in capsys.readouterr().err
 
 

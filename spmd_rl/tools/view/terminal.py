@@ -74,7 +74,7 @@ def _known(run: RunData, kind: str) -> str:
     """Say which steps have samples of this kind, and which of the other."""
     trained, held_out = (list(files(run, one)) for one in KINDS)
     found, others, switch = (held_out, trained, "without") if kind == KINDS[1] else (trained, held_out, "with")
-    spans = [f"{min(steps)} to {max(steps)}" if steps else "none" for steps in (found, others)]
+    spans = [" to ".join(map(str, sorted({min(steps), max(steps)}))) if steps else "none" for steps in (found, others)]
     name = "held-out samples" if kind == KINDS[1] else "samples of training"
     return f"no {name} of this step; there are {spans[0]}" + f", and {spans[1]} {switch} --held-out" * bool(others)
 
