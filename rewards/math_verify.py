@@ -6,6 +6,7 @@ counts. Answer and truth are read (`mathematics/`) and compared by value: number
 points, sets, intervals, yes and no. A unit may be missing on one side, but two units must be the same; none is
 converted. Expressions outside of that grammar (integrals, matrices) are compared symbolically by the math-verify
 library, and those that neither can read (`\\mathbb{Z}_8`) as text. There is no partial credit.
+Where the truth is a number, a calculation that the question itself has (`29 + 9`) is not paid for its value.
 
     reward.math.target=rewards.math_verify:MathReward
 """
@@ -44,6 +45,10 @@ SPAN = re.compile(
     r"\$(?=[^\s$])([^$\n]*[^$\s\\])\$(?!\d)|\\\((.+?)\\\)|(\\[A-Za-z]+)|([^\W\d_]{2,}|\b[aAI]\b(?=\s+\w))|([^$\\]|\\.?|\$)"
 )
 """Pattern of mathematics between marks, a command, a word, or any other character."""
+MARKS = re.compile(r"[\s$]|\\[()\[\],;!]")
+"""Pattern of what stands between and around mathematics without a meaning of its own."""
+NUMBER = re.compile(r"-?[\d.,]+")
+OPERATION = re.compile(r"[\w)}!%][-+*/^\u00d7\u00f7\u00b7\u2212]|\\(?:times|cdot|div|[dt]?frac|sqrt|binom)")
 MATHEMATICAL = NAMES | {"percent", "and", "or"}
 
 
@@ -70,13 +75,13 @@ class MathReward:
         if final and len(final) <= max(MAX_CHARS, 2 * len(truth)):
             try:
                 with time_limit(self._seconds):
-                    equal, spelling = self._compare(truth, final, boxed)
+                    equal, spelling = self._compare(truth, final, boxed, question(prompt))
             except TimeUp:
                 return Verdict("timeout", detail=f"not compared within {self._seconds:g} s of CPU time")
         parts = {"correct": float(equal or False), "boxed": float(boxed)}
         return Verdict("wrong_format" if equal is None else "ok", parts["correct"], parts, answer=spelling)
 
-    def _compare(self, truth: str, final: str, boxed: bool) -> tuple[bool | None, str]:
+    def _compare(self, truth: str, final: str, boxed: bool, asked: str) -> tuple[bool | None, str]:
         """Return True if the answer equals the truth, None if it has no mathematics, and the spelling that votes."""
         gold, text = readings(truth), same_text(truth)
         if text.casefold() in WORDS:
@@ -97,6 +102,8 @@ class MathReward:
             if known and not other and not mine:
                 return None, ""
             found = bool(known and other) and verify(known, other, allow_set_relation_comp=True, timeout_seconds=None)
+        if found and left_undone(truth, final, asked):
+            return False, same_text(final)
         return found, vote(gold, gold if found and gold else mine) or same_text(truth if found else final)
 
     def cheats(self, prompt: Prompt) -> Iterator[tuple[str, str]]:
@@ -165,6 +172,19 @@ def final_answer(text: str) -> tuple[str, bool]:
     )
     last = re.sub(r"\.?\s*I hope (?:it|this) is correct\.?$", "", last)
     return (last if len(last) > 2 * MAX_CHARS else LEAD.sub("", last)).strip(), False
+
+
+def question(prompt: Prompt) -> str:
+    """Return what a prompt asks, as text."""
+    return "\n".join(m.content for m in prompt.messages if m.role == "user" and isinstance(m.content, str))
+
+
+def left_undone(truth: str, final: str, asked: str) -> bool:
+    """Return True if the truth is a number, and the answer a calculation that the question itself has."""
+    said, asked = (MARKS.sub("", text) for text in (final, asked))
+    # Of `29 + 9 = 29 + 9` the right side counts.
+    shown = said.rpartition("=")[2].rstrip(".,;:!?")
+    return bool(NUMBER.fullmatch(truth.strip()) and OPERATION.search(shown)) and shown in asked
 
 
 def prose(text: str) -> bool:

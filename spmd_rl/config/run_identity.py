@@ -96,11 +96,17 @@ def fill_run(cfg: T, pipeline: str) -> T:
     """
     run, cfg.pipeline = cfg.run, pipeline
     if run.name is None and run.dir is None:
-        run.name = "-".join([Path(cfg.policy.model).name, cfg.kind, identity_hash(cfg)])
+        run.name = "-".join([_model_name(Path(cfg.policy.model)), cfg.kind, identity_hash(cfg)])
     folder = run_dir(pipeline, run.name or "", run.dir)
     run.name = run.name or folder.name
     run.dir = str(folder)
     return cfg
+
+
+def _model_name(model: Path) -> str:
+    """Return the last part of a model's path; of a checkpoint's `hf/` the run and the step."""
+    *_, run, folder, step, last = ("", "", "", *model.parts)
+    return f"{run}-{step}" if (folder, last) == ("checkpoints", "hf") else model.name
 
 
 def run_dir(pipeline: str, name: str, given: str | None) -> Path:

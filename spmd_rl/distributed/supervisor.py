@@ -78,6 +78,8 @@ class SignalThread:
 
 
 _UNWIND_SECONDS = 5
+_TORCHRUN_SECONDS = 30
+"""Time in seconds that torchrun gives its ranks to end after a signal, unless it is told another."""
 _SAME_SECONDS = 2.0
 """Time in seconds within which a rank receives one signal from both its launcher and the scheduler."""
 
@@ -157,7 +159,14 @@ class Supervisor:
         # A dying process's connections break shortly before its pid is gone.
         time.sleep(seconds * bool(peers))
         gone = [str(peer.rank) for peer in peers if not running(peer.pid)]
-        return f" (rank {', '.join(gone)} is gone: killed?)" if gone else ""
+        return f" (rank {', '.join(gone)} is gone: killed{self._since_signal()}?)" if gone else ""
+
+    def _since_signal(self) -> str:
+        """Return text on how long ago torchrun was asked to end its ranks, which it kills if they take too long."""
+        if self._asked_at is None or not self._me.launched:
+            return ""
+        seconds = time.monotonic() - self._asked_at
+        return f" {seconds:.0f} s after the signal, where torchrun waits --shutdown-timeout={_TORCHRUN_SECONDS} s"
 
     def _stop(self) -> None:
         self._watchdog.stop()
@@ -170,7 +179,8 @@ class Supervisor:
                 self._asked_at = time.monotonic()
                 if number == 1:
                     text = "the run ends once this step is finished and saved; a second signal ends it at once"
-                    print_error(f"{signum.name}: {text}")
+                    limit = f"; torchrun kills it after --shutdown-timeout, {_TORCHRUN_SECONDS} s by default"
+                    print_error(f"{signum.name}: {text}{limit * self._me.launched}")
                 return
         elif self._me.launched and time.monotonic() - self._asked_at < _SAME_SECONDS:
             return

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 
-from spmd_rl.base.errors import RunFailed, tell
+from spmd_rl.base.errors import RunFailed, plural, tell
 from spmd_rl.config.schema import RewardsConfig, RolloutConfig
 from spmd_rl.distributed import World
 from spmd_rl.rollout.coordinator import Coordinator
@@ -245,9 +245,9 @@ def _print_few(step: int, table: SampleTable, wanted: int) -> None:
     scores = table.answers["score"][table.answers["scored"]]
     mean = f", mean score {scores.mean():.2f}" if len(scores) else ""
     tell(
-        f"step {step}: {'trains' if accepted else 'no update: it would train'} on the answers to {accepted} prompts, "
-        f"not to {wanted}; {len(table)} were asked{mean}, and {len(table) - accepted} are unusable "
-        f"({', '.join(f'{count} {reason}' for reason, count in reasons)})"
+        f"step {step}: {'trains' if accepted else 'no update: it would train'} on the answers to "
+        f"{plural(accepted, 'prompt')}, not to {wanted}; {len(table)} were asked{mean}, "
+        f"and {len(table) - accepted} are unusable ({', '.join(f'{count} {reason}' for reason, count in reasons)})"
         + "".join(f": {ADVICE[reason]}" for reason, _ in reasons[:1])
     )
 

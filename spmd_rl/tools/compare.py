@@ -170,18 +170,26 @@ def table(found: Sequence[Lane], keys: Sequence[str]) -> Table:
     shown.add_column("run", overflow="fold")
     shown.add_column("steps", justify="right")
     for key in keys:
-        shown.add_column(Text(f"{printable(key, lines=False)}\nlast"), justify="right")
-        shown.add_column("\nbest (step)", justify="right")
-    shown.add_column("settings that differ", overflow="fold")
-    for lane, told in zip(found, differences(found), strict=True):
+        shown.add_column(Text(f"{printable(key, lines=False)}\nlast"), justify="right", overflow="fold")
+        shown.add_column("\nbest (step)", justify="right", overflow="fold")
+    for lane in found:
         cells = []
         for key in keys:
             mean, low, high = lane.points(key)
             best = min if any(word in key for word in LESS_IS_BETTER) else max
             cells += [_value(mean[-1], low[-1], high[-1]), _best(best(mean, key=lambda p: p[1]))] if mean else ["", ""]
         steps = min(run.lines[-1]["step"] if run.lines else 0 for run in lane.runs)
-        shown.add_row(*(Text(printable(cell, lines=False)) for cell in (lane.name, str(steps), *cells, told)))
+        shown.add_row(*(Text(printable(cell, lines=False)) for cell in (lane.name, str(steps), *cells)))
     return shown
+
+
+def settings_table(found: Sequence[Lane]) -> Table:
+    """Return the settings in which the lanes differ, a line for each of them; empty if there are none."""
+    shown = Table("\nsettings that differ", "", box=None, pad_edge=False)
+    for lane, told in zip(found, differences(found), strict=True):
+        if told:
+            shown.add_row(*(Text(printable(cell, lines=False), overflow="fold") for cell in (lane.name, told)))
+    return shown if shown.rows else Table(box=None)
 
 
 def _value(mean: Point, low: Point, high: Point) -> str:
@@ -220,7 +228,7 @@ def main(arguments: Sequence[str]) -> int:
     # Piped output has no width of its own, and rich would cut it at 80 columns.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     drawn = [key for key in TABLE_KEYS if any(lane.points(key)[0] for lane in found)]
-    console.print(table(found, asked.keys or drawn or keys[:1]))
+    console.print(table(found, asked.keys or drawn or keys[:1]), settings_table(found), sep="\n")
     print(asked.out)
     return 0
 

@@ -12,6 +12,7 @@ from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import EngineConfig, EvaluationConfig, JobConfig, PlacementConfig, RolloutConfig
 from spmd_rl.config.sections.data import DataConfig
 from spmd_rl.config.sections.models import EvaluatedModelConfig, PolicyConfig
+from spmd_rl.config.sections.preference import PreferenceConfig
 from spmd_rl.config.sections.teachers import TeachersConfig
 from spmd_rl.distributed import World
 from spmd_rl.track import goodput
@@ -32,7 +33,7 @@ def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
     lines = [
         ("run", f"{cfg.run.name}, {cfg.steps or 'no training'}{' steps' * bool(cfg.steps)}, seed {cfg.seed}"),
         ("model", f"{_measured(cfg) or model}: {describe_model(model)}"),
-        *apply((_adapters, _teachers), cfg),
+        *apply((_adapters, _teachers, _preference), cfg),
         ("dtype", trained if cfg.steps else dtype),
         ("ranks", f"{ranks} on {nodes} node{'s' * (nodes > 1)} ({world.device.type}): {tasks}"),
         *chain.from_iterable(apply([partial(one, num_train, num_eval) for one in (_prompts, describe_rows)], cfg)),
@@ -59,6 +60,11 @@ def _teachers(teacher: TeachersConfig) -> tuple[str, str]:
         return "teacher", ""
     scores = "nothing else" if teacher.only else "and from the scores or the rows' own answers"
     return "teacher", f"{', '.join(named).removeprefix('all: ')}; the policy learns from {teacher.loss}, {scores}"
+
+
+def _preference(preference: PreferenceConfig) -> tuple[str, str]:
+    compared = "compared with the reference" if preference.uses_reference else "without a reference"
+    return "preference", f"{preference.loss}, beta={preference.beta:g}, {compared}"
 
 
 def _tasks(layout: str, placement: PlacementConfig, engine: EngineConfig, steps: int = 0) -> str:
@@ -113,7 +119,10 @@ def footer(run_dir: Path, steps: int) -> str:
 
 
 def interrupted(run_dir: Path) -> str:
-    """Return text on the finished but unsaved steps of an interrupted run, and how to continue it."""
+    """Return text on the finished but unsaved steps of an interrupted run, or on the answers that an evaluation keeps,
+    and how to continue it."""
+    if (run_dir / "answers").is_dir():
+        return "the answers that have a score are kept\nthe same command asks for the others"
     latest = run_dir / "checkpoints" / "latest"
     saved = int(latest.read_text().strip().removeprefix("step-")) if latest.exists() else 0
     done = max((line["step"] for line in read_lines(run_dir / "metrics.jsonl")), default=0)

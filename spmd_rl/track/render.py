@@ -103,15 +103,17 @@ def _header(run: RunData) -> str:
 def _summary(run: RunData) -> str:
     last, planned = run.lines[-1]["step"] if run.lines else 0, run.setting("steps")
     seconds = sum(y for _, y in run.series("time/total"))
-    pipeline = run.about.get("pipeline", "run")
-    return f"{pipeline}, {last} of {planned} steps in {duration(seconds)}"
+    # An evaluation plans no steps.
+    steps = "" if planned is None else f", {last} of {planned} steps"
+    return f"{run.about.get('pipeline', 'run')}{steps} in {duration(seconds)}"
 
 
 def _tiles(run: RunData) -> str:
     tiles = []
     for key, name in TILES.items():
         if points := run.series(key):
-            tiles.append(page.tile(f"{points[0][1]:.2f} \u2192 {points[-1][1]:.2f}", name))
+            ends = points[:1] + points[1:][-1:]
+            tiles.append(page.tile(" \u2192 ".join(f"{value:.2f}" for _, value in ends), name))
     if times := run.series("time/total"):
         tiles.append(page.tile(duration(sum(y for _, y in times) / len(times)), "per step, mean"))
     if speed := run.series("system/tps"):

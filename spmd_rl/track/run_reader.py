@@ -60,7 +60,7 @@ class Extremes(NamedTuple):
     """The best and the worst samples of a samples file, as its lines have them; no sample is in both."""
 
     mean: float
-    """Mean score of all scored samples of the file, or of its beginning."""
+    """Mean score of all scored samples of the file, or of its beginning; of greedy ones if there are no others."""
     best: list[dict[str, Any]]
     worst: list[dict[str, Any]]
     """Worst samples; empty if all scores are equal, when `best` holds some samples."""
@@ -73,11 +73,14 @@ def best_and_worst(path: Path, count: int) -> Extremes | None:
     decode = msgspec.json.Decoder(_Scored).decode
     with open(path, "rb") as file:
         lines = file.readlines(_MAX_SAMPLE_BYTES)
-    verdicts = [(decode(line).verdict, -index, line) for index, line in enumerate(lines)]
+    decoded = [decode(line) for line in lines]
+    verdicts = [(row.verdict, -index, line) for index, (row, line) in enumerate(zip(decoded, lines, strict=True))]
     scored = [(v.score, index, line) for v, index, line in verdicts if v.status in SCORED]
     if not scored:
         return None
     scores = [score for score, _, _ in scored]
+    # The mean is that of the metrics, which count greedy answers apart.
+    drawn = [row.verdict.score for row in decoded if row.verdict.status in SCORED and not row.greedy] or scores
     low, high = min(scores), max(scores)
     # Samples with the lowest score are never best, unless all scores are equal.
     better = [row for row in scored if row[0] > low or low == high]
@@ -86,7 +89,7 @@ def best_and_worst(path: Path, count: int) -> Extremes | None:
     worst = heapq.nsmallest(min(count, len(scored) // 2), worse, key=lambda row: (row[0], -row[1]))
     suspect = [row for row in verdicts if SUSPECT in row[0].parts][:count]
     rows = [[msgspec.json.decode(row[2]) for row in chosen] for chosen in (best, worst, suspect)]
-    return Extremes(sum(scores) / len(scores), *rows)
+    return Extremes(sum(drawn) / len(drawn), *rows)
 
 
 def plain_text(content: str | Sequence[dict[str, Any]]) -> str:
@@ -102,6 +105,7 @@ class _LoggedVerdict(msgspec.Struct):
 
 class _Scored(msgspec.Struct):
     verdict: _LoggedVerdict
+    greedy: bool = False
 
 
 def _launch(journal: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from spmd_rl.distributed import World
 from tests.dist.harness import launch, run_ranks
+from tests.patience import patient
 
 SHAPES = [(3,), (0,), (2, 5), (), (70_000,)]
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8, torch.bfloat16]
@@ -185,3 +187,24 @@ def test_a_killed_rank_is_noticed_inside_an_operation(tmp_path: Path) -> None:
         os.kill(job.pids()[1], signal.SIGKILL)
         assert job.wait(5) == [1, -signal.SIGKILL, 1]
         assert "(rank 1 is gone: killed?)" in job.output()
+
+
+def asked(world: World) -> None:
+    """Let a signal ask the run to end, which then takes long."""
+    world.stop.accept()
+    forever(world)
+
+
+def test_a_rank_killed_after_a_signal_names_the_patience_of_torchrun(tmp_path: Path) -> None:
+    with launch(3, asked, directory=tmp_path) as job:
+        job.wait_for("collective_done", 3, name="sum")
+        for pid in job.pids().values():
+            os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + patient(10)
+        while "torchrun kills it after --shutdown-timeout, 30 s by default" not in job.output():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(patient(0.3))  # the other ranks have their signal too
+        os.kill(job.pids()[1], signal.SIGKILL)
+        assert job.wait(5) == [1, -signal.SIGKILL, 1]
+        assert "s after the signal, where torchrun waits --shutdown-timeout=30 s?)" in job.output()

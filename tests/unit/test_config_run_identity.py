@@ -86,6 +86,8 @@ def test_default_name_and_directory(tmp_path, monkeypatch):
     cfg = rlvr("policy.model=/m/tiny")
     assert cfg.run.name == f"tiny-grpo-{identity_hash(cfg)}" and len(identity_hash(cfg)) == 8
     assert cfg.run.dir == f"{tmp_path}/runs/rlvr/{cfg.run.name}"
+    for model, name in (("/runs/sft/checkpoints/step-000002/hf", "sft-step-000002"), ("/m/hf", "hf"), ("hf", "hf")):
+        assert rlvr(f"policy.model={model}").run.name.startswith(f"{name}-grpo-")
     assert rlvr("run.name=x").run.dir == f"{tmp_path}/runs/rlvr/x"
     assert rlvr("run.dir=here").run.dir == f"{tmp_path}/here"
     monkeypatch.setenv("HOME", "/home/me")

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 from spmd_rl.config.schema import RlvrConfig, RunConfig
 from spmd_rl.distributed import solo
@@ -227,6 +228,27 @@ def test_best_and_worst_are_disjoint_scored_and_different(
     assert best_and_worst(path, 3) is None
 
 
+def test_the_mean_of_samples_is_without_greedy_answers(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    rows = [{"verdict": {"status": "ok", "score": score}, "greedy": score == 1.0} for score in (0.25, 0.5, 1.0)]
+    for some, mean in ((rows, 0.375), (rows[2:], 1.0)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in some))
+        found = best_and_worst(path, 3)
+        assert found.mean == mean and found.best[0]["greedy"]
+
+
+def test_an_evaluation_has_no_steps_and_one_value(run_dir: Path) -> None:
+    config, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
+    settings = yaml.safe_load(config.read_text())
+    del settings["steps"]
+    config.write_text(yaml.safe_dump(settings))
+    line = metrics.read_text().splitlines()[0]
+    metrics.write_text(line + "\n")
+    text = draw(run_dir).text
+    assert "rlvr in " in text and "None" not in text.partition("Settings")[0]
+    assert f"{json.loads(line)['val/score/mean']:.2f}score, held-out, sampled" in text
+
+
 def event(t: float, what: str, phase: str = "", **fields: str) -> dict:
     return {"t": t, "event": what, "phase": phase, "step": 1, **fields}
 
@@ -349,6 +371,8 @@ def test_an_end_in_the_middle_says_what_is_lost(tmp_path: Path) -> None:
         "the newest checkpoint is that of step 5, steps 6 to 7 are lost (checkpoint.every)",
         "the same command continues from step 5",
     ]
+    (tmp_path / "answers").mkdir()
+    assert interrupted(tmp_path).splitlines()[1] == "the same command asks for the others"
 
 
 def test_the_numbers_of_another_evaluation_stay(tmp_path: Path, capsys) -> None:

@@ -294,6 +294,23 @@ def test_the_terminal(root: Path, capsys) -> None:
     assert "held out" in capsys.readouterr().out
 
 
+def test_the_terminal_shows_greedy_answers_apart(tmp_path: Path, capsys) -> None:
+    """An evaluation: its mean is that of sampled answers, and there are no samples of training to look at."""
+    make_agent_run(tmp_path / "run", written=0)
+    drawn = [Sample(7, 0, (turn("a"),), Verdict("ok", 0.25)), Sample(7, 1, (turn("b"),), Verdict("ok", 0.5))]
+    greedy = Sample(7, 2, (turn("c"),), Verdict("ok", 1.0), greedy=True)
+    logged([*drawn, greedy], tmp_path / "run" / "samples")
+    assert command.main([str(tmp_path / "run"), "--text"]) == 0
+    assert capsys.readouterr().out.split()[-4:] == ["1", "3", "0.375", "1"]
+    assert command.main([str(tmp_path / "run"), "--held-out", "--step", "1"]) == 0
+    assert capsys.readouterr().out.count("7.2 greedy ") == 1
+    assert command.main([str(tmp_path / "run"), "--held-out", "--sample", "7.2"]) == 0
+    assert "not trained on: held out   greedy" in capsys.readouterr().out
+    assert command.main([str(tmp_path / "run"), "--step", "1"]) == 2
+    said = "--step 1: no samples of training of this step; there are none, and 1 with --held-out"
+    assert said in capsys.readouterr().err
+
+
 def test_the_terminal_acts_on_nothing_that_a_model_wrote(tmp_path: Path, capsys) -> None:
     make_agent_run(tmp_path / "run", written=0)
     sample = Sample(7, 0, (turn("\x1b[31m[bold]"),), Verdict("ok", 1.0, detail="\x07"))

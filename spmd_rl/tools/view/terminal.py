@@ -60,8 +60,7 @@ def show(runs: RunIndex, place: Selection) -> None:
         return
     step = max(found, default=None) if place.step is None else place.step
     if step not in found:
-        known = f"there are {min(found)} to {max(found)}" if found else "there are none"
-        raise UserError(f"--step {step}: no {'held-out ' * (place.kind == KINDS[1])}samples of this step; {known}")
+        raise UserError(f"--step {step}: {_known(run, place.kind)}")
     listed = rows(found[step])
     if place.sample is None:
         console.print(Text(printable(f"{title(run)}, step {step}", lines=False), "bold"), _samples(listed), sep="\n")
@@ -69,6 +68,15 @@ def show(runs: RunIndex, place: Selection) -> None:
     texts = TokenTexts(run.setting("policy.model"))
     for row in _chosen(listed, place.sample):
         console.print(_trajectory(texts.add(whole(found[step], row)), place.color))
+
+
+def _known(run: RunData, kind: str) -> str:
+    """Say which steps have samples of this kind, and which of the other."""
+    trained, held_out = (list(files(run, one)) for one in KINDS)
+    found, others, switch = (held_out, trained, "without") if kind == KINDS[1] else (trained, held_out, "with")
+    spans = [" to ".join(map(str, sorted({min(steps), max(steps)}))) if steps else "none" for steps in (found, others)]
+    name = "held-out samples" if kind == KINDS[1] else "samples of training"
+    return f"no {name} of this step; there are {spans[0]}" + f", and {spans[1]} {switch} --held-out" * bool(others)
 
 
 def _runs(runs: RunIndex) -> Table:
@@ -80,7 +88,7 @@ def _runs(runs: RunIndex) -> Table:
 
 
 def _steps(run: RunData) -> Table:
-    table = _table("step", "samples", "score", "tokens", "ends", "held-out", "score")
+    table = _table("step", "samples", "score", "tokens", "ends", "held-out", "score", "greedy")
     trained, held_out = (files(run, kind) for kind in KINDS)
     for step in sorted({*trained, *held_out}):
         cells = [f"{step} warm-up" if 0 < step <= (run.setting("warmup.steps") or 0) else str(step)]
@@ -91,7 +99,10 @@ def _steps(run: RunData) -> Table:
         else:
             cells += [""] * 4
         if step in held_out:
-            cells += [str(len(rows(held_out[step]))), _score(rows(held_out[step]))]
+            of = rows(held_out[step])
+            # Sampled and greedy answers apart, as the metrics have them.
+            apart = ([row for row in of if row.greedy is greedy] for greedy in (False, True))
+            cells += [str(len(of)), *map(_score, apart)]
         table.add_row(*_cells(*cells))
     return table
 
@@ -100,7 +111,7 @@ def _samples(listed: Sequence[TrajectoryRow]) -> Table:
     table = _table("sample", "domain", "score", "advantage", "turns", "tokens", "end", "trained on", "answer")
     for row in listed:
         why = "yes" if row.kept else row.reject_reason
-        name = f"{row.ticket}.{row.answer}"
+        name = f"{row.ticket}.{row.answer}{' greedy' * row.greedy}"
         numbers = (_number(row.score), _number(row.advantage), row.turns, row.tokens)
         table.add_row(*_cells(name, row.domain, *numbers, row.end, why, row.text[:60]))
     return table
@@ -118,6 +129,7 @@ def _trajectory(one: Mapping[str, Any], color: str) -> Group:
     facts = [f"score {_number(one['score'])}", f"end {one['end']}", f"{one['turns']} turns", f"{one['tokens']} tokens"]
     facts += [] if one["advantage"] is None else [f"advantage {one['advantage']:+.3g}"]
     facts += [] if one["kept"] else [f"not trained on: {one['reject_reason']}"]
+    facts += ["greedy"] * bool(one["greedy"])
     facts += [one["verdict"]["detail"]] if one["verdict"].get("detail") else []
     name = printable(f"{one['ticket']}.{one['answer']} {one['domain']}", lines=False)
     heading = Text(name, "bold").append(printable("   ".join(["", *facts]), lines=False), "not bold")
@@ -183,7 +195,7 @@ def _indented(content: Any) -> Padding:
 
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    numbers = {"score", "advantage", "turns", "tokens", "samples", "held-out"}
+    numbers = {"score", "advantage", "turns", "tokens", "samples", "held-out", "greedy"}
     for name in columns:
         table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
     return table

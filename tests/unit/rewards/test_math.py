@@ -30,12 +30,38 @@ def points(rewarder: MathReward, truth: str, answer: str) -> float | str:
     return verdict.score if verdict.scored else verdict.status
 
 
+ASKED = "What is $29 + 9$? Reply with the number only."
+
+
+@pytest.mark.parametrize(
+    ("question", "truth", "answer", "score"),
+    [
+        (ASKED, "38", "The exact result of 29 + 9 will be", 0.0),
+        (ASKED, "38", "29+9.", 0.0),
+        (ASKED, "38", "29 + 9 = 29 + 9", 0.0),
+        (ASKED, "38", "\\boxed{29 + 9}", 0.0),
+        (ASKED, "38", ASKED, 0.0),
+        (ASKED, "38", "29 + 9 = 38", 1.0),
+        (ASKED, "38", "\\boxed{38.0}", 1.0),
+        ("Write \\(2^{10}\\) out.", "1024", "It is $2^{10}$", 0.0),
+        ("How many bytes are a kilobyte?", "1024", "$2^{10}$", 1.0),
+        ("Which is more, 3/4 or 2/3?", "3/4", "3/4", 1.0),
+        ("How much more than 1000 is 1,000?", "1,000", "1000", 1.0),
+    ],
+)
+def test_a_calculation_of_the_question_is_no_answer(rewarder, question, truth, answer, score):
+    verdict = rewarder.score(prompt(truth, question), answer, INFO)
+    assert (verdict.status, verdict.score) == ("ok", score)
+    right = rewarder.score(prompt(truth, question), truth, INFO)
+    assert right.score == 1.0 and (verdict.answer == right.answer) == bool(score)
+
+
 def test_all_gold_answers_of_gsm8k_score_one_and_those_of_other_rows_zero(rewarder):
     data = rows("gsm8k/test.jsonl")
     for row, other in zip(data, [*data[1:], data[0]], strict=True):
         truth = gsm8k_truth(row)
         for answer in (row["answer"], f"So it is \\boxed{{{truth}}}.", f"The answer is ${truth}.", truth):
-            assert points(rewarder, truth, answer) == 1.0, (truth, answer)
+            assert rewarder.score(prompt(truth, row["question"]), answer, INFO).score == 1.0, (truth, answer)
         if gsm8k_truth(other) != truth:
             assert points(rewarder, truth, other["answer"]) == 0.0, (truth, other["answer"])
 
