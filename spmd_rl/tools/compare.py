@@ -1,9 +1,9 @@
 """Compares runs: curves by run name on one page, seeds of the same settings as a band, and a table on the terminal.
 
     python -m spmd_rl compare runs/rlvr/a runs/rlvr/b runs/rlvr/c
-    python -m spmd_rl compare runs/rlvr/* --keys val/math/score/mean actor/entropy --out compare.svg
+    python -m spmd_rl compare runs/rlvr/* --keys val/math/score/mean actor/entropy --out compare.html
 
-The page needs no network. Runs whose settings differ only in the seed are drawn as one line, their mean, in a band from
+The page needs no network, and shows each run by itself too. Runs whose settings differ only in the seed are drawn as one line, their mean, in a band from
 minimum to maximum; it ends with the shortest of them.
 """
 
@@ -24,10 +24,10 @@ from rich.text import Text
 from spmd_rl.base.command_line import Parser, program
 from spmd_rl.base.errors import plural, printable, reason, tell
 from spmd_rl.config.run_identity import CONFIG_FILE, identity
-from spmd_rl.track import html_page as page
-from spmd_rl.track.charts import CHARTS, SCORES
-from spmd_rl.track.run_reader import RunData, read_run
-from spmd_rl.track.svg import Band, Point, Series, line_chart, text
+from spmd_rl.track.charts import CHARTS, SCORES, thin
+from spmd_rl.track.page_data import outline, overview, summary
+from spmd_rl.track.report import page
+from spmd_rl.track.run_reader import Point, RunData, read_run
 
 SEEDS = ("seed", "data.seed")
 KEYS = {
@@ -39,7 +39,6 @@ KEYS = {
 TABLE_KEYS = tuple(key for key in KEYS if "score" in key or "loss" in key)
 LESS_IS_BETTER = ("loss", "diff", "time/", "seconds", "bubble", "overhead", "kl")
 MAX_DIFFERING = 16
-WIDTH, HEIGHT = 760.0, 260.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,53 +118,54 @@ def differences(found: Sequence[Lane]) -> list[str]:
     return [", ".join(f"{key}={tree.get(key)}" for key in differing[:MAX_DIFFERING]) + more for tree in settings]
 
 
-def charts(found: Sequence[Lane], keys: Sequence[str]) -> dict[str, str]:
-    """Return the chart of each metric that any of the runs has."""
-    drawn = {}
+def charts(found: Sequence[Lane], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a chart of each metric that any of the runs has, for the page; a line has the number of its lane."""
+    drawn = []
     for key in keys:
-        lines, bands = [], []
-        for lane in found:
-            mean, low, high = lane.points(key)
-            lines.append(Series(lane.name, lane.color, mean))
-            if len(lane.runs) > 1 and mean:
-                bands.append(Band(lane.color, low, high))
-        if chart := line_chart(lines, WIDTH, HEIGHT, bands):
-            drawn[key] = chart
+        lines = []
+        for number, lane in enumerate(found):
+            mean, low, high = map(thin, lane.points(key))
+            band = {"low": low, "high": high} if len(lane.runs) > 1 else {}
+            if mean:
+                lines.append({"lane": number, "points": mean, **band})
+        if lines:
+            drawn.append({"title": KEYS.get(key, key), "note": key, "lines": lines})
     return drawn
 
 
-def html(found: Sequence[Lane], keys: Sequence[str]) -> str:
-    """Return the page's HTML, with all charts."""
-    keys_of_lanes = "".join(page.key(lane.name, lane.color) for lane in found)
-    figures = [page.figure(KEYS.get(key, key), key, "", chart) for key, chart in charts(found, keys).items()]
-    rows = [[lane.name, told, str(len(lane.runs))] for lane, told in zip(found, differences(found), strict=True)]
-    body = (
-        f'<h1>{plural(len(found), "run")} compared</h1><div class="keys" style="margin:12px 0">{keys_of_lanes}</div>'
-        f'<div class="grid2">{"".join(figures)}</div>'
-        + page.section("Runs", page.table(["run", "settings that differ", "seeds"], rows))
-    )
-    return page.document("Comparison - spmd_rl", body)
+def comparison(found: Sequence[Lane], keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the reply to the page's `compare`: lanes, charts and a table. `keys`: metrics; by default the report's."""
+    shown = table(found, keys)
+    columns = [str(column.header).strip() for column in shown.columns]
+    return {
+        "title": f"{plural(len(found), 'run')} compared",
+        "lanes": [{"name": lane.name, "color": lane.color} for lane in found],
+        "charts": charts(found, keys or list(KEYS)),
+        "columns": columns,
+        "rows": list(zip(*([str(cell) for cell in column.cells] for column in shown.columns), strict=True)),
+    }
 
 
-def drawing(found: Sequence[Lane], keys: Sequence[str]) -> str:
-    """Return all charts, one below the other, as one SVG in the colours of the page."""
-    parts, y = [], 10.0
-    for number, lane in enumerate(found):
-        parts.append(f'<circle cx="16" cy="{y + 18 * number}" r="5" fill="{lane.color}"/>')
-        parts.append(text(28, y + 18 * number + 4, lane.name, "start"))
-    y += 18 * len(found) + 20
-    for key, chart in charts(found, keys).items():
-        sized = f'<svg y="{y}" width="{WIDTH:g}" height="{HEIGHT:g}" '
-        parts.append(text(10, y - 6, KEYS.get(key, key), "start") + chart.replace("<svg ", sized, 1))
-        y += HEIGHT + 30
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {y:g}" width="{WIDTH:g}" height="{y:g}">'
-        f"<style>{page.STYLE}text{{font-family:system-ui,sans-serif;fill:var(--soft)}}</style>{''.join(parts)}</svg>\n"
-    )
+def page_of_all(found: Sequence[Lane], keys: Sequence[str]) -> str:
+    """Return the page with the data of all runs: their comparison, and the overview of each."""
+    runs = {str(run.directory): run for lane in found for run in lane.runs}
+    # Metrics and samples of their own would make it large: a report has them.
+    outlines = {name: outline(name, run) | {"keys": [], "steps": {}} for name, run in runs.items()}
+    data = {
+        "runs": [summary(name, run) for name, run in runs.items()],
+        "run": outlines,
+        "overview": {name: overview(run) for name, run in runs.items()},
+        "compare": comparison(found, keys),
+    }
+    return page("Comparison", data)
 
 
-def table(found: Sequence[Lane], keys: Sequence[str]) -> Table:
-    """Return last and best values, the best with its step; for several seeds, those of their mean."""
+def table(found: Sequence[Lane], keys: Sequence[str] = ()) -> Table:
+    """Return last and best values, the best with its step; for several seeds, those of their mean.
+
+    keys: metrics; by default the scores and losses that the runs have.
+    """
+    keys = keys or [key for key in TABLE_KEYS if any(lane.points(key)[0] for lane in found)]
     shown = Table(box=None, pad_edge=False)
     shown.add_column("run", overflow="fold")
     shown.add_column("steps", justify="right")
@@ -206,21 +206,20 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(program("compare"), description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--keys", nargs="+", metavar="METRIC", help="metrics of metrics.jsonl; default: the report's")
-    parser.add_argument("--out", type=Path, default=Path("compare.html"), metavar="PATH", help="*.html or *.svg")
+    parser.add_argument("--out", type=Path, default=Path("compare.html"), metavar="PATH", help="of the page")
     asked = parser.parse_args(arguments)
     try:
         found = lanes([read_run(directory) for directory in begun(asked.runs)])
-        keys = asked.keys or list(KEYS)
-        if not charts(found, keys):
-            raise ValueError(f"none of the runs has {', '.join(keys)}")
-        asked.out.write_text((drawing if asked.out.suffix == ".svg" else html)(found, keys), encoding="utf-8")
+        keys = asked.keys or ()
+        if not charts(found, keys or list(KEYS)):
+            raise ValueError(f"none of the runs has {', '.join(keys or KEYS)}")
+        asked.out.write_text(page_of_all(found, keys), encoding="utf-8")
     except (OSError, ValueError) as error:
         tell(f"error: {reason(error)}")
         return 2
     # Piped output has no width of its own, and rich would cut it at 80 columns.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    drawn = [key for key in TABLE_KEYS if any(lane.points(key)[0] for lane in found)]
-    console.print(table(found, asked.keys or drawn or keys[:1]))
+    console.print(table(found, keys))
     print(asked.out)
     return 0
 

@@ -1,8 +1,14 @@
-"""The metrics that a report and a comparison draw, if a run has them."""
+"""The charts of the page: which metrics they draw, if a run has them, and the points of their lines."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from spmd_rl.track.metrics import WARMUP_SCORE
+from spmd_rl.track.run_reader import Point, RunData
+
+MAX_POINTS = 300
+"""Largest number of points of a line; a longer one is drawn as means of this many equal slices."""
 
 
 class Chart(NamedTuple):
@@ -71,3 +77,23 @@ CHARTS = (
     ),
 )
 """All charts but that of the scores, in the order of the page"""
+
+
+def chart_data(run: RunData, chart: Chart) -> dict[str, Any] | None:
+    """Return a chart with its lines for the page; None if the run has none of its metrics."""
+    lines = [
+        # A single line needs no legend.
+        {"name": name if len(chart.lines) > 1 else "", "color": color, "points": thin(points)}
+        for (key, name), color in zip(chart.lines.items(), chart.colors, strict=True)
+        if (points := run.series(key))
+    ]
+    return {"title": chart.title, "note": chart.note, "lines": lines} if lines else None
+
+
+def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """Reduce a series to at most `limit` points, the means of equal slices, with six digits each."""
+    if len(points) > limit:
+        bounds = [round(i * len(points) / limit) for i in range(limit + 1)]
+        slices = [points[a:b] for a, b in pairwise(bounds)]
+        points = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in slices]
+    return [(x, float(f"{y:.6g}")) for x, y in points]

@@ -12,8 +12,9 @@ import yaml
 from spmd_rl.base.command_line import Parser, at_least, program
 from spmd_rl.base.errors import UserError, one_line, tell
 from spmd_rl.tools.view import terminal
-from spmd_rl.tools.view.runs import KINDS, RunIndex
+from spmd_rl.tools.view.runs import RunIndex
 from spmd_rl.tools.view.server import ViewServer
+from spmd_rl.track.samples import KINDS
 
 
 def parser() -> Parser:

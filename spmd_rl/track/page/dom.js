@@ -1,5 +1,7 @@
 // Elements, numbers and requests. What comes from the sample log is written by a model: it becomes text nodes alone.
 
+const DATA = JSON.parse(document.getElementById("data").textContent || "null");
+
 function h(tag, properties, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties || {})) {
@@ -52,12 +54,27 @@ function mean(values) {
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
 }
 
+function key(name, color, look) {
+  return h("span", { className: "key", color }, h("i", { className: look || "" }), name);
+}
+
 async function get(name, query) {
+  if (DATA) return embedded(name, query || {});
   const given = Object.entries(query || {}).filter(([, value]) => value !== undefined && value !== "");
   const reply = await fetch(`api/${name}?${new URLSearchParams(given)}`);
   const content = await reply.json();
   if (!reply.ok) throw new Error(content.error);
   return content;
+}
+
+function embedded(name, query) {
+  // what a server would reply, from the data in the page
+  const { run, kind, step, key: metric } = query;
+  if (name === "series") return DATA.series[run]?.[metric] || [];
+  if (name === "step") return DATA.step[run][`${kind} ${step}`];
+  if (name !== "trajectories") return query.run === undefined ? DATA[name] : DATA[name][run];
+  return DATA.trajectories[run][`${kind} ${step}`].filter((one) =>
+    (query.marked || String(one.ticket) === query.ticket) && (!query.answer || String(one.answer) === query.answer));
 }
 
 function chart(points, step, onpick) {
