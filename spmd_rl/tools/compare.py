@@ -3,8 +3,8 @@
     python -m spmd_rl compare runs/rlvr/a runs/rlvr/b runs/rlvr/c
     python -m spmd_rl compare runs/rlvr/* --keys val/math/score/mean actor/entropy --out compare.html
 
-The page needs no network, and shows each run by itself too. Runs whose settings differ only in the seed are drawn as one line, their mean, in a band from
-minimum to maximum; it ends with the shortest of them.
+The page needs no network, and has an overview of each run too. Runs whose settings differ only in the seed are drawn as
+one line, their mean, in a band from minimum to maximum; it ends with the shortest of them.
 """
 
 import json
@@ -135,14 +135,15 @@ def charts(found: Sequence[Lane], keys: Sequence[str]) -> list[dict[str, Any]]:
 
 def comparison(found: Sequence[Lane], keys: Sequence[str] = ()) -> dict[str, Any]:
     """Return the reply to the page's `compare`: lanes, charts and a table. `keys`: metrics; by default the report's."""
-    shown = table(found, keys)
-    columns = [str(column.header).strip() for column in shown.columns]
+    # A page scrolls to the right, so the settings come before the numbers.
+    first, *numbers, settings = table(found, keys).columns
+    columns = [first, settings, *numbers]
     return {
         "title": f"{plural(len(found), 'run')} compared",
         "lanes": [{"name": lane.name, "color": lane.color} for lane in found],
         "charts": charts(found, keys or list(KEYS)),
-        "columns": columns,
-        "rows": list(zip(*([str(cell) for cell in column.cells] for column in shown.columns), strict=True)),
+        "columns": [str(column.header).strip() for column in columns],
+        "rows": list(zip(*([str(cell) for cell in column.cells] for column in columns), strict=True)),
     }
 
 

@@ -96,4 +96,4 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
         bounds = [round(i * len(points) / limit) for i in range(limit + 1)]
         slices = [points[a:b] for a, b in pairwise(bounds)]
         points = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in slices]
-    return [(x, float(f"{y:.6g}")) for x, y in points]
+    return [(round(x, 2), float(f"{y:.6g}")) for x, y in points]

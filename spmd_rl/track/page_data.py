@@ -17,7 +17,7 @@ from spmd_rl.track.run_reader import RunData
 from spmd_rl.track.samples import KINDS, merged_files
 from spmd_rl.track.timeline import timeline_data
 from spmd_rl.track.tokens import TokenTexts
-from spmd_rl.track.trajectories import TrajectoryRow, listed, marked, mean_score, rows, whole
+from spmd_rl.track.trajectories import listed, marked, mean_score, rows, whole
 
 PHASES = ("generate", "score", "eval", "logprobs", "prepare", "train", "publish", "checkpoint", "coordination", "track")
 COLORS = dict(zip(PHASES, (f"var(--c{n})" for n in (1, 2, 3, 7, 8, 4, 6, 5)), strict=False)) | {
@@ -87,9 +87,6 @@ def outline(name: str, run: RunData) -> dict[str, Any]:
 
 def overview(run: RunData) -> dict[str, Any]:
     """Return the reply to `overview`: all that the page shows of a run apart from its samples."""
-    timeline = timeline_data(run.directory / "journal", _TIMELINE_STEPS)
-    steps = [span[2] for row in timeline for span in row["spans"]]
-    phases = _ordered({span[0] for row in timeline for span in row["spans"]})
     return {
         "summary": _progress(run),
         "facts": [(name, str(value)) for name, value in _facts(run) if value not in (None, "")],
@@ -98,12 +95,7 @@ def overview(run: RunData) -> dict[str, Any]:
         "scores": chart_data(run, SCORES),
         "charts": [drawn for chart in CHARTS if (drawn := chart_data(run, chart))],
         "times": _times(run),
-        "timeline": timeline
-        and {
-            "note": f"steps {min(steps)} to {max(steps)}; waits inside a library count as compute",
-            "colors": {phase: COLORS.get(phase, "var(--other)") for phase in phases},
-            "rows": timeline,
-        },
+        "timeline": _timeline(run),
         "settings": (run.directory / "config.yaml").read_text(encoding="utf-8"),
         "drawn": f"Drawn {time.strftime('%Y-%m-%d %H:%M:%S %Z')} from {run.directory}.",
     }
@@ -150,6 +142,19 @@ def _times(run: RunData) -> dict[str, Any] | None:
         return None
     means = f"; a bar is a mean of {len(lines) // _MAX_BARS} steps" * (len(lines) > _MAX_BARS)
     return {"title": "Time of each step", "note": f"seconds, mean over ranks{means}", "columns": columns}
+
+
+def _timeline(run: RunData) -> dict[str, Any] | None:
+    ranks = timeline_data(run.directory / "journal", _TIMELINE_STEPS)
+    spans = [span for row in ranks for span in row["spans"]]
+    if not spans:
+        return None
+    first, last = min(step for _, _, step, *_ in spans), max(step for _, _, step, *_ in spans)
+    return {
+        "note": f"steps {first} to {last}; waits inside a library count as compute",
+        "colors": {phase: COLORS.get(phase, "var(--other)") for phase in _ordered({phase for phase, *_ in spans})},
+        "ranks": ranks,
+    }
 
 
 def _ordered(phases: Collection[str]) -> list[str]:

@@ -210,9 +210,7 @@ class Run:
         # Shares of a mean, not a mean: a phase that only some ranks went through counts as 0 on the others.
         self.add({key: seconds / self._world.size for key, seconds in times.items()}, reduce="sum")
         self.add(
-            {
-                f"memory/{NAMES.get(phase, phase)}/peak_bytes": peak for phase, peak in self._memory.take().items()
-            },
+            {f"memory/{NAMES.get(phase, phase)}/peak_bytes": peak for phase, peak in self._memory.take().items()},
             "max",
         )
         with self._world.phase("coordination"):

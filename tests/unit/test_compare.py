@@ -1,15 +1,14 @@
 """Runs compared on one page: seeds as a band, one colour a line, and a table of last and best values."""
 
 import json
-import re
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 import yaml
 
-from spmd_rl.tools.compare import differences, lanes, main
+from spmd_rl.tools.compare import comparison, differences, lanes, main
 from spmd_rl.track.run_reader import RunData, read_run
+from tests.browser import data_in
 from tests.synthetic import make_run
 
 
@@ -86,9 +85,14 @@ def test_many_runs_have_as_many_colours_and_names() -> None:
 def test_the_page_and_the_table(four: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "compare.html"
     assert main([*map(str, four), "--out", str(out)]) == 0
-    text = out.read_text()
-    assert text.count("<polygon") == 9 and text.count("<figure") == 9  # a band in each of nine charts
-    assert "base (3 seeds)" in text and "fast" in text and not re.search(r"(https?:)?//\w|<script", text)
+    data = data_in(out)
+    charts = data["compare"]["charts"]
+    assert [lane["name"] for lane in data["compare"]["lanes"]] == ["base (3 seeds)", "fast"] and len(charts) == 9
+    for chart in charts:
+        seeds, alone = chart["lines"]
+        assert len(seeds["low"]) == len(seeds["high"]) == len(seeds["points"]) and "low" not in alone
+    assert len(data["runs"]) == len(data["run"]) == len(data["overview"]) == 4
+    assert data["compare"]["rows"][1][:3] == ["fast", "policy.lr=0.0001", "12"]
     told = capsys.readouterr().out
     assert "base (3 seeds)" in told and "policy.lr=0.0001" in told and str(out) in told
 
@@ -101,20 +105,23 @@ def test_a_directory_in_which_no_run_has_begun_is_left_out(four: list[Path], tmp
     assert main([str(tmp_path / "early"), *out]) == main([str(tmp_path / "no"), str(four[0]), *out]) == 2
 
 
-def test_the_svg_has_a_chart_for_each_key(four: list[Path], tmp_path: Path) -> None:
-    out = tmp_path / "compare.svg"
-    assert main([*map(str, four), "--out", str(out), "--keys", "actor/entropy", "time/total"]) == 0
-    root = ElementTree.fromstring(out.read_text())
-    assert len(root.findall("{*}svg")) == 2 and len(root.findall(".//{*}polyline")) == 4
+def test_the_page_has_a_chart_for_each_key(four: list[Path], tmp_path: Path) -> None:
+    out, keys = tmp_path / "compare.html", ["actor/entropy", "time/total", "no/such"]
+    assert main([*map(str, four), "--out", str(out), "--keys", *keys]) == 0
+    charts = data_in(out)["compare"]["charts"]
+    assert [(chart["title"], chart["note"]) for chart in charts] == [("Entropy", keys[0]), (keys[1], keys[1])]
+    assert [line["lane"] for chart in charts for line in chart["lines"]] == [0, 1, 0, 1]
+    found = lanes([read_run(path) for path in four])
+    assert [len(chart["lines"]) for chart in comparison(found, keys)["charts"]] == [2, 2]
 
 
 def test_names_of_runs_are_mere_text(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     name = "[red]a\x1b[2J\x7f\x9b\u202e\nerror: forged"
-    assert main([str(make(tmp_path / "run", name)), "--out", str(tmp_path / "out.svg")]) == 0
+    assert main([str(make(tmp_path / "run", name)), "--out", str(tmp_path / "out.html")]) == 0
     out = capsys.readouterr().out
     assert all(c.isprintable() or c == "\n" for c in out) and "[red]a" in out.replace("\n", "")
     assert not [line for line in out.splitlines() if line.startswith("error:")]
-    ElementTree.fromstring((tmp_path / "out.svg").read_text())
+    assert data_in(tmp_path / "out.html")["compare"]["lanes"][0]["name"] == name
 
 
 @pytest.mark.parametrize("words", [["nowhere"], ["s0", "--keys", "no/such"]])

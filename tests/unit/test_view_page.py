@@ -45,7 +45,7 @@ def test_a_trajectory_is_shown_as_it_was_and_followed(tmp_path: Path) -> None:
             return answer(query)
 
         server.data.answers["run"] = grow
-        page = visit(server.url, tmp_path / "profile")
+        page = visit(f"{server.url}#tab=samples", tmp_path / "profile")
         assert "step 2 of 3" in page and "ticket 16, answer 0" in page
 
 

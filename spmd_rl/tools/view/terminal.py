@@ -89,7 +89,12 @@ def _steps(run: RunData) -> Table:
         if step in trained:
             of = rows(trained[step])
             ends = ", ".join(f"{name} {count}" for name, count in Counter(row.end for row in of).most_common())
-            cells += [str(len(of)), _number(mean_score(of)), _number(fmean(row.tokens for row in of) if of else None), ends]
+            cells += [
+                str(len(of)),
+                _number(mean_score(of)),
+                _number(fmean(row.tokens for row in of) if of else None),
+                ends,
+            ]
         else:
             cells += [""] * 4
         if step in held_out:

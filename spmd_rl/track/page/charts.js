@@ -122,7 +122,7 @@ function lineChart(lines, height = 190) {
     const steps = [...new Set(lines.flatMap((line) => line.points.map((point) => point[0])))].sort((a, b) => a - b);
     const [first, last] = [steps[0], Math.max(steps[steps.length - 1], steps[0] + 1e-9)];
     const area = frame(width, height, [first, last > first + 1e-6 ? last : first + 1], padded(all.map((point) => point[1])));
-    const marks = ticks(first, Math.max(last, first + 1), Math.max(2, width / 110), true);
+    const marks = ticks(first, Math.max(last, first + 1), Math.max(2, width / 70), true);
     const drawn = canvas(width, height, area.grid, stepAxis(area, marks.map((step) => [area.x(step), step])));
     for (const line of lines) {
       const group = svg("g", { class: "line" });
@@ -180,7 +180,7 @@ function timelineChart(rows, colors) {
     const spans = rows.flatMap((one) => one.spans);
     const end = Math.max(...spans.map((span) => span[4]), 1e-6);
     const x = (seconds) => left + (seconds / end) * (width - left - 14);
-    const grid = ticks(0, end, width / 110).flatMap((value) => [
+    const grid = ticks(0, end, width / 80).flatMap((value) => [
       svg("line", { class: "grid", x1: x(value), x2: x(value), y1: top, y2: floor }), caption(x(value), floor + 16, label(value))]);
     const drawn = canvas(width, floor + 24, caption(left - 8, floor + 16, "seconds", "end"), grid);
     rows.forEach((one, index) => {

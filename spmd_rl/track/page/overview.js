@@ -34,7 +34,7 @@ function overviewSheet(all) {
       all.times.columns.map((column) => key(`${column.name} ${(100 * column.share).toFixed(1)} %`, column.color)), stackedBars(all.times.columns))),
     section("Timeline", all.timeline && figure("Phases by rank", all.timeline.note,
       Object.entries(all.timeline.colors).map(([phase, color]) => key(phase, color)),
-      [timelineChart(all.timeline.rows, all.timeline.colors), kindsTable(all.timeline.rows)])),
+      [timelineChart(all.timeline.ranks, all.timeline.colors), kindsTable(all.timeline.ranks)])),
     section("Settings", h("details", {}, h("summary", {}, "config.yaml"), h("pre", { className: "card", textContent: all.settings }))),
     h("footer", {}, all.drawn),
   ];
@@ -61,10 +61,11 @@ function anyMetric() {
 }
 
 function compareSheet(all) {
+  const lines = (chart) => chart.lines.map((line) => ({ ...all.lanes[line.lane], ...line }));
   return [
     h("h1", {}, all.title),
-    h("div", { className: "keys legend" }, all.lanes.map((lane) => key(lane.name, lane.color))),
-    h("div", { className: "grid2" }, all.charts.map((one) => curves({ ...one, lines: one.lines.map((line) => ({ ...all.lanes[line.lane], ...line })) }, 220))),
+    h("div", { className: "keys lanes" }, all.lanes.map((lane) => key(lane.name, lane.color))),
+    h("div", { className: "grid2" }, all.charts.map((chart) => figure(chart.title, chart.note, [], lineChart(lines(chart), 220)))),
     section("Runs", table(all.columns, all.rows, "runs")),
   ];
 }

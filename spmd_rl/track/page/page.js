@@ -53,16 +53,17 @@ function drawTop() {
   const steps = run.planned ? `step ${run.last} of ${run.planned}` : `step ${run.last}`;
   const tabs = [["overview", "Overview"], ["samples", "Samples"], ["compare", "Compare"]].filter(([tab]) =>
     (tab === "compare" ? (DATA ? DATA.compare : runs.length > 1) : tab === "overview" || !DATA || DATA.step));
-  top_.replaceChildren(
+  const one = at.tab !== "compare";
+  top_.replaceChildren(...[
     h("b", { className: "brand" }, "spmd_rl"),
-    runs.length > 1
-      ? select("Run", at.run, options, (name) => go({ run: name, step: "", ticket: "", answer: "", key: "", tab: at.tab === "compare" ? "overview" : at.tab }))
+    !one ? null : runs.length > 1
+      ? select("Run", at.run, options, (name) => go({ run: name, step: "", ticket: "", answer: "", key: "" }))
       : h("span", { className: "title" }, run.title),
     tabs.length > 1 ? buttons("Sheet", at.tab, tabs, (tab) => go({ tab })) : null,
-    h("span", { className: "facts" }, fact("pipeline", run.pipeline), fact("model", short(run.model)), fact("seed", run.seed)),
-    DATA ? h("span", { className: "follow" }, steps) : h("label", { className: "follow" }, h("input", {
+    at.tab === "samples" ? h("span", { className: "facts" }, fact("pipeline", run.pipeline), fact("model", short(run.model)), fact("seed", run.seed)) : null,
+    !one ? null : DATA ? h("span", { className: "follow" }, steps) : h("label", { className: "follow" }, h("input", {
       type: "checkbox", checked: follow, onchange: (event) => { follow = event.target.checked; poll(); },
-    }), `follow (${steps})`));
+    }), `follow (${steps})`)].filter(Boolean));
   document.title = `${at.tab === "compare" ? "Comparison" : run.title} - spmd_rl`;
 }
 

@@ -4,6 +4,7 @@ const SHOWN = 400;
 const MANY_TOKENS = 40000;
 const KINDS = [["step", "Training"], ["eval", "Held-out"]];
 const NO_SAMPLES = { rows: [], marked: {}, mean: null, total: 0 };
+// of a group, a report has some samples alone: it shows none side by side, and no mean
 const VIEWS = [["best", "Best and worst"], ["one", "Trajectory"], ["group", "Group side by side"]];
 const MARKS = { best: ["Best", "var(--c3)"], worst: ["Worst", "var(--c5)"], some: ["Some", "var(--other)"], suspect: ["Suspect", "var(--c8)"] };
 
@@ -88,9 +89,9 @@ function list(picked) {
   const alone = new Set(rows.map((row) => row.ticket)).size === rows.length;
   const made = [...groups].map(([ticket, group]) => h("div", { className: "group" },
     alone ? null : h("button", {
-      type: "button", className: "group-head", ariaCurrent: at.view === "group" && at.ticket === String(ticket),
+      type: "button", className: "group-head", disabled: Boolean(DATA), ariaCurrent: at.view === "group" && at.ticket === String(ticket),
       title: "side by side", onclick: () => go({ ticket: String(ticket), answer: String(group[0].answer), view: "group" }),
-    }, h("span", {}, `ticket ${ticket}`), h("span", { className: "soft" }, group[0].domain), h("b", {}, number(mean(group.map((row) => row.score))))),
+    }, h("span", {}, `ticket ${ticket}`), h("span", { className: "soft" }, group[0].domain), DATA ? null : h("b", {}, number(mean(group.map((row) => row.score))))),
     group.map((row) => h("button", {
       type: "button", className: "row", ariaCurrent: isAt(row),
       onclick: () => go({ ticket: String(row.ticket), answer: String(row.answer), view: "one" }),
@@ -122,7 +123,7 @@ async function drawMain() {
     coarse: found.reduce((sum, one) => sum + one.tokens, 0) > MANY_TOKENS,
   };
   const bar = h("div", { className: "bar" },
-    buttons("View", at.view, VIEWS, (view) => go({ view })),
+    buttons("View", at.view, DATA ? VIEWS.slice(0, 2) : VIEWS, (view) => go({ view })),
     buttons("Colour of tokens", at.color, COLORS, (color) => go({ color })),
     h("span", { className: "legend" }, legend(at.color, found, scale.advantage)));
   const note = run.no_tokenizer ? h("p", { className: "note" }, `Token texts are missing: ${run.no_tokenizer}`) : null;
