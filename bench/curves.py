@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import show
-from spmd_rl.tools.compare import KEYS, lanes
+from spmd_rl.tools.compare import lanes
 from spmd_rl.track.run_reader import read_run
 
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     if len(lane.runs) > 1:
                         ys = ([y for _, y in edge] for edge in (low, high))
                         axes.fill_between([x for x, _ in low], *ys, color=colors[lane.name], alpha=0.18, linewidth=0)
-            axes.set_title(KEYS.get(key, key), loc="left", fontsize=9)
+            axes.set_title(key, loc="left", fontsize=9)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -24,19 +24,13 @@ from rich.text import Text
 from spmd_rl.base.command_line import Parser, program
 from spmd_rl.base.errors import plural, printable, reason, tell
 from spmd_rl.config.run_identity import CONFIG_FILE, identity
-from spmd_rl.track.charts import CHARTS, SCORES, thin
+from spmd_rl.track.metrics import COLUMNS
 from spmd_rl.track.page_data import outline, overview, summary
 from spmd_rl.track.report import page
 from spmd_rl.track.run_reader import Point, RunData, read_run
 
 SEEDS = ("seed", "data.seed")
-KEYS = {
-    key: f"{chart.title}: {name}" if len(chart.lines) > 1 else chart.title
-    for chart in (SCORES, *CHARTS)
-    for key, name in chart.lines.items()
-}
-"""Metrics that are drawn by default, and their titles."""
-TABLE_KEYS = tuple(key for key in KEYS if "score" in key or "loss" in key)
+TABLE_KEYS = tuple(key for _, key, _ in COLUMNS if "score" in key or "loss" in key)
 LESS_IS_BETTER = ("loss", "diff", "time/", "seconds", "bubble", "overhead", "kl")
 MAX_DIFFERING = 16
 
@@ -46,7 +40,6 @@ class Lane:
     """One line of each chart: a run, or the seeds of the same settings."""
 
     name: str
-    color: str
     runs: Sequence[RunData]
 
     def points(self, key: str) -> tuple[list[Point], list[Point], list[Point]]:
@@ -60,7 +53,7 @@ class Lane:
 
 
 def lanes(runs: Sequence[RunData]) -> list[Lane]:
-    """Group runs whose settings differ only in the seed, and give each lane a distinct name and colour.
+    """Group runs whose settings differ only in the seed, and give each lane a distinct name.
 
     A second run with the same seed begins another lane.
     """
@@ -71,13 +64,13 @@ def lanes(runs: Sequence[RunData]) -> list[Lane]:
         start = f"{settings} {[run.setting(key) for key in SEEDS]}"
         together.setdefault((settings, seen[start]), []).append(run)
         seen[start] += 1
-    named = [_name(group) for group in together.values()]
+    groups = list(together.values())
+    named = [_name(group) for group in groups]
     twice = {name for name in named if named.count(name) > 1}
-    found = []
-    for number, (name, group) in enumerate(zip(named, together.values(), strict=True)):
-        name = f"{name} ({group[0].directory})" if name in twice else name
-        found.append(Lane(name, _color(number, len(named)), group))
-    return found
+    return [
+        Lane(f"{name} ({group[0].directory})" if name in twice else name, group)
+        for name, group in zip(named, groups, strict=True)
+    ]
 
 
 def _settings(run: RunData) -> dict[str, Any]:
@@ -100,10 +93,6 @@ def _name(group: Sequence[RunData]) -> str:
     return f"{common or names[0]} ({len(group)} seeds)"
 
 
-def _color(number: int, count: int) -> str:
-    return f"var(--c{number + 1})" if count <= 8 else f"hsl({360 * number / count:.0f} 60% 52%)"
-
-
 def differences(found: Sequence[Lane]) -> list[str]:
     """Return for each lane the settings in which the lanes differ. Example: `policy.lr=1e-05`."""
     pipelines = [lane.runs[0].about.get("pipeline") for lane in found]
@@ -118,44 +107,33 @@ def differences(found: Sequence[Lane]) -> list[str]:
     return [", ".join(f"{key}={tree.get(key)}" for key in differing[:MAX_DIFFERING]) + more for tree in settings]
 
 
-def charts(found: Sequence[Lane], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a chart of each metric that any of the runs has, for the page; a line has the number of its lane."""
-    drawn = []
-    for key in keys:
-        lines = []
-        for number, lane in enumerate(found):
-            mean, low, high = map(thin, lane.points(key))
-            band = {"low": low, "high": high} if len(lane.runs) > 1 else {}
-            if mean:
-                lines.append({"lane": number, "points": mean, **band})
-        if lines:
-            drawn.append({"title": KEYS.get(key, key), "note": key, "lines": lines})
-    return drawn
+def comparison(found: Mapping[str, RunData], keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the reply to the page's `compare`: lanes of runs, which are known by name, and a table.
 
-
-def comparison(found: Sequence[Lane], keys: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the reply to the page's `compare`: lanes, charts and a table. `keys`: metrics; by default the report's."""
+    keys: metrics that are drawn; by default the page chooses.
+    """
+    names = {id(run): name for name, run in found.items()}
+    some = lanes(list(found.values()))
     # A page scrolls to the right, so the settings come before the numbers.
-    first, *numbers, settings = table(found, keys).columns
+    first, *numbers, settings = table(some, keys).columns
     columns = [first, settings, *numbers]
     return {
-        "title": f"{plural(len(found), 'run')} compared",
-        "lanes": [{"name": lane.name, "color": lane.color} for lane in found],
-        "charts": charts(found, keys or list(KEYS)),
+        "title": f"{plural(len(some), 'run')} compared",
+        "lanes": [{"name": lane.name, "runs": [names[id(run)] for run in lane.runs]} for lane in some],
+        "keys": keys,
         "columns": [str(column.header).strip() for column in columns],
         "rows": list(zip(*([str(cell) for cell in column.cells] for column in columns), strict=True)),
     }
 
 
-def page_of_all(found: Sequence[Lane], keys: Sequence[str]) -> str:
+def page_of_all(found: Mapping[str, RunData], keys: Sequence[str]) -> str:
     """Return the page with the data of all runs: their comparison, and the overview of each."""
-    runs = {str(run.directory): run for lane in found for run in lane.runs}
-    # Metrics and samples of their own would make it large: a report has them.
-    outlines = {name: outline(name, run) | {"keys": [], "steps": {}} for name, run in runs.items()}
+    last = max(summary(name, run)["last"] for name, run in found.items())
     data = {
-        "runs": [summary(name, run) for name, run in runs.items()],
-        "run": outlines,
-        "overview": {name: overview(run) for name, run in runs.items()},
+        "runs": [summary(name, run) for name, run in found.items()],
+        "run": {name: outline(name, run) for name, run in found.items()},
+        "overview": {name: overview(run) for name, run in found.items()},
+        "series": {name: run.curves(last) for name, run in found.items()},
         "compare": comparison(found, keys),
     }
     return page("Comparison", data)
@@ -206,15 +184,17 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     parser = Parser(program("compare"), description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--keys", nargs="+", metavar="METRIC", help="metrics of metrics.jsonl; default: the report's")
+    parser.add_argument(
+        "--keys", nargs="+", metavar="METRIC", help="metrics of metrics.jsonl; default: the report's charts"
+    )
     parser.add_argument("--out", type=Path, default=Path("compare.html"), metavar="PATH", help="of the page")
     asked = parser.parse_args(arguments)
     try:
-        found = lanes([read_run(directory) for directory in begun(asked.runs)])
-        keys = asked.keys or ()
-        if not charts(found, keys or list(KEYS)):
-            raise ValueError(f"none of the runs has {', '.join(keys or KEYS)}")
-        asked.out.write_text(page_of_all(found, keys), encoding="utf-8")
+        runs = {str(directory): read_run(directory) for directory in begun(asked.runs)}
+        found, keys = lanes(list(runs.values())), asked.keys or ()
+        if not any(run.series(key) for run in runs.values() for key in keys or TABLE_KEYS):
+            raise ValueError(f"none of the runs has {', '.join(keys or TABLE_KEYS)}")
+        asked.out.write_text(page_of_all(runs, keys), encoding="utf-8")
     except (OSError, ValueError) as error:
         tell(f"error: {reason(error)}")
         return 2

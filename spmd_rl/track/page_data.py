@@ -12,19 +12,12 @@ from typing import Any
 from spmd_rl.base.errors import duration, plural
 from spmd_rl.base.png import data_url
 from spmd_rl.track import goodput
-from spmd_rl.track.charts import CHARTS, SCORES, chart_data, thin
 from spmd_rl.track.run_reader import RunData
 from spmd_rl.track.samples import KINDS, merged_files
 from spmd_rl.track.timeline import timeline_data
 from spmd_rl.track.tokens import TokenTexts
 from spmd_rl.track.trajectories import listed, marked, mean_score, rows, whole
 
-PHASES = ("generate", "score", "eval", "logprobs", "prepare", "train", "publish", "checkpoint", "coordination", "track")
-COLORS = dict(zip(PHASES, (f"var(--c{n})" for n in (1, 2, 3, 7, 8, 4, 6, 5)), strict=False)) | {
-    "coordination": "var(--axis)",
-    "track": "var(--soft)",
-    "other": "var(--rule)",
-}
 TILES = {
     "val/score/mean": "score, held-out, sampled",
     "val/score_greedy/mean": "score, held-out, greedy",
@@ -39,7 +32,6 @@ MEANS: dict[str, tuple[str, Callable[[float], str]]] = {
     "system/overhead": ("coordination between ranks", lambda share: f"{100 * share:.1f} %"),
 }
 """Metrics shown with their mean over the steps"""
-_MAX_BARS = 120
 _TIMELINE_STEPS = 3
 _SAMPLE_STEPS = 8
 _SAMPLE_BYTES = 32 << 20
@@ -76,45 +68,27 @@ def summary(name: str, run: RunData) -> dict[str, Any]:
 
 
 def outline(name: str, run: RunData) -> dict[str, Any]:
-    """Return the reply to `run`: its summary, the names of its metrics, and the steps with samples."""
-    keys = sorted({key for line in run.lines for key, value in line.items() if isinstance(value, int | float)})
+    """Return the reply to `run`: its summary, and the steps with samples."""
     return summary(name, run) | {
         "steps": {kind: list(files(run, kind)) for kind in KINDS},
-        "keys": [key for key in keys if key != "step"],
         "no_tokenizer": TokenTexts(run.setting("policy.model")).missing,
     }
 
 
 def overview(run: RunData) -> dict[str, Any]:
-    """Return the reply to `overview`: all that the page shows of a run apart from its samples."""
+    """Return the reply to `overview`: what the page shows of a run apart from its curves and samples."""
+    started = run.launch.get("t")
     return {
-        "summary": _progress(run),
-        "facts": [(name, str(value)) for name, value in _facts(run) if value not in (None, "")],
-        "command": run.launch.get("command"),
+        "pipeline": run.about.get("pipeline", "run"),
+        "seconds": duration(sum(y for _, y in run.series("time/total"))),
+        "started": started and time.strftime("%Y-%m-%d %H:%M", time.localtime(started)),
+        "revision": str(run.about.get("git_revision") or "")[:12],
+        "launch": run.launch,
         "tiles": list(_tiles(run)),
-        "scores": chart_data(run, SCORES),
-        "charts": [drawn for chart in CHARTS if (drawn := chart_data(run, chart))],
-        "times": _times(run),
-        "timeline": _timeline(run),
+        "timeline": timeline_data(run.directory / "journal", _TIMELINE_STEPS),
         "settings": (run.directory / "config.yaml").read_text(encoding="utf-8"),
         "drawn": f"Drawn {time.strftime('%Y-%m-%d %H:%M:%S %Z')} from {run.directory}.",
     }
-
-
-def _progress(run: RunData) -> str:
-    last, planned = run.lines[-1]["step"] if run.lines else 0, run.setting("steps")
-    seconds = sum(y for _, y in run.series("time/total"))
-    return f"{run.about.get('pipeline', 'run')}, {last} of {planned} steps in {duration(seconds)}"
-
-
-def _facts(run: RunData) -> Iterator[tuple[str, object]]:
-    yield "model", run.setting("policy.model")
-    yield "seed", run.setting("seed")
-    if "t" in run.launch:
-        yield "started", time.strftime("%Y-%m-%d %H:%M", time.localtime(run.launch["t"]))
-    yield "machine", run.launch.get("machine")
-    yield "ranks", run.launch.get("ranks")
-    yield "revision", str(run.about.get("git_revision") or "")[:12]
 
 
 def _tiles(run: RunData) -> Iterator[tuple[str, str]]:
@@ -127,39 +101,6 @@ def _tiles(run: RunData) -> Iterator[tuple[str, str]]:
     if (account := goodput.read(run.directory)).useful:
         words = f"goodput of {duration(account.wall)}, {plural(account.starts, 'start')}"
         yield f"{100 * account.goodput:.1f} %", words
-
-
-def _times(run: RunData) -> dict[str, Any] | None:
-    lines = [line for line in run.lines if "time/total" in line]
-    named = {key.removeprefix("time/") for line in lines for key in line if key.startswith("time/")} - {"total"}
-    columns, total = [], sum(line["time/total"] or 0.0 for line in lines)
-    for phase in _ordered(named):
-        points = [(float(line["step"]), float(line.get(f"time/{phase}") or 0.0)) for line in lines]
-        if seconds := sum(y for _, y in points):
-            color, share = COLORS.get(phase, "var(--other)"), seconds / (total or seconds)
-            columns.append({"name": phase, "color": color, "share": share, "points": thin(points, _MAX_BARS)})
-    if not columns:
-        return None
-    means = f"; a bar is a mean of {len(lines) // _MAX_BARS} steps" * (len(lines) > _MAX_BARS)
-    return {"title": "Time of each step", "note": f"seconds, mean over ranks{means}", "columns": columns}
-
-
-def _timeline(run: RunData) -> dict[str, Any] | None:
-    ranks = timeline_data(run.directory / "journal", _TIMELINE_STEPS)
-    spans = [span for row in ranks for span in row["spans"]]
-    if not spans:
-        return None
-    first, last = min(step for _, _, step, *_ in spans), max(step for _, _, step, *_ in spans)
-    return {
-        "note": f"steps {first} to {last}; waits inside a library count as compute",
-        "colors": {phase: COLORS.get(phase, "var(--other)") for phase in _ordered({phase for phase, *_ in spans})},
-        "ranks": ranks,
-    }
-
-
-def _ordered(phases: Collection[str]) -> list[str]:
-    known = (*PHASES, "other")
-    return [phase for phase in known if phase in phases] + sorted(set(phases) - set(known))
 
 
 def samples(run: RunData, kind: str, step: int, limit: int | None = None) -> dict[str, Any]:
@@ -218,7 +159,7 @@ def embedded(run: RunData, steps: Sequence[int] | None = None) -> dict[str, Any]
         "runs": [summary(name, run)],
         "run": {name: found},
         "overview": {name: overview(run)},
-        "series": {name: {key: thin(run.series(key)) for key in found["keys"]}},
+        "series": {name: run.curves(found["last"])},
         "step": {name: by_step},
         "trajectories": {name: by_trajectory},
     }

@@ -4,6 +4,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -13,6 +14,8 @@ from spmd_rl.config.run_identity import saved_config
 from spmd_rl.track.metrics import read_lines, with_warmup_named
 
 Point = tuple[float, float]
+MAX_POINTS = 300
+"""Largest number of points of a curve; a longer one has means over equal ranges of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,26 @@ class RunData:
         """Return (step, value) of each line that has a number under `key`."""
         return [(line["step"], line[key]) for line in self.lines if isinstance(line.get(key), int | float)]
 
+    def curves(self, last: int) -> dict[str, list[Point]]:
+        """Return all series by key for a drawing of steps up to `last`, with six digits; all of them at equal steps."""
+        keys = sorted({key for line in self.lines for key in line} - {"step"})
+        return {key: thin(points, last) for key in keys if (points := self.series(key))}
+
     def setting(self, key: str) -> Any:
         """Return a setting by its dotted key; None if it is missing."""
         value: Any = self.settings
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
         return value
+
+
+def thin(points: Sequence[Point], last: int) -> list[Point]:
+    """Return a series as at most `MAX_POINTS` means over equal ranges of the steps from 0 to `last`."""
+    width = 1 + last // MAX_POINTS
+    ranges: dict[float, list[float]] = {}
+    for step, value in points:
+        ranges.setdefault(step // width, []).append(value)
+    return [(at * width + (width - 1) / 2, float(f"{fmean(values):.6g}")) for at, values in ranges.items()]
 
 
 def read_run(directory: Path) -> RunData:

@@ -11,13 +11,12 @@ import pytest
 from spmd_rl.config.schema import RlvrConfig, RunConfig
 from spmd_rl.distributed import solo
 from spmd_rl.tools import report
-from spmd_rl.track.charts import thin
 from spmd_rl.track.messages import interrupted
 from spmd_rl.track.metrics import describe
 from spmd_rl.track.report import write_report
 from spmd_rl.track.results import write_results
 from spmd_rl.track.run import Run
-from spmd_rl.track.run_reader import read_run
+from spmd_rl.track.run_reader import read_run, thin
 from spmd_rl.track.timeline import Span, coalesce, read_journals, seconds_by_kind, spans, timeline_data
 from spmd_rl.track.trajectories import marked, mean_score, rows
 from tests.agent_run import bytes_tokenizer, make_agent_run
@@ -49,27 +48,20 @@ def test_the_page_tells_the_run(run_dir: Path) -> None:
     shown = data["overview"]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     first, last = lines[0]["val/score/mean"], lines[-1]["val/score/mean"]
-    assert data["run"]["title"] == "smollm2-135m-grpo-1f0c" and shown["summary"].startswith("rlvr, 12 of 12 steps in ")
-    assert shown["command"].startswith("torchrun --nproc-per-node 2 -m spmd_rl.rlvr")
-    assert {"seed": "0", "machine": "2 x Intel Xeon, 24 GiB", "ranks": "2"}.items() <= dict(shown["facts"]).items()
+    assert data["run"]["title"] == "smollm2-135m-grpo-1f0c" and (data["run"]["last"], data["run"]["planned"]) == (
+        12,
+        12,
+    )
+    assert shown["launch"]["command"].startswith("torchrun --nproc-per-node 2 -m spmd_rl.rlvr")
+    assert (shown["launch"]["machine"], shown["launch"]["ranks"]) == ("2 x Intel Xeon, 24 GiB", 2)
+    assert shown["pipeline"] == "rlvr" and shown["seconds"].endswith(" s") and shown["revision"] == "0123456789ab"
     assert [f"{first:.2f} \u2192 {last:.2f}", "score, held-out, sampled"] in shown["tiles"]
-    assert [line["name"] for line in shown["scores"]["lines"]] == ["training", "held-out, sampled", "held-out, greedy"]
-    titles = ["Gradient norm", "Entropy", "Answer length", "Engine against trainer", "Idle share of generation"]
-    assert [chart["title"] for chart in shown["charts"]] == [*titles, "Throughput"]
-    assert shown["charts"][1]["lines"][0]["points"][-1] == [12, pytest.approx(lines[-1]["actor/entropy"], rel=1e-5)]
-    assert "policy:" in shown["settings"] and str(run_dir) in shown["drawn"]
-    assert data["series"].keys() == set(data["run"]["keys"]) and "actor/pg_loss" in data["series"]
-    assert not list(run_dir.glob(".report*"))
-
-
-def test_times_are_those_of_the_steps(run_dir: Path) -> None:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    columns = {column["name"]: column for column in drawn(run_dir)["overview"]["times"]["columns"]}
-    assert list(columns)[:3] == ["generate", "score", "eval"] and list(columns)[-1] == "other"
-    assert [y for _, y in columns["train"]["points"]] == [
-        pytest.approx(line.get("time/train", 0), rel=1e-5) for line in lines
+    assert {key for line in lines for key in line} - {"step"} == set(data["series"])
+    assert data["series"]["actor/entropy"] == [
+        [line["step"], pytest.approx(line["actor/entropy"], rel=1e-5)] for line in lines[1:]
     ]
-    assert sum(column["share"] for column in columns.values()) == pytest.approx(1)
+    assert "policy:" in shown["settings"] and str(run_dir) in shown["drawn"]
+    assert not list(run_dir.glob(".report*"))
 
 
 def test_the_page_needs_no_network_and_runs_its_own_script_alone(run_dir: Path) -> None:
@@ -100,7 +92,7 @@ def test_a_run_that_was_cut_short(run_dir: Path) -> None:
         path = run_dir / name
         path.write_text(path.read_text()[:-37])
     data = drawn(run_dir)
-    assert data["run"]["last"] == 11 and [row["rank"] for row in data["overview"]["timeline"]["ranks"]] == [0, 1]
+    assert data["run"]["last"] == 11 and [row["rank"] for row in data["overview"]["timeline"]] == [0, 1]
 
 
 def test_a_real_run_draws_its_report(tmp_path: Path) -> None:
@@ -111,8 +103,9 @@ def test_a_real_run_draws_its_report(tmp_path: Path) -> None:
                 track.add({"critic/score/mean": step / 4})
     found = data_in(tmp_path / "report.html")
     shown = found["overview"]["."]
-    assert found["runs"][0]["title"] == "toy" and "pytest" in shown["command"]
-    assert ["0.00 \u2192 0.50", "score, training"] in shown["tiles"] and shown["timeline"]["colors"]["train"]
+    assert found["runs"][0]["title"] == "toy" and "pytest" in shown["launch"]["command"]
+    assert ["0.00 \u2192 0.50", "score, training"] in shown["tiles"]
+    assert "train" in {phase for phase, *_ in shown["timeline"][0]["spans"]}
 
 
 def test_ten_thousand_steps_are_drawn_in_time(tmp_path: Path) -> None:
@@ -168,7 +161,7 @@ def test_what_an_agent_saw_and_did_is_shown(tmp_path: Path) -> None:
     turn = data["trajectories"]["step 3"][0]["segments"][0]["turns"][0]
     assert "You are solving the FrozenLake puzzle." in turn["prompt"] and "<|im_start|>user" in turn["prompt"]
     assert turn["step"]["action"] and turn["step"]["observation"] and "reward" in turn["step"]
-    assert data["overview"]["timeline"] is data["overview"]["times"] is None
+    assert data["overview"]["timeline"] == []
 
 
 def test_a_picture_is_shown_in_place_of_its_path(run_dir: Path) -> None:
@@ -246,13 +239,12 @@ def test_the_innermost_kind_of_time_counts_whatever_the_phase() -> None:
 
 def test_the_page_tells_compute_wait_and_copy_of_each_rank(run_dir: Path) -> None:
     ranks, shown = read_journals(run_dir / "journal", 3), drawn(run_dir)["overview"]["timeline"]
-    assert shown["note"].startswith("steps 10 to 12;") and list(shown["colors"])[:2] == ["generate", "score"]
-    for row in shown["ranks"]:
+    for row in shown:
         assert row["seconds"] == pytest.approx(seconds_by_kind(ranks[row["rank"]])) and all(row["seconds"].values())
         kinds = {(phase, kind) for phase, kind, *_ in row["spans"]}
         assert {("train", "compute"), ("publish", "copy"), ("coordination", "wait")} <= kinds
-    first = min(span[3] for row in shown["ranks"] for span in row["spans"])
-    assert first == 0 and timeline_data(run_dir / "none", 3) == []
+    assert {step for row in shown for _, _, step, *_ in row["spans"]} == {10, 11, 12}
+    assert min(span[3] for row in shown for span in row["spans"]) == 0 and timeline_data(run_dir / "none", 3) == []
 
 
 def test_short_spans_go_to_the_one_before() -> None:
@@ -273,11 +265,12 @@ def test_the_timeline_has_the_last_start_only(run_dir: Path) -> None:
     assert {span.step for span in ranks[1]} == {10, 11, 12}
 
 
-def test_thinning_keeps_the_mean_and_the_ends_in_place() -> None:
-    points = [(float(i), float(i % 7)) for i in range(1000)]
-    thinned = thin(points, 100)
-    assert len(thinned) == 100 and thin(points[:5]) == points[:5]
-    assert sum(y for _, y in thinned) / 100 == pytest.approx(sum(y for _, y in points) / 1000)
+def test_thinning_keeps_the_mean_and_the_steps_of_all_series_equal() -> None:
+    points = [(float(i), float(i % 7)) for i in range(1500)]
+    thinned = thin(points, 1499)
+    assert len(thinned) == 300 and thin(points[:5], 4) == points[:5]
+    assert sum(y for _, y in thinned) / 300 == pytest.approx(sum(y for _, y in points) / 1500, rel=1e-5)
+    assert {x for x, _ in thin(points[::7], 1499)} <= {x for x, _ in thinned}
 
 
 def test_null_is_a_gap(run_dir: Path) -> None:
@@ -295,10 +288,9 @@ def test_scores_of_the_warm_up_are_those_of_demonstrations(tmp_path: Path) -> No
     run = read_run(folder)
     assert [step for step, _ in run.series("critic/score/mean")] == [3, 4, 5, 6]
     assert [step for step, _ in run.series("warmup/score/mean")] == [1, 2]
-    lines = drawn(folder)["overview"]["scores"]["lines"]
-    assert [step for step, _ in lines[-1]["points"]] == [1, 2] and lines[-1]["name"] == "warm-up, by demonstrations"
-    told = describe(1, 6, run.lines[1])
-    assert "  demonstrated score " in told and "  score " not in told and "  score " in describe(3, 6, run.lines[3])
+    assert [step for step, _ in drawn(folder)["series"]["warmup/score/mean"]] == [1, 2]
+    told = describe(1, 6, lines[1])
+    assert "  demonstrated score " in told and "  score " not in told and "  score " in describe(3, 6, lines[3])
 
 
 def test_a_supervised_run_shows_its_losses_and_the_last_command(tmp_path: Path) -> None:
@@ -308,9 +300,8 @@ def test_a_supervised_run_shows_its_losses_and_the_last_command(tmp_path: Path) 
     with open(run_dir / "journal" / "rank-0.jsonl", "a") as file:
         file.write('{"t":1.5,"event":"run","command":"python -m spmd_rl.sft again","ranks":2,"step":0}\n')
     shown = drawn(run_dir)["overview"]
-    assert [chart["title"] for chart in shown["charts"]] == ["Loss", "Margin"] and shown["scores"] is None
     assert ["4.00 \u2192 1.00", "loss, held-out"] in shown["tiles"]
-    assert shown["command"] == "python -m spmd_rl.sft again"
+    assert shown["launch"]["command"] == "python -m spmd_rl.sft again"
 
 
 def test_an_end_in_the_middle_says_what_is_lost(tmp_path: Path) -> None:

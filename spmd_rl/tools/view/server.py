@@ -17,7 +17,7 @@ import msgspec
 import yaml
 
 from spmd_rl.base.errors import UserError, one_line, tell
-from spmd_rl.tools.compare import comparison, lanes
+from spmd_rl.tools.compare import comparison
 from spmd_rl.tools.view.runs import RunIndex
 from spmd_rl.track.page_data import outline, overview, samples, trajectories
 from spmd_rl.track.report import page, policy
@@ -43,10 +43,10 @@ class Data:
             "runs": lambda query: self._runs.summaries(),
             "run": lambda query: outline(query["run"], self._run(query)),
             "overview": lambda query: overview(self._run(query)),
-            "series": lambda query: self._run(query).series(query["key"]),
+            "series": lambda query: self._run(query).curves(int(query["last"])),
             "step": lambda query: samples(self._run(query), query["kind"], int(query["step"])),
             "trajectories": self._trajectories,
-            "compare": lambda query: comparison(lanes([self._runs.read(name) for name in self._runs.names()])),
+            "compare": lambda query: comparison({name: self._runs.read(name) for name in self._runs.names()}),
         }
 
     def _run(self, query: Query) -> RunData:

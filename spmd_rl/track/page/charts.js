@@ -86,14 +86,17 @@ function canvas(width, height, ...children) {
   return svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img" }, ...children.flat());
 }
 
-function hover(drawn, area, places, read) {
+function hover(drawn, area, places, read, pick) {
   // a line at the nearest of `places` under the pointer, and a note with what `read(index)` returns
+  const nearest = (event) => {
+    const x = event.clientX - drawn.getBoundingClientRect().left;
+    return places.reduce((best, place, index) => (Math.abs(place - x) < Math.abs(places[best] - x) ? index : best), 0);
+  };
   const line = svg("line", { class: "pointer", y1: area.top, y2: area.floor, x1: 0, x2: 0 });
   const note = h("div", { className: "tip" });
   drawn.append(line);
   drawn.addEventListener("pointermove", (event) => {
-    const at = event.clientX - drawn.getBoundingClientRect().left;
-    const index = places.reduce((best, x, one) => (Math.abs(x - at) < Math.abs(places[best] - at) ? one : best), 0);
+    const index = nearest(event);
     for (const end of ["x1", "x2"]) line.setAttribute(end, places[index]);
     note.replaceChildren(...read(index));
     const [near, far, room] = places[index] < drawn.clientWidth / 2
@@ -102,6 +105,7 @@ function hover(drawn, area, places, read) {
     drawn.parentElement.classList.add("pointed");
   });
   drawn.addEventListener("pointerleave", () => drawn.parentElement.classList.remove("pointed"));
+  if (pick) drawn.addEventListener("click", (event) => pick(nearest(event)));
   return [drawn, note];
 }
 
@@ -115,8 +119,8 @@ function curve(area, points, width) {
     ...points.map(([step, value]) => svg("circle", { cx: area.x(step).toFixed(1), cy: area.y(value).toFixed(1), r: 2.2 }))];
 }
 
-function lineChart(lines, height = 190) {
-  // `lines`: name, color, points, and for a band `low` and `high`
+function lineChart(lines, height = 190, { step: current, pick } = {}) {
+  // `lines`: name, color, points, and for a band `low` and `high`; a click picks a step, of which `current` is marked
   return fitted(height, (width) => {
     const all = lines.flatMap((line) => [...line.points, ...(line.low || []), ...(line.high || [])]);
     const steps = [...new Set(lines.flatMap((line) => line.points.map((point) => point[0])))].sort((a, b) => a - b);
@@ -134,11 +138,14 @@ function lineChart(lines, height = 190) {
       group.append(...curve(area, line.points, width));
       drawn.append(group);
     }
+    if (current >= first) drawn.append(svg("line", { class: "mark", x1: area.x(current), x2: area.x(current), y1: area.top, y2: area.floor }));
+    if (pick) drawn.classList.add("picks");
     const values = lines.map((line) => new Map(line.points));
     return hover(drawn, area, steps.map(area.x), (index) => [
       h("b", {}, `step ${label(steps[index], 6)}`),
       ...lines.map((line, one) => (values[one].has(steps[index])
-        ? h("span", { color: line.color }, h("i"), `${line.name} ${number(values[one].get(steps[index]), 4)}`.trim()) : null)).filter(Boolean)]);
+        ? h("span", { color: line.color }, h("i"), `${line.name} ${number(values[one].get(steps[index]), 4)}`.trim()) : null)).filter(Boolean)],
+    pick && ((index) => pick(steps[index])));
   });
 }
 
@@ -172,7 +179,7 @@ function stackedBars(columns, height = 220) {
 
 const LOOKS = { compute: "solid", wait: "pale", copy: "striped" };
 
-function timelineChart(rows, colors) {
+function timelineChart(rows) {
   // one row a rank; a span is [phase, kind, step, begin, end] in seconds
   const [top, row, gap, left] = [24, 22, 6, 58];
   const floor = top + rows.length * (row + gap);
@@ -193,7 +200,7 @@ function timelineChart(rows, colors) {
         const shape = kind === "copy"
           ? svg("line", { class: "striped", x1: middle, x2: middle, y1: y, y2: y + row, "stroke-width": wide.toFixed(2) })
           : svg("rect", { class: LOOKS[kind], x: x(from).toFixed(2), y, width: wide.toFixed(2), height: row });
-        shape.style.setProperty("--c", colors[phase]);
+        shape.style.setProperty("--c", phaseColor(phase));
         const tip = svg("title", {});
         tip.textContent = `rank ${one.rank}, step ${step}: ${phase}, ${kind} ${(to - from).toFixed(3)} s`;
         shape.append(tip);

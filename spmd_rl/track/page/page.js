@@ -9,7 +9,7 @@ let run = null;
 let rows = [];
 let logged = NO_SAMPLES;
 let loaded = "";
-let points = [];
+let series = {};
 let follow = false;
 let limit = SHOWN;
 
@@ -34,15 +34,15 @@ async function show() {
   document.body.dataset.tab = at.tab;
   drawTop();
   if (at.tab === "samples") return showSamples();
-  const drawn = at.tab === "compare" ? compareSheet(await get("compare")) : overviewSheet(await get("overview", { run: at.run }));
+  const drawn = at.tab === "compare" ? await compareSheet() : overviewSheet(await get("overview", { run: at.run }));
   sheet.replaceChildren(h("div", { className: "sheet" }, drawn));
 }
 
 async function loadRun() {
   run = await get("run", { run: at.run });
-  const preferred = ["val/score/mean", "critic/score/mean", "val/score_greedy/mean"];
-  if (!run.keys.includes(at.key)) at.key = preferred.find((one) => run.keys.includes(one)) || run.keys[0] || "";
-  points = at.key ? await get("series", { run: at.run, key: at.key }) : [];
+  series = await get("series", { run: at.run, last: run.last });
+  const preferred = [at.key, "val/score/mean", "critic/score/mean", "val/score_greedy/mean", ...Object.keys(series)];
+  at.key = preferred.find((key) => series[key]) || "";
   loaded = "";
 }
 
@@ -79,7 +79,7 @@ async function poll() {
     const fresh = await get("run", { run: at.run });
     if (fresh.run === at.run && JSON.stringify(fresh) !== JSON.stringify(run)) {
       run = fresh;
-      if (at.key) points = await get("series", { run: at.run, key: at.key });
+      series = await get("series", { run: at.run, last: run.last });
       const steps = run.steps[at.kind];
       if (at.tab !== "samples") await go({});
       else if (follow && steps.length) await go({ step: String(steps[steps.length - 1]), ticket: "", answer: "" });

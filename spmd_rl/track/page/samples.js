@@ -32,12 +32,8 @@ function drawSide() {
   const picked = filtered();
   side.replaceChildren(
     h("div", { className: "panel" },
-      run.keys.length ? select("Metric", at.key, run.keys.map((key) => [key, key]), async (key) => {
-        at.key = key;
-        points = await get("series", { run: at.run, key });
-        go({});
-      }) : null,
-      points.length ? chart(points, Number(at.step), (step) => steps.length && pick(near(step))) : null,
+      at.key ? [metricSelect(at.key, (key) => go({ key })),
+        lineChart([{ name: "", color: "var(--c1)", points: series[at.key] }], 110, { step: Number(at.step), pick: (step) => steps.length && pick(near(step)) })] : null,
       h("div", { className: "steps" },
         buttons("Samples", at.kind, KINDS, (kind) => go({ kind, step: "", ticket: "", answer: "" })),
         h("button", { type: "button", title: "earlier step", disabled: place <= 0, onclick: () => pick(steps[place - 1]) }, "\u2039"),
