@@ -72,13 +72,15 @@ function fitted(height, draw) {
   const box = h("div", { className: "fitted" });
   let drawn = 0;
   box.style.minHeight = `${height}px`;
-  new ResizeObserver(([entry]) => {
-    const width = Math.round(entry.contentRect.width);
-    if (width > 60 && width !== drawn) {
-      drawn = width;
-      box.replaceChildren(...draw(width, box));
+  const fit = () => {
+    if (box.clientWidth > 60 && box.clientWidth !== drawn) {
+      drawn = box.clientWidth;
+      box.replaceChildren(...draw(drawn));
     }
-  }).observe(box);
+  };
+  new ResizeObserver(fit).observe(box);
+  // a window that paints nothing has no observer: a page that is printed or dumped
+  setTimeout(fit);
   return box;
 }
 
@@ -155,7 +157,7 @@ function stackedBars(columns, height = 220) {
     const steps = columns[0].points.map((point) => point[0]);
     const totals = steps.map((_, index) => columns.reduce((sum, column) => sum + column.points[index][1], 0));
     const area = frame(width, height, [-0.5, steps.length - 0.5], [0, Math.max(...totals) * 1.05 || 1]);
-    const wide = (area.x(1) - area.x(0)) * (steps.length > 1 ? 0.78 : 0.2);
+    const wide = Math.min(56, 0.78 * (area.x(1) - area.x(0)));
     const stride = (steps[steps.length - 1] - steps[0]) / Math.max(steps.length - 1, 1) || 1;
     const marks = steps.length > width / 40 ? ticks(steps[0], steps[steps.length - 1], width / 80, true) : steps;
     const drawn = canvas(width, height, area.grid, stepAxis(area, marks.map((step) => [area.x((step - steps[0]) / stride), step])));

@@ -41,8 +41,10 @@ async function show() {
 async function loadRun() {
   run = await get("run", { run: at.run });
   series = await get("series", { run: at.run, last: run.last });
-  const preferred = [at.key, "val/score/mean", "critic/score/mean", "val/score_greedy/mean", ...Object.keys(series)];
+  const drawn = [SCORES, ...CHARTS].flatMap((one) => Object.keys(one.lines));
+  const preferred = [at.key, "val/score/mean", ...drawn, ...Object.keys(series)];
   at.key = preferred.find((key) => series[key]) || "";
+  if (!run.steps[at.kind].length && run.steps.eval.length) at.kind = "eval";
   loaded = "";
 }
 
@@ -52,7 +54,7 @@ function drawTop() {
   const options = known.size === names.length ? names : names.map(([name, title]) => [name, `${title} (${name})`]);
   const steps = run.planned ? `step ${run.last} of ${run.planned}` : `step ${run.last}`;
   const tabs = [["overview", "Overview"], ["samples", "Samples"], ["compare", "Compare"]].filter(([tab]) =>
-    (tab === "compare" ? (DATA ? DATA.compare : runs.length > 1) : tab === "overview" || !DATA || DATA.step));
+    ({ overview: true, samples: !DATA || (DATA.step && run.steps.step.length + run.steps.eval.length), compare: DATA ? DATA.compare : runs.length > 1 })[tab]);
   const one = at.tab !== "compare";
   top_.replaceChildren(...[
     h("b", { className: "brand" }, "spmd_rl"),

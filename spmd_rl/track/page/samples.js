@@ -96,7 +96,7 @@ function list(picked) {
     h("span", { className: "soft" }, row.kept || at.kind === "eval" ? row.end : row.reject_reason)))));
   const more = picked.length > limit
     ? h("button", { type: "button", className: "more", onclick: () => { limit += SHOWN; drawSide(); } }, "show more") : null;
-  const none = rows.length ? "None is like that." : `No ${at.kind === "eval" ? "held-out" : "training"} samples yet.`;
+  const none = rows.length ? "None is like that." : logged.total ? "None has a score." : `No ${at.kind === "eval" ? "held-out" : "training"} samples yet.`;
   return h("div", { className: "list" }, made, more, picked.length ? null : h("p", { className: "soft pad" }, none));
 }
 
@@ -109,7 +109,7 @@ function isAt(row) {
 async function drawMain() {
   const picked = filtered();
   if (at.ticket === "" && picked.length) Object.assign(at, { ticket: String(picked[0].ticket), answer: String(picked[0].answer) });
-  if (at.ticket === "" || at.step === "") return main.replaceChildren(h("p", { className: "soft pad" }, "Nothing to show yet."));
+  if (at.step === "" || (at.ticket === "" && at.view !== "best")) return main.replaceChildren(h("p", { className: "soft pad" }, "Nothing to show yet."));
   const place = { run: at.run, kind: at.kind, step: at.step };
   const found = await get("trajectories", at.view === "best" ? { ...place, marked: "1" }
     : { ...place, ticket: at.ticket, answer: at.view === "one" ? at.answer : "" });
