@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a table on the terminal, the raw figures as JSON, an SVG picture by matplotlib."""
+"""Output of a benchmark: a table on the terminal, the raw figures as JSON, an SVG picture by matplotlib."""
 
 import json
 import statistics
@@ -17,7 +17,7 @@ from spmd_rl.track.run import command_line, machine
 
 COLORS = ("#3b82c4", "#d07a2d", "#8b949e", "#4f9d69", "#a05fb5", "#c0504d")
 GRAY = "#7d8590"
-"""Of texts and axes: it can be read on white and on black."""
+"""Colour of texts and axes, which can be read on white and on black."""
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "bench",
@@ -132,7 +132,7 @@ def bars(path: Path | None, title: str, unit: str, drawn: Sequence[Bar], mark: t
         axes.invert_yaxis()
         axes.margins(x=0.2)
         axes.set_xlabel(unit)
-        axes.grid(axis="x")
+        axes.grid(True, axis="x")
         if mark is not None:
             axes.axvline(mark[0], color=GRAY, linestyle="--", linewidth=1)
             axes.annotate(f" {mark[1]}", (mark[0], 0), xycoords=("data", "axes fraction"))
@@ -143,7 +143,7 @@ def draw(axes: Any, some: Sequence[Series]) -> None:
     for series in some:
         dots = "o" if len(series.points) <= 60 else ""
         axes.plot(*zip(*series.points, strict=True), color=series.color, marker=dots, markersize=3, linewidth=1.7)
-    axes.grid(axis="y")
+    axes.grid(True, axis="y")
 
 
 def lines(path: Path | None, title: str, x_unit: str, y_unit: str, drawn: Sequence[Series]) -> None:

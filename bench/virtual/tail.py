@@ -41,7 +41,7 @@ def bars(axes: Any, title: str, groups: Sequence[Group]) -> None:
             axes.bar(number + (place + 0.5) * wide - 0.4, height, 0.9 * wide, color=color)
     axes.set_xticks(range(len(groups)), [name for name, _ in groups])
     axes.set_title(title, loc="left", fontsize=9)
-    axes.grid(axis="y")
+    axes.grid(True, axis="y")
 
 
 def curves(axes: Any, title: str, drawn: Sequence[show.Series], marks: Mapping[float, str]) -> None:

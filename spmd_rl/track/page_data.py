@@ -34,8 +34,8 @@ MEANS: dict[str, tuple[str, Callable[[float], str]]] = {
 """Metrics shown with their mean over the steps"""
 _TIMELINE_STEPS = 3
 _SAMPLE_STEPS = 8
-_SAMPLE_BYTES = 32 << 20
-"""Bytes of a samples file among which a report looks for the best and the worst"""
+_SAMPLE_BYTES = 256 << 20
+"""Bytes of samples files, all together, among which a report looks for the best and the worst"""
 _TOKENS = 100_000
 """Number of tokens whose ids, logprobs and versions a report holds; of further samples it has the texts"""
 
@@ -145,19 +145,22 @@ def embedded(run: RunData, steps: Sequence[int] | None = None) -> dict[str, Any]
     """
     name, by_step, by_trajectory, room = ".", {}, {}, _TOKENS
     found = outline(name, run)
-    for kind, known in found["steps"].items():
-        found["steps"][kind] = spread(known, _SAMPLE_STEPS) if steps is None else [s for s in known if s in steps]
-        # The last step comes first: its tokens are the most wanted.
-        for step in reversed(found["steps"][kind]):
-            place, reply = f"{kind} {step}", samples(run, kind, step, _SAMPLE_BYTES)
-            shown = {place for some in reply["marked"].values() for place in some}
-            by_step[place] = reply | {"rows": [row for row in reply["rows"] if (row["ticket"], row["answer"]) in shown]}
-            by_trajectory[place] = trajectories(run, kind, step, shown, _SAMPLE_BYTES)
-            for trajectory in by_trajectory[place]:
-                room = _trim(trajectory, room)
+    chosen = {
+        kind: spread(known, _SAMPLE_STEPS) if steps is None else [step for step in known if step in steps]
+        for kind, known in found["steps"].items()
+    }
+    limit = _SAMPLE_BYTES // max(1, sum(map(len, chosen.values())))
+    # The last step comes first: its tokens are the most wanted.
+    for kind, step in [(kind, step) for kind, some in chosen.items() for step in reversed(some)]:
+        place, reply = f"{kind} {step}", samples(run, kind, step, limit)
+        shown = {one for some in reply["marked"].values() for one in some}
+        by_step[place] = reply | {"rows": [row for row in reply["rows"] if (row["ticket"], row["answer"]) in shown]}
+        by_trajectory[place] = trajectories(run, kind, step, shown, limit)
+        for trajectory in by_trajectory[place]:
+            room = _trim(trajectory, room)
     return {
         "runs": [summary(name, run)],
-        "run": {name: found},
+        "run": {name: found | {"steps": chosen}},
         "overview": {name: overview(run)},
         "series": {name: run.curves(found["last"])},
         "step": {name: by_step},
@@ -170,7 +173,8 @@ def _trim(trajectory: dict[str, Any], room: int) -> int:
     fits = trajectory["tokens"] <= room
     for segment in trajectory["segments"]:
         for turn in segment["turns"]:
-            turn["logprobs"] = [round(logprob, 4) for logprob in turn["logprobs"]]
+            # An infinite one is null in the log.
+            turn["logprobs"] = [logprob and round(logprob, 4) for logprob in turn["logprobs"]]
             if not fits:
                 turn |= {"tokens": None, "token_ids": [], "logprobs": [], "versions": []}
     return room - trajectory["tokens"] * fits

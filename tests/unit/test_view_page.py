@@ -99,7 +99,8 @@ def test_a_report_draws_curves_times_timeline_and_samples(tmp_path: Path) -> Non
         "Engine against trainer",
     ):
         assert words in page, words
-    assert re.search(r"generate [\d.]+ %", page) and page.count('class="striped"') > 2 and page.count('class="pale"') > 2
+    assert re.search(r"generate [\d.]+ %", page)
+    assert page.count('class="striped"') > 2 and page.count('class="pale"') > 2
     assert re.search(r"<title>rank 1, step 12: train, compute [\d.]+ s</title>", page)
     assert re.search(r"<td>rank 0</td><td>[\d.]+ s . [\d.]+ %</td>", page) and "policy:" in page
     page = visit(f"{report}#tab=samples", tmp_path / "profile", 2)
