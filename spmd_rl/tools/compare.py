@@ -190,10 +190,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("compare.html"), metavar="PATH", help="of the page")
     asked = parser.parse_args(arguments)
     try:
+        if asked.out.suffix != ".html":
+            raise ValueError(f"--out {asked.out}: the page is HTML, so the name must end with .html")
         runs = {str(directory): read_run(directory) for directory in begun(asked.runs)}
         found, keys = lanes(list(runs.values())), asked.keys or ()
-        if not any(run.series(key) for run in runs.values() for key in keys or TABLE_KEYS):
-            raise ValueError(f"none of the runs has {', '.join(keys or TABLE_KEYS)}")
+        # Without keys any line will do; each has its step.
+        if not any(run.series(key) for run in runs.values() for key in keys or ["step"]):
+            raise ValueError(f"none of the runs has {', '.join(keys) or 'metrics'}")
         asked.out.write_text(page_of_all(runs, keys), encoding="utf-8")
     except (OSError, ValueError) as error:
         tell(f"error: {reason(error)}")

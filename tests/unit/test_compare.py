@@ -126,3 +126,8 @@ def test_what_cannot_be_compared(four: list[Path], tmp_path: Path, words: list[s
     assert main([str(tmp_path / words[0]), *words[1:], "--out", str(tmp_path / "out.html")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "Errno" not in error
+
+
+def test_a_page_is_written_as_html_alone(four: list[Path], tmp_path: Path, capsys) -> None:
+    assert main([str(four[0]), "--out", str(tmp_path / "curves.svg")]) == 2
+    assert "must end with .html" in capsys.readouterr().err and not (tmp_path / "curves.svg").exists()
