@@ -14,7 +14,6 @@ from typing import Any
 
 from bench import show, work
 from spmd_rl.track.metrics import read_lines
-from spmd_rl.track.svg import Series
 
 COMMON = ("+experiment=demo", "train.updates_per_step=2", "eval.every=1", "checkpoint.every=0")
 """Of all recipes; the only checkpoint is the one at the end."""
@@ -54,10 +53,10 @@ def curves(options: Any, recipe: str, seed: int) -> dict[str, Any]:
     return {"recipe": recipe, "seed": seed, **points, "seconds": sum(line["time/total"] for line in lines)}
 
 
-def panel(runs: list[dict[str, Any]], color: str) -> list[Series]:
+def panel(runs: list[dict[str, Any]], color: str) -> list[show.Series]:
     """The lines of one recipe, a pair per seed."""
     colors = {"training": show.COLORS[2], "held-out": color}
-    return [Series(name, colors[name], [tuple(point) for point in run[name]]) for name in colors for run in runs]
+    return [show.Series(name, colors[name], [tuple(point) for point in run[name]]) for name in colors for run in runs]
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from bench import show, work
 from spmd_rl.track.metrics import read_lines
-from spmd_rl.track.svg import Series
 
 DOMAINS = ("math", "code", "general")
 MIX = {"math": 0.4, "code": 0.3, "general": 0.3}
@@ -106,12 +105,12 @@ def main() -> None:
     show.panels(args.svg, "One run, three domains", "mean score", drawn)
 
 
-def curves(lines: list[dict], domain: str) -> list[Series]:
+def curves(lines: list[dict], domain: str) -> list[show.Series]:
     """Training and held-out score of one domain."""
     found = {"training": f"score/{domain}/mean", "held-out": f"val/{domain}/score/mean"}
     points = {name: [(line["step"], line[key]) for line in lines if key in line] for name, key in found.items()}
     colors = {"training": show.COLORS[2], "held-out": show.COLORS[0]}
-    return [Series(name, colors[name], points[name]) for name in found]
+    return [show.Series(name, colors[name], points[name]) for name in found]
 
 
 if __name__ == "__main__":

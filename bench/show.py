@@ -1,11 +1,11 @@
-"""What a benchmark leaves behind: a table on the terminal, the raw figures as JSON, a self-contained SVG picture."""
+"""Output of a benchmark: a table on the terminal, the raw figures as JSON, an SVG picture by matplotlib."""
 
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,36 @@ from rich.console import Console
 from rich.table import Table
 
 from spmd_rl.track.run import command_line, machine
-from spmd_rl.track.svg import Frame, Series, axes, label, padded, polyline, rect, text, ticks
 
 COLORS = ("#3b82c4", "#d07a2d", "#8b949e", "#4f9d69", "#a05fb5", "#c0504d")
-_STYLE = """
-text{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#7d8590;font-size:12px}
-.title{font-size:15px;font-weight:600}.num{font-size:11px}
-.grid{stroke:#7d8590;stroke-opacity:.22}.axis{stroke:#7d8590;stroke-opacity:.7}
-polyline{fill:none;stroke:currentColor;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}circle{fill:currentColor}
-"""
+GRAY = "#7d8590"
+"""Colour of texts and axes, which can be read on white and on black."""
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "bench",
+    "font.size": 9,
+    "text.color": GRAY,
+    "axes.edgecolor": GRAY,
+    "axes.labelcolor": GRAY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": GRAY,
+    "grid.alpha": 0.22,
+    "xtick.color": GRAY,
+    "ytick.color": GRAY,
+    "legend.frameon": False,
+}
+"""Settings of matplotlib: texts stay texts, and the same figures give the same file."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """The points of one line."""
+
+    name: str
+    color: str
+    points: Sequence[tuple[float, float]]
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -64,81 +85,87 @@ class Bar:
         return sum(value for _, value in self.parts)
 
 
+@contextmanager
+def canvas(
+    path: Path,
+    title: str,
+    size: tuple[float, float],
+    grid: tuple[int, int] = (1, 1),
+    keys: Mapping[str, str] | None = None,
+) -> Iterator[list[Any]]:
+    """The axes of a picture, which is written at the end.
+
+    size: in inches; grid: rows and columns of axes; keys: names and colours of the legend, if there are several.
+    """
+    # Not every environment of a benchmark has it.
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        drawn = list(figure.subplots(*grid, squeeze=False).flat)
+        yield drawn
+        for axes in drawn:
+            axes.set_visible(axes.has_data())
+        figure.suptitle(title, x=0.01, horizontalalignment="left", fontweight="bold")
+        if keys and len(keys) > 1:
+            handles = [Patch(color=color, label=name) for name, color in keys.items()]
+            figure.legend(handles=handles, loc="outside lower left", ncols=5, handlelength=0.8, columnspacing=1.2)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, transparent=True, metadata={"Date": None, "Title": title})
+
+
 def bars(path: Path | None, title: str, unit: str, drawn: Sequence[Bar], mark: tuple[float, str] | None = None) -> None:
-    """Draw bars under each other, longest value to the right edge. `mark`: a vertical line, and what it stands for."""
+    """Draw bars under each other, their parts stacked. `mark`: a vertical line, and what it stands for."""
     if path is None:
         return
-    width, left, right, row = 760.0, 210.0, 120.0, 26.0
     names = list(dict.fromkeys(name for bar in drawn for name, _ in bar.parts))
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
-    top, longest = 52.0 + (18 if len(names) > 1 else 0), max([bar.total for bar in drawn] + [mark[0] if mark else 0])
-    scale = (width - left - right) / (longest or 1.0)
-    body = []
-    for number, bar in enumerate(drawn):
-        y, x = top + number * row, left
-        body.append(text(left - 10, y + 13, bar.name, "end"))
-        for name, value in bar.parts:
-            body.append(rect(x, y, value * scale, row - 9, colors[name], f"{name}: {value:.4g} {unit}"))
-            x += value * scale
-        body.append(text(x + 6, y + 13, f"{bar.total:.3g} {bar.note}".strip(), "start"))
-    floor = top + len(drawn) * row
-    if mark is not None:
-        x = left + mark[0] * scale
-        body.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 6}" y2="{floor}"/>')
-        body.append(text(x, floor + 12, mark[1]))
-    if len(names) > 1:
-        body += _legend([(name, colors[name]) for name in names], 58.0)
-    _write(path, title, unit, width, floor + 22, "".join(body))
+    with canvas(path, title, (7.9, 1.3 + 0.28 * len(drawn)), keys=colors) as (axes,):
+        for bar in drawn:
+            left = 0.0
+            for name, value in bar.parts:
+                axes.barh(bar.name, value, left=left, color=colors[name], height=0.66)
+                left += value
+            axes.annotate(f" {bar.total:.3g} {bar.note}".rstrip(), (left, bar.name), verticalalignment="center")
+        axes.invert_yaxis()
+        axes.margins(x=0.2)
+        axes.set_xlabel(unit)
+        axes.grid(True, axis="x")
+        if mark is not None:
+            axes.axvline(mark[0], color=GRAY, linestyle="--", linewidth=1)
+            axes.annotate(f" {mark[1]}", (mark[0], 0), xycoords=("data", "axes fraction"))
+
+
+def draw(axes: Any, some: Sequence[Series]) -> None:
+    """Draw lines with a dot at each of few points, over a grid."""
+    for series in some:
+        dots = "o" if len(series.points) <= 60 else ""
+        axes.plot(*zip(*series.points, strict=True), color=series.color, marker=dots, markersize=3, linewidth=1.7)
+    axes.grid(True, axis="y")
 
 
 def lines(path: Path | None, title: str, x_unit: str, y_unit: str, drawn: Sequence[Series]) -> None:
-    """Draw lines over a shared horizontal axis; series of one name share a colour's entry in the legend."""
+    """Draw lines over a shared horizontal axis; series of one name share an entry of the legend."""
     if path is None:
         return
-    xs, ys = ([point[i] for series in drawn for point in series.points] for i in (0, 1))
-    frame = Frame(760, 340, (min(xs), max(max(xs), min(xs) + 1e-9)), padded(ys), top=70, bottom=38)
-    floor, edge = frame.height - frame.bottom, frame.width - frame.right
-    body = []
-    for value in ticks(*frame.y_range, 4):
-        y = frame.y(value)
-        body.append(f'<line class="grid" x1="{frame.left}" x2="{edge}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        body.append(text(frame.left - 8, y + 3.5, label(value), "end"))
-    body += [text(frame.x(value), floor + 16, label(value)) for value in ticks(*frame.x_range, 8)]
-    body.append(text(edge, floor + 31, x_unit, "end"))
-    body.append(f'<line class="axis" x1="{frame.left}" x2="{edge}" y1="{floor}" y2="{floor}"/>')
-    body += [polyline(frame, series) for series in drawn]
-    body += _legend(list({series.name: series.color for series in drawn}.items()), 58.0)
-    _write(path, title, y_unit, frame.width, frame.height, "".join(body))
+    with canvas(path, title, (7.9, 3.6), keys={series.name: series.color for series in drawn}) as (axes,):
+        draw(axes, drawn)
+        axes.set_xlabel(x_unit)
+        axes.set_ylabel(y_unit)
 
 
 def panels(path: Path | None, title: str, y_unit: str, drawn: Mapping[str, Sequence[Series]]) -> None:
     """Draw small pictures by name, four in a row, all over the same axes; the legend is that of the first."""
     if path is None:
         return
-    points = [point for some in drawn.values() for series in some for point in series.points]
-    xs, ys = ([point[i] for point in points] for i in (0, 1))
-    width, height, top = 240.0, 170.0, 70.0
-    frame = Frame(width, height, (min(xs), max(max(xs), min(xs) + 1)), padded(ys), top=24)
-    body = _legend(list({series.name: series.color for series in next(iter(drawn.values()))}.items()), 58.0)
-    for number, (name, some) in enumerate(drawn.items()):
-        inside = axes(frame) + "".join(polyline(frame, series) for series in some) + text(width / 2, 14, name)
-        body.append(f'<g transform="translate({number % 4 * width:g} {top + number // 4 * height:g})">{inside}</g>')
-    rows = -(-len(drawn) // 4)
-    _write(path, title, y_unit, width * min(4, len(drawn)), top + rows * height, "".join(body))
-
-
-def _legend(entries: Sequence[tuple[str, str]], y: float) -> list[str]:
-    parts, x = [], 10.0
-    for name, color in entries:
-        parts += [rect(x, y - 9, 10, 10, color, name), text(x + 15, y, name, "start")]
-        x += 30 + 6.2 * len(name)
-    return parts
-
-
-def _write(path: Path, title: str, unit: str, width: float, height: float, body: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    heading = f'<text class="title" x="10" y="22">{escape(title)}</text>' + text(10, 38, unit, "start")
-    path.write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" role="img"><title>{escape(title)}</title><style>{_STYLE}</style>{heading}{body}</svg>\n'
-    )
+    keys = {series.name: series.color for series in next(iter(drawn.values()))}
+    rows, columns = -(-len(drawn) // 4), min(4, len(drawn))
+    with canvas(path, title, (2.5 * columns, 0.8 + 1.8 * rows), (rows, columns), keys) as all_axes:
+        highest = max(y for some in drawn.values() for series in some for _, y in series.points)
+        for axes, (name, some) in zip(all_axes, drawn.items(), strict=False):
+            draw(axes, some)
+            axes.set_title(name, fontsize=9)
+            axes.set_ylim(0, 1.05 * highest)
+        all_axes[0].set_ylabel(y_unit)

@@ -18,7 +18,6 @@ from pathlib import Path
 import psutil
 
 from bench import show, work
-from spmd_rl.track.svg import Series
 from tests.e2e.runs import Running, Toy
 
 MODEL = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 32}
@@ -132,7 +131,7 @@ def main() -> None:
     growing = [name for name, curve in curves.items() if slope(curve) >= LIMIT]
     print(f"growth: {', '.join(growing)}" if growing else "no growth")
     drawn = [
-        Series(name, show.COLORS[i % len(show.COLORS)], [(step, rss / 2**20) for step, rss in curve])
+        show.Series(name, show.COLORS[i % len(show.COLORS)], [(step, rss / 2**20) for step, rss in curve])
         for i, (name, curve) in enumerate(curves.items())
     ]
     show.lines(options.svg, title, "step", "MiB", drawn)

@@ -4,18 +4,17 @@ import json
 import os
 import sys
 import time
-from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench import metadata, show, soak, step_profile, work
+from bench import curves, metadata, show, soak, step_profile, work
 from bench.bare_side import Loop
 from bench.gate import Contestant
-from spmd_rl.track.svg import Series
 from tests.models import tiny
+from tests.synthetic import make_run
 
 STEPPER = """
 import os, time
@@ -131,14 +130,24 @@ def test_pictures_are_whole_documents(tmp_path):
     bars, lines = tmp_path / "bars.svg", tmp_path / "lines.svg"
     drawn = [show.Bar("a & b", [("x", 1.0), ("y", 2.0)], "(3 x)"), show.Bar("c", [("x", 0.0)])]
     show.bars(bars, "Bars", "ms", drawn, mark=(4.0, "limit"))
-    show.lines(lines, "Lines", "s", "score", [Series("one", show.COLORS[0], [(0.0, 0.2), (9.0, 0.8)])])
+    show.lines(lines, "Lines", "s", "score", [show.Series("one", show.COLORS[0], [(0.0, 0.2), (9.0, 0.8)])])
     panels = tmp_path / "panels.svg"
-    show.panels(panels, "Panels", "score", {name: [Series("one", "red", [(0, 0.2), (1, 0.4)])] for name in "abcde"})
-    for path in (bars, lines, panels):
+    show.panels(
+        panels, "Panels", "score", {name: [show.Series("one", "red", [(0, 0.2), (1, 0.4)])] for name in "abcde"}
+    )
+    show.bars(again := tmp_path / "again.svg", "Bars", "ms", drawn, mark=(4.0, "limit"))
+    assert again.read_bytes() == bars.read_bytes()
+    for path, words in ((bars, {"Bars", "a & b", "limit", "3 (3 x)"}), (lines, {"score"}), (panels, {*"abcde"})):
         root = ElementTree.fromstring(path.read_text())
         assert root.tag.endswith("svg") and root.get("viewBox")
-    widths = [float(rect.get("width")) for rect in ElementTree.fromstring(bars.read_text()).iter() if rect.get("fill")]
-    assert sum(1 for a, b in pairwise(widths) if b == pytest.approx(2 * a, abs=0.02)) >= 1  # y is twice x
+        assert words <= {(text.text or "").strip() for text in root.iter("{http://www.w3.org/2000/svg}text")}
+
+
+def test_curves_of_runs_have_a_panel_for_each_metric(tmp_path):
+    runs = [str(make_run(tmp_path / f"s{seed}", seed=seed)) for seed in range(2)]
+    curves.main([*runs, "--keys", "actor/entropy", "val/score/mean", "--svg", str(tmp_path / "curves.svg")])
+    text = (tmp_path / "curves.svg").read_text()
+    assert "actor/entropy" in text and "val/score/mean" in text and text.count('id="axes_') == 2
 
 
 def test_threads_are_dealt_out():

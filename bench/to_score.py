@@ -26,7 +26,6 @@ from spmd_rl.data.seeds import counter_seed
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
 from spmd_rl.model.tokenizer import load_tokenizer
-from spmd_rl.track.svg import Series
 from spmd_rl.types import AnswerInfo, Prompt, Request
 
 
@@ -140,7 +139,7 @@ def main() -> None:
         columns += [f"{name}: steps", "score", "CPU-s"]
     show.table(f"CPU-seconds to a held-out score of {options.target}", [*columns, "ours / TRL"], rows)
     drawn = [
-        Series(label, color, [(cpu, score) for _, cpu, score in done["points"][name]])
+        show.Series(label, color, [(cpu, score) for _, cpu, score in done["points"][name]])
         for done in races
         for name, label, color in (("trl", "TRL", show.COLORS[0]), ("ours", f"ours, {options.engine}", show.COLORS[1]))
     ]

@@ -1,10 +1,12 @@
-"""The page of a run's view in a headless Chromium: what it becomes, and pictures of it.
+"""The page that shows runs: the data inside a report, and the page in a headless Chromium, with pictures of it.
 
     python -m tests.browser RUN_DIR "step=14&ticket=113&answer=2" docs/view   # docs/view_light.png, docs/view_dark.png
 
 The second argument is what stands behind # in the address.
 """
 
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,12 +15,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from spmd_rl.tools.view.runs import RunIndex
 from spmd_rl.tools.view.server import ViewServer
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SCHEMES = {"dark": 0, "light": 1}
+
+
+def data_in(page: Path) -> dict[str, Any]:
+    """The data inside a report or a comparison."""
+    (found,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page.read_text(), re.S)
+    return json.loads(found)
 
 
 @contextmanager

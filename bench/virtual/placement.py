@@ -151,8 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
     if chosen.picture:
         scene, law = simulate.scene(chosen, chosen.replicas[0]), (chosen.median, chosen.sigma)
         of = (chosen.train_shares, chosen.policies, chosen.steps, chosen.modes)
-        drawn = placement_picture.draw(scene, law, costs(chosen), *of)
-        chosen.picture.write_text(drawn)
+        placement_picture.draw(chosen.picture, scene, law, costs(chosen), *of)
         console.print(f"picture: {chosen.picture}")
     return found
 

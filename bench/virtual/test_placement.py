@@ -3,7 +3,6 @@
 import math
 from math import inf
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -106,8 +105,8 @@ def test_the_front_prints_and_draws(tmp_path: Path, capsys) -> None:
         for name in ("colocated", "split, staleness 0", "split, staleness 1")
     ]
     assert "4 ranks" in capsys.readouterr().out
-    root = ElementTree.fromstring(picture.read_text())
-    assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 2 * 5
+    text = picture.read_text()
+    assert text.count('id="axes_') == 2 and all(f"longest {tail} medians" in text for tail in (2, 5, 10, 20, 40))
     for wrong, line in (
         ("--staleness -1", "--staleness"),
         ("--replicas 1", "two ranks"),

@@ -81,6 +81,16 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
+def duration(seconds: float) -> str:
+    """Format a duration in seconds. Example: `4 min 10 s`."""
+    whole = round(seconds)
+    if whole < 100:
+        return f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
 def reason(error: Exception) -> str:
     """Return a user's mistake as text: file and reason of an `OSError`, without its number, else the message."""
     if isinstance(error, OSError) and error.strerror:

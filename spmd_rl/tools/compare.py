@@ -1,17 +1,17 @@
 """Compares runs: curves by run name on one page, seeds of the same settings as a band, and a table on the terminal.
 
     python -m spmd_rl compare runs/rlvr/a runs/rlvr/b runs/rlvr/c
-    python -m spmd_rl compare runs/rlvr/* --keys val/math/score/mean actor/entropy --out compare.svg
+    python -m spmd_rl compare runs/rlvr/* --keys val/math/score/mean actor/entropy --out compare.html
 
-The page needs no network. Runs whose settings differ only in the seed are drawn as one line, their mean, in a band from
-minimum to maximum; it ends with the shortest of them.
+The page needs no network, and has an overview of each run too. Runs whose settings differ only in the seed are drawn as
+one line, their mean, in a band from minimum to maximum; it ends with the shortest of them.
 """
 
 import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -24,22 +24,15 @@ from rich.text import Text
 from spmd_rl.base.command_line import Parser, program
 from spmd_rl.base.errors import plural, printable, reason, tell
 from spmd_rl.config.run_identity import CONFIG_FILE, identity
-from spmd_rl.track import html_page as page
-from spmd_rl.track.charts import CHARTS, SCORES
-from spmd_rl.track.run_reader import RunData, read_run
-from spmd_rl.track.svg import Band, Point, Series, line_chart, text
+from spmd_rl.track.metrics import COLUMNS
+from spmd_rl.track.page_data import outline, overview, summary
+from spmd_rl.track.report import page
+from spmd_rl.track.run_reader import Point, RunData, read_run
 
 SEEDS = ("seed", "data.seed")
-KEYS = {
-    key: f"{chart.title}: {name}" if len(chart.lines) > 1 else chart.title
-    for chart in (SCORES, *CHARTS)
-    for key, name in chart.lines.items()
-}
-"""Metrics that are drawn by default, and their titles."""
-TABLE_KEYS = tuple(key for key in KEYS if "score" in key or "loss" in key)
+TABLE_KEYS = tuple(key for _, key, _ in COLUMNS if "score" in key or "loss" in key)
 LESS_IS_BETTER = ("loss", "diff", "time/", "seconds", "bubble", "overhead", "kl")
 MAX_DIFFERING = 16
-WIDTH, HEIGHT = 760.0, 260.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +40,6 @@ class Lane:
     """One line of each chart: a run, or the seeds of the same settings."""
 
     name: str
-    color: str
     runs: Sequence[RunData]
 
     def points(self, key: str) -> tuple[list[Point], list[Point], list[Point]]:
@@ -61,7 +53,7 @@ class Lane:
 
 
 def lanes(runs: Sequence[RunData]) -> list[Lane]:
-    """Group runs whose settings differ only in the seed, and give each lane a distinct name and colour.
+    """Group runs whose settings differ only in the seed, and give each lane a distinct name.
 
     A second run with the same seed begins another lane.
     """
@@ -72,13 +64,13 @@ def lanes(runs: Sequence[RunData]) -> list[Lane]:
         start = f"{settings} {[run.setting(key) for key in SEEDS]}"
         together.setdefault((settings, seen[start]), []).append(run)
         seen[start] += 1
-    named = [_name(group) for group in together.values()]
+    groups = list(together.values())
+    named = [_name(group) for group in groups]
     twice = {name for name in named if named.count(name) > 1}
-    found = []
-    for number, (name, group) in enumerate(zip(named, together.values(), strict=True)):
-        name = f"{name} ({group[0].directory})" if name in twice else name
-        found.append(Lane(name, _color(number, len(named)), group))
-    return found
+    return [
+        Lane(f"{name} ({group[0].directory})" if name in twice else name, group)
+        for name, group in zip(named, groups, strict=True)
+    ]
 
 
 def _settings(run: RunData) -> dict[str, Any]:
@@ -101,10 +93,6 @@ def _name(group: Sequence[RunData]) -> str:
     return f"{common or names[0]} ({len(group)} seeds)"
 
 
-def _color(number: int, count: int) -> str:
-    return f"var(--c{number + 1})" if count <= 8 else f"hsl({360 * number / count:.0f} 60% 52%)"
-
-
 def differences(found: Sequence[Lane]) -> list[str]:
     """Return for each lane the settings in which the lanes differ. Example: `policy.lr=1e-05`."""
     pipelines = [lane.runs[0].about.get("pipeline") for lane in found]
@@ -119,53 +107,44 @@ def differences(found: Sequence[Lane]) -> list[str]:
     return [", ".join(f"{key}={tree.get(key)}" for key in differing[:MAX_DIFFERING]) + more for tree in settings]
 
 
-def charts(found: Sequence[Lane], keys: Sequence[str]) -> dict[str, str]:
-    """Return the chart of each metric that any of the runs has."""
-    drawn = {}
-    for key in keys:
-        lines, bands = [], []
-        for lane in found:
-            mean, low, high = lane.points(key)
-            lines.append(Series(lane.name, lane.color, mean))
-            if len(lane.runs) > 1 and mean:
-                bands.append(Band(lane.color, low, high))
-        if chart := line_chart(lines, WIDTH, HEIGHT, bands):
-            drawn[key] = chart
-    return drawn
+def comparison(found: Mapping[str, RunData], keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the reply to the page's `compare`: lanes of runs, which are known by name, and a table.
+
+    keys: metrics that are drawn; by default the page chooses.
+    """
+    names = {id(run): name for name, run in found.items()}
+    some = lanes(list(found.values()))
+    # A page scrolls to the right, so the settings come before the numbers.
+    first, *numbers, settings = table(some, keys).columns
+    columns = [first, settings, *numbers]
+    return {
+        "title": f"{plural(len(some), 'run')} compared",
+        "lanes": [{"name": lane.name, "runs": [names[id(run)] for run in lane.runs]} for lane in some],
+        "keys": keys,
+        "columns": [str(column.header).strip() for column in columns],
+        "rows": list(zip(*([str(cell) for cell in column.cells] for column in columns), strict=True)),
+    }
 
 
-def html(found: Sequence[Lane], keys: Sequence[str]) -> str:
-    """Return the page's HTML, with all charts."""
-    keys_of_lanes = "".join(page.key(lane.name, lane.color) for lane in found)
-    figures = [page.figure(KEYS.get(key, key), key, "", chart) for key, chart in charts(found, keys).items()]
-    rows = [[lane.name, told, str(len(lane.runs))] for lane, told in zip(found, differences(found), strict=True)]
-    body = (
-        f'<h1>{plural(len(found), "run")} compared</h1><div class="keys" style="margin:12px 0">{keys_of_lanes}</div>'
-        f'<div class="grid2">{"".join(figures)}</div>'
-        + page.section("Runs", page.table(["run", "settings that differ", "seeds"], rows))
-    )
-    return page.document("Comparison - spmd_rl", body)
+def page_of_all(found: Mapping[str, RunData], keys: Sequence[str]) -> str:
+    """Return the page with the data of all runs: their comparison, and the overview of each."""
+    last = max(summary(name, run)["last"] for name, run in found.items())
+    data = {
+        "runs": [summary(name, run) for name, run in found.items()],
+        "run": {name: outline(name, run) for name, run in found.items()},
+        "overview": {name: overview(run) for name, run in found.items()},
+        "series": {name: run.curves(last) for name, run in found.items()},
+        "compare": comparison(found, keys),
+    }
+    return page("Comparison", data)
 
 
-def drawing(found: Sequence[Lane], keys: Sequence[str]) -> str:
-    """Return all charts, one below the other, as one SVG in the colours of the page."""
-    parts, y = [], 10.0
-    for number, lane in enumerate(found):
-        parts.append(f'<circle cx="16" cy="{y + 18 * number}" r="5" fill="{lane.color}"/>')
-        parts.append(text(28, y + 18 * number + 4, lane.name, "start"))
-    y += 18 * len(found) + 20
-    for key, chart in charts(found, keys).items():
-        sized = f'<svg y="{y}" width="{WIDTH:g}" height="{HEIGHT:g}" '
-        parts.append(text(10, y - 6, KEYS.get(key, key), "start") + chart.replace("<svg ", sized, 1))
-        y += HEIGHT + 30
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {y:g}" width="{WIDTH:g}" height="{y:g}">'
-        f"<style>{page.STYLE}text{{font-family:system-ui,sans-serif;fill:var(--soft)}}</style>{''.join(parts)}</svg>\n"
-    )
+def table(found: Sequence[Lane], keys: Sequence[str] = ()) -> Table:
+    """Return last and best values, the best with its step; for several seeds, those of their mean.
 
-
-def table(found: Sequence[Lane], keys: Sequence[str]) -> Table:
-    """Return last and best values, the best with its step; for several seeds, those of their mean."""
+    keys: metrics; by default the scores and losses that the runs have.
+    """
+    keys = keys or [key for key in TABLE_KEYS if any(lane.points(key)[0] for lane in found)]
     shown = Table(box=None, pad_edge=False)
     shown.add_column("run", overflow="fold")
     shown.add_column("steps", justify="right")
@@ -213,22 +192,26 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     parser = Parser(program("compare"), description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--keys", nargs="+", metavar="METRIC", help="metrics of metrics.jsonl; default: the report's")
-    parser.add_argument("--out", type=Path, default=Path("compare.html"), metavar="PATH", help="*.html or *.svg")
+    parser.add_argument(
+        "--keys", nargs="+", metavar="METRIC", help="metrics of metrics.jsonl; default: the report's charts"
+    )
+    parser.add_argument("--out", type=Path, default=Path("compare.html"), metavar="PATH", help="of the page")
     asked = parser.parse_args(arguments)
     try:
-        found = lanes([read_run(directory) for directory in begun(asked.runs)])
-        keys = asked.keys or list(KEYS)
-        if not charts(found, keys):
-            raise ValueError(f"none of the runs has {', '.join(keys)}")
-        asked.out.write_text((drawing if asked.out.suffix == ".svg" else html)(found, keys), encoding="utf-8")
+        if asked.out.suffix != ".html":
+            raise ValueError(f"--out {asked.out}: the page is HTML, so the name must end with .html")
+        runs = {str(directory): read_run(directory) for directory in begun(asked.runs)}
+        found, keys = lanes(list(runs.values())), asked.keys or ()
+        # Without keys any line will do; each has its step.
+        if not any(run.series(key) for run in runs.values() for key in keys or ["step"]):
+            raise ValueError(f"none of the runs has {', '.join(keys) or 'metrics'}")
+        asked.out.write_text(page_of_all(runs, keys), encoding="utf-8")
     except (OSError, ValueError) as error:
         tell(f"error: {reason(error)}")
         return 2
     # Piped output has no width of its own, and rich would cut it at 80 columns.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    drawn = [key for key in TABLE_KEYS if any(lane.points(key)[0] for lane in found)]
-    console.print(table(found, asked.keys or drawn or keys[:1]), settings_table(found), sep="\n")
+    console.print(table(found, keys), settings_table(found), sep="\n")
     print(asked.out)
     return 0
 

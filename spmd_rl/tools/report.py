@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spmd_rl.base.command_line import Parser, at_least, program
-from spmd_rl.base.errors import UserError, reason, tell
-from spmd_rl.track.render import write_report
+from spmd_rl.base.errors import reason, tell
+from spmd_rl.track.report import write_report
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
     try:
         print(write_report(asked.run, asked.steps))
-    except (OSError, UserError) as error:
+    except (OSError, ValueError) as error:
         tell(f"error: {reason(error)}")
         return 2
     return 0

@@ -4,6 +4,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+from spmd_rl.base.errors import duration, plural
 from spmd_rl.config.apply import apply
 from spmd_rl.config.batch_arithmetic import describe_batch, describe_evaluation, describe_held_out, describe_rows
 from spmd_rl.config.model_files import describe_model
@@ -18,7 +19,6 @@ from spmd_rl.distributed import World
 from spmd_rl.track import goodput
 from spmd_rl.track.metrics import read_lines
 from spmd_rl.track.results import RESULTS
-from spmd_rl.track.svg import duration
 
 
 def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
@@ -112,7 +112,7 @@ def footer(run_dir: Path, steps: int) -> str:
             # A diffusion model is loaded by a class of diffusers, see docs/DIFFUSION.md.
             lines.append(("load", load if "architectures" in text else str(last / "hf")))
     if (account := goodput.read(run_dir)).wall:
-        starts = f"{account.starts} start{'s' * (account.starts > 1)}"
+        starts = plural(account.starts, "start")
         lines.append(("goodput", f"{100 * account.goodput:.1f} % of {duration(account.wall)}, {starts}"))
     lines.append(("compare", f"python -m spmd_rl compare {run_dir} OTHER_RUN_DIR"))
     return _aligned(lines)

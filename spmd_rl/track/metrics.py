@@ -12,7 +12,7 @@ Reduce = Literal["sum", "mean", "max"]
 Values = dict[str, float]
 WARMUP_SCORE = "warmup/score/mean"
 """Mean score of a warm-up step's demonstrations, kept apart from the policy's own"""
-_COLUMNS = (
+COLUMNS = (
     ("score", "critic/score/mean", "{:.3f}"),
     ("demonstrated score", WARMUP_SCORE, "{:.3f}"),
     ("val", "val/score/mean", "{:.3f}"),
@@ -31,6 +31,7 @@ _COLUMNS = (
     ("tokens/s", "system/tps", "{:.0f}"),
     ("seconds", "time/total", "{:.1f}"),
 )
+"""Numbers of a step's line on the terminal: name, metric and format"""
 
 
 class MetricsFile:
@@ -100,6 +101,6 @@ def describe(step: int, num_steps: int, values: Mapping[str, float | None]) -> s
     Example: `14:02:11  step  3/12  score 0.412  val 0.350  greedy 0.812  over 64 prompts  seconds 12.3`.
     """
     values = with_warmup_named(values)
-    shown = [f"{name} {form.format(values[key])}" for name, key, form in _COLUMNS if values.get(key) is not None]
+    shown = [f"{name} {form.format(values[key])}" for name, key, form in COLUMNS if values.get(key) is not None]
     width = len(str(num_steps))
     return "  ".join([time.strftime("%H:%M:%S"), f"step {step:{width}d}/{num_steps}", *shown])

@@ -29,12 +29,14 @@ from spmd_rl.config.ranks import world_size
 from spmd_rl.config.run_identity import write_config
 from spmd_rl.config.schema import JobConfig
 from spmd_rl.distributed import World
-from spmd_rl.track import messages, render
+from spmd_rl.track import messages
 from spmd_rl.track.goodput import Goodput
 from spmd_rl.track.memory import PhaseMemory
 from spmd_rl.track.metrics import MetricsFile, Reduce, Values, combine, describe
 from spmd_rl.track.phase_reporter import PhaseReporter
+from spmd_rl.track.report import write_report
 from spmd_rl.track.samples import SampleLog, SampleRow
+from spmd_rl.track.timeline import NAMES
 from spmd_rl.track.trackers import Tracker, check, open_trackers
 
 _CLOSE_TIMEOUT = 3.0
@@ -184,7 +186,7 @@ class Run:
     def write_report(self) -> None:
         """Write `report.html` from the files of the run directory. Any thread may call it; only rank 0 writes."""
         if self._world.rank == 0 and self._metrics.path.exists():
-            render.write_report(self.directory)
+            write_report(self.directory)
 
     def _begin(self, step: int) -> None:
         self._step, self._latest, self.line, self._local = step, step, {}, {}
@@ -208,10 +210,7 @@ class Run:
         # Shares of a mean, not a mean: a phase that only some ranks went through counts as 0 on the others.
         self.add({key: seconds / self._world.size for key, seconds in times.items()}, reduce="sum")
         self.add(
-            {
-                f"memory/{render.NAMES.get(phase, phase)}/peak_bytes": peak
-                for phase, peak in self._memory.take().items()
-            },
+            {f"memory/{NAMES.get(phase, phase)}/peak_bytes": peak for phase, peak in self._memory.take().items()},
             "max",
         )
         with self._world.phase("coordination"):
@@ -342,7 +341,7 @@ def _times(phases: Mapping[str, float], total: float) -> Values:
     """Return the seconds by phase, `time/total`, and `time/other` for the remainder."""
     times = dict.fromkeys((f"time/{phase}" for phase in PHASES), 0.0)
     for phase, seconds in phases.items():
-        times[f"time/{render.NAMES.get(phase, phase)}"] = seconds
+        times[f"time/{NAMES.get(phase, phase)}"] = seconds
     return times | {"time/other": total - sum(times.values()), "time/total": total}
 
 

@@ -1,21 +1,21 @@
-"""Reads a run directory for the report and for comparisons, during the run or later."""
+"""Reads a run directory for the page and for comparisons, during the run or later."""
 
-import heapq
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any
 
 import msgspec
 
 from spmd_rl.base.errors import UserError
 from spmd_rl.config.run_identity import saved_config
 from spmd_rl.track.metrics import read_lines, with_warmup_named
-from spmd_rl.track.svg import Point
-from spmd_rl.types import SCORED, SUSPECT
 
-_MAX_SAMPLE_BYTES = 32 << 20
+Point = tuple[float, float]
+MAX_POINTS = 300
+"""Largest number of points of a curve; a longer one has means over equal ranges of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,26 @@ class RunData:
         """Return (step, value) of each line that has a number under `key`."""
         return [(line["step"], line[key]) for line in self.lines if isinstance(line.get(key), int | float)]
 
+    def curves(self, last: int) -> dict[str, list[Point]]:
+        """Return all series by key for a drawing of steps up to `last`, with six digits; all of them at equal steps."""
+        keys = sorted({key for line in self.lines for key in line} - {"step"})
+        return {key: thin(points, last) for key in keys if (points := self.series(key))}
+
     def setting(self, key: str) -> Any:
         """Return a setting by its dotted key; None if it is missing."""
         value: Any = self.settings
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
         return value
+
+
+def thin(points: Sequence[Point], last: int) -> list[Point]:
+    """Return a series as at most `MAX_POINTS` means over equal ranges of the steps from 0 to `last`."""
+    width = 1 + last // MAX_POINTS
+    ranges: dict[float, list[float]] = {}
+    for step, value in points:
+        ranges.setdefault(step // width, []).append(value)
+    return [(at * width + (width - 1) / 2, float(f"{fmean(values):.6g}")) for at, values in ranges.items()]
 
 
 def read_run(directory: Path) -> RunData:
@@ -56,56 +70,9 @@ def read_run(directory: Path) -> RunData:
     return RunData(directory, lines, settings, about, _launch(directory / "journal" / "rank-0.jsonl"))
 
 
-class Extremes(NamedTuple):
-    """The best and the worst samples of a samples file, as its lines have them; no sample is in both."""
-
-    mean: float
-    """Mean score of all scored samples of the file, or of its beginning; of greedy ones if there are no others."""
-    best: list[dict[str, Any]]
-    worst: list[dict[str, Any]]
-    """Worst samples; empty if all scores are equal, when `best` holds some samples."""
-    suspect: list[dict[str, Any]]
-    """Paid samples that look like cheats."""
-
-
-def best_and_worst(path: Path, count: int) -> Extremes | None:
-    """Return up to `count` best and worst scored samples of the first 32 MiB of a file; None if none is scored."""
-    decode = msgspec.json.Decoder(_Scored).decode
-    with open(path, "rb") as file:
-        lines = file.readlines(_MAX_SAMPLE_BYTES)
-    decoded = [decode(line) for line in lines]
-    verdicts = [(row.verdict, -index, line) for index, (row, line) in enumerate(zip(decoded, lines, strict=True))]
-    scored = [(v.score, index, line) for v, index, line in verdicts if v.status in SCORED]
-    if not scored:
-        return None
-    scores = [score for score, _, _ in scored]
-    # The mean is that of the metrics, which count greedy answers apart.
-    drawn = [row.verdict.score for row in decoded if row.verdict.status in SCORED and not row.greedy] or scores
-    low, high = min(scores), max(scores)
-    # Samples with the lowest score are never best, unless all scores are equal.
-    better = [row for row in scored if row[0] > low or low == high]
-    worse = [row for row in scored if row[0] < high]
-    best = heapq.nlargest(min(count, (len(scored) + 1) // 2), better)
-    worst = heapq.nsmallest(min(count, len(scored) // 2), worse, key=lambda row: (row[0], -row[1]))
-    suspect = [row for row in verdicts if SUSPECT in row[0].parts][:count]
-    rows = [[msgspec.json.decode(row[2]) for row in chosen] for chosen in (best, worst, suspect)]
-    return Extremes(sum(drawn) / len(drawn), *rows)
-
-
 def plain_text(content: str | Sequence[dict[str, Any]]) -> str:
     """Return the content of a logged message as text, with a word for each image."""
     return content if isinstance(content, str) else "\n".join(part.get("text", "[image]") for part in content)
-
-
-class _LoggedVerdict(msgspec.Struct):
-    status: str
-    score: float | None
-    parts: dict[str, float] = {}
-
-
-class _Scored(msgspec.Struct):
-    verdict: _LoggedVerdict
-    greedy: bool = False
 
 
 def _launch(journal: Path) -> dict[str, Any]:

@@ -20,6 +20,8 @@ import msgspec
 
 from spmd_rl.types import FinishReason, Message
 
+KINDS = ("step", "eval")
+"""Kinds of sample files: samples that a step trains on, and held-out answers."""
 FILES_AT_ONCE = 256
 """Number of parts that are merged in one pass: a process may open about a thousand files."""
 

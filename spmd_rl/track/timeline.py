@@ -1,4 +1,4 @@
-"""The phases of each rank over the last steps, read from the ends of `journal/rank-N.jsonl` and drawn as a timeline.
+"""The phases of each rank over the last steps, read from the ends of `journal/rank-N.jsonl`, for a timeline.
 
 Each moment of a phase is of one kind: compute, wait (for other ranks, or idle) or copy. Waits inside a library's own
 collectives (FSDP's, the engine's) are invisible to a journal, and count as compute.
@@ -13,15 +13,15 @@ from typing import Any
 
 import msgspec
 
-from spmd_rl.track.svg import label, rect, svg, text, ticks
-
-KINDS = {"compute": "solid", "wait": "pale", "copy": "striped"}
-"""Kinds of time, and the look of each (see `svg.rect`)"""
+KINDS = ("compute", "wait", "copy")
+"""Kinds of time"""
+NAMES = {"update": "train", "save": "checkpoint"}
+"""Phases of the journal that have another name in metrics"""
 MAX_RANKS = 16
+SPANS_ACROSS = 2000
+"""Largest number of spans that a drawing has room for"""
 _TAIL_BYTES = 1 << 20
 _BOUNDS = ("start", "step", "enter", "exit", "collective", "collective_done", "kind", "kind_done")
-_MIN_WIDTH = 0.5
-"""Width, in units of the drawing, below which a span is not drawn by itself"""
 _decode = msgspec.json.Decoder(dict).decode
 
 
@@ -84,34 +84,25 @@ def seconds_by_kind(row: Iterable[Span]) -> dict[str, float]:
     return seconds
 
 
-def draw(ranks: dict[int, list[Span]], colors: dict[str, str], names: dict[str, str], width: float = 1150) -> str:
-    """Draw one row a rank. `names`: phases that are shown under another name. `colors`: by shown name."""
-    everything = [span for row in ranks.values() for span in row]
-    if not everything:
-        return ""
-    begin, end = min(span.begin for span in everything), max(span.end for span in everything)
-    left, right, top, row, gap = 58.0, 14.0, 24.0, 22.0, 6.0
-    scale = (width - left - right) / max(end - begin, 1e-6)
-    floor = top + len(ranks) * (row + gap)
-    parts = []
-    for value in ticks(0, max(end - begin, 1e-6), 10):
-        x = left + value * scale
-        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{floor}"/>')
-        parts.append(text(x, floor + 16, label(value)))
-    parts.append(text(left - 8, floor + 16, "seconds", "end"))
-    for index, (rank, row_spans) in enumerate(ranks.items()):
-        y = top + index * (row + gap) + gap / 2
-        parts.append(text(left - 8, y + row / 2 + 4, f"rank {rank}", "end"))
-        for span in coalesce(row_spans, _MIN_WIDTH / scale):
-            name = names.get(span.phase, span.phase)
-            tip = f"rank {rank}, step {span.step}: {name}, {span.kind} {span.seconds:.3f} s"
-            x, wide = left + (span.begin - begin) * scale, span.seconds * scale
-            parts.append(rect(x, y, wide, row, colors.get(name, "var(--other)"), tip, KINDS[span.kind]))
-    for step in sorted({span.step for span in everything}):
-        x = left + (min(span.begin for span in everything if span.step == step) - begin) * scale
-        parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{floor}"/>')
-        parts.append(text(x + 5, 16, f"step {step}", "start"))
-    return svg(width, floor + 24, "".join(parts))
+def timeline_data(directory: Path, num_steps: int) -> list[dict[str, Any]]:
+    """Return the last `num_steps` steps of each rank for the page, with seconds since the first span.
+
+    A span is a list of its phase, kind, step, begin and end. One too short to be seen joins the previous one.
+    """
+    ranks = read_journals(directory, num_steps)
+    begin = min((row[0].begin for row in ranks.values()), default=0.0)
+    end = max((row[-1].end for row in ranks.values()), default=0.0)
+    return [
+        {
+            "rank": rank,
+            "spans": [
+                [NAMES.get(s.phase, s.phase), s.kind, s.step, round(s.begin - begin, 4), round(s.end - begin, 4)]
+                for s in coalesce(row, (end - begin) / SPANS_ACROSS)
+            ],
+            "seconds": seconds_by_kind(row),
+        }
+        for rank, row in ranks.items()
+    ]
 
 
 def coalesce(row: Iterable[Span], shortest: float) -> list[Span]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.browser import data_in
 from tests.e2e.runs import ROOT, Running, Toy
 
 POINTS = ["enter data", "collective prepare: samples", "collective update: gradient norm and averages", "progress save"]
@@ -125,7 +126,7 @@ def test_held_out_rows_are_logged_with_their_scores(toy: Written, straight: Runn
         assert len(rows) == 3 and all({"prompt": a, "completion": b} in written for a, b in shown)
         losses = [-row["verdict"]["score"] for row in rows]
         assert min(losses) < straight.metrics()[4]["val/loss"] < max(losses)
-    assert "Held-out samples" in (straight.run_dir / "report.html").read_text()
+    assert data_in(straight.run_dir / "report.html")["step"]["."]["eval 4"]["rows"]
 
 
 @pytest.mark.parametrize("point", [POINTS[0], *(pytest.param(point, marks=pytest.mark.slow) for point in POINTS[1:])])

@@ -118,6 +118,7 @@ def test_it_trains_outside_the_clone(outside: Path) -> None:
     settings += ["reward.toy.target=rewards.parity:Parity", "reward.general.target=rewards.general:GeneralReward"]
     settings += ["steps=1", "run.dir=run", "checkpoint.every=0"]
     python(outside / "venv", user, "-m", "spmd_rl.rlvr", *settings)
+    assert "<script>" in (user / "run" / "report.html").read_text()
     assert (user / "run" / "metrics.jsonl").read_text().count("\n") == 2
     assert (user / "run" / "checkpoints" / "step-000001" / "hf" / "model.safetensors").is_file()
     samples = (user / "run" / "samples" / "step-000001.jsonl").read_text().splitlines()

@@ -1,10 +1,10 @@
-"""The report on made-up runs: whole, self-contained, quick, and true to the numbers."""
+"""The report on made-up runs: its data, self-contained, quick, and true to the numbers."""
 
 import json
 import re
 import time
-from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,46 +12,17 @@ import yaml
 from spmd_rl.config.schema import RlvrConfig, RunConfig
 from spmd_rl.distributed import solo
 from spmd_rl.tools import report
-from spmd_rl.track import render
 from spmd_rl.track.messages import interrupted
 from spmd_rl.track.metrics import describe
+from spmd_rl.track.report import write_report
 from spmd_rl.track.results import write_results
 from spmd_rl.track.run import Run
-from spmd_rl.track.run_reader import best_and_worst, read_run
-from spmd_rl.track.svg import Series, label, labels, line_chart, padded, smooth, thin, ticks
-from spmd_rl.track.timeline import Span, coalesce, read_journals, seconds_by_kind, spans
+from spmd_rl.track.run_reader import read_run, thin
+from spmd_rl.track.timeline import Span, coalesce, read_journals, seconds_by_kind, spans, timeline_data
+from spmd_rl.track.trajectories import marked, mean_score, rows
 from tests.agent_run import bytes_tokenizer, make_agent_run
+from tests.browser import data_in
 from tests.synthetic import make_run
-
-VOID = {"meta", "br", "hr", "img", "link"}
-
-
-class Page(HTMLParser):
-    """Checks that tags are balanced; keeps text, tags and attribute values."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-        self.values: list[str] = []
-        self.text = ""
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.seen.append(tag)
-        self.values += [value or "" for _, value in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.seen.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
 
 
 @pytest.fixture
@@ -59,62 +30,70 @@ def run_dir(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run")
 
 
-def draw(run_dir: Path) -> Page:
-    return Page(render.write_report(run_dir).read_text())
+def drawn(run_dir: Path, steps: list[int] | None = None) -> dict[str, Any]:
+    """The data of the report, by request, of its one run."""
+    found = data_in(write_report(run_dir, steps))
+    return {name: reply["."] for name, reply in found.items() if name != "runs"}
+
+
+def samples_of(run_dir: Path, step: int = 12) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "samples" / f"step-{step:06d}.jsonl").read_text().splitlines()]
+
+
+def write_samples(run_dir: Path, found: list[dict[str, Any]], name: str = "step-000012") -> None:
+    (run_dir / "samples" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
 def test_the_page_tells_the_run(run_dir: Path) -> None:
-    page = draw(run_dir)
+    data = drawn(run_dir)
+    shown = data["overview"]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     first, last = lines[0]["val/score/mean"], lines[-1]["val/score/mean"]
-    for words in (
-        "smollm2-135m-grpo-1f0c",
-        "torchrun --nproc-per-node 2 -m spmd_rl.rlvr",
-        f"{first:.2f} \u2192 {last:.2f}",
-        "rlvr, 12 of 12 steps",
-        "seed",
-        "2 x Intel Xeon, 24 GiB",
-        "Gradient norm",
-        "Entropy",
-        "Answer length",
-        "Engine against trainer",
-        "rank 1",
-        "Best of step 12",
-        "Worst of step 12",
-        "config.yaml",
-        "policy:",
-    ):
-        assert words in page.text, words
-    assert page.seen.count("svg") == 9 and page.seen.count("article") == 6
+    assert data["run"]["title"] == "smollm2-135m-grpo-1f0c" and (data["run"]["last"], data["run"]["planned"]) == (
+        12,
+        12,
+    )
+    assert shown["launch"]["command"].startswith("torchrun --nproc-per-node 2 -m spmd_rl.rlvr")
+    assert (shown["launch"]["machine"], shown["launch"]["ranks"]) == ("2 x Intel Xeon, 24 GiB", 2)
+    assert shown["pipeline"] == "rlvr" and shown["seconds"].endswith(" s") and shown["revision"] == "0123456789ab"
+    assert [f"{first:.2f} \u2192 {last:.2f}", "score, held-out, sampled"] in shown["tiles"]
+    assert {key for line in lines for key in line} - {"step"} == set(data["series"])
+    assert data["series"]["actor/entropy"] == [
+        [line["step"], pytest.approx(line["actor/entropy"], rel=1e-5)] for line in lines[1:]
+    ]
+    assert "policy:" in shown["settings"] and str(run_dir) in shown["drawn"]
     assert not list(run_dir.glob(".report*"))
 
 
-def test_the_page_needs_no_network_and_runs_no_script(run_dir: Path) -> None:
-    page = draw(run_dir)
-    text = (run_dir / "report.html").read_text()
-    assert not {"script", "link", "img", "iframe"} & set(page.seen)
-    assert not re.search(r"(https?:)?//\w|url\(|@import", text)
-    assert any("default-src 'none'" in value for value in page.values)
+def test_the_page_needs_no_network_and_runs_its_own_script_alone(run_dir: Path) -> None:
+    text = write_report(run_dir).read_text()
+    assert re.findall(r"<script[^>]*>", text) == ['<script id="data" type="application/json">', "<script>"]
+    assert not re.search(r"(https?:)?//\w|url\(|@import|innerHTML", text.replace("http://www.w3.org/2000/svg", ""))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
+    assert "default-src 'none'" in policy and "connect-src" not in policy and "unsafe" not in policy
+    assert "<noscript><p" in text
 
 
 def test_what_a_model_says_is_not_markup(run_dir: Path) -> None:
-    path = run_dir / "samples" / "step-000012.jsonl"
-    path.write_text(path.read_text().replace("State the final", "</pre><script>alert(1)</script>"))
-    page = draw(run_dir)
-    assert "script" not in page.seen and "<script>alert(1)" in page.text
+    path, evil = run_dir / "samples" / "step-000012.jsonl", "</script><script>alert(1)</script><!--"
+    path.write_text(path.read_text().replace("State the final", evil))
+    (one, *_) = drawn(run_dir)["trajectories"]["step 12"]
+    text = (run_dir / "report.html").read_text()
+    assert evil in one["messages"][0]["content"] and "<script>alert" not in text and text.count("</script>") == 2
 
 
 @pytest.mark.parametrize("missing", ["samples/step-000012.jsonl", "journal/rank-0.jsonl", "metrics.jsonl"])
 def test_a_page_without_a_part_of_the_run(run_dir: Path, missing: str) -> None:
     (run_dir / missing).unlink()
-    assert "smollm2" in draw(run_dir).text
+    assert "smollm2" in drawn(run_dir)["run"]["title"]
 
 
 def test_a_run_that_was_cut_short(run_dir: Path) -> None:
     for name in ("metrics.jsonl", "journal/rank-1.jsonl"):
         path = run_dir / name
         path.write_text(path.read_text()[:-37])
-    assert "rank 1" in draw(run_dir).text
+    data = drawn(run_dir)
+    assert data["run"]["last"] == 11 and [row["rank"] for row in data["overview"]["timeline"]] == [0, 1]
 
 
 def test_a_real_run_draws_its_report(tmp_path: Path) -> None:
@@ -123,14 +102,17 @@ def test_a_real_run_draws_its_report(tmp_path: Path) -> None:
         for step in range(3):
             with track.step(step), world.phase("update"):
                 track.add({"critic/score/mean": step / 4})
-    page = Page((tmp_path / "report.html").read_text())
-    assert "toy" in page.text and "0.00 \u2192 0.50" in page.text and "pytest" in page.text
+    found = data_in(tmp_path / "report.html")
+    shown = found["overview"]["."]
+    assert found["runs"][0]["title"] == "toy" and "pytest" in shown["launch"]["command"]
+    assert ["0.00 \u2192 0.50", "score, training"] in shown["tiles"]
+    assert "train" in {phase for phase, *_ in shown["timeline"][0]["spans"]}
 
 
 def test_ten_thousand_steps_are_drawn_in_time(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", num_steps=10_000)
     began = time.process_time()
-    size = render.write_report(run_dir).stat().st_size
+    size = write_report(run_dir).stat().st_size
     assert time.process_time() - began < 1.5
     assert size < 2_000_000
 
@@ -138,115 +120,113 @@ def test_ten_thousand_steps_are_drawn_in_time(tmp_path: Path) -> None:
 def test_the_command_line(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
     assert report.main([str(run_dir)]) == 0
     assert report.main([str(run_dir / "nowhere")]) == 2 and "not a run" in capsys.readouterr().err
+    (run_dir / "samples" / "step-000012.jsonl").write_text("{")
+    assert report.main([str(run_dir)]) == 2 and "step-000012.jsonl:1: " in capsys.readouterr().err
     with pytest.raises(SystemExit):
         report.main([])
 
 
-def test_samples_of_any_step_and_of_evaluations_are_shown(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
-    last = (run_dir / "samples" / "step-000012.jsonl").read_text()
+def test_samples_of_any_step_and_of_evaluations_are_shown(run_dir: Path) -> None:
+    last = samples_of(run_dir)
     for step in range(1, 12):
-        (run_dir / "samples" / f"step-{step:06d}.jsonl").write_text(last)
-    row = json.loads(last.splitlines()[0])
+        write_samples(run_dir, last, f"step-{step:06d}")
+    row = last[0]
     row["turns"][0]["text"], row["greedy"] = "a held-out answer", True
     row["kept"], row["reject_reason"] = False, "held out"
-    (run_dir / "samples" / "eval-000010.jsonl").write_text(json.dumps(row) + "\n")
-    page = draw(run_dir)
-    assert "Worst of step 1" in page.text and "Worst of step 12" in page.text and "Worst of step 2" not in page.text
-    assert "Held-out samples" in page.text and "a held-out answer" in page.text and "greedy" in page.text
+    write_samples(run_dir, [row], "eval-000010")
+    data = drawn(run_dir)
+    assert data["run"]["steps"] == {"step": [1, 3, 4, 6, 7, 9, 10, 12], "eval": [10]}
+    assert len(data["step"]["step 3"]["rows"]) == 6 and data["step"]["step 3"]["total"] == 64
+    (held_out,) = data["trajectories"]["eval 10"]
+    assert held_out["segments"][0]["turns"][0]["text"] == "a held-out answer" and held_out["greedy"]
     assert report.main([str(run_dir), "--steps", "2", "10"]) == 0
-    text = Page((run_dir / "report.html").read_text()).text
-    assert "Worst of step 2" in text and "Worst of step 12" not in text and "a held-out answer" in text
+    assert data_in(run_dir / "report.html")["run"]["."]["steps"] == {"step": [2, 10], "eval": [10]}
 
 
-def test_equal_scores_have_no_best_and_no_worst(run_dir: Path) -> None:
-    path = run_dir / "samples" / "step-000012.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for row in rows:
-        row["verdict"]["score"] = 0.0
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = draw(run_dir)
-    assert "Some of step 12" in page.text and "all scores are equal" in page.text
-    assert "Best of" not in page.text and "Worst of" not in page.text
+def test_of_many_tokens_the_last_steps_have_theirs(run_dir: Path) -> None:
+    found = samples_of(run_dir)[:8]
+    for row in found:
+        (turn,) = row["turns"]
+        turn |= {"token_ids": [5] * 15_000, "logprobs": [-0.123456] * 15_000, "versions": [3] * 15_000}
+    write_samples(run_dir, found)
+    write_samples(run_dir, found, "step-000006")
+    data = drawn(run_dir)["trajectories"]
+    (last, before) = ([one["segments"][0]["turns"][0] for one in data[f"step {step}"]] for step in (12, 6))
+    assert [len(turn["token_ids"]) for turn in (*last, *before)] == [15_000] * 6 + [0] * 6
+    assert last[0]["logprobs"][0] == -0.1235 and {turn["num_tokens"] for turn in before} == {15_000}
+    assert all(turn["text"] for turn in before)
 
 
 def test_what_an_agent_saw_and_did_is_shown(tmp_path: Path) -> None:
-    page = draw(make_agent_run(tmp_path / "run", model=bytes_tokenizer(tmp_path / "model")))
-    assert "You are solving the FrozenLake puzzle." in page.text and "<|im_start|>user" in page.text
-    for name in ("prompt", "answer", "action, reward +", "observation"):
-        assert name in page.text
+    data = drawn(make_agent_run(tmp_path / "run", model=bytes_tokenizer(tmp_path / "model")))
+    turn = data["trajectories"]["step 3"][0]["segments"][0]["turns"][0]
+    assert "You are solving the FrozenLake puzzle." in turn["prompt"] and "<|im_start|>user" in turn["prompt"]
+    assert turn["step"]["action"] and turn["step"]["observation"] and "reward" in turn["step"]
+    assert data["overview"]["timeline"] == []
 
 
-def test_a_score_of_nothing_has_no_colour_of_the_good_and_the_truth_is_told(run_dir: Path) -> None:
-    path = run_dir / "samples" / "step-000012.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for row in rows:
-        row["verdict"]["score"], row["ground_truth"] = 0.0, "the truth of it"
-        row["messages"][0]["content"] = [{"type": "text", "text": "of parts"}, {"type": "image", "path": "x"}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = render.render(read_run(run_dir), [12])
-    assert "--c:var(--c3)" not in shown.partition("Samples</h2>")[2]
-    assert "the truth of it" in shown and "of parts\n[image]" in shown
-
-
-def test_the_numbers_of_an_axis_have_room() -> None:
-    """At 6 units a digit, which is more than the font takes."""
-    drawn = line_chart([Series("", "", [(1, 5.548123401), (2, 5.548123409)])])
-    for x, words in re.findall(r'x="([\d.]+)" y="[\d.]+" text-anchor="end">([\d.]+)<', drawn):
-        assert float(x) >= 6 * len(words)
-
-
-def test_suspect_passes_are_listed(run_dir: Path) -> None:
-    path = run_dir / "samples" / "step-000012.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    rows[0]["verdict"] |= {"parts": {"suspect": 1.0}, "detail": "7 different boxes"}
-    assert "Suspect of step 12" not in draw(run_dir).text
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = draw(run_dir)
-    assert "Suspect of step 12" in page.text and "suspect: 7 different boxes" in page.text
+def test_a_picture_is_shown_in_place_of_its_path(run_dir: Path) -> None:
+    (run_dir / "pictures").mkdir()
+    (run_dir / "pictures" / "1-2.png").write_bytes(b"png")
+    found = samples_of(run_dir)
+    for text, row in zip(["pictures/1-2.png", "pictures/none.png", "../secret.png"], found, strict=False):
+        row["turns"][0]["text"] = text
+    write_samples(run_dir, found[:3])
+    shown = {
+        turn["text"]: turn.get("picture")
+        for one in drawn(run_dir)["trajectories"]["step 12"]
+        for turn in one["segments"][0]["turns"]
+    }
+    assert shown.pop("pictures/1-2.png") == "data:image/png;base64,cG5n" and set(shown.values()) <= {None}
 
 
 @pytest.mark.parametrize(
-    ("scores", "best", "worst"),
+    ("scores", "best", "worst", "some"),
     [
-        ([0.0, 1.0, 0.5], [1, 2], [0]),
-        ([0.0, 0.0, 1.0, 0.0], [2], [0, 1]),
-        ([1.0, 0.0, 1.0, 1.0, 1.0, 1.0], [0, 2, 3], [1]),
-        ([0.5, 0.5, 0.5], [0, 1], []),
+        ([0.0, 1.0, 0.5], [1, 2], [0], []),
+        ([0.0, 0.0, 1.0, 0.0], [2], [0, 1], []),
+        ([1.0, 0.0, 1.0, 1.0, 1.0, 1.0], [0, 2, 3], [1], []),
+        ([0.5, 0.5, 0.5], [], [], [0, 1, 2]),
     ],
 )
 def test_best_and_worst_are_disjoint_scored_and_different(
-    tmp_path: Path, scores: list[float], best: list[int], worst: list[int]
+    run_dir: Path, scores: list[float], best: list[int], worst: list[int], some: list[int]
 ) -> None:
-    path = tmp_path / "s.jsonl"
-    rows = [{"ticket": i, "verdict": {"status": "ok", "score": score}} for i, score in enumerate(scores)]
-    rows.append({"ticket": 9, "verdict": {"status": "timeout", "score": 9.0}})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = best_and_worst(path, 3)
-    assert ([row["ticket"] for row in found.best], [row["ticket"] for row in found.worst]) == (best, worst)
-    assert found.mean == pytest.approx(sum(scores) / len(scores))
-    path.write_text(json.dumps(rows[-1]) + "\n")
-    assert best_and_worst(path, 3) is None
+    (line, *_) = samples_of(run_dir)
+    found = [line | {"ticket": i, "verdict": {"status": "ok", "score": score}} for i, score in enumerate(scores)]
+    found.append(line | {"ticket": 9, "verdict": {"status": "timeout", "score": 9.0, "parts": {"suspect": 1.0}}})
+    write_samples(run_dir, found)
+    listed = rows(run_dir / "samples" / "step-000012.jsonl")
+    assert {mark: [row.ticket for row in chosen] for mark, chosen in marked(listed).items()} == {
+        "best": best,
+        "worst": worst,
+        "some": some,
+        "suspect": [9],
+    }
+    assert mean_score(listed) == pytest.approx(sum(scores) / len(scores))
+    assert mean_score(listed[-1:]) is None and not any([*marked(listed[-1:]).values()][:3])
 
 
-def test_the_mean_of_samples_is_without_greedy_answers(tmp_path: Path) -> None:
-    path = tmp_path / "s.jsonl"
-    rows = [{"verdict": {"status": "ok", "score": score}, "greedy": score == 1.0} for score in (0.25, 0.5, 1.0)]
-    for some, mean in ((rows, 0.375), (rows[2:], 1.0)):
-        path.write_text("".join(json.dumps(row) + "\n" for row in some))
-        found = best_and_worst(path, 3)
-        assert found.mean == mean and found.best[0]["greedy"]
+def test_the_mean_of_samples_is_without_greedy_answers(run_dir: Path) -> None:
+    (line, *_) = samples_of(run_dir)
+    found = [
+        line | {"ticket": i, "verdict": {"status": "ok", "score": score}, "greedy": score == 1.0}
+        for i, score in enumerate((0.25, 0.5, 1.0))
+    ]
+    write_samples(run_dir, found)
+    listed = rows(run_dir / "samples" / "step-000012.jsonl")
+    assert mean_score(listed) == 0.375 and mean_score(listed[2:]) == 1.0
 
 
-def test_an_evaluation_has_no_steps_and_one_value(run_dir: Path) -> None:
-    config, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
-    settings = yaml.safe_load(config.read_text())
+def test_an_evaluation_has_no_planned_steps_and_one_value(run_dir: Path) -> None:
+    settings = yaml.safe_load((run_dir / "config.yaml").read_text())
     del settings["steps"]
-    config.write_text(yaml.safe_dump(settings))
-    line = metrics.read_text().splitlines()[0]
-    metrics.write_text(line + "\n")
-    text = draw(run_dir).text
-    assert "rlvr in " in text and "None" not in text.partition("Settings")[0]
-    assert f"{json.loads(line)['val/score/mean']:.2f}score, held-out, sampled" in text
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))
+    line = (run_dir / "metrics.jsonl").read_text().splitlines()[0]
+    (run_dir / "metrics.jsonl").write_text(line + "\n")
+    data = drawn(run_dir)
+    assert data["run"]["planned"] is None
+    assert [f"{json.loads(line)['val/score/mean']:.2f}", "score, held-out, sampled"] in data["overview"]["tiles"]
 
 
 def event(t: float, what: str, phase: str = "", **fields: str) -> dict:
@@ -281,15 +261,13 @@ def test_the_innermost_kind_of_time_counts_whatever_the_phase() -> None:
 
 
 def test_the_page_tells_compute_wait_and_copy_of_each_rank(run_dir: Path) -> None:
-    page = draw(run_dir)
-    ranks = read_journals(run_dir / "journal", 3)
-    for row in ranks.values():
-        seconds, total = seconds_by_kind(row), sum(span.seconds for span in row)
-        assert all(seconds.values())
-        for spent in seconds.values():
-            assert f"{spent:.2f} s \u00b7 {100 * spent / total:.1f} %" in page.text
-    assert page.values.count("striped") > len(ranks) and page.values.count("pale") > len(ranks)
-    assert "step 12: train, compute" in page.text and "step 12: publish, copy" in page.text
+    ranks, shown = read_journals(run_dir / "journal", 3), drawn(run_dir)["overview"]["timeline"]
+    for row in shown:
+        assert row["seconds"] == pytest.approx(seconds_by_kind(ranks[row["rank"]])) and all(row["seconds"].values())
+        kinds = {(phase, kind) for phase, kind, *_ in row["spans"]}
+        assert {("train", "compute"), ("publish", "copy"), ("coordination", "wait")} <= kinds
+    assert {step for row in shown for _, _, step, *_ in row["spans"]} == {10, 11, 12}
+    assert min(span[3] for row in shown for span in row["spans"]) == 0 and timeline_data(run_dir / "none", 3) == []
 
 
 def test_short_spans_go_to_the_one_before() -> None:
@@ -310,25 +288,12 @@ def test_the_timeline_has_the_last_start_only(run_dir: Path) -> None:
     assert {span.step for span in ranks[1]} == {10, 11, 12}
 
 
-def test_numbers_of_an_axis() -> None:
-    assert ticks(0, 1, 4) == [0, 0.25, 0.5, 0.75, 1]
-    assert ticks(0, 3, 8, whole=True) == [0, 1, 2, 3]
-    assert ticks(-1.2, 1.1, 4) == [-1, -0.5, 0, 0.5, 1]
-    assert [label(x) for x in (0, 0.25, 1200, 15000, 2e-5, 2.5e6)] == ["0", "0.25", "1200", "15k", "2e-05", "2.5M"]
-    assert labels([5.54, 5.545, 5.55]) == ["5.54", "5.545", "5.55"]
-    assert padded([0.2, 0.9]) == (0, 1)
-    low, high = padded([7.0, 7.0])
-    assert low < 7 < high
-
-
-def test_thinning_keeps_the_mean_and_the_ends_in_place() -> None:
-    points = [(float(i), float(i % 7)) for i in range(1000)]
-    thinned = thin(points, 100)
-    assert len(thinned) == 100
-    assert sum(y for _, y in thinned) / 100 == pytest.approx(sum(y for _, y in points) / 1000)
-    assert len(smooth(points)) == 1000 and smooth([(0.0, 2.0), (1.0, 4.0)]) == [(0.0, 3.0), (1.0, 3.0)]
-    assert line_chart([Series("empty", "red", [])]) == ""
-    assert "circle" in line_chart([Series("one", "red", [(0, 1.0)])])
+def test_thinning_keeps_the_mean_and_the_steps_of_all_series_equal() -> None:
+    points = [(float(i), float(i % 7)) for i in range(1500)]
+    thinned = thin(points, 1499)
+    assert len(thinned) == 300 and thin(points[:5], 4) == points[:5]
+    assert sum(y for _, y in thinned) / 300 == pytest.approx(sum(y for _, y in points) / 1500, rel=1e-5)
+    assert {x for x, _ in thin(points[::7], 1499)} <= {x for x, _ in thinned}
 
 
 def test_null_is_a_gap(run_dir: Path) -> None:
@@ -346,7 +311,7 @@ def test_scores_of_the_warm_up_are_those_of_demonstrations(tmp_path: Path) -> No
     run = read_run(folder)
     assert [step for step, _ in run.series("critic/score/mean")] == [3, 4, 5, 6]
     assert [step for step, _ in run.series("warmup/score/mean")] == [1, 2]
-    assert "warm-up, by demonstrations" in render.render(run)
+    assert [step for step, _ in drawn(folder)["series"]["warmup/score/mean"]] == [1, 2]
     told = describe(1, 6, lines[1])
     assert "  demonstrated score " in told and "  score " not in told and "  score " in describe(3, 6, lines[3])
 
@@ -357,9 +322,9 @@ def test_a_supervised_run_shows_its_losses_and_the_last_command(tmp_path: Path) 
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with open(run_dir / "journal" / "rank-0.jsonl", "a") as file:
         file.write('{"t":1.5,"event":"run","command":"python -m spmd_rl.sft again","ranks":2,"step":0}\n')
-    page = draw(run_dir)
-    assert "Loss" in page.text and "Margin" in page.text and "Accuracy" not in page.text and "Entropy" not in page.text
-    assert "4.00 \u2192 1.00" in page.text and "python -m spmd_rl.sft again" in page.text
+    shown = drawn(run_dir)["overview"]
+    assert ["4.00 \u2192 1.00", "loss, held-out"] in shown["tiles"]
+    assert shown["launch"]["command"] == "python -m spmd_rl.sft again"
 
 
 def test_an_end_in_the_middle_says_what_is_lost(tmp_path: Path) -> None:

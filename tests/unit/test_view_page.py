@@ -1,14 +1,18 @@
-"""The page of the view in a headless Chromium; skipped where there is none."""
+"""The page in a headless Chromium, with a server and with its data inside; skipped where there is none."""
 
+import json
 import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from spmd_rl.tools import compare
+from spmd_rl.track.report import FOLDER, write_report
 from spmd_rl.track.samples import SampleLog, SampleRow
 from tests.agent_run import encoder, make_agent_run, write_step
 from tests.browser import CHROMIUM, served, visit
+from tests.synthetic import make_run
 
 EVIL = "</script><img src=x onerror=\"console.error('run by the page')\"><b id=evil>&lt;"
 
@@ -45,7 +49,7 @@ def test_a_trajectory_is_shown_as_it_was_and_followed(tmp_path: Path) -> None:
             return answer(query)
 
         server.data.answers["run"] = grow
-        page = visit(server.url, tmp_path / "profile")
+        page = visit(f"{server.url}#tab=samples", tmp_path / "profile")
         assert "step 2 of 3" in page and "ticket 16, answer 0" in page
 
 
@@ -78,3 +82,59 @@ def test_what_a_model_wrote_stays_text(tmp_path: Path) -> None:
                 f"{server.url}#step=1&ticket={row.ticket}&answer={row.answer}&view={view}", tmp_path / "profile", 1
             )
             assert page.count("onerror=") > 8 and "<img" not in page and "id=evil" in page and 'id="evil"' not in page
+    path.write_text(path.read_text().replace('"status":"</script>', '"status":"ok","was":"</script>'))
+    page = visit(f"{write_report(run_dir).as_uri()}#tab=samples&view=best&kind=step&step=1", tmp_path / "profile", 1)
+    assert page.count("onerror=") > 8 and "<img" not in page and 'id="evil"' not in page
+
+
+def test_a_report_draws_curves_times_timeline_and_samples(tmp_path: Path) -> None:
+    report = write_report(make_run(tmp_path / "run")).as_uri()
+    page = visit(report, tmp_path / "profile", 2)
+    # Curves of eight charts and of any metric, without a request.
+    assert page.count("<figure") == 9 and page.count("<polyline") == 10
+    for words in (
+        "rlvr, 12 of 12 steps in",
+        "torchrun --nproc-per-node 2",
+        "held-out, greedy",
+        "Engine against trainer",
+    ):
+        assert words in page, words
+    assert re.search(r"generate [\d.]+ %", page)
+    assert page.count('class="striped"') > 2 and page.count('class="pale"') > 2
+    assert re.search(r"<title>rank 1, step 12: train, compute [\d.]+ s</title>", page)
+    assert re.search(r"<td>rank 0</td><td>[\d.]+ s . [\d.]+ %</td>", page) and "policy:" in page
+    page = visit(f"{report}#tab=samples", tmp_path / "profile", 2)
+    assert "Best of step 12" in page and "Worst of step 12" in page and page.count('class="column"') == 6
+    assert "6 of 64 trajectories" in page and "State the final answer to the following" in page
+
+
+def test_runs_compared_are_one_line_each_and_seeds_a_band(tmp_path: Path) -> None:
+    runs = [str(make_run(tmp_path / f"s{seed}", 12 - seed, seed=seed)) for seed in range(2)]
+    out = tmp_path / "compare.html"
+    assert compare.main([*runs, "--out", str(out)]) == 0
+    page = visit(out.as_uri(), tmp_path / "profile", 2)
+    assert page.count("<figure") == page.count("<polygon") == page.count("<polyline") == 9
+    page = visit(f"{out.as_uri()}#tab=overview&run={runs[1]}", tmp_path / "profile", 2)
+    assert "rlvr, 11 of 11 steps" in page and page.count("<polyline") == 10
+
+
+def test_numbers_of_an_axis(tmp_path: Path) -> None:
+    asked = """[ticks(0, 1, 4), ticks(0, 3, 8, true), ticks(-1.2, 1.1, 4), labels([5.54, 5.545, 5.55]),
+        [0, 0.25, 1200, 15000, 2e-5, 2.5e6, 1234.56].map((value) => label(value)), padded([0.2, 0.9]), padded([7, 7]),
+        smooth([[0, 2], [1, 4]])]"""
+    scripts = "".join((FOLDER / name).read_text() for name in ("dom.js", "charts.js"))
+    (tmp_path / "page.html").write_text(
+        '<body><pre></pre><script id="data" type="application/json">{}</script><script>'
+        f'{scripts}\ndocument.querySelector("pre").textContent = JSON.stringify({asked})</script>'
+    )
+    shown = visit((tmp_path / "page.html").as_uri(), tmp_path / "profile", 1)
+    assert json.loads(re.search(r"<pre>(.*?)</pre>", shown, re.S)[1]) == [
+        [0, 0.25, 0.5, 0.75, 1],
+        [0, 1, 2, 3],
+        [-1, -0.5, 0, 0.5, 1],
+        ["5.54", "5.545", "5.55"],
+        ["0", "0.25", "1200", "15k", "0.00002", "2.5M", "1235"],
+        [0, 1],
+        [6.3, 7.7],
+        [[0, 3], [1, 3]],
+    ]

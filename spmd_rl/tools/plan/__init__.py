@@ -23,7 +23,7 @@ from spmd_rl.tools.plan.fit import nearest
 from spmd_rl.tools.plan.rank import Trace, trace
 from spmd_rl.tools.plan.table import GB, TableRow, engine_rows, rows, show_map, show_rank, show_table, sleeps_while_idle
 from spmd_rl.track.metrics import read_lines
-from spmd_rl.track.render import NAMES
+from spmd_rl.track.timeline import NAMES
 
 __all__ = ["show", "trace"]
 

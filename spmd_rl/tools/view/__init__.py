@@ -1,4 +1,4 @@
-"""Shows a run's sample log: steps, samples and trajectories turn by turn, during the run or later.
+"""Shows a run, during it or later: curves, times, and samples turn by turn.
 
     python -m spmd_rl view RUN           # a page on this machine: one process, no network, no other files
     python -m spmd_rl view RUN --text    # the same on a terminal

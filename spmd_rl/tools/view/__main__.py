@@ -1,4 +1,4 @@
-"""Shows the samples of a run: a page in the browser, or `--text` on the terminal."""
+"""Shows a run as a page in the browser, or its samples on the terminal with `--text`."""
 
 import os
 import sys
@@ -12,15 +12,16 @@ import yaml
 from spmd_rl.base.command_line import Parser, at_least, program
 from spmd_rl.base.errors import UserError, one_line, tell
 from spmd_rl.tools.view import terminal
-from spmd_rl.tools.view.runs import KINDS, RunIndex
+from spmd_rl.tools.view.runs import RunIndex
 from spmd_rl.tools.view.server import ViewServer
+from spmd_rl.track.samples import KINDS
 
 
 def parser() -> Parser:
     """Return the parser of the command line."""
     made = Parser(
         program("view"),
-        description="Shows the samples of a run: a page of this machine alone, or text on the terminal.",
+        description="Shows a run as a page of this machine alone, or its samples as text on the terminal.",
         epilog="On another machine: ssh -L 8800:127.0.0.1:8800 HOST, there with --port 8800 --no-browser.",
     )
     made.add_argument("run", type=Path, metavar="RUN", help="a run directory, or a folder of them")

@@ -1,21 +1,16 @@
-"""Finds run directories and reads their overview: settings, metrics, and the steps with samples.
-
-A changed file is read again, so a run can be followed while it is being written.
-"""
+"""Finds run directories, and reads them again when they change, so a run can be followed while it is being written."""
 
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from spmd_rl.base.errors import UserError
+from spmd_rl.track.page_data import summary
 from spmd_rl.track.run_reader import RunData, read_run
-from spmd_rl.track.samples import merged_files
+from spmd_rl.track.trajectories import stamp
 
-KINDS = ("step", "eval")
-"""Kinds of sample files: samples that a step trains on, and held-out answers."""
 MAX_DEPTH = 3
 """Depth of the search for runs below the named folder."""
-SCORES = ("val/score/mean", "critic/score/mean")
 
 
 class RunIndex:
@@ -75,46 +70,3 @@ def read(folder: Path) -> RunData:
 @lru_cache(64)
 def _read(folder: Path, stamps: tuple[Any, ...]) -> RunData:
     return read_run(folder)
-
-
-def stamp(path: Path) -> tuple[int, int] | None:
-    """Return modification time and size of a file, which identify its content; None without a file."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_mtime_ns, status.st_size
-
-
-def files(run: RunData, kind: str) -> dict[int, Path]:
-    """Return the sample files of a run by step. KeyError for a kind outside of `KINDS`."""
-    if kind not in KINDS:
-        raise KeyError(f"no kind {kind!r} of samples")
-    return dict(merged_files(run.directory / "samples", kind))
-
-
-def title(run: RunData) -> str:
-    """Return the name of a run for people."""
-    return str(run.setting("run.name") or run.directory.resolve().name)
-
-
-def summary(name: str, run: RunData) -> dict[str, Any]:
-    """Return the entry of a run in the list of runs."""
-    scores = {key: points[-1][1] for key in SCORES if (points := run.series(key))}
-    return {
-        "run": name,
-        "title": title(run),
-        "pipeline": run.about.get("pipeline"),
-        "model": run.setting("policy.model"),
-        "seed": run.setting("seed"),
-        "last": run.lines[-1]["step"] if run.lines else 0,
-        "planned": run.setting("steps"),
-        "score": next(iter(scores.values()), None),
-    }
-
-
-def overview(name: str, run: RunData) -> dict[str, Any]:
-    """Return the page's data of one run: its summary, its metrics' names, and the steps with samples."""
-    keys = sorted({key for line in run.lines for key, value in line.items() if isinstance(value, int | float)})
-    kinds = {kind: list(files(run, kind)) for kind in KINDS}
-    return summary(name, run) | {"steps": kinds, "keys": [key for key in keys if key != "step"]}

@@ -2,7 +2,7 @@
 
 Readers need the address, which holds a random key, and must use a name of this machine (`Host`), so that no other
 site's page can read through a DNS name that points here. Text from a model is data: the page puts it into text nodes,
-and its content security policy allows no script but its own, and no other server.
+and its content security policy allows no other script and no other server.
 """
 
 import hmac
@@ -10,7 +10,6 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -18,14 +17,13 @@ import msgspec
 import yaml
 
 from spmd_rl.base.errors import UserError, one_line, tell
-from spmd_rl.tools.view.runs import RunIndex, files, overview
-from spmd_rl.tools.view.trajectories import listed, rows, whole
-from spmd_rl.track.html_page import PALETTE
-from spmd_rl.track.tokens import TokenTexts
+from spmd_rl.tools.compare import comparison
+from spmd_rl.tools.view.runs import RunIndex
+from spmd_rl.track.page_data import outline, overview, samples, trajectories
+from spmd_rl.track.report import page, policy
+from spmd_rl.track.run_reader import RunData
 
 HOSTS = {"127.0.0.1", "localhost"}
-FOLDER = Path(__file__).parent
-SCRIPTS = ("dom.js", "trajectory.js", "page.js")
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -43,40 +41,28 @@ class Data:
         self._runs = runs
         self.answers: dict[str, Callable[[Query], Any]] = {
             "runs": lambda query: self._runs.summaries(),
-            "run": self._run,
-            "series": self._series,
-            "step": self._step,
+            "run": lambda query: outline(query["run"], self._run(query)),
+            "overview": lambda query: overview(self._run(query)),
+            "series": lambda query: self._run(query).curves(int(query["last"])),
+            "step": lambda query: samples(self._run(query), query["kind"], int(query["step"])),
             "trajectories": self._trajectories,
+            "compare": lambda query: comparison({name: self._runs.read(name) for name in self._runs.names()}),
         }
 
-    def _run(self, query: Query) -> dict[str, Any]:
-        run = self._runs.read(query["run"])
-        return overview(query["run"], run) | {"no_tokenizer": TokenTexts(run.setting("policy.model")).missing}
-
-    def _series(self, query: Query) -> list[Any]:
-        return self._runs.read(query["run"]).series(query["key"])
-
-    def _step(self, query: Query) -> list[dict[str, Any]]:
-        return [listed(row) for row in rows(self._path(query))]
+    def _run(self, query: Query) -> RunData:
+        return self._runs.read(query["run"])
 
     def _trajectories(self, query: Query) -> list[dict[str, Any]]:
-        """Return all trajectories of a ticket, or that of one `answer`."""
-        path, ticket = self._path(query), int(query["ticket"])
-        answer = int(query["answer"]) if "answer" in query else None
-        texts = TokenTexts(self._runs.read(query["run"]).setting("policy.model"))
-        found = [row for row in rows(path) if row.ticket == ticket and answer in (None, row.answer)]
-        return [texts.add(whole(path, row)) for row in found]
-
-    def _path(self, query: Query) -> Path:
-        found = files(self._runs.read(query["run"]), query["kind"])
-        return found[int(query["step"])]
-
-
-def page(nonce: str) -> str:
-    """Return the page: style and scripts in one document, each with the nonce of its policy."""
-    texts = {name: (FOLDER / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)}
-    style, script = PALETTE + texts["page.css"], "\n".join(texts[name] for name in SCRIPTS)
-    return texts["page.html"].replace("NONCE", nonce).replace("/* STYLE */", style).replace("/* SCRIPT */", script)
+        """Return the `marked` trajectories of a step, all of a `ticket`, or that of one `answer`."""
+        run, kind, step = self._run(query), query["kind"], int(query["step"])
+        found = samples(run, kind, step)
+        if "marked" in query:
+            places = {place for some in found["marked"].values() for place in some}
+        else:
+            ticket, answer = int(query["ticket"]), query.get("answer")
+            of_ticket = [row["answer"] for row in found["rows"] if row["ticket"] == ticket]
+            places = {(ticket, one) for one in of_ticket if answer is None or one == int(answer)}
+        return trajectories(run, kind, step, places)
 
 
 class ViewServer(ThreadingHTTPServer):
@@ -126,13 +112,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(500, {"error": one_line(error)})
 
     def _page(self) -> None:
-        # A new nonce for each page: a fixed one could be copied into a sample's text.
-        nonce = secrets.token_urlsafe(16)
-        policy = (
-            f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; "
-            "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        )
-        self._write(200, "text/html", page(nonce).encode(), {"Content-Security-Policy": policy})
+        allowed = f"{policy(asks=True)}; frame-ancestors 'none'"
+        self._write(200, "text/html", page("view").encode(), {"Content-Security-Policy": allowed})
 
     def _send(self, status: int, content: Any) -> None:
         self._write(status, "application/json", msgspec.json.encode(content), {})

@@ -18,10 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from spmd_rl.base.errors import UserError, printable
-from spmd_rl.tools.view.runs import KINDS, RunIndex, files, title
-from spmd_rl.tools.view.trajectories import TrajectoryRow, rows, whole
+from spmd_rl.tools.view.runs import RunIndex
+from spmd_rl.track.page_data import files, title
 from spmd_rl.track.run_reader import RunData, plain_text
+from spmd_rl.track.samples import KINDS
 from spmd_rl.track.tokens import TokenTexts
+from spmd_rl.track.trajectories import TrajectoryRow, mean_score, rows, whole
 
 COLORS = ("none", "logprob", "mask", "advantage", "version")
 WIDTH = 132
@@ -95,14 +97,19 @@ def _steps(run: RunData) -> Table:
         if step in trained:
             of = rows(trained[step])
             ends = ", ".join(f"{name} {count}" for name, count in Counter(row.end for row in of).most_common())
-            cells += [str(len(of)), _score(of), _number(fmean(row.tokens for row in of) if of else None), ends]
+            cells += [
+                str(len(of)),
+                _number(mean_score(of)),
+                _number(fmean(row.tokens for row in of) if of else None),
+                ends,
+            ]
         else:
             cells += [""] * 4
         if step in held_out:
             of = rows(held_out[step])
             # Sampled and greedy answers apart, as the metrics have them.
             apart = ([row for row in of if row.greedy is greedy] for greedy in (False, True))
-            cells += [str(len(of)), *map(_score, apart)]
+            cells += [str(len(of)), *(_number(mean_score(each)) for each in apart)]
         table.add_row(*_cells(*cells))
     return table
 
@@ -203,11 +210,6 @@ def _table(*columns: str) -> Table:
 
 def _cells(*values: object) -> list[Text]:
     return [Text("" if value is None else printable(str(value), lines=False)) for value in values]
-
-
-def _score(listed: Sequence[TrajectoryRow]) -> str:
-    scores = [row.score for row in listed if row.score is not None]
-    return _number(fmean(scores)) if scores else ""
 
 
 def _number(value: float | None) -> str:

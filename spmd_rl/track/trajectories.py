@@ -8,16 +8,19 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
 
-from spmd_rl.tools.view.runs import stamp
+from spmd_rl.types import SCORED, SUSPECT
 
 STOP = "stop/"
 """Prefix of a verdict's part whose name, `stop/<reason>`, gives the reason of an episode's end."""
 SEGMENT = ("answer", "advantage", "kept", "reject_reason", "turns")
 """Fields of a line that may differ between the segments of a trajectory."""
+MARKED = 3
+"""Number of the best, of the worst and of the suspect samples of a step."""
 PREVIEW = 160
 """Number of characters of a prompt and of an answer in the list."""
 
@@ -78,6 +81,8 @@ class TrajectoryRow(msgspec.Struct, frozen=True):
     kept: bool
     reject_reason: str | None
     greedy: bool
+    suspect: bool
+    """True if it was paid and looks like a cheat."""
     version: int | None
     """Latest policy version that sampled a token."""
     prompt: str
@@ -87,14 +92,26 @@ class TrajectoryRow(msgspec.Struct, frozen=True):
     """Byte offsets of its segments' lines in the file."""
 
 
-def rows(path: Path) -> Sequence[TrajectoryRow]:
-    """Return all trajectories of a file, in (ticket, answer) order. OSError; ValueError for an invalid file."""
+def rows(path: Path, limit: int | None = None) -> Sequence[TrajectoryRow]:
+    """Return all trajectories of a file, in (ticket, answer) order; with `limit`, those of its first bytes.
+
+    OSError; ValueError for an invalid file.
+    """
     # The stamp is part of the cache's key, so a changed file is read again.
-    return _rows(path, stamp(path))
+    return _rows(path, stamp(path), limit)
+
+
+def stamp(path: Path) -> tuple[int, int] | None:
+    """Return modification time and size of a file, which identify its content; None without a file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_mtime_ns, status.st_size
 
 
 @lru_cache(8)
-def _rows(path: Path, _: object) -> Sequence[TrajectoryRow]:
+def _rows(path: Path, _: object, limit: int | None) -> Sequence[TrajectoryRow]:
     decode = msgspec.json.Decoder(_Line).decode
     lines: list[tuple[int, _Line]] = []
     offset = 0
@@ -105,7 +122,36 @@ def _rows(path: Path, _: object) -> Sequence[TrajectoryRow]:
             except msgspec.DecodeError as error:
                 raise ValueError(f"{path.name}:{number}: {error}") from None
             offset += len(line)
+            if limit is not None and offset >= limit:
+                break
     return sorted([_row(segments) for segments in _trajectories(lines)], key=lambda row: (row.ticket, row.answer))
+
+
+def mean_score(listed: Sequence[TrajectoryRow]) -> float | None:
+    """Return the mean score of sampled answers, or of greedy ones if there are no others; None without any score."""
+    scores = [(row.score, row.greedy) for row in listed if row.score is not None]
+    # The mean is that of the metrics, which count greedy answers apart.
+    counted = [score for score, greedy in scores if not greedy] or [score for score, _ in scores]
+    return fmean(counted) if counted else None
+
+
+def marked(listed: Sequence[TrajectoryRow]) -> dict[str, list[TrajectoryRow]]:
+    """Return the `best` and the `worst` samples by score, of which none is in both, and `suspect` ones.
+
+    If all scores are equal, `some` has samples in place of the two.
+    """
+    scored = [(row.score, row) for row in listed if row.score is not None]
+    falling = sorted(scored, key=lambda pair: -pair[0])
+    rising = sorted(scored, key=lambda pair: pair[0])
+    # Samples with the lowest score are never best, and those with the highest never worst.
+    best = [row for score, row in falling[: min(MARKED, (len(scored) + 1) // 2)] if score > rising[0][0]]
+    worst = [row for score, row in rising[: min(MARKED, len(scored) // 2)] if score < falling[0][0]]
+    return {
+        "best": best,
+        "worst": worst,
+        "some": [] if best else [row for _, row in falling[:MARKED]],
+        "suspect": [row for row in listed if row.suspect][:MARKED],
+    }
 
 
 def _trajectories(lines: Sequence[tuple[int, _Line]]) -> Iterator[list[tuple[int, _Line]]]:
@@ -130,7 +176,7 @@ def _row(segments: Sequence[tuple[int, _Line]]) -> TrajectoryRow:
         answer=first.answer,
         domain=first.domain,
         status=last.verdict.status,
-        score=last.verdict.score if last.verdict.status in ("ok", "wrong_format") else None,
+        score=last.verdict.score if last.verdict.status in SCORED else None,
         end=_end(last.verdict.parts, turns),
         turns=len(turns),
         tokens=sum(len(turn.token_ids) for turn in turns),
@@ -139,6 +185,7 @@ def _row(segments: Sequence[tuple[int, _Line]]) -> TrajectoryRow:
         kept=kept,
         reject_reason=next((line.reject_reason for _, line in segments if not line.kept), None),
         greedy=last.greedy,
+        suspect=SUSPECT in last.verdict.parts,
         version=max(versions, default=None),
         prompt=_prompt(first),
         text=_answer(turns),

@@ -1,5 +1,7 @@
 // Elements, numbers and requests. What comes from the sample log is written by a model: it becomes text nodes alone.
 
+const DATA = JSON.parse(document.getElementById("data").textContent || "null");
+
 function h(tag, properties, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties || {})) {
@@ -52,7 +54,12 @@ function mean(values) {
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
 }
 
+function key(name, color, look) {
+  return h("span", { className: "key", color }, h("i", { className: look || "" }), name);
+}
+
 async function get(name, query) {
+  if (DATA) return embedded(name, query || {});
   const given = Object.entries(query || {}).filter(([, value]) => value !== undefined && value !== "");
   const reply = await fetch(`api/${name}?${new URLSearchParams(given)}`);
   const content = await reply.json();
@@ -60,28 +67,11 @@ async function get(name, query) {
   return content;
 }
 
-function chart(points, step, onpick) {
-  // a line over steps; a click picks the nearest step
-  const [width, height, pad] = [308, 92, 6];
-  const steps = points.map((point) => point[0]);
-  const values = points.map((point) => point[1]);
-  const [low, high] = [Math.min(...values), Math.max(...values)];
-  const x = (value) => pad + ((width - 2 * pad) * (value - steps[0])) / (steps[steps.length - 1] - steps[0] || 1);
-  const y = (value) => height - 16 - ((height - 32) * (value - low)) / (high - low || 1);
-  const line = points.map(([s, v]) => `${x(s).toFixed(1)},${y(v).toFixed(1)}`).join(" ");
-  const drawn = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart" },
-    svg("polyline", { points: line }),
-    svg("text", { x: pad, y: 11 }, number(high)),
-    svg("text", { x: pad, y: height - 2 }, number(low)),
-    svg("text", { x: width - pad, y: height - 2, "text-anchor": "end" }, `step ${steps[steps.length - 1]}`));
-  if (step >= steps[0]) drawn.append(svg("line", { x1: x(step), x2: x(step), y1: 14, y2: height - 14 }));
-  for (const [s, v] of points.length < 40 ? points : points.slice(-1)) {
-    drawn.append(svg("circle", { cx: x(s), cy: y(v), r: s === step ? 3.5 : 1.8 }));
-  }
-  drawn.addEventListener("click", (event) => {
-    const box = drawn.getBoundingClientRect();
-    const at = ((event.clientX - box.left) / box.width) * width;
-    onpick(steps.reduce((best, s) => (Math.abs(x(s) - at) < Math.abs(x(best) - at) ? s : best), steps[0]));
-  });
-  return drawn;
+function embedded(name, query) {
+  // what a server would reply, from the data in the page
+  const { run, kind, step } = query;
+  if (name === "step") return DATA.step[run][`${kind} ${step}`];
+  if (name !== "trajectories") return query.run === undefined ? DATA[name] : DATA[name][run];
+  return DATA.trajectories[run][`${kind} ${step}`].filter((one) =>
+    (query.marked || String(one.ticket) === query.ticket) && (!query.answer || String(one.answer) === query.answer));
 }

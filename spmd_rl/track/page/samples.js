@@ -1,82 +1,26 @@
-// The page: where it stands (in the address, after #), the list on the left, the trajectory or the group on the right.
+// The samples of a step: the list with its filters on the left; a trajectory, its group, or the best and worst on the right.
 
-const POLL_MS = 2000;
 const SHOWN = 400;
 const MANY_TOKENS = 40000;
 const KINDS = [["step", "Training"], ["eval", "Held-out"]];
-const at = { run: "", kind: "step", step: "", ticket: "", answer: "", color: "logprob", view: "one", key: "" };
-const filter = { domain: "", end: "", kept: "", low: "", high: "", shortest: "", longest: "", text: "" };
-const [top_, side, main] = ["top", "side", "main"].map((id) => document.getElementById(id));
-let runs = [];
-let run = null;
-let rows = [];
-let loaded = "";
-let points = [];
-let follow = false;
-let limit = SHOWN;
+const NO_SAMPLES = { rows: [], marked: {}, mean: null, total: 0 };
+// of a group, a report has some samples alone: it shows none side by side, and no mean
+const VIEWS = [["best", "Best and worst"], ["one", "Trajectory"], ["group", "Group side by side"]];
+const MARKS = { best: ["Best", "var(--c3)"], worst: ["Worst", "var(--c5)"], some: ["Some", "var(--other)"], suspect: ["Suspect", "var(--c8)"] };
 
-function readAddress() {
-  const given = new URLSearchParams(location.hash.slice(1));
-  for (const place of [at, filter]) for (const name of Object.keys(place)) if (given.has(name)) place[name] = given.get(name);
-}
-
-function go(changes) {
-  Object.assign(at, changes);
-  const all = Object.entries({ ...at, ...filter }).filter(([, value]) => value !== "");
-  history.replaceState(null, "", `#${new URLSearchParams(all)}`);
-  return show().catch(failed);
-}
-
-function failed(error) {
-  main.replaceChildren(h("p", { className: "error", role: "alert" }, error.message));
-}
-
-// ---------------------------------------------------------------------------------------------------- what is shown
-
-async function show() {
-  if (!run || run.run !== at.run) await loadRun();
+async function showSamples() {
   const steps = run.steps[at.kind];
   if (!steps.includes(Number(at.step)) || at.step === "") at.step = steps.length ? String(steps[steps.length - 1]) : "";
   const wanted = [at.run, at.kind, at.step].join("\n");
   if (wanted !== loaded) {
-    rows = at.step === "" ? [] : await get("step", { run: at.run, kind: at.kind, step: at.step });
+    logged = at.step === "" ? NO_SAMPLES : await get("step", { run: at.run, kind: at.kind, step: at.step });
+    rows = logged.rows;
     loaded = wanted;
     limit = SHOWN;
   }
-  drawTop();
   drawSide();
   await drawMain();
 }
-
-async function loadRun() {
-  run = await get("run", { run: at.run });
-  const preferred = ["val/score/mean", "critic/score/mean", "val/score_greedy/mean"];
-  if (!run.keys.includes(at.key)) at.key = preferred.find((key) => run.keys.includes(key)) || run.keys[0] || "";
-  points = at.key ? await get("series", { run: at.run, key: at.key }) : [];
-}
-
-function drawTop() {
-  const names = runs.map((one) => [one.run, one.title]);
-  const known = new Set(names.map(([, title]) => title));
-  const options = known.size === names.length ? names : names.map(([name, title]) => [name, `${title} (${name})`]);
-  const steps = run.planned ? `step ${run.last} of ${run.planned}` : `step ${run.last}`;
-  top_.replaceChildren(
-    h("b", { className: "brand" }, "spmd_rl"),
-    runs.length > 1
-      ? select("Run", at.run, options, (name) => go({ run: name, step: "", ticket: "", answer: "", key: "" }))
-      : h("span", { className: "title" }, run.title),
-    h("span", { className: "facts" }, fact("pipeline", run.pipeline), fact("model", short(run.model)), fact("seed", run.seed)),
-    h("label", { className: "follow" }, h("input", {
-      type: "checkbox", checked: follow, onchange: (event) => { follow = event.target.checked; poll(); },
-    }), `follow (${steps})`));
-  document.title = `${run.title} - spmd_rl view`;
-}
-
-function short(model) {
-  return model ? model.replace(/\/+$/, "").split("/").slice(-1)[0] : "";
-}
-
-// ------------------------------------------------------------------------------------------------------- the list
 
 function drawSide() {
   const scrolled = side.querySelector(".list")?.scrollTop || 0;
@@ -88,12 +32,8 @@ function drawSide() {
   const picked = filtered();
   side.replaceChildren(
     h("div", { className: "panel" },
-      run.keys.length ? select("Metric", at.key, run.keys.map((key) => [key, key]), async (key) => {
-        at.key = key;
-        points = await get("series", { run: at.run, key });
-        go({});
-      }) : null,
-      points.length ? chart(points, Number(at.step), (step) => steps.length && pick(near(step))) : null,
+      at.key ? [metricSelect(at.key, (key) => go({ key })),
+        lineChart([{ name: "", color: "var(--c1)", points: series[at.key] }], 110, { step: Number(at.step), pick: (step) => steps.length && pick(near(step)) })] : null,
       h("div", { className: "steps" },
         buttons("Samples", at.kind, KINDS, (kind) => go({ kind, step: "", ticket: "", answer: "" })),
         h("button", { type: "button", title: "earlier step", disabled: place <= 0, onclick: () => pick(steps[place - 1]) }, "\u2039"),
@@ -121,7 +61,8 @@ function filters(count) {
     h("span", { className: "range" }, "score", input("low", "min", "num"), input("high", "max", "num")),
     h("span", { className: "range" }, "tokens", input("shortest", "min", "num"), input("longest", "max", "num")),
     input("text", "words of prompt, answer or actions"),
-    h("p", { className: "count" }, count === rows.length ? `${count} trajectories` : `${count} of ${rows.length} trajectories`,
+    h("p", { className: "count" }, count === logged.total ? `${count} trajectories` : `${count} of ${logged.total} trajectories`,
+      logged.total > rows.length ? h("span", { className: "soft" }, "(the report has the best and the worst)") : null,
       count === rows.length ? null : h("button", { type: "button", onclick: () => {
         for (const name of Object.keys(filter)) filter[name] = "";
         go({});
@@ -144,9 +85,9 @@ function list(picked) {
   const alone = new Set(rows.map((row) => row.ticket)).size === rows.length;
   const made = [...groups].map(([ticket, group]) => h("div", { className: "group" },
     alone ? null : h("button", {
-      type: "button", className: "group-head", ariaCurrent: at.view === "group" && at.ticket === String(ticket),
+      type: "button", className: "group-head", disabled: Boolean(DATA), ariaCurrent: at.view === "group" && at.ticket === String(ticket),
       title: "side by side", onclick: () => go({ ticket: String(ticket), answer: String(group[0].answer), view: "group" }),
-    }, h("span", {}, `ticket ${ticket}`), h("span", { className: "soft" }, group[0].domain), h("b", {}, number(mean(group.map((row) => row.score))))),
+    }, h("span", {}, `ticket ${ticket}`), h("span", { className: "soft" }, group[0].domain), DATA ? null : h("b", {}, number(mean(group.map((row) => row.score))))),
     group.map((row) => h("button", {
       type: "button", className: "row", ariaCurrent: isAt(row),
       onclick: () => go({ ticket: String(row.ticket), answer: String(row.answer), view: "one" }),
@@ -155,7 +96,7 @@ function list(picked) {
     h("span", { className: "soft" }, row.kept || at.kind === "eval" ? row.end : row.reject_reason)))));
   const more = picked.length > limit
     ? h("button", { type: "button", className: "more", onclick: () => { limit += SHOWN; drawSide(); } }, "show more") : null;
-  const none = rows.length ? "None is like that." : `No ${at.kind === "eval" ? "held-out" : "training"} samples yet.`;
+  const none = rows.length ? "None is like that." : logged.total ? "None has a score." : `No ${at.kind === "eval" ? "held-out" : "training"} samples yet.`;
   return h("div", { className: "list" }, made, more, picked.length ? null : h("p", { className: "soft pad" }, none));
 }
 
@@ -168,67 +109,43 @@ function isAt(row) {
 async function drawMain() {
   const picked = filtered();
   if (at.ticket === "" && picked.length) Object.assign(at, { ticket: String(picked[0].ticket), answer: String(picked[0].answer) });
-  if (at.ticket === "" || at.step === "") return main.replaceChildren(h("p", { className: "soft pad" }, "Nothing to show yet."));
-  const place = { run: at.run, kind: at.kind, step: at.step, ticket: at.ticket };
-  const found = await get("trajectories", at.view === "group" ? place : { ...place, answer: at.answer });
-  if (!found.length) return main.replaceChildren(h("p", { className: "soft pad" }, "This step has no such trajectory."));
+  if (at.step === "" || (at.ticket === "" && at.view !== "best")) return main.replaceChildren(h("p", { className: "soft pad" }, "Nothing to show yet."));
+  const place = { run: at.run, kind: at.kind, step: at.step };
+  const found = await get("trajectories", at.view === "best" ? { ...place, marked: "1" }
+    : { ...place, ticket: at.ticket, answer: at.view === "one" ? at.answer : "" });
   const advantages = found.flatMap((one) => one.segments.flatMap((segment) => segment.turns.map((turn) => turn.advantage)));
   const scale = {
     advantage: Math.max(0.001, ...[...advantages, ...rows.map((row) => row.advantage)].map((value) => Math.abs(value || 0))),
     coarse: found.reduce((sum, one) => sum + one.tokens, 0) > MANY_TOKENS,
   };
   const bar = h("div", { className: "bar" },
-    buttons("View", at.view, [["one", "Trajectory"], ["group", "Group side by side"]], (view) => go({ view })),
+    buttons("View", at.view, DATA ? VIEWS.slice(0, 2) : VIEWS, (view) => go({ view })),
     buttons("Colour of tokens", at.color, COLORS, (color) => go({ color })),
     h("span", { className: "legend" }, legend(at.color, found, scale.advantage)));
   const note = run.no_tokenizer ? h("p", { className: "note" }, `Token texts are missing: ${run.no_tokenizer}`) : null;
-  const shown = at.view === "group"
-    ? [task(found[0]), h("div", { className: "columns" }, found.map((one) =>
-      h("article", { className: "column" }, heading(one), trajectory(one, at.color, scale, true))))]
+  const column = (one, whole) => h("article", { className: "column" }, heading(one), whole ? task(one) : null, trajectory(one, at.color, scale, true));
+  const shown = at.view === "best" ? extremes(found, column)
+    : !found.length ? [h("p", { className: "soft pad" }, "This step has no such trajectory.")]
+    : at.view === "group" ? [task(found[0]), h("div", { className: "columns" }, found.map((one) => column(one, false)))]
     : found.flatMap((one) => [h("header", { className: "card" }, heading(one), film(one)), task(one), ...trajectory(one, at.color, scale, false)]);
-  main.replaceChildren(bar, ...(note ? [note] : []), ...shown.filter(Boolean));
+  main.replaceChildren(...[bar, note, ...shown].filter(Boolean));
   side.querySelectorAll("[aria-current]").forEach((element) => element.ariaCurrent === "true" && element.scrollIntoView({ block: "nearest" }));
+}
+
+function extremes(found, column) {
+  const named = (place) => found.find((one) => one.ticket === place[0] && one.answer === place[1]);
+  const groups = Object.entries(logged.marked).filter(([, places]) => places.length).map(([mark, places]) => {
+    const [title, color] = MARKS[mark];
+    return h("div", { className: "extreme", color }, h("h3", {}, `${title} of step ${at.step}`), places.map((place) => column(named(place), true)));
+  });
+  const scores = logged.mean === null ? "No sample of this step has a score."
+    : `Mean score ${number(logged.mean)}${logged.marked.some.length ? "; all scores are equal" : ""}.`;
+  return [h("p", { className: "note" }, scores), h("div", { className: "extremes" }, groups)];
 }
 
 function move(by) {
   const picked = filtered();
   const place = picked.findIndex((row) => at.ticket === String(row.ticket) && at.answer === String(row.answer));
   const row = picked[Math.max(0, Math.min(picked.length - 1, place + by))];
-  if (row) go({ ticket: String(row.ticket), answer: String(row.answer) });
+  if (row) go({ ticket: String(row.ticket), answer: String(row.answer), view: "one" });
 }
-
-// ------------------------------------------------------------------------------------------- following the run
-
-async function poll() {
-  if (!document.hidden && run) {
-    try {
-      const fresh = await get("run", { run: at.run });
-      if (fresh.run === at.run && JSON.stringify(fresh) !== JSON.stringify(run)) {
-        run = fresh;
-        if (at.key) points = await get("series", { run: at.run, key: at.key });
-        const steps = run.steps[at.kind];
-        if (follow && steps.length) await go({ step: String(steps[steps.length - 1]), ticket: "", answer: "" });
-        else if (at.step === "") await go({});
-        else { drawTop(); drawSide(); }
-      }
-      document.body.classList.remove("lost");
-    } catch { document.body.classList.add("lost"); }
-  }
-}
-
-async function start() {
-  runs = await get("runs");
-  readAddress();
-  follow = !new URLSearchParams(location.hash.slice(1)).has("step");
-  if (!runs.some((one) => one.run === at.run)) at.run = runs[0].run;
-  await go({});
-}
-
-window.addEventListener("hashchange", () => { readAddress(); show().catch(failed); });
-document.addEventListener("keydown", (event) => {
-  if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) || event.metaKey || event.ctrlKey || event.altKey) return;
-  if (event.key === "j") move(1);
-  if (event.key === "k") move(-1);
-});
-start().catch(failed);
-setInterval(poll, POLL_MS);

@@ -46,15 +46,17 @@ function legend(color, trajectories, scale) {
 }
 
 function tokens(turn, segment, color, scale) {
+  if (turn.picture) return [h("img", { className: "picture", src: turn.picture, alt: turn.text })];
+  const text = h("pre", { className: "tokens", textContent: turn.text || "(empty)" });
+  // a report has the tokens of its first samples alone
+  if (!turn.token_ids.length) return [text];
   const texts = turn.tokens || turn.token_ids.map((id) => `${id} `);
   const advantage = turn.advantage ?? segment.advantage;
-  const all = texts.map((text, index) => ({
-    text, id: turn.token_ids[index], logprob: turn.logprobs[index], version: turn.versions[index], advantage, trained: segment.kept,
+  const all = texts.map((one, index) => ({
+    text: one, id: turn.token_ids[index], logprob: turn.logprobs[index], version: turn.versions[index], advantage, trained: segment.kept,
   }));
   const made = scale.coarse ? merged(all, color, scale) : all.map((token) => single(token, color, scale));
-  const shown = [h("pre", { className: "tokens" }, made)];
-  if (!turn.tokens) shown.unshift(h("pre", { className: "tokens", textContent: turn.text }));
-  return shown;
+  return [...(turn.tokens ? [] : [text]), h("pre", { className: "tokens" }, made)];
 }
 
 function single(token, color, scale) {
@@ -85,7 +87,7 @@ function merged(all, color, scale) {
 
 function given(turn, first, color) {
   // what the policy was given before it answered: never trained on
-  const count = `${turn.prompt_ids.length} tokens given`;
+  const count = `${turn.num_given} tokens given`;
   if (turn.prompt === null) return h("p", { className: "given-count" }, count);
   const text = h("pre", { className: color === "mask" ? "given masked" : "given", textContent: turn.prompt });
   return h("details", { className: "context", open: first || color === "mask" }, h("summary", {}, count), text);
@@ -115,8 +117,8 @@ function trajectory(one, color, scale, narrow) {
       index += 1;
       const about = h("div", { className: "facts" },
         h("b", { className: "turn-number" }, one.turns > 1 ? `Turn ${index}` : "Answer"),
-        fact("tokens", turn.token_ids.length),
-        fact("mean logprob", number(mean(turn.logprobs))),
+        fact("tokens", turn.num_tokens),
+        fact("mean logprob", turn.logprobs.length ? number(mean(turn.logprobs)) : null),
         fact("advantage", turn.advantage === undefined || turn.advantage === null ? null : signed(turn.advantage)),
         turn.finish_reason === "stop" ? null : fact("ended by", turn.finish_reason, "bad"));
       const policy = h("div", { className: "policy" }, about, given(turn, index === 1 && !narrow, color),
