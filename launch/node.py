@@ -118,13 +118,13 @@ def supervise(command: list[str]) -> int:
 
 def _raise_limits() -> None:
     """Raise this node's limits as far as allowed: ranks open sockets and files, and pin memory."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     infinite = resource.RLIM_INFINITY
     try:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (infinite, infinite))
     except (OSError, ValueError):
-        soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
         cure = "slurmd.service: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1"
         tell(f"locked memory is limited to {hard // 1024} KiB: InfiniBand may fail ({cure})")

@@ -106,7 +106,7 @@ class Cluster:
         options = [word for word in words if word.startswith("-")]
         arguments = [word for word in words if not word.startswith("-")]
         own = ["--parsable", f"--partition={partition}", "--gpus-per-node=0", f"--output={self.path}/%j.log"]
-        env = {"VENV": sys.prefix, "RANKS": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+        env = {"VENV": sys.prefix, "RANKS": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DOCTOR": "", **env}
         number = self.command("sbatch", *own, *options, str(SBATCH), *arguments, **env).strip()
         assert number.isdigit(), number
         return number

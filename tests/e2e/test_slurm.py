@@ -44,7 +44,9 @@ def assert_equal(run: Running, straight: Running, steps: int = 4) -> None:
     ours, theirs = run.weights(steps), straight.weights(steps)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert [m["step"] for m in run.metrics()] == list(range(steps + 1))
-    assert [run.samples(step) for step in range(1, steps + 1)] == [straight.samples(step) for step in range(1, steps + 1)]
+    assert [run.samples(step) for step in range(1, steps + 1)] == [
+        straight.samples(step) for step in range(1, steps + 1)
+    ]
 
 
 def test_preempted_with_a_minute_left(toy: Toy, straight: Running, tmp_path) -> None:
