@@ -23,6 +23,7 @@ from types import FrameType
 
 from spmd_rl.base.command_line import Parser, at_least, program
 from spmd_rl.base.errors import tell
+from spmd_rl.base.process import LAUNCHER
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _GET_ADDRESS = 0x8915
@@ -106,8 +107,10 @@ def supervise(command: list[str]) -> int:
 
     for signum in SIGNALS:
         signal.signal(signum, receive)
+    # A rank that stopped at a signal of its own hands it on (`config.main.Exit.leave`).
+    env = os.environ | {LAUNCHER: str(os.getpid())}
     # torchrun would die of a scheduler's SIGUSR1; ranks set handlers of their own.
-    agent = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
+    agent = subprocess.Popen(command, env=env, preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
     if received:
         agent.terminate()
     code = agent.wait()

@@ -1,11 +1,11 @@
 """Jobs of `launch/slurm/run.sbatch` on a cluster of Slurm's own daemons: what a preemption and a lost node cost."""
 
 import pytest
-import torch
 
 from tests.e2e.runs import EXACT, Running, Toy
 from tests.e2e.slurm import Cluster
 from tests.e2e.test_agents import AgentToy
+from tests.e2e.test_guarantees import bitwise_equal, tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SETTINGS = (*EXACT, "steps=4", "checkpoint.every=0")
@@ -44,16 +44,11 @@ def wait_for_step(cluster: Cluster, run: Running, step: int, number: str) -> Non
 
 def assert_equal(run: Running, straight: Running, steps: int) -> None:
     """The same weights and samples to the bit, and no step lost."""
-    ours, theirs = run.weights(steps), straight.weights(steps)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert bitwise_equal(run.weights(steps), straight.weights(steps))
     assert [m["step"] for m in run.metrics()] == [m["step"] for m in straight.metrics()]
     assert [tokens(run, step) for step in range(1, steps + 1)] == [
         tokens(straight, step) for step in range(1, steps + 1)
     ]
-
-
-def tokens(run: Running, step: int) -> list:
-    return [[row["turns"], row["verdict"]["score"]] for row in run.samples(step)]
 
 
 def preempt(cluster: Cluster, run: Running, number: str) -> str:
@@ -79,7 +74,11 @@ def test_agents_by_the_same_file(tmp_path) -> None:
     straight = toy.run("steps=3", name="straight")
     with Cluster.start(tmp_path / "slurm") as cluster:
         run = run_of(toy, "preempted")
-        preempt(cluster, run, submit(cluster, toy, "preempted", "--nodes=2", "steps=3", "checkpoint.every=0"))
+        preempt(
+            cluster,
+            run,
+            submit(cluster, toy, "preempted", "--nodes=2", "steps=3", "checkpoint.every=0", "env.echo.args.delay=3"),
+        )
     assert_equal(run, straight, 3)
 
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
@@ -226,6 +227,16 @@ def test_torchrun_has_one_sigterm_and_the_exit_code_names_the_signal(tmp_path: P
     process.communicate()
 
 
+def test_a_rank_that_stopped_at_a_signal_of_its_own_names_it_to_the_launcher(tmp_path: Path) -> None:
+    process = node(tmp_path, "spmd_rl.rlvr", SECONDS="60")
+    env = json.loads(process.stdout.readline())[1]
+    assert env["SPMD_RL_NODE"] == str(process.pid)
+    leave = "from spmd_rl.config.main import Exit; Exit(None).leave(138, '')"
+    assert subprocess.run([sys.executable, "-c", leave], env=env, cwd=ROOT).returncode == 138
+    assert process.wait(60) == 138
+    process.communicate()
+
+
 def test_the_exit_code_is_torchruns(tmp_path: Path) -> None:
     process = node(tmp_path, "spmd_rl.rlvr", CODE="3")
     process.communicate()
@@ -264,6 +275,34 @@ def test_a_log_for_each_node_and_start(tmp_path: Path) -> None:
     words = submitted(tmp_path, "spmd_rl.rlvr", LOGS=str(tmp_path / "logs"), SLURM_RESTART_COUNT="2")
     assert f"--output={tmp_path}/logs/%x-%j-2-%N.log" in words and (tmp_path / "logs").is_dir()
     assert not any(word.startswith("--output") for word in submitted(tmp_path, "spmd_rl.rlvr"))
+
+
+def test_kubernetes_takes_the_job() -> None:
+    service, job = yaml.safe_load_all((ROOT / "launch" / "kubernetes" / "job.yaml").read_text())
+    spec, name = job["spec"], job["metadata"]["name"]
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+    assert spec["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    (container,) = spec["template"]["spec"]["containers"]
+    assert f"--nodes={spec['completions']}" == f"--nodes={spec['parallelism']}" == container["args"][0]
+    assert container["args"][1] == f"--rendezvous={name}-0.{service['metadata']['name']}:29500"
+    assert spec["podFailurePolicy"]["rules"][1]["onExitCodes"]["containerName"] == container["name"]
+    settings = container["args"][container["args"].index("spmd_rl.rlvr") + 1 :]
+    assert load("rlvr", RlvrConfig, settings).checkpoint.every == 10
+    schemas = pytest.importorskip("kubernetes_validate")
+    for document in (service, job):
+        schemas.validate(document, "1.31", strict=True)
+
+
+def test_the_image_has_the_tests_versions_and_all_that_a_wheel_needs() -> None:
+    lines = (ROOT / "launch" / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    parsed = [line.split() for line in lines if line and not line.startswith("#")]
+    assert {words[0] for words in parsed} <= {"ARG", "FROM", "RUN", "COPY", "ENV", "WORKDIR", "ENTRYPOINT", "CMD"}
+    copied = [word for words in parsed if words[0] == "COPY" for word in words[1:-1]]
+    assert all((ROOT / word).exists() for word in copied)
+    assert {"pyproject.toml", "setup.py", "spmd_rl", "configs", "envs", "launch", "rewards"} <= set(copied)
+    (torch,) = [word for words in parsed for word in words if word.startswith("torch==")]
+    assert torch in (ROOT / "launch" / "constraints-cpu.txt").read_text().splitlines()
+    assert f" {torch}\n" in (ROOT / "Makefile").read_text()
 
 
 def test_the_script_is_clean() -> None:
