@@ -35,7 +35,7 @@ def submit(
     What a step would have is in the file `given`: variables and limits. The doctor is asked where `DOCTOR` says so.
     """
     requeue = '[ "$1" != requeue ] || { echo "queued again: $2"; exit; }'
-    for name, script in {"scontrol": f"{requeue}\n{nodes}", "srun": f"{SRUN}\n{then}"}.items():
+    for name, script in {"scontrol": f"{requeue}\n{nodes}", "srun": f"{SRUN}\n{then}", "sinfo": ""}.items():
         (place / name).write_text(f"#!/bin/sh\n{script}\n")
         (place / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2"}
