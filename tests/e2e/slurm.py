@@ -20,7 +20,6 @@ from tests.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = ROOT / "launch" / "slurm" / "run.sbatch"
-PORT = 17000
 CONF = """
 ClusterName=toy
 SlurmctldHost=n0(127.0.0.1)
@@ -46,7 +45,7 @@ MpiDefault=none
 ReturnToService=2
 KillWait=5
 SlurmdTimeout=15
-NodeName=n[1-{nodes}] NodeAddr=127.0.0.1 Port=[17001-1700{nodes}] CPUs=2 RealMemory=4000 State=UNKNOWN
+NodeName=n[1-{nodes}] NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 RealMemory=4000 State=UNKNOWN
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 OverSubscribe=NO
 PartitionName=high Nodes=ALL PriorityTier=9 PreemptMode=OFF OverSubscribe=NO
 """
@@ -71,7 +70,9 @@ class Cluster:
         (path / "state").mkdir(parents=True)
         hosts = "".join(f"127.0.0.1 {name}\n" for name in ["localhost", "n0", *self.names])
         (path / "hosts").write_text(hosts)
-        (path / "slurm.conf").write_text(CONF.format(path=path, port=PORT, nodes=nodes, proctrack=proctrack))
+        port = 10000 + os.getpid() % 1000 * 10  # two clusters on this machine do not meet
+        ports = {"port": port, "first": port + 1, "last": port + nodes}
+        (path / "slurm.conf").write_text(CONF.format(path=path, nodes=nodes, proctrack=proctrack, **ports))
         (path / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\n")
 
     @classmethod
@@ -83,7 +84,19 @@ class Cluster:
         cluster = cls(path, nodes, proctrack)
         script = DAEMONS.format(path=path, names=" ".join(cluster.names))
         # In a process namespace of their own: with its first process all others end.
-        command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", script]
+        command = [
+            "setpriv",
+            "--pdeathsig=KILL",
+            "unshare",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "bash",
+            "-c",
+            script,
+        ]
         with open(path / "daemons.log", "wb") as log:
             daemons = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -139,8 +152,9 @@ class Cluster:
     def lose(self, node: str) -> None:
         """Kill all that runs on a node, slurmd first; it does not come back before `bring_back`."""
         (self.path / f"lost-{node}").touch()
-        daemon = ["slurmd", "-D", "-N", node]
-        (pid,) = [process.pid for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == daemon]
+        daemon, conf = ["slurmd", "-D", "-N", node], str(self.path / "slurm.conf")
+        same = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == daemon]
+        (pid,) = [process.pid for process in same if process.environ().get("SLURM_CONF") == conf]
         host = os.readlink(f"/proc/{pid}/ns/uts")
         for process in [psutil.Process(pid), *psutil.process_iter()]:
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
