@@ -22,6 +22,7 @@ TOOLS = {
     **{name: f"tools.{name}" for name in OTHERS},
     "sidecar": "sidecar",
     "sidecar_keys": "bundled.launch.sidecar_keys",
+    "node": "bundled.launch.node",
     "smollm2": "model.smollm2",
 }
 MODULES = PIPELINES | TOOLS

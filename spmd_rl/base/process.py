@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TypeVar
 
 RETURNED = "returned"
+LAUNCHER = "SPMD_RL_NODE"
+"""Variable with the process id of `python -m spmd_rl node`, where it started this rank's torchrun."""
 T = TypeVar("T")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 from spmd_rl.base.command_line import Parser, program
 from spmd_rl.base.errors import Disagreement, RunFailed, Stopped, UserError, one_line, printable, tell
-from spmd_rl.base.process import tell_torchrun
+from spmd_rl.base.process import LAUNCHER, tell_torchrun
 from spmd_rl.base.waits import phase
 from spmd_rl.config.apply import apply
 from spmd_rl.config.checks import check, check_plan, fetch_models
@@ -188,7 +188,10 @@ class Exit:
         if line:
             tell(line)
         sys.stderr.flush()
-        if code == 2 or code > 128:
+        if code > 128 and (launcher := os.environ.get(LAUNCHER)):
+            # It ends torchrun, and exits with the same code, also on nodes that had no signal themselves.
+            os.kill(int(launcher), code - 128)
+        elif code == 2 or code > 128:
             forgo_restarts()
         if "torch" in sys.modules:
             # Destructors of a process group may wait for peers that are gone.
