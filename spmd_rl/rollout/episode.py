@@ -228,6 +228,9 @@ class Context:
             top_k=s.top_k,
             top_p=s.top_p,
             min_p=s.min_p,
+            # A resumed run does not repeat the evaluation before its first step, and must find the same cached prompts:
+            # a prompt that is cached in part is computed in other products, which may round differently.
+            cache=s.split,
         )
 
     def score(self, text: str) -> Awaitable[Verdict]:

@@ -176,6 +176,8 @@ class Request(Struct, frozen=True, gc=False):
     """Least probability of a candidate relative to the most likely token. Above 0 only with a `top_k`."""
     priority: float = 0.0
     """Admission priority, compared before `order`; higher is earlier."""
+    cache: str = ""
+    """Name of the prefix cache: only requests of one name share keys and values of equal prompt beginnings."""
 
     @property
     def queue_key(self) -> tuple[float, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -136,6 +137,16 @@ def test_a_group_computes_its_prompt_once(make):
     assert engine.token_counts == EngineCounts(6 * (4 * BLOCK + 2), 5 * 4 * BLOCK)
     run(engine, ask("the last token is fed", prompt=range(4 * BLOCK)))
     assert engine.token_counts.cached == 5 * 4 * BLOCK + 3 * BLOCK
+
+
+def test_caches_of_two_names_share_no_prompt(make):
+    engine = make()
+    cached = []
+    for cache in ("val", "train", "train", "val"):
+        engine.token_counts.cached = 0
+        run(engine, msgspec.structs.replace(ask("a", prompt=range(40)), cache=cache))
+        cached.append(engine.token_counts.cached > 0)
+    assert cached == [False, False, True, True]
 
 
 def test_other_weights_and_sleep_forget_what_was_computed(make, weights):

@@ -134,6 +134,8 @@ def test_a_prompt_that_was_computed_is_not_computed_again(engine):
     engine.token_counts.asked = engine.token_counts.cached = 0
     assert run(engine, ask("a", prompt))["a"].token_ids == first.token_ids
     assert (engine.token_counts.asked, engine.token_counts.cached) == (40, 39)
+    run(engine, ask("a", prompt, cache="of another name"))
+    assert engine.token_counts.cached == 39
 
 
 def test_admitted_in_the_order_of_add_up_to_max_running(engine):

@@ -6,6 +6,7 @@ import random
 import signal
 from array import array
 
+import msgspec
 import numpy
 import pytest
 import torch
@@ -93,6 +94,15 @@ def test_the_same_adds_give_bitwise_the_same(engine, weights):
     assert run(engine, *requests) == first, "served from the prefix cache"
     engine.load(weights, version=1)
     assert run(engine, *requests) == first
+
+
+def test_caches_of_two_names_share_no_prompt(engine):
+    prompt, cached = [i % 250 for i in range(300)], []
+    for cache in ("val", "train", "train", "val"):
+        engine.token_counts.cached = 0
+        run(engine, msgspec.structs.replace(ask("a", prompt, new=2), cache=cache))
+        cached.append(engine.token_counts.cached > 0)
+    assert cached == [False, False, True, True]
 
 
 def test_tokens_do_not_depend_on_the_company(engine):

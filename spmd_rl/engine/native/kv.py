@@ -22,11 +22,11 @@ def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK)
 
 
-def block_keys(token_ids: array) -> list[bytes]:
-    """Return the key of each full block of these tokens ('i'): 16 bytes of blake2b over the previous key and the
-    block's tokens."""
+def block_keys(token_ids: array, cache: str = "") -> list[bytes]:
+    """Return the key of each full block of these tokens ('i'): 16 bytes of blake2b over the previous key, at first the
+    name of the cache, and the block's tokens."""
     data, size = token_ids.tobytes(), BLOCK * token_ids.itemsize
-    keys = [b""]
+    keys = [cache.encode()]
     for end in range(size, len(data) + 1, size):
         keys.append(blake2b(keys[-1] + data[end - size : end], digest_size=16).digest())
     return keys[1:]

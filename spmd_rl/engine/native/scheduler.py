@@ -78,7 +78,7 @@ class Scheduler:
         while self._waiting and len(self.rows) < self._max_running:
             request = self._waiting[0][-1]
             num_tokens = len(request.prompt_ids)
-            keys = block_keys(request.prompt_ids)
+            keys = block_keys(request.prompt_ids, request.cache)
             # Never all of the prompt: the last token must be computed for its logits.
             found = self._pool.find(keys[: (num_tokens - 1) // BLOCK])
             num_own = blocks_for(num_tokens + request.max_new_tokens - 1) - len(found)
@@ -103,7 +103,8 @@ class Scheduler:
         self.rows.remove(row)
         self.unfinished.remove(row.request.id)
         if row.shared:
-            self._pool.keep(block_keys((row.request.prompt_ids + row.token_ids)[: row.num_stored]), row.table)
+            stored = (row.request.prompt_ids + row.token_ids)[: row.num_stored]
+            self._pool.keep(block_keys(stored, row.request.cache), row.table)
         self._pool.drop(row.table)
 
     def abort(self, ids: Set[str]) -> list[Completion]:

@@ -93,15 +93,14 @@ class SglangEngine(HostedEngine):
                 top_logprobs_num=0,
                 token_ids_logprob=None,
                 stream=False,
-                extra_key=self._cache_key,
+                extra_key=self._cache_key(request.cache),
                 lora_id=self.slot.ref.lora_id if self.slot else None,
             )
         )
 
-    @property
-    def _cache_key(self) -> str:
-        """Key that isolates cached keys and values; requests with equal keys share them."""
-        return f"version {self.version}"
+    def _cache_key(self, cache: str) -> str:
+        """Return the key that isolates cached keys and values; requests with equal keys share them."""
+        return f"version {self.version} {cache}"
 
     def abort(self, ids: Iterable[str]) -> None:
         """End these requests; the next `step` returns their tokens so far. Finished ids are ignored."""
@@ -186,7 +185,7 @@ class SglangEngine(HostedEngine):
         for request in [*self.scheduler.inbox, *self.scheduler.waiting_queue]:
             row = self._sampler.rows.get(request.rid)
             if row is not None and not row.token_ids:
-                request.extra_key = self._cache_key
+                request.extra_key = self._cache_key(row.request.cache)
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yield SGLang's tensors where plain and whole, at tp=1. With adapters, those of the last load."""

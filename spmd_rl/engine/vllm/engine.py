@@ -82,7 +82,7 @@ class VllmEngine(HostedEngine):
         prompt = {
             "type": "token",
             "prompt_token_ids": request.prompt_ids.tolist(),
-            "cache_salt": f"version {self.version}",
+            "cache_salt": f"version {self.version} {request.cache}",
         }
         adapter, arrival = self.slot.request if self.slot else None, float(self.num_added)
         sampling = self._sampling(request)
