@@ -100,7 +100,6 @@ class SglangEngine(HostedEngine):
 
     @property
     def _cache_key(self) -> str:
-        """Key that isolates cached keys and values; requests with equal keys share them."""
         return f"version {self.version}"
 
     def abort(self, ids: Iterable[str]) -> None:
