@@ -88,6 +88,5 @@ def threshold(count_above: Callable[[Tensor], Tensor], wanted: int) -> float:
 
 
 def _float(patterns: Tensor) -> Tensor:
-    """Return the float32 of each ordered bit pattern; negative patterns are negative floats."""
     bits = torch.where(patterns < 0, -patterns | -0x80000000, patterns)
     return bits.to(torch.int32).view(torch.float32)

@@ -167,7 +167,6 @@ def _is_text(node: ast.stmt) -> bool:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Yield (language in small letters, code) of all fenced blocks."""
     position = 0
     while opened := _OPEN.search(text, position):
         language = _LANGUAGE.match(opened["info"])[1].lower().strip(".-")

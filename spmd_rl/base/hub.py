@@ -127,7 +127,6 @@ def _snapshot(repo: str, revision: str | None, patterns: Sequence[str], cached: 
 
 
 def _cached(repo: str, revision: str | None, patterns: Sequence[str] = ALL_FILES) -> Path | None:
-    """Return the snapshot in the cache, if it has all matching files."""
     try:
         folder = _snapshot(repo, revision, patterns, cached=True)
     except FileNotFoundError:

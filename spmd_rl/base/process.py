@@ -159,7 +159,6 @@ def _watch(child: int, seconds: float) -> str:
 
 @contextlib.contextmanager
 def _final() -> Iterator[None]:
-    """End this forked process after the block on every path."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         yield

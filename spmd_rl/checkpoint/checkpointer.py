@@ -209,7 +209,6 @@ class Checkpointer:
         return msgspec.json.format(encoded, indent=1)
 
     def _begin(self, temporary: Path, state: bytes) -> list[Path]:
-        """Make the directories and write `state.json`, on rank 0; return the written files."""
         if self._world.rank != 0:
             return []
         temporary.mkdir(parents=True)
@@ -321,7 +320,6 @@ def problem_of(path: Path, world: World) -> str | None:
 
 
 def _differs(path: Path, name: str, expected: str, world: World) -> str | None:
-    """Return the fault of one file; None if its content has the expected hash."""
     try:
         manifest.check_file(path, name, expected, world.progress)
     except TornCheckpoint as torn:

@@ -21,7 +21,6 @@ def apply(functions: Iterable[Callable[..., T]], cfg: Any) -> list[T]:
 
 
 def _given(function: Callable[..., Any], cfg: Any) -> dict[str, Any] | None:
-    """Return the arguments of a function; None if `cfg` lacks one."""
     known, wanted = {**vars(cfg), "roles": cfg.roles}, inspect.signature(function).parameters.values()
     # By type as well as by name: a user's pipeline may have another section of the same name.
     given = {p.name: known[p.name] for p in wanted if p.name in known and isinstance(known[p.name], p.annotation)}

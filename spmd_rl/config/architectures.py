@@ -114,7 +114,6 @@ def has_windows(config: dict[str, Any]) -> bool:
 
 
 def _reasons(kind: str, config: dict[str, Any]) -> Iterator[str]:
-    """Yield reasons for which a model cannot be trained with any lengths and engine."""
     yield from (reason for reason, kinds in REASONS.items() if kind in kinds.split())
     if "text_config" in config:
         yield "has other parts than a language model"
@@ -136,7 +135,6 @@ def _reasons(kind: str, config: dict[str, Any]) -> Iterator[str]:
 
 
 def _limits(kind: str, config: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield upper bounds of a sample's length: a description and the number of tokens."""
     asked, layers = config.get("use_sliding_window", kind not in UNLESS_ASKED), config.get("layer_types")
     slides = asked and not (kind in SLIDING and layers and "sliding_attention" not in layers)
     if slides and (window := config.get("sliding_window", WINDOWS.get(kind))):

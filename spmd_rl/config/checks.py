@@ -132,7 +132,6 @@ def check_placement(placement: PlacementConfig, rollout: RolloutConfig) -> None:
 
 
 def _check_carried(rollout: RolloutConfig, placement: PlacementConfig) -> None:
-    """Check that no answer carried between steps can become older than `placement.max_staleness`."""
     most = placement.max_staleness
     if not rollout.partial_rollout:
         return

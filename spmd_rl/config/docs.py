@@ -45,7 +45,6 @@ def entries(schema: type, cfg: Any) -> Iterator[SettingEntry]:
 
 
 def _at(tree: Any, key: str) -> Any:
-    """Return the value at a dotted key; None below a placeholder."""
     for name in key.split("."):
         tree = tree.get(name) if tree is not None else None
     return tree

@@ -338,7 +338,6 @@ def _no_mapping(values: DictConfig, schema: type) -> str:
 
 
 def _construct(section: type, tree: Mapping[str, Any], prefix: str) -> Any:
-    """Construct a section after its subsections; its errors get their prefix here."""
     holder, names = inline_field(section), {field.name for field in fields(section)}
     arguments: dict[str, Any] = {holder.name: {}} if holder else {}
     for name, kind in key_types(section, tree).items():

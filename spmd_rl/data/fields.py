@@ -52,7 +52,6 @@ def column_names(data: Mapping[str, Any]) -> str:
 
 
 def _depth(data: Any) -> int:
-    """Return the depth of lists and objects, up to one more than `MAX_DEPTH`."""
     # Level by level instead of recursion, which hostile rows could exhaust.
     level, depth = [data], 0
     while level and depth <= MAX_DEPTH:
@@ -63,7 +62,6 @@ def _depth(data: Any) -> int:
 
 
 def _renamed(data: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the record with its columns renamed by `data.keys`, and `Record.lacks`."""
     out, lacks, missing = dict(data), {}, []
     for name, column in columns.items():
         found = data if column is None else _column(data, column)

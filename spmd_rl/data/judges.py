@@ -73,7 +73,6 @@ def _cases(value: Any, name: str) -> list[dict[str, Any]] | None:
 
 
 def _opened(value: Any) -> Any:
-    """Return the value of a text in JSON or Python literals; other values unchanged."""
     if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
         for read in (json.loads, literal_eval):
             with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):

@@ -140,13 +140,11 @@ class _EpochOrder:
 
     def _sorted(self, seed: int, epoch: int) -> list[int]:
         # Sorting by hash instead of shuffling: a prompt that is added or removed leaves the others in their order.
-        """Return the indices of the prompts, sorted by the hash of (seed, epoch, id)."""
         keys = [(counter_seed(seed, epoch, prompt.id), prompt.id) for prompt in self._prompts]
         return sorted(range(len(keys)), key=keys.__getitem__)
 
 
 def _checked_mix(mix: Mapping[str, float], train: Sequence[Prompt]) -> Mix:
-    """Return the mix if each domain has a share and each share has prompts."""
     domains = {prompt.domain for prompt in train}
     if unknown := sorted(domains - set(mix)):
         raise UserError(f"data.mix: prompts have domain {unknown[0]!r}, which has no share; 0 leaves them out")
@@ -205,7 +203,6 @@ def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Record]:
 
 
 def _distinct(rows: Iterable[Record]) -> dict[str, Record]:
-    """Return rows by content id, in their order; the first of duplicates."""
     out: dict[str, Record] = {}
     for row in rows:
         out.setdefault(_content(row), row)
@@ -218,7 +215,6 @@ def _content(row: Record) -> str:
 
 
 def _numbered(rows: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
-    """Yield each row with an id from its content id; duplicates get `<content id>-2`, `-3`, ..."""
     counts = Counter[str]()
     for content, row in rows:
         counts[content] += 1

@@ -159,7 +159,6 @@ class Examples:
         return f"{identity_hash(cfg)} {self.train.digest} {self.eval.digest} {asked}"
 
     def _read(self, source: str | None, key: str, cfg: SourcesConfig, parse: Parse, holdout: float) -> None:
-        """Add the rows of a source; the share `holdout`, by content, is held out."""
         for name in sources(source):
             # For each store, the numbers of its file and of a temporary one.
             path, files = Path(name).expanduser(), [{}, {}]

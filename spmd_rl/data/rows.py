@@ -185,7 +185,6 @@ def _final_answer(text: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    """Return the content of the last `\\boxed{}` of a text, if its braces match."""
     _, mark, rest = text.rpartition("\\boxed{")
     depth = 1
     for place, character in enumerate(rest if mark else ""):

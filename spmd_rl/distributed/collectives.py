@@ -33,7 +33,6 @@ _decoder = cache(msgspec.msgpack.Decoder)
 
 
 def _plain(value: Any) -> Any:
-    """Return an array in a form that msgpack can encode."""
     if isinstance(value, np.ndarray):
         return [value.dtype.str, value.shape, value.tobytes()]
     raise NotImplementedError

@@ -121,7 +121,6 @@ class Layout:
         return self.world.mesh(**sizes)  # [all]
 
     def _places(self, rank: int, axes: Sequence[str]) -> dict[str, int]:
-        """Return a rank's coordinate along each of `axes`, which together make up the world."""
         found = {}
         for axis in reversed(axes):
             rank, found[axis] = divmod(rank, self._sizes[axis])

@@ -82,7 +82,6 @@ def cut_off_report(heartbeat: Heartbeat, silent_seconds: float, stall_seconds: f
 
 
 def _awaited(live: Sequence[Heartbeat], everyone: Sequence[int]) -> CollectiveCall | None:
-    """Return the collective with the most ranks, preferring those that miss a dead rank."""
     # Ranks may wait in a chain: one for another, which waits for the dead one. Of several collectives the end of the
     # chain counts: no rank missing there waits elsewhere. One of many ranks is preferred to a single rank's wait.
     calls = {h.peer.rank: h.state.inside for h in live if h.state and h.state.inside}
@@ -98,7 +97,6 @@ def _awaited(live: Sequence[Heartbeat], everyone: Sequence[int]) -> CollectiveCa
 
 
 def _most_common(items: Any) -> Any:
-    """Return the most frequent item, the earliest rank's among equals; None for no items."""
     return next((item for item, _ in Counter(items).most_common(1)), None)
 
 

@@ -96,7 +96,6 @@ class Watchdog:
             self._end(end)
 
     def _end(self, end: End) -> None:
-        """End this process, unless its main thread is already doing so."""
         if end.kind == "error" and self._stopped.wait(GRACE_SECONDS):
             # The failed rank exits first, and this rank's main thread may fail of the same cause and explain it better.
             return

@@ -158,7 +158,6 @@ class HostedEngine(Engine):
         return finish({name: start(tensor) for name, tensor in tensors.items()})
 
     def _lost_tensor(self) -> str:
-        """Return the first tensor that changed since the load, or ''."""
         found = self._fingerprints() if self.checksums else {}
         lost = [name for name in self.checksums if found.get(name) != self.checksums[name]]
         return f"the engine lost {lost[0]} since its weights were loaded ({len(lost)} tensors)" if lost else ""

@@ -102,6 +102,7 @@ class ReplicatedEngine:
         return len(self._added) + self.engine.num_unfinished
 
     def add(self, request: Request) -> None:
+        """Queue a request; see `Engine`."""
         if self._driving:
             self._added.append(request)
         else:
@@ -115,17 +116,21 @@ class ReplicatedEngine:
             self.engine.abort(ids)
 
     def step(self) -> list[Completion]:
+        """Run a tick inside `driven`, else a step; see `Engine`."""
         if not self._driving:
             return self.engine.step()
         return self._tick() if self.num_unfinished else []  # [all]
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load all weights and their version, see `Engine`."""
         self.engine.load(weights, version)
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield the weights that the engine holds, see `Engine`."""
         return self.engine.loaded_weights()
 
     def awake(self) -> AbstractContextManager[None]:
+        """Keep weights and KV cache on the device inside, see `Engine`."""
         return self.engine.awake()
 
     def close(self) -> None:

@@ -81,7 +81,6 @@ def spread(samples: np.ndarray, num_shards: int, hidden_size: int) -> tuple[np.n
 
 
 def _sums(places: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """Return the integer sum of the values at each place below `size`."""
     sums = np.zeros(size, np.int64)
     np.add.at(sums, places, values)
     return sums
@@ -144,7 +143,6 @@ def partition(costs: Sequence[int], num_parts: int) -> list[int]:
 
 
 def _unite(a: list[Part], b: list[Part], num_parts: int) -> list[Part]:
-    """Unite two partial solutions, heaviest part first; empty parts are omitted."""
     if len(a) < len(b):
         a, b = b, a
     # By far the most frequent case.

@@ -105,7 +105,6 @@ class Feedback:
     # Items
 
     def _items(self, number: int) -> list[Item]:
-        """Return the items of update `number`: equally many on all ranks, by spares."""
         gallery, size, count = self.gallery, self._world.size, self._cfg.train.updates_per_step
         total = -(-gallery.num_pictures // self._cfg.pictures.per_microbatch)
         members = range(number * total // count, (number + 1) * total // count)

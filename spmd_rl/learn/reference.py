@@ -41,7 +41,6 @@ def keep_reference(rows: RowSource, reference: PolicyRole, steps: int, path: Pat
 
 
 def _digest_of(path: Path) -> str:
-    """Return the input digest of a file of logprobs; '' without a file."""
     try:
         with safe_open(path, "np") as file:
             return file.metadata()["digest"]

@@ -153,7 +153,6 @@ def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _paths(runs: list[range], parents: list[int]) -> list[list[range]]:
-    """Return the spans of the segments from the root to each one's parent."""
     paths: list[list[range]] = []
     for parent in parents:
         path: list[range] = []
@@ -196,7 +195,6 @@ class _Piece:
 
 
 def _pieces(paths: list[list[range]], runs: list[range], share: Share | None) -> list[_Piece]:
-    """Return this rank's segments in order, cut at the chunks of a split row."""
     if share is None:
         return [_Piece(tuple(path), own, own) for path, own in zip(paths, runs, strict=True)]
     found, place = [], 0

@@ -40,6 +40,7 @@ class Allowed(NamedTuple):
     """int64 [N]: the mask of each row"""
 
     def cut(self, x: Tensor, first: int, value: float) -> None:
+        """Set forbidden tokens to `value` in place, see `Support`."""
         ids = torch.arange(first, first + x.shape[1], device=x.device)
         gone = (self.words[:, ids // BITS] >> (ids % BITS).int()) & 1 == 0
         x.masked_fill_(gone[self.index], value)

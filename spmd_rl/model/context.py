@@ -49,10 +49,12 @@ class Ulysses:
         self.granule = self._size
 
     def tokens(self, num_tokens: int, rank: int | None = None) -> Tensor:
+        """Return the tokens of a row on a rank, see `ContextParallel`."""
         run, place = num_tokens // self._size, self._rank if rank is None else rank
         return torch.arange(place * run, (place + 1) * run)
 
     def packing(self, starts: Tensor, parents: Tensor, device: torch.device, dtype: torch.dtype) -> Packing:
+        """Return the packing for this rank's attention, see `ContextParallel`."""
         return Packing.of(starts, parents, device, dtype, exchange=self)
 
     def before(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,9 +79,11 @@ class GatherKeys:
         self.granule = 2 * self._size
 
     def tokens(self, num_tokens: int, rank: int | None = None) -> Tensor:
+        """Return the tokens of a row on a rank, see `ContextParallel`."""
         return torch.cat([torch.arange(c.start, c.stop) for c in self._chunks(num_tokens, rank)])
 
     def packing(self, starts: Tensor, parents: Tensor, device: torch.device, dtype: torch.dtype) -> Packing:
+        """Return the packing for this rank's attention, see `ContextParallel`."""
         total = int(starts[-1])
         gathered = torch.cat([self.tokens(total, rank) for rank in range(self._size)])
         share = Share(self._chunks(total), torch.argsort(gathered))

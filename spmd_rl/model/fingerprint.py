@@ -44,7 +44,6 @@ def finish(started: Mapping[str, bytes | Tensor]) -> dict[str, bytes]:
 
 @cache
 def _bytes(count: int) -> type[ctypes.Array]:
-    """Return the cached ctypes type of an array of `count` bytes."""
     # Making the type takes longer than a small hash.
     return ctypes.c_char * count
 

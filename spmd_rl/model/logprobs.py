@@ -54,6 +54,7 @@ class Candidates(NamedTuple):
     """int64 [M]: token of each candidate"""
 
     def cut(self, x: Tensor, first: int, value: float) -> None:
+        """Set tokens outside the list to `value` in place, see `Support`."""
         (num_rows, width), places = x.shape, self.ids - first
         # The additional last column takes the ids outside this part.
         gone = torch.zeros(num_rows, width + 1, dtype=torch.bool, device=x.device)
@@ -127,7 +128,6 @@ def top_logprobs(
 
 
 def _best(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k greatest values of each row, and their ids."""
     values, places = values.topk(min(k, values.shape[1]))
     return values, ids.gather(1, places)
 
@@ -291,7 +291,6 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 
 
 def _moved(top: Tensor, higher: Tensor, total: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums relative to `top`, rescaled to a higher maximum."""
     # The maximum is -inf before the first chunk, and -inf - -inf would be NaN.
     fall = torch.where(top == -torch.inf, 0.0, top - higher)
     return total * fall.exp(), fall.exp() * (spread + fall * total)

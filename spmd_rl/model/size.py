@@ -54,7 +54,6 @@ def num_kv_heads(config: PreTrainedConfig) -> int:
 
 
 def _idle(model: nn.Module) -> int:
-    """Return the parameters of the routed experts that are not chosen for a token."""
     config = model.config.get_text_config()
     experts = num_experts(config)
     if not experts:

@@ -44,12 +44,15 @@ class ValueHeadFiles:
 
     @property
     def bytes_read(self) -> int:
+        """Bytes read so far, see `WeightFiles`."""
         return self._files.bytes_read
 
     def file_of(self, name: str) -> Path:
+        """Return the file of a tensor, see `WeightFiles`."""
         return self._files.file_of(self._scores.get(name, name))
 
     def shape(self, name: str) -> list[int]:
+        """Return the whole shape of a tensor, see `WeightFiles`."""
         return list(self.head[name].shape) if name in self._zeros else self._files.shape(self._scores.get(name, name))
 
     @torch.no_grad()
@@ -60,6 +63,7 @@ class ValueHeadFiles:
         return model
 
     def read(self, name: str, region: Region) -> Tensor:
+        """Return a region of a tensor, see `WeightFiles`."""
         if name in self._zeros:
             return torch.zeros([piece.stop - piece.start for piece in region])
         return self._files.read(self._scores.get(name, name), region)

@@ -131,7 +131,6 @@ class Generator:
 
     @property
     def _awaited(self) -> str:
-        """The name of the present wait, in a hang report."""
         if self._steps.number > self._cfg.steps:
             return f"meeting {self._meetings.number} of the trainer ranks"
         return f"publish: version {self._steps.oldest} from trainer ranks"

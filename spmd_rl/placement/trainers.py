@@ -107,6 +107,7 @@ class ReceivedRollouts:
         self._previous: Coordinator | None = None
 
     def state(self) -> dict[str, Any]:
+        """See `checkpoint.Stateful`."""
         return self._cursor.state(self.prompts.fingerprint())
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -62,6 +62,7 @@ class StoreClaim:
         return slices
 
     def ahead(self, room: int) -> list[GroupSlice]:
+        """See `SliceClaim`."""
         return self.next(room)
 
 

@@ -263,7 +263,6 @@ def _print_missing(step: int, table: SampleTable) -> None:
 
 
 def _first_failure(collected: Collected) -> tuple[int, int, str] | None:
-    """Return the first unscored answer of this rank for `error.txt`: prompt, answer, traceback."""
     groups = [*collected.groups, *(group for group, _ in collected.dropped)]
     failed = [
         (s, g)

@@ -195,6 +195,7 @@ class FirstKInOrder(Coordinator):
     """
 
     def resolve(self, position: int, qualifies: bool) -> None:
+        """See `Coordinator`."""
         if not qualifies:
             self._reject()
         before, outcome = _parts(self._add_owned(f"ticket/{position}", QUALIFIES if qualifies else REJECTED))

@@ -84,6 +84,7 @@ class Replayed:
         raise AssertionError("a replay evaluates nothing")
 
     def state(self) -> dict[str, Any]:
+        """See `checkpoint.Stateful`."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ class ExpectedVerdicts:
         return f"{sum(domains.values())} verdicts ({named})"
 
     async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        """See `Scorer`."""
         self._journal.expect(self._patience)
         self._waiting[prompt.domain] += 1
         try:

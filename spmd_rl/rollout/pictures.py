@@ -90,6 +90,7 @@ class PictureRollouts:
         self._runner = asyncio.Runner()
 
     def state(self) -> dict[str, Any]:
+        """See `checkpoint.Stateful`."""
         return {"prompts": self.prompts.fingerprint()}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -91,6 +91,7 @@ class RowSource:
         return len(getattr(self._examples, name))
 
     def state(self) -> dict[str, Any]:
+        """See `checkpoint.Stateful`."""
         return {"digest": self._examples.train.digest, "done": self._done}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -120,7 +121,6 @@ class RowSource:
             return Collected.given(step, whole(groups), [ticket for ticket, _ in tickets], self._world)  # [all]
 
     def _group(self, store: RowStore, ticket: int, number: int) -> Group:
-        """Return the samples of a row; empty if it is too long."""
         example = store[number]
         answers = dict(enumerate(example.conversations, example.first))
         if self._mismatched:
@@ -181,13 +181,11 @@ def _turns(pieces: Pieces) -> tuple[Turn, ...]:
 
 
 def _exchanged(example: Example, other: Example) -> Conversation:
-    """Combine the prompt of one row with the answer of another."""
     own, theirs = example.conversations[0], other.conversations[0]
     return Conversation(own.prompt + theirs.messages[theirs.num_given :], own.num_given, own.is_plain)
 
 
 def _cut(pieces: Pieces, most: int) -> Pieces:
-    """Cut to `most` tokens, up to the last learnt one."""
     kept: Pieces = []
     for given, learnt in pieces:
         learnt = learnt[: max(0, most - len(given))]

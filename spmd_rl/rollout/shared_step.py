@@ -28,12 +28,15 @@ class SharedStep:
         self._reports: dict[GroupSlice, SliceReport] = {}
 
     def next(self, room: int) -> list[GroupSlice]:
+        """See `SliceClaim`."""
         return self._claim.next(room)
 
     def ahead(self, room: int) -> list[GroupSlice]:
+        """See `SliceClaim`."""
         return self._claim.ahead(room)
 
     def ended(self) -> bool:
+        """See `StepSource`."""
         return self.coordinator.ended()
 
     def finish(self, group_slice: GroupSlice, group: Group, run: StepRun) -> None:

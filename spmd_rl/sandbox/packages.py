@@ -72,7 +72,6 @@ def _distributions(name: str) -> list[Distribution]:
 
 
 def _required(installed: Distribution) -> list[str]:
-    """Return the names of the installed distributions that one needs without its extras."""
     required = []
     for line in installed.requires or ():
         name = re.match(r"[\w.-]+", line)

@@ -96,6 +96,7 @@ class OpenSession:
         return self.reply
 
     async def close(self) -> None:
+        """See `Session`."""
         if not self._closed:
             self._closed = True
             self._end()

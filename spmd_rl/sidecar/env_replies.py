@@ -72,7 +72,6 @@ def _info(info: Any) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any, depth: int) -> Any:
-    """Convert to plain JSON: NumPy's scalars become numbers, tuples lists."""
     if not depth:
         raise ValueError(f"{name} is nested more than {MAX_DEPTH} deep")
     value = _unboxed(value)
@@ -94,7 +93,6 @@ def _plain(name: str, value: Any, depth: int) -> Any:
 
 
 def _unboxed(value: Any) -> Any:
-    """Convert a scalar of NumPy or torch to a number; return other values unchanged."""
     if isinstance(value, bool | str | dict | list | tuple) or not hasattr(value, "item"):
         return value
     return value.item() if getattr(value, "ndim", 0) == 0 else value

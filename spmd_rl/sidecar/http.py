@@ -48,7 +48,6 @@ class HttpService:
         raise ConnectionError(f"{url}: {failure} ({self._attempts} attempts)")
 
     async def _once(self, url: str, body: Any, headers: Mapping[str, str]) -> tuple[int, bytes, float]:
-        """Return the status, the content (cut just beyond the limit) and the `Retry-After` seconds."""
         if self._client is None or self._loop is not asyncio.get_running_loop():
             self._client = httpx.AsyncClient(timeout=self._timeout, limits=self._limits)
             self._loop = asyncio.get_running_loop()

@@ -152,7 +152,6 @@ def no_debugger(*args: object, **kwargs: object) -> None:
 
 
 async def _serve_async(sock: socket.socket, rewarder: Rewarder) -> None:
-    """Judge requests concurrently, so that none waits for a slow one."""
 
     async def judge_one(item: wire.ScoreRequest, given: wire.ScoreInput) -> None:
         _reply(sock, item, await judge(rewarder, given, item.timeout))

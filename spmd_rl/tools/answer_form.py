@@ -86,7 +86,6 @@ def _shown(pattern: str | re.Pattern[str], text: str) -> Iterator[re.Match[str]]
 
 
 def _marked(text: str) -> Iterator[str]:
-    """Yield the forms of the answer itself, the most specific first."""
     if re.search("json", text, re.IGNORECASE):
         yield from _json(text)
     for found in _shown(LABELLED, text):

@@ -168,7 +168,6 @@ def saved_buffers(model: nn.Module, saved: SavedState, parts: Mapping[str, Seque
 
 @contextmanager
 def _new(out: Path) -> Iterator[Path]:
-    """Yield a directory that becomes `out` when it is complete, and is removed otherwise."""
     if out.exists():
         raise UserError(f"{out} exists already")
     # In the same directory, since a rename across file systems is no rename.

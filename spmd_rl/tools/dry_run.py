@@ -185,7 +185,6 @@ def dtype(name: str) -> str:
 
 
 def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return a few prompts, one of each domain if there are enough."""
     firsts = list({prompt.domain: prompt for prompt in reversed(prompts)}.values())[::-1]
     rest = [prompt for prompt in prompts[: 2 * SHOWN] if prompt not in firsts]
     return [*firsts, *rest][:SHOWN]

@@ -127,7 +127,6 @@ def _show_episode(
 
 
 async def _played(task: Prompt, cfg: AgenticConfig, environments: Environments, tokenizer: Tokenizer) -> Group:
-    """Play a task by its environment's solution. UserError if the environment fails."""
     try:
         by = Demonstrator(cfg.env, cfg.rollout, cfg.engine.kv_tokens, cfg.seed, environments, tokenizer)
         return await by.play(task, 0)

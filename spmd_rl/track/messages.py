@@ -45,7 +45,6 @@ def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
 
 
 def _measured(cfg: JobConfig) -> str | None:
-    """Return the checkpoint whose weights an evaluation uses instead of the model's."""
     return cfg.policy.checkpoint if isinstance(cfg.policy, EvaluatedModelConfig) else None
 
 

@@ -338,7 +338,6 @@ def _trace(path: Path) -> Iterator[None]:
 
 
 def _times(phases: Mapping[str, float], total: float) -> Values:
-    """Return the seconds by phase, `time/total`, and `time/other` for the remainder."""
     times = dict.fromkeys((f"time/{phase}" for phase in PHASES), 0.0)
     for phase, seconds in phases.items():
         times[f"time/{NAMES.get(phase, phase)}"] = seconds

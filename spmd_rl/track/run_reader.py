@@ -76,7 +76,6 @@ def plain_text(content: str | Sequence[dict[str, Any]]) -> str:
 
 
 def _launch(journal: Path) -> dict[str, Any]:
-    """Return the last `run` event of a journal, which `Run.open` writes."""
     try:
         # Mapped and searched from the end: journals of long runs have gigabytes.
         with open(journal, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:

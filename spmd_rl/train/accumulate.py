@@ -172,9 +172,11 @@ class BaseRole:
         return self.model.weights() if adapters == "merged" else self.model.weights(adapters)
 
     def save(self, folder: Path) -> list[Path]:
+        """Write all tensors that training changes, see `Role`."""
         return self._write(folder, self.model.state(), self._world.progress)
 
     def stage(self, folder: Path) -> Callable[[Callable[[], object]], list[Path]]:
+        """Copy the state to the host and return its writer, see `Role`."""
         return partial(self._write, folder, staged(self.model.state()))
 
     def _write(self, folder: Path, state: Iterable[Shard], on_progress: Callable[[], object]) -> list[Path]:
@@ -182,6 +184,7 @@ class BaseRole:
         return write_state(folder / f"{self._world.rank:05d}.safetensors", state, about, on_progress)
 
     def load(self, folder: Path) -> None:
+        """Restore the state from a verified folder, see `Role`."""
         read_state(self.model.state(), SavedState.open(folder, self._world), self._world.progress)  # [all]
         self.model.on_state_loaded()
 
@@ -207,11 +210,13 @@ class Policy(BaseRole):
         return constraint_of(self._role.constraint, self._role.model, self._role.trust_remote_code)
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return logprob and entropy of sampled tokens, see `PolicyRole`."""
         args = ForwardArgs(temperature, constraint=self.constraint)
         logprobs, entropy = self.evaluate("logprobs", batch, args, 2)  # [all]
         return logprobs, entropy
 
     def top_logprobs(self, batch: Batch, temperature: float, k: int, num_ids: int) -> tuple[Tensor, Ragged, Ragged]:
+        """Return the k most likely tokens with logprobs, see `PolicyRole`."""
         columns = self.evaluate("logprobs", batch, ForwardArgs(temperature, top=(k, num_ids)), 2 + 2 * k)  # [all]
         tops = torch.stack(columns[2:], 1)[batch.sampled.index]
         lists = (tops[:, :k].round().int(), tops[:, k:])
@@ -219,16 +224,20 @@ class Policy(BaseRole):
 
     @property
     def sync_steps(self) -> int | None:
+        """Steps between syncs with the policy, see `PolicyRole`."""
         return self._role.sync_steps
 
     def follow(self, policy: PolicyRole) -> None:
+        """Move the weights towards the policy's, see `PolicyRole`."""
         move(self.model.state(), policy.weights(), self._role.own.mixup, self._role.model_key)  # [all]
         self.model.on_state_loaded()
 
     def packing_fingerprint(self, batch: Batch) -> Tensor:
+        """Return a number per token that exposes packing leaks, see `Role`."""
         return self.evaluate("logprobs", batch, ForwardArgs(), 2)[0]  # [all]
 
     def update(self, batch: Batch, loss: BoundLoss, temperature: float) -> Metrics:
+        """Run one optimizer step, see `PolicyRole`."""
         args = ForwardArgs(temperature, compares=batch.teacher_ids is not None, constraint=self.constraint)
         return self.optimize(batch, args, loss)
 
@@ -237,12 +246,15 @@ class Critic(BaseRole):
     """The critic, which predicts scores: see `train.base.CriticRole`."""
 
     def values(self, batch: Batch) -> Tensor:
+        """Return the values before sampled tokens, see `CriticRole`."""
         return self.evaluate("values", batch, ForwardArgs(), 1)[0]
 
     def packing_fingerprint(self, batch: Batch) -> Tensor:
+        """Return a number per token that exposes packing leaks, see `Role`."""
         return self.evaluate("values", batch, ForwardArgs(is_fingerprint=True), 1)[0]
 
     def update(self, batch: Batch, loss: BoundValueLoss) -> Metrics:
+        """Run one optimizer step, see `CriticRole`."""
         return self.optimize(batch, ForwardArgs(), loss)
 
 

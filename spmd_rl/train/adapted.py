@@ -57,6 +57,7 @@ class AdaptedFiles(WeightFiles):
             self._adapters[name], self._layers[name] = adapter, f"{layer}.weight"
 
     def read(self, name: str, region: Region) -> torch.Tensor:
+        """Return a region of a merged weight, see `WeightFiles`."""
         # Weights that were trained in addition to the adapters, such as a value head.
         if MODEL + name in self._saved.tensors:
             return self._saved.read(MODEL + name, region)

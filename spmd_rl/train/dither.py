@@ -92,5 +92,4 @@ def _uniform(counters: Tensor) -> Tensor:
 
 
 def _high(bits: Tensor) -> Tensor:
-    """Return `bits` shifted right by 33, as if it were unsigned."""
     return bits >> 33 & 0x7FFFFFFF

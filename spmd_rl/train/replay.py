@@ -87,7 +87,6 @@ class Replay:
 
 
 def _weighs_as_known(kind: type[nn.Module], config) -> bool:
-    """Return True if `weights_of_chosen` equals the routing weights of a router of this kind."""
     generator = torch.Generator().manual_seed(0)
     router = kind(config).float()
     router.weight.data.normal_(generator=generator)

@@ -125,7 +125,6 @@ class _Row:
 
 
 def _shared(a: _Row, b: _Row) -> int:
-    """Return the number of tokens that two samples share; see `prefix_segments`."""
     least = min(len(a.ids), len(b.ids))
     differ = a.ids[:least] != b.ids[:least]
     common = int(differ.argmax()) if differ.any() else least

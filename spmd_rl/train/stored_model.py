@@ -62,9 +62,11 @@ class CheckpointFiles(WeightFiles):
 
     @property
     def names(self) -> Collection[str]:
+        """Names of all stored tensors, see `WeightFiles`."""
         return self._names
 
     def file_of(self, name: str) -> Path:
+        """Return the file that holds a tensor, see `WeightFiles`."""
         return self._saved.folder if name in self._trained else super().file_of(name)
 
     def shape(self, name: str) -> list[int]:
@@ -72,6 +74,7 @@ class CheckpointFiles(WeightFiles):
         return list(self._trained[name].size) if name in self._trained else super().shape(name)
 
     def read(self, name: str, region: Region) -> torch.Tensor:
+        """Return a region of a stored tensor, see `WeightFiles`."""
         return self._saved.read(MODEL + name, region) if name in self._trained else super().read(name, region)
 
 

@@ -27,6 +27,7 @@ class AdapterSource:
         self._is_first = False
 
     def awake(self) -> AbstractContextManager[None]:
+        """See `Role`."""
         return self._policy.awake()
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:

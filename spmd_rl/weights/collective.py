@@ -77,7 +77,6 @@ class Buckets:
 
     @property
     def _sends(self) -> bool:
-        """True while this rank fills a bucket that it sends."""
         return self._world.rank == self._trainers[self._number % len(self._trainers)]
 
     def _new(self, size: int) -> Tensor:

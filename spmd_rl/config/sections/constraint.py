@@ -59,7 +59,6 @@ class ConstraintConfig:
 
 
 def _schema(text: str) -> Any:
-    """Return the schema in a text, or in the file of that name."""
     try:
         is_given = text.lstrip().startswith("{")
         schema = json.loads(text if is_given else Path(text).expanduser().read_text(encoding="utf-8"))
@@ -74,7 +73,6 @@ def _schema(text: str) -> Any:
 
 
 def _unkept(schema: Any) -> Iterator[str]:
-    """Yield each part of a schema that the compiler of grammars would not enforce."""
     parts = enumerate(schema) if isinstance(schema, list) else schema.items() if isinstance(schema, dict) else ()
     for key, value in parts:
         of_text = key in ("format", "pattern")

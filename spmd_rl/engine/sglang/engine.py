@@ -99,7 +99,6 @@ class SglangEngine(HostedEngine):
         )
 
     def _cache_key(self, cache: str) -> str:
-        """Return the key that isolates cached keys and values; requests with equal keys share them."""
         return f"version {self.version} {cache}"
 
     def abort(self, ids: Iterable[str]) -> None:

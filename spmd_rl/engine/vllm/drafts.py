@@ -47,7 +47,6 @@ def count_drafts(llm: LLMEngine, counts: EngineCounts) -> None:
 
 
 def _expanded(values: Tensor, ends: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
-    """Return each request's value for each of its drafted tokens."""
     # vLLM's own function fills a copy on the CPU, and returns noise.
     values = values.masked_fill(values == replace_from, replace_to)
     return values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)))
@@ -85,7 +84,6 @@ def draft(text: bytes, most: int) -> array:
 
 
 def _find(tokens: bytes, text: bytes) -> int | None:
-    """Return the last position where `tokens` end in a text with something after them."""
     at = text.rfind(tokens, 0, -SIZE)
     # A match of bytes that does not begin at a token is none.
     while at > 0 and at % SIZE:

@@ -124,7 +124,6 @@ class Outputs:
         return found + [f"the engine does not hold {name} in 8 bits" for name in self._wanted]
 
     def _numbers(self, columns: int, device: torch.device) -> Tensor:
-        """Return the multiplier of each column: the largest number, with a sign."""
         return self._largest * (1 - 2 * (torch.arange(columns, device=device) * 7 // 5 % 2))
 
     def _input(self, columns: int, device: torch.device) -> Tensor:

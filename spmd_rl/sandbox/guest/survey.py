@@ -223,21 +223,18 @@ def _is_identity(op):
 
 
 def _is_fixed(node):
-    """Return True for None, True, False, a builtin type and a call of `type`."""
     of_type = isinstance(node, ast.Call) and name_of(node.func) == "type"
     kind = isinstance(getattr(builtins, name_of(node), None), type)
     return of_type or kind or (isinstance(node, ast.Constant) and type(node.value) in (type(None), bool))
 
 
 def _compared(node):
-    """Return the sides of a comparison whose other side is a literal."""
     sides = [node.left, *node.comparators]
     literal = [all(hasattr(builtins, name_of(each)) for each in ast.walk(side) if name_of(each)) for side in sides]
     return [side for i, side in enumerate(sides) if any(literal[:i] + literal[i + 1 :])]
 
 
 def _assigned(node):
-    """Return (target, value) for each value that a node assigns, or a fixture returns."""
     if isinstance(node, FUNCTIONS) and node.decorator_list:
         ends = [each.value for each in ast.walk(node) if isinstance(each, (ast.Return, ast.Yield))]
         return [(ast.Name(node.name, ast.Load()), end) for end in ends if end]
@@ -249,7 +246,6 @@ def _assigned(node):
 
 
 def _parametrized(function):
-    """Return (parameter, expressions of its values) for each parameter of `pytest.mark.parametrize`."""
     found = []
     for node in function.decorator_list:
         if getattr(getattr(node, "func", None), "attr", "") == "parametrize" and len(node.args) > 1:

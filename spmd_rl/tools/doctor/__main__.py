@@ -175,7 +175,6 @@ def examine(options: Options, wait_seconds: float, todo: Sequence[Check]) -> boo
 
 
 def _finish(ranks: Ranks, by_rank: dict[int, list[CheckOutcome]], folder: str) -> bool:
-    """Print the table, if this rank reports. Return True if anything failed."""
     merged = merge(by_rank, ranks.hosts)
     failed = any(result.verdict == "failed" for result in merged)
     if ranks.reports:

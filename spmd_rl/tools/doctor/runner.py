@@ -109,7 +109,6 @@ class CheckProcess:
         return results
 
     def _lines(self, seconds: float) -> list[dict] | None:
-        """Return the child's lines since the last call; None once it has ended."""
         if not select.select([self._reader], [], [], seconds)[0]:
             return []
         if not (chunk := os.read(self._reader, 1 << 16)):

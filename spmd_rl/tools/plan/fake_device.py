@@ -67,7 +67,6 @@ class FakeDeviceMode(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _meet(self, func: Any, args: Any) -> Any:
-        """Run a collective, (tensors, ..., group, ...), and return the result of its schema."""
         name = func.name().partition("::")[2].partition(".")[0]
         found = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
         size = ProcessGroup.unbox(found).size()

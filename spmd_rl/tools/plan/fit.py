@@ -102,7 +102,6 @@ def _is_possible(axes: dict[str, int], vpp: int, ranks: int, found: Trace) -> bo
 
 
 def _distance(cfg: RlConfig, other: RlConfig) -> float:
-    """Return the size of a change: doublings of axes, steps of checkpointing."""
     pairs = [(getattr(cfg.train, axis), getattr(other.train, axis)) for axis in (*AXES, "tokens_per_microbatch")]
     pairs.append((cfg.engine.tp, other.engine.tp))
     modes = [LADDER.index(one.train.activation_checkpointing) for one in (cfg, other)]

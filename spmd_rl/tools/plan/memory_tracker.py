@@ -108,7 +108,6 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _seen(self, storage: UntypedStorage, made_by: str) -> None:
-        """Record a storage that is new, or whose size has changed."""
         key, size = storage._cdata, storage.nbytes()
         _, known = self._alive.get(key, (None, None))
         if known is not None:

@@ -64,7 +64,6 @@ def sleeps_while_idle(train: TrainConfig, plan: PlanConfig) -> bool:
 
 
 def _of_engine(engine: EngineBytes, phase: str, sleeps: bool) -> dict[str, int]:
-    """Return the engine's columns; one that sleeps gets its weights before its cache exists."""
     # An engine that sleeps takes its weights before it allocates its cache.
     kv = 0 if sleeps and phase == "publish" else engine.kv
     working = engine.working if phase == GENERATE else 0

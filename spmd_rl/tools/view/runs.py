@@ -47,7 +47,6 @@ def _is_run(folder: Path) -> bool:
 
 
 def _below(folder: Path, depth: int) -> list[Path]:
-    """Return the runs below a folder; folders of a run are not searched."""
     found = []
     for path in folder.iterdir():
         if path.is_dir() and not path.name.startswith("."):

@@ -111,7 +111,6 @@ class DeepSpeedModel:
         self._fill(fill, group)  # [all]
 
     def _sharing(self, config: dict[str, Any], group: dist.ProcessGroup) -> Callable[[nn.Parameter], None]:
-        """Return the function by which stage 3 partitions each parameter once it has memory."""
         if self._role.train.stage < 3:
             return lambda p: None
         init = partial(self._deepspeed.zero.Init, config_dict_or_path=config, data_parallel_group=group)
@@ -143,6 +142,7 @@ class DeepSpeedModel:
             self._partition.refresh()  # [all]
 
     def run(self, loop: MicrobatchLoop) -> None:
+        """Run all micro-batches of `loop`, see `ShardedModel`."""
         losses: list[Tensor] = []
         num_steps = int(self._steps)
 
@@ -184,6 +184,7 @@ class DeepSpeedModel:
         return float(torch.stack(torch._foreach_norm(found)).double().square().sum()) if found else 0.0
 
     def step(self, lr: float, norm: float | None) -> None:
+        """Clip the gradients and update the weights, see `ShardedModel`."""
         most = self._role.optimizer.max_grad_norm
         self._optimizer.open(lr, None if norm is None else min(1.0, most / max(norm, most)))
         self._engine.step()  # [all]

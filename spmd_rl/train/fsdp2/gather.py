@@ -92,7 +92,6 @@ def _group(parameter: DTensor, layout: Layout) -> dist.ProcessGroup | None:
 
 
 def _axis(parameter: DTensor) -> str:
-    """Return the mesh axis over which a copy's ranks shard a parameter, after `ep`."""
     return next(axis for axis in parameter.device_mesh.mesh_dim_names if axis in ("fsdp", "expert_fsdp"))
 
 

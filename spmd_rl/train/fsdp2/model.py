@@ -174,6 +174,7 @@ class FSDP2Model(ABC):
         self.sleep()
 
     def run(self, loop: MicrobatchLoop) -> None:
+        """Run all micro-batches of `loop`, see `ShardedModel`."""
         stage, scales = self._pipeline, loop.is_trained and self._loss_scale.is_used
         num_steps = self._optimizer.num_steps if loop.is_trained else 0
         if loop.is_trained:
@@ -219,6 +220,7 @@ class FSDP2Model(ABC):
         return self._optimizer.local_grad_square(1 / self._loss_scale.factor)  # [all]
 
     def step(self, lr: float, norm: float | None) -> None:
+        """Clip the gradients and update the weights, see `ShardedModel`."""
         self._changed = 0.0
         if norm is not None:
             self._changed = self._optimizer.step(lr, norm)

@@ -121,7 +121,6 @@ class Optimizer:
         return sum(size * share for size, share in zip(sizes, found, strict=True))
 
     def _sample(self, shard: Tensor) -> Tensor:
-        """Return evenly spaced weights in the compute dtype; all of a small parameter."""
         stride = shard.numel() // SAMPLED if shard.numel() > LARGE else 1
         return shard.reshape(-1)[::stride].to(self._dtype)
 

@@ -130,7 +130,6 @@ def _share_outputs(linear: nn.Linear, mesh: DeviceMesh, copies: int) -> None:
 
 
 def _share_inputs(linear: nn.Linear, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    """Shard the inputs over ranks, and the sum of their results by tokens."""
     _distribute(linear, "weight", mesh, 1)
     linear.forward = partial(_sum_of_inputs, linear, group)
 

@@ -247,6 +247,7 @@ class MegatronModel:
         return float(torch.stack(torch._foreach_norm(counted)).double().square().sum()) if counted else 0.0
 
     def step(self, lr: float, norm: float | None) -> None:
+        """Clip the gradients and update the weights, see `ShardedModel`."""
         with on_cpu(self.device):
             if norm is not None:
                 self._optimizer.step(lr, norm)  # [all]
