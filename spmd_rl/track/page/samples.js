@@ -122,7 +122,7 @@ async function drawMain() {
     buttons("View", at.view, DATA ? VIEWS.slice(0, 2) : VIEWS, (view) => go({ view })),
     buttons("Colour of tokens", at.color, COLORS, (color) => go({ color })),
     h("span", { className: "legend" }, legend(at.color, found, scale.advantage)));
-  const note = run.no_tokenizer ? h("p", { className: "note" }, `Token texts are missing: ${run.no_tokenizer}`) : null;
+  const note = run.no_tokenizer && found.some((one) => one.tokens) ? h("p", { className: "note" }, `Token texts are missing: ${run.no_tokenizer}`) : null;
   const column = (one, whole) => h("article", { className: "column" }, heading(one), whole ? task(one) : null, trajectory(one, at.color, scale, true));
   const shown = at.view === "best" ? extremes(found, column)
     : !found.length ? [h("p", { className: "soft pad" }, "This step has no such trajectory.")]
@@ -136,7 +136,9 @@ function extremes(found, column) {
   const named = (place) => found.find((one) => one.ticket === place[0] && one.answer === place[1]);
   const groups = Object.entries(logged.marked).filter(([, places]) => places.length).map(([mark, places]) => {
     const [title, color] = MARKS[mark];
-    return h("div", { className: "extreme", color }, h("h3", {}, `${title} of step ${at.step}`), places.map((place) => column(named(place), true)));
+    // the best of nothing is not good
+    const nothing = mark === "best" && places.every((place) => named(place).score <= 0);
+    return h("div", { className: "extreme", color: nothing ? "var(--other)" : color }, h("h3", {}, `${title} of step ${at.step}`), places.map((place) => column(named(place), true)));
   });
   const scores = logged.mean === null ? "No sample of this step has a score."
     : `Mean score ${number(logged.mean)}${logged.marked.some.length ? "; all scores are equal" : ""}.`;

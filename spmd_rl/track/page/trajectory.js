@@ -87,6 +87,7 @@ function merged(all, color, scale) {
 
 function given(turn, first, color) {
   // what the policy was given before it answered: never trained on
+  if (!turn.num_given) return null;
   const count = `${turn.num_given} tokens given`;
   if (turn.prompt === null) return h("p", { className: "given-count" }, count);
   const text = h("pre", { className: color === "mask" ? "given masked" : "given", textContent: turn.prompt });
@@ -117,7 +118,7 @@ function trajectory(one, color, scale, narrow) {
       index += 1;
       const about = h("div", { className: "facts" },
         h("b", { className: "turn-number" }, one.turns > 1 ? `Turn ${index}` : "Answer"),
-        fact("tokens", turn.num_tokens),
+        fact("tokens", turn.num_tokens || null),
         fact("mean logprob", turn.logprobs.length ? number(mean(turn.logprobs)) : null),
         fact("advantage", turn.advantage === undefined || turn.advantage === null ? null : signed(turn.advantage)),
         turn.finish_reason === "stop" ? null : fact("ended by", turn.finish_reason, "bad"));
@@ -136,7 +137,7 @@ function heading(one) {
     fact("end", one.end),
     fact("turns", one.turns > 1 ? one.turns : null),
     fact("segments", one.segments.length > 1 ? one.segments.length : null),
-    fact("tokens", one.tokens),
+    fact("tokens", one.tokens || null),
     fact("advantage", one.advantage === null ? null : signed(one.advantage), tone(one.advantage)),
     fact("version", one.version),
     one.status === "ok" ? null : fact("verdict", one.status, "bad"),
