@@ -394,22 +394,22 @@ class AdapterOff:
 
     def __init__(self, policy: Policy) -> None:
         """policy: has adapters, which each call turns on again."""
-        self._policy = policy
+        self.policy = policy
         self.layout, self.hidden_size, self.size = policy.layout, policy.hidden_size, policy.size
 
     def awake(self) -> AbstractContextManager[None]:
         """Keep the policy awake, which holds the weights."""
-        return self._policy.awake()
+        return self.policy.awake()
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """[all] Return logprob and entropy of sampled tokens, see `PolicyRole`."""
-        args = ForwardArgs(temperature, is_base=True, constraint=self._policy.constraint)
-        logprobs, entropy = self._policy.evaluate("logprobs", batch, args, 2)  # [all]
+        args = ForwardArgs(temperature, is_base=True, constraint=self.policy.constraint)
+        logprobs, entropy = self.policy.evaluate("logprobs", batch, args, 2)  # [all]
         return logprobs, entropy
 
     def packing_fingerprint(self, batch: Batch) -> Tensor:
         """[all] Return a number per token that exposes packing leaks, see `Role`."""
-        return self._policy.evaluate("logprobs", batch, ForwardArgs(is_base=True), 2)[0]  # [all]
+        return self.policy.evaluate("logprobs", batch, ForwardArgs(is_base=True), 2)[0]  # [all]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Raise, because only the policy is published."""

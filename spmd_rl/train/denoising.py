@@ -71,7 +71,7 @@ class BaseDenoising(AdapterOff):
 
     def compute(self, name: str, items: Sequence[Item], function: Callable[[nn.Module, Item], Tensor]) -> list[Tensor]:
         """[all] Return what `Denoising.compute` does, with adapters off."""
-        return self._policy.compute(name, items, function, is_base=True)
+        return self.policy.compute(name, items, function, is_base=True)
 
 
 def denoiser_source(flow: FlowModel) -> Source:

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("diffusers")
+
+import diffusers
 
 from spmd_rl.base.errors import UserError
 from spmd_rl.checkpoint.flow_export import FlowExport
