@@ -46,7 +46,6 @@ SPAN = re.compile(
 )
 """Pattern of mathematics between marks, a command, a word, or any other character."""
 MARKS = re.compile(r"[\s$]|\\[()\[\],;!]")
-"""Pattern of what stands between and around mathematics without a meaning of its own."""
 NUMBER = re.compile(r"-?[\d.,]+")
 OPERATION = re.compile(r"[\w)}!%][-+*/^\u00d7\u00f7\u00b7\u2212]|\\(?:times|cdot|div|[dt]?frac|sqrt|binom)")
 MATHEMATICAL = NAMES | {"percent", "and", "or"}

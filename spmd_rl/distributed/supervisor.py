@@ -79,7 +79,7 @@ class SignalThread:
 
 _UNWIND_SECONDS = 5
 _TORCHRUN_SECONDS = 30
-"""Time in seconds that torchrun gives its ranks to end after a signal, unless it is told another."""
+"""Default of torchrun's --shutdown-timeout, after which it kills its ranks."""
 _SAME_SECONDS = 2.0
 """Time in seconds within which a rank receives one signal from both its launcher and the scheduler."""
 
@@ -162,7 +162,6 @@ class Supervisor:
         return f" (rank {', '.join(gone)} is gone: killed{self._since_signal()}?)" if gone else ""
 
     def _since_signal(self) -> str:
-        """Return text on how long ago torchrun was asked to end its ranks, which it kills if they take too long."""
         if self._asked_at is None or not self._me.launched:
             return ""
         seconds = time.monotonic() - self._asked_at

@@ -184,7 +184,7 @@ def table(found: Sequence[Lane], keys: Sequence[str]) -> Table:
 
 
 def settings_table(found: Sequence[Lane]) -> Table:
-    """Return the settings in which the lanes differ, a line for each of them; empty if there are none."""
+    """Return the settings in which the lanes differ."""
     shown = Table("\nsettings that differ", "", box=None, pad_edge=False)
     for lane, told in zip(found, differences(found), strict=True):
         if told:

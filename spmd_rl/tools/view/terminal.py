@@ -71,7 +71,6 @@ def show(runs: RunIndex, place: Selection) -> None:
 
 
 def _known(run: RunData, kind: str) -> str:
-    """Say which steps have samples of this kind, and which of the other."""
     trained, held_out = (list(files(run, one)) for one in KINDS)
     found, others, switch = (held_out, trained, "without") if kind == KINDS[1] else (trained, held_out, "with")
     spans = [" to ".join(map(str, sorted({min(steps), max(steps)}))) if steps else "none" for steps in (found, others)]
