@@ -162,10 +162,9 @@ class Supervisor:
         return f" (rank {', '.join(gone)} is gone: killed{self._since_signal()}?)" if gone else ""
 
     def _since_signal(self) -> str:
-        if self._asked_at is None or not self._me.launched:
-            return ""
-        seconds = time.monotonic() - self._asked_at
-        return f" {seconds:.0f} s after the signal, where torchrun waits --shutdown-timeout={_TORCHRUN_SECONDS} s"
+        waits = f"s after the signal, where torchrun waits --shutdown-timeout={_TORCHRUN_SECONDS} s"
+        asked = self._asked_at if self._me.launched else None
+        return "" if asked is None else f" {time.monotonic() - asked:.0f} {waits}"
 
     def _stop(self) -> None:
         self._watchdog.stop()

@@ -187,9 +187,8 @@ def settings_table(found: Sequence[Lane]) -> Table:
     """Return the settings in which the lanes differ."""
     shown = Table("\nsettings that differ", "", box=None, pad_edge=False)
     for lane, told in zip(found, differences(found), strict=True):
-        if told:
-            shown.add_row(*(Text(printable(cell, lines=False), overflow="fold") for cell in (lane.name, told)))
-    return shown if shown.rows else Table(box=None)
+        shown.add_row(*(Text(printable(cell, lines=False), overflow="fold") for cell in (lane.name, told)))
+    return shown
 
 
 def _value(mean: Point, low: Point, high: Point) -> str:
@@ -228,7 +227,7 @@ def main(arguments: Sequence[str]) -> int:
     # Piped output has no width of its own, and rich would cut it at 80 columns.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     drawn = [key for key in TABLE_KEYS if any(lane.points(key)[0] for lane in found)]
-    console.print(table(found, asked.keys or drawn or keys[:1]), settings_table(found), sep="\n")
+    console.print(table(found, asked.keys or drawn or keys[:1]), *[settings_table(found)] * (len(found) > 1), sep="\n")
     print(asked.out)
     return 0
 

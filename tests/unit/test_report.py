@@ -233,15 +233,12 @@ def test_the_mean_of_samples_is_without_greedy_answers(tmp_path: Path) -> None:
     rows = [{"verdict": {"status": "ok", "score": score}, "greedy": score == 1.0} for score in (0.25, 0.5, 1.0)]
     for some, mean in ((rows, 0.375), (rows[2:], 1.0)):
         path.write_text("".join(json.dumps(row) + "\n" for row in some))
-        found = best_and_worst(path, 3)
-        assert found.mean == mean and found.best[0]["greedy"]
+        assert best_and_worst(path, 3).mean == mean
 
 
 def test_an_evaluation_has_no_steps_and_one_value(run_dir: Path) -> None:
     config, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
-    settings = yaml.safe_load(config.read_text())
-    del settings["steps"]
-    config.write_text(yaml.safe_dump(settings))
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"steps": None}))
     line = metrics.read_text().splitlines()[0]
     metrics.write_text(line + "\n")
     text = draw(run_dir).text
