@@ -46,7 +46,6 @@ SPAN = re.compile(
 )
 """Pattern of mathematics between marks, a command, a word, or any other character."""
 MARKS = re.compile(r"[\s$]|\\[()\[\],;!]")
-"""Pattern of what stands between and around mathematics without a meaning of its own."""
 NUMBER = re.compile(r"-?[\d.,]+")
 OPERATION = re.compile(r"[\w)}!%][-+*/^\u00d7\u00f7\u00b7\u2212]|\\(?:times|cdot|div|[dt]?frac|sqrt|binom)")
 MATHEMATICAL = NAMES | {"percent", "and", "or"}
@@ -75,7 +74,7 @@ class MathReward:
         if final and len(final) <= max(MAX_CHARS, 2 * len(truth)):
             try:
                 with time_limit(self._seconds):
-                    equal, spelling = self._compare(truth, final, boxed, question(prompt))
+                    equal, spelling = self._compare(truth, final, boxed, str(prompt.messages[-1].content))
             except TimeUp:
                 return Verdict("timeout", detail=f"not compared within {self._seconds:g} s of CPU time")
         parts = {"correct": float(equal or False), "boxed": float(boxed)}
@@ -172,11 +171,6 @@ def final_answer(text: str) -> tuple[str, bool]:
     )
     last = re.sub(r"\.?\s*I hope (?:it|this) is correct\.?$", "", last)
     return (last if len(last) > 2 * MAX_CHARS else LEAD.sub("", last)).strip(), False
-
-
-def question(prompt: Prompt) -> str:
-    """Return what a prompt asks, as text."""
-    return "\n".join(m.content for m in prompt.messages if m.role == "user" and isinstance(m.content, str))
 
 
 def left_undone(truth: str, final: str, asked: str) -> bool:

@@ -79,7 +79,7 @@ class SignalThread:
 
 _UNWIND_SECONDS = 5
 _TORCHRUN_SECONDS = 30
-"""Time in seconds that torchrun gives its ranks to end after a signal, unless it is told another."""
+"""Default of torchrun's --shutdown-timeout, after which it kills its ranks."""
 _SAME_SECONDS = 2.0
 """Time in seconds within which a rank receives one signal from both its launcher and the scheduler."""
 
@@ -162,11 +162,9 @@ class Supervisor:
         return f" (rank {', '.join(gone)} is gone: killed{self._since_signal()}?)" if gone else ""
 
     def _since_signal(self) -> str:
-        """Return text on how long ago torchrun was asked to end its ranks, which it kills if they take too long."""
-        if self._asked_at is None or not self._me.launched:
-            return ""
-        seconds = time.monotonic() - self._asked_at
-        return f" {seconds:.0f} s after the signal, where torchrun waits --shutdown-timeout={_TORCHRUN_SECONDS} s"
+        waits = f"s after the signal, where torchrun waits --shutdown-timeout={_TORCHRUN_SECONDS} s"
+        asked = self._asked_at if self._me.launched else None
+        return "" if asked is None else f" {time.monotonic() - asked:.0f} {waits}"
 
     def _stop(self) -> None:
         self._watchdog.stop()

@@ -163,12 +163,11 @@ def table(found: Sequence[Lane], keys: Sequence[str] = ()) -> Table:
 
 
 def settings_table(found: Sequence[Lane]) -> Table:
-    """Return the settings in which the lanes differ, a line for each of them; empty if there are none."""
+    """Return the settings in which the lanes differ."""
     shown = Table("\nsettings that differ", "", box=None, pad_edge=False)
     for lane, told in zip(found, differences(found), strict=True):
-        if told:
-            shown.add_row(*(Text(printable(cell, lines=False), overflow="fold") for cell in (lane.name, told)))
-    return shown if shown.rows else Table(box=None)
+        shown.add_row(*(Text(printable(cell, lines=False), overflow="fold") for cell in (lane.name, told)))
+    return shown
 
 
 def _value(mean: Point, low: Point, high: Point) -> str:
@@ -211,7 +210,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     # Piped output has no width of its own, and rich would cut it at 80 columns.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    console.print(table(found, keys), settings_table(found), sep="\n")
+    console.print(table(found, keys), *[settings_table(found)] * (len(found) > 1), sep="\n")
     print(asked.out)
     return 0
 

@@ -13,7 +13,6 @@ from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import EngineConfig, EvaluationConfig, JobConfig, PlacementConfig, RolloutConfig
 from spmd_rl.config.sections.data import DataConfig
 from spmd_rl.config.sections.models import EvaluatedModelConfig, PolicyConfig
-from spmd_rl.config.sections.preference import PreferenceConfig
 from spmd_rl.config.sections.teachers import TeachersConfig
 from spmd_rl.distributed import World
 from spmd_rl.track import goodput
@@ -33,7 +32,7 @@ def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
     lines = [
         ("run", f"{cfg.run.name}, {cfg.steps or 'no training'}{' steps' * bool(cfg.steps)}, seed {cfg.seed}"),
         ("model", f"{_measured(cfg) or model}: {describe_model(model)}"),
-        *apply((_adapters, _teachers, _preference), cfg),
+        *apply((_adapters, _teachers), cfg),
         ("dtype", trained if cfg.steps else dtype),
         ("ranks", f"{ranks} on {nodes} node{'s' * (nodes > 1)} ({world.device.type}): {tasks}"),
         *chain.from_iterable(apply([partial(one, num_train, num_eval) for one in (_prompts, describe_rows)], cfg)),
@@ -59,11 +58,6 @@ def _teachers(teacher: TeachersConfig) -> tuple[str, str]:
         return "teacher", ""
     scores = "nothing else" if teacher.only else "and from the scores or the rows' own answers"
     return "teacher", f"{', '.join(named).removeprefix('all: ')}; the policy learns from {teacher.loss}, {scores}"
-
-
-def _preference(preference: PreferenceConfig) -> tuple[str, str]:
-    compared = "compared with the reference" if preference.uses_reference else "without a reference"
-    return "preference", f"{preference.loss}, beta={preference.beta:g}, {compared}"
 
 
 def _tasks(layout: str, placement: PlacementConfig, engine: EngineConfig, steps: int = 0) -> str:

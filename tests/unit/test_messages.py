@@ -19,8 +19,6 @@ from spmd_rl.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from spmd_rl.config.sections.preference import PreferenceConfig
-from spmd_rl.config.supervised import DpoConfig
 from spmd_rl.distributed import solo
 from spmd_rl.track import messages
 from spmd_rl.track.phase_reporter import PhaseReporter
@@ -66,16 +64,6 @@ def test_the_tokens_of_an_episode_of_ones_own_are_those_of_a_turn_unless_they_ar
     assert tokens(**own, max_turns=1) == tokens() != tokens(**own)
     limited = "at most 500 a sample (rollout.max_context_tokens), 12,000 a step, 4,096 a micro-batch"
     assert tokens(**own, max_context_tokens=500) == tokens(max_context_tokens=500) == limited
-
-
-@pytest.mark.parametrize(
-    ("loss", "compared"), [("kto", "compared with the reference"), ("simpo", "without a reference")]
-)
-def test_a_run_on_preferences_names_its_loss(tmp_path: Path, loss: str, compared: str) -> None:
-    run, policy = RunConfig(name="toy", dir=str(tmp_path)), PolicyConfig(model=str(write_model(tmp_path / "model")))
-    cfg = DpoConfig(steps=1, run=run, policy=policy, preference=PreferenceConfig(loss=loss, beta=0.2))
-    with solo(tmp_path) as world:
-        assert f"\npreference  {loss}, beta=0.2, {compared}\n" in messages.header(cfg, world, 16, 9)
 
 
 def test_a_run_says_what_it_is_and_what_it_left(tmp_path: Path, capsys) -> None:

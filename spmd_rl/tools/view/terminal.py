@@ -62,7 +62,7 @@ def show(runs: RunIndex, place: Selection) -> None:
         return
     step = max(found, default=None) if place.step is None else place.step
     if step not in found:
-        raise UserError(f"--step {step}: {_known(run, place.kind)}")
+        raise UserError(f"--step {step}: {_known(run)}")
     listed = rows(found[step])
     if place.sample is None:
         console.print(Text(printable(f"{title(run)}, step {step}", lines=False), "bold"), _samples(listed), sep="\n")
@@ -72,13 +72,12 @@ def show(runs: RunIndex, place: Selection) -> None:
         console.print(_trajectory(texts.add(whole(found[step], row)), place.color))
 
 
-def _known(run: RunData, kind: str) -> str:
-    """Say which steps have samples of this kind, and which of the other."""
-    trained, held_out = (list(files(run, one)) for one in KINDS)
-    found, others, switch = (held_out, trained, "without") if kind == KINDS[1] else (trained, held_out, "with")
-    spans = [" to ".join(map(str, sorted({min(steps), max(steps)}))) if steps else "none" for steps in (found, others)]
-    name = "held-out samples" if kind == KINDS[1] else "samples of training"
-    return f"no {name} of this step; there are {spans[0]}" + f", and {spans[1]} {switch} --held-out" * bool(others)
+def _known(run: RunData) -> str:
+    trained, held_out = (
+        " to ".join(map(str, sorted({*list(found)[:1], *list(found)[-1:]}))) or "none"
+        for found in (files(run, kind) for kind in KINDS)
+    )
+    return f"no samples of this step; of training there are {trained}, with --held-out {held_out}"
 
 
 def _runs(runs: RunIndex) -> Table:

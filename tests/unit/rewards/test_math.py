@@ -37,10 +37,8 @@ ASKED = "What is $29 + 9$? Reply with the number only."
     ("question", "truth", "answer", "score"),
     [
         (ASKED, "38", "The exact result of 29 + 9 will be", 0.0),
-        (ASKED, "38", "29+9.", 0.0),
         (ASKED, "38", "29 + 9 = 29 + 9", 0.0),
         (ASKED, "38", "\\boxed{29 + 9}", 0.0),
-        (ASKED, "38", ASKED, 0.0),
         (ASKED, "38", "29 + 9 = 38", 1.0),
         (ASKED, "38", "\\boxed{38.0}", 1.0),
         ("Write \\(2^{10}\\) out.", "1024", "It is $2^{10}$", 0.0),
