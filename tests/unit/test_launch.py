@@ -55,7 +55,7 @@ def submitted(place: Path, *arguments: str, nodes: str = "echo node7; echo node8
 def test_one_agent_a_node_meets_at_the_first(tmp_path: Path) -> None:
     words = submitted(tmp_path, "spmd_rl.rlvr", "steps=3", "data.format='{question} please'", RANKS="4")
     line = " ".join(words)
-    assert "--nodes=2 --ntasks-per-node=1 --nodelist=node7,node8 .venv/bin/python -m spmd_rl node" in line
+    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=node7,node8 .venv/bin/python -m spmd_rl node" in line
     assert "node --nodes 2 --rendezvous node7:20041 --id 41-0-0 --ranks 4 --restarts 3 spmd_rl.rlvr" in line
     assert words[-3:] == ["spmd_rl.rlvr", "steps=3", "data.format='{question} please'"]
 
