@@ -115,7 +115,7 @@ def comparison(found: Mapping[str, RunData], keys: Sequence[str] = ()) -> dict[s
     names = {id(run): name for name, run in found.items()}
     some = lanes(list(found.values()))
     # A page scrolls to the right, so the settings come before the numbers.
-    first, *numbers, settings = table(some, keys).columns
+    (first, *numbers), settings = table(some, keys).columns, settings_table(some).columns[1]
     columns = [first, settings, *numbers]
     return {
         "title": f"{plural(len(some), 'run')} compared",
@@ -164,7 +164,7 @@ def table(found: Sequence[Lane], keys: Sequence[str] = ()) -> Table:
 
 def settings_table(found: Sequence[Lane]) -> Table:
     """Return the settings in which the lanes differ."""
-    shown = Table("\nsettings that differ", "", box=None, pad_edge=False)
+    shown = Table("\nrun", "\nsettings that differ", box=None, pad_edge=False)
     for lane, told in zip(found, differences(found), strict=True):
         shown.add_row(*(Text(printable(cell, lines=False), overflow="fold") for cell in (lane.name, told)))
     return shown
