@@ -56,7 +56,7 @@ def test_made_keys_are_for_their_owner_alone_and_are_kept(tmp_path):
 @pytest.mark.parametrize("name", ["..", "a/b", "", "-x"])
 def test_a_node_is_named_not_pathed(tmp_path, name, capsys):
     assert sidecar_keys.main([str(tmp_path / "keys"), f"--node={name}"]) == 2
-    assert "no name" in capsys.readouterr().err
+    assert "must be a name of letters" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
