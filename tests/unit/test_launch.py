@@ -186,6 +186,7 @@ def node(place: Path, *words: str, **env: str) -> subprocess.Popen:
         (folder / "__init__.py").touch()
     (package / "distributed" / "run.py").write_text(TORCHRUN)
     env = os.environ | {"PYTHONPATH": f"{place}:{ROOT}"} | env
+    env.pop("GLOO_SOCKET_IFNAME", None)  # an engine that ran before in this process has set it
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-m", "spmd_rl", "node", *words], env=env, cwd=place, **pipes)
 
