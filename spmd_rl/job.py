@@ -33,7 +33,7 @@ from spmd_rl.types import Environments, Scorer
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's role in its job: either `generate` alone, or all other fields."""
+    """One rank's part in its job. One that only generates, or holds a frozen role, has `generate` and nothing else."""
 
     generate: Callable[[], None] | None = None
     """[generate] Generate, or compute with a frozen role, until the run is over. No-op on all ranks if the run has
@@ -155,15 +155,15 @@ class Job:
     def restore(
         self, place: Place, export: Callable[[Path], list[Path]] | None = None, **parts: Stateful
     ) -> tuple[Checkpointer, int]:
-        """[all] Load the newest checkpoint and publish its weights; return the checkpointer and the checkpoint's step,
-        0 for a fresh run.
+        """[all] Load the checkpoint that `checkpoint.resume` selects, if any, and publish the weights; return the
+        checkpointer and the checkpoint's step, 0 for a fresh run.
 
         export: writes a checkpoint's `hf/`; by default the policy's weights. parts: further contents of a checkpoint,
         in addition to the trained roles and the state of `track`.
         """
         run_dir, parts = Path(self.cfg.run.dir), {**parts, "track": self.track}
         export = export or HfExport(place.roles.policy, self.cfg.policy.model, place.world)
-        saver = Checkpointer(self.cfg.checkpoint, run_dir, place.world, place.roles.trained, parts, export)  # [train]
+        saver = Checkpointer(self.cfg.checkpoint, run_dir, place.world, place.roles.trained, parts, export)
         start = saver.restore()  # [train]
         self.begin(place, start)  # [all]
         return saver, start

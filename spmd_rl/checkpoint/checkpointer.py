@@ -1,7 +1,7 @@
 """`Checkpointer`: saves and restores all roles and everything `Stateful` together, or not at all.
 
-Every rank runs every line. Errors that one rank alone can see (a full disk, a torn file) are gathered before any rank
-acts on them, so that all ranks save, resume or stop together.
+Trainer ranks make the same calls; rank 0 alone writes the manifest. Errors that one rank alone can see (a full disk, a
+torn file) are gathered before any rank acts on them, so that all ranks save, resume or stop together.
 
 With `checkpoint.overlap` a save copies tensors to the host and returns. They are written while the next step runs, and
 the checkpoint is sealed after that step. Until then the previous one is the newest.

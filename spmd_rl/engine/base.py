@@ -84,8 +84,8 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[Completion]:
-        """Admit waiting requests that fit, in the order of `Request.order` or of `add`, compute one token for each
-        running request, and return the finished ones. No-op when idle.
+        """Admit waiting requests that fit, in the order of `Request.queue_key`, then of `add`; compute one token for
+        each running request, and return the finished ones. No-op when idle.
 
         A replica of several ranks may compute a few tokens each. Prompts of new requests may take a separate step.
         """

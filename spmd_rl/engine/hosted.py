@@ -45,7 +45,7 @@ class HostedEngine(Engine):
         """Version of the weights; None before the first load and while they are incomplete."""
         self.token_counts = EngineCounts()
         self.lost = ""
-        """Description of a tensor that changed since the load: requests are refused until it is empty."""
+        """Description of a tensor that changed since the load; `add` and `load` fail from then on."""
         self._aborted: list[Completion] = []
         self.num_added = 0
         # The first request since the load must find an empty cache: a hit proves that old keys survived.

@@ -1,8 +1,8 @@
 """`ReplicatedEngine`: the engines of a replica's ranks as one, driven by its first rank.
 
 Every rank of a replica must pass the same requests before the same step, or their shards would compute different
-batches. So inside `driven()` the first rank broadcasts a *tick* with requests to add, ids to abort and the number of
-steps; then all ranks do the same, and the first rank's completions count.
+batches. So inside `driven()` the first rank broadcasts a *tick* with requests to add and ids to abort; then
+all ranks make `STEPS_PER_TICK` steps, and the first rank's completions count.
 
     with engine.driven():                # all ranks of the replica; the others follow in here until the first leaves
         if engine.leads:

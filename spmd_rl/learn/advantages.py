@@ -42,7 +42,7 @@ class Samples(Protocol):
 
 
 Key = tuple[int, int]
-"""Identity of an answer: (ticket, answer)."""
+"""Identity of a sample: (ticket, number). The number of a first segment is that of its answer."""
 NOTHING_SAMPLED, BASELINE, NO_BASELINE = 1, 2, 3
 EXCLUDED = {
     NOTHING_SAMPLED: "nothing sampled",
@@ -101,7 +101,8 @@ class StepTable:
     runs: Spans | None = None
     """spans of the samples"""
     advantages: np.ndarray | None = None
-    """float64 [q]: advantages that `runs` refers to; rewards, until a token-level estimator has replaced them"""
+    """float64 [q]: advantages that `runs` refers to; with an estimator of tokens rewards, from which
+    `token_advantages.finish` computes the advantages of the batches"""
     shaped: Tensor | None = None
     """float64 [n]: scores with penalties, normalised and clipped"""
     masked: Mapping[int, str] | None = None
@@ -289,6 +290,7 @@ def whole_samples(data: StepTable) -> Spans:
 
 def by_step(data: StepTable, scores: Tensor, settings: AlgorithmConfig) -> tuple[Scored, Spans]:
     """Return a `Scored` with one row per step, whose rewards add up to the score of their answer, and the steps' spans.
+    `reward_clip` then clips each reward.
 
     scores: float64 [n], with penalties. The difference between an answer's score and its rewards (a penalty, a
     rewarder's verdict) is added to its last step; if scores are normalised, its last step gets the whole score. An
@@ -413,7 +415,7 @@ def repetition_penalties(
         turns = [turn.token_ids for sample in samples for turn in sample.turns]
         mine.append([*samples[-1].key, penalty(torch.tensor(concat(turns, "i"), dtype=torch.int64))])
     with world.phase("coordination"):
-        records = world.gather("prepare: repetition", mine)
+        records = world.gather("prepare: repetition", mine)  # [all]
     return {(ticket, answer): value for record in records for ticket, answer, value in record}
 
 

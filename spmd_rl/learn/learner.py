@@ -82,7 +82,7 @@ class Learner:
         self._scores = Moments(*state["scores"])
 
     def prepare(self, collected: Samples) -> list[Batch]:
-        """[all] Return this rank's mini-batches, one per optimizer step, with all columns that the loss needs."""
+        """[all] Return this rank's mini-batches, which `update` visits once an epoch, with all columns of the loss."""
         settings, rollout, data = self._settings, self._rollout, self._policy.layout.data
         with self._world.phase("prepare"):
             penalties = None

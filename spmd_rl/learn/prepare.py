@@ -56,7 +56,7 @@ class Plan:
     right: np.ndarray
     """float64 [n]: see `Tokens.right`; 0 where no loss reads it"""
     minibatches: np.ndarray
-    """int64 [n]: number of the optimizer step that uses the sample; ascending"""
+    """int64 [n]: mini-batch of the sample; ascending"""
     masked: tuple[tuple[Key, str], ...]
     """samples of scored answers that do not train, each with the reason"""
     left_out: float

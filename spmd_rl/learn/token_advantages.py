@@ -165,7 +165,7 @@ def highest(batch: Batch, keys: Tensor, total: int, share: float, data: DataShar
     def count_above(thresholds: Tensor) -> Tensor:
         """[all] Return the number of keys above each threshold, over all shards."""
         mine = selection.counts_above(keys, thresholds).tolist()
-        return torch.tensor(data.gather("prepare: tokens above", mine)).sum(0)
+        return torch.tensor(data.gather("prepare: tokens above", mine)).sum(0)  # [all]
 
     limit = selection.threshold(count_above, selection.num_marked(total, share))  # [all]
     return torch.zeros_like(batch.loss_mask).masked_scatter(batch.loss_mask, keys > limit)

@@ -1,7 +1,7 @@
 """Logprob and entropy of given tokens from hidden states, without materialising logits.
 
 The projection runs in chunks of the vocabulary, forward with a running softmax, and again backward; two numbers per
-token are kept between them. Sums are always float32, and a chunk's logits are first rounded to the model's dtype, as
+token are kept between them. Sums are at least float32, and a chunk's logits are first rounded to the model's dtype, as
 the model and an engine do. Peak memory does not grow with tokens times vocabulary (Wijmans et al., arXiv 2411.09009, in
 one GPU kernel). Ranks that shard the vocabulary (Megatron-LM, arXiv 1909.08053) combine four numbers per token, never a
 logit.

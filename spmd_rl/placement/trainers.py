@@ -69,7 +69,7 @@ class LentReplica:
         self._steps.leave([*self._left])
 
     def hand_over(self, parts: Parts) -> None:
-        """Add this replica's unfinished slices for the replicas that go on with them, which already know the list."""
+        """Add the slices that other replicas take over; they have read the list of them in the store."""
         for one, sent in sorted(self._left.items()):
             parts[self._steps.given[one]].append(sent)
 

@@ -87,7 +87,7 @@ class StepsAhead:
         self._name = self.replicas.count + self.coordinator.join()
 
     def leave(self, slices: Sequence[GroupSlice]) -> None:
-        """Publish the slices that this replica has not finished at the step's end, for which others wait."""
+        """Write the list of slices that this replica carries on or hands over, for which other replicas wait."""
         self.coordinator.leave(self._name, msgspec.msgpack.encode(slices))
 
     def advance(self) -> bool:

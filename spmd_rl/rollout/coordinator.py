@@ -7,8 +7,8 @@ Every replica has a `Coordinator` over the shared store. The rules are functions
     slices/<position>   counter: slices of a ticket whose verdicts are all in, where a ticket has several;
                         slices/<position>/<n>: what was answered
     end                 written when the step has ended: which tickets it uses
-    left/<number>       unfinished slices of a replica at the step's end (`placement.mode=split` and `lent`)
-    joined              counter: lent replicas in this step, which hand their unfinished slices over
+    left/<number>       slices of a replica that go on after the step (`placement.mode=split` and `lent`)
+    joined              counter: lent replicas in this step, which hand slices over
 
 `rollout.accept` names the subclass that ends a step. Store operations per ticket do not grow with the number of
 replicas, and all replicas together poll `POLLS_PER_SECOND` times a second.
@@ -184,7 +184,8 @@ class Coordinator:
 
 
 class FirstKInOrder(Coordinator):
-    """`rollout.accept=in_order`: the step ends at the K-th qualifying ticket of the contiguous resolved prefix.
+    """`rollout.accept=in_order`: the step ends at the K-th (`StepPlan.goal`) qualifying ticket of the contiguous
+    resolved prefix, or when all tickets that may start are resolved.
 
     The used tickets depend on outcomes alone, without a length bias. A count of qualifying tickets is passed from
     position to position. Each counter has two writers: the ticket's resolver, and the replica that completes the prefix

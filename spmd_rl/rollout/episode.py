@@ -1,4 +1,4 @@
-"""The episode: a coroutine over a `Context` that makes one sample. A file with another episode needs one setting:
+"""The episode: a coroutine over a `Context` that makes one trajectory. A file with another episode needs one setting:
 
     # my_file.py, on PYTHONPATH; rollout.target=my_file:second_chance
     from spmd_rl.types import Message
@@ -14,7 +14,8 @@
         return ctx.sample(verdict)
 
 An episode that exceeds its budget (`rollout.max_context_tokens`, `rollout.max_turns`) ends there, as truncated, and its
-last answer is scored. An exception in it is an `error` verdict of that sample alone.
+last answer is scored; without an answer in this segment it is an `error`. An exception is an `error` verdict of that
+trajectory alone.
 
 Elsewhere: which episodes run and when (`player.py`), the engine (`engine_loop.py`).
 """
@@ -77,10 +78,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of one sample."""
+    """Limits of one trajectory."""
 
     max_context_tokens: int
-    """Tokens of all turns, prompts included."""
+    """Tokens of one segment, prompts included."""
     max_turns: int | None = None
 
 
@@ -95,7 +96,7 @@ class SoftLimit:
 
 @dataclass(slots=True)
 class Context:
-    """State of one sample, and the services that its episode may call."""
+    """State of one trajectory, and the services that its episode may call."""
 
     prompt: Prompt
     ticket: int
@@ -166,8 +167,8 @@ class Context:
         """Append `prompt_ids` ('i') to all tokens so far and sample an answer. No token is rendered twice.
 
         The answer ends, with finish reason `length`, at `max_new_tokens`, by default `sampling.max_new_tokens`, or
-        where the budget ends. BudgetSpent if nothing is left. An answer cut short by the end of a step continues in the
-        next step, with that step's policy. soft_limit: an earlier limit.
+        where the budget ends. BudgetSpent if nothing is left. With `rollout.partial_rollout` an answer cut short
+        by the end of a step continues in the next one, with that step's policy. soft_limit: an earlier limit.
         """
         limit = min(
             max_new_tokens or self.sampling.max_new_tokens,

@@ -128,8 +128,8 @@ class BaseRole:
             return {name: float(value) for name, value in sums.items()}, count
 
     def _of_block(self, sums: dict[str, float]) -> dict[str, float]:
-        """[all] Return a data shard's sums on one rank of its block, and zeros on the others, which have the same sums:
-        then a sum over all ranks counts each shard once."""
+        """[all] Return a data shard's sums on one rank of its last stage, and zeros on the block's others: then a sum
+        over all ranks counts each shard once."""
         # Only the last stage computes the loss, and so knows the names of its metrics.
         if self.layout.size("pp") > 1:
             src = self._world.size - 1

@@ -47,7 +47,7 @@ class SavedScaling:
         self._saved_scaling = torch.tensor(settings.scaling if settings.rank else 0.0, dtype=torch.float64)
 
     def state(self, is_mine: bool) -> list[Shard]:
-        """Return the tensor saved in addition to the adapters."""
+        """Return the numbers saved in addition to the adapters: the scaling, and a mark of a base in NF4."""
         found = [Shard(SCALING, (), (), self._saved_scaling, is_mine)] if self.settings.rank else []
         if found and self.settings.base:
             found.append(Shard(IN_NF4, (), (), torch.ones((), dtype=torch.float64), is_mine))
@@ -194,7 +194,7 @@ class Adapters(SavedScaling):
                 local(p).copy_(local(layer.base_layer.weight).to(p.dtype).norm(dim=1))
 
     def published(self, wholes: Iterable[tuple[str, Tensor]], adapters: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield all parameters whole, as an engine receives them.
+        """Yield whole parameters by this model's names, which the caller makes those of the engine.
 
         adapters: `merged` into the weights; `apart`, under peft's names with the frozen ones; or `alone`, where
         `wholes` has no frozen ones. Unless merged, `B` is multiplied by the scaling.
@@ -275,5 +275,5 @@ def targets(model: nn.Module, wanted: list[str] | None, key: str) -> list[str]:
 
 
 def wrapped(module: Any, adapter: str) -> list[nn.Module]:
-    """Return a linear layer, or the frozen part or adapter (`lora_A`, `lora_B`) of a wrapped one."""
+    """Return a layer alone, or the frozen layer and the adapter (`lora_A`, `lora_B`) of a wrapped one."""
     return [module.base_layer, getattr(module, adapter)[NAME]] if hasattr(module, "base_layer") else [module]
