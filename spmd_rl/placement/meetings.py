@@ -21,11 +21,11 @@ R4   Before a publish, requests are taken out of the engine, with what they have
      do not wait for the result of the probe, which trainers compute and share.
 R5   Only ranks that give or take something join. The forward pass of a separate reference is no meeting but a
      collective of trainer ranks and the holders of the role (`learn/frozen.py`). A rank is in one meeting at a time.
-R6   After a publish, a lent replica joins the step that its trainers wait for. At the step's end it takes its requests
-     out of its engine (R4), and lists in the store the slices that go on elsewhere. The other replicas read the lists of
-     all that have joined, and only then begin the next step, in which they go on with these slices. The slices themselves come
-     with the hand over, which is opened after the lists are written. In a publish a lent replica is a source, and its
-     engine reads what it sends.
+R6   After a publish, a lent replica joins the step that its trainers wait for. At the step's end it takes its
+     requests out of its engine (R4), and lists in the store the slices that go on elsewhere. The other replicas read
+     the lists of all that have joined, and only then begin the next step, in which they go on with these slices. The
+     slices themselves come with the hand over, which is opened after the lists are written. In a publish a lent
+     replica is a source, and its engine reads what it sends.
 R7   An evaluation of version n is answered by engines that hold n, before tickets: each replica answers its share once
      it has loaded n. The next publish is opened after its hand over, so every held-out token is of version n.
 R8   Time limits of episodes and environments do not count while their rank is in a meeting (`sidecar/sessions.py`);
