@@ -215,7 +215,7 @@ def test_a_stale_prefix_cache_is_found(engine, weights, monkeypatch):
     assert run(engine, ask("a", prompt=prompt, seed=4))["a"].token_ids != first.token_ids, "the salt alone is enough"
     add = engine.llm.add_request
     monkeypatch.setattr(
-        engine.llm, "add_request", lambda id, prompt, *a, **k: add(id, prompt | {"cache_salt": "version 2"}, *a, **k)
+        engine.llm, "add_request", lambda id, prompt, *a, **k: add(id, prompt | {"cache_salt": "version 2 "}, *a, **k)
     )
     engine.load(weights, version=3)
     with pytest.raises(RunFailed, match="older than version 3"):
