@@ -7,6 +7,7 @@ of different hashes (1 is exact) and the median milliseconds. --as-torch: withou
 """
 
 import argparse
+import os
 import hashlib
 import re
 import statistics
@@ -183,7 +184,9 @@ def digest(tensors: list[Tensor]) -> str:
 @contextmanager
 def busy(count: int) -> Iterator[None]:
     """Let so many loops take the cores."""
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    # They end with this process, though it be killed.
+    loop = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
+    loops = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(count)]
     try:
         yield
     finally:
