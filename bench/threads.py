@@ -7,8 +7,8 @@ of different hashes (1 is exact) and the median milliseconds. --as-torch: withou
 """
 
 import argparse
-import os
 import hashlib
+import os
 import re
 import statistics
 import subprocess
