@@ -14,11 +14,6 @@ SETTINGS = (*EXACT, "policy.lr=1e-5", "rollout.prompts_per_step=3", "rollout.ove
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Toy:
-    return Toy(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
 def by_size(toy: Toy) -> dict[int, Running]:
     """One step at world sizes 0 (plain python), 1, 2 and 4."""
     one_step = (*SETTINGS, "steps=1")

@@ -38,16 +38,6 @@ QUICK = {("rank-0", "save"), ("agent", "generate"), ("host", "score"), ("worker"
 SETTINGS = (*EXACT, "steps=3", "reward.toy.args.sleep=0.01")
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Toy:
-    return Toy(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
-def straight(toy: Toy) -> Running:
-    return toy.run(*SETTINGS, name="straight")
-
-
 def cases(victims: list[tuple[str, str, str]]) -> list:
     """Parameters, the ones that `make test` leaves out marked `slow`."""
     return [

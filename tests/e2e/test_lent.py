@@ -11,11 +11,6 @@ SETTINGS = ("policy.dtype=float32", "rollout.partial_rollout=true", "rollout.ove
 LENT = (*SETTINGS, "placement.mode=lent", "placement.train=0-1")
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Toy:
-    return Toy(tmp_path_factory.mktemp("toy"))
-
-
 def tokens(run: Running, step: int) -> list:
     return [(s["ticket"], s["answer"], [turn["token_ids"] for turn in s["turns"]]) for s in run.samples(step)]
 

@@ -28,11 +28,6 @@ VICTIMS = ("rank-0", "rank-1", "rank-2")
 CASES = [(victim, phase) for victim in VICTIMS for phase in POINTS | MEETING]
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Toy:
-    return Toy(tmp_path_factory.mktemp("toy"))
-
-
 def strike(toy: Toy, victim: str, phase: str, how: signal.Signals) -> Running:
     """A run whose victim was struck in the phase; one that only generates while rank 0 trains."""
     watched = 0 if victim == "rank-2" and phase in ("eval", "prepare", "update", "save") else int(victim[-1])

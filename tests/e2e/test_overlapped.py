@@ -15,11 +15,6 @@ SETTINGS = (*ALL, "steps=3", "placement.mode=overlapped")
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Toy:
-    return Toy(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
 def overlapped(toy: Toy) -> Running:
     """Three steps of two ranks: the reference."""
     return toy.run(*SETTINGS, name="overlapped")

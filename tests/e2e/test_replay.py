@@ -16,11 +16,6 @@ DUMP = "rollout.dump=true"
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Toy:
-    return Toy(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
 def dumped(toy: Toy) -> Running:
     return toy.run(*RLVR, DUMP, name="dumped")
 

@@ -13,16 +13,6 @@ SLOWLY = "reward.toy.args.sleep=0.5"
 """Steps of some seconds, in which a signal or a loss can come."""
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Toy:
-    return Toy(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
-def straight(toy: Toy) -> Running:
-    return toy.run(*SETTINGS, name="straight")
-
-
 def run_of(toy: Toy, name: str) -> Running:
     """The files of a run that a job writes."""
     return Running([], toy.path / name, toy.path / f"{name}.out", "")

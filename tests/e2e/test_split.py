@@ -14,11 +14,6 @@ SETTINGS = (*EXACT, "steps=3", "placement.mode=split", "placement.max_staleness=
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Toy:
-    return Toy(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
 def straight(toy: Toy) -> Running:
     """Three steps on one rank that does everything: the reference."""
     return toy.run(*EXACT, "steps=3", ranks=1, name="straight")

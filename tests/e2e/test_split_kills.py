@@ -24,11 +24,6 @@ CASES = [(victim, phase) for victim in VICTIMS for phase in TRAIN]
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Toy:
-    return Toy(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
 def straight(toy: Toy) -> Running:
     return toy.run(*SETTINGS, ranks=4, name="straight")
 

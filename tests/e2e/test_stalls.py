@@ -35,11 +35,6 @@ AWAITED = {
 """The collective in which the others wait for a rank that stopped in the phase."""
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Toy:
-    return Toy(tmp_path_factory.mktemp("toy"))
-
-
 def ended_by_a_stall(run: Running) -> str:
     """Wait for the end of a job that hangs; its report."""
     hung = time.time()

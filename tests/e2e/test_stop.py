@@ -11,16 +11,6 @@ from tests.e2e.runs import EXACT, Running, Toy
 SETTINGS = (*EXACT, "steps=3", "checkpoint.every=0", "reward.toy.args.sleep=0.01")
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Toy:
-    return Toy(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
-def straight(toy: Toy) -> Running:
-    return toy.run(*SETTINGS, name="straight")
-
-
 def assert_stopped(run: Running, signum: signal.Signals) -> None:
     """It ended after its second step, with that step's checkpoint alone, and said so once."""
     assert [m["step"] for m in run.metrics()] == [0, 1, 2]
