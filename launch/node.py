@@ -23,7 +23,7 @@ from types import FrameType
 
 from spmd_rl.base.command_line import Parser, at_least, program
 from spmd_rl.base.errors import tell
-from spmd_rl.base.process import LAUNCHER
+from spmd_rl.base.process import LAUNCHER, raise_open_files
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _GET_ADDRESS = 0x8915
@@ -121,8 +121,7 @@ def supervise(command: list[str]) -> int:
 
 def _raise_limits() -> None:
     """Raise this node's limits as far as allowed: ranks open sockets and files, and pin memory."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    raise_open_files()
     infinite = resource.RLIM_INFINITY
     try:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (infinite, infinite))

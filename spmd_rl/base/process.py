@@ -1,4 +1,4 @@
-"""The lifetime of processes: death with the parent, reaping, error reports for torchrun. Standard library only.
+"""Processes: death with the parent, reaping, open files, error reports for torchrun. Standard library only.
 
 die_with_parent(parent_pid)  # first line of the child's main
 """
@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import select
 import signal
 import sys
@@ -57,6 +58,13 @@ def kill_children() -> None:
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+
+
+def raise_open_files() -> None:
+    """Raise this process's limit of open files to the maximum: connections and workers need one or more each."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1 << 20 if hard == resource.RLIM_INFINITY else hard, hard))
 
 
 def running(pid: int) -> bool:

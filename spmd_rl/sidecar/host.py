@@ -7,7 +7,6 @@ host of their node; on machines without ranks it is started by hand.
 
 import contextlib
 import os
-import resource
 import socket
 import time
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import zmq
 
 from spmd_rl.base.curve_keys import HostKeys
 from spmd_rl.base.errors import UserError, tell
+from spmd_rl.base.process import raise_open_files
 from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.env_pool import EnvPool
 from spmd_rl.sidecar.event_loop import EventLoop
@@ -229,10 +229,3 @@ class Host:
             pools={name: pool.status() for name, pool in self._pools.items()},
             envs={tag: pool.status() for tag, pool in self._env_pools.items()},
         )
-
-
-def raise_open_files() -> None:
-    """Raise this process's limit of open files to the maximum: connections and workers need one or more each."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1 << 20 if hard == resource.RLIM_INFINITY else hard, hard))
