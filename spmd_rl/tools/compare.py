@@ -11,8 +11,9 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -33,6 +34,7 @@ SEEDS = ("seed", "data.seed")
 TABLE_KEYS = tuple(key for _, key, _ in COLUMNS if "score" in key or "loss" in key)
 LESS_IS_BETTER = ("loss", "diff", "time/", "seconds", "bubble", "overhead", "kl")
 MAX_DIFFERING = 16
+DIFFERENCE = "settings that differ"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,8 @@ def differences(found: Sequence[Lane]) -> list[str]:
         keys = ["pipeline", *(key for key in keys if all(key in tree for tree in settings))]
     differing = [key for key in keys if len({str(tree.get(key)) for tree in settings}) > 1]
     more = f", and {len(differing) - MAX_DIFFERING} more" if len(differing) > MAX_DIFFERING else ""
-    return [", ".join(f"{key}={tree.get(key)}" for key in differing[:MAX_DIFFERING]) + more for tree in settings]
+    some = differing[:MAX_DIFFERING]
+    return [printable(", ".join(f"{key}={tree.get(key)}" for key in some) + more, lines=False) for tree in settings]
 
 
 def comparison(found: Mapping[str, RunData], keys: Sequence[str] = ()) -> dict[str, Any]:
@@ -114,15 +117,14 @@ def comparison(found: Mapping[str, RunData], keys: Sequence[str] = ()) -> dict[s
     """
     names = {id(run): name for name, run in found.items()}
     some = lanes(list(found.values()))
+    columns, rows = values(some, keys)
     # A page scrolls to the right, so the settings come before the numbers.
-    (first, *numbers), settings = table(some, keys).columns, settings_table(some).columns[1]
-    columns = [first, settings, *numbers]
     return {
         "title": f"{plural(len(some), 'run')} compared",
         "lanes": [{"name": lane.name, "runs": [names[id(run)] for run in lane.runs]} for lane in some],
         "keys": keys,
-        "columns": [str(column.header).strip() for column in columns],
-        "rows": list(zip(*([str(cell) for cell in column.cells] for column in columns), strict=True)),
+        "columns": [columns[0], DIFFERENCE, *(name.strip() for name in columns[1:])],
+        "rows": [[row[0], settings, *row[1:]] for row, settings in zip(rows, differences(some), strict=True)],
     }
 
 
@@ -139,34 +141,31 @@ def page_of_all(found: Mapping[str, RunData], keys: Sequence[str]) -> str:
     return page("Comparison", data)
 
 
-def table(found: Sequence[Lane], keys: Sequence[str] = ()) -> Table:
-    """Return last and best values, the best with its step; for several seeds, those of their mean.
+def values(found: Sequence[Lane], keys: Sequence[str] = ()) -> tuple[list[str], list[list[str]]]:
+    """Return names of columns, and a row of text for each lane: last and best mean values, the best with its step.
 
     keys: metrics; by default the scores and losses that the runs have.
     """
     keys = keys or [key for key in TABLE_KEYS if any(lane.points(key)[0] for lane in found)]
-    shown = Table(box=None, pad_edge=False)
-    shown.add_column("run", overflow="fold")
-    shown.add_column("steps", justify="right")
-    for key in keys:
-        shown.add_column(Text(f"{printable(key, lines=False)}\nlast"), justify="right", overflow="fold")
-        shown.add_column("\nbest (step)", justify="right", overflow="fold")
+    pairs = [(f"{printable(key, lines=False)}\nlast", "\nbest (step)") for key in keys]
+    rows = []
     for lane in found:
-        cells = []
+        cells = [lane.name, str(min(run.lines[-1]["step"] if run.lines else 0 for run in lane.runs))]
         for key in keys:
             mean, low, high = lane.points(key)
             best = min if any(word in key for word in LESS_IS_BETTER) else max
             cells += [_value(mean[-1], low[-1], high[-1]), _best(best(mean, key=lambda p: p[1]))] if mean else ["", ""]
-        steps = min(run.lines[-1]["step"] if run.lines else 0 for run in lane.runs)
-        shown.add_row(*(Text(printable(cell, lines=False)) for cell in (lane.name, str(steps), *cells)))
-    return shown
+        rows.append([printable(cell, lines=False) for cell in cells])
+    return ["run", "steps", *chain.from_iterable(pairs)], rows
 
 
-def settings_table(found: Sequence[Lane]) -> Table:
-    """Return the settings in which the lanes differ."""
-    shown = Table("\nrun", "\nsettings that differ", box=None, pad_edge=False)
-    for lane, told in zip(found, differences(found), strict=True):
-        shown.add_row(*(Text(printable(cell, lines=False), overflow="fold") for cell in (lane.name, told)))
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool) -> Table:
+    """Return rows of text for the terminal. numbers: all but the first column hold numbers."""
+    shown = Table(box=None, pad_edge=False)
+    for place, name in enumerate(columns):
+        shown.add_column(Text(name), justify="right" if numbers and place else "left", overflow="fold")
+    for row in rows:
+        shown.add_row(*map(Text, row))
     return shown
 
 
@@ -210,7 +209,11 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     # Piped output has no width of its own, and rich would cut it at 80 columns.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    console.print(table(found, keys), *[settings_table(found)] * (len(found) > 1), sep="\n")
+    tables = [table(*values(found, keys), numbers=True)]
+    if len(found) > 1:
+        told = zip((printable(lane.name, lines=False) for lane in found), differences(found), strict=True)
+        tables.append(table(["\nrun", f"\n{DIFFERENCE}"], told, numbers=False))
+    console.print(*tables, sep="\n")
     print(asked.out)
     return 0
 
