@@ -9,6 +9,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cache
 from html import escape
 from pathlib import Path
 from string import Template
@@ -42,7 +43,7 @@ def write_report(directory: Path, steps: Sequence[int] | None = None) -> Path:
 
 def page(name: str, data: Mapping[str, Any] | None = None) -> str:
     """Return the page, with its data inside or, without data, as one that asks its server."""
-    style, script = (FOLDER / "page.css").read_text("utf-8"), _script()
+    style, script = _parts()
     # Samples could end the script element; as an escape, `<` is the same to a reader of JSON.
     inside = "" if data is None else msgspec.json.encode(data).decode().replace("<", "\\u003c")
     texts = {"title": f"{escape(name)} - spmd_rl", "style": style, "script": script, "data": inside}
@@ -52,7 +53,7 @@ def page(name: str, data: Mapping[str, Any] | None = None) -> str:
 
 def policy(asks: bool) -> str:
     """Return the content security policy of a page that asks its server, or of one with its data inside."""
-    style, script = (_source((FOLDER / "page.css").read_text("utf-8")), _source(_script()))
+    style, script = map(_source, _parts())
     connect = "connect-src 'self'; " * asks
     return (
         f"default-src 'none'; script-src {script}; style-src {style}; {connect}"
@@ -60,8 +61,11 @@ def policy(asks: bool) -> str:
     )
 
 
-def _script() -> str:
-    return '"use strict";\n' + "\n".join((FOLDER / name).read_text("utf-8") for name in SCRIPTS)
+@cache
+def _parts() -> tuple[str, str]:
+    """Return the page's style and its script."""
+    script = '"use strict";\n' + "\n".join((FOLDER / name).read_text("utf-8") for name in SCRIPTS)
+    return (FOLDER / "page.css").read_text("utf-8"), script
 
 
 def _source(text: str) -> str:

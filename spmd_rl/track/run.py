@@ -224,7 +224,8 @@ class Run:
                         log.merge(step)
                 self._metrics.append(step, self.line)
                 tell(describe(step, self._cfg.steps, self.line))
-                pictures = sorted(self.directory.glob(f"pictures/*-{step:06d}-*.png"))
+                # No tracker, no look into a folder that grows with every step.
+                pictures = sorted(self.directory.glob(f"pictures/*-{step:06d}-*.png")) if self._trackers else []
                 for tracker in self._trackers:
                     tracker.log(step, self.line, pictures)
         self._step = None
