@@ -29,6 +29,7 @@ from spmd_rl.types.data import (
     concat,
     unknown_fields,
 )
+from spmd_rl.types.pictures import picture_ids
 from spmd_rl.types.plugins import (
     CheckResult,
     Environment,

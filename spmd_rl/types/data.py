@@ -178,6 +178,8 @@ class Request(Struct, frozen=True, gc=False):
     """Admission priority, compared before `order`; higher is earlier."""
     cache: str = ""
     """Name of the prefix cache: only requests of one name share keys and values of equal prompt beginnings."""
+    pictures: tuple[bytes, ...] = ()
+    """Encoded pictures of `prompt_ids`, in the order of their ids (`types.pictures`)."""
 
     @property
     def queue_key(self) -> tuple[float, tuple[int, ...]]:
@@ -237,6 +239,8 @@ class Turn(Struct, frozen=True, gc=False):
     """Environment's reply to this answer; None outside of environments."""
     experts: array | None = None  # 'h'
     """Experts of each token, as in `Completion.experts`."""
+    pictures: tuple[bytes, ...] = ()
+    """Encoded pictures of `prompt_ids`, in the order of their ids (`types.pictures`)."""
 
 
 class AgentStep(Struct, frozen=True, gc=False):
