@@ -2,7 +2,7 @@
 
     prompt_ids = text_ids + picture_ids(data, 64) + more_text_ids
 
-Whatever compares token ids keeps pictures apart without knowing of them: the engines' prefix caches, the prefix trees of
+All code that compares token ids keeps pictures apart without a change: the engines' prefix caches, the prefix trees of
 training, a resumed rollout. A model gets its own placeholder token and the picture's features instead. A negative id
 that reached an embedding would be an error there, never a silent mistake.
 """
