@@ -24,13 +24,17 @@ SLIDING |= {"gemma3_text": 4096, "laguna": 512, "mellum": 1024, "ministral": 409
 """Further types, some of whose layers see a window even if `config.json` does not mention it, with the
 window's default
 """
-ACCEPTED = sorted([*FULL.split(), *SLIDING])
+HYBRID = ("lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Further types, some of whose layers carry a state from token to token (`model/hybrid.py`)"""
+ACCEPTED = sorted([*FULL.split(), *SLIDING, *HYBRID])
 """All types that can be trained. A new one needs its name above and a passing test"""
 UNLESS_ASKED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 """Types that have a window only with `use_sliding_window`"""
 WINDOWS = {**SLIDING, **dict.fromkeys(("mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), 4096)}
 LAYERS = {"full_attention", "sliding_attention"}
 """Layer types that `layer_types` may name"""
+STATES = {"linear_attention", "conv"}
+"""Those of hybrid models that carry a state"""
 POSITIONS = {**dict.fromkeys(("default", "linear", "llama3", "yarn"), ""), "dynamic": "max_position_embeddings"}
 POSITIONS |= dict.fromkeys(("longrope", "su"), "original_max_position_embeddings")
 """Rotary positions that a model may have. A sequence longer than the key's value also changes those of
@@ -38,9 +42,8 @@ its neighbours
 """
 REASONS = {
     "has layers whose state carries over from one sequence to the next": (
-        "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h "
-        "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba "
-        "zamba2 zaya"
+        "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear mamba mamba2 minimax nemotron_h "
+        "recurrent_gemma rwkv xlstm zamba zamba2 zaya"
     ),
     "caps its attention logits": "gemma2 vaultgemma",
     "scales its logits": "cohere2_moe hyperclovax",
@@ -110,7 +113,7 @@ def check_architecture(key: str, folder: Path, longest: int, is_critic: bool = F
 def has_windows(config: dict[str, Any]) -> bool:
     """Return True if some layers of the model with this `config.json` have a sliding window."""
     layers = config.get("layer_types") or (["sliding_attention"] if config.get("model_type") in SLIDING else ())
-    return bool({*layers} - {"full_attention"})
+    return "sliding_attention" in layers
 
 
 def _reasons(kind: str, config: dict[str, Any]) -> Iterator[str]:
@@ -119,7 +122,7 @@ def _reasons(kind: str, config: dict[str, Any]) -> Iterator[str]:
         yield "has other parts than a language model"
     if kind not in ACCEPTED:
         yield "is not known to keep packed sequences apart"
-    if other := {*map(str, config.get("layer_types") or ())} - LAYERS:
+    if other := {*map(str, config.get("layer_types") or ())} - LAYERS - (STATES if kind in HYBRID else set()):
         yield f"has {', '.join(sorted(other))} layers"
     # Unknown rotary positions may depend on the whole row instead of each packed sequence.
     if other := {name for name, _ in _positions(config)} - {*POSITIONS}:

@@ -16,6 +16,7 @@ from transformers.utils import logging
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.hub import model_folder
 from spmd_rl.model import attention as packed
+from spmd_rl.model.hybrid import keep_apart
 from spmd_rl.model.stored import Part, stored_parts
 
 
@@ -47,7 +48,7 @@ def build_model(
     if missing := sorted({*report["missing_keys"]} - {*may_lack}):
         raise UserError(f"policy.model: {folder} lacks {len(missing)} weights, among them {missing[0]}")
     model.config.use_cache = False
-    return model.to(device).eval()
+    return keep_apart(model.to(device).eval())
 
 
 def build_on_meta(path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
@@ -70,7 +71,7 @@ def shape_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
     keep_float32(model)
     # Training never decodes, and a cache would hold the keys and values of all layers.
     model.config.use_cache = False
-    return model.eval()
+    return keep_apart(model.eval())
 
 
 def keep_float32(model: nn.Module) -> None:

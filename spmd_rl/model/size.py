@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig
 
+from spmd_rl.config.architectures import STATES
 from spmd_rl.model.moe import num_experts
 
 
@@ -21,15 +22,15 @@ class ModelSize:
     head: int
     """Parameters of the output embedding, used only where a next token is predicted."""
     kv: int
-    """KV cache of one token, all layers: 2 x layers x key-value heads x head dimension."""
+    """KV cache of one token: 2 x layers with attention x key-value heads x head dimension."""
     attention: int
-    """Width of the attention over all layers: layers x heads x head dimension."""
+    """Width of the attention over all layers: layers with attention x heads x head dimension."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "ModelSize":
         """Return the size of a Hugging Face causal language model that is not sharded yet."""
         config = model.config.get_text_config()
-        layers, heads, width = config.num_hidden_layers, config.num_attention_heads, head_dim(config)
+        layers, heads, width = len(attention_layers(config)), config.num_attention_heads, head_dim(config)
         output, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
         parameters = sum(p.numel() for p in model.parameters())
         read = parameters - (0 if output is table else table.numel())
@@ -41,6 +42,12 @@ class ModelSize:
             kv=2 * layers * num_kv_heads(config) * width,
             attention=layers * heads * width,
         )
+
+
+def attention_layers(config: PreTrainedConfig) -> list[int]:
+    """Return the numbers of the layers with attention: all but those of a hybrid model that carry a state."""
+    layers = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    return [number for number, kind in enumerate(layers) if kind not in STATES]
 
 
 def head_dim(config: PreTrainedConfig) -> int:

@@ -12,6 +12,7 @@ from spmd_rl.base.devices import to_device
 from spmd_rl.batch import Batch
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.constraint import Allowed, Constraint
+from spmd_rl.model.hybrid import Segments
 from spmd_rl.model.logprobs import Candidates, Support, TokenHead
 from spmd_rl.train.base import ForwardArgs
 from spmd_rl.train.microbatch import padded
@@ -52,6 +53,15 @@ class Row(NamedTuple):
     """bool [t]: tokens that are not padding; only these count in the load of experts"""
     chosen: Tensor | None
     """int64 [t, layers, k]: the engine's experts, see `replay.py`; None: the model's choice"""
+    segments: Segments | None = None
+    """Segments for layers with a state, on the device; None for a model without any"""
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """Keyword arguments of a transformers module that keep the row's sequences apart."""
+        found: dict[str, Any] = {"packing": self.packing}
+        # The name under which transformers hands it to layers with a state.
+        return found if self.segments is None else found | {"seq_idx": self.segments}
 
 
 def row_of(
@@ -61,9 +71,11 @@ def row_of(
     tp: int = 1,
     context: Any = None,
     chosen_of: Callable[[Batch, PrefixTree], Tensor | None] = lambda micro, tree: None,
+    is_hybrid: bool = False,
 ) -> Row:
     """Return this rank's `Row` of a micro-batch. dtype: of attention. tp: ranks that split the tokens. context: see
-    `model.context`. chosen_of: the engine's experts, by token of the tree."""
+    `model.context`. chosen_of: the engine's experts, by token of the tree. is_hybrid: the model has layers with a
+    state."""
     targets = micro.sampled.index
     assert bool((micro.position_ids[targets] > 0).all()), "a sequence's first token has no logprob"
     tree = share_prefixes(micro)
@@ -85,6 +97,7 @@ def row_of(
             own=None,
             routed=routed,
             chosen=chosen,
+            segments=Segments.of(tree.starts, tree.parents, device) if is_hybrid else None,
         )
     tokens = context.tokens(len(tree.token_ids))
     places = torch.full_like(tree.token_ids, -1).index_copy_(0, tokens, torch.arange(len(tokens)))[keep]

@@ -9,6 +9,7 @@ float32 on a CPU (with `MKL_CBWR`, see `spmd_rl/__init__.py`) a token's bits dep
 Left out: sliding windows (`module.py` refuses them), soft caps and sinks (refused at the first forward).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -44,9 +45,12 @@ class Paged:
     """int64 [T]: slot to store each token; further tokens of the forward are padding"""
     buckets: tuple[Bucket, ...]
     """buckets of all tokens, in order"""
+    places: Mapping[int, int]
+    """number in the pool of each layer with attention, by its number in the model"""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Store key and value [T, KVH, D] and return what query [T, H, D] reads: [T, H, D]."""
+        layer = self.places[layer]
         # Write all rows first: a row may read blocks that another row of this batch fills.
         self.pool.write(layer, self.slots, key, value)
         heads = (key.shape[1], query.shape[1] // key.shape[1])

@@ -30,10 +30,12 @@ from spmd_rl.engine.native.module import empty_module
 from spmd_rl.engine.native.routing import ChosenExperts
 from spmd_rl.engine.native.sampling import cut_off, draw
 from spmd_rl.engine.native.scheduler import RunningSequence, Scheduler
+from spmd_rl.engine.native.states import CarriedStates
 from spmd_rl.engine.sequence import TextOf, check, has_stop, no_text, text_of_model
 from spmd_rl.model.build import weights_of
 from spmd_rl.model.constraint import Constraint, constraint_of
-from spmd_rl.model.size import head_dim, num_kv_heads
+from spmd_rl.model.hybrid import stateful_layers
+from spmd_rl.model.size import attention_layers, head_dim, num_kv_heads
 from spmd_rl.model.stored import stored_parts
 from spmd_rl.types import Completion, FinishReason, Request
 
@@ -71,8 +73,9 @@ class NativeEngine(Engine):
         self._weights = weights_of(module, self._parts)
         config, weight = module.config, next(module.parameters())
         self._device, self._dtype = weight.device, weight.dtype
+        self._places = {layer: place for place, layer in enumerate(attention_layers(config))}
         self.pool = KVPool(
-            config.num_hidden_layers, kv_tokens, num_kv_heads(config), head_dim(config), self._dtype, self._device
+            len(self._places), kv_tokens, num_kv_heads(config), head_dim(config), self._dtype, self._device
         )
         self._heads_per_key = config.num_attention_heads // num_kv_heads(config)
         max_tokens = min(self.pool.num_blocks * BLOCK, config.max_position_embeddings)
@@ -82,7 +85,10 @@ class NativeEngine(Engine):
             )
         self.capacity = Capacity(max_running, kv_tokens, max_tokens)
         self._experts = ChosenExperts(module) if records_experts else None
-        self._scheduler = Scheduler(self.pool, max_running, self._experts.per_token if self._experts else 0)
+        # The states behind a cached prefix are not kept.
+        self._is_hybrid = bool(stateful_layers(module))
+        num_experts = self._experts.per_token if self._experts else 0
+        self._scheduler = Scheduler(self.pool, max_running, num_experts, shares_prefixes=not self._is_hybrid)
         self.token_counts = self._scheduler.token_counts
         self._aborted: list[Completion] = []
         self._version: int | None = None
@@ -193,7 +199,7 @@ class NativeEngine(Engine):
             positions += new
             slots += map(row.slot, new)
             last.append(len(ids) - 1)
-        kv = Paged(self.pool, self._tensor(slots), tuple(self._buckets(rows)))
+        kv = Paged(self.pool, self._tensor(slots), tuple(self._buckets(rows)), self._places)
         blank = [0] * (_filled(len(ids)) - len(ids))
         output = self.model(
             input_ids=self._tensor([ids + blank]),
@@ -201,6 +207,7 @@ class NativeEngine(Engine):
             use_cache=False,
             logits_to_keep=self._tensor(last + [0] * (-len(last) % ROUND_FEW)),
             kv=kv,
+            **({"seq_idx": CarriedStates(rows)} if self._is_hybrid else {}),
         )
         if self._experts:
             for row, chosen in zip(rows, self._experts.at(self._tensor(last)), strict=True):

@@ -9,8 +9,10 @@ from transformers.initialization import no_init_weights
 
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.hub import model_folder
+from spmd_rl.config.architectures import STATES
 from spmd_rl.engine.native.attention import ATTENTION
 from spmd_rl.model.build import keep_float32, materialize, parameters_on_meta
+from spmd_rl.model.hybrid import keep_apart
 
 
 def empty_module(
@@ -28,12 +30,12 @@ def empty_module(
     keep_float32(module)
     materialize(module, torch.device(device))
     module.tie_weights()
-    return module.eval().requires_grad_(False)
+    return keep_apart(module.eval().requires_grad_(False))
 
 
 def _check(config: PreTrainedConfig) -> None:
     layers = getattr(config, "layer_types", None) or ["full_attention"]
-    foreign = sorted(set(layers) - {"full_attention"})
+    foreign = sorted({*layers} - {"full_attention", *STATES})
     if foreign:
         raise UserError(f"policy.model: engine=native cannot run {', '.join(foreign)} layers ({config.model_type})")
     if getattr(config, "kv_lora_rank", None):

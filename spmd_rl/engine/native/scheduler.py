@@ -11,7 +11,9 @@ next turn.
 import heapq
 from array import array
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from spmd_rl.engine.base import EngineCounts
 from spmd_rl.engine.native.kv import BLOCK, KVPool, block_keys, blocks_for
@@ -27,6 +29,8 @@ class RunningSequence(SequenceState):
     """blocks for all tokens that it may store"""
     num_stored: int
     """tokens with keys and values in the pool"""
+    states: dict[int, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+    """convolution's and recurrent state of each layer that carries one, of one row each"""
     shared: bool = True
     """whether later requests may use its blocks; False once the weights changed during it"""
 
@@ -54,8 +58,9 @@ class RunningSequence(SequenceState):
 class Scheduler:
     """Waiting and running requests, and their blocks."""
 
-    def __init__(self, pool: KVPool, max_running: int, num_experts: int = 0) -> None:
-        """num_experts: experts recorded per token, see `SequenceState`."""
+    def __init__(self, pool: KVPool, max_running: int, num_experts: int = 0, shares_prefixes: bool = True) -> None:
+        """num_experts: experts recorded per token, see `SequenceState`. shares_prefixes: False: no prompt uses
+        cached blocks."""
         self.rows: list[RunningSequence] = []
         """running requests, in the order of their admission"""
         self.unfinished: set[str] = set()
@@ -63,6 +68,7 @@ class Scheduler:
         self.token_counts = EngineCounts()
         """counts over all admitted requests"""
         self._pool, self._max_running, self._num_experts = pool, max_running, num_experts
+        self._shares_prefixes = shares_prefixes
         self._waiting: list[tuple[tuple[float, tuple[int, ...]], int, Request]] = []  # a heap
         self._num_added = 0
 
@@ -78,7 +84,7 @@ class Scheduler:
         while self._waiting and len(self.rows) < self._max_running:
             request = self._waiting[0][-1]
             num_tokens = len(request.prompt_ids)
-            keys = block_keys(request.prompt_ids, request.cache)
+            keys = block_keys(request.prompt_ids, request.cache) if self._shares_prefixes else []
             # Never all of the prompt: the last token must be computed for its logits.
             found = self._pool.find(keys[: (num_tokens - 1) // BLOCK])
             num_own = blocks_for(num_tokens + request.max_new_tokens - 1) - len(found)
@@ -89,6 +95,7 @@ class Scheduler:
             table = found + self._pool.take(num_own)
             self._pool.keep(keys, table)
             row = RunningSequence(request, num_experts=self._num_experts, table=table, num_stored=len(found) * BLOCK)
+            row.shared = self._shares_prefixes
             self.rows.append(row)
             self.token_counts.count(num_tokens, len(found) * BLOCK)
 

@@ -17,6 +17,7 @@ from spmd_rl.base.devices import to_device
 from spmd_rl.batch import Batch
 from spmd_rl.config.sections.models import RoleConfig, TrainedModelConfig
 from spmd_rl.distributed import Layout
+from spmd_rl.model.hybrid import stateful_layers
 from spmd_rl.model.load import Fill
 from spmd_rl.model.logprobs import TokenHead, logit_factor
 from spmd_rl.model.size import ModelSize
@@ -82,6 +83,7 @@ class DeepSpeedModel:
         config, own, train = module.config.get_text_config(), role.optimizer, role.train
         stored, fill = stored_parts(module), read or whole(module)
         self.hidden_size, self.size = config.hidden_size, ModelSize.of(module)
+        self._is_hybrid = bool(stateful_layers(module))
         if role.name != "critic":
             module.set_output_embeddings(TokenHead(module.get_output_embeddings(), logit_factor(config)))
         if own is None:
@@ -164,7 +166,8 @@ class DeepSpeedModel:
 
     def _outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
         """[all] Return the outputs of a micro-batch, see `MicrobatchLoop.finish`."""
-        row, head = row_of(micro, self._device, self._dtype), self.module.get_output_embeddings()
+        row = row_of(micro, self._device, self._dtype, is_hybrid=self._is_hybrid)
+        head = self.module.get_output_embeddings()
         if self._role.name == "critic":
             head.gives_fingerprint = args.is_fingerprint
         else:
@@ -172,7 +175,7 @@ class DeepSpeedModel:
         tokens = {"input_ids": row.token_ids[None], "position_ids": row.position_ids[None]}
         found = self._engine(
             **{name: to_device(ids, self._device) for name, ids in tokens.items()},
-            packing=row.packing,
+            **row.structure,
             use_cache=False,
             logits_to_keep=to_device(filled_up(row.keep), self._device),
         ).logits[0, : len(row.keep)]

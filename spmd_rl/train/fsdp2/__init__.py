@@ -3,7 +3,7 @@
 from typing import Any
 
 from spmd_rl.base.errors import UserError
-from spmd_rl.config.architectures import SCALES_HIDDEN_STATES
+from spmd_rl.config.architectures import HYBRID, SCALES_HIDDEN_STATES
 from spmd_rl.config.backends import Backend
 from spmd_rl.config.sections.models import OPTIMIZERS, RoleConfig
 
@@ -13,8 +13,13 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
     train = role.train
     if train.compile and (axis := next((axis for axis in ("tp", "cp", "ep", "pp") if train.axes[axis] > 1), "")):
         raise UserError(f"{role.key}.compile: not supported with {axis} > 1")
+    if (kind := model.get("model_type")) in HYBRID:
+        # A layer's state passes through all tokens, and its heads are not divided.
+        axis = next((axis for axis in ("tp", "cp") if train.axes[axis] > 1), "") or "compile" * train.compile
+        if axis:
+            raise UserError(f"{role.key}.{axis}: not supported with {kind}, whose layers carry a state")
     # Each stage would scale its input again.
-    if train.pp > 1 and (kind := model.get("model_type")) in SCALES_HIDDEN_STATES:
+    if train.pp > 1 and kind in SCALES_HIDDEN_STATES:
         raise UserError(f"{role.key}.pp: {kind} scales its hidden states; must be 1")
     if role.dtype == "float16" and getattr(role.own, "router_aux_coef", 0):
         raise UserError(

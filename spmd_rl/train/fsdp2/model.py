@@ -22,6 +22,7 @@ from spmd_rl.distributed import Layout
 from spmd_rl.model.build import materialize
 from spmd_rl.model.context import context_of
 from spmd_rl.model.differentiable import collect
+from spmd_rl.model.hybrid import stateful_layers
 from spmd_rl.model.load import Region, local, owned_region
 from spmd_rl.model.moe import weights_of_chosen
 from spmd_rl.model.size import ModelSize
@@ -129,7 +130,7 @@ class FSDP2Model(ABC):
         self.device = layout.world.device
         parts = stored_parts(model)
         self.hidden_size, self.size = model.config.get_text_config().hidden_size, self.size_of(model)
-        self.module = model
+        self.module, self._is_hybrid = model, bool(stateful_layers(model))
         self._context = None
         if (group := layout.group("cp")) is not None:
             config, tp = model.config.get_text_config(), layout.size("tp")
@@ -247,7 +248,8 @@ class FSDP2Model(ABC):
 
     def row(self, micro: Batch) -> Row:
         """Return this rank's row of a micro-batch."""
-        return row_of(micro, self.device, self._dtype, self._layout.size("tp"), self._context, self._replay.of_row)
+        tp, chosen_of = self._layout.size("tp"), self._replay.of_row
+        return row_of(micro, self.device, self._dtype, tp, self._context, chosen_of, self._is_hybrid)
 
     def _run(self, row: Row, kept: Tensor | int) -> Tensor:
         """[stage] Run the step's chunk of the model on a row; return its output, at the end for the `kept` tokens: [1,
@@ -258,7 +260,7 @@ class FSDP2Model(ABC):
         else:
             tokens = {"inputs_embeds": self._pipeline.receive(len(row.token_ids) // self._layout.size("tp"))}
         positions, routed = to_device(row.position_ids[None], device), to_device(row.routed, device)
-        common = {"position_ids": positions, "packing": row.packing, "routed": routed, "use_cache": False}
+        common = {"position_ids": positions, "routed": routed, "use_cache": False} | row.structure
         if row.chosen is not None:
             common["chosen"] = to_device(row.chosen, device)
         return self.module(**tokens, **common, logits_to_keep=kept).logits

@@ -1,0 +1,36 @@
+"""States of running requests, for the layers of a hybrid model that carry one (`model/hybrid.py`)."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmd_rl.engine.native.scheduler import RunningSequence
+from spmd_rl.model.hybrid import Call, LayerState
+
+
+class CarriedStates:
+    """Division of a forward's tokens among the requests that it feeds: each continues its own state."""
+
+    def __init__(self, rows: Sequence[RunningSequence]) -> None:
+        """rows: in the order of their tokens; those with equally many pending tokens are neighbours."""
+        self._groups = [(key, list(run)) for key, run in groupby(rows, lambda row: (row.num_fed, row.num_stored > 0))]
+
+    def mix(self, call: Call, layer: int, hidden: Tensor) -> Tensor:
+        """Return the layer's outputs for the fed tokens and padding, [1, T, H], and keep the new states."""
+        found, begin = [], 0
+        for (num_fed, continues), rows in self._groups:
+            end = begin + num_fed * len(rows)
+            state = LayerState(*_joined([row.states[layer] for row in rows])) if continues else LayerState()
+            out = call(hidden[0, begin:end].unflatten(0, (len(rows), num_fed)), state)
+            found.append(out.flatten(0, 1))
+            for number, row in enumerate(rows):
+                row.states[layer] = tuple(None if x is None else x[number : number + 1] for x in state.tensors)
+            begin = end
+        return F.pad(torch.cat(found), (0, 0, 0, hidden.shape[1] - begin))[None]
+
+
+def _joined(states: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[Tensor | None]:
+    return [None if column[0] is None else torch.cat(column) for column in zip(*states, strict=True)]
