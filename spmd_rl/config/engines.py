@@ -17,7 +17,7 @@ from typing import Any
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.hub import model_folder
 from spmd_rl.bundled import HOME
-from spmd_rl.config.architectures import experts_in, has_windows
+from spmd_rl.config.architectures import HYBRID, experts_in, has_windows
 from spmd_rl.config.packages import unsupported
 from spmd_rl.config.sections.engine import ENGINES, SIMULATED, EngineConfig
 from spmd_rl.config.sections.models import ServedModelConfig
@@ -50,6 +50,8 @@ class EngineFacts:
     """Range of sampling temperatures above 0"""
     sliding_windows: bool = False
     latent_attention: bool = False
+    states: bool = False
+    """True if it keeps the states of a hybrid model's layers"""
 
     def check(
         self, engine: EngineConfig, policy: ServedModelConfig, temperatures: Mapping[str, Any], truncated: list[str]
@@ -123,6 +125,11 @@ class EngineFacts:
             raise UserError(
                 f"{key}: engine={name} cannot run the latent attention of {kind}; "
                 f"engine={with_ability(lambda other: other.latent_attention)} can"
+            )
+        if kind in HYBRID and not self.states:
+            raise UserError(
+                f"{key}: engine={name} cannot run the layers of {kind} that carry a state; "
+                f"engine={with_ability(lambda other: other.states)} can"
             )
 
 

@@ -59,18 +59,18 @@ class LayerState:
         """States by the number of the layer, which here is always this one."""
         return _Always(self)
 
-    def has_previous_state(self, layer: int = 0) -> bool:
+    def has_previous_state(self, layer: int = 0, state_idx: int = 0) -> bool:
         """Return True if there is a state to continue."""
         return self.conv_states[0] is not None
 
-    def update_conv_state(self, new: Tensor, layer: int, conv_kernel_size: int) -> Tensor:
+    def update_conv_state(self, new: Tensor, layer: int, conv_kernel_size: int, state_idx: int = 0) -> Tensor:
         """Return the inputs [R, channels, T] with those before them, and keep the last ones."""
         old = self.conv_states[0]
         full = new if old is None else torch.cat([old, new], -1)
         self.conv_states[0] = F.pad(full, (max(0, conv_kernel_size - full.shape[-1]), 0))[..., -conv_kernel_size:]
         return full
 
-    def update_recurrent_state(self, new: Tensor, layer: int) -> Tensor:
+    def update_recurrent_state(self, new: Tensor, layer: int, state_idx: int = 0) -> Tensor:
         """Keep a new recurrent state and return it."""
         self.recurrent_states[0] = new
         return new

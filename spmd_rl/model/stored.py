@@ -52,6 +52,8 @@ def stored_parts(model: nn.Module) -> dict[str, list[Part]]:
 def _parts(model: nn.Module, name: str, shape: torch.Size, stored: Mapping[str, torch.Size]) -> list[Part]:
     if len(stored) == 1 and next(iter(stored.values())) == shape:
         return [Part(next(iter(stored)), tuple(slice(0, n) for n in shape), False)]
+    if sum(part[0] for part in stored.values()) == shape[0] and {part[1:] for part in stored.values()} == {shape[1:]}:
+        return _spans(model, name, shape)
     rows = {part[0] for part in stored.values()}
     fits = len(shape) == 3 and len(rows) == 1 and all(part[1:] == shape[2:] for part in stored.values())
     step = next(iter(rows), 1)
@@ -67,6 +69,15 @@ def _parts(model: nn.Module, name: str, shape: torch.Size, stored: Mapping[str, 
         parts.append(Part(key, region, True))
     assert len(parts) == len(stored) and math.prod(shape[:2]) == step * len(parts)
     return parts
+
+
+def _spans(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
+    """Return the parts of a parameter whose stored tensors lie one after the other along its first dimension."""
+    rest = tuple(slice(0, n) for n in shape[1:])
+    numbers = torch.arange(shape[0]).view(-1, *(1 for _ in rest)).expand(shape)
+    found = revert_weight_conversion(model, {name: numbers})
+    firsts = {key: int(rows.min()) for key, rows in found.items()}
+    return [Part(key, (slice(firsts[key], firsts[key] + len(rows)), *rest), False) for key, rows in found.items()]
 
 
 def _meta(shape: torch.Size) -> Tensor:

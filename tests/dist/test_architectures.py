@@ -55,10 +55,11 @@ VARIANTS = {
 }  # fmt: skip
 """Of types on the list, other settings than the default: type and a word for it"""
 QUICK = "llama mistral qwen2 qwen3 qwen2_moe qwen3_moe mixtral smollm3 olmo2 granite cohere deepseek_v3 phi3 gpt2 opt"
+QUICK += " lfm2 qwen3_next"
 WINDOWED = ("gemma3_text", "granite odd", "phi3 longrope", "qwen2 window")
 MUST_BE_REFUSED = (
-    "bamba deepseek_v32 falcon_mamba gemma2 glm_moe_dsa gpt_oss jamba kimi_linear lfm2_moe llama4 llama4_text mamba "
-    "mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_text qwen3_5_moe qwen3_next recurrent_gemma rwkv zamba2"
+    "bamba deepseek_v32 falcon_mamba gemma2 glm_moe_dsa gpt_oss jamba kimi_linear llama4 llama4_text mamba "
+    "mamba2 minimax nemotron_h qwen3_5 qwen3_5_moe recurrent_gemma rwkv zamba2"
 )
 
 

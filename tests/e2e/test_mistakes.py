@@ -29,7 +29,7 @@ def toy(tmp_path_factory) -> Toy:
     (toy.path / "elsewhere.jsonl").write_text("\n".join(elsewhere))
     (toy.path / "deep.jsonl").write_text(json.dumps(row)[:-1] + ', "x": ' + "[" * 900 + "]" * 900 + "}")
     (toy.path / "empty").mkdir()
-    for kind in ("qwen3_5", "olmo_hybrid"):
+    for kind in ("mamba2", "jamba"):
         shutil.copytree(toy.model, toy.path / kind)
         (toy.path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
     layers = json.loads((toy.model / "config.json").read_text()) | {"layer_types": ["linear_attention"] * 2}
@@ -79,12 +79,12 @@ TOLD_AT_ONCE = [
     ("policy.model=/no/such/dir", "policy.model: no directory /no/such/dir; "),
     ("policy.model={path}/empty", "policy.model: {path}/empty has no config.json; "),
     (
-        "policy.model={path}/qwen3_5",
-        "policy.model: qwen3_5 has layers whose state carries over from one sequence to",
+        "policy.model={path}/mamba2",
+        "policy.model: mamba2 has layers whose state carries over from one sequence to",
     ),
     (
-        "policy.model={path}/olmo_hybrid",
-        "policy.model: olmo_hybrid has layers whose state carries over from one seq",
+        "policy.model={path}/jamba",
+        "policy.model: jamba has layers whose state carries over from one seq",
     ),
     (
         "policy.model={path}/linear",

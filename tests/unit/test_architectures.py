@@ -64,7 +64,13 @@ def rope(model_type: str, kind: str, limit: int) -> dict:
             "vllm",
             f"gemma3 has other parts than a language model {CANNOT}",
         ),
-        ({"model_type": "qwen3_5", "text_config": {}}, "vllm", "qwen3_5 has layers whose state carries over from"),
+        ({"model_type": "qwen3_5", "text_config": {}}, "vllm", "qwen3_5 has other parts than a language model and"),
+        ({"model_type": "mamba2"}, "vllm", "mamba2 has layers whose state carries over from one sequence to"),
+        (
+            {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+            "sglang",
+            "engine=sglang cannot run the layers of lfm2 that carry a state; engine=native",
+        ),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, "vllm", "qwen3 has linear_attention layers and"),
         (
             {"model_type": "mistral", "layer_types": ["full_attention", "chunked"]},

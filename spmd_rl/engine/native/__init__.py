@@ -2,7 +2,7 @@
 
 The default, and the reference for tests of the other engines. One token per running request and step; paged KV cache
 with shared prefixes of prompts and earlier turns. Left out: tensor parallelism, sliding windows, chunked prefill,
-preemption. Torch-free until it builds.
+preemption, and shared prefixes of hybrid models. Torch-free until it builds.
 """
 
 from typing import Any
@@ -17,4 +17,4 @@ def build(*args: Any) -> Any:
     return build(*args)  # [all]
 
 
-ENGINE = EngineFacts(build=build, title="the native engine", reports_experts=True)
+ENGINE = EngineFacts(build=build, title="the native engine", reports_experts=True, states=True)

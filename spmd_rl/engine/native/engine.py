@@ -207,7 +207,7 @@ class NativeEngine(Engine):
             use_cache=False,
             logits_to_keep=self._tensor(last + [0] * (-len(last) % ROUND_FEW)),
             kv=kv,
-            **({"seq_idx": CarriedStates(rows)} if self._is_hybrid else {}),
+            **({"seq_idx": CarriedStates(rows, self._device.type != "cpu")} if self._is_hybrid else {}),
         )
         if self._experts:
             for row, chosen in zip(rows, self._experts.at(self._tensor(last)), strict=True):

@@ -14,17 +14,21 @@ from spmd_rl.model.hybrid import Call, LayerState
 class CarriedStates:
     """Division of a forward's tokens among the requests that it feeds: each continues its own state."""
 
-    def __init__(self, rows: Sequence[RunningSequence]) -> None:
-        """rows: in the order of their tokens; those with equally many pending tokens are neighbours."""
-        self._groups = [(key, list(run)) for key, run in groupby(rows, lambda row: (row.num_fed, row.num_stored > 0))]
+    def __init__(self, rows: Sequence[RunningSequence], together: bool) -> None:
+        """rows: in the order of their tokens; those with equally many pending tokens are neighbours. together: compute
+        these in one call."""
+        # The bits of a convolution on a CPU change with the number of rows.
+        key = (lambda row: (row.num_fed, row.num_stored > 0)) if together else (lambda row: row.request.id)
+        self._groups = [list(run) for _, run in groupby(rows, key)]
 
     def mix(self, call: Call, layer: int, hidden: Tensor) -> Tensor:
         """Return the layer's outputs for the fed tokens and padding, [1, T, H], and keep the new states."""
         found, begin = [], 0
-        for (num_fed, continues), rows in self._groups:
-            end = begin + num_fed * len(rows)
+        for rows in self._groups:
+            end = begin + rows[0].num_fed * len(rows)
+            continues = rows[0].num_stored > 0
             state = LayerState(*_joined([row.states[layer] for row in rows])) if continues else LayerState()
-            out = call(hidden[0, begin:end].unflatten(0, (len(rows), num_fed)), state)
+            out = call(hidden[0, begin:end].unflatten(0, (len(rows), -1)), state)
             found.append(out.flatten(0, 1))
             for number, row in enumerate(rows):
                 row.states[layer] = tuple(None if x is None else x[number : number + 1] for x in state.tensors)
