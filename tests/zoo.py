@@ -42,6 +42,7 @@ NO_DEFAULT = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma3_text": {"num_hidden_layers": 6},  # of which the last one sees everything
     **dict.fromkeys(("hunyuan_v1_dense", "ministral"), {"head_dim": 16}),
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": [2, 2, 2, 2]},
 }

@@ -19,6 +19,9 @@ from tests.zoo import write
 
 LENGTHS = (1, 2, 3, 5, 17, 40, 70, 70)
 """Prompt lengths below and above a convolution's width and a chunk of the recurrence."""
+OTHER_CHUNKS = 5e-5
+"""Tolerance where a recurrence is cut elsewhere, or computed token by token. With these large random weights, the
+logprobs of transformers' own chunks of 16, 32, 64, 128 tokens and of its recurrence differ by 1.7e-5 to 6.6e-5."""
 
 
 @pytest.fixture(scope="module", params=HYBRID)
@@ -27,6 +30,11 @@ def model(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     write(request.param, path)
     yield path, AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def tolerance(plain, is_cut: bool) -> float:
+    """Tolerance of a logprob; convolutions round alike wherever a sequence is cut."""
+    return OTHER_CHUNKS if is_cut and "linear_attention" in plain.config.layer_types else 1e-5
 
 
 def prompt(length: int, seed: int) -> array:
@@ -72,7 +80,7 @@ def test_a_packed_row_has_the_logprobs_and_gradients_of_its_sequences_alone(mode
         ids = row[path_of]
         found = logits[path_of[:-1]].gather(-1, ids[1:, None])[:, 0]
         expected = logprobs(plain, ids.tolist())
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found, expected, atol=tolerance(plain, max(parents) >= 0), rtol=0)
         total, wanted = total + found.sum(), wanted + expected.sum()
     gradients, theirs = (
         torch.autograd.grad(loss, list(one.parameters()), allow_unused=True)
@@ -82,7 +90,7 @@ def test_a_packed_row_has_the_logprobs_and_gradients_of_its_sequences_alone(mode
     for found, expected in zip(gradients, theirs, strict=True):
         assert (found is None) == (expected is None)
         if found is not None:
-            torch.testing.assert_close(found, expected, atol=1e-5 * scale, rtol=0)
+            torch.testing.assert_close(found, expected, atol=tolerance(plain, max(parents) >= 0) * scale, rtol=0)
 
 
 def engine_of(path, plain) -> NativeEngine:
@@ -120,7 +128,8 @@ def test_the_native_engine_samples_with_the_logprobs_of_a_full_forward(model):
         completion, first = done[request.id], len(request.prompt_ids) - 1
         with torch.no_grad():
             expected = logprobs(plain, [*request.prompt_ids, *completion.token_ids])[first:]
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+        atol = tolerance(plain, is_cut=True)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=atol, rtol=0)
     # The same requests again: the same bits, since nothing was cached.
     assert answers(engine, requests) == done and engine.token_counts.cached == 0
 
