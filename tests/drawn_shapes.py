@@ -2,7 +2,7 @@
 
     python -m tests.drawn_shapes FOLDER 2000 0
 
-writes FOLDER/train.jsonl, a prompt and its right answer a row, FOLDER/train_taught.jsonl, the same as conversations, and
+writes FOLDER/train.jsonl, a prompt and its right answer a row, FOLDER/train_taught.jsonl, the same as chats, and
 FOLDER/train/*.png.
 """
 
