@@ -26,6 +26,8 @@ window's default
 """
 ACCEPTED = sorted([*FULL.split(), *SLIDING])
 """All types that can be trained. A new one needs its name above and a passing test"""
+SEEING = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
+"""Types with pictures that can be trained: their language models are among the types above"""
 UNLESS_ASKED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 """Types that have a window only with `use_sliding_window`"""
 WINDOWS = {**SLIDING, **dict.fromkeys(("mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), 4096)}
@@ -78,6 +80,14 @@ def experts_in(folder: Path) -> int | None:
     except (OSError, ValueError, AttributeError):
         return None
     return next((count for name in EXPERT_COUNTS if (count := text.get(name))), 0)
+
+
+def sees_pictures(folder: Path) -> bool:
+    """Return True if the model in `folder` takes pictures. A directory without a readable `config.json` does not."""
+    try:
+        return json.loads((folder / "config.json").read_text()).get("model_type") in SEEING
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def check_architecture(key: str, folder: Path, longest: int, is_critic: bool = False) -> None:
