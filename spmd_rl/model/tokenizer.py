@@ -314,10 +314,12 @@ def load_tokenizer(
     _check_size(hf, folder)
     if chat_template_kwargs:
         _check_variables(chat_template_kwargs, hf.chat_template, folder)
-    return Tokenizer(hf, ends, chat_template_kwargs, _build_processor(folder))
+    return Tokenizer(hf, ends, chat_template_kwargs, processor_of(folder))
 
 
-def _build_processor(folder: Path) -> "Processor | None":
+def processor_of(path: str | Path) -> "Processor | None":
+    """Return the processor of pictures of a model; None for a model of text alone."""
+    folder = model_folder(path)
     if not sees_pictures(folder):
         return None
     # Runs of text alone have neither the import nor Pillow.

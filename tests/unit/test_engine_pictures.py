@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.kv import BLOCK
 from spmd_rl.engine.native.module import empty_module
+from spmd_rl.model.build import weights_of
 from spmd_rl.model.pictures import build_processor
 from spmd_rl.types import Completion, Request, picture_ids
 from tests.toy_vlm import VLM_KINDS, toy_vlm
@@ -30,10 +31,12 @@ def native_engine(path):
 @pytest.fixture(scope="module", params=VLM_KINDS)
 def seeing(request, tmp_path_factory):
     """Kind, processor, reference and engine of a small model."""
-    path = toy_vlm(request.param, tmp_path_factory.mktemp("model") / "vlm")
+    # Weights of this size make answers depend on the pictures.
+    folder, spread = tmp_path_factory.mktemp("model") / "vlm", {"initializer_range": 0.08}
+    path = toy_vlm(request.param, folder, tower=spread, **spread)
     reference = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     with native_engine(path) as engine:
-        engine.load(reference.named_parameters(), version=3)
+        engine.load(weights_of(reference).items(), version=3)
         yield request.param, build_processor(path), reference, engine
 
 
@@ -103,7 +106,7 @@ def test_logprobs_are_those_of_hugging_face(seeing):
         ask("last", processor, text(3), wide, seed=3),
         ask("two", processor, text(6), one, text(2), two, text(4), seed=4),
         ask("twice", processor, text(6, 1), one, text(2), one, text(4), seed=5),
-        ask("side by side", processor, text(2), one, wide, text(1), seed=6),
+        ask("close", processor, text(2), one, text(1), wide, text(1), seed=6),
         ask("text alone", processor, text(20), seed=7),
     ]
     done = run(engine, *requests)
@@ -150,7 +153,7 @@ def test_equal_ids_of_different_pictures_would_share_a_prefix(seeing):
     run(engine, one)
     # The planted fault: ids that do not tell the two pictures apart.
     fault = Request("two", one.prompt_ids, 6, 1.0, 0, pictures=(draw(kind, 32),))
-    assert worst(reference, processor, [fault], run(engine, fault)) > 1e-3
+    assert worst(reference, processor, [fault], run(engine, fault)) > 1e-2
 
 
 def test_features_are_dropped_with_the_weights(seeing):
@@ -163,12 +166,12 @@ def test_features_are_dropped_with_the_weights(seeing):
         for weight in tower:
             weight.mul_(1.25)
     try:
-        engine.load(changed.named_parameters(), version=4)
+        engine.load(weights_of(changed).items(), version=4)
         done = run(engine, request)
         assert worst(changed, processor, [request], done) < 1e-5
         assert before.logprobs != done["one"].logprobs and set(done["one"].versions) == {4}
     finally:
-        engine.load(reference.named_parameters(), version=5)
+        engine.load(weights_of(reference).items(), version=5)
 
 
 def test_a_picture_of_a_group_is_computed_once(seeing):
@@ -198,7 +201,7 @@ def test_a_sampled_placeholder_is_a_token_like_others(seeing):
     done = run(engine, first)
     done |= run(engine, later)
     # Fresh, without the cached prefix.
-    engine.load(reference.named_parameters(), version=6)
+    engine.load(weights_of(reference).items(), version=6)
     done |= run(engine, again)
     assert torch.allclose(torch.tensor(done["later"].logprobs), torch.tensor(done["again"].logprobs), atol=1e-5)
 

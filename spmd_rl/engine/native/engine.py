@@ -36,6 +36,7 @@ from spmd_rl.model.build import weights_of
 from spmd_rl.model.constraint import Constraint, constraint_of
 from spmd_rl.model.size import head_dim, num_kv_heads
 from spmd_rl.model.stored import stored_parts
+from spmd_rl.model.tokenizer import processor_of
 from spmd_rl.types import Completion, FinishReason, Request
 
 if TYPE_CHECKING:
