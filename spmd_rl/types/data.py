@@ -10,6 +10,7 @@ Frozen `msgspec` structs. Free of torch, so that rewards, environments and sidec
 import json
 import re
 from array import array
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -36,6 +37,9 @@ SUSPECT = "suspect"
 SPEAKER_FIELDS = ("name", "tool_call_id", "tools")
 """Message fields that are no part of the speaker's text."""
 
+PICTURE = "<image>"
+"""Mark of a picture in a text, as in verl's and ROLL's rows."""
+
 SCORED: frozenset[str] = frozenset({"ok", "wrong_format"})
 
 
@@ -54,6 +58,11 @@ class ImagePart(Struct, frozen=True, gc=False, tag="image"):
     """MIME type such as `image/png`."""
     data: bytes = b""
     path: str = ""
+
+    @property
+    def url(self) -> str:
+        """`data:` URL of the encoded bytes."""
+        return f"data:{self.media_type};base64,{b64encode(self.data).decode()}"
 
 
 class Message(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -92,6 +101,25 @@ class Message(Struct, frozen=True, gc=False, omit_defaults=True):
         if any(isinstance(part, ImagePart) for part in self.content):
             raise ValueError("a message with an image is not text alone")
         return "".join([part.text for part in self.content])
+
+    @property
+    def plain_text(self) -> str:
+        """Text of all parts, with `<image>` for each picture."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join([part.text if isinstance(part, TextPart) else PICTURE for part in self.content])
+
+    @property
+    def openai_content(self) -> str | list[dict[str, Any]]:
+        """Content in OpenAI's form: a text, or parts in which a picture is a `data:` URL."""
+        if isinstance(self.content, str):
+            return self.content
+        return [
+            {"type": "text", "text": part.text}
+            if isinstance(part, TextPart)
+            else {"type": "image_url", "image_url": {"url": part.url}}
+            for part in self.content
+        ]
 
 
 class Prompt(Struct, frozen=True):
