@@ -314,12 +314,10 @@ def load_tokenizer(
     _check_size(hf, folder)
     if chat_template_kwargs:
         _check_variables(chat_template_kwargs, hf.chat_template, folder)
-    return Tokenizer(hf, ends, chat_template_kwargs, processor_of(folder))
+    return Tokenizer(hf, ends, chat_template_kwargs, _build_processor(folder))
 
 
-def processor_of(path: str | Path) -> "Processor | None":
-    """Return the processor of pictures of a model; None for a model of text alone."""
-    folder = model_folder(path)
+def _build_processor(folder: Path) -> "Processor | None":
     if not sees_pictures(folder):
         return None
     # Runs of text alone have neither the import nor Pillow.

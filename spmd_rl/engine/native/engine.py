@@ -36,12 +36,10 @@ from spmd_rl.model.build import weights_of
 from spmd_rl.model.constraint import Constraint, constraint_of
 from spmd_rl.model.size import head_dim, num_kv_heads
 from spmd_rl.model.stored import stored_parts
-from spmd_rl.model.tokenizer import processor_of
 from spmd_rl.types import Completion, FinishReason, Request
 
 if TYPE_CHECKING:
     from spmd_rl.engine.native.pictures import EnginePictures
-    from spmd_rl.model.pictures import Processor
 
 BATCH_TOKENS = 4096
 """Limit on the tokens of one forward, which bounds activations; a longer prompt goes alone."""
@@ -63,13 +61,11 @@ class NativeEngine(Engine):
         text_of: TextOf = no_text,
         records_experts: bool = False,
         constraint: Constraint | None = None,
-        processor: "Processor | None" = None,
     ) -> None:
         """offload: outside `awake()` weights go to host memory and the KV cache is freed. No effect on CPU.
 
         text_of: needed for requests with stop strings. records_experts: record the experts of each token in
-        completions; UserError for a dense model. constraint: grammar of all answers. processor: of a model that takes
-        pictures.
+        completions; UserError for a dense model. constraint: grammar of all answers.
         """
         self._constraint = constraint
         self._text_of = text_of
@@ -90,7 +86,7 @@ class NativeEngine(Engine):
             )
         self.capacity = Capacity(max_running, kv_tokens, max_tokens)
         self._experts = ChosenExperts(module) if records_experts else None
-        self._pictures = _pictures(module, processor)
+        self._pictures = _pictures(module)
         self._scheduler = Scheduler(self.pool, max_running, self._experts.per_token if self._experts else 0)
         self.token_counts = self._scheduler.token_counts
         self._aborted: list[Completion] = []
@@ -109,13 +105,9 @@ class NativeEngine(Engine):
     def add(self, request: Request) -> None:
         """Queue a request; ValueError if it is empty or longer than `capacity.max_tokens`."""
         assert self._version is not None, "no weights loaded in this process"
-        check(request, self.capacity.max_tokens)
+        check(request, self.capacity.max_tokens, self._pictures and self._pictures.processor)
         if request.temperature < 0:
             raise ValueError(f"request {request.id}: negative temperature {request.temperature}")
-        if self._pictures:
-            self._pictures.check(request)
-        elif request.pictures:
-            raise ValueError(f"request {request.id}: has pictures, and the model takes text alone")
         self._scheduler.add(request)
 
     def abort(self, ids: Iterable[str]) -> None:
@@ -278,13 +270,13 @@ class NativeEngine(Engine):
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _pictures(module: nn.Module, processor: "Processor | None") -> "EnginePictures | None":
-    if processor is None:
+def _pictures(module: nn.Module) -> "EnginePictures | None":
+    if not hasattr(module, "tower"):
         return None
     # An engine of text alone imports neither it nor Pillow.
     from spmd_rl.engine.native.pictures import EnginePictures
 
-    return EnginePictures(module, processor)
+    return EnginePictures(module.tower, next(module.parameters()).device)
 
 
 def _shape(row: RunningSequence) -> tuple[int, int]:
@@ -312,5 +304,4 @@ def build(
     module = empty_module(policy.model, getattr(torch, policy.dtype), world.device, trust=trust)
     text_of = text_of_model(policy.model, trust)
     sizes, found = (settings.max_running, settings.kv_tokens), constraint_of(constraint, policy.model, trust)
-    processor = processor_of(policy.model)
-    return NativeEngine(module, *sizes, sleeps, text_of, policy.router_replay, found, processor)
+    return NativeEngine(module, *sizes, sleeps, text_of, policy.router_replay, found)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from spmd_rl.base.errors import UserError
@@ -20,13 +20,11 @@ def empty_module(
     an unsupported architecture."""
     # Buffers (rotary frequencies) are computed on the CPU, as in the trainer: a device's would differ in the last bit.
     config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
-    _check(config.get_text_config())
-    sees = hasattr(config, "vision_config")
-    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    # A tower has no cache.
-    attention = {"text_config": ATTENTION, "vision_config": "sdpa"} if sees else ATTENTION
+    _check(config)
     with parameters_on_meta(), no_init_weights():
-        module = auto.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)
+        module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=trust
+        )
     keep_float32(module)
     materialize(module, torch.device(device))
     module.tie_weights()
