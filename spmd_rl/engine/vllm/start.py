@@ -117,7 +117,12 @@ def start(
         max_num_seqs=max_running,
         num_gpu_blocks_override=num_blocks,
         enable_sleep_mode=sleeps,
-        **DEFAULTS | ALWAYS | (SEEN if seen else {}) | _lengths(path, (num_blocks - 1) * block, trust, cpu) | engine_args(drafts, cpu) | args,
+        **DEFAULTS
+        | ALWAYS
+        | (SEEN if seen else {})
+        | _lengths(path, (num_blocks - 1) * block, trust, cpu)
+        | engine_args(drafts, cpu)
+        | args,
     ).create_engine_config()
     # The number of blocks is fixed above, on all ranks alike; this keeps vLLM from sizing the cache by free memory.
     config.cache_config.kv_cache_memory_bytes = num_blocks * block * _bytes_per_token(config)
