@@ -2,10 +2,9 @@
 
     processor = processor_of(folder)                     # None for a model of text alone
     ids = processor.mark(encode(processor.expand(text, "<|image_pad|>", pictures)), pictures)
-    row = processor.row([(ids, pictures)])               # pixels, and the place of each token's feature in them
-    tower = Tower(module, processor)
-    with tower.showing(row.index):
-        module(processor.model_ids(ids), position_ids=processor.positions(ids, pictures), **row.pixels)
+    shown = processor.shown([(ids, pictures)])           # pixels, and the place of each token's feature in them
+    with module.tower.showing(shown.index):              # a `Tower`, see `build.py`
+        module(processor.model_ids(ids), position_ids=processor.positions(ids, pictures), **shown.pixels)
 
 Outside of the model a picture's tokens are negative ids (`types.pictures`). In the module's forward each of them is the
 model's placeholder token, and Hugging Face's own code puts a feature in its place. Which feature is this file's part:
@@ -96,6 +95,10 @@ class Processor:
         """Return the ids that the model knows."""
         return ids.masked_fill(ids < 0, self.placeholder)
 
+    def is_placeholder(self, ids: Tensor) -> Tensor:
+        """Return the mask of the tokens that the model takes for a picture's."""
+        return (ids < 0) | (ids == self.placeholder)
+
     def positions(self, ids: Tensor, pictures: Sequence[bytes]) -> Tensor:
         """Return the position ids of a sample's tokens, int64 [axes, T], from its first token on."""
         return torch.arange(len(ids)).expand(self.axes, -1)
@@ -133,7 +136,7 @@ class Processor:
                 if data not in first:
                     first[data], total = total, total + count
                 rows.append(torch.arange(first[data], first[data] + count))
-            known = ids[(ids < 0) | (ids == self.placeholder)] < 0
+            known = ids[self.is_placeholder(ids)] < 0
             mine, number = torch.cat(rows), int(known.sum())
             assert number <= len(mine), f"{number} tokens of pictures that have {len(mine)}"
             places.append(torch.full(known.shape, -1).masked_scatter(known, mine))
@@ -247,7 +250,8 @@ class Features(NamedTuple):
     @classmethod
     def joined(cls, several: Sequence["Features"]) -> "Features":
         """Return the rows of several pictures end to end."""
-        return cls(torch.cat([one.rows for one in several]), tuple(map(torch.cat, zip(*(one.deep for one in several)))))
+        deep = [one.deep for one in several]
+        return cls(torch.cat([one.rows for one in several]), tuple(map(torch.cat, zip(*deep, strict=True))))
 
 
 class Tower:
@@ -259,7 +263,10 @@ class Tower:
 
     def __init__(self, module: nn.Module, processor: Processor) -> None:
         """module: of Hugging Face; its base model's `get_image_features` is replaced."""
-        self._inner, self._processor = module.base_model, processor
+        self.processor, self._inner = processor, module.base_model
+        own = {id(p) for part in (module.get_decoder(), module.get_output_embeddings()) for p in part.parameters()}
+        self.parameters = [p for p in module.parameters() if id(p) not in own]
+        """Parameters outside of the language model."""
         self._compute, self._index = self._inner.get_image_features, None
         self._inner.get_image_features = self._choose
 
@@ -271,8 +278,10 @@ class Tower:
         self._index = None
 
     def _choose(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._compute(*args, **kwargs)
-        return output if self._index is None else self._chosen(_features(output), self._index)
+        if self._index is None:
+            return self._compute(*args, **kwargs)
+        # Without the keyword arguments of the language model, such as `packing`.
+        return self._chosen(_features(self._compute(*args, return_dict=True)), self._index)
 
     @torch.no_grad()
     def features(self, pixels: dict[str, Tensor]) -> Features:
@@ -285,11 +294,11 @@ class Tower:
 
     def _chosen(self, features: Features, index: Tensor) -> Any:
         # A placeholder that the model has sampled is a token like others: after the last row is its own embedding.
-        own = self._inner.get_input_embeddings()(index.new_full((1,), self._processor.placeholder))
+        own = self._inner.get_input_embeddings()(index.new_full((1,), self.processor.placeholder))
         rows = torch.cat([features.rows.to(own.dtype), own])
         deep = tuple(torch.cat([one, torch.zeros_like(one[:1])]) for one in features.deep)
         chosen = Features(rows, deep).select(torch.where(index < 0, len(rows) - 1, index))
-        pooled = chosen.rows[:, None] if self._processor.stacked else (chosen.rows,)
+        pooled = chosen.rows[:, None] if self.processor.stacked else (chosen.rows,)
         output = BaseModelOutputWithPooling(pooler_output=pooled)
         output.deepstack_features = [(one,) for one in chosen.deep]
         return output
