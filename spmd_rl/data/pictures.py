@@ -6,39 +6,23 @@ RGB, so that every image processor sees the same pixels. Pillow is imported wher
 
 import binascii
 import re
-import struct
-import warnings
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
 from spmd_rl.base.errors import one_line
+from spmd_rl.base.pictures import MAX_BYTES, UnfitPicture, check_bytes, plain_picture
 from spmd_rl.data.fields import BrokenRow, picture_reference
 from spmd_rl.types import PICTURE, ImagePart, Message, TextPart
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 COLUMNS = ("images", "image")
-MAX_BYTES = 1 << 25
-MAX_PIXELS = 1 << 25
-"""33 million pixels, 100 MB when decoded; all image processors reduce pictures far below"""
-MAX_RATIO = 200
-"""Largest ratio of the sides, as image processors have it"""
 KEPT = 64
 """Cache size: files whose pictures are kept, for rows with the same picture"""
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP")
-MEDIA = {"PNG": "image/png", "JPEG": "image/jpeg"}
-ORIENTATION = 0x0112
-"""Exif tag by which a viewer turns or mirrors a photograph"""
-DAMAGED = (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, OverflowError, struct.error)
-"""Exceptions of Pillow's readers for damaged files"""
 WITHOUT_MARKS = ("assistant", "system")
 """Roles in whose texts `<image>` is a word like others"""
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
@@ -57,54 +41,48 @@ class Folder:
         return cls(Path(setting).expanduser() if setting else default)
 
     def open(self, name: str) -> ImagePart:
-        """Return the picture of a file. BrokenRow: it is outside of the folder, missing, or not a picture."""
+        """Return the picture of a file. UnfitPicture: it is outside of the folder, missing, or not a picture."""
         if self.path is None:
-            raise BrokenRow(
-                f"{_short(name)} is a path, but these rows are not in a file: put the pictures into the rows"
-            )
+            raise UnfitPicture(f"{_short(name)} is a path, but its row is in no file")
         try:
             folder = self.path.resolve()
             file = (folder / name.removeprefix("file://")).resolve()
             if not file.is_relative_to(folder):
-                raise BrokenRow(
-                    f"{_short(name)} is outside of {folder}: data.pictures names the folder of the pictures"
-                )
+                raise UnfitPicture(f"{_short(name)} is outside of {folder}; data.pictures names another folder")
             if not file.is_file():
-                raise BrokenRow(
-                    f"{_short(name)}: no such file in {folder}: data.pictures names the folder of the pictures"
-                )
+                raise UnfitPicture(f"{_short(name)} is no file in {folder}; data.pictures names another folder")
             found = file.stat()
         except (OSError, ValueError) as error:
-            raise BrokenRow(f"{_short(name)}: {one_line(error)}") from None
+            raise UnfitPicture(f"{_short(name)}: {one_line(error)}") from None
         return _read(file, found.st_mtime_ns, found.st_size)
 
 
 @lru_cache(KEPT)
 def _read(file: Path, mtime: int, size: int) -> ImagePart:
-    _check_bytes(size, file.name)
+    check_bytes(size, file.name)
     try:
-        return checked_picture(file.read_bytes(), file.name)
+        return plain_picture(file.read_bytes(), file.name)
     except OSError as error:
-        raise BrokenRow(f"{file}: {one_line(error)}") from None
+        raise UnfitPicture(f"{file}: {one_line(error)}") from None
 
 
 def picture_of(reference: str, folder: Folder) -> ImagePart:
-    """Return the picture of a path, a `data:` URL or base64 text. BrokenRow: it cannot be used."""
+    """Return the picture of a path, a `data:` URL or base64 text. UnfitPicture: it cannot be used."""
     head, comma, encoded = reference.partition(",")
     if head.startswith("data:") and comma:
         if not head.endswith(";base64"):
-            raise BrokenRow(f"{_short(reference)} is not in base64")
+            raise UnfitPicture(f"{_short(reference)} is not in base64")
     elif re.match(r"https?://", reference):
-        raise BrokenRow(f"{_short(reference)} is an address: download the picture, and name its file")
+        raise UnfitPicture(f"{_short(reference)} is an address: download the picture, and name its file")
     elif BASE64.fullmatch(reference):
         encoded = reference
     else:
         return folder.open(reference)
-    _check_bytes(len(encoded) * 3 // 4, "it")
+    check_bytes(len(encoded) * 3 // 4, "it")
     try:
-        return checked_picture(b64decode(encoded), "it")
+        return plain_picture(b64decode(encoded))
     except binascii.Error as error:
-        raise BrokenRow(f"its base64 text is damaged: {error}") from None
+        raise UnfitPicture(f"its base64 text is damaged: {error}") from None
 
 
 def take_pictures(data: dict[str, Any], columns: Mapping[str, str | None], folder: Folder) -> tuple[ImagePart, ...]:
@@ -157,18 +135,21 @@ def with_pictures(messages: Sequence[Message], pictures: Sequence[ImagePart]) ->
     if (places := _num_places(messages)) != len(pictures):
         raise BrokenRow(f"has {len(pictures)} pictures in its columns, and {places} places for them in its messages")
     left = iter(pictures)
-    return tuple(
+    filled = tuple(
         one
         if isinstance(one.content, str)
         else replace(one, content=tuple(next(left) if _is_place(part) else part for part in one.content))
         for one in messages
     )
+    if (size := sum(len(picture.data) for one in filled for picture in one.pictures)) > MAX_BYTES:
+        raise BrokenRow(f"has pictures of {size} bytes, more than {MAX_BYTES} together: make them smaller")
+    return filled
 
 
 def _named(name: str, reference: str, folder: Folder) -> ImagePart:
     try:
         return picture_of(reference, folder)
-    except BrokenRow as error:
+    except UnfitPicture as error:
         raise BrokenRow(f"`{name}`: {error}") from None
 
 
@@ -188,75 +169,6 @@ def _split(message: Message) -> Message:
     return replace(
         message, content=tuple(ImagePart("") if piece == PICTURE else TextPart(piece) for piece in pieces if piece)
     )
-
-
-def checked_picture(data: bytes, name: str = "it") -> ImagePart:
-    """Return a picture as plain PNG or JPEG, turned upright, on white where it is transparent. BrokenRow: damaged, too
-    large, too narrow, animated, or of a kind that image processors do not read alike.
-    """
-    try:
-        from PIL import Image
-    except ImportError:
-        raise BrokenRow("pictures need Pillow: pip install 'spmd-rl[pictures]'") from None
-    _check_bytes(len(data), name)
-    try:
-        with warnings.catch_warnings():
-            # The limit here is below Pillow's.
-            warnings.simplefilter("ignore")
-            # The header alone is read here, and pixels only once their number is known.
-            with Image.open(BytesIO(data), formats=FORMATS) as image:
-                _check_size(*image.size, name)
-                if image.format != "MPO" and getattr(image, "is_animated", False):
-                    raise BrokenRow(f"{name} is animated: save one of its frames as PNG")
-                return _plain(image, data, name)
-    except Image.UnidentifiedImageError:
-        raise BrokenRow(f"{name} is not a picture ({', '.join(FORMATS)})") from None
-    # Pillow's plugins raise all of these for damaged files.
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        EOFError,
-        LookupError,
-        struct.error,
-        Image.DecompressionBombError,
-    ) as error:
-        raise BrokenRow(f"{name} is damaged: {one_line(error)}") from None
-
-
-def _plain(image: "Image", data: bytes, name: str) -> ImagePart:
-    from PIL import Image, ImageOps
-
-    image.load()
-    kept = "JPEG" if image.format == "MPO" else image.format
-    turned = image.getexif().get(ORIENTATION, 1) != 1
-    clear = image.has_transparency_data
-    if kept in MEDIA and image.mode in ("RGB", "L") and not turned and not clear:
-        return ImagePart(MEDIA[kept], data)
-    if image.mode not in ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"):
-        raise BrokenRow(f"{name} has pixels of the kind {image.mode}: save it as RGB with 8 bits a channel")
-    upright = ImageOps.exif_transpose(image) if turned else image
-    if clear:
-        upright = upright.convert("RGBA")
-        white = Image.new("RGBA", upright.size, "white")
-        upright = Image.alpha_composite(white, upright)
-    file = BytesIO()
-    # A photograph as PNG would have ten times the bytes.
-    kept = kept if kept == "JPEG" else "PNG"
-    upright.convert("RGB").save(file, kept, quality=95, subsampling=0)
-    return ImagePart(MEDIA[kept], file.getvalue())
-
-
-def _check_bytes(size: int, name: str) -> None:
-    if not 0 < size <= MAX_BYTES:
-        raise BrokenRow(f"{name} has {size} bytes; pictures have at most {MAX_BYTES}" if size else f"{name} is empty")
-
-
-def _check_size(width: int, height: int, name: str) -> None:
-    if width * height > MAX_PIXELS:
-        raise BrokenRow(f"{name} has {width} x {height} pixels, more than {MAX_PIXELS}: make it smaller")
-    if max(width, height) > MAX_RATIO * min(width, height):
-        raise BrokenRow(f"{name} has {width} x {height} pixels: one side is more than {MAX_RATIO} times the other")
 
 
 def _short(reference: str) -> str:

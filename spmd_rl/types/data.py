@@ -59,6 +59,11 @@ class ImagePart(Struct, frozen=True, gc=False, tag="image"):
     data: bytes = b""
     path: str = ""
 
+    @classmethod
+    def of(cls, data: bytes) -> "ImagePart":
+        """Return the part of an encoded PNG or JPEG."""
+        return cls("image/png" if data.startswith(b"\x89PNG") else "image/jpeg", data)
+
     @property
     def url(self) -> str:
         """`data:` URL of the encoded bytes."""
@@ -110,6 +115,12 @@ class Message(Struct, frozen=True, gc=False, omit_defaults=True):
         return "".join([part.text if isinstance(part, TextPart) else PICTURE for part in self.content])
 
     @property
+    def pictures(self) -> tuple[ImagePart, ...]:
+        """Pictures among the parts, in order."""
+        parts = () if isinstance(self.content, str) else self.content
+        return tuple(part for part in parts if isinstance(part, ImagePart))
+
+    @property
     def openai_content(self) -> str | list[dict[str, Any]]:
         """Content in OpenAI's form: a text, or parts in which a picture is a `data:` URL."""
         if isinstance(self.content, str):
@@ -137,6 +148,11 @@ class Prompt(Struct, frozen=True):
     """Priority within a step: higher values are generated first."""
     where: str = ""
     """File and line, or name and index, of its row, for error messages."""
+
+    @property
+    def pictures(self) -> tuple[ImagePart, ...]:
+        """Pictures of all messages, in order."""
+        return tuple(part for message in self.messages for part in message.pictures)
 
 
 class Conversation(Struct, frozen=True, gc=False):
