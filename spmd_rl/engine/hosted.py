@@ -6,6 +6,7 @@ A subclass sends requests to the package, and puts tensors into its model.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,8 @@ class HostedEngine(Engine):
         """
         self.capacity, self.shapes, self.slot = capacity, shapes, slot
         self._sleeps, self.text_of = sleeps, text_of
+        self.processor: Any = None
+        """`model.pictures.Processor` of a model that takes pictures."""
         self.under_way: dict[str, SequenceState] = {}
         """State of each request in progress, by id."""
         self.version: int | None = None
@@ -68,7 +71,7 @@ class HostedEngine(Engine):
         if self.lost:
             raise RunFailed(self.lost)
         assert request.id not in self.under_way, f"request {request.id} is under way already"
-        check(request, self.capacity.max_tokens)
+        check(request, self.capacity.max_tokens, self.processor)
         if self._cache_sleeps:
             self._wake("kv_cache")
         self.num_added += 1
