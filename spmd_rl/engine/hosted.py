@@ -6,7 +6,6 @@ A subclass sends requests to the package, and puts tensors into its model.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +39,6 @@ class HostedEngine(Engine):
         """
         self.capacity, self.shapes, self.slot = capacity, shapes, slot
         self._sleeps, self.text_of = sleeps, text_of
-        self.processor: Any = None
-        """`model.pictures.Processor` of a model that takes pictures."""
         self.under_way: dict[str, SequenceState] = {}
         """State of each request in progress, by id."""
         self.version: int | None = None

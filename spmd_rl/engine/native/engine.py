@@ -87,6 +87,7 @@ class NativeEngine(Engine):
         self.capacity = Capacity(max_running, kv_tokens, max_tokens)
         self._experts = ChosenExperts(module) if records_experts else None
         self._pictures = _pictures(module)
+        self.processor = self._pictures and self._pictures.processor
         self._scheduler = Scheduler(self.pool, max_running, self._experts.per_token if self._experts else 0)
         self.token_counts = self._scheduler.token_counts
         self._aborted: list[Completion] = []
@@ -105,7 +106,7 @@ class NativeEngine(Engine):
     def add(self, request: Request) -> None:
         """Queue a request; ValueError if it is empty or longer than `capacity.max_tokens`."""
         assert self._version is not None, "no weights loaded in this process"
-        check(request, self.capacity.max_tokens, self._pictures and self._pictures.processor)
+        check(request, self.capacity.max_tokens, self.processor)
         if request.temperature < 0:
             raise ValueError(f"request {request.id}: negative temperature {request.temperature}")
         self._scheduler.add(request)
