@@ -17,7 +17,7 @@ from typing import Any
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.hub import model_folder
 from spmd_rl.bundled import HOME
-from spmd_rl.config.architectures import experts_in, has_windows
+from spmd_rl.config.architectures import experts_in, has_windows, sees_pictures
 from spmd_rl.config.packages import unsupported
 from spmd_rl.config.sections.engine import ENGINES, SIMULATED, EngineConfig
 from spmd_rl.config.sections.models import ServedModelConfig
@@ -50,6 +50,8 @@ class EngineFacts:
     """Range of sampling temperatures above 0"""
     sliding_windows: bool = False
     latent_attention: bool = False
+    pictures: bool = False
+    """True if it takes pictures in prompts"""
 
     def check(
         self, engine: EngineConfig, policy: ServedModelConfig, temperatures: Mapping[str, Any], truncated: list[str]
@@ -114,6 +116,11 @@ class EngineFacts:
         # From `config.json` alone, before the weights are fetched.
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         kind = config.get("model_type")
+        if sees_pictures(folder) and not self.pictures:
+            raise UserError(
+                f"{key}: engine={name} takes no pictures, for which {kind} is made; "
+                f"engine={with_ability(lambda other: other.pictures)} does"
+            )
         if has_windows(config) and not self.sliding_windows:
             raise UserError(
                 f"{key}: engine={name} cannot run the sliding_attention layers of {kind}; "

@@ -12,6 +12,7 @@ import heapq
 from array import array
 from collections.abc import Set
 from dataclasses import dataclass
+from typing import Any
 
 from spmd_rl.engine.base import EngineCounts
 from spmd_rl.engine.native.kv import BLOCK, KVPool, block_keys, blocks_for
@@ -29,6 +30,8 @@ class RunningSequence(SequenceState):
     """tokens with keys and values in the pool"""
     shared: bool = True
     """whether later requests may use its blocks; False once the weights changed during it"""
+    positions: Any = None
+    """position ids of a prompt with pictures, see `EnginePictures`"""
 
     @property
     def num_tokens(self) -> int:

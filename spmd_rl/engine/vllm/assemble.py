@@ -1,5 +1,7 @@
 """Construction of vLLM in this process as an engine."""
 
+from typing import Any
+
 import torch
 
 from spmd_rl.config.sections.constraint import ConstraintConfig
@@ -13,6 +15,7 @@ from spmd_rl.engine.sequence import text_of_model
 from spmd_rl.engine.vllm.guest import hosted
 from spmd_rl.model.constraint import constraint_of
 from spmd_rl.model.low_precision import W8A8, shapes_by_rows
+from spmd_rl.model.tokenizer import processor_of
 
 
 def build(
@@ -36,7 +39,7 @@ def build(
             outputs = low_precision.Outputs(settings.quantization, dtype)
             if world.device.type == "cpu" and settings.quantization == "w8a8_int8":
                 low_precision.check_int8()
-        sleeps = sleeps and world.device.type != "cpu"
+        sleeps, processor = sleeps and world.device.type != "cpu", processor_of(policy.model)
         llm = start(
             policy.model,
             dtype,
@@ -51,12 +54,29 @@ def build(
             trust=policy.trust_remote_code,
             drafts=settings.drafts,
             args=args,
+            seen=processor is not None,
         )
         if found := constraint_of(constraint, policy.model, policy.trust_remote_code):
             constrain(llm, found)
         text_of = text_of_model(policy.model, policy.trust_remote_code)
         slot = AdapterSlot(llm) if settings.adapters else None
         one = VllmEngine(
-            llm, shapes, sleeps=sleeps, text_of=text_of, slot=slot, is_constrained=found is not None, outputs=outputs
+            llm,
+            shapes,
+            sleeps=sleeps,
+            text_of=text_of,
+            slot=slot,
+            is_constrained=found is not None,
+            outputs=outputs,
+            pictures=_pictures(llm, processor),
         )
     return one if settings.ranks == 1 else ReplicatedEngine(one, world, settings.ranks)  # [all]
+
+
+def _pictures(llm: Any, processor: Any) -> Any:
+    if processor is None:
+        return None
+    # An engine of text alone imports neither it nor Pillow.
+    from spmd_rl.engine.vllm.pictures import VllmPictures
+
+    return VllmPictures(llm, processor)

@@ -53,6 +53,9 @@ ALWAYS = {
     "gpu_memory_utilization": 0.01,
 }
 """Arguments that the engine depends on."""
+SEEN = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}, "mm_processor_cache_gb": 0}
+"""Further arguments for a model with pictures: vLLM asks its own processor of pictures, which needs a tokenizer, for
+sizes alone."""
 DEFAULTS = {"async_scheduling": False}
 """Defaults of arguments that the user may change."""
 REASONS = {
@@ -96,9 +99,10 @@ def start(
     trust: bool = False,
     drafts: int = 0,
     args: Mapping[str, Any] | None = None,
+    seen: bool = False,
 ) -> LLMEngine:
     """[replica] Start vLLM with unset weights over the ranks of `replica`. args: the user's arguments of `EngineArgs`;
-    UserError for one that is unknown, or ours."""
+    UserError for one that is unknown, or ours. seen: True for a model with pictures."""
     check_args(args := dict(args or {}), EngineArgs, OURS, ALWAYS, REASONS)
     cpu = device.type == "cpu"
     block = CPU_BLOCK if cpu else BLOCK
@@ -113,7 +117,12 @@ def start(
         max_num_seqs=max_running,
         num_gpu_blocks_override=num_blocks,
         enable_sleep_mode=sleeps,
-        **DEFAULTS | ALWAYS | _lengths(path, (num_blocks - 1) * block, trust, cpu) | engine_args(drafts, cpu) | args,
+        **DEFAULTS
+        | ALWAYS
+        | (SEEN if seen else {})
+        | _lengths(path, (num_blocks - 1) * block, trust, cpu)
+        | engine_args(drafts, cpu)
+        | args,
     ).create_engine_config()
     # The number of blocks is fixed above, on all ranks alike; this keeps vLLM from sizing the cache by free memory.
     config.cache_config.kv_cache_memory_bytes = num_blocks * block * _bytes_per_token(config)
@@ -149,7 +158,7 @@ def model_of(llm: LLMEngine) -> nn.Module:
 
 
 def _lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[str, Any]:
-    config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
+    config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust).get_text_config()
     max_tokens = min(config.max_position_embeddings, kv_tokens)
     if not cpu:
         return {"max_model_len": max_tokens, "max_num_batched_tokens": max(DEVICE_TOKENS, max_tokens)}

@@ -1,0 +1,51 @@
+"""Pictures in requests to vLLM, prepared as the trainer prepares them.
+
+vLLM gets the ids with every placeholder and the prepared pixels, so its own processor of pictures and texts has no part
+in a request. It keys prefixes and features by a name, which is a hash of the picture and the version of the weights.
+"""
+
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from transformers import BatchFeature
+from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from spmd_rl.model.pictures import Processor
+from spmd_rl.types import Request
+
+IMAGE = "image"
+
+
+class VllmPictures:
+    """Pictures of the requests of one engine."""
+
+    def __init__(self, llm: LLMEngine, processor: Processor) -> None:
+        self.processor, self._of_vllm = processor, llm.renderer.mm_processor
+
+    def inputs(self, request: Request, version: int) -> dict[str, Any]:
+        """Return the fields of vLLM's input for the tokens and pictures of a request."""
+        ids = torch.tensor(request.prompt_ids)
+        names = [f"{version}-{blake2b(data, digest_size=16).hexdigest()}" for data in request.pictures]
+        items = MultiModalKwargsItems({IMAGE: [self._item(data) for data in request.pictures]})
+        return {
+            "type": "multimodal",
+            "prompt_token_ids": self.processor.model_ids(ids).tolist(),
+            "mm_kwargs": items,
+            "mm_hashes": {IMAGE: names},
+            "mm_placeholders": {IMAGE: self._places(ids, request)},
+        }
+
+    def _item(self, data: bytes) -> MultiModalKwargsItem:
+        pixels = BatchFeature(self.processor.pixels(data))
+        fields = self._of_vllm._get_mm_fields_config(pixels, {})
+        return MultiModalKwargsItems.from_hf_inputs(pixels, fields)[IMAGE][0]
+
+    def _places(self, ids: torch.Tensor, request: Request) -> list[PlaceholderRange]:
+        places, found = (ids < 0).nonzero()[:, 0], []
+        for own in places.split([self.processor.count(data) for data in request.pictures]):
+            begin, size = int(own[0]), int(own[-1] - own[0]) + 1
+            is_embed = ids[begin : begin + size] < 0
+            found.append(PlaceholderRange(begin, size, None if is_embed.all() else is_embed))
+        return found
