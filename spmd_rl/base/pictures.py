@@ -21,7 +21,7 @@ MAX_PIXELS = 1 << 24
 """17 million pixels, 50 MB when decoded"""
 MAX_RATIO = 200
 """Largest ratio of the sides, as image processors have it"""
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MEDIA = {"PNG": "image/png", "JPEG": "image/jpeg"}
 ORIENTATION = 0x0112
 """Exif tag by which a viewer turns or mirrors a photograph"""
@@ -50,6 +50,7 @@ def plain_picture(data: bytes, name: str = "it") -> ImagePart:
             # The header alone is read here, and pixels only once their number is known.
             with Image.open(BytesIO(data), formats=FORMATS) as image:
                 check_size(*image.size, name)
+                # A camera's JPEG may have a preview as a second frame, and is then called MPO.
                 if image.format != "MPO" and getattr(image, "is_animated", False):
                     raise UnfitPicture(f"{name} is animated: save one of its frames as PNG")
                 return _plain(image, data, name)
@@ -57,7 +58,9 @@ def plain_picture(data: bytes, name: str = "it") -> ImagePart:
         raise
     except Image.UnidentifiedImageError:
         raise UnfitPicture(f"{name} is not a picture ({', '.join(FORMATS)})") from None
-    except (*DAMAGED, Image.DecompressionBombError) as error:
+    except Image.DecompressionBombError:
+        raise UnfitPicture(f"{name} has more than {MAX_PIXELS} pixels: make it smaller") from None
+    except DAMAGED as error:
         raise UnfitPicture(f"{name} is damaged: {one_line(error)}") from None
 
 

@@ -105,9 +105,9 @@ def _message(item: Any, name: str) -> Message:
     role, weight = fields.pop("role", None), fields.pop("weight", 1)
     content = fields.pop("content", "" if any(map(fields.get, SAID)) else None)
     if isinstance(content, list):
-        content = _content(content, f"{name}.content")
+        content = _content(content, name)
     if not isinstance(role, str) or not isinstance(content, str | tuple):
-        raise BrokenRow(f"`{name}` needs a `role`, a text, and a `content`, a text or a list of parts")
+        raise BrokenRow(f"`{name}` needs a `role` and a `content`, a text or a list of parts")
     if weight not in (0, 1):
         raise BrokenRow(
             f"`{name}` has a `weight` of {weight!r}: known are 1, and 0 for an answer that is not trained on"
@@ -121,24 +121,24 @@ def _message(item: Any, name: str) -> Message:
 def _content(parts: list[Any], name: str) -> str | tuple[TextPart | ImagePart, ...]:
     """Return a content in parts; a text if no part is a picture. `path` of a picture is what the row has of it: a path,
     a URL or base64 text; empty if a column has it."""
-    found = tuple(_part(part, f"{name}[{number}]") for number, part in enumerate(parts))
+    found = tuple(_part(part, f"`{name}` needs parts of the types text, image and image_url;") for part in parts)
     if any(isinstance(part, ImagePart) for part in found):
         return found
     return "".join(part.text for part in found)
 
 
-def _part(part: Any, name: str) -> TextPart | ImagePart:
+def _part(part: Any, needs: str) -> TextPart | ImagePart:
     # Tables fill absent fields with null.
     fields = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
     type = fields.pop("type", "text" if isinstance(part, str) else None)
     if type == "text":
         text = part if isinstance(part, str) else fields.get("text")
         if not isinstance(text, str):
-            raise BrokenRow(f"`{name}` has no `text`")
-        return TextPart(encodable(text, name))
+            raise BrokenRow(f"{needs} one has no `text`")
+        return TextPart(encodable(text, "text"))
     if type in PICTURE_PARTS:
-        return ImagePart("", path=picture_reference(fields, name) if any(map(fields.get, PICTURE_FIELDS)) else "")
-    raise BrokenRow(f"`{name}` is of type {type!r}; known are text, image and image_url")
+        return ImagePart("", path=picture_reference(fields, type) if any(map(fields.get, PICTURE_FIELDS)) else "")
+    raise BrokenRow(f"{needs} one is of {type!r}" if type else f"{needs} one has no `type`")
 
 
 PICTURE_PARTS = ("image", "image_url", "input_image")

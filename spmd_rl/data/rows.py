@@ -25,6 +25,8 @@ from spmd_rl.types import ImagePart, Message
 DEFAULT_DOMAIN = "math"
 FINAL_ANSWER = re.compile(r"####\s*(\S.*?)\s*\Z", re.DOTALL)
 """Final answer of a solution in GSM8K, which ends with `#### n`"""
+TAGGED = re.compile(r"<answer>\s*(\S.*?)\s*</answer>\s*\Z", re.DOTALL)
+"""Final answer of a solution in GEOQA_R1V, which ends with `<answer> 145° </answer>`"""
 PROBLEMS = ("messages", "prompt", "question", "problem")
 TRUTHS = ("ground_truth", "answer", "solution")
 MAX_PRIORITY = 1e9
@@ -177,9 +179,9 @@ def _ground_truth(data: dict[str, Any], columns: Mapping[str, str | None], there
     if value != value:
         raise BrokenRow(f"`{name}` is {kind(value)}: leave the row out")
     text = encodable(value if isinstance(value, str) else spelled(value), name)
-    if name == "solution" and _boxed(text) is None and (empty := [key for key in SELF_JUDGED if key in data]):
+    if name == "solution" and _solved(text) is None and (empty := [key for key in SELF_JUDGED if key in data]):
         raise BrokenRow(f"`{empty[0]}` is empty, and a `solution` without \\boxed{{}} has no answer to compare with")
-    final = _final_answer(text) if name == "answer" else _boxed(text) if name == "solution" else None
+    final = _final_answer(text) if name == "answer" else _solved(text) if name == "solution" else None
     if final is None:
         del data[name]
         return text
@@ -189,6 +191,11 @@ def _ground_truth(data: dict[str, Any], columns: Mapping[str, str | None], there
 def _final_answer(text: str) -> str | None:
     found = FINAL_ANSWER.search(text.rpartition("\n")[2])
     return found and found.group(1)
+
+
+def _solved(text: str) -> str | None:
+    boxed, tagged = _boxed(text), TAGGED.search(text)
+    return tagged[1] if boxed is None and tagged else boxed
 
 
 def _boxed(text: str) -> str | None:

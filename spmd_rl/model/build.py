@@ -97,11 +97,17 @@ def build_tower(model: nn.Module, folder: Path) -> None:
     """Set `model.tower`, a `pictures.Tower`, if the model takes pictures."""
     if sees_pictures(folder):
         # Runs of text alone have neither the import nor Pillow.
-        from spmd_rl.model.pictures import Tower, build_processor
+        from spmd_rl.model.pictures import Tower
 
-        model.tower = Tower(model, build_processor(folder))
+        model.tower = Tower(model, folder)
         # transformers finds some of them by the name of the class, which FSDP changes.
         model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+
+
+def tower_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters of a vision tower, if the model has one: they may be frozen."""
+    own = {id(p) for p in model.tower.parameters} if hasattr(model, "tower") else set()
+    return {name for name, p in model.named_parameters() if id(p) in own}
 
 
 def keep_float32(model: nn.Module) -> None:

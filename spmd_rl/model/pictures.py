@@ -15,6 +15,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
@@ -261,14 +262,19 @@ class Tower:
     `features` and `given` do it in two steps for an engine, which keeps the features.
     """
 
-    def __init__(self, module: nn.Module, processor: Processor) -> None:
-        """module: of Hugging Face; its base model's `get_image_features` is replaced."""
-        self.processor, self._inner = processor, module.base_model
+    def __init__(self, module: nn.Module, folder: Path) -> None:
+        """module: of Hugging Face; its base model's `get_image_features` is replaced. folder: of the model."""
+        self._folder, self._inner = folder, module.base_model
         own = {id(p) for part in (module.get_decoder(), module.get_output_embeddings()) for p in part.parameters()}
         self.parameters = [p for p in module.parameters() if id(p) not in own]
         """Parameters outside of the language model."""
         self._compute, self._index = self._inner.get_image_features, None
         self._inner.get_image_features = self._choose
+
+    @cached_property
+    def processor(self) -> Processor:
+        """Processor of the model. UserError if its directory has none."""
+        return build_processor(self._folder)
 
     @contextmanager
     def showing(self, index: Tensor) -> Iterator[None]:

@@ -14,7 +14,7 @@ import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from spmd_rl.config.ranks import rank
 from spmd_rl.config.vocabulary import vocabulary_size
 from spmd_rl.model.answers import answer_end, answer_spans, header_of
 from spmd_rl.model.bridge import ANSWER, Bridge, find_bridge
-from spmd_rl.types import Conversation, ImagePart, Message, Prompt
+from spmd_rl.types import PICTURE, Conversation, ImagePart, Message, Prompt
 from spmd_rl.types.pictures import pictures_of
 
 if TYPE_CHECKING:
@@ -248,8 +248,9 @@ class Tokenizer:
         self._shown_roles.add((role, number == 0))
 
     def visible(self, ids: Iterable[int]) -> str:
-        """Return the text of token ids, special tokens included."""
-        return self._decode(list(ids), skip_special_tokens=False)
+        """Return the text of token ids, special tokens included, and `<image>` for a picture."""
+        runs = groupby(ids, lambda id: id < 0)
+        return "".join(PICTURE if seen else self._decode(list(run), skip_special_tokens=False) for seen, run in runs)
 
     def encode(self, text: str) -> array:
         """Return token ids ('i') of a text inside a conversation, without special tokens around it."""
