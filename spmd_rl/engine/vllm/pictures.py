@@ -33,7 +33,11 @@ class VllmPictures:
         return mm_input(known, items, {IMAGE: names}, {IMAGE: places}, cache_salt=cache_salt)
 
     def _item(self, data: bytes) -> MultiModalKwargsItem:
-        pixels = BatchFeature(self.processor.pixels(data))
+        found = self.processor.pixels(data)
+        if self.processor.stacked:
+            found = {name: tiles[0] for name, tiles in found.items()}
+            found["num_patches"] = torch.tensor([len(found["pixel_values"])])
+        pixels = BatchFeature(found)
         fields = self._of_vllm._get_mm_fields_config(pixels, {})
         return MultiModalKwargsItems.from_hf_inputs(pixels, fields)[IMAGE][0]
 
