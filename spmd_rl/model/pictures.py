@@ -229,7 +229,7 @@ def build_processor(folder: Path) -> Processor:
 
 
 class Features(NamedTuple):
-    """What the tower makes of pictures."""
+    """Rows of the vision tower for the tokens of pictures."""
 
     rows: Tensor
     """[R, h]: one row for each token of the pictures, end to end"""
