@@ -52,6 +52,8 @@ class EngineFacts:
     latent_attention: bool = False
     pictures: bool = False
     """True if it takes pictures in prompts"""
+    picture_package: str = ""
+    """Package that it imports for models with pictures"""
 
     def check(
         self, engine: EngineConfig, policy: ServedModelConfig, temperatures: Mapping[str, Any], truncated: list[str]
@@ -117,9 +119,12 @@ class EngineFacts:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         kind = config.get("model_type")
         if sees_pictures(folder) and not self.pictures:
+            names = with_ability(lambda other: other.pictures)
+            raise UserError(f"{key}: engine={name} does not support pictures, which {kind} takes; engine={names} does")
+        if sees_pictures(folder) and self.picture_package and importlib.util.find_spec(self.picture_package) is None:
             raise UserError(
-                f"{key}: engine={name} takes no pictures, for which {kind} is made; "
-                f"engine={with_ability(lambda other: other.pictures)} does"
+                f"{key}: engine={name} needs {self.picture_package} for {kind}, which takes pictures: "
+                f"pip install {self.picture_package}; or set engine=native"
             )
         if has_windows(config) and not self.sliding_windows:
             raise UserError(

@@ -30,4 +30,5 @@ ENGINE = EngineFacts(
     sliding_windows=True,
     latent_attention=True,
     pictures=True,
+    picture_package="torchvision",
 )

@@ -1,9 +1,12 @@
 """Construction of vLLM in this process as an engine."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from spmd_rl.base.hub import model_folder
+from spmd_rl.config.architectures import sees_pictures
 from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.engine import EngineConfig
 from spmd_rl.config.sections.models import ServedModelConfig
@@ -15,7 +18,6 @@ from spmd_rl.engine.sequence import text_of_model
 from spmd_rl.engine.vllm.guest import hosted
 from spmd_rl.model.constraint import constraint_of
 from spmd_rl.model.low_precision import W8A8, shapes_by_rows
-from spmd_rl.model.tokenizer import processor_of
 
 
 def build(
@@ -29,6 +31,7 @@ def build(
         from spmd_rl.engine.vllm.engine import VllmEngine
         from spmd_rl.engine.vllm.start import start
 
+        folder = model_folder(policy.model)
         shapes = expected_shapes(policy.model, policy.trust_remote_code)
         dtype, args, outputs = getattr(torch, policy.dtype), settings.args, None
         if settings.adapters:
@@ -39,7 +42,7 @@ def build(
             outputs = low_precision.Outputs(settings.quantization, dtype)
             if world.device.type == "cpu" and settings.quantization == "w8a8_int8":
                 low_precision.check_int8()
-        sleeps, processor = sleeps and world.device.type != "cpu", processor_of(policy.model)
+        sleeps = sleeps and world.device.type != "cpu"
         llm = start(
             policy.model,
             dtype,
@@ -54,7 +57,7 @@ def build(
             trust=policy.trust_remote_code,
             drafts=settings.drafts,
             args=args,
-            seen=processor is not None,
+            seen=sees_pictures(folder),
         )
         if found := constraint_of(constraint, policy.model, policy.trust_remote_code):
             constrain(llm, found)
@@ -68,15 +71,14 @@ def build(
             slot=slot,
             is_constrained=found is not None,
             outputs=outputs,
-            pictures=_pictures(llm, processor),
+            pictures=_pictures(llm, folder) if sees_pictures(folder) else None,
         )
     return one if settings.ranks == 1 else ReplicatedEngine(one, world, settings.ranks)  # [all]
 
 
-def _pictures(llm: Any, processor: Any) -> Any:
-    if processor is None:
-        return None
-    # An engine of text alone imports neither it nor Pillow.
+def _pictures(llm: Any, folder: Path) -> Any:
+    # An engine of text alone imports neither of them, nor Pillow.
     from spmd_rl.engine.vllm.pictures import VllmPictures
+    from spmd_rl.model.pictures import build_processor
 
-    return VllmPictures(llm, processor)
+    return VllmPictures(llm, build_processor(folder))
