@@ -73,16 +73,8 @@ class Processor:
         raise NotImplementedError
 
     def expand(self, text: str, placeholder: str, pictures: Sequence[bytes]) -> str:
-        """Return a prompt's text with as many placeholders for each picture as it has ids.
-
-        UserError if the text has other placeholders than the pictures'.
-        """
+        """Return a text with one placeholder a picture as one with as many as each picture has ids."""
         pieces = text.split(placeholder)
-        if len(pieces) != len(pictures) + 1:
-            raise UserError(
-                f"the text has {len(pieces) - 1} times {placeholder}, which the model takes for a picture, and "
-                f"{len(pictures)} pictures"
-            )
         return pieces[0] + "".join(
             self.text_of(data, placeholder) + piece for data, piece in zip(pictures, pieces[1:], strict=True)
         )
