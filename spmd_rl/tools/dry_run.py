@@ -100,7 +100,7 @@ def show(cfg: RlvrConfig) -> None:
 
 @contextmanager
 def without_torch(model: str) -> Iterator[None]:
-    """Hide torch from transformers, which takes seconds to import it and needs it for a tokenizer with pictures only."""
+    """Hide torch from transformers, which takes seconds to import it, unless the model takes pictures and needs it."""
     if "torch" in sys.modules or sees_pictures(model_folder(model)):
         yield
         return
