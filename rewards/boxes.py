@@ -1,8 +1,8 @@
 """Boxes around things in a picture: the answer's boxes must overlap those of the ground truth.
 
 A box is four numbers, left, top, right, bottom, in the coordinates of the ground truth; or an object with these under
-`bbox_2d`, `bbox`, `box` or `position`, and perhaps a `label`, which must then be the same. Answer and ground truth are a
-box or a list of boxes, as JSON or as a Python literal: the last one after the thoughts, in a fenced block or in the
+`bbox_2d`, `bbox`, `box` or `position`, and perhaps a `label`, which must then be the same. Answer and ground truth are
+a box or a list of boxes, as JSON or as a Python literal: the last one after the thoughts, in a fenced block or in the
 text. Boxes are paired by their overlap (intersection over union), the largest first. The score is the mean overlap over
 the boxes of the side that has more of them, so missing and needless boxes cost alike. With `thresholds` an overlap
 counts as the share of these that it reaches, as in ROLL's detection reward.

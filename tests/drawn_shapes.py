@@ -11,27 +11,30 @@ import sys
 from pathlib import Path
 from random import Random
 
-SIZE, CELLS = 112, 4
+CELL, CELLS = 28, 4
+"""Pixels of a cell's side, and cells of a picture's side"""
 COLOURS = {"red": (220, 40, 40), "blue": (40, 70, 220)}
 SHAPES = ("circle", "square", "triangle")
 Scene = list[tuple[str, str, int, int, int]]
 """Shapes of a picture: name, colour, centre in pixels and radius"""
 
 
-def write_shapes(folder: Path | str, count: int, seed: int, name: str = "train", kinds: str = "count compare") -> Path:
+def write_shapes(
+    folder: Path | str, count: int, seed: int, name: str = "train", kinds: str = "count compare", cells: int = CELLS
+) -> Path:
     """Write `count` rows with their pictures and return the path of the prompts, `folder`/`name`.jsonl.
 
-    kinds: kinds of questions, separated by spaces.
+    kinds: kinds of questions, separated by spaces. cells: of a picture's side.
     """
     folder = Path(folder)
     (folder / name).mkdir(parents=True, exist_ok=True)
     rows, taught = [], []
     for number in range(count):
         rng = Random(f"{seed} {number}")
-        shown = scene(rng)
+        shown = scene(rng, cells)
         question, answer = ask(shown, rng, rng.choice(kinds.split()))
         file = f"{name}/{number}.png"
-        draw(shown).save(folder / file)
+        draw(shown, cells).save(folder / file)
         # The row names its file relative to itself.
         rows.append({"question": f"<image>{question}", "images": [file], "answer": answer})
         asked = [{"type": "image"}, {"type": "text", "text": question}]
@@ -42,14 +45,13 @@ def write_shapes(folder: Path | str, count: int, seed: int, name: str = "train",
     return folder / f"{name}.jsonl"
 
 
-def scene(rng: Random) -> Scene:
+def scene(rng: Random, cells: int = CELLS) -> Scene:
     """Return one to five shapes in different cells of a grid, a little off the centres of their cells."""
-    step = SIZE // CELLS
-    places = rng.sample(range(CELLS * CELLS), rng.randint(1, 5))
+    places = rng.sample(range(cells * cells), rng.randint(1, 5))
     out = []
     for place in sorted(places):
-        row, column = divmod(place, CELLS)
-        x, y = (step * at + step // 2 + rng.randint(-3, 3) for at in (column, row))
+        row, column = divmod(place, cells)
+        x, y = (CELL * at + CELL // 2 + rng.randint(-3, 3) for at in (column, row))
         out.append((rng.choice(SHAPES), rng.choice(list(COLOURS)), x, y, rng.randint(8, 11)))
     return out
 
@@ -63,11 +65,11 @@ def ask(shown: Scene, rng: Random, kind: str) -> tuple[str, str]:
     return f"How many {shape}s?", str(sum(name == shape for name, *_ in shown))
 
 
-def draw(shown: Scene) -> "Image.Image":  # noqa: F821
-    """Return the picture of a scene, RGB, 112 x 112 pixels."""
+def draw(shown: Scene, cells: int = CELLS) -> "Image.Image":  # noqa: F821
+    """Return the picture of a scene, RGB, 28 pixels a cell."""
     from PIL import Image, ImageDraw
 
-    picture = Image.new("RGB", (SIZE, SIZE), (245, 245, 245))
+    picture = Image.new("RGB", (CELL * cells, CELL * cells), (245, 245, 245))
     pen = ImageDraw.Draw(picture)
     for name, colour, x, y, radius in shown:
         box = (x - radius, y - radius, x + radius, y + radius)
@@ -81,4 +83,4 @@ def draw(shown: Scene) -> "Image.Image":  # noqa: F821
 
 
 if __name__ == "__main__":
-    write_shapes(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    write_shapes(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:6], *map(int, sys.argv[6:]))

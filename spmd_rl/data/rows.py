@@ -26,7 +26,7 @@ DEFAULT_DOMAIN = "math"
 FINAL_ANSWER = re.compile(r"####\s*(\S.*?)\s*\Z", re.DOTALL)
 """Final answer of a solution in GSM8K, which ends with `#### n`"""
 TAGGED = re.compile(r"<answer>\s*(\S.*?)\s*</answer>\s*\Z", re.DOTALL)
-"""Final answer of a solution in GEOQA_R1V, which ends with `<answer> 145° </answer>`"""
+"""Final answer of a solution in GEOQA_R1V, which ends with `<answer> 145 </answer>`"""
 PROBLEMS = ("messages", "prompt", "question", "problem")
 TRUTHS = ("ground_truth", "answer", "solution")
 MAX_PRIORITY = 1e9

@@ -73,16 +73,8 @@ class Processor:
         raise NotImplementedError
 
     def expand(self, text: str, placeholder: str, pictures: Sequence[bytes]) -> str:
-        """Return a prompt's text with as many placeholders for each picture as it has ids.
-
-        UserError if the text has other placeholders than the pictures'.
-        """
+        """Return a text with one placeholder a picture as one with as many as each picture has ids."""
         pieces = text.split(placeholder)
-        if len(pieces) != len(pictures) + 1:
-            raise UserError(
-                f"the text has {len(pieces) - 1} times {placeholder}, which the model takes for a picture, and "
-                f"{len(pictures)} pictures"
-            )
         return pieces[0] + "".join(
             self.text_of(data, placeholder) + piece for data, piece in zip(pictures, pieces[1:], strict=True)
         )
@@ -160,12 +152,12 @@ class Grids(Processor):
         return sizes[0] // cell, sizes[1] // cell
 
     def count(self, data: bytes) -> int:
-        """See `Processor`."""
+        """Return the number of ids, see `Processor`."""
         rows, columns = self.grid(data)
         return rows * columns
 
     def text_of(self, data: bytes, placeholder: str) -> str:
-        """See `Processor`."""
+        """Return the placeholders' text, see `Processor`."""
         return placeholder * self.count(data)
 
     def positions(self, ids: Tensor, pictures: Sequence[bytes]) -> Tensor:
@@ -191,7 +183,7 @@ class Tiles(Processor):
     _dim = 1
 
     def __init__(self, hf: Any, config: PreTrainedConfig) -> None:
-        """See `Processor`."""
+        """Take what `Processor` takes, and count a tile's tokens."""
         super().__init__(hf, config)
         vision = config.vision_config
         self._per_tile = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
@@ -203,12 +195,12 @@ class Tiles(Processor):
         return rows, columns
 
     def count(self, data: bytes) -> int:
-        """See `Processor`."""
+        """Return the number of ids, see `Processor`."""
         rows, columns = self.tiles(data)
         return (rows * columns + 1) * self._per_tile
 
     def text_of(self, data: bytes, placeholder: str) -> str:
-        """See `Processor`."""
+        """Return the placeholders' text, see `Processor`."""
         rows, columns = self.tiles(data)
         tile = placeholder * self._per_tile
         lines = [
@@ -237,7 +229,7 @@ def build_processor(folder: Path) -> Processor:
 
 
 class Features(NamedTuple):
-    """What the tower makes of pictures."""
+    """Rows of the vision tower for the tokens of pictures."""
 
     rows: Tensor
     """[R, h]: one row for each token of the pictures, end to end"""

@@ -14,7 +14,7 @@ import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import groupby, pairwise
+from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,8 +108,8 @@ class Tokenizer:
         else:
             how = self._header(), self._ends(), self._answer_end()
             text, spans = answer_spans(self._chat_text, messages, num_given, *how)
-            parts = self._encode_parts(text, [border for span in spans for border in span], messages)
-            pieces = [*zip(parts[::2], parts[1::2], strict=False)]
+            parts = self._encode_parts(text, [0, *chain(*spans)], messages)
+            pieces = [*zip(parts[::2], parts[1::2], strict=True)]
             if any(id < 0 for _, learnt in pieces for id in learnt):
                 raise UserError("a picture in an answer of the model cannot be learnt")
         if not self._warned and any(learnt[-1] not in self.stop_ids for _, learnt in pieces if learnt):
@@ -132,7 +132,7 @@ class Tokenizer:
         answer, ends = _text(messages[-1]), array("i", self.stop_ids[:1] or [0])
         if conversation.is_plain or not self._hf.chat_template:
             (given, *_), begin = self._plain_pieces(messages, len(messages) - 1)[0], 0
-            steps = [given, *self._encode_parts(answer, borders, ())]
+            steps = [given, *self._encode_parts(answer, [0, *borders, len(answer)], ())]
             steps[:2] = [steps[0] + steps[1]]
             steps[-1] += array("i", [] if self._hf.eos_token_id is None else [self._hf.eos_token_id])
         else:
@@ -140,25 +140,20 @@ class Tokenizer:
             begin = text.rfind(answer) if borders else 0
             if begin < 0:
                 raise UserError(f"the model's chat template ({self.name}) changes an answer that is divided into steps")
-            steps = self._encode_parts(text, [begin + border for border in borders], messages)
+            steps = self._encode_parts(text, [0, *(begin + border for border in borders), len(text)], messages)
         learnt = [*(step[:1] for step in steps[1:]), ends]
         return [(step[bool(number) :], one) for number, (step, one) in enumerate(zip(steps, learnt, strict=True))]
 
     def _encode_parts(self, text: str, borders: Sequence[int], messages: Sequence[Message]) -> list[array]:
-        """Return the token ids of each part of a conversation's text, with the pictures of its messages."""
-        parts = [text[a:b] for a, b in pairwise([0, *borders, len(text)])]
+        """Return the token ids between the borders in a conversation's text, with the pictures of its messages."""
+        parts = [text[a:b] for a, b in pairwise(borders)]
         if self.processor is None:
             return [self.encode(part) for part in parts]
-        pictures, found = pictures_of(messages), []
-        for number, part in enumerate(parts):
-            # The last part takes what is left, so that its check sees a picture without a place.
-            count = part.count(self._placeholder) if number < len(parts) - 1 else len(pictures)
-            found.append(self._encode(part, pictures[:count]))
-            pictures = pictures[count:]
-        return found
+        pictures = iter(pictures_of(messages))
+        return [self._encode(part, tuple(islice(pictures, part.count(self._placeholder)))) for part in parts]
 
     def _encode(self, text: str, pictures: tuple[bytes, ...]) -> array:
-        """Return the token ids of a text inside a conversation. UserError unless it has a place for each picture."""
+        """Return the token ids of a text inside a conversation, with its pictures."""
         if self.processor is None:
             return self.encode(text)
         expanded = self.processor.expand(text, self._placeholder, pictures)
@@ -222,9 +217,18 @@ class Tokenizer:
             raise UserError(f"the model's chat template refuses the roles ({roles}): {error}") from None
         except TEMPLATE_FAILURES as error:
             raise UserError(f"the model's chat template ({self.name}) fails: {one_line(error)}") from None
+        if self.processor:
+            self._check_places(text, sum(part["type"] == "image" for one in chat for part in one["content"]))
         if len(text) > MAX_CHARACTERS:
             raise UserError(f"the model's chat template ({self.name}) makes {len(text)} characters out of one prompt")
         return text
+
+    def _check_places(self, text: str, num_pictures: int) -> None:
+        if (count := text.count(self._placeholder)) != num_pictures:
+            raise UserError(
+                f"the text has {count} times {self._placeholder}, which the model takes for a picture, and "
+                f"{num_pictures} pictures: a text must not have it, and the chat template ({self.name}) must"
+            )
 
     def _check_fields(self, messages: Sequence[Message]) -> None:
         for number, message in enumerate(messages, 1):
