@@ -9,12 +9,23 @@ until the goal can be reached.
 from random import Random
 from typing import Any
 
-from .grids import Oracle, check_observation, generator, rules, show, spellings, step_info
+from .drawings import drawn
+from .grids import Oracle, check_observation, generator, rules, show, spellings, state_info, step_info
 
 ACTIONS = {"Left": 0, "Down": 1, "Right": 2, "Up": 3}
 DIRECTIONS = ((0, -1), (1, 0), (0, 1), (-1, 0))
 """Row and column offsets of an action, by its number; the neighbours of a number are the directions across it."""
 CELLS = "P is the player, _ ice, O a hole, G the goal, X the player in a hole, \N{SQUARE ROOT} the player on the goal."
+ICE, GOAL = "#dfeaf5", "#2e9e4f"
+LOOKS = {
+    "_": (ICE, "", ""),
+    "O": (ICE, "disc", "#20262e"),
+    "G": (GOAL, "", ""),
+    "P": (ICE, "disc", "#e07b00"),
+    "X": ("#20262e", "disc", "#e07b00"),
+    "\N{SQUARE ROOT}": (GOAL, "disc", "#e07b00"),
+}
+SEEN = "The player is the orange disc, holes are black discs, and the goal is green."
 TRIALS, MAX_DRAWS = 1000, 100_000
 """Number of draws within which settings must give a board: fewer when they are checked, so that a reset never fails."""
 HORIZON = 1000
@@ -68,9 +79,10 @@ class FrozenLake(Oracle):
         instruction = "Walk over the frozen lake to the goal. A hole ends the game."
         if self._chances[1]:
             instruction += " The ice is slippery: a step may go to the left or right of its direction instead."
-        observation, board = self._shown()
-        instruction = f"{instruction}\n{rules(self._observation, CELLS, (self._size, self._size), ACTIONS)}"
-        return observation, {"instruction": instruction, "state_key": board, "board": board}
+        observation, *state = self._shown()
+        cells = SEEN if self._observation == "picture" else CELLS
+        instruction = f"{instruction}\n{rules(self._observation, cells, (self._size, self._size), ACTIONS)}"
+        return observation, {"instruction": instruction} | state_info(*state)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Take a step: a word, first letter or number of `ACTIONS`."""
@@ -88,8 +100,8 @@ class FrozenLake(Oracle):
         terminated = success or self._player in self._holes
         truncated = not terminated and self._steps == self._max_steps
         self._over = terminated or truncated
-        observation, board = self._shown()
-        info = step_info(board, word is not None, self._player != before, success)
+        observation, *state = self._shown()
+        info = step_info(*state, word is not None, self._player != before, success)
         return observation, float(success), terminated, truncated, info
 
     def close(self) -> None:
@@ -176,10 +188,11 @@ class FrozenLake(Oracle):
                 self._plans.append((values, actions))
         return self._plans[min(left, len(self._plans) - 1)]
 
-    def _shown(self) -> tuple[str, str]:
-        """Return the observation, and the board in rows of letters."""
+    def _shown(self) -> tuple[str, str, bytes | None]:
+        """Return the observation, the board in rows of letters, and its picture."""
         letters = ["O" if cell in self._holes else "_" for cell in range(len(self._next))]
         letters[self._goal] = "G"
         letters[self._player] = {"_": "P", "O": "X", "G": "\N{SQUARE ROOT}"}[letters[self._player]]
         ground = {"holes": sorted(self._holes)}
-        return show(self._observation, letters, self._size, self._player, {"goal": [self._goal]}, ground)
+        picture = drawn(letters, self._size, LOOKS) if self._observation == "picture" else None
+        return *show(self._observation, letters, self._size, self._player, {"goal": [self._goal]}, ground), picture

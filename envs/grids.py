@@ -6,9 +6,9 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-OBSERVATIONS = ("grid", "spaced", "coordinates", "relative")
-"""Forms of a state: rows of letters, the same with spaces between the letters, a list of positions, or positions
-relative to the player, which small models read best.
+OBSERVATIONS = ("grid", "spaced", "coordinates", "relative", "picture")
+"""Forms of a state: rows of letters, the same with spaces between the letters, a list of positions, positions relative
+to the player, which small models read best, or a picture alone.
 """
 SIDES = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 """Row and column offsets of each side."""
@@ -59,6 +59,8 @@ def show(
     board = "\n".join(rows)
     if observation == "grid":
         return board, board
+    if observation == "picture":
+        return "", board
     if observation == "spaced":
         return "\n".join(map(" ".join, rows)), board
     if observation == "relative":
@@ -94,12 +96,15 @@ def check_observation(observation: str) -> None:
         raise ValueError(f"observation={observation}: known are {', '.join(OBSERVATIONS)}")
 
 
-def step_info(board: str, valid: bool, effective: bool, success: bool) -> dict[str, Any]:
+def state_info(board: str, picture: bytes | None) -> dict[str, Any]:
+    """Return what `info` has of a state: its board and its picture, if there is one."""
+    return {"state_key": board, "board": board} | ({"pictures": [picture]} if picture else {})
+
+
+def step_info(board: str, picture: bytes | None, valid: bool, effective: bool, success: bool) -> dict[str, Any]:
     """Return the `info` of a step, with ROLL's metrics."""
     values = {"action_is_valid": valid, "action_is_effective": effective, "num_actions": 1, "success": success}
-    return {
-        "state_key": board,
-        "board": board,
+    return state_info(board, picture) | {
         "metrics": {name: float(value) for name, value in values.items()},
         "metrics_agg_mode": {**dict.fromkeys(values, "mean"), "num_actions": "sum", "success": "last"},
     }

@@ -11,13 +11,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from .grids import Oracle, check_observation, direction, generator, rules, show, spellings, step_info
+from .drawings import drawn
+from .grids import Oracle, check_observation, direction, generator, rules, show, spellings, state_info, step_info
 from .sokoban_levels import TRIALS, LevelMaker, cells, read_levels, shift
 from .sokoban_solver import solve
 
 ACTIONS = {"Up": 1, "Down": 2, "Left": 3, "Right": 4}
 LETTERS = "#_O\N{SQUARE ROOT}XPS"
 MEANINGS = ("a wall", "floor", "a target", "a box on a target", "a box", "the player", "the player on a target")
+FLOOR, PLAYER, CRATE, DONE = "#eee7d8", "#1565c0", "#b9843c", "#2e9e4f"
+LOOKS = (
+    ("#5b6470", "", ""),
+    (FLOOR, "", ""),
+    (FLOOR, "ring", ""),
+    (FLOOR, "box", DONE),
+    (FLOOR, "box", CRATE),
+    (FLOOR, "disc", PLAYER),
+    (FLOOR, "disc ring", PLAYER),
+)
+"""Looks of `MEANINGS`, in this order."""
+SEEN = "Walls are grey, the player is a blue disc, targets are red rings, boxes are brown, and green on a target."
 STEP, BOX, SOLVED = -0.1, 1.0, 10.0
 """Rewards of every step, of a box onto a target (negative for the reverse), of all boxes on targets."""
 
@@ -82,9 +95,10 @@ class Sokoban(Oracle):
         named = ", ".join(f"{letter} {meaning}" for letter, meaning in zip(self._letters, MEANINGS, strict=True))
         instruction = "Push all boxes onto targets. You walk up to a box and push it; you cannot pull. Walls stop you."
         size = self._level.height, self._level.width
-        instruction = f"{instruction}\n{rules(self._observation, f'The letters: {named}.', size, ACTIONS)}"
-        observation, board = self._shown()
-        return observation, {"instruction": instruction, "state_key": board, "board": board}
+        cells = SEEN if self._observation == "picture" else f"The letters: {named}."
+        instruction = f"{instruction}\n{rules(self._observation, cells, size, ACTIONS)}"
+        observation, *state = self._shown()
+        return observation, {"instruction": instruction} | state_info(*state)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Walk or push: a word, first letter or number of `ACTIONS`."""
@@ -100,8 +114,8 @@ class Sokoban(Oracle):
         truncated = not terminated and self._steps == self._max_steps
         self._over = terminated or truncated
         reward = STEP + BOX * gained + SOLVED * terminated
-        observation, board = self._shown()
-        info = step_info(board, word is not None, self._player != before, terminated)
+        observation, *state = self._shown()
+        info = step_info(*state, word is not None, self._player != before, terminated)
         return observation, reward, terminated, truncated, info
 
     def close(self) -> None:
@@ -162,8 +176,8 @@ class Sokoban(Oracle):
             if 0 < row < level.height - 1 and 0 < column < level.width - 1
         ]
 
-    def _shown(self) -> tuple[str, str]:
-        """Return the observation, and the board in rows of letters."""
+    def _shown(self) -> tuple[str, str, bytes | None]:
+        """Return the observation, the board in rows of letters, and its picture."""
         _, _, target, box_on_target, box, player, player_on_target = self._letters
         letters, boxes, (at,) = list(self._room), _numbers(self._boxes), _numbers(self._player)
         for cell in boxes:
@@ -176,7 +190,9 @@ class Sokoban(Oracle):
         observation, board = show(self._observation, letters, self._level.width, at, things, ground)
         if self._observation == "relative":
             observation += f"\nfrom box to target: {'; '.join(map(self._to_target, boxes))}"
-        return observation, board
+        looks = dict(zip(self._letters, LOOKS, strict=True))
+        picture = drawn(letters, self._level.width, looks) if self._observation == "picture" else None
+        return observation, board, picture
 
     def _to_target(self, box: int) -> str:
         """Return the direction of the target nearest to a box."""

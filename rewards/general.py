@@ -64,7 +64,7 @@ class GeneralReward:
         yield "among many words", f"The answer is {prompt.ground_truth} {filler}"
         yield "before another", f"<answer>{prompt.ground_truth}</answer><answer>{filler}</answer>"
         yield "in the thoughts alone", f"<think>The answer is {prompt.ground_truth}</think>I do not know."
-        yield "the question's words", f"The answer is: {' '.join(message.text for message in prompt.messages)}"
+        yield "the question's words", f"The answer is: {' '.join(message.plain_text for message in prompt.messages)}"
 
     def suspect(self, prompt: Prompt, answer: str) -> str:
         """Return the sign of a cheat in a passing answer: several marked answers, or a very long one."""

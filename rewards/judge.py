@@ -5,7 +5,7 @@ The judge decides if the answer agrees with the ground truth (`scale: yes_no`, 1
 (`Score: 8`, `Verdict: no`), or in a JSON object (`{"score": 8}`), or at the start of the reply (`8/10, since ...`, `No.
 ...`); a custom template must ask for one of these. Any other reply, an endpoint that fails, or a spent budget is an
 `error`, one that never answers a `timeout`; never a zero. The same question is asked once. Calls are repeated if that
-may help (`Http` in `spmd_rl.types`).
+may help (`Http` in `spmd_rl.types`). The judge gets the pictures of a prompt before the text.
 
 Budget and cache belong to one worker process: `reward.<domain>.workers=1` is enough, since it has many calls in flight
 at once, and makes the budget the node's. The server and votes of several judges are not part of this.
@@ -15,9 +15,11 @@ at once, and makes the budget the node's. The server and votes of several judges
 """
 
 import asyncio
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
+from hashlib import blake2b
 
 from spmd_rl.types import AnswerInfo, Http, Message, Prompt, Verdict, unknown_fields
 
@@ -68,8 +70,8 @@ class JudgeReward:
         self._headers = {"Authorization": f"Bearer {os.environ[key_env]}"} if key_env else {}
         self._budget = {"requests": max_requests, "tokens": max_total_tokens}
         self._spent = {"requests": 0, "tokens": 0}
-        self._replies: dict[str, float] = {}
-        self._pending: dict[str, asyncio.Task[float]] = {}
+        self._replies: dict[bytes, float] = {}
+        self._pending: dict[bytes, asyncio.Task[float]] = {}
 
     async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """Ask the judge, unless the same question is cached. Only text after the last think block is shown."""
@@ -80,34 +82,36 @@ class JudgeReward:
         template, fixed = self._template
         # One pass over the template: a field name inside of an answer is not replaced.
         text = PLACE.sub(lambda match: (values | fixed)[match[1]], template)
-        score = await self._reply(text)
+        seen = [{"type": "image_url", "image_url": {"url": picture.url}} for picture in prompt.pictures]
+        score = await self._reply([*seen, {"type": "text", "text": text}] if seen else text)
         return Verdict("ok", score, {"judge": score})
 
-    async def _reply(self, text: str) -> float:
+    async def _reply(self, content: str | list[dict]) -> float:
         """Return the judge's score from the cache, a call in flight or a new call. Failures are not cached."""
-        if text in self._replies:
-            return self._replies[text]
-        if text not in self._pending:
-            task = asyncio.create_task(self._ask(text))
-            task.add_done_callback(lambda done: (self._pending.pop(text, None), done.cancelled() or done.exception()))
-            self._pending[text] = task
+        key = blake2b(json.dumps(content).encode(), digest_size=16).digest()
+        if key in self._replies:
+            return self._replies[key]
+        if key not in self._pending:
+            task = asyncio.create_task(self._ask(key, content))
+            task.add_done_callback(lambda done: (self._pending.pop(key, None), done.cancelled() or done.exception()))
+            self._pending[key] = task
         # A cancelled caller must not cancel the call, for which others may wait.
-        return await asyncio.shield(self._pending[text])
+        return await asyncio.shield(self._pending[key])
 
-    async def _ask(self, text: str) -> float:
+    async def _ask(self, key: bytes, content: str | list[dict]) -> float:
         for what, limit in self._budget.items():
             if limit is not None and self._spent[what] >= limit:
                 raise RuntimeError(f"the judge's budget of {limit} {what} is spent")
         self._spent["requests"] += 1
-        body = self._body | {"messages": [{"role": "user", "content": text}]}
+        body = self._body | {"messages": [{"role": "user", "content": content}]}
         reply = await self._http.post(self._url, body, self._headers)
         try:
             said = str(reply["choices"][0]["message"]["content"])
-            used = int((reply.get("usage") or {}).get("total_tokens", (len(text) + len(said)) // 4))
+            used = int((reply.get("usage") or {}).get("total_tokens", (len(content) + len(said)) // 4))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise ValueError(f"not a chat completion: {str(reply)[:200]}") from None
         self._spent["tokens"] += used
-        score = self._replies[text] = SCALES[self._scale](said, self._points)
+        score = self._replies[key] = SCALES[self._scale](said, self._points)
         if len(self._replies) > MAX_CACHED:
             # Dicts keep insertion order, so the oldest reply goes first.
             del self._replies[next(iter(self._replies))]
@@ -123,7 +127,7 @@ class JudgeReward:
 def question(prompt: Prompt) -> str:
     """Return the user's question: all messages but the system's, with their roles if there are several."""
     asked = [message for message in prompt.messages if message.role != "system"]
-    return asked[0].content if len(asked) == 1 else "\n\n".join(f"{m.role}: {m.content}" for m in asked)
+    return asked[0].plain_text if len(asked) == 1 else "\n\n".join(f"{m.role}: {m.plain_text}" for m in asked)
 
 
 def verdict(said: str, value: str, ends: str) -> re.Match[str] | None:

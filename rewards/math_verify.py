@@ -74,7 +74,7 @@ class MathReward:
         if final and len(final) <= max(MAX_CHARS, 2 * len(truth)):
             try:
                 with time_limit(self._seconds):
-                    equal, spelling = self._compare(truth, final, boxed, str(prompt.messages[-1].content))
+                    equal, spelling = self._compare(truth, final, boxed, prompt.messages[-1].plain_text)
             except TimeUp:
                 return Verdict("timeout", detail=f"not compared within {self._seconds:g} s of CPU time")
         parts = {"correct": float(equal or False), "boxed": float(boxed)}

@@ -71,7 +71,7 @@ class ReasoningGymReward:
 
     def suspect(self, prompt: Prompt, answer: str) -> str:
         """Return the sign of a cheat in a passing answer: it names many numbers."""
-        count = len(NUMBER.findall(answer)) - 3 * len(NUMBER.findall(" ".join(m.text for m in prompt.messages)))
+        count = len(NUMBER.findall(answer)) - 3 * len(NUMBER.findall(" ".join(m.plain_text for m in prompt.messages)))
         return f"{count} numbers more than a solution needs" if count > 20 else ""
 
     @classmethod

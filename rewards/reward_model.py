@@ -129,13 +129,17 @@ class ModelReward:
                 verdicts[place] = Verdict("ok", score, {"output": self._of_steps(steps)})
         return [verdicts[place] for place in range(len(texts))]
 
+    def unsupported(self, prompt: Prompt) -> str:
+        """Return why a row cannot be judged: it has pictures."""
+        return "it has pictures, and the reward model reads text alone" if prompt.pictures else ""
+
     def _render(self, prompt: Prompt, answer: str) -> tuple[list[int], list[int]]:
         """Return the token ids of the conversation that ends with the answer, and the positions of the scores."""
         borders: Sequence[int] = ()
         if self._separator:
             answer = answer.strip()
             borders = Conversation((Message("assistant", answer),)).in_steps(self._separator).borders
-        messages = [{"role": one.role, "content": one.content, **one.others} for one in prompt.messages]
+        messages = [{"role": one.role, "content": one.text, **one.others} for one in prompt.messages]
         tools = messages[0].pop("tools", None) if messages else None
         messages.append({"role": "assistant", "content": answer})
         text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)

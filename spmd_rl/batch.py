@@ -8,6 +8,7 @@ prefixes are found later, before the forward pass (`train/sharing.py`).
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -158,6 +159,11 @@ class Batch(_Remembered):
     margins: Tensor | None = field(default=None, metadata=per_sample(torch.float32, "score"))
     """float32 [S]: by how much the chosen answer of a pair should be better, 0 for the rejected one; None outside of
     reward models on pairs"""
+    pictures: Ragged | None = field(default=None, metadata=per_sample(torch.uint8, "encoded bytes", ragged=True))
+    """S lists of bytes: the encoded pictures of each sample, end to end, in the order of their negative token ids
+    (`types.pictures`). None for a model of text alone"""
+    picture_sizes: Ragged | None = field(default=None, metadata=per_sample(torch.int64, "bytes", ragged=True))
+    """S lists of int64: sizes of the sample's encoded pictures"""
     labels: Tensor | None = field(default=None, metadata=per_token(torch.float32))
     """float32 [T]: 1 at the learnt token of each right answer or step, 0 elsewhere; None outside of reward models on
     labels"""
@@ -198,6 +204,15 @@ class Batch(_Remembered):
         numbers = numbers[self.sampled.index]
         order = numbers.argsort(stable=True)
         return order, torch.unique_consecutive(numbers[order], return_inverse=True)[1]
+
+    @property
+    def encoded_pictures(self) -> list[tuple[bytes, ...]]:
+        """Encoded pictures of each sample."""
+        if self.pictures is None:
+            return [()] * self.num_samples
+        data, ends = self.pictures.values.cpu().numpy().tobytes(), self.picture_sizes.values.cumsum(0).tolist()
+        every = [data[begin:end] for begin, end in pairwise([0, *ends])]
+        return [tuple(every[a:b]) for a, b in pairwise(self.picture_sizes.offsets.tolist())]
 
     def to(self, device: torch.device) -> "Batch":
         """Return a copy on `device`."""
@@ -245,12 +260,16 @@ def _sampled(batch: Batch) -> Sampled:
 
 
 def pack(
-    samples: Iterable[Sample], version: int | None = None, truncated: bool = False, replayed: bool = False
+    samples: Iterable[Sample],
+    version: int | None = None,
+    truncated: bool = False,
+    replayed: bool = False,
+    seen: bool = False,
 ) -> Batch:
     """Pack samples end to end in the given order, with zero advantages and weights; also none.
 
-    version: of the policy in this step, from which lags count (None: no lag). truncated, replayed: True if the batch
-    has `candidate_ids`, `experts`, even without samples.
+    version: of the policy in this step, from which lags count (None: no lag). truncated, replayed, seen: True if the
+    batch has `candidate_ids`, `experts`, `pictures`, even without samples.
     """
     samples = list(samples)
     turns = [turn for sample in samples for turn in sample.turns]
@@ -263,6 +282,7 @@ def pack(
         lags[mask] = version - _joined([turn.versions for turn in turns], np.int32)
     num_turns = np.array([len(sample.turns) for sample in samples], np.int64)
     starts = _cumulated(lengths)[2 * _cumulated(num_turns)]
+    pictures, picture_sizes = _pictures(samples) if seen else (None, None)
     return Batch(
         starts=torch.from_numpy(starts),
         keys=as_tensor([sample.key for sample in samples]).reshape(-1, 2),
@@ -274,6 +294,8 @@ def pack(
         lags=torch.from_numpy(lags),
         candidate_ids=_candidate_ids(turns, mask) if truncated else None,
         experts=_experts(turns, mask) if replayed else None,
+        pictures=pictures,
+        picture_sizes=picture_sizes,
         advantages=torch.zeros(len(mask)),
         weights=torch.zeros(len(mask)),
     )
@@ -294,6 +316,16 @@ def _experts(turns: Sequence[Turn], mask: np.ndarray) -> Ragged:
     counts = np.zeros(len(mask), np.int64)
     counts[mask] = (totals // np.maximum(lengths, 1)).repeat(lengths)
     return Ragged(as_tensor(_joined(found, np.int16), np.int16), torch.from_numpy(_cumulated(counts)))
+
+
+def _pictures(samples: Sequence[Sample]) -> tuple[Ragged, Ragged]:
+    """Return the columns `pictures` and `picture_sizes`."""
+    every = [[data for turn in sample.turns for data in turn.pictures] for sample in samples]
+    counts, sizes = [len(some) for some in every], [sum(map(len, some)) for some in every]
+    joined = list(chain.from_iterable(every))
+    data = torch.from_numpy(np.frombuffer(bytearray().join(joined), np.uint8))
+    lengths = as_tensor([len(one) for one in joined])
+    return Ragged(data, bounds_of(as_tensor(sizes))), Ragged(lengths, bounds_of(as_tensor(counts)))
 
 
 def positions(starts: Tensor) -> Tensor:

@@ -14,8 +14,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from msgspec import to_builtins
-
 from spmd_rl.types import AnswerInfo, Message, Prompt
 
 GOLD = ("ground_truth", "solution")
@@ -115,7 +113,7 @@ def _names(function: Callable[..., Any], given: Mapping[str, Any]) -> list[str]:
 
 
 def _chat(message: Message) -> dict[str, Any]:
-    return {"role": message.role, "content": to_builtins(message.content), **message.others}
+    return {"role": message.role, "content": message.openai_content, **message.others}
 
 
 def _column(prompt: Prompt, name: str) -> Any:

@@ -28,14 +28,19 @@ HYBRID = ("lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
 """Further types, some of whose layers carry a state from token to token (`model/hybrid.py`)"""
 ACCEPTED = sorted([*FULL.split(), *SLIDING, *HYBRID])
 """All types that can be trained. A new one needs its name above and a passing test"""
-UNLESS_ASKED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
+SEEING = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
+"""Types with pictures that can be trained: their language models are among the types above"""
+UNLESS_ASKED = ("qwen2", "qwen2_moe", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl", "smollm3")
 """Types that have a window only with `use_sliding_window`"""
 WINDOWS = {**SLIDING, **dict.fromkeys(("mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), 4096)}
 LAYERS = {"full_attention", "sliding_attention"}
 """Layer types that `layer_types` may name"""
 STATES = {"linear_attention", "conv"}
 """Those of hybrid models that carry a state"""
-POSITIONS = {**dict.fromkeys(("default", "linear", "llama3", "yarn"), ""), "dynamic": "max_position_embeddings"}
+POSITIONS = {
+    **dict.fromkeys(("default", "linear", "llama3", "mrope", "yarn"), ""),
+    "dynamic": "max_position_embeddings",
+}
 POSITIONS |= dict.fromkeys(("longrope", "su"), "original_max_position_embeddings")
 """Rotary positions that a model may have. A sequence longer than the key's value also changes those of
 its neighbours
@@ -83,6 +88,14 @@ def experts_in(folder: Path) -> int | None:
     return next((count for name in EXPERT_COUNTS if (count := text.get(name))), 0)
 
 
+def sees_pictures(folder: Path) -> bool:
+    """Return True if the model in `folder` takes pictures. A directory without a readable `config.json` does not."""
+    try:
+        return json.loads((folder / "config.json").read_text()).get("model_type") in SEEING
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def check_architecture(key: str, folder: Path, longest: int, is_critic: bool = False) -> None:
     """Raise a `UserError` if the model in `folder` cannot be trained.
 
@@ -91,6 +104,8 @@ def check_architecture(key: str, folder: Path, longest: int, is_critic: bool = F
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         kind, names = config.get("model_type") or "this model", config.get("architectures") or []
+        if kind in SEEING:
+            config |= config.pop("text_config", {})
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{key}: {folder / 'config.json'}: {error}") from None
     pad, size = config.get("pad_token_id"), config.get("vocab_size")
@@ -101,7 +116,9 @@ def check_architecture(key: str, folder: Path, longest: int, is_critic: bool = F
     if config.get("is_encoder_decoder") or any(name.endswith(others) for name in names):
         raise UserError(f"{key}: {folder} is not a causal language model but {', '.join(names) or kind}")
     if reason := next(_reasons(kind, config), None):
-        raise UserError(f"{key}: {kind} {reason} and cannot be trained here; these can: {', '.join(ACCEPTED)}")
+        raise UserError(
+            f"{key}: {kind} {reason} and cannot be trained here; these can: {', '.join(sorted([*ACCEPTED, *SEEING]))}"
+        )
     for what, limit in _limits(kind, config):
         if longest > limit:
             raise UserError(
@@ -120,7 +137,7 @@ def _reasons(kind: str, config: dict[str, Any]) -> Iterator[str]:
     yield from (reason for reason, kinds in REASONS.items() if kind in kinds.split())
     if "text_config" in config:
         yield "has other parts than a language model"
-    if kind not in ACCEPTED:
+    if kind not in (*ACCEPTED, *SEEING):
         yield "is not known to keep packed sequences apart"
     if other := {*map(str, config.get("layer_types") or ())} - LAYERS - (STATES if kind in HYBRID else set()):
         yield f"has {', '.join(sorted(other))} layers"

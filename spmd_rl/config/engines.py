@@ -17,7 +17,7 @@ from typing import Any
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.hub import model_folder
 from spmd_rl.bundled import HOME
-from spmd_rl.config.architectures import HYBRID, experts_in, has_windows
+from spmd_rl.config.architectures import HYBRID, experts_in, has_windows, sees_pictures
 from spmd_rl.config.packages import unsupported
 from spmd_rl.config.sections.engine import ENGINES, SIMULATED, EngineConfig
 from spmd_rl.config.sections.models import ServedModelConfig
@@ -52,6 +52,10 @@ class EngineFacts:
     latent_attention: bool = False
     states: bool = False
     """True if it keeps the states of a hybrid model's layers"""
+    pictures: bool = False
+    """True if it takes pictures in prompts"""
+    picture_package: str = ""
+    """Package that it imports for models with pictures"""
 
     def check(
         self, engine: EngineConfig, policy: ServedModelConfig, temperatures: Mapping[str, Any], truncated: list[str]
@@ -116,6 +120,14 @@ class EngineFacts:
         # From `config.json` alone, before the weights are fetched.
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         kind = config.get("model_type")
+        if sees_pictures(folder) and not self.pictures:
+            names = with_ability(lambda other: other.pictures)
+            raise UserError(f"{key}: engine={name} does not support pictures, which {kind} takes; engine={names} does")
+        if sees_pictures(folder) and self.picture_package and importlib.util.find_spec(self.picture_package) is None:
+            raise UserError(
+                f"{key}: engine={name} needs {self.picture_package} for {kind}, which takes pictures: "
+                f"pip install {self.picture_package}; or set engine=native"
+            )
         if has_windows(config) and not self.sliding_windows:
             raise UserError(
                 f"{key}: engine={name} cannot run the sliding_attention layers of {kind}; "

@@ -102,7 +102,7 @@ def describe_model(folder: Path) -> str:
     config: dict[str, Any] = {}
     if (folder / "config.json").is_file():
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config |= config.get("text_config") or {}
+    config = (config.get("text_config") or {}) | config
     count = num_weights(folder)
     parts = [f"{count / 1e9:.2f} B weights" if count >= 1e9 else f"{count / 1e6:.3g} M weights"]
     if not count:

@@ -5,18 +5,22 @@ A broken record raises `BrokenRow`; `checked` adds its file and line.
 
 import json
 import math
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, TypeVar
 
 from spmd_rl.base.errors import UserError
-from spmd_rl.types import Message
+from spmd_rl.types import ImagePart, Message, TextPart
 
 ABSENT = object()
 SAID = ("reasoning_content", "tool_calls")
 """Fields of a message that may replace its content"""
 MAX_DEPTH = 100
 """Maximum depth of lists and objects in a row"""
+
+SIGNATURES = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM")
+"""First bytes of pictures: PNG, JPEG, GIF, WebP and BMP"""
 
 T = TypeVar("T")
 
@@ -100,15 +104,57 @@ def _message(item: Any, name: str) -> Message:
     fields = {key: value for key, value in item.items() if value is not None} if isinstance(item, dict) else {}
     role, weight = fields.pop("role", None), fields.pop("weight", 1)
     content = fields.pop("content", "" if any(map(fields.get, SAID)) else None)
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise BrokenRow(f"`{name}` needs a `role` and a `content`, both text")
+    if isinstance(content, list):
+        content = _content(content, name)
+    if not isinstance(role, str) or not isinstance(content, str | tuple):
+        raise BrokenRow(f"`{name}` needs a `role` and a `content`, a text or a list of parts")
     if weight not in (0, 1):
         raise BrokenRow(
             f"`{name}` has a `weight` of {weight!r}: known are 1, and 0 for an answer that is not trained on"
         )
-    message = Message(encodable(role, name), encodable(content, name), is_learnt=bool(weight)).with_fields(fields)
+    content = encodable(content, name) if isinstance(content, str) else content
+    message = Message(encodable(role, name), content, is_learnt=bool(weight)).with_fields(fields)
     encodable(message.fields, name)
     return message
+
+
+def _content(parts: list[Any], name: str) -> str | tuple[TextPart | ImagePart, ...]:
+    """Return a content in parts; a text if no part is a picture. `path` of a picture is what the row has of it: a path,
+    a URL or base64 text; empty if a column has it."""
+    found = tuple(_part(part, f"`{name}` needs parts of the types text, image and image_url;") for part in parts)
+    if any(isinstance(part, ImagePart) for part in found):
+        return found
+    return "".join(part.text for part in found)
+
+
+def _part(part: Any, needs: str) -> TextPart | ImagePart:
+    # Tables fill absent fields with null.
+    fields = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
+    type = fields.pop("type", "text" if isinstance(part, str) else None)
+    if type == "text":
+        text = part if isinstance(part, str) else fields.get("text")
+        if not isinstance(text, str):
+            raise BrokenRow(f"{needs} one has no `text`")
+        return TextPart(encodable(text, "text"))
+    if type in PICTURE_PARTS:
+        return ImagePart("", path=picture_reference(fields, type) if any(map(fields.get, PICTURE_FIELDS)) else "")
+    raise BrokenRow(f"{needs} one is of {type!r}" if type else f"{needs} one has no `type`")
+
+
+PICTURE_PARTS = ("image", "image_url", "input_image")
+PICTURE_FIELDS = ("image", "image_url", "url", "bytes", "base64", "path")
+"""Fields of a picture in a row that may hold it: OpenAI's, transformers', qwen-vl-utils' and those of tables"""
+
+
+def picture_reference(value: Any, name: str) -> str:
+    """Return what a row has of a picture as one text: a path, a URL or base64 text."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(value, dict):
+            break
+        value = next((value[field] for field in PICTURE_FIELDS if value.get(field)), None)
+    if not isinstance(value, str) or not value:
+        raise BrokenRow(f"`{name}` is {kind(value)}, not a picture: a path, `data:` URL, base64 text or bytes")
+    return encodable(value, name)
 
 
 def with_tools(messages: tuple[Message, ...], tools: Any) -> tuple[Message, ...]:
@@ -166,8 +212,8 @@ def spelled(value: float | Decimal) -> str:
 def plain(value: Any) -> Any:
     """Convert a value to plain JSON values: numpy's scalars and arrays, tuples and sets become numbers and lists.
 
-    Integers beyond 64 bits, which msgpack cannot encode, become text, and so do bytes and other types.
-    UnicodeDecodeError for bytes that are not UTF-8.
+    Integers beyond 64 bits, which msgpack cannot encode, become text, and so do bytes and other types; those of a
+    picture become a `data:` URL. UnicodeDecodeError for other bytes that are not UTF-8.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -178,7 +224,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(value)
     if isinstance(value, bytes | bytearray):
-        return value.decode()
+        # A text may begin like a picture, but no picture is UTF-8.
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            if value.startswith(SIGNATURES):
+                return f"data:;base64,{b64encode(value).decode()}"
+            raise
     if isinstance(value, Decimal):
         return spelled(value) if value.is_finite() else str(value)
     if isinstance(value, Mapping):

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from spmd_rl.base.errors import UserError
 from spmd_rl.data.fields import plain
+from spmd_rl.data.pictures import Folder
 from spmd_rl.data.rows import Record, parse_rows
 
 GZIP, PARQUET, BYTE_ORDER_MARK = b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf"
@@ -29,9 +30,13 @@ class Found(NamedTuple):
     """byte offset of its line in the file; None if the file cannot be read from there"""
 
 
-def read_rows(path: Path, key: str, columns: Mapping[str, str | None] | None = None) -> Iterator[Record]:
-    """Yield the rows of a file. key: the setting that a `UserError` names. columns: `data.keys`."""
-    yield from parse_rows((found[:2] for found in read_records(path, key)), key, columns or {})
+def read_rows(
+    path: Path, key: str, columns: Mapping[str, str | None] | None = None, pictures: str | None = None
+) -> Iterator[Record]:
+    """Yield the rows of a file. key: the setting that a `UserError` names. columns, pictures: `data.keys` and
+    `data.pictures`."""
+    records = (found[:2] for found in read_records(path, key))
+    yield from parse_rows(records, key, columns or {}, Folder.of(pictures, path.parent))
 
 
 def read_records(path: Path, key: str) -> Iterator[Found]:
@@ -101,7 +106,7 @@ def _parquet(path: Path, key: str) -> Iterator[Found]:
     number = 0
     try:
         for batch in ParquetFile(path).iter_batches():
-            for record in _widened(batch).to_pylist():
+            for record in plain_rows(batch):
                 where = f"{path}[{number}]"
                 yield Found(where, table_row(record, f"{key}: {where}"))
                 number += 1
@@ -109,13 +114,13 @@ def _parquet(path: Path, key: str) -> Iterator[Found]:
         raise UserError(f"{key}: {path} is broken parquet: {str(error).splitlines()[0]}") from None
 
 
-def _widened(batch: Any) -> Any:
-    """Return a batch of pyarrow with 32-bit floats as the doubles of the same decimal spelling."""
+def plain_rows(batch: Any) -> list[dict[str, Any]]:
+    """Return the rows of a batch of pyarrow, 32-bit floats as the doubles of the same decimal spelling."""
     for index, column in enumerate(batch.schema):
         if str(column.type) == "float":
             # A plain cast of 0.1f gives 0.10000000149011612, a wrong ground truth.
             batch = batch.set_column(index, column.name, batch.column(index).cast("string").cast("double"))
-    return batch
+    return batch.to_pylist()
 
 
 def table_row(record: Mapping[str, Any], where: str) -> dict[str, Any]:

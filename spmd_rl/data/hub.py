@@ -4,20 +4,28 @@ The cache and the variables (`HF_HOME`, `HF_HUB_OFFLINE`, `HF_DATASETS_OFFLINE`,
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from spmd_rl.base.errors import UserError, one_line
 from spmd_rl.base.hub import HubDataset, http_error
-from spmd_rl.data.files import table_row
+from spmd_rl.data.files import plain_rows, table_row
+from spmd_rl.data.pictures import Folder
 from spmd_rl.data.rows import Record, parse_rows
 
+BATCH = 32
+"""Rows that are read at once from a dataset with pictures"""
 DEFAULT_SPLITS = {"data.train": "train", "data.eval": "test"}
 
 
-def read_dataset(source: HubDataset, key: str, columns: Mapping[str, str | None]) -> Iterator[Record]:
-    """Yield the rows of one split. key: the setting that a `UserError` names. columns: `data.keys`."""
-    yield from parse_rows(dataset_records(source, key), key, columns)
+def read_dataset(
+    source: HubDataset, key: str, columns: Mapping[str, str | None], pictures: str | None = None
+) -> Iterator[Record]:
+    """Yield the rows of one split. key: the setting that a `UserError` names. columns, pictures: `data.keys` and
+    `data.pictures`."""
+    yield from parse_rows(dataset_records(source, key), key, columns, Folder.of(pictures, cache_folder()))
 
 
 def dataset_records(source: HubDataset, key: str) -> Iterator[tuple[str, Any]]:
@@ -25,7 +33,22 @@ def dataset_records(source: HubDataset, key: str) -> Iterator[tuple[str, Any]]:
     split = source.split or DEFAULT_SPLITS[key]
     name = ":".join(filter(None, (source.repo, source.config, split)))
     table = _load(source, split, name, key)
-    yield from ((f"{name}[{i}]", table_row(row, f"{key}: {name}[{i}]")) for i, row in enumerate(table))
+    yield from ((f"{name}[{i}]", table_row(row, f"{key}: {name}[{i}]")) for i, row in enumerate(_rows(table)))
+
+
+def cache_folder() -> Path:
+    """Return the folder in which the hub's files are on this machine."""
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(HF_HOME)
+
+
+def _rows(table: Any) -> Iterable[Mapping[str, Any]]:
+    """Return the rows of a dataset, with pictures as they are stored: encoded bytes, not decoded."""
+    features = getattr(table, "features", None)
+    if features is None or "'_type': 'Image'" not in str(features.to_dict()):
+        return table
+    return chain.from_iterable(map(plain_rows, table.with_format("arrow").iter(BATCH)))
 
 
 def _load(source: HubDataset, split: str, name: str, key: str) -> Any:

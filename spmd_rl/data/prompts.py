@@ -10,14 +10,12 @@ docs/DATA.md). The dataset has no state: the rollout knows which tickets are don
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from operator import itemgetter
 from pathlib import Path
 from unicodedata import normalize
-
-from msgspec import to_builtins
 
 from spmd_rl.base.errors import UserError, tell
 from spmd_rl.base.hub import hub_dataset
@@ -25,13 +23,14 @@ from spmd_rl.config.ranks import rank
 from spmd_rl.config.schema import DataConfig
 from spmd_rl.config.sections.data import GENERATORS, SHAPES, sources
 from spmd_rl.data import reasoning_gym, shapes
-from spmd_rl.data.fields import with_tools
+from spmd_rl.data.fields import BrokenRow, with_tools
 from spmd_rl.data.files import read_rows
 from spmd_rl.data.hub import read_dataset
 from spmd_rl.data.mix import Mix
+from spmd_rl.data.pictures import with_pictures
 from spmd_rl.data.rows import Record
 from spmd_rl.data.seeds import counter_seed
-from spmd_rl.types import Message, Prompt
+from spmd_rl.types import ImagePart, Message, Prompt, TextPart
 
 LATEX = "abla atural e earrow eg eq ewline exists geq i leq mid onumber ot otin parallel prec subseteq succ u warrow"
 LINE_BREAK = re.compile(rf"(?<!\\)\\n(?!({'|'.join(LATEX.split())})(?![a-zA-Z]))")
@@ -118,7 +117,7 @@ class Prompts:
         """Return 32 hexadecimal digits over all prompts in order, by which ranks compare their data."""
         digest = blake2b(digest_size=16)
         for prompt in (*self.train, *self.eval):
-            messages = [[m.role, to_builtins(m.content), *filter(None, [m.fields])] for m in prompt.messages]
+            messages = [[m.role, _plain(m.content), *filter(None, [m.fields])] for m in prompt.messages]
             ranked = [prompt.priority] if prompt.priority else []
             digest.update(json.dumps([prompt.id, messages, prompt.domain, prompt.ground_truth, *ranked]).encode())
         digest.update(b"%d" % len(self.eval))
@@ -159,9 +158,18 @@ def content_id(messages: Iterable[Message]) -> str:
     Unicode NFC with each run of white space as one space."""
     # The ground truth is not included: one question with two answers is one question, and must not be both trained on
     # and held out.
-    said = [(m, _normal(m.content) if isinstance(m.content, str) else to_builtins(m.content)) for m in messages]
-    content = [[m.role, text, *filter(None, [m.fields])] for m, text in said]
+    content = [[m.role, _plain(m.content, _normal), *filter(None, [m.fields])] for m in messages]
     return blake2b(json.dumps(content, separators=(",", ":")).encode(), digest_size=16).hexdigest()
+
+
+def _plain(content: str | Iterable[TextPart | ImagePart], spelled: Callable[[str], str] = str) -> str | list[str]:
+    """Return a message's content as text, or the text of each of its parts: a hash for a picture."""
+    if isinstance(content, str):
+        return spelled(content)
+    return [
+        spelled(part.text) if isinstance(part, TextPart) else blake2b(part.data, digest_size=16).hexdigest()
+        for part in content
+    ]
 
 
 def _normal(text: str) -> str:
@@ -190,9 +198,9 @@ def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Record]:
         elif name.startswith(SHAPES):
             rows = shapes.generate(name.removeprefix(SHAPES), key)
         elif dataset := hub_dataset(name):
-            rows = read_dataset(dataset, key, cfg.keys)
+            rows = read_dataset(dataset, key, cfg.keys, cfg.pictures)
         elif name:
-            rows = read_rows(Path(name).expanduser(), key, cfg.keys)
+            rows = read_rows(Path(name).expanduser(), key, cfg.keys, cfg.pictures)
         else:
             raise UserError(f"{key}: an empty name in {source!r}")
         for row in rows:
@@ -210,8 +218,17 @@ def _distinct(rows: Iterable[Record]) -> dict[str, Record]:
 
 
 def _content(row: Record) -> str:
-    messages = (Message("user", row.problem),) if isinstance(row.problem, str) else row.problem
-    return content_id(with_tools(messages, row.extra.get("tools")))
+    return content_id(with_tools(_messages(row, "{question}"), row.extra.get("tools")))
+
+
+def _messages(row: Record, template: str) -> tuple[Message, ...]:
+    """Return the messages of a row with its pictures. UserError: `data.format` has places for other pictures."""
+    # Not str.format: problems and formats are full of braces.
+    asked = Message("user", template.replace("{question}", row.problem)) if isinstance(row.problem, str) else None
+    try:
+        return with_pictures((asked,) if asked else row.problem, row.pictures)
+    except BrokenRow as error:
+        raise UserError(f"data.format: {row.where}: {error}") from None
 
 
 def _numbered(rows: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
@@ -238,11 +255,7 @@ def _to_prompt(row: Record, id: str, cfg: DataConfig) -> Prompt:
 
     id: for a row without an id.
     """
-    if isinstance(row.problem, str):
-        # Not str.format: problems and formats are full of braces.
-        messages = (Message("user", with_line_breaks(cfg.format).replace("{question}", row.problem)),)
-    else:
-        messages = row.problem
+    messages = _messages(row, with_line_breaks(cfg.format))
     if cfg.system is not None and all(m.role != "system" for m in messages):
         messages = (Message("system", with_line_breaks(cfg.system)), *messages)
     messages = with_tools(messages, row.extra.get("tools"))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from msgspec.structs import replace
 
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.hub import hub_dataset
@@ -27,15 +28,16 @@ from spmd_rl.config.run_identity import identity_hash
 from spmd_rl.config.sections.data import GENERATORS, SourcesConfig, sources
 from spmd_rl.data import reasoning_gym
 from spmd_rl.data.conversations import KINDS
-from spmd_rl.data.fields import BrokenRow
+from spmd_rl.data.fields import BrokenRow, opened
 from spmd_rl.data.files import BYTE_ORDER_MARK, read_records
-from spmd_rl.data.hub import dataset_records
+from spmd_rl.data.hub import cache_folder, dataset_records
+from spmd_rl.data.pictures import Folder, take_pictures, with_own, with_pictures
 from spmd_rl.data.prompts import is_held_out
 from spmd_rl.data.seeds import counter_seed
 from spmd_rl.types import Example
 
-Parse = Callable[[Any], Example]
-"""Function from a record to an example; BrokenRow describes an invalid record."""
+Parse = Callable[[Any, Folder], Example]
+"""Function from a record, and the folder of its pictures, to an example; BrokenRow describes an invalid record."""
 
 
 class RowStore(Sequence[Example]):
@@ -44,6 +46,7 @@ class RowStore(Sequence[Example]):
     def __init__(self, parse: Parse) -> None:
         self._parse = parse
         self._files: list[BinaryIO] = []
+        self._folders: list[Folder] = []
         self._numbers, self._offsets = array("i"), array("q")
         self._digest = blake2b(digest_size=16)
         self._order = lru_cache(2)(self._shuffled)
@@ -53,7 +56,7 @@ class RowStore(Sequence[Example]):
 
     def __getitem__(self, index: int) -> Example:
         """Read a row again from its file."""
-        return self._parse(self._record(index)[1])
+        return self._parse(self._record(index)[1], self._folders[self._numbers[index]])
 
     def where(self, index: int) -> str:
         """Return the place of a row, for error messages."""
@@ -94,8 +97,10 @@ class RowStore(Sequence[Example]):
         # `stable` and raw 64-bit draws: numpy may change its shuffles between versions, but not the Philox stream.
         return draws.argsort(kind="stable")
 
-    def open(self, path: Path | None) -> int:
-        """Open a file of rows and return its number; without a path a temporary one, to be written first."""
+    def open(self, path: Path | None, folder: Folder) -> int:
+        """Open a file of rows and return its number; without a path a temporary one, to be written first. folder: of
+        its pictures."""
+        self._folders.append(folder)
         self._files.append(path.open("rb") if path else tempfile.TemporaryFile())  # noqa: SIM115
         return len(self._files) - 1
 
@@ -110,6 +115,17 @@ class RowStore(Sequence[Example]):
         self._numbers.append(number)
         self._offsets.append(offset)
         self._digest.update(content)
+
+
+def parse_example(kind: Callable[..., Example], cfg: SourcesConfig, record: Any, folder: Folder) -> Example:
+    """Return the example of a row with its pictures. kind: one of `KINDS`. BrokenRow describes an invalid row."""
+    example, columns = kind(record, cfg), {name: column for name, column in cfg.keys.items() if name == "images"}
+    pictures = take_pictures(opened(record, columns)[0], columns, folder)
+    chats = (
+        replace(chat, messages=with_pictures(with_own(chat.messages, folder), pictures))
+        for chat in example.conversations
+    )
+    return replace(example, conversations=tuple(chats))
 
 
 def _blocks(file: BinaryIO, end: int) -> Iterator[bytes]:
@@ -135,7 +151,7 @@ class Examples:
     @classmethod
     def load(cls, cfg: SourcesConfig, kind: str) -> "Examples":
         """Read and check all rows of a kind of `KINDS`. UserError, naming setting, file and line, for a broken one."""
-        parse: Parse = partial(KINDS[kind], cfg=cfg)
+        parse: Parse = partial(parse_example, KINDS[kind], cfg)
         rows = cls(RowStore(parse), RowStore(parse))
         rows._read(cfg.train, "data.train", cfg, parse, 0.0 if cfg.eval else cfg.holdout)
         rows._read(cfg.eval, "data.eval", cfg, parse, 1.0)
@@ -162,9 +178,11 @@ class Examples:
         for name in sources(source):
             # For each store, the numbers of its file and of a temporary one.
             path, files = Path(name).expanduser(), [{}, {}]
+            home = cache_folder() if hub_dataset(name) else path.parent
+            folder = Folder.of(cfg.pictures, home)
             for where, record, offset in _records(name, path, key, cfg):
                 try:
-                    parse(record)
+                    parse(record, folder)
                 except BrokenRow as error:
                     raise UserError(f"{key}: {where}: {error}") from None
                 # The hash is over the row as written, so that no setting moves a row to the other side.
@@ -173,7 +191,7 @@ class Examples:
                 store, kept = (self.eval if held else self.train), None if offset is None else path
                 if kept not in files[held]:
                     # Each store opens the file separately, since reading moves a file's position.
-                    files[held][kept] = store.open(kept)
+                    files[held][kept] = store.open(kept, folder)
                 store.add(content, files[held][kept], offset, (where, record))
 
 

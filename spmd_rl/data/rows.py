@@ -19,11 +19,14 @@ from spmd_rl.data.fields import (
     with_tools,
 )
 from spmd_rl.data.judges import read_judge
-from spmd_rl.types import Message
+from spmd_rl.data.pictures import Folder, take_pictures, with_own, with_pictures
+from spmd_rl.types import ImagePart, Message
 
 DEFAULT_DOMAIN = "math"
 FINAL_ANSWER = re.compile(r"####\s*(\S.*?)\s*\Z", re.DOTALL)
 """Final answer of a solution in GSM8K, which ends with `#### n`"""
+TAGGED = re.compile(r"<answer>\s*(\S.*?)\s*</answer>\s*\Z", re.DOTALL)
+"""Final answer of a solution in GEOQA_R1V, which ends with `<answer> 145 </answer>`"""
 PROBLEMS = ("messages", "prompt", "question", "problem")
 TRUTHS = ("ground_truth", "answer", "solution")
 MAX_PRIORITY = 1e9
@@ -49,26 +52,32 @@ class Record:
     generated problem
     """
     priority: float = 0.0
+    pictures: tuple[ImagePart, ...] = ()
+    """Pictures in columns of their own; see `pictures.with_pictures`"""
 
 
-def parse_rows(records: Iterable[tuple[str, Any]], key: str, columns: Mapping[str, str | None]) -> Iterator[Record]:
-    """Yield the row of each record, a pair of its place and its JSON value. columns: `data.keys`.
+def parse_rows(
+    records: Iterable[tuple[str, Any]], key: str, columns: Mapping[str, str | None], folder: Folder
+) -> Iterator[Record]:
+    """Yield the row of each record, a pair of its place and its JSON value. columns: `data.keys`. folder: of pictures.
 
     UserError, naming the setting `key` and the record, for a broken one.
     """
-    yield from checked(records, key, lambda record, where: _row(record, where, columns))
+    yield from checked(records, key, lambda record, where: _row(record, where, columns, folder))
 
 
-def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Record:
+def _row(data: Any, where: str, columns: Mapping[str, str | None], folder: Folder) -> Record:
     data, lacks = opened(data, columns)
     names = column_names(data)
     judged = columns.get("ground_truth", "") is not None
     tests = read_judge(data)
     with_tools((Message("user", ""),), data.get("tools"))
-    problem, ground_truth = _each(
-        lambda: _problem(data, [name for name in PROBLEMS if columns.get(name)] or PROBLEMS, names),
+    pictures, problem, ground_truth = _each(
+        lambda: take_pictures(data, columns, folder),
+        lambda: _problem(data, [name for name in PROBLEMS if columns.get(name)] or PROBLEMS, names, folder),
         lambda: _ground_truth(data, columns, names, tests) if judged else "",
     )
+    with_pictures((Message("user", problem),) if isinstance(problem, str) else problem, pictures)
     domain = _domain(data)
     own_id = data.pop("id", None)
     if own_id is not None and (isinstance(own_id, bool) or not isinstance(own_id, str | int) or own_id == ""):
@@ -77,7 +86,7 @@ def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Record:
         # ROLL counts the rows of each source from 1, so ids are unique only with the tag.
         own_id = f"{tag}/{own_id}"
     own_id = None if own_id is None else encodable(str(own_id), "id")
-    return Record(where, problem, ground_truth, domain, own_id, data, lacks, _priority(data))
+    return Record(where, problem, ground_truth, domain, own_id, data, lacks, _priority(data), pictures)
 
 
 def _priority(data: dict[str, Any]) -> float:
@@ -115,7 +124,7 @@ def _domain(data: dict[str, Any]) -> str:
     return "code" if data.get("test") or data.get("test_cases") else DEFAULT_DOMAIN
 
 
-def _problem(data: dict[str, Any], names: Sequence[str], there: str) -> str | tuple[Message, ...]:
+def _problem(data: dict[str, Any], names: Sequence[str], there: str, folder: Folder) -> str | tuple[Message, ...]:
     """Remove the first present one of `names` from the row and return it; not a whole conversation, if there is
     another.
     """
@@ -129,7 +138,7 @@ def _problem(data: dict[str, Any], names: Sequence[str], there: str) -> str | tu
         found = found[1:]
     name = found[0]
     if name == "messages" or (name == "prompt" and isinstance(data[name], list)):
-        return _messages(data.pop(name), name)
+        return with_own(_messages(data.pop(name), name), folder)
     # HumanEval's prompt stays in the row: it is the head of the function that its tests call.
     return take_text(dict(data) if "entry_point" in data else data, name)
 
@@ -143,7 +152,7 @@ def _messages(value: Any, name: str) -> tuple[Message, ...]:
     messages = parse_messages(value, name)
     if messages[-1].role == "assistant":
         raise BrokenRow(f"`{name}` end with a message of the assistant, so the prompt would contain the answer")
-    if not any(message.content.strip() for message in messages):
+    if not any(message.plain_text.strip() for message in messages):
         raise BrokenRow(f"`{name}` are empty")
     return messages
 
@@ -170,9 +179,9 @@ def _ground_truth(data: dict[str, Any], columns: Mapping[str, str | None], there
     if value != value:
         raise BrokenRow(f"`{name}` is {kind(value)}: leave the row out")
     text = encodable(value if isinstance(value, str) else spelled(value), name)
-    if name == "solution" and _boxed(text) is None and (empty := [key for key in SELF_JUDGED if key in data]):
+    if name == "solution" and _solved(text) is None and (empty := [key for key in SELF_JUDGED if key in data]):
         raise BrokenRow(f"`{empty[0]}` is empty, and a `solution` without \\boxed{{}} has no answer to compare with")
-    final = _final_answer(text) if name == "answer" else _boxed(text) if name == "solution" else None
+    final = _final_answer(text) if name == "answer" else _solved(text) if name == "solution" else None
     if final is None:
         del data[name]
         return text
@@ -182,6 +191,11 @@ def _ground_truth(data: dict[str, Any], columns: Mapping[str, str | None], there
 def _final_answer(text: str) -> str | None:
     found = FINAL_ANSWER.search(text.rpartition("\n")[2])
     return found and found.group(1)
+
+
+def _solved(text: str) -> str | None:
+    boxed, tagged = _boxed(text), TAGGED.search(text)
+    return tagged[1] if boxed is None and tagged else boxed
 
 
 def _boxed(text: str) -> str | None:

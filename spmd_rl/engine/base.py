@@ -6,7 +6,7 @@ Every engine passes `tests/unit/test_engine_parity.py` against plain Hugging Fac
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -53,6 +53,8 @@ class Engine(Protocol):
 
     capacity: Capacity
     """Limits of the engine, fixed at construction."""
+    processor: Any = None
+    """`model.pictures.Processor` of a model that takes pictures"""
     leads: bool = True
     """True if this rank is the first of its replica."""
     token_counts: EngineCounts

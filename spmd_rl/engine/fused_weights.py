@@ -9,19 +9,20 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
 from spmd_rl.base.hub import model_folder
-from spmd_rl.model.build import weights_of
+from spmd_rl.model.build import auto_class, weights_of
 
 
 def expected_shapes(path: Path | str, trust: bool = False) -> dict[str, torch.Size]:
     """Return the shape of each weight by Hugging Face name, from `path/config.json` alone; tied ones under the
     first."""
-    config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
+    folder = model_folder(path)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
     with torch.device("meta"), no_init_weights():
-        module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+        module = auto_class(folder).from_config(config, trust_remote_code=trust)
     module.tie_weights()
     return {name: weight.shape for name, weight in weights_of(module).items()}
 

@@ -68,7 +68,7 @@ class HostedEngine(Engine):
         if self.lost:
             raise RunFailed(self.lost)
         assert request.id not in self.under_way, f"request {request.id} is under way already"
-        check(request, self.capacity.max_tokens)
+        check(request, self.capacity.max_tokens, self.processor)
         if self._cache_sleeps:
             self._wake("kv_cache")
         self.num_added += 1

@@ -58,7 +58,7 @@ class ReplicatedEngine:
     def __init__(self, engine: Engine, world: World, num_ranks: int) -> None:
         """[all] Replica r is ranks [r * num_ranks, (r + 1) * num_ranks) of `world`, the generator ranks."""
         assert world.size % num_ranks == 0, "checked with the settings"
-        self.capacity, self.token_counts = engine.capacity, engine.token_counts
+        self.capacity, self.token_counts, self.processor = engine.capacity, engine.token_counts, engine.processor
         self.leads = world.rank % num_ranks == 0
         self.engine = engine
         """Engine of this rank in the replica."""

@@ -85,8 +85,11 @@ def has_stop(answer: SequenceState, text_of: TextOf) -> bool:
     return any(stop in text for stop in request.stop)
 
 
-def check(request: Request, max_tokens: int) -> None:
-    """Raise a ValueError for a request that no engine can answer. max_tokens: of prompt and answer together."""
+def check(request: Request, max_tokens: int, processor: Any = None) -> None:
+    """Raise a ValueError for a request that no engine can answer.
+
+    max_tokens: of prompt and answer together. processor: `model.pictures.Processor` of the model, if it has one.
+    """
     r, num_tokens = request, len(request.prompt_ids) + request.max_new_tokens
     if not r.prompt_ids or r.max_new_tokens < 1:
         raise ValueError(f"request {r.id}: needs at least one prompt token and one new token")
@@ -96,3 +99,8 @@ def check(request: Request, max_tokens: int) -> None:
         raise ValueError(f"request {r.id}: top_k {r.top_k}, top_p {r.top_p} or min_p {r.min_p} is out of its range")
     if r.top_k == 0 and (r.top_p < 1 or r.min_p > 0):
         raise ValueError(f"request {r.id}: top_p and min_p need a top_k, which bounds what is recorded")
+    if r.pictures and processor is None:
+        raise ValueError(f"request {r.id}: has pictures, and the model takes text alone")
+    wanted = sum(processor.count(data) for data in r.pictures) if processor else 0
+    if processor and (given := sum(id < 0 for id in r.prompt_ids)) != wanted:
+        raise ValueError(f"request {r.id}: has {given} ids of pictures, and pictures of {wanted}")

@@ -60,7 +60,9 @@ def with_hints(batch: Batch) -> Batch:
     starts = bounds_of(as_tensor([len(run) for run in runs[1:]]))
     tokens, mask = torch.cat(runs), torch.cat(masks)
     zeros = torch.zeros(len(tokens))
-    return Batch(starts, batch.keys, batch.units, tokens, positions(starts), mask, zeros, zeros.int())
+    shown = Batch(starts, batch.keys, batch.units, tokens, positions(starts), mask, zeros, zeros.int())
+    shown.pictures, shown.picture_sizes = batch.pictures, batch.picture_sizes
+    return shown
 
 
 def at_answers(batch: Batch, shown: Batch, logprobs: Tensor, *lists: Ragged) -> tuple[Tensor | Ragged, ...]:

@@ -52,7 +52,7 @@ def deal(
         shares = Shares(count, data.size, role.hidden_size)
         made = plan(collected.step, all_alike(collected.table), shares, AGGREGATIONS["token-mean"])
     own = made.samples_of(collected.groups, world.rank)
-    packed = pack(own, collected.step - 1)
+    packed = pack(own, collected.step - 1, seen=role.sees)
     if annotate:
         annotate(packed, own)
     return made, redistribute(packed, made, count, data, world)  # [all]

@@ -103,7 +103,7 @@ class Learner:
             if not self._teachers:
                 self._check_signal()
             own = self.plan.samples_of(collected.groups, self._world.rank)
-            packed = pack(own, collected.step - 1, rollout.truncates, self._replayed)
+            packed = pack(own, collected.step - 1, rollout.truncates, self._replayed, self._policy.sees)
             if self._teachers and self._teachers.hints:
                 packed.hints = self._teachers.hints(packed, collected.groups)
             batches = redistribute(packed, self.plan, self._num_updates, data, self._world)  # [all]

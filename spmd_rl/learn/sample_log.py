@@ -1,6 +1,6 @@
 """Rows of the sample log: each sample with its prompt, advantage, and reason if it is dropped; held-out answers."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,8 @@ from spmd_rl.learn.learner import Learner
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.rollout import Collected, RowSource
 from spmd_rl.track.run import Run
-from spmd_rl.track.run_reader import plain_text
 from spmd_rl.track.samples import SampleRow, StepRow, TurnRow
-from spmd_rl.types import AgentStep, Conversation, Group, Prompt, Sample, Verdict, concat
+from spmd_rl.types import AgentStep, Conversation, Group, Message, Prompt, Sample, Verdict, concat
 
 DECIMALS = 6
 """Decimals of a logprob in the log"""
@@ -43,7 +42,7 @@ def rows(collected: Collected, plan: Plan | None) -> Iterator[SampleRow]:
     begins, ends = (np.searchsorted(tickets, own, side).tolist() for side in ("left", "right"))
     for (group, reason), begin, end in zip(groups, begins, ends, strict=True):
         planned = dict(zip(answers[begin:end].tolist(), range(begin, end), strict=True))
-        messages = msgspec.Raw(_encode(group.prompt.messages))
+        messages = _messages(group)
         for sample, turns in zip(group.samples, _turns(group), strict=True):
             place = planned.get(sample.answer)
             advantage = None if place is None else float(advantages[place])
@@ -74,7 +73,7 @@ def _credit(turns: list[TurnRow], advantages: np.ndarray) -> None:
 def held_out(groups: Iterable[Group]) -> Iterator[SampleRow]:
     """Yield one row per answer of an evaluation on this rank; the ticket is the index of the prompt."""
     for group in groups:
-        messages = msgspec.Raw(_encode(group.prompt.messages))
+        messages = _messages(group)
         for sample, turns in zip(group.samples, _turns(group), strict=True):
             yield _row(group.prompt, messages, sample, turns, None, "held out")
 
@@ -91,14 +90,14 @@ def of_rows(track: Run, source: RowSource) -> RowLog:
 
 def _written(number: int, answer: int, shown: Conversation, score: float) -> SampleRow:
     *given, last = shown.messages
-    turn = TurnRow(plain_text(last.content), [], [], [], [], "stop")
+    turn = TurnRow(last.plain_text, [], [], [], [], "stop")
     verdict = _verdict(Verdict("ok", score))
     return SampleRow(number, answer, str(number), "rows", given, "", [turn], verdict, None, False, "held out")
 
 
 def _row(
     prompt: Prompt,
-    messages: msgspec.Raw,
+    messages: Sequence[Message] | msgspec.Raw,
     sample: Sample,
     turns: list[TurnRow],
     advantage: float | None,
@@ -122,6 +121,12 @@ def _row(
     )
 
 
+def _messages(group: Group) -> Sequence[Message] | msgspec.Raw:
+    """Return the messages of a prompt, encoded once for all samples unless the log must keep their pictures."""
+    messages = group.prompt.messages
+    return msgspec.Raw(_encode(messages)) if all(isinstance(one.content, str) for one in messages) else messages
+
+
 def _turns(group: Group) -> Iterator[list[TurnRow]]:
     """Yield the turns of each sample, rounded; the ids of a common prompt are converted once."""
     rendered = group.samples[0].turns[0].prompt_ids
@@ -140,6 +145,7 @@ def _turns(group: Group) -> Iterator[list[TurnRow]]:
                 versions=turn.versions.tolist(),
                 finish_reason=turn.finish_reason,
                 step=_step(turn.step) if turn.step else None,
+                pictures=turn.pictures,
             )
             rows.append(row)
             begin = end

@@ -6,15 +6,18 @@ Whole (`build_model`), or without weights (`build_on_meta`), to be sharded first
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging
 
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.hub import model_folder
+from spmd_rl.config.architectures import sees_pictures
 from spmd_rl.model import attention as packed
 from spmd_rl.model.hybrid import keep_apart
 from spmd_rl.model.stored import Part, stored_parts
@@ -36,10 +39,10 @@ def build_model(
     """
     folder = model_directory(path)
     with _users_mistakes(folder):
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = auto_class(folder).from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=with_tower_attention(folder, attention),
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=trust_remote_code,
@@ -48,6 +51,7 @@ def build_model(
     if missing := sorted({*report["missing_keys"]} - {*may_lack}):
         raise UserError(f"policy.model: {folder} lacks {len(missing)} weights, among them {missing[0]}")
     model.config.use_cache = False
+    build_tower(model, folder)
     return keep_apart(model.to(device).eval())
 
 
@@ -65,13 +69,46 @@ def shape_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
     with _users_mistakes(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         with parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=packed.NAME, trust_remote_code=trust_remote_code
+            model = auto_class(folder).from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=with_tower_attention(folder, packed.NAME),
+                trust_remote_code=trust_remote_code,
             )
     keep_float32(model)
     # Training never decodes, and a cache would hold the keys and values of all layers.
     model.config.use_cache = False
+    build_tower(model, folder)
     return keep_apart(model.eval())
+
+
+def auto_class(folder: Path) -> Any:
+    """Return the class of transformers that builds the model of a directory."""
+    return AutoModelForImageTextToText if sees_pictures(folder) else AutoModelForCausalLM
+
+
+def with_tower_attention(folder: Path, attention: str) -> str | dict[str, str]:
+    """Return `attn_implementation` with `attention` for the language model, and a plain one for a vision tower."""
+    if not sees_pictures(folder):
+        return attention
+    return {"": attention, "text_config": attention, "vision_config": "sdpa"}
+
+
+def build_tower(model: nn.Module, folder: Path) -> None:
+    """Set `model.tower`, a `pictures.Tower`, if the model takes pictures."""
+    if sees_pictures(folder):
+        # Runs of text alone have neither the import nor Pillow.
+        from spmd_rl.model.pictures import Tower
+
+        model.tower = Tower(model, folder)
+        # transformers finds some of them by the name of the class, which FSDP changes.
+        model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+
+
+def tower_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters of a vision tower, if the model has one: they may be frozen."""
+    own = {id(p) for p in model.tower.parameters} if hasattr(model, "tower") else set()
+    return {name for name, p in model.named_parameters() if id(p) in own}
 
 
 def keep_float32(model: nn.Module) -> None:

@@ -16,7 +16,8 @@ class ModelSize:
     parameters: int
     """Number of parameters of the model."""
     read: int
-    """Parameters that a decode step reads: all except a table from which only the tokens' rows are read."""
+    """Parameters that a decode step reads: all except a vision tower, and a table from which only the tokens' rows are
+    read."""
     per_token: int
     """Parameters multiplied with each token: without the output embedding and experts not chosen for it."""
     head: int
@@ -33,7 +34,8 @@ class ModelSize:
         layers, heads, width = len(attention_layers(config)), config.num_attention_heads, head_dim(config)
         output, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
         parameters = sum(p.numel() for p in model.parameters())
-        read = parameters - (0 if output is table else table.numel())
+        tower = model.tower.parameters if hasattr(model, "tower") else ()
+        read = parameters - (0 if output is table else table.numel()) - sum(p.numel() for p in tower)
         return cls(
             parameters=parameters,
             read=read,

@@ -14,20 +14,24 @@ import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmd_rl.base.errors import UserError, one_line, tell
 from spmd_rl.base.hub import model_folder
+from spmd_rl.config.architectures import sees_pictures
 from spmd_rl.config.ranks import rank
 from spmd_rl.config.vocabulary import vocabulary_size
 from spmd_rl.model.answers import answer_end, answer_spans, header_of
 from spmd_rl.model.bridge import ANSWER, Bridge, find_bridge
-from spmd_rl.types import Conversation, Message, Prompt
+from spmd_rl.types import PICTURE, Conversation, ImagePart, Message, Prompt
+from spmd_rl.types.pictures import pictures_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from spmd_rl.model.pictures import Processor
 
 RENDERED = 4096
 """Cache size: conversations whose token ids are kept."""
@@ -47,14 +51,18 @@ class Tokenizer:
     stop_ids: tuple[int, ...]
     name: str
     """Name of the model, or path of its directory."""
+    processor: "Processor | None"
+    """Processor of pictures; None for a model of text alone."""
 
     def __init__(
         self,
         hf: "PreTrainedTokenizerBase",
         stop_ids: Iterable[int] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        processor: "Processor | None" = None,
     ) -> None:
-        self._hf, self._template_kwargs = hf, dict(chat_template_kwargs or {})
+        self._hf, self._template_kwargs, self.processor = hf, dict(chat_template_kwargs or {}), processor
+        self._placeholder = hf.convert_ids_to_tokens(processor.placeholder) if processor else ""
         self.name = hf.name_or_path
         own = [] if hf.eos_token_id is None else [hf.eos_token_id]
         self.stop_ids = tuple(sorted({*stop_ids, *own}))
@@ -62,7 +70,7 @@ class Tokenizer:
         self._header = lru_cache(1)(partial(header_of, self._chat_text))
         self._ends = lru_cache(1)(lambda: [self.visible([id]) for id in self.stop_ids])
         self._answer_end = lru_cache(1)(lambda: answer_end(self._chat_text, self._ends()))
-        self._bridge = lru_cache(RENDERED)(partial(find_bridge, self._chat_text, self.encode))
+        self._bridge = lru_cache(RENDERED)(self._find_bridge)
         self._shown_roles: set[tuple[str, bool]] = set()
         self._warned = False
         self._hidden = _hidden_ids(hf, self.stop_ids)
@@ -100,8 +108,10 @@ class Tokenizer:
         else:
             how = self._header(), self._ends(), self._answer_end()
             text, spans = answer_spans(self._chat_text, messages, num_given, *how)
-            borders = [(last, *span) for last, span in zip([0, *(end for _, end in spans)], spans, strict=False)]
-            pieces = [(self.encode(text[a:b]), self.encode(text[b:c])) for a, b, c in borders]
+            parts = self._encode_parts(text, [0, *chain(*spans)], messages)
+            pieces = [*zip(parts[::2], parts[1::2], strict=True)]
+            if any(id < 0 for _, learnt in pieces for id in learnt):
+                raise UserError("a picture in an answer of the model cannot be learnt")
         if not self._warned and any(learnt[-1] not in self.stop_ids for _, learnt in pieces if learnt):
             self._warned = True
             line = f"no token that ends generation ({', '.join(self._ends())}) follows an answer in its chat template"
@@ -122,7 +132,7 @@ class Tokenizer:
         answer, ends = _text(messages[-1]), array("i", self.stop_ids[:1] or [0])
         if conversation.is_plain or not self._hf.chat_template:
             (given, *_), begin = self._plain_pieces(messages, len(messages) - 1)[0], 0
-            steps = [given, *self._steps(answer, borders)]
+            steps = [given, *self._encode_parts(answer, [0, *borders, len(answer)], ())]
             steps[:2] = [steps[0] + steps[1]]
             steps[-1] += array("i", [] if self._hf.eos_token_id is None else [self._hf.eos_token_id])
         else:
@@ -130,12 +140,27 @@ class Tokenizer:
             begin = text.rfind(answer) if borders else 0
             if begin < 0:
                 raise UserError(f"the model's chat template ({self.name}) changes an answer that is divided into steps")
-            steps = self._steps(text, [begin + border for border in borders])
+            steps = self._encode_parts(text, [0, *(begin + border for border in borders), len(text)], messages)
         learnt = [*(step[:1] for step in steps[1:]), ends]
         return [(step[bool(number) :], one) for number, (step, one) in enumerate(zip(steps, learnt, strict=True))]
 
-    def _steps(self, text: str, borders: Sequence[int]) -> list[array]:
-        return [self.encode(text[a:b]) for a, b in pairwise([0, *borders, len(text)])]
+    def _encode_parts(self, text: str, borders: Sequence[int], messages: Sequence[Message]) -> list[array]:
+        """Return the token ids between the borders in a conversation's text, with the pictures of its messages."""
+        parts = [text[a:b] for a, b in pairwise(borders)]
+        if self.processor is None:
+            return [self.encode(part) for part in parts]
+        pictures = iter(pictures_of(messages))
+        return [self._encode(part, tuple(islice(pictures, part.count(self._placeholder)))) for part in parts]
+
+    def _encode(self, text: str, pictures: tuple[bytes, ...]) -> array:
+        """Return the token ids of a text inside a conversation, with its pictures."""
+        if self.processor is None:
+            return self.encode(text)
+        expanded = self.processor.expand(text, self._placeholder, pictures)
+        return self.processor.mark(self.encode(expanded), pictures)
+
+    def _find_bridge(self, messages: tuple[Message, ...]) -> Bridge:
+        return find_bridge(self._chat_text, partial(self._encode, pictures=pictures_of(messages)), messages)
 
     @property
     def pad_id(self) -> int | None:
@@ -163,7 +188,7 @@ class Tokenizer:
         if not self._hf.chat_template:
             return array("i", self._hf(text).input_ids)
         # The template has written its special tokens itself, including BOS.
-        return self.encode(text)
+        return self._encode(text, pictures_of(messages))
 
     def _chat_text(self, messages: Sequence[Message], prompts: bool = True) -> str:
         """Return a conversation, by default up to the beginning of the model's answer. UserError: the template refuses
@@ -181,7 +206,8 @@ class Tokenizer:
     def _templated(self, messages: Sequence[Message], prompts: bool) -> str:
         from jinja2 import TemplateError
 
-        chat = [{"role": m.role, "content": _text(m), **m.others} for m in messages]
+        content = _text if self.processor is None else _parts
+        chat = [{"role": m.role, "content": content(m), **m.others} for m in messages]
         tools = chat[0].pop("tools", None) if chat else None
         how = {"tokenize": False, "add_generation_prompt": prompts, **self._template_kwargs}
         try:
@@ -191,9 +217,18 @@ class Tokenizer:
             raise UserError(f"the model's chat template refuses the roles ({roles}): {error}") from None
         except TEMPLATE_FAILURES as error:
             raise UserError(f"the model's chat template ({self.name}) fails: {one_line(error)}") from None
+        if self.processor:
+            self._check_places(text, sum(part["type"] == "image" for one in chat for part in one["content"]))
         if len(text) > MAX_CHARACTERS:
             raise UserError(f"the model's chat template ({self.name}) makes {len(text)} characters out of one prompt")
         return text
+
+    def _check_places(self, text: str, num_pictures: int) -> None:
+        if (count := text.count(self._placeholder)) != num_pictures:
+            raise UserError(
+                f"the text has {count} times {self._placeholder}, which the model takes for a picture, and "
+                f"{num_pictures} pictures: a text must not have it, and the chat template ({self.name}) must"
+            )
 
     def _check_fields(self, messages: Sequence[Message]) -> None:
         for number, message in enumerate(messages, 1):
@@ -217,8 +252,9 @@ class Tokenizer:
         self._shown_roles.add((role, number == 0))
 
     def visible(self, ids: Iterable[int]) -> str:
-        """Return the text of token ids, special tokens included."""
-        return self._decode(list(ids), skip_special_tokens=False)
+        """Return the text of token ids, special tokens included, and `<image>` for a picture."""
+        runs = groupby(ids, lambda id: id < 0)
+        return "".join(PICTURE if seen else self._decode(list(run), skip_special_tokens=False) for seen, run in runs)
 
     def encode(self, text: str) -> array:
         """Return token ids ('i') of a text inside a conversation, without special tokens around it."""
@@ -249,6 +285,16 @@ def _text(message: Message) -> str:
         raise UserError("policy.model: a prompt holds an image, which needs a processor; this model has none") from None
 
 
+def _parts(message: Message) -> list[dict[str, str]]:
+    """Return a message's content as chat templates with pictures take it."""
+    if isinstance(message.content, str):
+        return [{"type": "text", "text": message.content}]
+    return [
+        {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+        for part in message.content
+    ]
+
+
 def load_tokenizer(
     path: str | Path, trust_remote_code: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> Tokenizer:
@@ -273,7 +319,16 @@ def load_tokenizer(
     _check_size(hf, folder)
     if chat_template_kwargs:
         _check_variables(chat_template_kwargs, hf.chat_template, folder)
-    return Tokenizer(hf, ends, chat_template_kwargs)
+    return Tokenizer(hf, ends, chat_template_kwargs, _build_processor(folder))
+
+
+def _build_processor(folder: Path) -> "Processor | None":
+    if not sees_pictures(folder):
+        return None
+    # Runs of text alone have neither the import nor Pillow.
+    from spmd_rl.model.pictures import build_processor
+
+    return build_processor(folder)
 
 
 def _check_size(hf: "PreTrainedTokenizerBase", folder: Path) -> None:

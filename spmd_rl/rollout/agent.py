@@ -80,7 +80,7 @@ async def _turns(ctx: Context, env: EnvConfig, session: Session) -> tuple[str, d
         reply = await session.step(action or "")
         ctx.record(_step(env, before, reply, action))
         modes.update(reply.info.get("metrics_agg_mode", {}))
-        conversation.past.append((before.observation, turn.text))
+        conversation.past.append((before, turn.text))
         if ctx.num_turns == ctx.budget.max_turns and not reply.done:
             return "max_turns", modes
     return ("terminated" if session.reply.terminated else "truncated"), modes
@@ -92,8 +92,8 @@ class _Conversation:
     def __init__(self, ctx: Context, env: EnvConfig, start: EnvReply) -> None:
         self._ctx, self._env, self._start = ctx, env, start
         self._messages: list[Message] = []
-        self.past: list[tuple[str, str]] = []
-        """(observation, answer) of each turn."""
+        self.past: list[tuple[EnvReply, str]] = []
+        """(reply, answer to it) of each turn."""
 
     def next_prompt(self, reply: EnvReply) -> array:
         """Return the token ids ('i') of the next prompt; begin a new segment where one is needed."""
@@ -123,8 +123,10 @@ def find_action(pattern: str, text: str) -> str | None:
 
 
 def _step(env: EnvConfig, before: EnvReply, reply: EnvReply, action: str | None) -> AgentStep:
-    key = str(before.info.get("state_key", before.observation))
-    state = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
+    key = str(before.info.get("state_key", before.observation)).encode()
+    if "state_key" not in before.info:
+        key += b"".join(before.pictures)
+    state = int.from_bytes(blake2b(key, digest_size=8).digest(), "little", signed=True)
     metrics = {str(name): float(value) for name, value in reply.info.get("metrics", {}).items()}
     penalties = env.penalties(action, metrics)
     return AgentStep(

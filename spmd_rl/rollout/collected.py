@@ -275,7 +275,7 @@ def _first_failure(collected: Collected) -> tuple[int, int, str] | None:
         return None
     sample, group = min(failed, key=lambda pair: pair[0].key)
     prompt, verdict = group.prompt, sample.verdict
-    messages = [f"{message.role}: {message.content}" for message in prompt.messages]
+    messages = [f"{message.role}: {message.plain_text}" for message in prompt.messages]
     parts = {
         f"prompt {prompt.id}, domain {prompt.domain}": "\n".join(messages),
         "ground truth": prompt.ground_truth,

@@ -125,4 +125,5 @@ class Script(Context):
         if self.num_tokens + len(prompt_ids) + len(ids) > self.budget.max_context_tokens:
             raise BudgetSpent(f"{self.num_tokens + len(prompt_ids)} tokens leave no room to answer")
         zeros = bytes(4 * len(ids))
-        return self.append(Turn(prompt_ids, ids, array("f", zeros), array("i", zeros), "stop", text))
+        known = (array("f", zeros), array("i", zeros), "stop", text)
+        return self.append(Turn(prompt_ids, ids, *known, pictures=self.pictures_in(prompt_ids)))

@@ -48,6 +48,7 @@ from spmd_rl.types import (
     Verdict,
     concat,
 )
+from spmd_rl.types.pictures import first_id, pictures_in, pictures_of
 
 SEGMENTS = 1 << 16
 """Factor of segment numbers: segment n of answer a is a sample with the number a + n * SEGMENTS."""
@@ -125,12 +126,15 @@ class Context:
     """Sampled tokens of all turns."""
     num_tokens: int = 0
     """Tokens of the present segment."""
+    shown: dict[int, bytes] = field(default_factory=dict)
+    """Encoded pictures of rendered messages, by their first token id."""
 
     def render(self, messages: Sequence[Message]) -> array:
         """Return the token ids ('i') of a conversation under the model's chat template, ready for its first answer.
 
         Use `reply` for later messages: `render` would insert a default system prompt before them.
         """
+        self._show(messages)
         return self.tokenizer.render(messages)
 
     def reply(self, messages: Sequence[Message], as_sampled: bool = False) -> array:
@@ -142,6 +146,7 @@ class Context:
         """
         if not self.turns:
             raise ValueError("ctx.reply follows an answer; a conversation begins with ctx.render")
+        self._show(messages)
         bridge = self.tokenizer.bridge(messages)
         if not as_sampled and not self.can_reply(messages):
             what = "leaves out the thoughts of earlier answers"
@@ -183,7 +188,10 @@ class Context:
             history = [part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
             before = concat([*history, prompt_ids], "i")
         first = limit if soft_limit is None else min(limit, soft_limit.num_tokens)
-        c = self.transcript.replay(before) or await self.engine_loop.generate(self._request(before, 0, first))
+        seen = self.pictures_in(prompt_ids)
+        pictures = (*chain.from_iterable(turn.pictures for turn in self.turns), *seen)
+        request = self._request(before, pictures, 0, first)
+        c = self.transcript.replay(before) or await self.engine_loop.generate(request)
         # Two reasons to ask again: the engine has aborted the request, or the answer may go on beyond its soft limit.
         while c.finish_reason == "abort" or (len(c.token_ids) == first < limit and c.finish_reason == "length"):
             partial, upto = c, first
@@ -193,13 +201,19 @@ class Context:
             elif len(c.token_ids) == first:
                 # The engine may abort a request just as it reaches the soft limit.
                 break
-            c = await self.engine_loop.generate(self._request(before + c.token_ids, len(c.token_ids), upto))
-            c = _joined(partial, c)
+            request = self._request(before + c.token_ids, pictures, len(c.token_ids), upto)
+            c = _joined(partial, await self.engine_loop.generate(request))
         self.transcript.add(before, c)
         text = self.tokenizer.decode(c.token_ids)
         known = (c.token_ids, c.logprobs, c.versions, c.finish_reason, text, c.candidate_ids)
-        turn = Turn(prompt_ids, *known, experts=c.experts)
-        return self.append(turn)
+        return self.append(Turn(prompt_ids, *known, experts=c.experts, pictures=seen))
+
+    def pictures_in(self, prompt_ids: array) -> tuple[bytes, ...]:
+        """Return the encoded pictures of these ids ('i'), in order. KeyError for one that was not rendered here."""
+        return pictures_in(prompt_ids, self.shown, self.tokenizer.processor.count) if self.shown else ()
+
+    def _show(self, messages: Sequence[Message]) -> None:
+        self.shown.update((first_id(data), data) for data in pictures_of(messages))
 
     def append(self, turn: Turn) -> Turn:
         """Append a turn, update the counters, and return it."""
@@ -209,7 +223,7 @@ class Context:
         self.num_tokens += len(turn.prompt_ids) + len(turn.token_ids)
         return turn
 
-    def _request(self, tokens: array, num_begun: int, limit: int) -> Request:
+    def _request(self, tokens: array, pictures: tuple[bytes, ...], num_begun: int, limit: int) -> Request:
         """Return a request that continues `tokens`, whose last `num_begun` are the turn's; the turn may
         have `limit`."""
         s, ticket, answer, number = self.sampling, self.ticket, self.answer_index, self.num_turns
@@ -232,6 +246,7 @@ class Context:
             # A resumed run does not repeat the evaluation before its first step, and must find the same cached prompts:
             # a prompt that is cached in part is computed in other products, which may round differently.
             cache=s.split,
+            pictures=pictures,
         )
 
     def score(self, text: str) -> Awaitable[Verdict]:
@@ -329,7 +344,7 @@ def abandoned(ctx: Context, verdict: Verdict) -> list[Sample]:
         # Tables and batches expect a turn in every sample, if only an empty one.
         nothing = array("i"), array("f"), array("i")
         prompt_ids = ctx.render(ctx.prompt.messages) if ctx.prompt.messages else array("i", ctx.tokenizer.stop_ids[:1])
-        ctx.turns.append(Turn(prompt_ids, *nothing, "abort"))
+        ctx.turns.append(Turn(prompt_ids, *nothing, "abort", pictures=ctx.pictures_in(prompt_ids)))
     return ctx.samples(verdict)
 
 

@@ -19,6 +19,7 @@ from spmd_rl.data.row_store import Examples, RowStore
 from spmd_rl.distributed import World
 from spmd_rl.rollout.collected import Collected, whole
 from spmd_rl.types import Conversation, Example, Group, Prompt, Sample, Turn, Verdict
+from spmd_rl.types.pictures import pictures_of, split_pictures
 
 CHOSEN, REJECTED, MISMATCHED = 0, 1, 2
 """Answer numbers: the sides of a pair, a single good or bad one, and an answer to another row's prompt."""
@@ -126,6 +127,7 @@ class RowSource:
         if self._mismatched:
             answers[MISMATCHED] = _exchanged(example, self._other(store, number, example))
         texts = {answer: self._pieces(conversation, store, number) for answer, conversation in answers.items()}
+        pictures = {answer: pictures_of(conversation.messages) for answer, conversation in answers.items()}
         known = self.reference.get("train" if store is self._examples.train else "eval")
         values = [example.values, (), ()] if known is None else [(value,) for value in known[number].tolist()]
         if not all(texts.values()):  # a pair without one of its sides is none
@@ -133,8 +135,8 @@ class RowSource:
         verdict = Verdict("ok", sum(example.values) / len(example.values))
         samples = [
             # A row that was cut may have fewer turns than labels.
-            Sample(ticket, answer, _turns(text), verdict, unit=0, targets=tuple(values[answer][: len(text)]))
-            for answer, text in texts.items()
+            Sample(ticket, answer, turns, verdict, unit=0, targets=tuple(values[answer][: len(turns)]))
+            for answer, turns in ((answer, _turns(text, pictures[answer])) for answer, text in texts.items())
         ]
         return Group(Prompt(str(number), (), "rows", ""), ticket, tuple(samples))
 
@@ -172,11 +174,12 @@ def num_empty(collected: Collected) -> int:
     return len(collected.table) - len(set(collected.table.answers["ticket"].tolist()))
 
 
-def _turns(pieces: Pieces) -> tuple[Turn, ...]:
+def _turns(pieces: Pieces, pictures: tuple[bytes, ...]) -> tuple[Turn, ...]:
     zeros = [bytes(4 * len(learnt)) for _, learnt in pieces]
+    shown = split_pictures([given for given, _ in pieces], pictures)
     return tuple(
-        Turn(given, learnt, array("f", none), array("i", none), "stop")
-        for (given, learnt), none in zip(pieces, zeros, strict=True)
+        Turn(given, learnt, array("f", none), array("i", none), "stop", pictures=own)
+        for (given, learnt), none, own in zip(pieces, zeros, shown, strict=True)
     )
 
 

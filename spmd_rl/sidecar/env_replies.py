@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+from spmd_rl.base.pictures import check_size, plain_picture
+from spmd_rl.base.png import encode_png
 from spmd_rl.sidecar import wire
 from spmd_rl.types import EnvReply
 
@@ -18,21 +20,22 @@ def checked_reset(returned: Any) -> EnvReply:
     observation, info = _parts(returned, 2)
     if observation is None:
         return EXHAUSTED
-    return EnvReply(_text(observation), info=_info(info))
+    info, pictures = _info(info)
+    return EnvReply(_text(observation), info=info, pictures=pictures)
 
 
 def checked_step(returned: Any) -> EnvReply:
     """Convert the result of `step`. ValueError, with one line, if it is malformed."""
     observation, reward, terminated, truncated, info = _parts(returned, 5)
     flags = [_flag(name, value) for name, value in (("terminated", terminated), ("truncated", truncated))]
-    return EnvReply(_text(observation), _number("reward", reward), *flags, _info(info))
+    return EnvReply(_text(observation), _number("reward", reward), *flags, *_info(info))
 
 
 def packed(reply: EnvReply) -> Any:
     """Encode a checked reply. ValueError if it is too large or has no encoding (a lone surrogate)."""
     raw = wire.pack(reply)
     if (size := len(memoryview(raw))) > wire.MAX_ENV_REPLY_BYTES:
-        raise ValueError(f"observation and info have {size} bytes; at most {wire.MAX_ENV_REPLY_BYTES}")
+        raise ValueError(f"observation, pictures and info have {size} bytes; at most {wire.MAX_ENV_REPLY_BYTES}")
     return raw
 
 
@@ -65,10 +68,27 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
-def _info(info: Any) -> dict[str, Any]:
+def _info(info: Any) -> tuple[dict[str, Any], tuple[bytes, ...]]:
+    """Return `info` without its pictures, and these."""
     if not isinstance(info, dict):
         raise ValueError(f"info must be a dict, not {type(info).__name__}")
-    return _plain("info", info, MAX_DEPTH)
+    pictures = info.get("pictures") or ()
+    if not isinstance(pictures, list | tuple):
+        raise ValueError(f"info.pictures must be a list, not {type(pictures).__name__}")
+    rest = {name: value for name, value in info.items() if name != "pictures"}
+    shown = tuple(_picture(f"info.pictures[{number}]", one) for number, one in enumerate(pictures))
+    return _plain("info", rest, MAX_DEPTH), shown
+
+
+def _picture(name: str, value: Any) -> bytes:
+    """Return the bytes of a picture: those of a file, or an array of RGB as PNG."""
+    if not isinstance(value, bytes):
+        shape, kind = getattr(value, "shape", ()), str(getattr(value, "dtype", type(value).__name__))
+        if len(shape) != 3 or shape[2] != 3 or not all(shape) or kind != "uint8":
+            raise ValueError(f"{name} must be bytes or uint8 [height, width, 3], not {kind} {[*shape]}")
+        check_size(shape[1], shape[0], name)
+        return encode_png([value.tobytes()], shape[1], shape[0])
+    return plain_picture(value, name).data
 
 
 def _plain(name: str, value: Any, depth: int) -> Any:

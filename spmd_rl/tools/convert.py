@@ -27,7 +27,7 @@ from spmd_rl.checkpoint import manifest
 from spmd_rl.checkpoint.export import MAX_SHARD_BYTES, copy_side_files, write_streamed
 from spmd_rl.checkpoint.manifest import EXPORT, Manifest, TornCheckpoint
 from spmd_rl.config.run_identity import saved_config
-from spmd_rl.model.build import build_on_meta, model_directory
+from spmd_rl.model.build import build_on_meta, model_directory, tower_names
 from spmd_rl.model.load import WeightFiles, checked_weights, read_whole
 from spmd_rl.model.lora import SCALING
 from spmd_rl.model.stored import Part, stored_parts
@@ -78,8 +78,11 @@ def open_checkpoint(directory: Path, run: dict[str, Any], model: str | None, tru
         # Opening them checks that the adapters belong to this model.
         AdaptedFiles(folder, saved, parts, torch.float32)
         return Checkpoint(directory, complete, saved, built, folder)
-    ours = {MODEL + part.name: tuple(part.of(p).shape) for name, p in held.items() for part in parts[name]}
     theirs = {name: whole.size for name, whole in saved.tensors.items() if name.startswith(MODEL)}
+    # A frozen tower is not saved.
+    frozen = {name for name in tower_names(built) if MODEL + parts[name][0].name not in theirs}
+    held = {name: p for name, p in held.items() if name not in frozen}
+    ours = {MODEL + part.name: tuple(part.of(p).shape) for name, p in held.items() for part in parts[name]}
     if odd := sorted(ours.items() ^ theirs.items()):
         name = odd[0][0]
         shapes = f"{theirs.get(name, 'nothing')} of {name}, the model in {folder} {ours.get(name, 'nothing')}"

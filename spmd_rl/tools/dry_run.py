@@ -3,8 +3,9 @@
     python -m spmd_rl dry_run rlvr data.train=openai/gsm8k:main
     torchrun --nproc-per-node 8 -m spmd_rl.rlvr --dry-run data.train=openai/gsm8k:main
 
-Nothing is written, no weights are loaded, and torch is not imported. A mistake ends it as it would end the run, and so
-does a reward that fails, or that does not pay the right answer in the form that the prompt asks for.
+Nothing is written, no weights are loaded, and torch is imported only for a model that takes pictures. A mistake ends it
+as it would end the run, and so does a reward that fails, or that does not pay the right answer in the form that the
+prompt asks for.
 """
 
 import math
@@ -22,6 +23,7 @@ from spmd_rl import sidecar
 from spmd_rl.base.errors import UserError, plural, printable
 from spmd_rl.base.hub import model_folder
 from spmd_rl.base.waits import phase
+from spmd_rl.config.architectures import sees_pictures
 from spmd_rl.config.batch_arithmetic import (
     describe_evaluation,
     describe_samples,
@@ -58,7 +60,7 @@ def show(cfg: RlvrConfig) -> None:
     with phase("reading the prompts"):
         prompts = Prompts.load(cfg.data)
     sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
-    with phase("loading the tokenizer"), without_torch():
+    with phase("loading the tokenizer"), without_torch(cfg.policy.model):
         policy = cfg.policy
         tokenizer = load_tokenizer(policy.model, policy.trust_remote_code, cfg.data.chat_template_kwargs)
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -97,9 +99,9 @@ def show(cfg: RlvrConfig) -> None:
 
 
 @contextmanager
-def without_torch() -> Iterator[None]:
-    """Hide torch from transformers, which takes seconds to import it and does not need it for a tokenizer."""
-    if "torch" in sys.modules:
+def without_torch(model: str) -> Iterator[None]:
+    """Hide torch from transformers, which takes seconds to import it, unless the model takes pictures and needs it."""
+    if "torch" in sys.modules or sees_pictures(model_folder(model)):
         yield
         return
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

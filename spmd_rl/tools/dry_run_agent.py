@@ -38,7 +38,7 @@ def show(cfg: AgenticConfig) -> None:
     # Failures must show at once, not after retries.
     cfg = replace(cfg, env=replace(cfg.env, tags=strict))
     tasks = EnvTasks(cfg.env, cfg.eval.prompts)
-    with phase("loading the tokenizer"), without_torch():
+    with phase("loading the tokenizer"), without_torch(cfg.policy.model):
         tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code, cfg.env.chat_template_kwargs)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     table(console, "Batch arithmetic", _arithmetic(cfg, tasks))

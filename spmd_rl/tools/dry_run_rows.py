@@ -3,7 +3,7 @@
     python -m spmd_rl dry_run sft data.train=rows.jsonl
     torchrun --nproc-per-node 8 -m spmd_rl.sft --dry-run data.train=rows.jsonl
 
-Nothing is written, no weights are loaded, and torch is not imported. All rows are checked, the first ones rendered.
+Nothing is written and no weights are loaded. All rows are checked, the first ones rendered.
 """
 
 import statistics
@@ -31,7 +31,7 @@ def show(cfg: RowsPipelineConfig) -> None:
     with phase("reading the rows"):
         examples = Examples.load(cfg.data, cfg.row_kind)
         cfg.count_rows(len(examples.train))
-    with phase("loading the tokenizer"), without_torch():
+    with phase("loading the tokenizer"), without_torch(cfg.policy.model):
         policy, kwargs = cfg.policy, cfg.data.chat_template_kwargs
         tokenizer = load_tokenizer(policy.model, policy.trust_remote_code, kwargs)
     most, stores = cfg.data.max_tokens, {"training": examples.train, "held-out": examples.eval}

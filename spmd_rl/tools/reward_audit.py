@@ -253,8 +253,7 @@ def audit(
 
 
 def _last_text(prompt: Prompt) -> str:
-    content = prompt.messages[-1].content if prompt.messages else ""
-    return content if isinstance(content, str) else ""
+    return prompt.messages[-1].plain_text if prompt.messages else ""
 
 
 def paid_cheats(kinds: dict[str, Kind]) -> list[str]:

@@ -19,6 +19,9 @@ from spmd_rl.track import goodput
 from spmd_rl.track.metrics import read_lines
 from spmd_rl.track.results import RESULTS
 
+LOADERS = {"ForSequenceClassification": "SequenceClassification", "ForConditionalGeneration": "ImageTextToText"}
+"""Ends of the auto classes of transformers for architectures other than causal language models."""
+
 
 def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
     """Describe the run: model, ranks, directory; for generating pipelines also prompts and the arithmetic of a step."""
@@ -99,9 +102,8 @@ def footer(run_dir: Path, steps: int) -> str:
         if (last / "hf").is_dir():
             config = last / "hf" / "config.json"
             text = config.read_text() if config.is_file() else ""
-            # A reward model is loaded by another class of transformers.
-            loader = f"AutoModelFor{'SequenceClassification' if 'ForSequenceClassification' in text else 'CausalLM'}"
-            load = f'transformers.{loader}.from_pretrained("{last / "hf"}")'
+            loader = next((task for kind, task in LOADERS.items() if kind in text), "CausalLM")
+            load = f'transformers.AutoModelFor{loader}.from_pretrained("{last / "hf"}")'
             # A diffusion model is loaded by a class of diffusers, see docs/DIFFUSION.md.
             lines.append(("load", load if "architectures" in text else str(last / "hf")))
     if (account := goodput.read(run_dir)).wall:

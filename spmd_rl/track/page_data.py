@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.base.errors import duration, plural
-from spmd_rl.base.png import data_url
 from spmd_rl.track import goodput
 from spmd_rl.track.run_reader import RunData
 from spmd_rl.track.samples import KINDS, merged_files
 from spmd_rl.track.timeline import timeline_data
 from spmd_rl.track.tokens import TokenTexts
 from spmd_rl.track.trajectories import listed, marked, mean_score, rows, whole
+from spmd_rl.types import ImagePart
 
 TILES = {
     "val/score/mean": "score, held-out, sampled",
@@ -129,14 +129,25 @@ def trajectories(
 
 
 def _shown(trajectory: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Add numbers of tokens, and the picture of an answer that is the path of one in the run directory."""
+    """Add numbers of tokens and the pictures, which the log names by their paths in the run directory."""
+    contents = (message["content"] for message in trajectory["messages"])
+    for part in (part for content in contents if isinstance(content, list) for part in content if "path" in part):
+        part["url"] = _picture(folder / "samples", part["path"])
     for segment in trajectory["segments"]:
         for turn in segment["turns"]:
             turn["num_given"], turn["num_tokens"] = len(turn.pop("prompt_ids")), len(turn["token_ids"])
-            picture = folder / turn["text"]
-            if re.fullmatch(r"pictures/[\w-]+\.png", turn["text"]) and picture.is_file():
-                turn["picture"] = data_url(picture.read_bytes())
+            if picture := _picture(folder, turn["text"]):
+                turn["picture"] = picture
+            if "pictures" in turn:
+                turn["pictures"] = [_picture(folder / "samples", path) for path in turn["pictures"]]
     return trajectory
+
+
+def _picture(folder: Path, path: str) -> str | None:
+    """Return the `data:` URL of a picture in a folder of a run; None if the text is no path of one."""
+    if not re.fullmatch(r"pictures/[\w-]+\.(png|jpg)", path) or not (folder / path).is_file():
+        return None
+    return ImagePart.of((folder / path).read_bytes()).url
 
 
 def embedded(run: RunData, steps: Sequence[int] | None = None) -> dict[str, Any]:

@@ -13,15 +13,19 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from spmd_rl.types import FinishReason, Message
+from spmd_rl.types import FinishReason, ImagePart, Message
 
 KINDS = ("step", "eval")
 """Kinds of sample files: samples that a step trains on, and held-out answers."""
+PICTURES = "pictures"
+"""Folder of the pictures beside the files of samples, each named by a hash of its bytes."""
 FILES_AT_ONCE = 256
 """Number of parts that are merged in one pass: a process may open about a thousand files."""
 
@@ -62,6 +66,8 @@ class TurnRow(msgspec.Struct, omit_defaults=True):
     """Reply of the environment; None without one."""
     advantage: float | None = None
     """Advantage of this turn's tokens; None if the sample's applies."""
+    pictures: Sequence[bytes | str] = ()
+    """Pictures in the input: encoded bytes, which the log writes as files and names by their paths."""
 
 
 class SampleRow(msgspec.Struct, omit_defaults=True):
@@ -116,12 +122,40 @@ class SampleLog:
 
     def write(self, step: int, rows: Iterable[SampleRow]) -> None:
         """Write this rank's samples of a step, given in any order, into its part file."""
-        lines = sorted([(row.ticket, row.answer, _encode(row)) for row in rows])
+        lines = sorted([(row.ticket, row.answer, _encode(self._with_files(row))) for row in rows])
         part = self._part(step, self._rank)
         draft = part.with_suffix(".tmp")
         with open(draft, "wb") as file:
             file.writelines(line + b"\n" for _, _, line in lines)
         os.replace(draft, part)
+
+    def _with_files(self, row: SampleRow) -> SampleRow:
+        """Return a row with the paths of its pictures, each of which is written once a run."""
+        for turn in row.turns:
+            turn.pictures = [self._file(one) if isinstance(one, bytes) else one for one in turn.pictures]
+        if not isinstance(row.messages, msgspec.Raw):
+            row.messages = [self._logged(message) for message in row.messages]
+        return row
+
+    def _logged(self, message: Message) -> Message:
+        if isinstance(message.content, str):
+            return message
+        parts = (
+            ImagePart(part.media_type, path=self._file(part.data)) if isinstance(part, ImagePart) else part
+            for part in message.content
+        )
+        return replace(message, content=tuple(parts))
+
+    def _file(self, picture: bytes) -> str:
+        ending = ImagePart.of(picture).media_type.removeprefix("image/").replace("jpeg", "jpg")
+        path = self.root / PICTURES / f"{blake2b(picture, digest_size=16).hexdigest()}.{ending}"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            # Another rank may write the same picture now.
+            draft = path.with_suffix(f".{self._rank}.tmp")
+            draft.write_bytes(picture)
+            os.replace(draft, path)
+        return f"{PICTURES}/{path.name}"
 
     def merge(self, step: int) -> None:
         """Merge the parts of all ranks into the step's file; on rank 0, after all ranks have written.

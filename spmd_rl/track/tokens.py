@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmd_rl.base.errors import UserError, one_line
 from spmd_rl.base.hub import model_folder
+from spmd_rl.types import PICTURE
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,6 +44,10 @@ def _texts(tokenizer: "Tokenizer", ids: Sequence[int]) -> Iterator[str]:
 
     stream = DecodeStream(skip_special_tokens=False)
     for index, token_id in enumerate(ids):
+        # Ids of a picture are negative; a word stands for all of them.
+        if token_id < 0:
+            yield PICTURE if not index or ids[index - 1] >= 0 else ""
+            continue
         text = stream.step(tokenizer, token_id)
         # An answer that ends within a character is shown in the form that the model left it.
         yield text if text is not None else (BROKEN if index == len(ids) - 1 else "")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spmd_rl.base.errors import RunFailed, UserError
 from spmd_rl.batch import Batch, Ragged, bounds_of
+from spmd_rl.config.architectures import sees_pictures
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.model.constraint import Constraint, constraint_of
@@ -36,7 +37,7 @@ class BaseRole:
     def __init__(self, model: ShardedModel, layout: Layout, role: RoleConfig) -> None:
         """Wrap `model`, sharded over `layout` by the settings `role`."""
         self.model, self.layout, self.lr_factor = model, layout, 1.0
-        self.hidden_size, self.size = model.hidden_size, model.size
+        self.hidden_size, self.size, self.sees = model.hidden_size, model.size, sees_pictures(Path(role.model))
         self._role, self._settings, self._world = role, role.optimizer, layout.world
         self._updates = self._skipped_in_a_row = 0
 
@@ -396,6 +397,7 @@ class AdapterOff:
         """policy: has adapters, which each call turns on again."""
         self.policy = policy
         self.layout, self.hidden_size, self.size = policy.layout, policy.hidden_size, policy.size
+        self.sees = policy.sees
 
     def awake(self) -> AbstractContextManager[None]:
         """Keep the policy awake, which holds the weights."""

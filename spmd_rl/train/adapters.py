@@ -264,7 +264,9 @@ def targets(model: nn.Module, wanted: list[str] | None, key: str) -> list[str]:
     the layout, `train` or `<section>.train`."""
     key = f"{'policy' if key == 'train' else key.partition('.')[0]}.lora.targets"
     inside = {module for layer in decoder_layers(model) for module in layer.modules()}
-    linear = [name for name, module in model.named_modules() if module in inside and isinstance(module, nn.Linear)]
+    found = [(name, module) for name, module in model.named_modules() if module in inside]
+    # A vision tower may be frozen already.
+    linear = [name for name, one in found if isinstance(one, nn.Linear) and one.weight.requires_grad]
     kinds = sorted({name.rpartition(".")[2] for name in linear})
     if odd := [one for one in wanted or () if one not in kinds]:
         raise UserError(f"{key}: the decoder layers have no linear layer {odd[0]}; they have {', '.join(kinds)}")

@@ -59,6 +59,8 @@ class Role(Protocol):
     """Width of the residual stream, from which the cost of a sequence follows."""
     size: ModelSize
     """Counts of the model's weights, from which the least time of a step follows."""
+    sees: bool
+    """True if it takes the pictures of a batch."""
     lr_factor: float
     """Factor on the schedule's learning rate: 1, except in a phase of the run with another rate."""
 

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +42,7 @@ class Row(NamedTuple):
     token_ids: Tensor
     """int64 [t], with padding at the end"""
     position_ids: Tensor
-    """int64 [t], within each sample"""
+    """int64 [t], within each sample; [axes, t] for a model with several axes of positions"""
     packing: Packing
     """Segments for attention, on the device"""
     keep: Tensor
@@ -53,15 +55,18 @@ class Row(NamedTuple):
     """bool [t]: tokens that are not padding; only these count in the load of experts"""
     chosen: Tensor | None
     """int64 [t, layers, k]: the engine's experts, see `replay.py`; None: the model's choice"""
-    segments: Segments | None = None
-    """Segments for layers with a state, on the device; None for a model without any"""
+    tree: PrefixTree
+    """Segments of the micro-batch, with padding at the end, on the CPU"""
+    shown: Any = None
+    """Pictures of the tokens, a `model.pictures.Shown` on the CPU; None for a model of text alone"""
 
-    @property
-    def structure(self) -> dict[str, Any]:
-        """Keyword arguments of a transformers module that keep the row's sequences apart."""
+    def apart(self, is_hybrid: bool) -> dict[str, Any]:
+        """Return the keyword arguments of a module of transformers that keep the row's sequences apart."""
         found: dict[str, Any] = {"packing": self.packing}
-        # The name under which transformers hands it to layers with a state.
-        return found if self.segments is None else found | {"seq_idx": self.segments}
+        if is_hybrid:
+            # The name under which transformers hands it to layers with a state.
+            found["seq_idx"] = Segments.of(self.tree.starts, self.tree.parents, self.packing.starts.device)
+        return found
 
 
 def row_of(
@@ -71,11 +76,11 @@ def row_of(
     tp: int = 1,
     context: Any = None,
     chosen_of: Callable[[Batch, PrefixTree], Tensor | None] = lambda micro, tree: None,
-    is_hybrid: bool = False,
+    processor: Any = None,
 ) -> Row:
     """Return this rank's `Row` of a micro-batch. dtype: of attention. tp: ranks that split the tokens. context: see
-    `model.context`. chosen_of: the engine's experts, by token of the tree. is_hybrid: the model has layers with a
-    state."""
+    `model.context`. chosen_of: the engine's experts, by token of the tree. processor: a `model.pictures.Processor`;
+    None for a model of text alone."""
     targets = micro.sampled.index
     assert bool((micro.position_ids[targets] > 0).all()), "a sequence's first token has no logprob"
     tree = share_prefixes(micro)
@@ -84,7 +89,9 @@ def row_of(
     split = tp * (1 if context is None else context.granule)
     tree = padded(tree, math.lcm(granule(len(tree.token_ids)), split))
     keep = tree.gather_index[targets - 1]
-    chosen = chosen_of(micro, tree)
+    chosen, shown = chosen_of(micro, tree), None
+    if processor is not None:
+        tree, shown = _shown(micro, tree, processor)
     if context is None:
         packing = Packing.of(tree.starts, tree.parents, device, dtype)
         routed = torch.arange(len(tree.token_ids)) < num_tokens
@@ -97,7 +104,8 @@ def row_of(
             own=None,
             routed=routed,
             chosen=chosen,
-            segments=Segments.of(tree.starts, tree.parents, device) if is_hybrid else None,
+            tree=tree,
+            shown=shown,
         )
     tokens = context.tokens(len(tree.token_ids))
     places = torch.full_like(tree.token_ids, -1).index_copy_(0, tokens, torch.arange(len(tokens)))[keep]
@@ -111,7 +119,23 @@ def row_of(
         own=own,
         routed=tokens < num_tokens,
         chosen=None if chosen is None else chosen[tokens],
+        tree=tree,
     )
+
+
+def _shown(micro: Batch, tree: PrefixTree, processor: Any) -> tuple[PrefixTree, Any]:
+    """Return the tree with the model's ids and positions, and its pictures."""
+    pieces = [micro.token_ids[begin:end] for begin, end in pairwise(micro.starts.tolist())]
+    samples = list(zip(pieces, micro.encoded_pictures, strict=True))
+    shown = processor.shown(samples)
+    index = torch.full_like(tree.token_ids, -1)
+    index[tree.gather_index[processor.is_placeholder(micro.token_ids)]] = shown.index
+    # Samples that share a token have the same pictures before it, so they agree on its positions.
+    positions = tree.position_ids.repeat(processor.axes, 1)
+    positions[:, tree.gather_index] = torch.cat([processor.positions(*sample) for sample in samples], 1)
+    ids = processor.model_ids(tree.token_ids)
+    tree = replace(tree, token_ids=ids, position_ids=positions if processor.axes > 1 else positions[0])
+    return tree, shown._replace(index=index[processor.is_placeholder(ids)])
 
 
 def parts(found: Tensor, args: ForwardArgs) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from spmd_rl.config.sections.models import RoleConfig
-from spmd_rl.model.build import build_model, build_on_meta, model_directory
+from spmd_rl.model.build import build_model, build_on_meta, model_directory, tower_names
 from spmd_rl.model.load import Region, RegionReader, WeightFiles, load_weights, mismatch
 from spmd_rl.model.lora import SCALING
 from spmd_rl.model.stored import stored_parts
@@ -50,15 +50,15 @@ def stored_model(role: RoleConfig, dtype: torch.dtype, on_progress: Callable[[],
 
 
 class CheckpointFiles(WeightFiles):
-    """Weights of a checkpoint's policy, plus the buffers that it lacks, from the model's directory."""
+    """Weights of a checkpoint's policy, plus what it lacks of some, from the model's directory."""
 
-    def __init__(self, folder: Path, saved: SavedState, buffers: Collection[str]) -> None:
-        """buffers: names of the model's saved buffers."""
+    def __init__(self, folder: Path, saved: SavedState, untrained: Collection[str]) -> None:
+        """untrained: stored names of the model's saved buffers, and of weights that may be frozen."""
         super().__init__(folder)
         self._saved, prefix = saved, len(MODEL)
         self._trained = {name[prefix:]: spec for name, spec in saved.tensors.items() if name.startswith(MODEL)}
-        # Only buffers: another stored weight may be tied to a trained one, and is then stale.
-        self._names = self._trained.keys() | (super().names & buffers)
+        # Not all others: a stored weight may be tied to a trained one, and is then stale.
+        self._names = self._trained.keys() | (super().names & untrained)
 
     @property
     def names(self) -> Collection[str]:
@@ -86,8 +86,9 @@ def checkpoint_model(
     folder = model_directory(role.model)
     model, saved = build_on_meta(folder, dtype, role.trust_remote_code), SavedState.open(Path(checkpoint) / "policy")
     parts = stored_parts(model)
-    buffers = {part.name for name, _ in model.named_buffers() for part in parts.get(name, ())}
+    others = {name for name, _ in model.named_buffers()} | tower_names(model)
+    untrained = {part.name for name in others for part in parts.get(name, ())}
     has_adapters = SCALING in saved.tensors
-    files = AdaptedFiles(folder, saved, parts, dtype) if has_adapters else CheckpointFiles(folder, saved, buffers)
+    files = AdaptedFiles(folder, saved, parts, dtype) if has_adapters else CheckpointFiles(folder, saved, untrained)
     load = partial(load_weights, files=files, on_progress=on_progress)
     return Stored(model, load, lambda: files.bytes_read, partial(RegionReader, files=files), files)

@@ -6,6 +6,7 @@ Free of torch, so that rewards, environments and sidecars can import it.
 # ruff: noqa: F401  imported here to be had from `spmd_rl.types`
 from spmd_rl.types.data import (
     MISSING_PACKAGE,
+    PICTURE,
     SCORED,
     SUSPECT,
     UNPROVEN,

@@ -10,6 +10,7 @@ Frozen `msgspec` structs. Free of torch, so that rewards, environments and sidec
 import json
 import re
 from array import array
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -36,6 +37,9 @@ SUSPECT = "suspect"
 SPEAKER_FIELDS = ("name", "tool_call_id", "tools")
 """Message fields that are no part of the speaker's text."""
 
+PICTURE = "<image>"
+"""Mark of a picture in a text, as in verl's and ROLL's rows."""
+
 SCORED: frozenset[str] = frozenset({"ok", "wrong_format"})
 
 
@@ -54,6 +58,16 @@ class ImagePart(Struct, frozen=True, gc=False, tag="image"):
     """MIME type such as `image/png`."""
     data: bytes = b""
     path: str = ""
+
+    @classmethod
+    def of(cls, data: bytes) -> "ImagePart":
+        """Return the part of an encoded PNG or JPEG."""
+        return cls("image/png" if data.startswith(b"\x89PNG") else "image/jpeg", data)
+
+    @property
+    def url(self) -> str:
+        """`data:` URL of the encoded bytes."""
+        return f"data:{self.media_type};base64,{b64encode(self.data).decode()}"
 
 
 class Message(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -93,6 +107,31 @@ class Message(Struct, frozen=True, gc=False, omit_defaults=True):
             raise ValueError("a message with an image is not text alone")
         return "".join([part.text for part in self.content])
 
+    @property
+    def plain_text(self) -> str:
+        """Text of all parts, with `<image>` for each picture."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join([part.text if isinstance(part, TextPart) else PICTURE for part in self.content])
+
+    @property
+    def pictures(self) -> tuple[ImagePart, ...]:
+        """Pictures among the parts, in order."""
+        parts = () if isinstance(self.content, str) else self.content
+        return tuple(part for part in parts if isinstance(part, ImagePart))
+
+    @property
+    def openai_content(self) -> str | list[dict[str, Any]]:
+        """Content in OpenAI's form: a text, or parts in which a picture is a `data:` URL."""
+        if isinstance(self.content, str):
+            return self.content
+        return [
+            {"type": "text", "text": part.text}
+            if isinstance(part, TextPart)
+            else {"type": "image_url", "image_url": {"url": part.url}}
+            for part in self.content
+        ]
+
 
 class Prompt(Struct, frozen=True):
     """One problem of a dataset. Example: `Prompt("9f..", (Message("user", "2+2?"),), "math", "4")`."""
@@ -109,6 +148,11 @@ class Prompt(Struct, frozen=True):
     """Priority within a step: higher values are generated first."""
     where: str = ""
     """File and line, or name and index, of its row, for error messages."""
+
+    @property
+    def pictures(self) -> tuple[ImagePart, ...]:
+        """Pictures of all messages, in order."""
+        return tuple(part for message in self.messages for part in message.pictures)
 
 
 class Conversation(Struct, frozen=True, gc=False):

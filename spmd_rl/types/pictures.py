@@ -8,7 +8,12 @@ that reached an embedding would be an error there, never a silent mistake.
 """
 
 from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import shake_256
+from itertools import islice
+from pathlib import Path
+
+from spmd_rl.types.data import ImagePart, Message
 
 
 def picture_ids(data: bytes, count: int) -> array:
@@ -19,3 +24,41 @@ def picture_ids(data: bytes, count: int) -> array:
     """
     digest = array("I", shake_256(data).digest(4 * count))
     return array("i", (-1 - (word >> 1) for word in digest))
+
+
+def first_id(data: bytes) -> int:
+    """Return the first token id of the picture with these encoded bytes."""
+    return picture_ids(data, 1)[0]
+
+
+def pictures_of(messages: Iterable[Message]) -> tuple[bytes, ...]:
+    """Return the encoded pictures of messages, in order."""
+    parts = (part for message in messages if not isinstance(message.content, str) for part in message.content)
+    return tuple(part.data or Path(part.path).read_bytes() for part in parts if isinstance(part, ImagePart))
+
+
+def split_pictures(parts: Iterable[array], pictures: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+    """Return the encoded pictures of each part ('i') of a text, which has the ids of `pictures` in this order."""
+    heads, found, number = [picture_ids(data, 2) for data in pictures], [], 0
+    for ids in parts:
+        first = number
+        for place in (place for place, id in enumerate(ids) if id < 0) if heads else ():
+            seen = [id for id in ids[place : place + 2] if id < 0]
+            if number < len(heads) and seen == heads[number][: len(seen)].tolist():
+                number += 1
+        found.append(tuple(pictures[first:number]))
+    return found
+
+
+def pictures_in(ids: array, known: Mapping[int, bytes], count: Callable[[bytes], int]) -> tuple[bytes, ...]:
+    """Return the encoded pictures of token ids ('i'), in order. KeyError for one that is not known.
+
+    known: encoded pictures by their first id. count: returns the number of ids of a picture.
+    """
+    found, left = [], (id for id in ids if id < 0)
+    for id in left:
+        found.append(known[id])
+        # Skip its other ids.
+        for _ in islice(left, count(known[id]) - 1):
+            pass
+    return tuple(found)

@@ -58,6 +58,8 @@ class EnvReply(Struct, frozen=True, gc=False):
     truncated: bool = False
     info: Mapping[str, Any] = {}
     """Plain JSON values listed in `Environment`."""
+    pictures: tuple[bytes, ...] = ()
+    """Pictures of the observation, as PNG or JPEG."""
 
     @property
     def done(self) -> bool:
@@ -103,7 +105,9 @@ class Environment(Protocol):
     * at each step: `metrics` by name (`success`, `action_is_valid`, `action_is_effective`), and `metrics_agg_mode`, the
       aggregation of each over the episode (`mean`, `last`, `sum`, `max`; default `mean`); `role` of the message that
       shows the observation (default: `tool` if there are tools, else `user`);
-    * at both: `state_key`, equal for equal states (default: the observation), and `board`, a text for people alone.
+    * at both: `state_key`, equal for equal states (default: the observation), `board`, a text for people alone, and
+      `pictures`, a list of pictures that are part of the observation: the bytes of a file, or an array of 8-bit RGB,
+      [height, width, 3]. They are shown where the observation has `<image>`, else before it.
     """
 
     def reset(self, seed: int) -> tuple[str | None, dict[str, Any]]:

@@ -2,19 +2,22 @@
 
 Hashes prove that the engine holds what it was given; the probe proves that it *means* the same: names exchanged on the
 way, a layout misread, or an engine that serves another version's weights would show. It is blunt in bfloat16, where
-the logprobs of engine and trainer differ by themselves, and the only proof where an engine keeps no plain tensors.
+the logprobs of engine and trainer differ by themselves, and the only proof where an engine keeps no plain tensors. A
+model that takes pictures is asked about one too.
 """
 
 from array import array
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from spmd_rl.base.errors import RunFailed
+from spmd_rl.base.png import encode_png
 from spmd_rl.batch import pack
 from spmd_rl.engine.base import Engine
 from spmd_rl.train.base import PolicyRole
-from spmd_rl.types import Completion, Request, Sample, Turn, Verdict
+from spmd_rl.types import Completion, Request, Sample, Turn, Verdict, picture_ids
 
 PROMPTS = (array("i", range(24, 64)), *(array("i", range(begin, begin + 4)) for begin in range(52, 64, 4)))
 """Token ids that any vocabulary has. The first prompt is longer than an engine's KV block, so that a prefix cache that
@@ -37,23 +40,44 @@ class Answer(NamedTuple):
 
     token_ids: list[int]
     logprobs: list[float]
+    num_picture_ids: int = 0
+    """Ids of the picture in its prompt"""
+
+
+@cache
+def picture() -> bytes:
+    """Return the picture of the probe, whose colours change from left to right and from top to bottom."""
+    size = 64
+    return encode_png([bytes(v for y in range(size) for x in range(size) for v in (4 * x, 4 * y, 96))], size, size)
+
+
+def prompt(index: int, num_picture_ids: int) -> tuple[array, tuple[bytes, ...]]:
+    """Return the token ids ('i') and pictures of a prompt."""
+    if not num_picture_ids:
+        return PROMPTS[index], ()
+    return PROMPTS[1] + picture_ids(picture(), num_picture_ids) + PROMPTS[2], (picture(),)
 
 
 def ask(engine: Engine, version: int) -> tuple[list[Answer], str]:
     """Return the engine's greedy answers, one per prompt, and what is wrong with them (empty: nothing)."""
-    for index, prompt in enumerate(PROMPTS):
-        engine.add(Request(f"probe-{version}-{index}", prompt, NEW_TOKENS, 0.0, seed=0, order=(0, index, 0)))
+    counts = [0] * len(PROMPTS)
+    if engine.processor and (size := engine.processor.count(picture())) + 32 < engine.capacity.max_tokens:
+        counts.append(size)
+    for index, count in enumerate(counts):
+        ids, pictures = prompt(index, count)
+        name, order = f"probe-{version}-{index}", (0, index, 0)
+        engine.add(Request(name, ids, NEW_TOKENS, 0.0, seed=0, order=order, pictures=pictures))
     completions: dict[str, Completion] = {}
     try:
         while engine.num_unfinished:
             completions |= {completion.id: completion for completion in engine.step()}
     except RunFailed as error:
         return [], str(error)
-    ordered = [completions[f"probe-{version}-{index}"] for index in range(len(PROMPTS))]
+    ordered = [completions[f"probe-{version}-{index}"] for index in range(len(counts))]
     served = sorted({v for completion in ordered for v in completion.versions})
     if served != [version]:
         return [], f"the engine serves version {', '.join(map(str, served))}"
-    return [Answer(c.token_ids.tolist(), c.logprobs.tolist()) for c in ordered], ""
+    return [Answer(c.token_ids.tolist(), c.logprobs.tolist(), n) for c, n in zip(ordered, counts, strict=True)], ""
 
 
 def judge(policy: PolicyRole, by_engine: dict[str, list[Answer]]) -> dict[str, float]:
@@ -64,11 +88,12 @@ def judge(policy: PolicyRole, by_engine: dict[str, list[Answer]]) -> dict[str, f
     """
     data = policy.layout.data
     mine = list(by_engine)[data.rank :: data.size]
-    batch = pack(
+    samples = [
         _sample(ticket, index, answer)
         for ticket, engine in enumerate(mine)
         for index, answer in enumerate(by_engine[engine])
-    )
+    ]
+    batch = pack(samples, seen=policy.sees)
     logprobs, _ = policy.logprobs(batch, temperature=1.0)  # [all]
     differences = (logprobs - batch.rollout_logprobs)[batch.loss_mask].abs()
     of_engines = differences.split([sum(len(answer.token_ids) for answer in by_engine[engine]) for engine in mine])
@@ -77,5 +102,6 @@ def judge(policy: PolicyRole, by_engine: dict[str, list[Answer]]) -> dict[str, f
 
 def _sample(ticket: int, index: int, answer: Answer) -> Sample:
     ids, logprobs = array("i", answer.token_ids), array("f", answer.logprobs)
-    turn = Turn(PROMPTS[index], ids, logprobs, array("i", [0] * len(ids)), "length")
+    prompt_ids, pictures = prompt(index, answer.num_picture_ids)
+    turn = Turn(prompt_ids, ids, logprobs, array("i", [0] * len(ids)), "length", pictures=pictures)
     return Sample(ticket, index, (turn,), Verdict("ok"))

@@ -64,6 +64,12 @@ def rope(model_type: str, kind: str, limit: int) -> dict:
             "vllm",
             f"gemma3 has other parts than a language model {CANNOT}",
         ),
+        ({"model_type": "qwen2_5_vl", "text_config": {}}, "native", ""),
+        (
+            {"model_type": "qwen3_vl", "text_config": {}},
+            "sglang",
+            "engine=sglang does not support pictures, which qwen3_vl takes; engine=native or vllm does",
+        ),
         ({"model_type": "qwen3_5", "text_config": {}}, "vllm", "qwen3_5 has other parts than a language model and"),
         ({"model_type": "mamba2"}, "vllm", "mamba2 has layers whose state carries over from one sequence to"),
         (
@@ -132,6 +138,16 @@ def test_what_cannot_be_trained_is_told_from_its_config(tmp_path: Path, config: 
     with pytest.raises(UserError) as caught:
         _check(tmp_path, engine)
     assert str(caught.value).startswith(f"policy.model: {line.format(folder=tmp_path)}")
+
+
+def test_a_package_for_pictures_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    line = (
+        "policy.model: engine=vllm needs torchvision for qwen2_5_vl, which takes pictures: pip install torchvision; or "
+    )
+    with pytest.raises(UserError, match=line):
+        _check(tmp_path, "vllm")
 
 
 def _check(folder: Path, engine: str) -> None:

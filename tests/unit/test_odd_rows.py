@@ -243,9 +243,9 @@ REFUSED = {
         {"messages": [user(weight=0.5)], "answer": "4"},
         "`messages[0]` has a `weight` of 0.5: known are 1, and 0",
     ),
-    "content in parts": (
-        {"messages": [user([{"type": "text", "text": "hi"}])], "answer": "4"},
-        "`messages[0]` needs a",
+    "content in parts of another kind": (
+        {"messages": [user([{"type": "video", "video": "a.mp4"}])], "answer": "4"},
+        "`messages[0]` needs parts of the types text, image and image_url; one is of 'video'",
     ),
 }
 

@@ -189,7 +189,9 @@ def test_shapes_are_of_the_size_in_their_name(path):
     from spmd_rl.model.build import shape_on_meta
 
     sizes = {"0.5b": 0.494, "7b": 7.616, "72b": 72.71, "a3b": 30.53, "a22b": 235.1, "v3": 671.0}
-    wanted = sizes[path.name.rpartition("-")[2]]
+    # With the vision tower.
+    sizes |= {"qwen2.5-vl-7b": 8.292, "qwen3-vl-4b": 4.438}
+    wanted = sizes.get(path.name) or sizes[path.name.rpartition("-")[2]]
     assert ModelSize.of(shape_on_meta(path, torch.bfloat16)).parameters / 1e9 == pytest.approx(wanted, rel=1e-3)
 
 

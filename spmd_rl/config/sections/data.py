@@ -18,7 +18,8 @@ GENERATORS = "reasoning_gym:"
 SHAPES = "shapes:"
 """Prefixes of the sources of prompts that are generators, not files"""
 PROBLEM_KEYS = "question", "prompt", "messages", "problem"
-ROW_KEYS = (*PROBLEM_KEYS, "ground_truth", "answer", "solution", "domain", "id", "priority", "tools")
+COMMON = "tools", "images"
+ROW_KEYS = (*PROBLEM_KEYS, "ground_truth", "answer", "solution", "domain", "id", "priority", *COMMON)
 """Names that `data.keys` may map"""
 SANDBOXES = ("auto", "bwrap", "forkserver", "none")
 
@@ -58,6 +59,9 @@ class SourcesConfig:
     keys: dict[str, str | None] = field(default_factory=dict)
     """Columns of the rows by their names in this package: `data.keys.question=problem data.keys.answer=result`. A dot
     reaches into a column; null: the rows have none (`data.keys.ground_truth=null`, for rewards that need none).
+    """
+    pictures: str | None = None
+    """Folder of the pictures whose files rows name, and out of which no row may read. Default: that of the rows' file.
     """
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the model's chat template: `data.chat_template_kwargs.enable_thinking=false`."""

@@ -73,6 +73,9 @@ class TrainedModelConfig(ModelConfig):
     """Mixtures of experts whose routers have a bias for each expert (DeepSeek-V3, GLM-4.5): change of the bias after
     each update, up if the expert had less than the mean load, else down. 0.001 in DeepSeek-V3.
     """
+    freeze_vision_tower: bool = True
+    """Models with pictures: keep the vision tower, and what joins it to the language model, as it was. With `false` it
+    is trained like the rest; with `lora.rank` its blocks then get adapters too."""
     max_skipped_updates: int = 3
     """Number of consecutive non-finite gradients after which the run stops; each one skips its update on all ranks."""
     lora: LoraConfig = field(default_factory=LoraConfig)

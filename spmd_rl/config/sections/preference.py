@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from spmd_rl.config.sections.data import NO_DATA
+from spmd_rl.config.sections.data import COMMON, NO_DATA
 from spmd_rl.config.sections.rows import RowsConfig
 from spmd_rl.config.values import above, at_least, one_of, require
 
@@ -59,7 +59,7 @@ class PreferenceConfig:
 class PairsConfig(RowsConfig):
     """The rows of a run on preferences: `data`. docs/SUPERVISED.md has their forms."""
 
-    known_keys = ("prompt", "chosen", "rejected", "completion", "label", "margin", "completions", "labels", "tools")
+    known_keys = ("prompt", "chosen", "rejected", "completion", "label", "margin", "completions", "labels", *COMMON)
     no_data = NO_DATA.format(
         what="sums", demo="demo_dpo", rows="pairs", line="data.train=pairs.jsonl", page="SUPERVISED.md"
     )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from spmd_rl.config.sections.data import NO_DATA, SourcesConfig
+from spmd_rl.config.sections.data import COMMON, NO_DATA, SourcesConfig
 from spmd_rl.config.values import at_least, one_of
 
 
@@ -10,7 +10,7 @@ from spmd_rl.config.values import at_least, one_of
 class RowsConfig(SourcesConfig):
     """The rows of a supervised run: `data`. docs/SUPERVISED.md has their forms."""
 
-    known_keys = ("messages", "prompt", "completion", "text", "tools")
+    known_keys = ("messages", "prompt", "completion", "text", *COMMON)
     no_data = NO_DATA.format(
         what="sums", demo="demo_sft", rows="rows", line="data.train=rows.jsonl", page="SUPERVISED.md"
     )

@@ -17,4 +17,4 @@ def build(*args: Any) -> Any:
     return build(*args)  # [all]
 
 
-ENGINE = EngineFacts(build=build, title="the native engine", reports_experts=True, states=True)
+ENGINE = EngineFacts(build=build, title="the native engine", reports_experts=True, states=True, pictures=True)

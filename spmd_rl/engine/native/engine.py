@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,9 @@ from spmd_rl.model.hybrid import stateful_layers
 from spmd_rl.model.size import attention_layers, head_dim, num_kv_heads
 from spmd_rl.model.stored import stored_parts
 from spmd_rl.types import Completion, FinishReason, Request
+
+if TYPE_CHECKING:
+    from spmd_rl.engine.native.pictures import EnginePictures
 
 BATCH_TOKENS = 4096
 """Limit on the tokens of one forward, which bounds activations; a longer prompt goes alone."""
@@ -71,7 +75,7 @@ class NativeEngine(Engine):
         """Module that the engine computes with."""
         self._parts = stored_parts(module)
         self._weights = weights_of(module, self._parts)
-        config, weight = module.config, next(module.parameters())
+        config, weight = module.config.get_text_config(), next(module.parameters())
         self._device, self._dtype = weight.device, weight.dtype
         self._places = {layer: place for place, layer in enumerate(attention_layers(config))}
         self.pool = KVPool(
@@ -87,6 +91,8 @@ class NativeEngine(Engine):
         self._experts = ChosenExperts(module) if records_experts else None
         # The states behind a cached prefix are not kept.
         self._is_hybrid = bool(stateful_layers(module))
+        self._pictures = _build_pictures(module)
+        self.processor = self._pictures and self._pictures.processor
         num_experts = self._experts.per_token if self._experts else 0
         self._scheduler = Scheduler(self.pool, max_running, num_experts, shares_prefixes=not self._is_hybrid)
         self.token_counts = self._scheduler.token_counts
@@ -106,7 +112,7 @@ class NativeEngine(Engine):
     def add(self, request: Request) -> None:
         """Queue a request; ValueError if it is empty or longer than `capacity.max_tokens`."""
         assert self._version is not None, "no weights loaded in this process"
-        check(request, self.capacity.max_tokens)
+        check(request, self.capacity.max_tokens, self.processor)
         if request.temperature < 0:
             raise ValueError(f"request {request.id}: negative temperature {request.temperature}")
         self._scheduler.add(request)
@@ -130,8 +136,10 @@ class NativeEngine(Engine):
 
         `weights` is always read to its end, because other ranks may be gathering it with us.
         """
-        # Cached keys belong to the old weights.
+        # Cached keys and features belong to the old weights.
         self._scheduler.forget()
+        if self._pictures:
+            self._pictures.forget()
         self._version = None
         checked = CheckedWeights(weights, {name: weight.shape for name, weight in self._weights.items()})
         for name, tensor in checked:
@@ -171,6 +179,8 @@ class NativeEngine(Engine):
     def _sleep(self) -> None:
         self._move(torch.device("cpu"))
         self.pool.sleep()
+        if self._pictures:
+            self._pictures.forget()
 
     def _move(self, device: torch.device) -> None:
         for weight in self.model.state_dict(keep_vars=True).values():
@@ -202,8 +212,7 @@ class NativeEngine(Engine):
         kv = Paged(self.pool, self._tensor(slots), tuple(self._buckets(rows)), self._places)
         blank = [0] * (_filled(len(ids)) - len(ids))
         output = self.model(
-            input_ids=self._tensor([ids + blank]),
-            position_ids=self._tensor([positions + blank]),
+            **self._inputs(rows, self._tensor([ids + blank]), self._tensor([positions + blank])),
             use_cache=False,
             logits_to_keep=self._tensor(last + [0] * (-len(last) % ROUND_FEW)),
             kv=kv,
@@ -225,6 +234,15 @@ class NativeEngine(Engine):
                 self._scheduler.end(row)
                 ended.append(row.completion(reason))
         return ended
+
+    def _inputs(self, rows: list[RunningSequence], ids: Tensor, positions: Tensor) -> dict[str, Any]:
+        """Return the module's inputs for the pending tokens of rows, int64 [1, T], and for their pictures."""
+        if self._pictures:
+            if (found := self._pictures.positions(rows, ids.shape[1])) is not None:
+                positions = found
+            given = self._pictures.given(rows)
+            return {"input_ids": self._pictures.model_ids(ids), "position_ids": positions, **given}
+        return {"input_ids": ids, "position_ids": positions}
 
     def _finish_reason(self, row: RunningSequence) -> FinishReason | None:
         if row.token_ids[-1] in row.request.stop_ids or has_stop(row, self._text_of):
@@ -258,6 +276,15 @@ class NativeEngine(Engine):
 
     def _tensor(self, values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _build_pictures(module: nn.Module) -> "EnginePictures | None":
+    if not hasattr(module, "tower"):
+        return None
+    # An engine of text alone imports neither it nor Pillow.
+    from spmd_rl.engine.native.pictures import EnginePictures
+
+    return EnginePictures(module.tower, next(module.parameters()).device)
 
 
 def _shape(row: RunningSequence) -> tuple[int, int]:

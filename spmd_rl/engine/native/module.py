@@ -4,14 +4,21 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.hub import model_folder
 from spmd_rl.config.architectures import STATES
 from spmd_rl.engine.native.attention import ATTENTION
-from spmd_rl.model.build import keep_float32, materialize, parameters_on_meta
+from spmd_rl.model.build import (
+    auto_class,
+    build_tower,
+    keep_float32,
+    materialize,
+    parameters_on_meta,
+    with_tower_attention,
+)
 from spmd_rl.model.hybrid import keep_apart
 
 
@@ -21,13 +28,16 @@ def empty_module(
     """Return a module made from `path/config.json` alone, with correct buffers and uninitialised weights. UserError for
     an unsupported architecture."""
     # Buffers (rotary frequencies) are computed on the CPU, as in the trainer: a device's would differ in the last bit.
-    config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
-    _check(config)
+    folder = model_folder(path)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+    _check(config.get_text_config())
+    attention = with_tower_attention(folder, ATTENTION)
     with parameters_on_meta(), no_init_weights():
-        module = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=trust
+        module = auto_class(folder).from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust
         )
     keep_float32(module)
+    build_tower(module, folder)
     materialize(module, torch.device(device))
     module.tie_weights()
     return keep_apart(module.eval().requires_grad_(False))

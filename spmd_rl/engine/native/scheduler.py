@@ -12,6 +12,7 @@ import heapq
 from array import array
 from collections.abc import Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -33,6 +34,8 @@ class RunningSequence(SequenceState):
     """convolution's and recurrent state of each layer that carries one, of one row each"""
     shared: bool = True
     """whether later requests may use its blocks; False once the weights changed during it"""
+    positions: Any = None
+    """position ids of a prompt with pictures, see `EnginePictures`"""
 
     @property
     def num_tokens(self) -> int:

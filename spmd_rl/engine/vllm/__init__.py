@@ -29,4 +29,6 @@ ENGINE = EngineFacts(
     temperatures=(0.01, 2),
     sliding_windows=True,
     latent_attention=True,
+    pictures=True,
+    picture_package="torchvision",
 )

@@ -1,7 +1,12 @@
 """Construction of vLLM in this process as an engine."""
 
+from pathlib import Path
+from typing import Any
+
 import torch
 
+from spmd_rl.base.hub import model_folder
+from spmd_rl.config.architectures import sees_pictures
 from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.engine import EngineConfig
 from spmd_rl.config.sections.models import ServedModelConfig
@@ -57,6 +62,23 @@ def build(
         text_of = text_of_model(policy.model, policy.trust_remote_code)
         slot = AdapterSlot(llm) if settings.adapters else None
         one = VllmEngine(
-            llm, shapes, sleeps=sleeps, text_of=text_of, slot=slot, is_constrained=found is not None, outputs=outputs
+            llm,
+            shapes,
+            sleeps=sleeps,
+            text_of=text_of,
+            slot=slot,
+            is_constrained=found is not None,
+            outputs=outputs,
+            pictures=_build_pictures(llm, model_folder(policy.model)),
         )
     return one if settings.ranks == 1 else ReplicatedEngine(one, world, settings.ranks)  # [all]
+
+
+def _build_pictures(llm: Any, folder: Path) -> Any:
+    if not sees_pictures(folder):
+        return None
+    # An engine of text alone imports neither of them, nor Pillow.
+    from spmd_rl.engine.vllm.pictures import VllmPictures
+    from spmd_rl.model.pictures import build_processor
+
+    return VllmPictures(llm, build_processor(folder))

@@ -12,6 +12,7 @@ Left out: the choice of requests (`rollout/`), the start of vLLM (`start.py`), t
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,9 @@ from spmd_rl.engine.vllm.low_precision import Outputs
 from spmd_rl.engine.vllm.start import TIES, model_of, stop
 from spmd_rl.types import Completion, FinishReason, Request
 
+if TYPE_CHECKING:
+    from spmd_rl.engine.vllm.pictures import VllmPictures
+
 TEMPERATURES = (0.01, 2.0)
 """Range of temperatures besides 0. vLLM silently raises a lower one to the first number, and so reports logprobs at
 another temperature."""
@@ -53,13 +57,14 @@ class VllmEngine(HostedEngine):
         slot: AdapterSlot | None = None,
         is_constrained: bool = False,
         outputs: Outputs | None = None,
+        pictures: "VllmPictures | None" = None,
     ) -> None:
         """shapes: of the weights that `load` must bring, by Hugging Face name. sleeps: offload outside `awake`.
 
         text_of: needed for requests with stop strings. slot: see `HostedEngine`. is_constrained: by
-        `constrained.constrain`. outputs: of 8-bit matrices, if vLLM uses them.
+        `constrained.constrain`. outputs: of 8-bit matrices, if vLLM uses them. pictures: of a model that takes them.
         """
-        self._is_constrained, self._outputs = is_constrained, outputs
+        self._is_constrained, self._outputs, self._pictures = is_constrained, outputs, pictures
         self.llm = llm
         """vLLM's engine, exposed for debugging."""
         config = llm.vllm_config
@@ -67,6 +72,7 @@ class VllmEngine(HostedEngine):
         capacity = Capacity(config.scheduler_config.max_num_seqs, kv_tokens, config.model_config.max_model_len)
         self._num_ids = config.model_config.get_vocab_size()
         super().__init__(capacity, shapes, sleeps, text_of, slot)
+        self.processor = pictures and pictures.processor
         self._drafts = config.speculative_config is not None
         count_drafts(llm, self.token_counts)
 
@@ -79,11 +85,10 @@ class VllmEngine(HostedEngine):
         if self._drafts and request.truncated:
             raise ValueError(f"request {request.id}: vLLM verifies no drafts among tokens that top_k has left")
         self.begin(request)
-        prompt = {
-            "type": "token",
-            "prompt_token_ids": request.prompt_ids.tolist(),
-            "cache_salt": f"version {self.version} {request.cache}",
-        }
+        salt = f"version {self.version} {request.cache}"
+        prompt = {"type": "token", "prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": salt}
+        if request.pictures:
+            prompt = self._pictures.input(request, self.version, salt)
         adapter, arrival = self.slot.request if self.slot else None, float(self.num_added)
         sampling = self._sampling(request)
         self.llm.add_request(request.id, prompt, sampling, arrival_time=arrival, lora_request=adapter)
@@ -166,6 +171,8 @@ class VllmEngine(HostedEngine):
         self.version = None
         faults = self.take(weights)
         assert self.llm.reset_prefix_cache(), "a cached key would outlive its weights"
+        if self._pictures:
+            self.llm.reset_encoder_cache()
         self.end_load(version, faults)
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:

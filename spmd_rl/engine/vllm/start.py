@@ -23,6 +23,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from spmd_rl.base.hub import model_folder
+from spmd_rl.config.architectures import sees_pictures
 from spmd_rl.config.sections.rollout import MAX_TOP_K
 from spmd_rl.engine.guest import as_world, check_args
 from spmd_rl.engine.vllm.drafts import engine_args
@@ -53,6 +54,19 @@ ALWAYS = {
     "gpu_memory_utilization": 0.01,
 }
 """Arguments that the engine depends on."""
+NO_VIDEO = {"video": 0}
+SEEING = {
+    "skip_tokenizer_init": False,
+    "limit_mm_per_prompt": NO_VIDEO,
+    "mm_processor_cache_gb": 0,
+    # vLLM's dummy weights overwrite the mean and deviation of a tower that normalises pixels itself, and no publish has
+    # them: logprobs would be off by 0.1 to 1 nats.
+    "mm_device_do_normalize": False,
+    # The size of the cache is given, so nothing has to be measured.
+    "skip_mm_profiling": True,
+}
+"""Further arguments for a model with pictures: vLLM asks its own processor of pictures, which needs a tokenizer, for
+sizes alone."""
 DEFAULTS = {"async_scheduling": False}
 """Defaults of arguments that the user may change."""
 REASONS = {
@@ -99,7 +113,8 @@ def start(
 ) -> LLMEngine:
     """[replica] Start vLLM with unset weights over the ranks of `replica`. args: the user's arguments of `EngineArgs`;
     UserError for one that is unknown, or ours."""
-    check_args(args := dict(args or {}), EngineArgs, OURS, ALWAYS, REASONS)
+    always = ALWAYS | (SEEING if sees_pictures(model_folder(path)) else {})
+    check_args(args := dict(args or {}), EngineArgs, OURS, always, REASONS)
     cpu = device.type == "cpu"
     block = CPU_BLOCK if cpu else BLOCK
     # vLLM reserves one block.
@@ -113,7 +128,7 @@ def start(
         max_num_seqs=max_running,
         num_gpu_blocks_override=num_blocks,
         enable_sleep_mode=sleeps,
-        **DEFAULTS | ALWAYS | _lengths(path, (num_blocks - 1) * block, trust, cpu) | engine_args(drafts, cpu) | args,
+        **DEFAULTS | always | _lengths(path, (num_blocks - 1) * block, trust, cpu) | engine_args(drafts, cpu) | args,
     ).create_engine_config()
     # The number of blocks is fixed above, on all ranks alike; this keeps vLLM from sizing the cache by free memory.
     config.cache_config.kv_cache_memory_bytes = num_blocks * block * _bytes_per_token(config)
@@ -149,7 +164,7 @@ def model_of(llm: LLMEngine) -> nn.Module:
 
 
 def _lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[str, Any]:
-    config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
+    config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust).get_text_config()
     max_tokens = min(config.max_position_embeddings, kv_tokens)
     if not cpu:
         return {"max_model_len": max_tokens, "max_num_batched_tokens": max(DEVICE_TOKENS, max_tokens)}

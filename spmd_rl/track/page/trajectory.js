@@ -85,6 +85,10 @@ function merged(all, color, scale) {
   });
 }
 
+function seen(url) {
+  return h("img", { className: "seen", src: url, alt: "a picture of the prompt" });
+}
+
 function given(turn, first, color) {
   // what the policy was given before it answered: never trained on
   if (!turn.num_given) return null;
@@ -122,7 +126,10 @@ function trajectory(one, color, scale, narrow) {
         fact("mean logprob", turn.logprobs.length ? number(mean(turn.logprobs)) : null),
         fact("advantage", turn.advantage === undefined || turn.advantage === null ? null : signed(turn.advantage)),
         turn.finish_reason === "stop" ? null : fact("ended by", turn.finish_reason, "bad"));
-      const policy = h("div", { className: "policy" }, about, given(turn, index === 1 && !narrow, color),
+      // pictures of a row are among its messages
+      const pictures = one.messages.length ? [] : turn.pictures || [];
+      const policy = h("div", { className: "policy" }, about, pictures.filter(Boolean).map(seen),
+        given(turn, index === 1 && !narrow, color),
         tokens(turn, segment, color, scale));
       const classes = ["turn", turn.step ? "with-step" : "", narrow ? "narrow" : ""].join(" ");
       turns.push(h("section", { className: classes, id: narrow ? "" : `turn-${index}` },
@@ -158,9 +165,10 @@ function heading(one) {
 
 function task(one) {
   // the dataset's row; a task of an environment has no messages, its first observation stands in the first turn
-  const text = (content) => (typeof content === "string" ? content : content.map((part) => part.text || "[image]").join("\n"));
+  const part = (one) => (one.url ? seen(one.url) : h("pre", { textContent: one.text || "[image]" }));
+  const parts = (content) => (typeof content === "string" ? [{ text: content }] : content).map(part);
   const messages = one.messages.map((message) =>
-    h("div", { className: "message" }, h("i", {}, message.role), h("pre", { textContent: text(message.content) })));
+    h("div", { className: "message" }, h("i", {}, message.role), h("div", {}, parts(message.content))));
   const truth = one.ground_truth ? h("div", { className: "message" }, h("i", {}, "ground truth"), h("pre", { textContent: one.ground_truth })) : null;
   return messages.length || truth ? h("section", { className: "task" }, messages, truth) : null;
 }

@@ -3,6 +3,7 @@
 from typing import Any
 
 from spmd_rl.base.errors import UserError
+from spmd_rl.config.architectures import SEEING
 from spmd_rl.config.backends import Backend
 from spmd_rl.config.packages import installed, unsupported
 from spmd_rl.config.sections.models import RoleConfig
@@ -12,7 +13,11 @@ ROUTING = ("router_replay", "router_aux_coef", "router_bias_update_speed")
 
 def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
     """Raise a UserError for settings that this backend does not support."""
-    train = role.train
+    train, kind = role.train, model.get("model_type")
+    if kind in SEEING:
+        raise UserError(
+            f"{role.key}.name: train=deepspeed does not support the vision tower of {kind}; set train=fsdp2"
+        )
     if train.offload_param and train.stage != 3:
         raise UserError(f"{role.key}.offload_param: needs {role.key}.stage=3, which alone shards parameters")
     if train.offload_param and not train.offload_optimizer and role.optimizer:

@@ -166,7 +166,7 @@ class DeepSpeedModel:
 
     def _outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
         """[all] Return the outputs of a micro-batch, see `MicrobatchLoop.finish`."""
-        row = row_of(micro, self._device, self._dtype, is_hybrid=self._is_hybrid)
+        row = row_of(micro, self._device, self._dtype)
         head = self.module.get_output_embeddings()
         if self._role.name == "critic":
             head.gives_fingerprint = args.is_fingerprint
@@ -175,7 +175,7 @@ class DeepSpeedModel:
         tokens = {"input_ids": row.token_ids[None], "position_ids": row.position_ids[None]}
         found = self._engine(
             **{name: to_device(ids, self._device) for name, ids in tokens.items()},
-            **row.structure,
+            **row.apart(self._is_hybrid),
             use_cache=False,
             logits_to_keep=to_device(filled_up(row.keep), self._device),
         ).logits[0, : len(row.keep)]

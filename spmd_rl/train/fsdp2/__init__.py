@@ -3,7 +3,7 @@
 from typing import Any
 
 from spmd_rl.base.errors import UserError
-from spmd_rl.config.architectures import HYBRID, SCALES_HIDDEN_STATES
+from spmd_rl.config.architectures import HYBRID, SCALES_HIDDEN_STATES, SEEING
 from spmd_rl.config.backends import Backend
 from spmd_rl.config.sections.models import OPTIMIZERS, RoleConfig
 
@@ -11,6 +11,8 @@ from spmd_rl.config.sections.models import OPTIMIZERS, RoleConfig
 def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
     """Raise a UserError for settings that this backend does not support."""
     train = role.train
+    if model.get("model_type") in SEEING:
+        _refuse_with_pictures(role, model["model_type"])
     if train.compile and (axis := next((axis for axis in ("tp", "cp", "ep", "pp") if train.axes[axis] > 1), "")):
         raise UserError(f"{role.key}.compile: not supported with {axis} > 1")
     if (kind := model.get("model_type")) in HYBRID:
@@ -27,6 +29,13 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
         )
     if role.lora.rank:
         _refuse_with_adapters(role, f"{role.section or role.name}")
+
+
+def _refuse_with_pictures(role: RoleConfig, kind: str) -> None:
+    if axis := next((axis for axis in ("tp", "cp", "ep", "pp") if role.train.axes[axis] > 1), ""):
+        raise UserError(f"{role.key}.{axis}: not supported with the vision tower of {kind}; must be 1")
+    if role.train.compile:
+        raise UserError(f"{role.key}.compile: not supported with the vision tower of {kind}")
 
 
 def _refuse_with_adapters(role: RoleConfig, section: str) -> None:

@@ -101,6 +101,15 @@ def _replace(
     return logits, torch.where(known, weights_of_chosen(router, logits, chosen), weights), chosen
 
 
+def freeze(model: nn.Module, optimizer: TrainedModelConfig | None) -> None:
+    """Freeze a model without an optimizer, and a vision tower that is not trained, in place."""
+    if optimizer is None:
+        model.requires_grad_(False)
+    elif hasattr(model, "tower") and optimizer.freeze_vision_tower:
+        for p in model.tower.parameters:
+            p.requires_grad_(False)
+
+
 COMPILE_SECONDS = 3600.0
 """Limit without progress on compiling one shape."""
 
@@ -136,8 +145,8 @@ class FSDP2Model(ABC):
             config, tp = model.config.get_text_config(), layout.size("tp")
             heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
             self._context = context_of(group, heads // tp, max(1, (kv_heads or heads) // tp))
-        if optimizer is None:
-            model.requires_grad_(False)
+        self._tower = getattr(model, "tower", None)
+        freeze(model, optimizer)
         head = model.get_output_embeddings() if self.trains_head else None
         self._adapters = Adapters(model, optimizer.lora if optimizer else LoraConfig(), layout.key, head)
         self._parts = self._adapters.stored(parts)
@@ -248,8 +257,8 @@ class FSDP2Model(ABC):
 
     def row(self, micro: Batch) -> Row:
         """Return this rank's row of a micro-batch."""
-        tp, chosen_of = self._layout.size("tp"), self._replay.of_row
-        return row_of(micro, self.device, self._dtype, tp, self._context, chosen_of, self._is_hybrid)
+        tp, processor = self._layout.size("tp"), self._tower and self._tower.processor
+        return row_of(micro, self.device, self._dtype, tp, self._context, self._replay.of_row, processor)
 
     def _run(self, row: Row, kept: Tensor | int) -> Tensor:
         """[stage] Run the step's chunk of the model on a row; return its output, at the end for the `kept` tokens: [1,
@@ -259,11 +268,16 @@ class FSDP2Model(ABC):
             tokens = {"input_ids": to_device(row.token_ids[None], device)}
         else:
             tokens = {"inputs_embeds": self._pipeline.receive(len(row.token_ids) // self._layout.size("tp"))}
-        positions, routed = to_device(row.position_ids[None], device), to_device(row.routed, device)
-        common = {"position_ids": positions, "routed": routed, "use_cache": False} | row.structure
+        positions, routed = to_device(row.position_ids[..., None, :], device), to_device(row.routed, device)
+        common = {"position_ids": positions, "routed": routed, "use_cache": False} | row.apart(self._is_hybrid)
         if row.chosen is not None:
             common["chosen"] = to_device(row.chosen, device)
-        return self.module(**tokens, **common, logits_to_keep=kept).logits
+        seen = nullcontext()
+        if row.shown is not None:
+            common |= {name: to_device(pixels, device) for name, pixels in row.shown.pixels.items()}
+            seen = self._tower.showing(to_device(row.shown.index, device))
+        with seen:
+            return self.module(**tokens, **common, logits_to_keep=kept).logits
 
     def predictions(self, micro: Batch, row: Row) -> Tensor:
         """[stage] Return the output embedding's results for the tokens of the loss mask: [N, ..].
