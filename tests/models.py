@@ -24,6 +24,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -37,6 +39,7 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "cohere": (CohereConfig, CohereForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
@@ -69,6 +72,14 @@ EXPERTS = {
     },
 }
 """For `tiny`: mixtures of four experts."""
+HYBRID = {
+    "num_hidden_layers": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+"""For `tiny`: Qwen3.5's text model with three layers that carry a state, and one with attention."""
 SPECIALS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>")
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

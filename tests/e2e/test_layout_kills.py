@@ -26,6 +26,7 @@ LAYOUTS = {
     "megatron-ep": ("qwen3_moe", 2, "train=megatron train.ep=2"),
     "megatron-lora": ("qwen2", 2, "train=megatron train.tp=2 policy.lora.rank=4 algorithm.kl_coef=0.1"),
     "sglang": ("four_layers", 2, "engine=sglang engine.tp=2"),
+    "hybrid": ("hybrid", 2, ""),
     "overlap": ("smollm2", 2, "checkpoint.overlap=true"),
     "zero3-overlap": ("smollm2", 2, "train=deepspeed checkpoint.overlap=true"),
     "megatron-pp-overlap": ("qwen2", 2, "train=megatron train.pp=2 checkpoint.overlap=true"),
@@ -33,7 +34,7 @@ LAYOUTS = {
 """Model, ranks, settings."""
 STRUCK = ("publish", "update", "save")
 CASES = [(layout, phase) for layout in LAYOUTS for phase in STRUCK]
-QUICK = {("pp", "save"), ("lora", "save")}
+QUICK = {("pp", "save"), ("lora", "save"), ("hybrid", "update")}
 
 
 @pytest.fixture(scope="module")

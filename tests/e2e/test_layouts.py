@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from spmd_rl.tools.convert import main
 from tests.e2e.runs import EXACT, Running, Toy
 from tests.engines import VLLM_SIZES, needs_sglang, needs_vllm
-from tests.models import EXPERTS
+from tests.models import EXPERTS, HYBRID
 
 HUGE, SCALE = 1e12, 100.0
 SETTINGS = (*EXACT, "eval.every=0", "rollout.over_sample=0", "policy.warmup_steps=0", "policy.schedule=constant")
@@ -28,6 +28,7 @@ SIZES = {
     "qwen2": ("qwen2", {}),
     "four_layers": ("llama", {"tie": True, "num_hidden_layers": 4}),
     "qwen3_moe": ("qwen3_moe", EXPERTS["qwen3_moe"]),
+    "hybrid": ("qwen3_5_text", HYBRID),
 }
 OF_VLLM = {name: (kind, VLLM_SIZES | sizes) for name, (kind, sizes) in SIZES.items()}
 OF_VLLM["smollm2"] = "llama", {**NINE_HEADS, **VLLM_SIZES, "hidden_size": 288}
@@ -41,6 +42,7 @@ QUICK = [
     ("smollm2", 2, "train.pp=2"),
     ("smollm2", 3, "train.tp=3"),
     ("qwen3_moe", 2, "train.ep=2 policy.router_replay=true"),
+    ("hybrid", 2, ""),
 ]
 SLOW = [
     ("qwen2", 2, "train.tp=2"),
@@ -55,6 +57,10 @@ SLOW = [
     ("qwen3_moe", 2, "train.ep=2"),
     ("qwen3_moe", 4, "train.ep=2 train.pp=2"),
     ("qwen3_moe", 4, "train.tp=2 train.ep=4"),
+    ("hybrid", 2, "train.pp=2"),
+    ("hybrid", 2, "policy.lora.rank=4"),
+    ("hybrid", 2, "train=deepspeed"),
+    ("hybrid", 2, "train.activation_checkpointing=full"),
     ("smollm2", 2, "train=deepspeed"),
     ("qwen3_moe", 3, "train=deepspeed train.stage=2 train.offload_optimizer=true"),
     ("smollm2", 2, "train=megatron train.pp=2"),
