@@ -33,7 +33,11 @@ TYPES = {
         "step": MANY + "vllm.outputs:RequestOutput",
         "add_request": NOTHING, "abort_request": NOTHING, "collective_rpc": NOTHING, "reset_prefix_cache": NOTHING,
         "sleep": NOTHING, "wake_up": NOTHING, "add_lora": NOTHING,
+        "reset_encoder_cache": NOTHING, "renderer": "vllm.renderers.base:BaseRenderer",
     },
+    "vllm.renderers.base:BaseRenderer": {"mm_processor": "vllm.multimodal.processing:BaseMultiModalProcessor"},
+    "vllm.multimodal.processing:BaseMultiModalProcessor": {"_get_mm_fields_config": NOTHING},
+    "vllm.multimodal.inputs:MultiModalKwargsItems": {"from_hf_inputs": NOTHING},
     "vllm.v1.engine.core_client:InprocClient": {"_finalizer": NOTHING, "engine_core": "vllm.v1.engine.core:EngineCore"},
     "vllm.v1.engine.core:EngineCore": {
         "structured_output_manager": GRAMMARS, "scheduler": "vllm.v1.core.sched.scheduler:Scheduler",

@@ -1,4 +1,4 @@
-"""What the tests of pictures in training share: samples that see pictures, and plain Hugging Face on them."""
+"""Samples that see pictures, for tests of training, and plain Hugging Face on them."""
 
 from array import array
 from itertools import pairwise

@@ -152,12 +152,12 @@ class Grids(Processor):
         return sizes[0] // cell, sizes[1] // cell
 
     def count(self, data: bytes) -> int:
-        """See `Processor`."""
+        """Return the number of ids, see `Processor`."""
         rows, columns = self.grid(data)
         return rows * columns
 
     def text_of(self, data: bytes, placeholder: str) -> str:
-        """See `Processor`."""
+        """Return the placeholders' text, see `Processor`."""
         return placeholder * self.count(data)
 
     def positions(self, ids: Tensor, pictures: Sequence[bytes]) -> Tensor:
@@ -183,7 +183,7 @@ class Tiles(Processor):
     _dim = 1
 
     def __init__(self, hf: Any, config: PreTrainedConfig) -> None:
-        """See `Processor`."""
+        """Take what `Processor` takes, and count a tile's tokens."""
         super().__init__(hf, config)
         vision = config.vision_config
         self._per_tile = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
@@ -195,12 +195,12 @@ class Tiles(Processor):
         return rows, columns
 
     def count(self, data: bytes) -> int:
-        """See `Processor`."""
+        """Return the number of ids, see `Processor`."""
         rows, columns = self.tiles(data)
         return (rows * columns + 1) * self._per_tile
 
     def text_of(self, data: bytes, placeholder: str) -> str:
-        """See `Processor`."""
+        """Return the placeholders' text, see `Processor`."""
         rows, columns = self.tiles(data)
         tile = placeholder * self._per_tile
         lines = [
@@ -229,7 +229,7 @@ def build_processor(folder: Path) -> Processor:
 
 
 class Features(NamedTuple):
-    """What the tower makes of pictures."""
+    """Rows of the vision tower for the tokens of pictures."""
 
     rows: Tensor
     """[R, h]: one row for each token of the pictures, end to end"""

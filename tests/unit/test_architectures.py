@@ -137,7 +137,9 @@ def test_what_cannot_be_trained_is_told_from_its_config(tmp_path: Path, config: 
 def test_a_package_for_pictures_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    line = "policy.model: engine=vllm needs torchvision for qwen2_5_vl, which takes pictures: pip install torchvision; or "
+    line = (
+        "policy.model: engine=vllm needs torchvision for qwen2_5_vl, which takes pictures: pip install torchvision; or "
+    )
     with pytest.raises(UserError, match=line):
         _check(tmp_path, "vllm")
 

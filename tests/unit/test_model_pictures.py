@@ -133,13 +133,13 @@ from spmd_rl.model.build import build_model, build_on_meta
 from spmd_rl.model.tokenizer import load_tokenizer
 path = sys.argv[1]
 build_model(path, torch.float32, "cpu"), build_on_meta(path, torch.float32), load_tokenizer(path)
-foreign = ("PIL", "transformers.models.qwen2_vl")
-print([name for name in sys.modules if name.endswith(".pictures") or name.startswith(foreign)])
+foreign = ("spmd_rl.model.pictures", "spmd_rl.engine.native.pictures", "spmd_rl.base.pictures")
+print([name for name in sys.modules if name.startswith(foreign)])
 """
 
 
 def test_a_model_of_text_alone_imports_nothing_of_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TEXT_ALONE, str(tiny("llama", tmp_path / "model"))]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    # Names and comparisons of ids alone, without an import of their own.
-    assert done.stdout.splitlines()[-1] in ("[]", "['spmd_rl.types.pictures']")
+    # Not Pillow, which transformers imports itself where it is installed.
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -85,13 +85,10 @@ class VllmEngine(HostedEngine):
         if self._drafts and request.truncated:
             raise ValueError(f"request {request.id}: vLLM verifies no drafts among tokens that top_k has left")
         self.begin(request)
-        prompt = {
-            "type": "token",
-            "prompt_token_ids": request.prompt_ids.tolist(),
-            "cache_salt": f"version {self.version} {request.cache}",
-        }
+        salt = f"version {self.version} {request.cache}"
+        prompt = {"type": "token", "prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": salt}
         if request.pictures:
-            prompt |= self._pictures.inputs(request, self.version)
+            prompt = self._pictures.input(request, self.version, salt)
         adapter, arrival = self.slot.request if self.slot else None, float(self.num_added)
         sampling = self._sampling(request)
         self.llm.add_request(request.id, prompt, sampling, arrival_time=arrival, lora_request=adapter)

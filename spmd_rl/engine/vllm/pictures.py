@@ -5,10 +5,10 @@ in a request. It keys prefixes and features by a name, which is a hash of the pi
 """
 
 from hashlib import blake2b
-from typing import Any
 
 import torch
 from transformers import BatchFeature
+from vllm.inputs.engine import MultiModalInput, mm_input
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -24,18 +24,13 @@ class VllmPictures:
     def __init__(self, llm: LLMEngine, processor: Processor) -> None:
         self.processor, self._of_vllm = processor, llm.renderer.mm_processor
 
-    def inputs(self, request: Request, version: int) -> dict[str, Any]:
-        """Return the fields of vLLM's input for the tokens and pictures of a request."""
+    def input(self, request: Request, version: int, cache_salt: str) -> MultiModalInput:
+        """Return vLLM's input for the tokens and pictures of a request."""
         ids = torch.tensor(request.prompt_ids)
         names = [f"{version}-{blake2b(data, digest_size=16).hexdigest()}" for data in request.pictures]
         items = MultiModalKwargsItems({IMAGE: [self._item(data) for data in request.pictures]})
-        return {
-            "type": "multimodal",
-            "prompt_token_ids": self.processor.model_ids(ids).tolist(),
-            "mm_kwargs": items,
-            "mm_hashes": {IMAGE: names},
-            "mm_placeholders": {IMAGE: self._places(ids, request)},
-        }
+        places, known = self._places(ids, request), self.processor.model_ids(ids).tolist()
+        return mm_input(known, items, {IMAGE: names}, {IMAGE: places}, cache_salt=cache_salt)
 
     def _item(self, data: bytes) -> MultiModalKwargsItem:
         pixels = BatchFeature(self.processor.pixels(data))

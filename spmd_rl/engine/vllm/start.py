@@ -53,7 +53,13 @@ ALWAYS = {
     "gpu_memory_utilization": 0.01,
 }
 """Arguments that the engine depends on."""
-SEEN = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}, "mm_processor_cache_gb": 0}
+SEEN = {
+    "skip_tokenizer_init": False,
+    "limit_mm_per_prompt": {"video": 0},
+    "mm_processor_cache_gb": 0,
+    # The size of the cache is given, so nothing has to be measured.
+    "skip_mm_profiling": True,
+}
 """Further arguments for a model with pictures: vLLM asks its own processor of pictures, which needs a tokenizer, for
 sizes alone."""
 DEFAULTS = {"async_scheduling": False}

@@ -100,6 +100,15 @@ def _replace(
     return logits, torch.where(known, weights_of_chosen(router, logits, chosen), weights), chosen
 
 
+def freeze(model: nn.Module, optimizer: TrainedModelConfig | None) -> None:
+    """Freeze a model without an optimizer, and a vision tower that is not trained, in place."""
+    if optimizer is None:
+        model.requires_grad_(False)
+    elif hasattr(model, "tower") and optimizer.freeze_vision_tower:
+        for p in model.tower.parameters:
+            p.requires_grad_(False)
+
+
 COMPILE_SECONDS = 3600.0
 """Limit without progress on compiling one shape."""
 
@@ -136,11 +145,7 @@ class FSDP2Model(ABC):
             heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
             self._context = context_of(group, heads // tp, max(1, (kv_heads or heads) // tp))
         self._tower = getattr(model, "tower", None)
-        if optimizer is None:
-            model.requires_grad_(False)
-        elif self._tower and optimizer.freeze_vision_tower:
-            for p in self._tower.parameters:
-                p.requires_grad_(False)
+        freeze(model, optimizer)
         head = model.get_output_embeddings() if self.trains_head else None
         self._adapters = Adapters(model, optimizer.lora if optimizer else LoraConfig(), layout.key, head)
         self._parts = self._adapters.stored(parts)

@@ -45,7 +45,7 @@ def matrices(model: nn.Module) -> dict[str, int]:
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
     found = {}
     for name, p in model.named_parameters():
-        if id(p) in inside and (p.ndim == 2 or (p.ndim == 3 and id(p) in stacked)):
+        if p.requires_grad and id(p) in inside and (p.ndim == 2 or (p.ndim == 3 and id(p) in stacked)):
             experts, key = stacked.get(id(p), (None, ""))
             found[name] = 2 if p.ndim == 3 and experts.has_gate and key.startswith("gate_up") else 1
     return found
