@@ -24,7 +24,7 @@ Q0, Q1 = (f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2))
 class Policy:
     """A trainer without training, alone: a whole model, and a road that a test may break."""
 
-    layout = SimpleNamespace(data=SimpleNamespace(rank=0, size=1))
+    layout, sees = SimpleNamespace(data=SimpleNamespace(rank=0, size=1)), False
 
     def __init__(self, path, dtype, road=lambda weights: weights):
         self.model, self.road = build_model(path, dtype, "cpu"), road

@@ -86,7 +86,7 @@ class NativeEngine(Engine):
             )
         self.capacity = Capacity(max_running, kv_tokens, max_tokens)
         self._experts = ChosenExperts(module) if records_experts else None
-        self._pictures = _pictures(module)
+        self._pictures = _build_pictures(module)
         self.processor = self._pictures and self._pictures.processor
         self._scheduler = Scheduler(self.pool, max_running, self._experts.per_token if self._experts else 0)
         self.token_counts = self._scheduler.token_counts
@@ -271,7 +271,7 @@ class NativeEngine(Engine):
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _pictures(module: nn.Module) -> "EnginePictures | None":
+def _build_pictures(module: nn.Module) -> "EnginePictures | None":
     if not hasattr(module, "tower"):
         return None
     # An engine of text alone imports neither it nor Pillow.

@@ -31,7 +31,6 @@ def build(
         from spmd_rl.engine.vllm.engine import VllmEngine
         from spmd_rl.engine.vllm.start import start
 
-        folder = model_folder(policy.model)
         shapes = expected_shapes(policy.model, policy.trust_remote_code)
         dtype, args, outputs = getattr(torch, policy.dtype), settings.args, None
         if settings.adapters:
@@ -57,7 +56,6 @@ def build(
             trust=policy.trust_remote_code,
             drafts=settings.drafts,
             args=args,
-            seen=sees_pictures(folder),
         )
         if found := constraint_of(constraint, policy.model, policy.trust_remote_code):
             constrain(llm, found)
@@ -71,12 +69,14 @@ def build(
             slot=slot,
             is_constrained=found is not None,
             outputs=outputs,
-            pictures=_pictures(llm, folder) if sees_pictures(folder) else None,
+            pictures=_build_pictures(llm, model_folder(policy.model)),
         )
     return one if settings.ranks == 1 else ReplicatedEngine(one, world, settings.ranks)  # [all]
 
 
-def _pictures(llm: Any, folder: Path) -> Any:
+def _build_pictures(llm: Any, folder: Path) -> Any:
+    if not sees_pictures(folder):
+        return None
     # An engine of text alone imports neither of them, nor Pillow.
     from spmd_rl.engine.vllm.pictures import VllmPictures
     from spmd_rl.model.pictures import build_processor

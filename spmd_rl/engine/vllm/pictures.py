@@ -4,12 +4,13 @@ vLLM gets the ids with every placeholder and the prepared pixels, so its own pro
 in a request. It keys prefixes and features by a name, which is a hash of the picture and the version of the weights.
 """
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import torch
 from transformers import BatchFeature
 from vllm.inputs.engine import MultiModalInput, mm_input
-from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
+from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from spmd_rl.model.pictures import Processor
@@ -28,14 +29,17 @@ class VllmPictures:
         """Return vLLM's input for the tokens and pictures of a request."""
         ids = torch.tensor(request.prompt_ids)
         names = [f"{version}-{blake2b(data, digest_size=16).hexdigest()}" for data in request.pictures]
-        items = MultiModalKwargsItems({IMAGE: [self._item(data) for data in request.pictures]})
         places, known = self._places(ids, request), self.processor.model_ids(ids).tolist()
-        return mm_input(known, items, {IMAGE: names}, {IMAGE: places}, cache_salt=cache_salt)
+        return mm_input(known, self._items(request.pictures), {IMAGE: names}, {IMAGE: places}, cache_salt=cache_salt)
 
-    def _item(self, data: bytes) -> MultiModalKwargsItem:
-        pixels = BatchFeature(self.processor.pixels(data))
-        fields = self._of_vllm._get_mm_fields_config(pixels, {})
-        return MultiModalKwargsItems.from_hf_inputs(pixels, fields)[IMAGE][0]
+    def _items(self, pictures: Sequence[bytes]) -> MultiModalKwargsItems:
+        found = self.processor.batch(pictures)
+        if self.processor.stacked:
+            found = {name: row[0] for name, row in found.items()}
+            tiles = [self.processor.pixels(data)["pixel_values"].shape[1] for data in pictures]
+            found["num_patches"] = torch.tensor(tiles)
+        fields = self._of_vllm._get_mm_fields_config(BatchFeature(found), {})
+        return MultiModalKwargsItems.from_hf_inputs(BatchFeature(found), fields)
 
     def _places(self, ids: torch.Tensor, request: Request) -> list[PlaceholderRange]:
         places, found = (ids < 0).nonzero()[:, 0], []

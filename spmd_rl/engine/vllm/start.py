@@ -23,6 +23,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from spmd_rl.base.hub import model_folder
+from spmd_rl.config.architectures import sees_pictures
 from spmd_rl.config.sections.rollout import MAX_TOP_K
 from spmd_rl.engine.guest import as_world, check_args
 from spmd_rl.engine.vllm.drafts import engine_args
@@ -53,10 +54,14 @@ ALWAYS = {
     "gpu_memory_utilization": 0.01,
 }
 """Arguments that the engine depends on."""
-SEEN = {
+NO_VIDEO = {"video": 0}
+SEEING = {
     "skip_tokenizer_init": False,
-    "limit_mm_per_prompt": {"video": 0},
+    "limit_mm_per_prompt": NO_VIDEO,
     "mm_processor_cache_gb": 0,
+    # vLLM's dummy weights overwrite the mean and deviation of a tower that normalises pixels itself, and no publish has
+    # them: logprobs would be off by 0.1 to 1 nats.
+    "mm_device_do_normalize": False,
     # The size of the cache is given, so nothing has to be measured.
     "skip_mm_profiling": True,
 }
@@ -105,11 +110,11 @@ def start(
     trust: bool = False,
     drafts: int = 0,
     args: Mapping[str, Any] | None = None,
-    seen: bool = False,
 ) -> LLMEngine:
     """[replica] Start vLLM with unset weights over the ranks of `replica`. args: the user's arguments of `EngineArgs`;
-    UserError for one that is unknown, or ours. seen: True for a model with pictures."""
-    check_args(args := dict(args or {}), EngineArgs, OURS, ALWAYS, REASONS)
+    UserError for one that is unknown, or ours."""
+    always = ALWAYS | (SEEING if sees_pictures(model_folder(path)) else {})
+    check_args(args := dict(args or {}), EngineArgs, OURS, always, REASONS)
     cpu = device.type == "cpu"
     block = CPU_BLOCK if cpu else BLOCK
     # vLLM reserves one block.
@@ -123,12 +128,7 @@ def start(
         max_num_seqs=max_running,
         num_gpu_blocks_override=num_blocks,
         enable_sleep_mode=sleeps,
-        **DEFAULTS
-        | ALWAYS
-        | (SEEN if seen else {})
-        | _lengths(path, (num_blocks - 1) * block, trust, cpu)
-        | engine_args(drafts, cpu)
-        | args,
+        **DEFAULTS | always | _lengths(path, (num_blocks - 1) * block, trust, cpu) | engine_args(drafts, cpu) | args,
     ).create_engine_config()
     # The number of blocks is fixed above, on all ranks alike; this keeps vLLM from sizing the cache by free memory.
     config.cache_config.kv_cache_memory_bytes = num_blocks * block * _bytes_per_token(config)
