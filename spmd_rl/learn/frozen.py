@@ -27,7 +27,8 @@ from spmd_rl.model.size import ModelSize
 from spmd_rl.train import Roles
 from spmd_rl.train.base import PolicyRole
 
-SEEN = (*FROM_ROUTE, "token_ids", "loss_mask", "rollout_logprobs", "lags", "candidate_ids")
+SEEN = (*FROM_ROUTE, "token_ids", "loss_mask", "rollout_logprobs", "lags")
+SEEN += ("candidate_ids", "pictures", "picture_sizes")
 """Columns of a batch that a forward pass needs"""
 FOUND = {
     "logprobs": ("ref_logprobs", "ref_entropy"),
@@ -138,6 +139,8 @@ class RemoteRole:
 
     sync_steps: int | None = None
     """None, because the role never follows the policy."""
+    sees = True
+    """True, because it gets the pictures of the policy's batches, if they have any."""
 
     def __init__(self, frozen: FrozenRoles, name: str, layout: Layout, facts: Facts) -> None:
         """layout: of the policy, whose ranks use this."""

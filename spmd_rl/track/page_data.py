@@ -139,7 +139,8 @@ def _shown(trajectory: dict[str, Any], folder: Path) -> dict[str, Any]:
             if picture := _picture(folder, turn["text"]):
                 turn["picture"] = picture
             if "pictures" in turn:
-                turn["pictures"] = [_picture(folder / "samples", path) for path in turn["pictures"]]
+                found = (_picture(folder / "samples", path) for path in turn["pictures"])
+                turn["pictures"] = [url for url in found if url]
     return trajectory
 
 

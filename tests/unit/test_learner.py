@@ -27,6 +27,7 @@ class FakeBackend:
     """Says the same, by default -0.3, of every token; notes what it was asked."""
 
     hidden_size = 64
+    sees = False
     sync_steps = None
 
     def __init__(self, logprob: float = -0.3) -> None:

@@ -229,4 +229,4 @@ def test_the_page_draws_pictures(run: Path, tmp_path: Path, ticket: int, data: b
         threading.Thread(target=served.serve_forever, args=(0.01,), daemon=True).start()
         body = visit(f"{served.url}#tab=samples&step=1&ticket={ticket}&answer=0", tmp_path / "profile")
         served.shutdown()
-    assert body.count('class="seen"') == 1 and ImagePart.of(data).url in body
+    assert body.count('class="picture seen"') == 1 and ImagePart.of(data).url in body

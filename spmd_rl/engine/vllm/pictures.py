@@ -38,8 +38,8 @@ class VllmPictures:
             found = {name: row[0] for name, row in found.items()}
             tiles = [self.processor.pixels(data)["pixel_values"].shape[1] for data in pictures]
             found["num_patches"] = torch.tensor(tiles)
-        fields = self._of_vllm._get_mm_fields_config(BatchFeature(found), {})
-        return MultiModalKwargsItems.from_hf_inputs(BatchFeature(found), fields)
+        pixels, divided = BatchFeature(found), MultiModalKwargsItems.from_hf_inputs
+        return divided(pixels, self._of_vllm._get_mm_fields_config(pixels, {}))
 
     def _places(self, ids: torch.Tensor, request: Request) -> list[PlaceholderRange]:
         places, found = (ids < 0).nonzero()[:, 0], []

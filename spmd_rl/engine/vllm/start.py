@@ -111,8 +111,7 @@ def start(
     drafts: int = 0,
     args: Mapping[str, Any] | None = None,
 ) -> LLMEngine:
-    """[replica] Start vLLM with unset weights over the ranks of `replica`. args: the user's arguments of `EngineArgs`;
-    UserError for one that is unknown, or ours."""
+    """[replica] Start vLLM with unset weights. args: the user's `EngineArgs`; UserError for one unknown, or ours."""
     always = ALWAYS | (SEEING if sees_pictures(model_folder(path)) else {})
     check_args(args := dict(args or {}), EngineArgs, OURS, always, REASONS)
     cpu = device.type == "cpu"

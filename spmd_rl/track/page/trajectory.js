@@ -1,6 +1,7 @@
 // One trajectory: its task, its turns with tokens in colours, and what the environment returned.
 
 const COLORS = [["none", "Text"], ["logprob", "Logprob"], ["mask", "Mask"], ["advantage", "Advantage"], ["version", "Version"]];
+const seen = (url) => h("img", { className: "picture seen", src: url, alt: "a picture of the prompt" });
 const SPECIAL = /^(<[|\uff5c].*[|\uff5c]>|<\/?s>|<(bos|eos|pad|start_of_turn|end_of_turn)>)$/;
 
 function tint(color, share) {
@@ -85,10 +86,6 @@ function merged(all, color, scale) {
   });
 }
 
-function seen(url) {
-  return h("img", { className: "seen", src: url, alt: "a picture of the prompt" });
-}
-
 function given(turn, first, color) {
   // what the policy was given before it answered: never trained on
   if (!turn.num_given) return null;
@@ -126,10 +123,8 @@ function trajectory(one, color, scale, narrow) {
         fact("mean logprob", turn.logprobs.length ? number(mean(turn.logprobs)) : null),
         fact("advantage", turn.advantage === undefined || turn.advantage === null ? null : signed(turn.advantage)),
         turn.finish_reason === "stop" ? null : fact("ended by", turn.finish_reason, "bad"));
-      // pictures of a row are among its messages
-      const pictures = one.messages.length ? [] : turn.pictures || [];
-      const policy = h("div", { className: "policy" }, about, pictures.filter(Boolean).map(seen),
-        given(turn, index === 1 && !narrow, color),
+      const pictures = one.messages.length ? [] : turn.pictures || []; // those of a row are among its messages
+      const policy = h("div", { className: "policy" }, about, pictures.map(seen), given(turn, index === 1 && !narrow, color),
         tokens(turn, segment, color, scale));
       const classes = ["turn", turn.step ? "with-step" : "", narrow ? "narrow" : ""].join(" ");
       turns.push(h("section", { className: classes, id: narrow ? "" : `turn-${index}` },
