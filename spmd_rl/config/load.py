@@ -126,17 +126,28 @@ def check_recipe(overrides: Sequence[str]) -> None:
 def experiment_doors(path: Path) -> list[str]:
     """Return the pipelines that accept a shipped experiment: they have all its sections and groups; or they borrow, and
     their file lists its groups."""
-    values = yaml.safe_load(path.read_text())
-    groups = {key.removeprefix("override /") for entry in values.pop("defaults", []) for key in entry}
+    sections, groups = _of_experiment(path)
     own = {name: {field.name for field in fields(schema)} for name, schema in PIPELINES.items()}
 
     def accepts(name: str) -> bool:
         if not PIPELINES[name].borrows:
-            return {*values, *groups} <= own[name]
+            return sections | groups <= own[name]
         listed = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["defaults"]
         return groups <= {key for entry in listed if isinstance(entry, dict) for key in entry}
 
     return list(filter(accepts, PIPELINES))
+
+
+def _of_experiment(path: Path) -> tuple[set[str], set[str]]:
+    """Return the sections and the groups that an experiment sets, with those of experiments that it builds on."""
+    values = yaml.safe_load(path.read_text())
+    defaults = values.pop("defaults", [])
+    groups = {key.removeprefix("override /") for entry in defaults if isinstance(entry, dict) for key in entry}
+    for name in (entry for entry in defaults if isinstance(entry, str) and entry != "_self_"):
+        sections, more = _of_experiment(path.with_name(f"{name}.yaml"))
+        values |= dict.fromkeys(sections)
+        groups |= more
+    return {*values}, groups
 
 
 def compose(
