@@ -92,8 +92,6 @@ class GemEnv:
 
 def _with_python(env: Any, sandbox: Sandbox | None, max_tool_uses: int, success_reward: float) -> Any:
     """Return an environment of GEM in its wrapper of tools, with its Python tool in our sandbox."""
-    if sandbox is None:
-        raise ValueError("python: there is no sandbox here")
     from gem.tools.python_code_tool import PythonCodeTool
     from gem.tools.tool_env_wrapper import ToolEnvWrapper
 
@@ -101,6 +99,8 @@ def _with_python(env: Any, sandbox: Sandbox | None, max_tool_uses: int, success_
         def execute_action(self, action: str) -> tuple[bool, bool, str, str]:
             if not (found := PROGRAM.search(action)):
                 return False, True, "", action
+            if sandbox is None:
+                raise RuntimeError("there is no sandbox here")
             result = sandbox.run((found[1] or found[2]).strip(), "", RunLimits())
             failed = result.end != "exit" or result.code != 0
             said = f"{result.stdout}\n{result.stderr}".strip() if failed else result.stdout.strip()

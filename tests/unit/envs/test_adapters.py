@@ -153,8 +153,6 @@ def test_gem_over_rows_takes_the_row_of_the_seed(monkeypatch, tmp_path) -> None:
     env = GemEnv("math:Sums", rows=str(tmp_path / "rows.jsonl"))
     assert [env.reset(seed)[0] for seed in (4, 4, 0)] == ["1 + 1?", "1 + 1?", "0 + 1?"]
     assert env.step("1")[1:3] == (1.0, True)
-    with pytest.raises(ValueError, match="there is no sandbox here"):
-        GemEnv("math:Sums", rows=str(tmp_path / "rows.jsonl"), python=True)
 
 
 def test_own_random_also_for_numpy() -> None:
