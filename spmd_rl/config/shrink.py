@@ -22,10 +22,9 @@ Tree = dict[str, Any]
 
 
 def shrink(tree: Tree, schema: type, said: Sequence[str]) -> Tree:
-    """Apply and remove the limits in `tree["shrink"]`. tree: sparse settings. said: keys that the command line sets.
+    """Apply and remove the limits in the sparse settings `tree`. said: keys that the command line sets.
 
-    Each model becomes the default one, a rewarder that needs a model or a server becomes `served`, and a source that is
-    not on this machine becomes made rows of its form, if there are some.
+    Models become the default one, rewarders that need a model or server `served`, sources that are not here made rows.
     """
     limits = tree.pop(GROUP)
     served = limits.pop("served")
@@ -57,7 +56,6 @@ def _is_below(key: str, section: str) -> bool:
 
 
 def _expanded(limits: Mapping[str, Any], tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and limits, with each mapping of `tree` in place of `*`."""
     for name, limit in limits.items():
         for one in [one for one, value in tree.items() if isinstance(value, dict)] if name == "*" else [name]:
             if isinstance(limit, Mapping):
@@ -67,7 +65,6 @@ def _expanded(limits: Mapping[str, Any], tree: Any) -> Iterator[tuple[str, Any]]
 
 
 def _put(tree: Tree, key: str, value: Any) -> None:
-    """Set a dotted key, or remove it for None."""
     *sections, name = key.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
@@ -78,6 +75,5 @@ def _put(tree: Tree, key: str, value: Any) -> None:
 
 
 def _made_rows(source: str) -> str:
-    """Return the file of made rows for a source that is not on this machine; any other text unchanged."""
     made = ROWS.get(source.strip().partition(":")[0].rpartition("/")[2].removesuffix(".jsonl"))
     return str(made) if made and not Path(source.strip()).expanduser().exists() else source

@@ -210,7 +210,7 @@ def _distinct(rows: Iterable[Record]) -> dict[str, Record]:
 
 
 def row_content(row: Record) -> str:
-    """Return the `content_id` of a row's problem, before `data.format`."""
+    """Return the `content_id` of a row's problem, without `data.format`."""
     messages = (Message("user", row.problem),) if isinstance(row.problem, str) else row.problem
     return content_id(with_tools(messages, row.extra.get("tools")))
 

@@ -37,7 +37,6 @@ from spmd_rl.types import Message, Prompt
 KEY = "data.train"
 PASS_RATE = "pass_rate"
 ALL = "all"
-"""Only class without `--by`"""
 MAX_CLASSES = 50
 CONDITION = re.compile(r"([\w.]+)\s*(!=|<=|>=|=|<|>)\s*(.*)")
 COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
@@ -50,20 +49,14 @@ COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
 }
 
 
-class Candidate(NamedTuple):
-    """A row that may be drawn."""
-
+class _Candidate(NamedTuple):
     content: str
-    """Hash of its problem"""
     record: dict[str, Any]
-    """Columns as they would be written"""
     row: Record
 
 
-def condition(text: str) -> Callable[[Mapping[str, Any]], str]:
-    """Return a function from a record to the reason why it does not fulfil a condition such as `pass_rate<1`; empty if
-    it does. UserError if the text is no condition.
-    """
+def _condition(text: str) -> Callable[[Mapping[str, Any]], str]:
+    """Return a function from a record to the reason why it does not fulfil a condition, empty if it does."""
     if not (found := CONDITION.fullmatch(text.strip())):
         raise UserError(f"--where: {text!r} is no condition; write COLUMN, one of {' '.join(COMPARISONS)}, VALUE")
     column, compare, wanted = found[1], COMPARISONS[found[2]], found[3]
@@ -71,22 +64,20 @@ def condition(text: str) -> Callable[[Mapping[str, Any]], str]:
     def refuse(record: Mapping[str, Any]) -> str:
         if column not in record:
             return f"no column {column}"
-        pair = number(record[column]), number(wanted)
+        pair = _number(record[column]), _number(wanted)
         return "" if compare(*(pair if None not in pair else (str(record[column]), wanted))) else f"not {text}"
 
     return refuse
 
 
-def number(value: Any) -> Fraction | None:
-    """Return the exact value of a number or of its text; None for anything else."""
+def _number(value: Any) -> Fraction | None:
     try:
         return Fraction(str(value)) if not isinstance(value, bool) else None
     except (ValueError, ZeroDivisionError):
         return None
 
 
-def records(source: str) -> Iterator[tuple[str, Any]]:
-    """Yield the place and the value of each record of a source: files, or a dataset of the hub."""
+def _records(source: str) -> Iterator[tuple[str, Any]]:
     for name in sources(source):
         if dataset := hub_dataset(name):
             yield from dataset_records(dataset, KEY)
@@ -94,10 +85,8 @@ def records(source: str) -> Iterator[tuple[str, Any]]:
             yield from (found[:2] for found in read_records(Path(name).expanduser(), KEY))
 
 
-def pass_rates(run: Path, pass_score: float) -> dict[str, float]:
-    """Return by prompt id the share of sampled answers that score `pass_score` or more in the newest evaluation of a
-    run. UserError if it has none.
-    """
+def _pass_rates(run: Path, pass_score: float) -> dict[str, float]:
+    """Return the share of sampled answers that pass in the newest evaluation of a run, by prompt id."""
     files = sorted(run.glob("samples/eval-*.jsonl"))
     if not files:
         raise UserError(f"--pass-rate: {run} has no samples/eval-*.jsonl; python -m spmd_rl.evaluate writes it")
@@ -110,13 +99,13 @@ def pass_rates(run: Path, pass_score: float) -> dict[str, float]:
     return {id: fmean(found) for id, found in passed.items()}
 
 
-def candidates(asked: Any, left_out: Counter[str]) -> Iterator[Candidate]:
-    """Yield the rows that fulfil the criteria, and count the others by reason. UserError if no row can be read."""
-    rates = pass_rates(asked.pass_rate, asked.pass_score) if asked.pass_rate else {}
-    conditions, seen, first = [*map(condition, asked.where)], set(), ""
+def _candidates(asked: Any, left_out: Counter[str]) -> Iterator[_Candidate]:
+    """Yield the rows that fulfil the criteria, and count the others by reason."""
+    rates = _pass_rates(asked.pass_rate, asked.pass_score) if asked.pass_rate else {}
+    conditions, seen, first = [*map(_condition, asked.where)], set(), ""
     columns = {name: None if column == "null" else column for name, column in map(_pair, asked.keys)}
     num_read = 0
-    for where, given in records(",".join(asked.sources)):
+    for where, given in _records(",".join(asked.sources)):
         try:
             record, _ = opened(given, columns)
             record = {name: value for name, value in record.items() if name not in asked.drop}
@@ -138,7 +127,7 @@ def candidates(asked: Any, left_out: Counter[str]) -> Iterator[Candidate]:
         if refused := next(filter(None, refusals), ""):
             left_out[refused] += 1
         else:
-            yield Candidate(content, _with_system(record, row, asked.system), row)
+            yield _Candidate(content, _with_system(record, row, asked.system), row)
     if not num_read:
         raise UserError(first)
 
@@ -155,32 +144,27 @@ def _messages(row: Record) -> Sequence[Message]:
 
 
 def _with_system(record: dict[str, Any], row: Record, system: str | None) -> dict[str, Any]:
-    """Return the record with its problem as messages after a system message; unchanged without one."""
     if system is None or not isinstance(row.problem, str):
         return record
     asked = {"messages": [{"role": "system", "content": system}, {"role": "user", "content": row.problem}]}
     return asked | {name: value for name, value in record.items() if value != row.problem}
 
 
-def judged(found: Sequence[Candidate], target: str, left_out: Counter[str]) -> list[Candidate]:
-    """Return the rows that a rewarder can judge, and count the others."""
+def _judged(found: Sequence[_Candidate], target: str, left_out: Counter[str]) -> list[_Candidate]:
     prompts = [Prompt(c.content, tuple(_messages(c.row)), "rows", c.row.ground_truth, c.row.extra) for c in found]
     refused = dict(find_unsupported(enumerate(prompts), {"rows": RewardConfig(target)}))
     left_out.update(f"unsupported by {target}: {why.partition(':')[0]}" for why in refused.values())
     return [one for i, one in enumerate(found) if i not in refused]
 
 
-def classes(found: Iterable[Candidate], by: str | None, edges: Sequence[Fraction]) -> dict[str, list[Candidate]]:
-    """Return the rows by class: values of the column `by`, or its intervals between `edges`.
-
-    UserError for a row without that column, for too many values, or for a text where there are edges.
-    """
-    by_class: dict[Any, list[Candidate]] = {}
+def _classes(found: Iterable[_Candidate], by: str | None, edges: Sequence[Fraction]) -> dict[str, list[_Candidate]]:
+    """Return the rows by class: values of the column `by`, or its intervals between `edges`."""
+    by_class: dict[Any, list[_Candidate]] = {}
     for one in found:
         value = one.record.get(by, "") if by else ALL
         if value == "":
             raise UserError(f"--by: {one.row.where}: has no column {by}; --where '{by}!=' leaves such rows out")
-        exact = number(value)
+        exact = _number(value)
         if edges and exact is None:
             raise UserError(f"--edges: {one.row.where}: {by} is {value!r}, not a number")
         key = sum(exact >= edge for edge in edges) if edges else str(value) if exact is None else exact
@@ -214,31 +198,29 @@ def allot(available: Mapping[str, int], shares: Mapping[str, Fraction], rows: in
     return drawn
 
 
-def shares_of(text: str, available: Mapping[str, int]) -> dict[str, Fraction]:
-    """Return the share of each class: `equal`, `proportional`, or `CLASS=SHARE,...`. UserError for an unknown class."""
+def _shares_of(text: str, available: Mapping[str, int]) -> dict[str, Fraction]:
     if text in ("equal", "proportional"):
         return {name: Fraction(1 if text == "equal" else count) for name, count in available.items()}
     given = dict(map(_pair, text.split(",")))
     if unknown := sorted(given.keys() - available.keys()):
         raise UserError(f"--shares: no row is of class {unknown[0]}; there are {', '.join(available)}")
-    values = {name: number(share) for name, share in given.items()}
+    values = {name: _number(share) for name, share in given.items()}
     if bad := [name for name, share in values.items() if share is None or share < 0]:
         raise UserError(f"--shares: {bad[0]}={given[bad[0]]}: must be a number of at least 0")
     return {name: values.get(name) or Fraction(0) for name in available}
 
 
-def pick(asked: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the drawn records, and the report. asked: the parsed command line."""
+def _pick(asked: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     left_out = Counter[str]()
-    found = list(candidates(asked, left_out))
+    found = list(_candidates(asked, left_out))
     num_read = len(found) + left_out.total()
     if asked.reward:
-        found = judged(found, asked.reward, left_out)
-    by_class = classes(found, asked.by, sorted(asked.edges))
+        found = _judged(found, asked.reward, left_out)
+    by_class = _classes(found, asked.by, sorted(asked.edges))
     available = {name: len(rows) for name, rows in by_class.items()}
-    drawn = allot(available, shares_of(asked.shares, available), asked.rows or len(found))
+    drawn = allot(available, _shares_of(asked.shares, available), asked.rows or len(found))
 
-    def place(one: Candidate) -> tuple[int, str]:
+    def place(one: _Candidate) -> tuple[int, str]:
         return counter_seed(asked.seed, "pick", one.content), one.content
 
     kept = [one for name, rows in by_class.items() for one in sorted(rows, key=place)[: drawn[name]]]
@@ -258,8 +240,7 @@ def pick(asked: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return [one.record for one in sorted(kept, key=place)], report
 
 
-def show(report: Mapping[str, Any]) -> None:
-    """Print a report."""
+def _show(report: Mapping[str, Any]) -> None:
     print(f"{report['read']} rows of {printable(', '.join(report['sources']), lines=False)}")
     for why, count in report["left_out"].items():
         print(f"  {count} left out: {printable(why, lines=False)}")
@@ -270,8 +251,7 @@ def show(report: Mapping[str, Any]) -> None:
             print(f"  {printable(name, lines=False):>16}  {row['available']:9}  {row['drawn']:6}  {row['share']:6.1%}")
 
 
-def parser() -> Parser:
-    """Return the parser of the command line."""
+def _parser() -> Parser:
     made = Parser(program("pick"), description=__doc__.splitlines()[0])
     made.add_argument("sources", nargs="+", metavar="SOURCE", help="files, or datasets of the hub, as in data.train")
     made.add_argument(
@@ -298,11 +278,11 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code: 2, after one line, for a mistake in it or in the rows."""
-    asked = parser().parse_args(arguments)
+    asked = _parser().parse_args(arguments)
     try:
         if asked.out and asked.out.exists():
             raise UserError(f"--out: {asked.out} exists already")
-        rows, report = pick(asked)
+        rows, report = _pick(asked)
         text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows).encode()
         report["digest"] = blake2b(text, digest_size=16).hexdigest()
         if asked.out:
@@ -312,7 +292,7 @@ def main(arguments: Sequence[str]) -> int:
     except (OSError, UserError) as error:
         tell(f"error: {reason(error)}")
         return 2
-    show(report)
+    _show(report)
     return 0
 
 

@@ -45,6 +45,7 @@ def test_numbers_are_limits_and_the_command_line_is_kept() -> None:
     cfg = shrunk("roll_sokoban_8gpu", "rollout.max_turns=5", "policy.model=/m", "engine=vllm", "train.cp=2")
     assert (cfg.rollout.max_turns, cfg.policy.model, cfg.engine.name, cfg.train.cp) == (5, "/m", "vllm", 2)
     assert shrunk("roll_rlvr_30b_a3b_32gpu", "engine=vllm").engine.tp == 1
+    assert not (shrunk("roll_rlvr_7b_16gpu").algorithm.difficulty_mask or shrunk("demo").rollout.filter.zero_variance)
     assert shrunk("demo").rollout.max_new_tokens == 12 and shrunk("roll_rlvr_7b_16gpu").rollout.max_turns is None
 
 
