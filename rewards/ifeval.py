@@ -1,12 +1,13 @@
 """Instruction following as in IFEval: the answer must follow each instruction that a program can check.
 
-`prompt.extra` holds the data set's own `instruction_id_list` (of the 25 names in `CHECKERS`) and `kwargs`, one mapping
-an instruction. Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models", section 2 and table 1;
+`prompt.extra` holds the data set's own `instruction_id_list` (names in `CHECKERS`, or RLVR-IFEval's in
+`FUNCTIONS`) and `kwargs`, one mapping an instruction. Zhou et al. 2023, "Instruction-Following Evaluation for Large
+Language Models", section 2 and table 1; Lambert et al. 2024, "Tulu 3", for RLVR-IFEval.
 `strict` checks the answer itself, `loose` any of eight forms of it (section 2.2): without its first line, its last
 line, both or neither, each with or without asterisks. NLTK's part in the paper is done by nupunkt's sentences and a
 pattern for words, so counts may differ a little in texts full of abbreviations.
 
-Only the text after a think block is checked. Other families of checks (RLVR-IFEval's functions) are not supported.
+Only the text after a think block is checked.
 
     pip install 'spmd-rl[ifeval]'
     reward.ifeval.target=rewards.ifeval:IfevalReward
@@ -35,7 +36,7 @@ class IfevalReward:
         self._loose, self._partial = loose, partial
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Run each check. ValueError for an instruction that is not one of the 25, or lacks an argument."""
+        """Run each check. ValueError for an unknown instruction, or one that lacks an argument."""
         *_, text = answer.rpartition("</think>")
         # Thoughts without an end leave no answer to check.
         text = "" if "<think>" in text else text
@@ -85,7 +86,7 @@ def instructions(extra: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         raise ValueError("needs `instruction_id_list` and `kwargs`, lists of the same length")
     pairs = []
     for name, given in zip(names, kwargs, strict=True):
-        if name not in CHECKERS:
+        if name not in CHECKERS | FUNCTIONS:
             raise ValueError(f"unknown instruction {name!r}")
         pairs.append((name, {key: value for key, value in (given or {}).items() if value is not None}))
     return pairs
@@ -98,7 +99,7 @@ def _flat(value: Any) -> Sequence[Any]:
 def check(name: str, text: str, kwargs: Mapping[str, Any]) -> bool:
     """Return True if a text follows an instruction. ValueError for missing or wrong `kwargs`."""
     try:
-        return bool(CHECKERS[name](text, **kwargs))
+        return bool((CHECKERS | FUNCTIONS)[name](text, **kwargs))
     except (TypeError, KeyError) as error:
         raise ValueError(f"{name}: cannot be checked with {dict(kwargs)}: {error}") from error
 
@@ -259,6 +260,40 @@ def no_comma(text: str) -> bool:
     return "," not in text
 
 
+def counted(number: int, wanted: int, quantifier: str | None = None, slack: int = 0) -> bool:
+    """Return True if `number` is `at least`, `at most` or `around` (within `slack`) the wanted one, or equal to it."""
+    return {"at least": number >= wanted, "at most": number <= wanted, "around": abs(number - wanted) <= slack}[
+        quantifier or "around"
+    ]
+
+
+def word_count(text: str, N: int, quantifier: str) -> bool:
+    """Return True for a number of words; around it means within a tenth."""
+    return counted(len(text.split()), N, quantifier, max(round(N / 10), 1))
+
+
+def sentence_count(text: str, N: int, quantifier: str) -> bool:
+    """Return True for a number of sentences; around it means within one."""
+    return counted(len(sent_tokenize(text)), N, quantifier, 1)
+
+
+def capitals_count(text: str, N: int, quantifier: str) -> bool:
+    """Return True for a number of words in capitals."""
+    return counted(len(re.findall(r"\b[A-Z]+\b", text)), N, quantifier)
+
+
+def paragraph_count(text: str, N: int) -> bool:
+    """Return True for exactly `N` paragraphs with `* * *` between them."""
+    paragraphs = text.split("* * *")
+    return len(paragraphs) == N and all(map(str.strip, paragraphs))
+
+
+def section_count(text: str, N: int, section_splitter: str) -> bool:
+    """Return True for exactly `N` sections, each of which begins with the splitter."""
+    first, *others = text.strip().split(section_splitter)
+    return len(others) + bool(first.strip()) == N
+
+
 CHECKERS: dict[str, Callable[..., bool]] = {
     "keywords:existence": keyword_existence,
     "keywords:frequency": keyword_frequency,
@@ -286,3 +321,34 @@ CHECKERS: dict[str, Callable[..., bool]] = {
     "change_case:english_lowercase": english_lowercase,
     "punctuation:no_comma": no_comma,
 }
+"""Checks by IFEval's names"""
+FUNCTIONS: dict[str, Callable[..., bool]] = {
+    "verify_keywords": lambda text, keyword_list: keyword_existence(text, keyword_list),
+    "verify_keyword_frequency": lambda text, word, N: counted(
+        len(re.findall(rf"\b{re.escape(word.strip())}\b", text, re.IGNORECASE)), N
+    ),
+    "validate_forbidden_words": forbidden_words,
+    "verify_letter_frequency": lambda text, letter, N: counted(text.count(letter), N),
+    "validate_response_language": _language,
+    "verify_paragraph_count": paragraph_count,
+    "validate_word_constraint": word_count,
+    "verify_sentence_constraint": sentence_count,
+    "validate_paragraphs": lambda text, N, first_word, i: nth_paragraph_first_word(text, N, i, first_word),
+    "verify_postscript": postscript,
+    "validate_placeholders": lambda text, N: number_placeholders(text, N),
+    "verify_bullet_points": lambda text, N: number_bullet_lists(text, N),
+    "validate_title": title,
+    "validate_choice": lambda text, options: any(text.strip() == option.strip() for option in options),
+    "validate_highlighted_sections": lambda text, N: number_highlighted_sections(text, N),
+    "validate_sections": section_count,
+    "validate_json_format": json_format,
+    "validate_repeat_prompt": lambda text, original_prompt: repeat_prompt(text, original_prompt),
+    "validate_two_responses": two_responses,
+    "validate_uppercase": english_capital,
+    "validate_lowercase": english_lowercase,
+    "validate_frequency_capital_words": capitals_count,
+    "validate_end": end_checker,
+    "validate_quotation": quotation,
+    "validate_no_commas": no_comma,
+}
+"""Checks by RLVR-IFEval's names, of which some count exactly or allow a margin"""

@@ -31,6 +31,8 @@ from spmd_rl.config.model_files import exported_model
 from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.config.run_identity import fill_run
 from spmd_rl.config.schema import HostConfig, JobConfig
+from spmd_rl.config.shrink import GROUP as SHRINK
+from spmd_rl.config.shrink import shrink
 
 REMOTE_CODE = "policy.trust_remote_code"
 """Key that allows Python code from a model directory: only the command line may set it, never a file
@@ -39,8 +41,9 @@ shared with a run
 CONFIGS = HOME / "configs"
 """Directory of the shipped YAML files"""
 
-GROUP_WITHOUT_DEFAULT = "experiment"
-"""Group without a default, for which Hydra needs `+experiment=x`; `experiment=x` means the same here"""
+EXPERIMENT = "experiment"
+WITHOUT_DEFAULT = (EXPERIMENT, SHRINK)
+"""Groups without a default, for which Hydra needs `+experiment=x`; `experiment=x` means the same here"""
 
 MISSING = "???"
 
@@ -104,8 +107,8 @@ def check_experiment(pipeline: str, overrides: Sequence[str]) -> None:
     """Raise a `UserError` for a shipped experiment of another pipeline, which has sections that this one lacks."""
     for line in overrides:
         key, _, name = line.lstrip("+").partition("=")
-        path = CONFIGS / GROUP_WITHOUT_DEFAULT / f"{name}.yaml"
-        if key == GROUP_WITHOUT_DEFAULT and path.is_file():
+        path = CONFIGS / EXPERIMENT / f"{name}.yaml"
+        if key == EXPERIMENT and path.is_file():
             doors = experiment_doors(path)
             if pipeline in PIPELINES and pipeline not in doors:
                 raise UserError(f"{key}={name}: not an experiment of this pipeline; run python -m spmd_rl.{doors[0]}")
@@ -123,17 +126,28 @@ def check_recipe(overrides: Sequence[str]) -> None:
 def experiment_doors(path: Path) -> list[str]:
     """Return the pipelines that accept a shipped experiment: they have all its sections and groups; or they borrow, and
     their file lists its groups."""
-    values = yaml.safe_load(path.read_text())
-    groups = {key.removeprefix("override /") for entry in values.pop("defaults", []) for key in entry}
+    sections, groups = _of_experiment(path)
     own = {name: {field.name for field in fields(schema)} for name, schema in PIPELINES.items()}
 
     def accepts(name: str) -> bool:
         if not PIPELINES[name].borrows:
-            return {*values, *groups} <= own[name]
+            return sections | groups <= own[name]
         listed = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["defaults"]
         return groups <= {key for entry in listed if isinstance(entry, dict) for key in entry}
 
     return list(filter(accepts, PIPELINES))
+
+
+def _of_experiment(path: Path) -> tuple[set[str], set[str]]:
+    """Return the sections and the groups that an experiment sets, with those of experiments that it builds on."""
+    values = yaml.safe_load(path.read_text())
+    defaults = values.pop("defaults", [])
+    groups = {key.removeprefix("override /") for entry in defaults if isinstance(entry, dict) for key in entry}
+    for name in (entry for entry in defaults if isinstance(entry, str) and entry != "_self_"):
+        sections, more = _of_experiment(path.with_name(f"{name}.yaml"))
+        values |= dict.fromkeys(sections)
+        groups |= more
+    return {*values}, groups
 
 
 def compose(
@@ -152,7 +166,7 @@ def compose(
         searched, groups = [f"hydra.searchpath=['file://{other}']"], _groups(CONFIGS, own)
     if config_name is None and (primary / f"{pipeline}.yaml").is_file():
         config_name = pipeline
-    added = (GROUP_WITHOUT_DEFAULT,) if config_name else tuple(groups)
+    added = WITHOUT_DEFAULT if config_name else tuple(groups)
     try:
         # The Compose API leaves the working directory and logging alone, unlike `hydra.main`.
         with initialize_config_dir(str(primary), version_base="1.3"):
@@ -180,7 +194,14 @@ def compose(
     if OmegaConf.select(values, REMOTE_CODE) and REMOTE_CODE not in said:
         raise UserError(f"{REMOTE_CODE}: set by a YAML file, which others may have written; set it on the command line")
     schema = PIPELINES.get(pipeline)
-    return without_others(values, schema, overrides) if schema and schema.borrows else values
+    values = without_others(values, schema, overrides) if schema and schema.borrows else values
+    if SHRINK not in values:
+        return values
+    if schema is None:
+        raise UserError(f"{SHRINK}: only for the pipelines of the package, not for {pipeline}")
+    # A group on the command line chooses a name, and the sizes beside it are the recipe's.
+    said = [f"{key}.name" if key in groups else key for key in said]
+    return OmegaConf.create(shrink(OmegaConf.to_container(values), schema, said))
 
 
 def chosen(pipeline: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -215,7 +236,7 @@ def normalize_override(line: str, groups: Mapping[str, Sequence[str]], added: Se
         raise UserError(f"{key}: Hydra's own settings have no effect here")
     if override.type is OverrideType.DEL or override.package is not None:
         return override.input_line
-    if key in groups and key != GROUP_WITHOUT_DEFAULT and isinstance(override.value(), list):
+    if key in groups and key not in WITHOUT_DEFAULT and isinstance(override.value(), list):
         raise UserError(f"{key}: must be one option, not {_value_of(line)}; known: {', '.join(groups[key])}")
     if key in groups and not isinstance(override.value(), str | list):
         raise UserError(_unknown_option(key, override.value(), groups[key]))

@@ -6,6 +6,8 @@ Datasets write tests in several forms, also as JSON or as a Python literal. All 
     {"inputs": ["1 2\\n"], "outputs": ["3\\n"], "fn_name": "add"}           APPS, TACO; ground truths of verl and PRIME
     {"test_cases": [{"input": [1, 2], "output": 3, "fn_name": "add"}]}    TRL's and PRIME's `verification_info`
     [{"input": ["1 2", "3 4"], "output": ["3", "7"]}]                     lists of lines
+
+RLVR-IFEval's ground truth, `{"func_name": ..., "N": ...}`, becomes an `instruction_id_list` with its `kwargs`.
 """
 
 import json
@@ -30,6 +32,9 @@ def read_judge(data: dict[str, Any]) -> str:
     truths = data.get("reward_model")
     if "ground_truth" not in data and isinstance(truths, dict) and truths.get("ground_truth") is not None:
         data["ground_truth"] = truths["ground_truth"]
+    if isinstance(truth := _opened(data.get("ground_truth")), dict) and "func_name" in truth:
+        data |= {"instruction_id_list": [truth.pop("func_name")], "kwargs": [truth]}
+        return "ground_truth"
     found = () if data.get("test") else ((name, _cases(data[name], name)) for name in SOURCES if data.get(name))
     name, cases = next(((name, cases) for name, cases in found if cases is not None), ("", None))
     if cases is None:

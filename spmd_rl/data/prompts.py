@@ -76,7 +76,7 @@ class Prompts:
         if trains or not (cfg.train and cfg.eval):
             _check_names([*rows, *eval_rows], cfg)
         train = _distinct(rows)
-        held_out = [(_content(row), row) for row in eval_rows]
+        held_out = [(row_content(row), row) for row in eval_rows]
         if not cfg.eval:
             held_out = [(content, row) for content, row in train.items() if is_held_out(content, cfg.holdout)]
         taken = {content for content, _ in held_out}
@@ -213,11 +213,12 @@ def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Record]:
 def _distinct(rows: Iterable[Record]) -> dict[str, Record]:
     out: dict[str, Record] = {}
     for row in rows:
-        out.setdefault(_content(row), row)
+        out.setdefault(row_content(row), row)
     return out
 
 
-def _content(row: Record) -> str:
+def row_content(row: Record) -> str:
+    """Return the `content_id` of a row's problem, without `data.format`."""
     return content_id(with_tools(_messages(row, "{question}"), row.extra.get("tools")))
 
 

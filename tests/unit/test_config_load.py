@@ -39,6 +39,7 @@ DOORS = {("algorithm", name): ("agentic", "evaluate") for name in ("gigpo", "sta
 DOORS |= {("data", option): ("rlvr", "evaluate") for group, option in OPTIONS if group == "data"}
 DOORS |= {("feedback", option): ("reward_fl",) for group, option in OPTIONS if group == "feedback"}
 DOORS |= {("train", name): set(PIPELINES) - {"reward_fl"} for name in ("deepspeed", "megatron")}
+DOORS |= {("shrink", "cpu"): set(PIPELINES) - {"reward_fl"}}
 DOORS |= {("experiment", path.stem): experiment_doors(path) for path in CONFIGS.glob("experiment/*.yaml")}
 """Options that compose under some doors only; the others refuse them by name."""
 

@@ -9,7 +9,8 @@ import torch
 from spmd_rl.base.errors import UserError
 from spmd_rl.config.backends import backend
 from spmd_rl.config.checks import check_plan
-from spmd_rl.config.load import CONFIGS, load
+from spmd_rl.config.load import CONFIGS, experiment_doors, load
+from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.model.size import ModelSize
 from spmd_rl.tools.plan import show
@@ -188,7 +189,7 @@ def test_a_book_counts_each_storage_once_and_until_it_is_gone():
 def test_shapes_are_of_the_size_in_their_name(path):
     from spmd_rl.model.build import shape_on_meta
 
-    sizes = {"0.5b": 0.494, "7b": 7.616, "72b": 72.71, "a3b": 30.53, "a22b": 235.1, "v3": 671.0}
+    sizes = {"0.5b": 0.494, "7b": 7.616, "4b": 4.022, "72b": 72.71, "a3b": 30.53, "a22b": 235.1, "v3": 671.0}
     # With the vision tower.
     sizes |= {"qwen2.5-vl-7b": 8.292, "qwen3-vl-4b": 4.438}
     wanted = sizes.get(path.name) or sizes[path.name.rpartition("-")[2]]
@@ -197,9 +198,14 @@ def test_shapes_are_of_the_size_in_their_name(path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("experiment/rlvr_*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [p for p in sorted(CONFIGS.glob("experiment/*.yaml")) if "plan:" in p.read_text()],
+    ids=lambda path: path.stem,
+)
 def test_each_recipe_fits_its_devices(path, capsys, monkeypatch):
-    cfg = load("rlvr", RlvrConfig, [f"+experiment={path.stem}"])
+    door = experiment_doors(path)[0]
+    cfg = load(door, PIPELINES[door], [f"+experiment={path.stem}"])
     if not backend(cfg.train.name).has_plan:
         pytest.skip(f"train={cfg.train.name} has no plan")
     monkeypatch.setenv("WORLD_SIZE", str(cfg.plan.ranks))

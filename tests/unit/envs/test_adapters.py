@@ -130,6 +130,31 @@ def test_gem_and_environments_that_share_a_generator(monkeypatch) -> None:
     assert (text, reward, terminated, info["metrics"]["action_is_valid"]) == ("no guess", -0.1, True, 0.0)
 
 
+class GemSums:
+    """Takes its rows in turn, as GEM's environments over a dataset do."""
+
+    def __init__(self, dataset) -> None:
+        self.dataset, self.idx = dataset, 0
+
+    def reset(self, seed=None):
+        self.row = self.dataset[self.idx]
+        self.idx += 1
+        return self.row["problem"], {}
+
+    def step(self, action: str):
+        return "over", float(f"boxed{{{self.row['answer']}}}" in action), True, True, {}
+
+
+def test_gem_over_rows_takes_the_row_of_the_seed(monkeypatch, tmp_path) -> None:
+    module(monkeypatch, "gem", make=lambda id, **args: GemSums(**args))
+    module(monkeypatch, "datasets", Dataset=SimpleNamespace(from_list=list))
+    rows = [{"problem": f"{n} + 1?", "answer": str(n + 1)} for n in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    env = GemEnv("math:Sums", rows=str(tmp_path / "rows.jsonl"))
+    assert [env.reset(seed)[0] for seed in (4, 4, 0)] == ["1 + 1?", "1 + 1?", "0 + 1?"]
+    assert env.step("1")[1:3] == (1.0, True)
+
+
 def test_own_random_also_for_numpy() -> None:
     numpy = pytest.importorskip("numpy")
     outer, own = numpy.random.get_state()[1].tolist(), OwnRandom()

@@ -14,6 +14,7 @@ from envs.adapters.openenv_server import OpenEnvServer
 from envs.adapters.skyrl_gym import SkyRlGymEnv
 from envs.adapters.textarena_id import TextArenaEnv
 from envs.mcp import McpClient
+from spmd_rl.types import RunLimits, RunResult
 
 
 def test_gymnasium() -> None:
@@ -64,6 +65,33 @@ def test_gem() -> None:
     env.reset(1)
     _, reward, terminated, _, info = env.step("")
     assert reward < 0 and terminated and info["metrics"]["action_is_valid"] == 0.0
+
+
+class Sandbox:
+    """Runs nothing, and answers as a sandbox would."""
+
+    def run(self, code: str, stdin: str, limits: RunLimits) -> RunResult:
+        good = "1 / 0" not in code
+        return RunResult("exit", 0 if good else 1, "4\n" if good else "", "" if good else "ZeroDivisionError", 0.1)
+
+
+def test_gem_with_its_python_tool() -> None:
+    pytest.importorskip("gem")
+    env = GemEnv("rg:basic_arithmetic", {"size": 20}, python=True, max_tool_uses=2, sandbox=Sandbox())
+    text, _ = env.reset(23)
+    assert text == env.reset(3)[0] != env.reset(4)[0] and "<python>" in text and "boxed" in text
+    env.reset(3)
+    text, reward, terminated, _, info = env.step("I compute: <python>print(2 + 2)</python> and so on")
+    assert (text, reward, terminated) == ("Code execution result: 4\n", 0.0, False)
+    assert (info["metrics"]["tool_calls"], info["metrics"]["tool_failures"]) == (1.0, 0.0)
+    text, _, terminated, _, info = env.step("```python\n1 / 0\n```")
+    assert "ZeroDivisionError" in text and "maximum number of tool use" in text and not terminated
+    assert (info["metrics"]["tool_calls"], info["metrics"]["tool_failures"]) == (1.0, 1.0)
+    *_, terminated, _, info = env.step("<python>print(1)</python> \\boxed{x}")
+    assert terminated and info["metrics"] == {
+        "success": 0.0, "action_is_valid": 1.0, "action_is_effective": 1.0, "tool_calls": 0.0, "tool_failures": 0.0,
+    }  # fmt: skip
+    assert info["metrics_agg_mode"] == {"success": "last", "tool_calls": "sum", "tool_failures": "sum"}
 
 
 def test_textarena() -> None:

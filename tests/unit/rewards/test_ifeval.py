@@ -1,11 +1,14 @@
 """Each of the 25 instructions, followed and not; loose forms; the data set's own rows."""
 
+import json
+
 import pytest
 
 pytest.importorskip("langdetect")
 pytest.importorskip("nupunkt")
 
-from rewards.ifeval import CHECKERS, IfevalReward, check, forms, instructions
+from rewards.ifeval import CHECKERS, FUNCTIONS, IfevalReward, check, forms, instructions
+from spmd_rl.data.rows import parse_rows
 from tests.unit.rewards.helpers import prompt, rows, verdict
 
 ENGLISH = "This is a plain sentence in the English language."
@@ -65,6 +68,51 @@ def test_followed_and_not(name, kwargs, followed, broken):
 
 def test_all_25_have_a_case():
     assert {case[0] for case in CASES} == set(CHECKERS) and len(CHECKERS) == 25
+
+
+RLVR = [
+    ("verify_keywords", {"keyword_list": ["Rose", "red"]}, "roses are red", "red"),
+    ("verify_keyword_frequency", {"word": "red", "N": 2}, "Red, red reddish", "red red red"),
+    ("validate_forbidden_words", {"forbidden_words": ["red"]}, "reddish", "a red rose"),
+    ("verify_letter_frequency", {"letter": "e", "N": 2}, "E e e", "e"),
+    ("validate_response_language", {"language": "en"}, ENGLISH, "Das ist ein deutscher Satz mit vielen Worten."),
+    ("verify_paragraph_count", {"N": 2}, "a\n* * *\nb", "a\n* * *\n"),
+    ("validate_word_constraint", {"N": 3, "quantifier": "at most"}, "a b c", "a b c d"),
+    ("validate_word_constraint", {"N": 30, "quantifier": "around"}, "a " * 33, "a " * 34),
+    ("verify_sentence_constraint", {"N": 3, "quantifier": "around"}, "It is. So it is.", "It is."),
+    ("validate_paragraphs", {"N": 2, "first_word": "b", "i": 2}, "a\n\nb c", "a\n\nc b"),
+    ("verify_postscript", {"postscript_marker": "P.S."}, "a\nP.S. b", "a"),
+    ("validate_placeholders", {"N": 1}, "[name]", "name"),
+    ("verify_bullet_points", {"N": 2}, "* a\n- b", "* a"),
+    ("validate_title", {}, "<<Rose>>", "Rose"),
+    ("validate_choice", {"options": ["yes", "no"]}, "no\n", "n"),
+    ("validate_highlighted_sections", {"N": 1}, "*a*", "a"),
+    ("validate_sections", {"N": 2, "section_splitter": "SECTION"}, "SECTION 1\na\nSECTION 2\nb", "SECTION 1"),
+    ("validate_json_format", {}, "[1]", "1]"),
+    ("validate_repeat_prompt", {"original_prompt": "Why?"}, "Why? So.", "So."),
+    ("validate_two_responses", {}, "a******b", "a******a"),
+    ("validate_uppercase", {}, ENGLISH.upper(), ENGLISH),
+    ("validate_lowercase", {}, ENGLISH.lower(), ENGLISH),
+    ("validate_frequency_capital_words", {"N": 2, "quantifier": "at least"}, "NO WAY", "NO way"),
+    ("validate_end", {"end_phrase": "The end."}, "a. The end.", "The end. a"),
+    ("validate_quotation", {}, '"a"', "a"),
+    ("validate_no_commas", {}, "a", "a,"),
+]
+
+
+@pytest.mark.parametrize(("name", "kwargs", "followed", "broken"), RLVR)
+def test_functions_of_rlvr_ifeval(name, kwargs, followed, broken):
+    assert check(name, followed, kwargs) is True
+    assert check(name, broken, kwargs) is False
+
+
+def test_a_row_of_rlvr_ifeval_is_judged_by_its_function():
+    assert {case[0] for case in RLVR} == set(FUNCTIONS) and len(FUNCTIONS) == 25
+    truth = json.dumps({"func_name": "verify_bullet_points", "N": 1, "quantifier": None, "options": None})
+    (row,) = parse_rows([("rows:1", {"messages": [{"role": "user", "content": "?"}], "ground_truth": truth})], "x", {})
+    assert (row.domain, row.ground_truth) == ("ifeval", "")
+    assert verdict(IfevalReward(), prompt("", **row.extra), "* a").score == 1.0
+    assert verdict(IfevalReward(), prompt("", **row.extra), "a").score == 0.0
 
 
 def asked(*pairs, **extra):
