@@ -126,6 +126,16 @@ class Checkpointer:
                 overlap = self._cfg.overlap and not (last or stops)
                 self._save(step, export=last or self._cfg.export_hf, overlap=overlap)  # [all]
 
+    def record_hashes(self, step: int) -> None:
+        """Write a hash of every tensor that training changes to the journal, as of the end of `step`."""
+        for name, role in self._roles.items():
+
+            def find(role: Role = role) -> Mapping[str, str]:
+                with role.awake():
+                    return role.hashes()
+
+            self._world.journal.hash(step, "weights", name, find)
+
     def restore(self) -> int:
         """[all] Load the checkpoint that `checkpoint.resume` selects; return its step, or 0 without one.
 
