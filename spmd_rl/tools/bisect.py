@@ -12,6 +12,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
@@ -125,10 +126,8 @@ def _lines(path: Path) -> Iterator[tuple[int, _Line]]:
     decode, offset = msgspec.json.Decoder(_Line).decode, 0
     with open(path, "rb") as file:
         for text in file:
-            try:
+            with suppress(msgspec.DecodeError):
                 yield offset, decode(text)
-            except msgspec.DecodeError:
-                pass
             offset += len(text)
 
 

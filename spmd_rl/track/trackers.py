@@ -77,7 +77,7 @@ def swanlab(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) 
 
 
 def trackio(run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> Tracker:
-    """Open a trackio run, or continue the one of this id, in its database on this machine or where its variables say."""
+    """Open a trackio run, or continue the one of this id: on this machine, or where trackio's variables say."""
     import trackio
 
     # Its runs have names alone, and those of two directories may be equal.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.batch import Batch, Column, Entries
-from spmd_rl.model.fingerprint import finish, fingerprint, start
+from spmd_rl.model.fingerprint import fingerprint, finish, start
 
 PHASES = {
     "generate": ("token_ids", "loss_mask", "rollout_logprobs", "lags", "candidate_ids", "experts"),

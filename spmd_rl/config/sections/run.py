@@ -157,8 +157,9 @@ class JournalConfig:
     """Seconds that models, engines and sidecars may take to start, or a forward to compile, without any progress."""
 
     hashes: bool = False
-    """Write hashes of each step's samples, gradients and weights into `run.dir/journal`, for `python -m spmd_rl bisect`:
-    about 10 bytes a token, and 200 a tensor."""
+    """Write hashes of each step's samples, gradients and weights into `run.dir/journal`, by which
+    `python -m spmd_rl bisect` finds where two runs part. About 10 bytes a token and 200 a tensor.
+    """
 
     def __post_init__(self) -> None:
         above(self, stall_seconds=0, start_seconds=0)
