@@ -24,11 +24,8 @@ from spmd_rl.tools.bisect import Trace, describe, first_difference
 from spmd_rl.track.run_reader import RunData, read_run
 
 ALWAYS = (
-    "checkpoint.every=0",
-    "track.wandb=off",
-    "track.swanlab=off",
-    "track.tensorboard=false",
-    "track.trackio=false",
+    *("checkpoint.every=0", "track.wandb=off", "track.swanlab=off"),
+    *("track.tensorboard=false", "track.trackio=false"),
 )
 """Settings without effect on a step's bits: only the step is saved, and no tracker sees it twice."""
 

@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 
 from spmd_rl.base.command_line import Parser, at_least, program
-from spmd_rl.base.errors import UserError, printable, reason, tell
-from spmd_rl.tools.compare import Lane, differences
+from spmd_rl.base.errors import UserError, plural, printable, reason, tell
+from spmd_rl.config.run_identity import identity
 from spmd_rl.track.run_reader import RunData, read_run
 from spmd_rl.track.samples import merged_files
 from spmd_rl.track.tokens import TokenTexts
@@ -206,10 +206,14 @@ def describe(difference: Difference, one: Trace) -> str:
     return f"{where}{token}\n  {difference.values[0]} | {difference.values[1]}"
 
 
-def settings(runs: Sequence[RunData]) -> str:
-    """Describe the settings in which two runs differ."""
-    left, right = differences([Lane("", [run]) for run in runs])
-    return f"settings that differ: {left} | {right}" if left or right else "no setting differs"
+def differing(runs: Sequence[RunData]) -> list[str]:
+    """Return a line for each setting, package and revision in which two runs differ."""
+    left, right = (
+        identity(run.settings) | {"revision": run.about.get("git_revision")} | (run.about.get("versions") or {})
+        for run in runs
+    )
+    keys = [key for key in dict.fromkeys((*left, *right)) if left.get(key) != right.get(key)]
+    return [printable(f"{key}: {left.get(key)} | {right.get(key)}", lines=False) for key in keys]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -227,13 +231,14 @@ def main(arguments: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         tell(f"error: {reason(error)}")
         return 2
-    print(settings([trace.run for trace in traces]))
+    for line in differing([trace.run for trace in traces]):
+        print(line)
     if not all(trace.ranks for trace in traces):
         print("journal.hashes was not set in both runs: no gradients and weights, logprobs to 6 decimals")
     elif one.layout != other.layout:
         print("ranks or layouts differ: gradients and weights are not compared")
     if found is None:
-        print(f"no difference in {len(steps)} steps, {min(steps)} to {max(steps)}")
+        print(f"no difference in {plural(len(steps), 'step')}, {min(steps)} to {max(steps)}")
         return 0
     print(f"first difference: {describe(found, one)}")
     return 1
