@@ -37,7 +37,9 @@ def commands(run: RunData, step: int, ranks: int, changed: Sequence[str], out: P
     module = ["-m", words[words.index("-m") + 1]] if "-m" in words else [word for word in words if word.endswith(".py")]
     if not module:
         raise UserError(f"{run.directory}: its journal does not say which pipeline it ran")
-    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    # Also for a single rank: torchrun sets the number of threads.
+    has_agent = ranks > 1 or words[0] == "torchrun"
+    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if has_agent else []
     config = ["--config-dir", str(directory), "--config-name", Path(CONFIG_FILE).stem]
     start = [sys.executable, *agent, *module[:2], *config, *ALWAYS]
     saved = CheckpointDir(directory / "checkpoints")
