@@ -81,9 +81,7 @@ class BaseRole:
         """
         settings = self._settings
         assert settings is not None, "a frozen role has no update"
-        gradients = self.model.gradients()  # [all]
-        self._hash("update", lambda: {name: repr(value) for name, value in sums.items()} | of_tensors(gradients))
-        sums["grad_square"] = square_of(list(gradients.values()))
+        sums["grad_square"] = self._grad_square(sums)  # [all]
         # Sorted, so that all ranks reduce in the same order.
         greatest = {name: sums.pop(name) for name in sorted(sums) if is_extreme(name)}
         sums = self._world.reduce("update: gradient norm and averages", sums, op="sum")  # [all]
@@ -106,6 +104,14 @@ class BaseRole:
         means = {name: value / num_tokens for name, value in sums.items()} | extremes(greatest)
         means |= {"loss": total, "grad_norm": norm, "lr": lr} | self.model.metrics()  # [all]
         return means | {"skipped": float(skipped), "num_microbatches": float(count)}
+
+    def _grad_square(self, sums: Mapping[str, float]) -> float:
+        """[all] Return this rank's term of the squared gradient norm; write the hashes of an update."""
+        gradients = self.model.gradients()  # [all]
+        self._hash("update", lambda: {name: repr(value) for name, value in sums.items()} | of_tensors(gradients))
+        counted = list(gradients.values())
+        # Squares are summed in float64. Within one tensor the norm is float32, off by 1.8e-5 relative on 53M elements.
+        return float(torch.stack(torch._foreach_norm(counted)).double().square().sum()) if counted else 0.0
 
     def accumulate(self, batch: Batch, args: ForwardArgs, loss: AnyLoss) -> tuple[dict[str, float], int]:
         """[all] Accumulate gradients; return loss, metrics and tokens of this data shard (see `joined`), and
@@ -367,12 +373,6 @@ def move(state: Sequence[Shard], weights: Iterable[tuple[str, Tensor]], share: f
         raise UserError(
             f"{key}: the policy has no {min(shards)}; a reference that follows it must have its architecture"
         )
-
-
-def square_of(gradients: list[Tensor]) -> float:
-    """Return the squared norm of some tensors, summed over them in float64."""
-    # Within one tensor the norm is float32, off by 1.8e-5 relative on 53M elements.
-    return float(torch.stack(torch._foreach_norm(gradients)).double().square().sum()) if gradients else 0.0
 
 
 # Per-token metrics are accumulated as sums, or as extremes under names that end in `/max` or `/min`. A minimum is the
