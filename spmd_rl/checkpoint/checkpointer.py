@@ -134,7 +134,7 @@ class Checkpointer:
                 with role.awake():
                     return role.hashes()
 
-            self._world.journal.hash(step, "weights", name, find)
+            self._world.journal.record(step, "weights", name, find)
 
     def restore(self) -> int:
         """[all] Load the checkpoint that `checkpoint.resume` selects; return its step, or 0 without one.

@@ -56,7 +56,7 @@ class Journal:
         self._fd = _open(self.path)
         self._hashes = directory / f"hashes-{rank}.jsonl"
         self.hashes = False
-        """True if `hash` writes."""
+        """True if `record` writes."""
         self._phases: list[str] = []
         self._times: dict[str, float] = {}
         self._watchers: list[PhaseWatcher] = []
@@ -205,7 +205,7 @@ class Journal:
         self.progress += 1
         self._write(event, **fields)
 
-    def hash(self, step: int, phase: str, of: str, find: Callable[[], Mapping[str, str]]) -> None:
+    def record(self, step: int, phase: str, of: str, find: Callable[[], Mapping[str, str]]) -> None:
         """Write the hashes that `find` returns, by name, if `hashes` is set; otherwise do not call it.
 
         of: what they are hashes of, such as a role and its update.

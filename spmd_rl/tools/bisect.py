@@ -40,7 +40,7 @@ Values = dict[str, Any]
 """Values of a phase by name. Those of samples begin with `TICKET.ANSWER`; a list has an entry for each token."""
 
 
-class _Line(msgspec.Struct):
+class _Place(msgspec.Struct):
     step: int
     phase: str
     of: str
@@ -121,9 +121,9 @@ class Trace:
         return f" (id {ids[difference.token]}{f', {texts[-1]!r}' if texts else ''})"
 
 
-def _lines(path: Path) -> Iterator[tuple[int, _Line]]:
+def _lines(path: Path) -> Iterator[tuple[int, _Place]]:
     """Yield the lines of a file of hashes with their offsets; a truncated one is left out."""
-    decode, offset = msgspec.json.Decoder(_Line).decode, 0
+    decode, offset = msgspec.json.Decoder(_Place).decode, 0
     with open(path, "rb") as file:
         for text in file:
             with suppress(msgspec.DecodeError):

@@ -214,7 +214,7 @@ class BaseRole:
 
     def _hash(self, phase: str, find: Callable[[], Mapping[str, str]]) -> None:
         journal = self._world.journal
-        journal.hash(journal.step, phase, f"{self._role.name} {self._updates}", find)
+        journal.record(journal.step, phase, f"{self._role.name} {self._updates}", find)
 
     def close(self) -> None:
         """Free everything the role holds; idempotent."""

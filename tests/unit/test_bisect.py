@@ -89,7 +89,7 @@ def hashed(run: Path, ranks: int = 1, **found: str) -> None:
         journal = Journal(run / "journal", rank)
         journal.hashes = True
         for update in (2, 10):
-            journal.hash(
+            journal.record(
                 1, "update", f"policy {update}", lambda u=update: {f"{name}{u}": v for name, v in found.items()}
             )
         journal.close()
