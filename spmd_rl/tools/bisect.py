@@ -58,8 +58,7 @@ class Difference:
     phase: str
     name: str
     token: int | None
-    """Index of the first token that differs, in its sample; None where the values are not by token or only a hash
-    differs."""
+    """Index of the first token that differs, in its sample; None if it is not known."""
     values: tuple[str, str]
 
 
@@ -122,7 +121,6 @@ class Trace:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, _Place]]:
-    """Yield the lines of a file of hashes with their offsets; a truncated one is left out."""
     decode, offset = msgspec.json.Decoder(_Place).decode, 0
     with open(path, "rb") as file:
         for text in file:
@@ -133,7 +131,6 @@ def _lines(path: Path) -> Iterator[tuple[int, _Place]]:
 
 @lru_cache(4)
 def _logged(path: Path) -> dict[str, Values]:
-    """Return the values that a file of the sample log holds, by phase."""
     found: dict[str, Values] = {phase: {} for phase in PHASES}
     for row in map(msgspec.json.decode, path.read_bytes().splitlines()):
         # Of answers that no step uses, as many are logged as a step's end happened to leave.
@@ -169,21 +166,18 @@ def first_difference(one: Trace, other: Trace, steps: Collection[int]) -> Differ
 
 
 def _common(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
-    """Return the names to compare: those of kinds that both have, the values of a sample together."""
     kinds = {_kind(name)[1] for name in left} & {_kind(name)[1] for name in right}
     names = [name for name in dict.fromkeys((*left, *right)) if _kind(name)[1] in kinds]
     return sorted(names, key=lambda name: _kind(name)[0])
 
 
 def _kind(name: str) -> tuple[tuple[int, int], str]:
-    """Return the sample of a name, or (-1, -1), and the kind of its value."""
     if match := re.fullmatch(r"(\d+)\.(\d+) (\w+)", name):
         return (int(match[1]), int(match[2])), match[3]
     return (-1, -1), "tensor" if ": " in name else "metric"
 
 
 def _token(a: Any, b: Any) -> int | None:
-    """Return the index of the first token in which two values differ, if they show it."""
     if isinstance(a, str) and isinstance(b, str):
         # Bytes of the tokens, after the hash.
         a, b = (base64.b64decode(value.partition(":")[2]) for value in (a, b))

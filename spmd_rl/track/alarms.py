@@ -43,7 +43,6 @@ def alarms(run: RunData) -> dict[str, str]:
 
 
 def _collapse(scores: Sequence[float]) -> str:
-    """Describe a fall of the mean score by more than half of its gain, if it is no noise; else return nothing."""
     if len(scores) < 2 * WINDOW:
         return ""
     means = [fmean(scores[i : i + WINDOW]) for i in range(len(scores) - WINDOW + 1)]

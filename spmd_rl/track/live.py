@@ -35,7 +35,6 @@ def live(run: RunData, now: float | None = None) -> dict[str, Any]:
 
 
 def _present(journal: Path, now: float) -> dict[str, Any]:
-    """Return the innermost phase of a rank, its kind of time, and the seconds in it, in the step and of silence."""
     phases: list[tuple[str, float]] = []
     kinds: list[str] = []
     call, event, began = "", {"event": "", "t": now, "step": 0}, now

@@ -106,7 +106,7 @@ class BaseRole:
         return means | {"skipped": float(skipped), "num_microbatches": float(count)}
 
     def _grad_square(self, sums: Mapping[str, float]) -> float:
-        """[all] Return this rank's term of the squared gradient norm; write the hashes of an update."""
+        """[all] Return this rank's term of the squared gradient norm."""
         gradients = self.model.gradients()  # [all]
         self._hash("update", lambda: {name: repr(value) for name, value in sums.items()} | of_tensors(gradients))
         counted = list(gradients.values())

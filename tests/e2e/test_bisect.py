@@ -50,9 +50,13 @@ def test_a_setting_is_found_where_it_acts_first(toy: Toy, straight: Running, cap
     assert said.startswith(where) and (where or not said), said
 
 
-def test_another_number_of_threads_is_found(toy: Toy, straight: Running, capsys) -> None:
-    run = toy.run(*SETTINGS, name="threads", env={"OMP_NUM_THREADS": "2"})
-    print(parted(straight, run, capsys))
+def test_another_number_of_threads_is_found(toy: Toy, capsys) -> None:
+    """Where the sum over many answers to one prompt is shared between threads; smaller steps have the same bits."""
+    many = (*SETTINGS, "rollout.prompts_per_step=2", "rollout.answers_per_prompt=64", "steps=1")
+    one, two = (toy.run(*many, name=f"threads-{n}", ranks=1, env={"OMP_NUM_THREADS": str(n)}) for n in (1, 2))
+    said = parted(one, two, capsys)
+    print(said)
+    assert said.startswith("step 1, "), said
 
 
 @pytest.fixture
