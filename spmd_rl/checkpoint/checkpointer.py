@@ -129,12 +129,7 @@ class Checkpointer:
     def record_hashes(self, step: int) -> None:
         """Write a hash of every tensor that training changes to the journal, as of the end of `step`."""
         for name, role in self._roles.items():
-
-            def find(role: Role = role) -> Mapping[str, str]:
-                with role.awake():
-                    return role.hashes()
-
-            self._world.journal.record(step, "weights", name, find)
+            self._world.journal.record(step, "weights", name, role.hashes)
 
     def restore(self) -> int:
         """[all] Load the checkpoint that `checkpoint.resume` selects; return its step, or 0 without one.

@@ -23,10 +23,8 @@ from spmd_rl.config.run_identity import CONFIG_FILE
 from spmd_rl.tools.bisect import Trace, describe, first_difference
 from spmd_rl.track.run_reader import RunData, read_run
 
-ALWAYS = (
-    *("checkpoint.every=0", "track.wandb=off", "track.swanlab=off"),
-    *("track.tensorboard=false", "track.trackio=false"),
-)
+TRACKERS = ("wandb=off", "swanlab=off", "tensorboard=false", "trackio=false")
+ALWAYS = ("checkpoint.every=0", *(f"track.{tracker}" for tracker in TRACKERS))
 """Settings without effect on a step's bits: only the step is saved, and no tracker sees it twice."""
 
 
@@ -47,13 +45,10 @@ def commands(run: RunData, step: int, ranks: int, changed: Sequence[str], out: P
     begin, found = saved.path(last) if last else None, []
     if last < step - 1:
         before = out / "before"
-        found.append([*start, *_begin(begin), f"run.dir={before}", f"run.until={step - 1}"])
+        found.append([*start, f"checkpoint.resume={begin or 'never'}", f"run.dir={before}", f"run.until={step - 1}"])
         begin = CheckpointDir(before / "checkpoints").path(step - 1)
-    return [*found, [*start, *_begin(begin), f"run.dir={out}", f"run.until={step}", *changed]]
-
-
-def _begin(checkpoint: Path | None) -> list[str]:
-    return [f"checkpoint.resume={checkpoint or 'never'}"]
+    last_one = [*start, f"checkpoint.resume={begin or 'never'}", f"run.dir={out}", f"run.until={step}", *changed]
+    return [*found, last_one]
 
 
 def run_again(run: RunData, asked: list[list[str]], step: int, out: Path) -> int:

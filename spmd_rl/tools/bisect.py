@@ -46,10 +46,6 @@ class _Place(msgspec.Struct):
     of: str
 
 
-class _Found(msgspec.Struct):
-    found: dict[str, str]
-
-
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The first place in which two runs differ."""
@@ -103,7 +99,7 @@ class Trace:
             path, offset = places[of, rank]
             with open(path, "rb") as file:
                 file.seek(offset)
-                hashed = msgspec.json.decode(file.readline(), type=_Found).found
+                hashed = msgspec.json.decode(file.readline())["found"]
             found |= {name if of_samples else f"{of}: {name}, rank {rank}": value for name, value in hashed.items()}
         if phase == "update":
             line = self._lines.get(step, {})

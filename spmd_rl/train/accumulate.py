@@ -209,8 +209,9 @@ class BaseRole:
 
     def hashes(self) -> dict[str, str]:
         """Return a hash of each tensor of this rank that training changes, see `Role`."""
-        mine = [one for one in self.model.state() if one.is_mine and one.tensor is not None]
-        return of_tensors({key_of(one.name, one.begin): one.tensor for one in mine})
+        with self.awake():
+            mine = [one for one in self.model.state() if one.is_mine and one.tensor is not None]
+            return of_tensors({key_of(one.name, one.begin): one.tensor for one in mine})
 
     def _hash(self, phase: str, find: Callable[[], Mapping[str, str]]) -> None:
         journal = self._world.journal

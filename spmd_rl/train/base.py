@@ -108,7 +108,7 @@ class Role(Protocol):
         ...
 
     def hashes(self) -> dict[str, str]:
-        """Inside `awake`: return a hash of each tensor that `save` would write on this rank, by its key in the file."""
+        """Return a hash of each tensor that `save` would write on this rank, by its key in the file."""
         ...
 
     def close(self) -> None:
