@@ -10,7 +10,7 @@ from tests.e2e.runs import EXACT, ROOT, Running, Toy
 from tests.e2e.test_guarantees import bitwise_equal
 
 SETTINGS = (*EXACT, "journal.hashes=true", "steps=4", "checkpoint.every=2", "rollout.over_sample=0")
-FLIPPED = "model.layers.1.mlp.down_proj.weight"
+FAULTY, WEIGHT = ROOT / "tests/e2e/faulty_rlvr.py", "model.layers.1.mlp.down_proj.weight"
 
 
 def parted(one: Running, other: Running, capsys, *words: str) -> str:
@@ -30,9 +30,9 @@ def test_a_rerun_has_no_difference(toy: Toy, straight: Running, capsys) -> None:
 
 
 def test_a_flipped_bit_is_found_in_its_tensor(toy: Toy, straight: Running, capsys) -> None:
-    run = toy.run(*SETTINGS, name="flipped", script=ROOT / "tests/e2e/flipping_rlvr.py", env={"FLIP": FLIPPED})
+    run = toy.run(*SETTINGS, name="flipped", script=FAULTY, env={"FAULTY": WEIGHT})
     said = parted(straight, run, capsys)
-    assert said.startswith(f"step 2, weights: policy: model/{FLIPPED}@") and ", rank 1\n" in said, said
+    assert said.startswith(f"step 2, weights: policy: model/{WEIGHT}@") and ", rank 1\n" in said, said
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,15 @@ def test_a_setting_is_found_where_it_acts_first(toy: Toy, straight: Running, cap
     assert said.startswith(where) and (where or not said), said
 
 
-def test_another_number_of_threads_is_found(toy: Toy, capsys) -> None:
-    """Where the sum over many answers to one prompt is shared between threads; smaller steps have the same bits."""
-    many = (*SETTINGS, "rollout.prompts_per_step=2", "rollout.answers_per_prompt=64", "steps=1")
-    one, two = (toy.run(*many, name=f"threads-{n}", ranks=1, env={"OMP_NUM_THREADS": str(n)}) for n in (1, 2))
+def test_another_number_of_threads_is_found_where_it_changes_a_bit(toy: Toy, capsys) -> None:
+    """The toy itself has the same bits on one thread and on two; a sum of many numbers has not."""
+    how = {"ranks": 1, "script": FAULTY}
+    env = {"FAULTY": WEIGHT, "FAULT": "sum"}
+    one, two = (
+        toy.run(*SETTINGS, "steps=3", name=f"threads-{n}", env={**env, "OMP_NUM_THREADS": n}, **how) for n in "12"
+    )
     said = parted(one, two, capsys)
-    print(said)
-    assert said.startswith("step 1, "), said
+    assert said.startswith(f"step 2, weights: policy: model/{WEIGHT}@0,0, rank 0\n"), said
 
 
 @pytest.fixture
