@@ -100,7 +100,7 @@ def mark_everything(clock: Clock) -> None:
 
     World.phase = marked_phase
     marked(clock, torch.Tensor, "backward", "backward")
-    marked(clock, Optimizer, "local_grad_square", "optimizer")
+    marked(clock, Optimizer, "counted_grads", "optimizer")
     marked(clock, Optimizer, "step", "optimizer")
     marked(clock, native.NativeEngine, "_prefill", "prefill")
     marked(clock, native.NativeEngine, "_decode", "decode")

@@ -16,7 +16,7 @@ PIPELINES = {
 }
 LOOKS = {"plan": "tools.plan", "dry_run": "tools.dry_run"}
 """Tools that take a pipeline's whole command line: `plan rlvr key=value` is `rlvr --plan key=value`."""
-OTHERS = ("doctor", "audit", "play", "view", "compare", "report", "convert", "pick", "docs")
+OTHERS = ("doctor", "audit", "play", "view", "compare", "bisect", "again", "report", "convert", "pick", "docs")
 TOOLS = {
     **LOOKS,
     **{name: f"tools.{name}" for name in OTHERS},

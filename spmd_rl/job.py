@@ -98,6 +98,7 @@ class Job:
         tokenizer = load_tokenizer(*args) if cfg.roles else None
         opened = World.open(run_dir, cfg.journal.stall_seconds, cfg.debug)
         with opened as world, world.resources() as stack:  # [all]
+            world.journal.hashes = cfg.journal.hashes
             agree_on_start(world, cfg, rows)  # [all]
             job = cls(cfg, source, tokenizer, world, stack, envs)
             # The pipeline `evaluate` has no steps, so it is never finished.
@@ -169,15 +170,18 @@ class Job:
         return saver, start
 
     def steps(self, start: int, saver: Checkpointer) -> Iterator[int]:
-        """[train] Yield the steps after `start`. Once a signal has asked for the end, save the step that is done, and
-        yield no more; then leaving the job raises `Stopped`."""
-        stop = self.world.stop
+        """[train] Yield the steps after `start`, up to `run.until`. Save the last one, if more are to come, also once a
+        signal has asked for the end; then leaving the job raises `Stopped`."""
+        stop, last = self.world.stop, min(self.cfg.steps, self.cfg.run.until or self.cfg.steps)
         stop.accept()
-        for step in range(start + 1, self.cfg.steps + 1):
+        saver.record_hashes(start)
+        for step in range(start + 1, last + 1):
             yield step
-            if self.track.stop_signal and step < self.cfg.steps:
+            saver.record_hashes(step)
+            signum = self.track.stop_signal
+            if (signum or step == last) and step < self.cfg.steps:
                 saver.maybe_save(step, stops=True)  # [train] all trainers see the same signal
-                self.stopped = Stopped(self.track.stop_signal, step)
+                self.stopped = Stopped(signum, step) if signum else None
                 break
         stop.refuse()
 

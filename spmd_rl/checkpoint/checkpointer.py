@@ -126,6 +126,11 @@ class Checkpointer:
                 overlap = self._cfg.overlap and not (last or stops)
                 self._save(step, export=last or self._cfg.export_hf, overlap=overlap)  # [all]
 
+    def record_hashes(self, step: int) -> None:
+        """Write a hash of every tensor that training changes to the journal, as of the end of `step`."""
+        for name, role in self._roles.items():
+            self._world.journal.record(step, "weights", name, role.hashes)
+
     def restore(self) -> int:
         """[all] Load the checkpoint that `checkpoint.resume` selects; return its step, or 0 without one.
 

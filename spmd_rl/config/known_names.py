@@ -125,7 +125,7 @@ _THEIRS = {
     "checkpoint.every": "save_steps save_freq",
     "checkpoint.keep": "save_total_limit max_actor_ckpt_to_keep",
     "checkpoint.resume": "resume_from_checkpoint resume_mode resume_from_path",
-    "track.wandb, track.tensorboard or track.swanlab": "report_to track_with trainer.logger",
+    "track.wandb, track.tensorboard, track.swanlab or track.trackio": "report_to track_with trainer.logger",
 }
 """Settings here, with their names elsewhere"""
 RENAMED: Mapping[str, str] = {name: ours for ours, names in _THEIRS.items() for name in names.split()}
@@ -171,7 +171,7 @@ _ABSENT = {
     ),
     "policy.lora.base=nf4 holds frozen weights under adapters in 4 bits": "load_in_4bit bnb_4bit_quant_type",
     "trained weights are bfloat16 or float32 (policy.dtype)": "load_in_8bit",
-    "track.wandb and track.swanlab log to the project spmd_rl (wandb: WANDB_PROJECT), under the name of run.dir": (
+    "trackers log to the project spmd_rl (wandb: WANDB_PROJECT), under the name of run.dir": (
         "project_name wandb_project project"
     ),
     "a domain has one rewarder (reward.<domain>.target); rewards.composite:CompositeReward weighs its parts, and "

@@ -1,16 +1,20 @@
 """A rank's phases, named collectives and progress counter, in memory and in `journal/rank-N.jsonl`.
 
-The file feeds the hang report and the timeline in `report.html`; the watchdog sends the memory to the other ranks.
-`watchdog.py` decides when a run has stalled.
+The file feeds the hang report, the timeline in `report.html` and `view`; the watchdog sends the memory to the other
+ranks. `watchdog.py` decides when a run has stalled.
 
     {"t": 1731.25, "event": "enter", "phase": "update", "step": 3}
+
+With `journal.hashes=true`, `journal/hashes-N.jsonl` has what the phases of a rank computed, for `bisect`:
+
+    {"step": 3, "phase": "update", "of": "policy 2", "found": {"loss": "0.25", "norm.weight": "9f3c0a..."}}
 """
 
 import errno
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -49,8 +53,10 @@ class Journal:
         """Open `directory/rank-N.jsonl` for appending and write a `start` line with the fields of `start`."""
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"rank-{rank}.jsonl"
-        # O_APPEND and one write per line: lines of several starts and threads do not overwrite each other.
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = _open(self.path)
+        self._hashes = directory / f"hashes-{rank}.jsonl"
+        self.hashes = False
+        """True if `record` writes."""
         self._phases: list[str] = []
         self._times: dict[str, float] = {}
         self._watchers: list[PhaseWatcher] = []
@@ -199,13 +205,19 @@ class Journal:
         self.progress += 1
         self._write(event, **fields)
 
+    def record(self, step: int, phase: str, of: str, find: Callable[[], Mapping[str, str]]) -> None:
+        """Write the hashes that `find` returns, by name, if `hashes` is set; otherwise do not call it.
+
+        of: what they are hashes of, such as a role and its update.
+        """
+        if self.hashes:
+            with self.phase("hashes"):
+                fd = _open(self._hashes)
+                _append(fd, {"step": step, "phase": phase, "of": of, "found": find()})
+                os.close(fd)
+
     def _write(self, event: str, **fields: Any) -> None:
-        try:
-            os.write(self._fd, _encode({"t": time.time(), "event": event, **fields, "step": self.step}) + b"\n")
-        except OSError as error:
-            # A full disk must not end a run through its journal.
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
+        _append(self._fd, {"t": time.time(), "event": event, **fields, "step": self.step})
 
     def close(self) -> None:
         """Close the file of this journal."""
@@ -217,3 +229,17 @@ class Journal:
             name = self._phases[-1]
             self._times[name] = self._times.get(name, 0.0) + now - self._since
         self._since = now
+
+
+def _open(path: Path) -> int:
+    # O_APPEND and one write per line: lines of several starts and threads do not overwrite each other.
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _append(fd: int, line: Mapping[str, Any]) -> None:
+    try:
+        os.write(fd, _encode(line) + b"\n")
+    except OSError as error:
+        # A full disk must not end a run through its journal.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise

@@ -9,6 +9,7 @@ It knows no model, batch or algorithm. Methods marked [all] meet the other ranks
 import faulthandler
 import math
 import os
+import platform
 import signal
 import tempfile
 from collections import Counter
@@ -97,7 +98,8 @@ class World(Collectives):
         # A rendezvous waits for missing ranks without limit, and no watchdog runs yet.
         faulthandler.dump_traceback_later(max(_JOIN_SECONDS, stall_seconds), exit=True)
         rendezvous = join(me)
-        journal = Journal(run_dir / "journal", me.rank, size=me.size, pid=os.getpid(), nonce=rendezvous.nonce)
+        process = {"pid": os.getpid(), "host": platform.node()}
+        journal = Journal(run_dir / "journal", me.rank, size=me.size, nonce=rendezvous.nonce, **process)
         world = cls(me, rendezvous, journal)
         stall_seconds = math.inf if debug else stall_seconds
         signals = [signal.SIGTERM, signal.SIGUSR1, *([] if debug else [signal.SIGINT])]

@@ -193,12 +193,6 @@ _NAMES = {
 
 SQUARE = "train_infer/ratio_square/mean"
 ESS = "train_infer/ess"
-BOUNDS = {
-    "max_abs_diff": ("train_infer/abs_diff/mean", "above"),
-    "min_ess": (ESS, "below"),
-    "max_lag": ("rollout/lag/max", "above"),
-}
-"""Keys of `algorithm.bounds`: the metric, and the side on which it breaks the bound."""
 
 
 def measure_mismatch(batches: Sequence[Batch], level: str, data: DataShard) -> Metrics:
@@ -244,15 +238,7 @@ class MismatchMonitor:
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warn once when a metric leaves its bounds, or raise RunFailed. `metrics` are equal on all ranks."""
-        outside = {}
-        for key, (name, side) in BOUNDS.items():
-            bound, value = getattr(self._bounds, key), metrics.get(name)
-            if bound is None or value is None:
-                continue
-            inside = value <= bound if side == "above" else value >= bound
-            # A NaN is outside, too.
-            if not inside:
-                outside[key] = f"step {step}: {name} is {value:.4g}, {side} algorithm.bounds.{key}={bound:g}"
+        outside = {key: f"step {step}: {text}" for key, text in self._bounds.outside(metrics).items()}
         if outside and self.stops:
             raise RunFailed("; ".join(outside.values()))
         for key, line in outside.items():

@@ -280,13 +280,12 @@ def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
     folder, c = Path(cfg.run.dir), cfg.checkpoint
     steps = [*range(c.every, cfg.steps, c.every)[:4], cfg.steps] if c.every else [cfg.steps]
     held = sorted(path.name for path in folder.glob("checkpoints/step-*"))
-    trackers = [name for name in ("wandb", "tensorboard", "swanlab") if getattr(cfg.track, name) not in ("off", False)]
     listed = ", ".join(map(str, steps[:4])) + (f" ... {steps[-1]}" if len(steps) > 4 else "")
     return [
         ("run.dir", f"{folder}" + (f", which holds {held[-1]}: the run would continue from there" if held else "")),
         ("files", "config.yaml, metrics.jsonl, samples/, journal/, report.html"),
         ("checkpoints", f"after steps {listed}; the newest {c.keep} are kept, the last one also as hf/{_disk(cfg)}"),
-        ("trackers", ", ".join(trackers) or "none"),
+        ("trackers", ", ".join(cfg.track.chosen) or "none"),
     ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The data of the page of a run: replies to the requests of its script, or all of them embedded in `report.html`.
 
-The script's requests are `runs`, `run`, `overview`, `series`, `step`, `trajectories` and `compare`.
+The script's requests are `runs`, `run`, `overview`, `series`, `step`, `trajectories` and `compare`; a server also
+answers `live`.
 """
 
 import re

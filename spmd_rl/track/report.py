@@ -21,7 +21,7 @@ from spmd_rl.track.page_data import embedded, title
 from spmd_rl.track.run_reader import read_run
 
 FOLDER = Path(__file__).parent / "page"
-SCRIPTS = ("dom.js", "charts.js", "overview.js", "trajectory.js", "samples.js", "page.js")
+SCRIPTS = ("dom.js", "charts.js", "overview.js", "trajectory.js", "samples.js", "live.js", "page.js")
 
 
 def write_report(directory: Path, steps: Sequence[int] | None = None) -> Path:

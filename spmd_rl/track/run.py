@@ -283,7 +283,7 @@ class Run:
                 thread.join(_CLOSE_TIMEOUT)
         if clean and self._goodput:
             self._goodput.end()
-            ends = not self.stop_signal or self._latest >= self._cfg.steps
+            ends = self._latest >= self._cfg.steps
             tell(messages.footer(self.directory, self._cfg.steps if ends else 0), lines=True)
 
     def _close_trackers(self) -> None:

@@ -2,7 +2,7 @@
 
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,6 +30,8 @@ class RunData:
     """Pipeline, git revision and package versions"""
     launch: dict[str, Any]
     """Command, machine and time of the last start; empty if the journal lacks them"""
+    process: dict[str, Any] = field(default_factory=dict)
+    """Process of rank 0 in the last start: time, host, pid and the number of ranks; empty if the journal lacks it"""
 
     def series(self, key: str) -> list[Point]:
         """Return (step, value) of each line that has a number under `key`."""
@@ -67,7 +69,8 @@ def read_run(directory: Path) -> RunData:
         raise UserError(f"{directory}: not a run: it has no config.yaml")
     about = settings.pop("about", None) or {}
     lines = [with_warmup_named(line) for line in read_lines(directory / "metrics.jsonl")]
-    return RunData(directory, lines, settings, about, _launch(directory / "journal" / "rank-0.jsonl"))
+    launch, process = (_last(directory / "journal" / "rank-0.jsonl", event) for event in ("run", "start"))
+    return RunData(directory, lines, settings, about, launch, process)
 
 
 def plain_text(content: str | Sequence[dict[str, Any]]) -> str:
@@ -75,11 +78,11 @@ def plain_text(content: str | Sequence[dict[str, Any]]) -> str:
     return content if isinstance(content, str) else "\n".join(part.get("text", "[image]") for part in content)
 
 
-def _launch(journal: Path) -> dict[str, Any]:
+def _last(journal: Path, event: str) -> dict[str, Any]:
     try:
         # Mapped and searched from the end: journals of long runs have gigabytes.
         with open(journal, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            found = text.rfind(b'"event":"run"')
+            found = text.rfind(b'"event":"%s"' % event.encode())
             begin = text.rfind(b"\n", 0, max(found, 0)) + 1
             return msgspec.json.decode(text[begin : text.find(b"\n", begin)]) if found >= 0 else {}
     # A missing file, an empty one, or a truncated line.

@@ -46,7 +46,7 @@ def read_journals(directory: Path, num_steps: int) -> dict[int, list[Span]]:
     ranks: dict[int, list[Span]] = {}
     found = ((re.fullmatch(r"rank-(\d+)", path.stem), path) for path in directory.glob("rank-*.jsonl"))
     for rank, path in sorted((int(match[1]), path) for match, path in found if match)[:MAX_RANKS]:
-        events = _tail(path)
+        events = read_tail(path)
         steps = sorted({event["step"] for event in events if event["event"] == "step"})[-num_steps:]
         ranks[rank] = [span for span in spans(events) if span.step in steps]
     return {rank: found for rank, found in ranks.items() if found}
@@ -118,15 +118,15 @@ def coalesce(row: Iterable[Span], shortest: float) -> list[Span]:
     return result
 
 
-def _tail(path: Path) -> list[dict[str, Any]]:
-    """Return the events of the last start in the last `_TAIL_BYTES` of a journal."""
+def read_tail(path: Path, num_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
+    """Return the events of the last start in the last bytes of a journal."""
     with open(path, "rb") as file:
         size = file.seek(0, 2)
-        file.seek(max(0, size - _TAIL_BYTES))
+        file.seek(max(0, size - num_bytes))
         lines = file.read().split(b"\n")
     events: list[dict[str, Any]] = []
     # The first line is cut unless the file begins here; the last is empty or incomplete.
-    for line in lines[int(size > _TAIL_BYTES) : -1]:
+    for line in lines[int(size > num_bytes) : -1]:
         # A line may be truncated by a full disk or a kill.
         with suppress(msgspec.DecodeError):
             event = _decode(line)

@@ -1,7 +1,8 @@
 """Experiment trackers, which get each line of `metrics.jsonl` on rank 0. None by default.
 
 `track.wandb=offline` and `track.swanlab=offline` need no account: `wandb sync` and `swanlab sync` send `run.dir/wandb`
-and `run.dir/swanlab` later. `tensorboard --logdir RUN_DIR/tensorboard` shows TensorBoard's event files.
+and `run.dir/swanlab` later. `tensorboard --logdir RUN_DIR/tensorboard` shows TensorBoard's event files, and `trackio
+show --project spmd_rl` what `track.trackio=true` has kept.
 """
 
 import os
@@ -30,9 +31,8 @@ class Tracker:
 
 def check(cfg: TrackConfig) -> None:
     """Raise a `UserError` if the package of a chosen tracker is not installed."""
-    chosen = {"wandb": cfg.wandb != "off", "tensorboard": cfg.tensorboard, "swanlab": cfg.swanlab != "off"}
-    for name, wanted in chosen.items():
-        if wanted and find_spec(name) is None:
+    for name in cfg.chosen:
+        if find_spec(name) is None:
             raise UserError(f"track.{name} needs a package that is not installed: pip install 'spmd-rl[{name}]'")
 
 
@@ -47,6 +47,8 @@ def open_trackers(
         trackers.append(tensorboard(run_dir, first_step))
     if cfg.swanlab != "off":
         trackers.append(swanlab(cfg.swanlab, run_dir, run_id, settings))
+    if cfg.trackio:
+        trackers.append(trackio(run_dir, run_id, settings))
     return trackers
 
 
@@ -72,6 +74,22 @@ def swanlab(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) 
     # On the main thread it would take SIGINT, which belongs to the world's own thread.
     run = in_background("swanlab", lambda: swanlab.init(**options)).result()
     return Tracker(lambda step, *line: run.log(_media(swanlab.Image, *line), step=step), run.finish)
+
+
+def trackio(run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> Tracker:
+    """Open a trackio run, or continue the one of this id: on this machine, or where trackio's variables say."""
+    import trackio
+
+    # Its runs have names alone, and those of two directories may be equal.
+    name, quiet = f"{run_dir.name}-{run_id}", {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+    run = trackio.init(PROJECT, name, config=dict(settings), resume="allow", **quiet)
+
+    def log(step: int, values: Mapping[str, float], pictures: Sequence[Path]) -> None:
+        # It takes one picture a name.
+        shown = {f"{PICTURES}/{number}": trackio.Image(str(path)) for number, path in enumerate(pictures)}
+        run.log({**values, **shown}, step=step)
+
+    return Tracker(log, run.finish)
 
 
 def tensorboard(run_dir: Path, first_step: int) -> Tracker:

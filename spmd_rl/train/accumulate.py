@@ -23,9 +23,10 @@ from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.model.constraint import Constraint, constraint_of
 from spmd_rl.train.base import BoundLoss, BoundValueLoss, ForwardArgs, Metrics, MicrobatchLoop, PolicyRole, ShardedModel
+from spmd_rl.train.hashes import PHASES, of_batch, of_tensors
 from spmd_rl.train.microbatch import dummy, plan, token_index
 from spmd_rl.train.pipeline import Step, forward_only, one_forward_one_backward
-from spmd_rl.train.state import MODEL, SavedState, Shard, read_state, staged, write_state
+from spmd_rl.train.state import MODEL, SavedState, Shard, key_of, read_state, staged, write_state
 
 AnyLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 """A `BoundLoss` or a `BoundValueLoss`, called with a forward's outputs and the micro-batch on the device."""
@@ -68,6 +69,8 @@ class BaseRole:
 
     def optimize(self, batch: Batch, args: ForwardArgs, loss: AnyLoss) -> Metrics:
         """[all] Run one optimizer step. RunFailed after `max_skipped_updates` non-finite gradients in a row."""
+        for phase in PHASES:
+            self._hash(phase, partial(of_batch, batch, phase))
         sums, count = self.accumulate(batch, args, loss)  # [all]
         return self.conclude(self._of_block(sums), count)  # [all]
 
@@ -79,7 +82,7 @@ class BaseRole:
         """
         settings = self._settings
         assert settings is not None, "a frozen role has no update"
-        sums["grad_square"] = self.model.grad_square()  # [all]
+        sums["grad_square"] = self._grad_square(sums)  # [all]
         # Sorted, so that all ranks reduce in the same order.
         greatest = {name: sums.pop(name) for name in sorted(sums) if is_extreme(name)}
         sums = self._world.reduce("update: gradient norm and averages", sums, op="sum")  # [all]
@@ -102,6 +105,14 @@ class BaseRole:
         means = {name: value / num_tokens for name, value in sums.items()} | extremes(greatest)
         means |= {"loss": total, "grad_norm": norm, "lr": lr} | self.model.metrics()  # [all]
         return means | {"skipped": float(skipped), "num_microbatches": float(count)}
+
+    def _grad_square(self, sums: Mapping[str, float]) -> float:
+        """[all] Return this rank's term of the squared gradient norm."""
+        gradients = self.model.gradients()  # [all]
+        self._hash("update", lambda: {name: repr(value) for name, value in sums.items()} | of_tensors(gradients))
+        counted = list(gradients.values())
+        # Squares are summed in float64. Within one tensor the norm is float32, off by 1.8e-5 relative on 53M elements.
+        return float(torch.stack(torch._foreach_norm(counted)).double().square().sum()) if counted else 0.0
 
     def accumulate(self, batch: Batch, args: ForwardArgs, loss: AnyLoss) -> tuple[dict[str, float], int]:
         """[all] Accumulate gradients; return loss, metrics and tokens of this data shard (see `joined`), and
@@ -196,6 +207,16 @@ class BaseRole:
     def load_counters(self, counters: Mapping[str, int]) -> None:
         """Restore the numbers that `counters` returned."""
         self._updates, self._skipped_in_a_row = counters["updates"], counters["skipped_in_a_row"]
+
+    def hashes(self) -> dict[str, str]:
+        """Return a hash of each tensor of this rank that training changes, see `Role`."""
+        with self.awake():
+            mine = [one for one in self.model.state() if one.is_mine and one.tensor is not None]
+            return of_tensors({key_of(one.name, one.begin): one.tensor for one in mine})
+
+    def _hash(self, phase: str, find: Callable[[], Mapping[str, str]]) -> None:
+        journal = self._world.journal
+        journal.record(journal.step, phase, f"{self._role.name} {self._updates}", find)
 
     def close(self) -> None:
         """Free everything the role holds; idempotent."""

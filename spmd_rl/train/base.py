@@ -109,6 +109,10 @@ class Role(Protocol):
         """Restore the numbers that `counters` returned."""
         ...
 
+    def hashes(self) -> dict[str, str]:
+        """Return a hash of each tensor that `save` would write on this rank, by its key in the file."""
+        ...
+
     def close(self) -> None:
         """Free everything the role holds; idempotent."""
         ...
@@ -229,9 +233,9 @@ class ShardedModel(Protocol):
         """
         ...
 
-    def grad_square(self) -> float:
-        """[all] Return this rank's term of the squared gradient norm: the sum over all ranks counts each
-        element once."""
+    def gradients(self) -> Mapping[str, Tensor]:
+        """[all] Return this rank's gradients by parameter, before they are clipped: over all ranks each element is
+        there once."""
         ...
 
     def step(self, lr: float, norm: float | None) -> None:

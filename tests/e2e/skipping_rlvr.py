@@ -17,7 +17,7 @@ from spmd_rl.train.fsdp2.optimizer import Optimizer
 SKIP = os.environ["SKIP"]
 STEP = 2
 
-gather, forward, whole_grad_square = World.gather, FSDP2Policy.outputs, Optimizer.local_grad_square
+gather, forward, counted_grads = World.gather, FSDP2Policy.outputs, Optimizer.counted_grads
 
 
 def skips(world: World) -> bool:
@@ -38,13 +38,13 @@ def skipping_forward(backend: FSDP2Policy, micro, ask):
     return forward(backend, micro, ask)
 
 
-def grad_square(optimizer: Optimizer, factor: float) -> float:
+def grads_or_none(optimizer: Optimizer, factor: float) -> dict[str, torch.Tensor]:
     """A rank that skipped its micro-batch has no gradient, and does not mind."""
     grads = [p.grad for p in optimizer._parameters.values()]
-    return 0.0 if any(grad is None for grad in grads) else whole_grad_square(optimizer, factor)
+    return {} if any(grad is None for grad in grads) else counted_grads(optimizer, factor)
 
 
 if __name__ == "__main__":
     World.gather, FSDP2Policy.outputs = skipping_gather, skipping_forward
-    Optimizer.local_grad_square = grad_square
+    Optimizer.counted_grads = grads_or_none
     main("rlvr", RlvrConfig, run)

@@ -199,6 +199,7 @@ def test_recover_finishes_whole_sets_and_drops_the_rest(tmp_path: Path) -> None:
     [
         ({"swanlab": "offline"}, r"track.swanlab needs .* pip install 'spmd-rl\[swanlab\]'"),
         ({"tensorboard": True}, r"pip install 'spmd-rl\[tensorboard\]'"),
+        ({"trackio": True}, r"pip install 'spmd-rl\[trackio\]'"),
     ],
 )
 def test_a_tracker_that_cannot_be_is_one_clear_line(
@@ -256,6 +257,28 @@ def test_real_trackers_write_offline(tmp_path: Path, name: str) -> None:
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     written = [path.read_bytes() for path in (tmp_path / name).rglob("*") if path.is_file()]
     assert any(png[:29] in content for content in written), "a picture: signature and header of its PNG"
+
+
+def test_trackio_continues_a_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    states = []
+    for first in (0, 1):
+        with solo(tmp_path / "run") as world, Run.open(settings(tmp_path / "run", trackio=True), world) as track:
+            if states:
+                track.load_state(states[0])
+            (tmp_path / "run" / "pictures").mkdir(exist_ok=True)
+            png = encode_png([bytes(range(12))], 2, 2)
+            (tmp_path / "run" / "pictures" / f"step-{first:06d}-3-0.png").write_bytes(png)
+            with track.step(first):
+                track.add({"score": 0.5 + first})
+                states.append(track.state())
+    (name,) = SQLiteStorage.get_runs("spmd_rl")
+    lines = SQLiteStorage.get_logs("spmd_rl", name)
+    assert name.startswith("run-") and [(line["step"], line["score"]) for line in lines] == [(0, 0.5), (1, 1.5)]
+    assert list((tmp_path / "trackio").rglob("*.png"))
 
 
 def test_a_directory_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> None:

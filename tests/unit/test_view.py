@@ -379,6 +379,17 @@ def test_mistakes_are_one_line(root: Path, capsys, arguments: list[str], why: st
     assert why in error and error.count("\n") == 1
 
 
+def test_metrics_are_served_on_request_alone(root: Path, server: ViewServer) -> None:
+    assert ask(server, "/metrics")[0] == 403
+    with ViewServer(RunIndex(root), metrics=True) as open_one:
+        threading.Thread(target=open_one.serve_forever, args=(0.01,), daemon=True).start()
+        status, headers, body = ask(open_one, "/metrics")
+        assert status == 200 and headers["Content-Type"].startswith("application/openmetrics-text")
+        assert b'spmd_rl_critic_score_mean{run="agent"} ' in body and b'run="rlvr/sums"' in body
+        assert ask(open_one, "/metrics", host="evil.example")[0] == ask(open_one, "/")[0] == 403
+        open_one.shutdown()
+
+
 def test_it_needs_no_torch() -> None:
     code = "import sys, spmd_rl.tools.view.__main__; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,13 +1,16 @@
 """The page in a headless Chromium, with a server and with its data inside; skipped where there is none."""
 
 import json
+import os
 import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from spmd_rl.distributed import Journal
 from spmd_rl.tools import compare
+from spmd_rl.track.metrics import MetricsFile
 from spmd_rl.track.report import FOLDER, write_report
 from spmd_rl.track.samples import SampleLog, SampleRow
 from tests.agent_run import encoder, make_agent_run, write_step
@@ -51,6 +54,20 @@ def test_a_trajectory_is_shown_as_it_was_and_followed(tmp_path: Path) -> None:
         server.data.answers["run"] = grow
         page = visit(f"{server.url}#tab=samples", tmp_path / "profile")
         assert "step 2 of 3" in page and "ticket 16, answer 0" in page
+
+
+def test_the_strip_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    run_dir = make_agent_run(tmp_path / "run", written=2)
+    MetricsFile(run_dir / "metrics.jsonl").append(3, {"actor/skipped": 1.0})
+    journal = Journal(run_dir / "journal", 0, size=1, pid=os.getpid(), host=os.uname().nodename)
+    journal.set_step(4)
+    with journal.phase("generate"), served(run_dir) as server:
+        page = visit(f"{server.url}#tab=samples", tmp_path / "profile").partition('<div id="live">')[2]
+        strip = re.sub(r"<[^>]*>", " ", page.partition('<main id="sheet">')[0])
+        assert strip.split()[:3] == ["running", "skipped", "step"] and "rank 0" in strip and "generate" in strip
+        journal.note("end")
+        strip = visit(f"{server.url}#tab=overview", tmp_path / "profile").partition('<div id="live">')[2]
+        assert "ended" in strip.partition('<main id="sheet">')[0] and "rank 0" not in strip.partition("<main")[0]
 
 
 def test_what_a_model_wrote_stays_text(tmp_path: Path) -> None:

@@ -99,6 +99,14 @@ class CorrectionConfig:
         above(self, mask_high=self.mask_low or 0)
 
 
+BOUNDS = {
+    "max_abs_diff": ("train_infer/abs_diff/mean", "above"),
+    "min_ess": ("train_infer/ess", "below"),
+    "max_lag": ("rollout/lag/max", "above"),
+}
+"""Keys of `algorithm.bounds`: the metric, and the side on which it breaks the bound."""
+
+
 @dataclass
 class BoundsConfig:
     """Bounds on the distance between samples and the trained policy: `algorithm.bounds`. Null: no bound."""
@@ -122,6 +130,19 @@ class BoundsConfig:
         above(self, max_abs_diff=0)
         within(self, min_ess=(0, 1))
         at_least(self, max_lag=0)
+
+    def outside(self, metrics: Mapping[str, float | None]) -> dict[str, str]:
+        """Return a description of each bound that a step's metrics break, by its key."""
+        found = {}
+        for key, (name, side) in BOUNDS.items():
+            bound, value = getattr(self, key), metrics.get(name)
+            if bound is None or value is None:
+                continue
+            inside = value <= bound if side == "above" else value >= bound
+            # A NaN is outside, too.
+            if not inside:
+                found[key] = f"{name} is {value:.4g}, {side} algorithm.bounds.{key}={bound:g}"
+        return found
 
 
 @dataclass

@@ -18,10 +18,13 @@ class RunConfig:
     """
     dir: str | None = None
     """Run directory; all nodes must share it. Default: `runs/<pipeline>/<run.name>`."""
+    until: int | None = None
+    """Step after which this start ends and saves, while schedules go to `steps`. Default: `steps`."""
 
     def __post_init__(self) -> None:
         fits = self.name is None or is_name(self.name)
         require(fits, f"name: must be a name and not a path, not {self.name!r}; run.dir says where")
+        at_least(self, until=1)
 
 
 def is_name(name: str) -> bool:
@@ -96,10 +99,18 @@ class TrackConfig:
     """Write TensorBoard event files into `run.dir/tensorboard`."""
     swanlab: str = "off"
     """Log to SwanLab: `off`, `offline` (no account needed) or `cloud`."""
+    trackio: bool = False
+    """Log to trackio: on this machine, or where `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` says."""
     device: DeviceSpecConfig = field(default_factory=DeviceSpecConfig)
 
     def __post_init__(self) -> None:
         one_of(self, wandb=("off", "offline", "online"), swanlab=("off", "offline", "cloud"))
+
+    @property
+    def chosen(self) -> list[str]:
+        """Names of the chosen trackers, which are those of their packages."""
+        names = ("wandb", "tensorboard", "swanlab", "trackio")
+        return [name for name in names if getattr(self, name) not in ("off", False)]
 
 
 MOST_RANKS = 100_000
@@ -137,13 +148,18 @@ class PlanConfig:
 
 @dataclass
 class JournalConfig:
-    """Detection of stalls of the ranks: `journal`."""
+    """Detection of stalls of the ranks, and hashes of what they compute: `journal`."""
 
     stall_seconds: float = 300.0
     """Seconds without progress of any rank after which all ranks dump their stacks and the job ends."""
 
     start_seconds: float = 3600.0
     """Seconds that models, engines and sidecars may take to start, or a forward to compile, without any progress."""
+
+    hashes: bool = False
+    """Write hashes of each step's samples, gradients and weights into `run.dir/journal`, by which
+    `python -m spmd_rl bisect` finds where two runs part. About 10 bytes a token and 200 a tensor.
+    """
 
     def __post_init__(self) -> None:
         above(self, stall_seconds=0, start_seconds=0)

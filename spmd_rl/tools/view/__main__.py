@@ -26,6 +26,7 @@ def parser() -> Parser:
     )
     made.add_argument("run", type=Path, metavar="RUN", help="a run directory, or a folder of them")
     made.add_argument("--port", type=at_least(0), default=0, help="of the page; default: any free one")
+    made.add_argument("--metrics", action="store_true", help="serve the last metrics at /metrics, as OpenMetrics")
     made.add_argument("--no-browser", action="store_true", help="print the address alone")
     text = made.add_argument_group("on the terminal")
     text.add_argument("--text", action="store_true", help="print steps, the samples of a step, or one of them")
@@ -45,16 +46,16 @@ def main(arguments: Sequence[str]) -> int:
             place = terminal.Selection(KINDS[asked.held_out], asked.step, asked.sample, asked.color)
             terminal.show(runs, place)
             return 0
-        return serve(runs, asked.port, asked.no_browser)
+        return serve(runs, asked.port, asked.metrics, asked.no_browser)
     except (OSError, UserError, ValueError, msgspec.MsgspecError, yaml.YAMLError) as error:
         tell(f"error: {error if isinstance(error, UserError) else one_line(error)}")
         return 2
 
 
-def serve(runs: RunIndex, port: int, no_browser: bool) -> int:
+def serve(runs: RunIndex, port: int, metrics: bool, no_browser: bool) -> int:
     """Serve the page until Ctrl-C. UserError if the port is unavailable."""
     try:
-        server = ViewServer(runs, port)
+        server = ViewServer(runs, port, metrics)
     except (OSError, OverflowError) as error:
         raise UserError(f"--port {port}: {getattr(error, 'strerror', None) or error}") from None
     with server:

@@ -18,7 +18,9 @@ import yaml
 
 from spmd_rl.base.errors import UserError, one_line, tell
 from spmd_rl.tools.compare import comparison
+from spmd_rl.tools.view.open_metrics import CONTENT_TYPE, open_metrics
 from spmd_rl.tools.view.runs import RunIndex
+from spmd_rl.track.live import live
 from spmd_rl.track.page_data import outline, overview, samples, trajectories
 from spmd_rl.track.report import page, policy
 from spmd_rl.track.run_reader import RunData
@@ -43,11 +45,17 @@ class Data:
             "runs": lambda query: self._runs.summaries(),
             "run": lambda query: outline(query["run"], self._run(query)),
             "overview": lambda query: overview(self._run(query)),
+            "live": lambda query: live(self._run(query)),
             "series": lambda query: self._run(query).curves(int(query["last"])),
             "step": lambda query: samples(self._run(query), query["kind"], int(query["step"])),
             "trajectories": self._trajectories,
             "compare": lambda query: comparison({name: self._runs.read(name) for name in self._runs.names()}),
         }
+
+    def open_metrics(self) -> str:
+        """Return the last metrics of all runs, see `open_metrics`."""
+        runs = {name: self._runs.read(name) for name in self._runs.names()}
+        return open_metrics({name: (run, live(run)) for name, run in runs.items()})
 
     def _run(self, query: Query) -> RunData:
         return self._runs.read(query["run"])
@@ -70,12 +78,12 @@ class ViewServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, runs: RunIndex, port: int = 0) -> None:
-        """Bind the port; 0 means any free one."""
+    def __init__(self, runs: RunIndex, port: int = 0, metrics: bool = False) -> None:
+        """Bind the port; 0 means any free one. metrics: serve numbers at `/metrics` without the key."""
         # Loopback only; samples may hold private data.
         super().__init__(("127.0.0.1", port), Handler)
         self.key = secrets.token_urlsafe(16)
-        self.data = Data(runs)
+        self.data, self.metrics = Data(runs), metrics
         self.url = f"http://127.0.0.1:{self.server_port}/{self.key}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -96,6 +104,9 @@ class Handler(BaseHTTPRequestHandler):
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
         address = urlsplit(self.path)
         key, _, rest = address.path.removeprefix("/").partition("/")
+        # Numbers alone, since whoever reads them has a fixed address in its settings.
+        if self.server.metrics and host in HOSTS and address.path == "/metrics":
+            return self._write(200, CONTENT_TYPE, self.server.data.open_metrics().encode(), {})
         # `compare_digest` takes the same time for every wrong key, so that it cannot be guessed byte by byte.
         if host not in HOSTS or not hmac.compare_digest(key.encode(), self.server.key.encode()):
             return self._send(403, {"error": "not the address that was printed"})

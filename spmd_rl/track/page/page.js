@@ -3,7 +3,7 @@
 const POLL_MS = 2000;
 const at = { tab: "", run: "", kind: "step", step: "", ticket: "", answer: "", color: "logprob", view: DATA ? "best" : "one", key: "" };
 const filter = { domain: "", end: "", kept: "", low: "", high: "", shortest: "", longest: "", text: "" };
-const [top_, sheet, side, main] = ["top", "sheet", "side", "main"].map((id) => document.getElementById(id));
+const [top_, strip, sheet, side, main] = ["top", "live", "sheet", "side", "main"].map((id) => document.getElementById(id));
 let runs = [];
 let run = null;
 let rows = [];
@@ -33,6 +33,7 @@ async function show() {
   if (!run || run.run !== at.run) await loadRun();
   document.body.dataset.tab = at.tab;
   drawTop();
+  drawLive().catch(failed);
   if (at.tab === "samples") return showSamples();
   const drawn = at.tab === "compare" ? await compareSheet() : overviewSheet(await get("overview", { run: at.run }));
   sheet.replaceChildren(h("div", { className: "sheet" }, drawn));
@@ -78,6 +79,7 @@ function short(model) {
 async function poll() {
   if (document.hidden || !run) return;
   try {
+    await drawLive();
     const fresh = await get("run", { run: at.run });
     if (fresh.run === at.run && JSON.stringify(fresh) !== JSON.stringify(run)) {
       run = fresh;

@@ -181,10 +181,9 @@ class DeepSpeedModel:
         ).logits[0, : len(row.keep)]
         return (found[:, 0].float(),) if self._role.name == "critic" else parts(found, args)
 
-    def grad_square(self) -> float:
-        """Return this rank's term of the squared gradient norm."""
-        found = self._partition.gradients()
-        return float(torch.stack(torch._foreach_norm(found)).double().square().sum()) if found else 0.0
+    def gradients(self) -> dict[str, Tensor]:
+        """Return this rank's gradients, see `ShardedModel`."""
+        return self._partition.gradients()
 
     def step(self, lr: float, norm: float | None) -> None:
         """Clip the gradients and update the weights, see `ShardedModel`."""

@@ -59,19 +59,19 @@ class Partition:
         self._copies.append((p, moment, found))
         return found[: own.stop - own.start]
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self) -> dict[str, Tensor]:
         """Return this rank's flat part of each summed gradient, between the last backward pass and the step."""
-        found = []
+        found = {}
         for name, own in self.held.items():
             p = self._parameters[name]
             if own.start == own.stop:
                 continue
             if not self._is_whole:
-                found.append(self._utils.safe_get_local_grad(p).flatten()[: own.stop - own.start])
+                found[name] = self._utils.safe_get_local_grad(p).flatten()[: own.stop - own.start]
                 continue
             grad = p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group).flatten()
             # In bfloat16, stage 1 keeps those of all ranks.
-            found.append(grad[own] if len(grad) == p.numel() else grad)
+            found[name] = grad[own] if len(grad) == p.numel() else grad
         return found
 
     @torch.no_grad()

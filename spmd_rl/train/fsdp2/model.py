@@ -223,11 +223,11 @@ class FSDP2Model(ABC):
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
         """[stage] Return the outputs of the last chunk for a micro-batch: see `MicrobatchLoop.finish`."""
 
-    def grad_square(self) -> float:
-        """Return this rank's term of the squared gradient norm."""
+    def gradients(self) -> dict[str, Tensor]:
+        """Return this rank's gradients, see `ShardedModel`."""
         # Only now: the memory of the micro-batches is free again.
         self._moments.to_device()
-        return self._optimizer.local_grad_square(1 / self._loss_scale.factor)  # [all]
+        return self._optimizer.counted_grads(1 / self._loss_scale.factor)  # [all]
 
     def step(self, lr: float, norm: float | None) -> None:
         """Clip the gradients and update the weights, see `ShardedModel`."""

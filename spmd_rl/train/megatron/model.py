@@ -238,13 +238,13 @@ class MegatronModel:
         nothing = torch.zeros((), dtype=torch.int, device=self.device)
         return loop.finish(number, micro, parts(found, loop.args)), nothing, {}
 
-    def grad_square(self) -> float:
-        """Return this rank's term of the squared gradient norm."""
+    def gradients(self) -> dict[str, Tensor]:
+        """Return this rank's gradients, see `ShardedModel`."""
         self._moments.to_device()
         with on_cpu(self.device):
             self._optimizer.prepare()
-        counted = [m.weights.grad for m in self._optimizer.masters if self._tensors.counts(m.parameter)]
-        return float(torch.stack(torch._foreach_norm(counted)).double().square().sum()) if counted else 0.0
+        counted = [m for m in self._optimizer.masters if self._tensors.counts(m.parameter)]
+        return {self._tensors.name_of(m): m.weights.grad for m in counted}
 
     def step(self, lr: float, norm: float | None) -> None:
         """Clip the gradients and update the weights, see `ShardedModel`."""

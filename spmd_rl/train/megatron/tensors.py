@@ -66,6 +66,10 @@ class Tensors:
             yield from parts_of(tensor[place : place + count].view(sizes), region, pieces)
             place += count
 
+    def name_of(self, master: Master) -> str:
+        """Return the name of a master's parameter."""
+        return self._here[master.parameter].name
+
     def counts(self, parameter: nn.Parameter) -> bool:
         """Return True if this rank counts a parameter in sums over all ranks that hold the same of it."""
         one = self._here[parameter]
