@@ -20,7 +20,7 @@ from spmd_rl.base.command_line import Parser, at_least, program
 from spmd_rl.base.errors import UserError, reason, tell
 from spmd_rl.checkpoint.directory import CheckpointDir
 from spmd_rl.config.run_identity import CONFIG_FILE
-from spmd_rl.tools.bisect import Trace, describe, first_difference
+from spmd_rl.tools.bisect import RunTrace, describe, first_difference
 from spmd_rl.track.run_reader import RunData, read_run
 
 TRACKERS = ("wandb=off", "swanlab=off", "tensorboard=false", "trackio=false")
@@ -58,7 +58,7 @@ def run_again(run: RunData, asked: list[list[str]], step: int, out: Path) -> int
         if code := subprocess.run(command).returncode:
             tell(f"error: the command ended with exit code {code}")
             return 1
-    theirs, ours = Trace(run.directory), Trace(out)
+    theirs, ours = RunTrace(run.directory), RunTrace(out)
     if step not in theirs.steps:
         print(f"{run.directory} has nothing of step {step} to compare with")
         return 0

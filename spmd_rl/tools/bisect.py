@@ -58,7 +58,7 @@ class Difference:
     values: tuple[str, str]
 
 
-class Trace:
+class RunTrace:
     """The values of one run by step and phase, read when they are asked for."""
 
     def __init__(self, directory: Path) -> None:
@@ -146,7 +146,7 @@ def _logged(path: Path) -> dict[str, Values]:
     return found
 
 
-def first_difference(one: Trace, other: Trace, steps: Collection[int]) -> Difference | None:
+def first_difference(one: RunTrace, other: RunTrace, steps: Collection[int]) -> Difference | None:
     """Return the first difference in some steps; None if all that both runs have of them is equal."""
     tensors = one.layout == other.layout
     for step in sorted(steps):
@@ -189,7 +189,7 @@ def _shown(value: Any, token: int | None) -> str:
     return printable(text, lines=False)
 
 
-def describe(difference: Difference, one: Trace) -> str:
+def describe(difference: Difference, one: RunTrace) -> str:
     """Describe a difference in two lines: its place, and the values of both runs."""
     where = f"step {difference.step}, {difference.phase}: {printable(difference.name, lines=False)}"
     token = "" if difference.token is None else f", token {difference.token}{one.token(difference)}"
@@ -213,7 +213,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=at_least(0), nargs="+", metavar="N", help="compare these steps alone")
     asked = parser.parse_args(arguments)
     try:
-        one, other = traces = [Trace(directory) for directory in asked.runs]
+        one, other = traces = [RunTrace(directory) for directory in asked.runs]
         steps = one.steps & other.steps & (set(asked.steps) if asked.steps else one.steps)
         if not steps:
             raise UserError(f"{asked.runs[0]} and {asked.runs[1]} have no step in common")
