@@ -51,7 +51,7 @@ class LayerState:
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None]:
-        """The state: `conv`, `recurrent`."""
+        """State of the convolution, and the recurrent one."""
         return self.conv_states[0], self.recurrent_states[0]
 
     @property
