@@ -27,16 +27,13 @@ window's default
 ACCEPTED = sorted([*FULL.split(), *SLIDING])
 """All types that can be trained. A new one needs its name above and a passing test"""
 SEEING = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
-"""Types with pictures that can be trained: their language models are among the types above"""
+"""Types with pictures that can be trained, whose language models are of the types above or their own"""
 UNLESS_ASKED = ("qwen2", "qwen2_moe", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl", "smollm3")
 """Types that have a window only with `use_sliding_window`"""
 WINDOWS = {**SLIDING, **dict.fromkeys(("mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), 4096)}
 LAYERS = {"full_attention", "sliding_attention"}
 """Layer types that `layer_types` may name"""
-POSITIONS = {
-    **dict.fromkeys(("default", "linear", "llama3", "mrope", "yarn"), ""),
-    "dynamic": "max_position_embeddings",
-}
+POSITIONS = {**dict.fromkeys(("default", "linear", "llama3", "yarn"), ""), "dynamic": "max_position_embeddings"}
 POSITIONS |= dict.fromkeys(("longrope", "su"), "original_max_position_embeddings")
 """Rotary positions that a model may have. A sequence longer than the key's value also changes those of
 its neighbours
@@ -134,12 +131,15 @@ def _reasons(kind: str, config: dict[str, Any]) -> Iterator[str]:
     yield from (reason for reason, kinds in REASONS.items() if kind in kinds.split())
     if "text_config" in config:
         yield "has other parts than a language model"
+    if kind in SEEING and (inner := config["model_type"]) not in (*ACCEPTED, kind, f"{kind}_text"):
+        yield f"has a language model of the type {inner}"
     if kind not in (*ACCEPTED, *SEEING):
         yield "is not known to keep packed sequences apart"
     if other := {*map(str, config.get("layer_types") or ())} - LAYERS:
         yield f"has {', '.join(sorted(other))} layers"
     # Unknown rotary positions may depend on the whole row instead of each packed sequence.
-    if other := {name for name, _ in _positions(config)} - {*POSITIONS}:
+    seen = {"mrope"} if kind in SEEING else set()
+    if other := {name for name, _ in _positions(config)} - {*POSITIONS} - seen:
         yield f"has rotary positions of the type {', '.join(sorted(other))}"
     if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
         yield "attends in both directions"
@@ -157,7 +157,7 @@ def _limits(kind: str, config: dict[str, Any]) -> Iterator[tuple[str, int]]:
     if slides and (window := config.get("sliding_window", WINDOWS.get(kind))):
         yield f"the sliding window of {kind}, which training does not support", window
     for name, settings in _positions(config):
-        if where := POSITIONS[name]:
+        if where := POSITIONS.get(name):
             limit = config.get(where) or settings.get(where) or config.get("max_position_embeddings") or 0
             yield f"the length up to which the {name} positions of {kind} do not depend on other sequences", limit
 

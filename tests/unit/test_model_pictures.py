@@ -1,5 +1,6 @@
 """Tokens, positions and features of pictures against Hugging Face's own processors and models."""
 
+import json
 import subprocess
 import sys
 from array import array
@@ -121,8 +122,19 @@ def test_a_batch_keeps_the_pictures_of_each_sample(tokenizer: Tokenizer) -> None
     assert with_hints(batch).encoded_pictures == batch.encoded_pictures
 
 
-def test_it_can_be_trained(path: Path) -> None:
+def test_which_can_be_trained(path: Path, tmp_path: Path) -> None:
     check_architecture("policy.model", path, 100)
+    config = json.loads((path / "config.json").read_text())
+    text = config["text_config"] | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text}))
+    check_architecture("policy.model", tmp_path, 100)
+    for wrong, reason in (
+        ({"model_type": "mamba"}, "a language model of the type mamba"),
+        ({"layer_types": ["linear_attention"]}, "linear_attention layers"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text | wrong}))
+        with pytest.raises(UserError, match=f"has {reason} and cannot be trained"):
+            check_architecture("policy.model", tmp_path, 100)
 
 
 TEXT_ALONE = """
