@@ -4,6 +4,7 @@ import importlib.util
 from array import array
 from contextlib import contextmanager
 from functools import partial
+from hashlib import blake2b
 from io import BytesIO
 from random import Random
 
@@ -31,7 +32,8 @@ PAIRS = [
     *(pytest.param(("native", kind), id=f"native-{kind}") for kind in VLM_KINDS),
     *(
         pytest.param(("vllm", kind), id=f"vllm-{kind}", marks=[pytest.mark.slow, needs_vllm, has_torchvision])
-        for kind in VLM_KINDS
+        # vLLM's SmolVLM needs a further package, num2words.
+        for kind in VLM_KINDS[:2]
     ),
 ]
 
@@ -90,9 +92,13 @@ def run(engine, *requests: Request) -> dict[str, Completion]:
 
 
 def expected(model, processor, request: Request, completion: Completion) -> torch.Tensor:
-    """Logprobs of an answer by Hugging Face's own forward over prompt and answer, without a cache."""
-    ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
-    assert processor.placeholder not in completion.token_ids, "Hugging Face would take it for a picture"
+    """Logprobs of an answer by Hugging Face's own forward over prompt and answer, without a cache.
+
+    Up to the first sampled placeholder, which Hugging Face would take for a picture once it is fed.
+    """
+    answer = completion.token_ids.tolist()
+    answer = answer[: [*answer, processor.placeholder].index(processor.placeholder) + 1]
+    ids = torch.tensor([[*request.prompt_ids, *answer[:-1]]])
     inputs = {}
     if request.pictures:
         inputs = processor.batch(request.pictures)
@@ -100,16 +106,18 @@ def expected(model, processor, request: Request, completion: Completion) -> torc
             inputs["mm_token_type_ids"] = (ids < 0).long()
     with torch.no_grad():
         logits = model(processor.model_ids(ids), use_cache=False, **inputs).logits[0].float()
-    at = torch.arange(len(request.prompt_ids) - 1, ids.shape[1] - 1)
-    return logits[at].log_softmax(-1).gather(-1, ids[0, at + 1, None])[:, 0]
+    logprobs = logits[len(request.prompt_ids) - 1 :].log_softmax(-1)
+    return logprobs.gather(-1, torch.tensor(answer)[:, None])[:, 0]
 
 
 def worst(model, processor, requests, done) -> float:
     """Greatest distance of a logprob from Hugging Face's, in nats."""
-    return max(
-        (torch.tensor(done[r.id].logprobs) - expected(model, processor, r, done[r.id])).abs().max().item()
-        for r in requests
-    )
+    found = 0.0
+    for request in requests:
+        wanted = expected(model, processor, request, done[request.id])
+        own = torch.tensor(done[request.id].logprobs)[: len(wanted)]
+        found = max(found, (own - wanted).abs().max().item())
+    return found
 
 
 def test_logprobs_are_those_of_hugging_face(seeing):
@@ -158,8 +166,11 @@ def test_different_pictures_under_one_text_share_nothing(seeing):
     assert hits == [0, block, whole, whole], "the text before the picture, then all of it"
 
 
-def test_equal_ids_of_different_pictures_would_share_a_prefix(seeing):
+def test_equal_ids_of_different_pictures_would_share_a_prefix(seeing, monkeypatch):
     kind, processor, reference, engine, block = seeing
+    if block != BLOCK:
+        # vLLM's keys are names of pictures, not ids.
+        monkeypatch.setattr("spmd_rl.engine.vllm.pictures.blake2b", lambda *_, **how: blake2b(b"same", **how))
     one = ask("one", processor, text(4, 13), draw(kind, 31), text(2 * block, 14))
     run(engine, one)
     # The planted fault: ids that do not tell the two pictures apart.

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from spmd_rl.base.errors import UserError, one_line
 from spmd_rl.engine.guest import undisturbed
 
 FORCED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -43,4 +44,8 @@ def hosted(device_type: str, pp: int = 1) -> Iterator[None]:
     # vLLM's steps at tp > 1 call deprecated functions.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     with undisturbed("VLLM_"):
-        yield
+        try:
+            yield
+        except ImportError as error:
+            # Some models need packages that vLLM itself does not.
+            raise UserError(f"engine=vllm: {one_line(error)}") from error
