@@ -27,7 +27,8 @@ from spmd_rl.base.hub import hub_dataset
 from spmd_rl.config.sections.data import RewardConfig, sources
 from spmd_rl.data.fields import BrokenRow, opened
 from spmd_rl.data.files import read_records
-from spmd_rl.data.hub import dataset_records
+from spmd_rl.data.hub import cache_folder, dataset_records
+from spmd_rl.data.pictures import Folder
 from spmd_rl.data.prompts import row_content
 from spmd_rl.data.rows import Record, parse_rows
 from spmd_rl.data.seeds import counter_seed
@@ -77,12 +78,13 @@ def _number(value: Any) -> Fraction | None:
         return None
 
 
-def _records(source: str) -> Iterator[tuple[str, Any]]:
+def _records(source: str) -> Iterator[tuple[str, Any, Folder]]:
     for name in sources(source):
         if dataset := hub_dataset(name):
-            yield from dataset_records(dataset, KEY)
+            yield from ((*found, Folder(cache_folder())) for found in dataset_records(dataset, KEY))
         else:
-            yield from (found[:2] for found in read_records(Path(name).expanduser(), KEY))
+            path = Path(name).expanduser()
+            yield from ((*found[:2], Folder(path.parent)) for found in read_records(path, KEY))
 
 
 def _pass_rates(run: Path, pass_score: float) -> dict[str, float]:
@@ -105,13 +107,13 @@ def _candidates(asked: Any, left_out: Counter[str]) -> Iterator[_Candidate]:
     conditions, seen, first = [*map(_condition, asked.where)], set(), ""
     columns = {name: None if column == "null" else column for name, column in map(_pair, asked.keys)}
     num_read = 0
-    for where, given in _records(",".join(asked.sources)):
+    for where, given, folder in _records(",".join(asked.sources)):
         try:
             record, _ = opened(given, columns)
             record = {name: value for name, value in record.items() if name not in asked.drop}
             record |= {"domain": asked.domain} if asked.domain else {}
             without = {name: column for name, column in columns.items() if column is None}
-            (row,) = parse_rows([(where, record)], KEY, without)
+            (row,) = parse_rows([(where, record)], KEY, without, folder)
         except (BrokenRow, UserError) as error:
             first = first or str(error)
             left_out["no valid row"] += 1
@@ -121,7 +123,7 @@ def _candidates(asked: Any, left_out: Counter[str]) -> Iterator[_Candidate]:
         if rates and (rate := rates.get(row.id or content)) is not None:
             record[PASS_RATE] = rate
         refusals = ["the problem of an earlier row" if content in seen else "", *(one(record) for one in conditions)]
-        if asked.max_characters and sum(len(one.text) for one in _messages(row)) > asked.max_characters:
+        if asked.max_characters and sum(len(one.plain_text) for one in _messages(row)) > asked.max_characters:
             refusals.append(f"a problem of more than {asked.max_characters} characters")
         seen.add(content)
         if refused := next(filter(None, refusals), ""):

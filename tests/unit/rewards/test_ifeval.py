@@ -8,6 +8,7 @@ pytest.importorskip("langdetect")
 pytest.importorskip("nupunkt")
 
 from rewards.ifeval import CHECKERS, FUNCTIONS, IfevalReward, check, forms, instructions
+from spmd_rl.data.pictures import Folder
 from spmd_rl.data.rows import parse_rows
 from tests.unit.rewards.helpers import prompt, rows, verdict
 
@@ -109,7 +110,8 @@ def test_functions_of_rlvr_ifeval(name, kwargs, followed, broken):
 def test_a_row_of_rlvr_ifeval_is_judged_by_its_function():
     assert {case[0] for case in RLVR} == set(FUNCTIONS) and len(FUNCTIONS) == 25
     truth = json.dumps({"func_name": "verify_bullet_points", "N": 1, "quantifier": None, "options": None})
-    (row,) = parse_rows([("rows:1", {"messages": [{"role": "user", "content": "?"}], "ground_truth": truth})], "x", {})
+    record = {"messages": [{"role": "user", "content": "?"}], "ground_truth": truth}
+    (row,) = parse_rows([("rows:1", record)], "x", {}, Folder(None))
     assert (row.domain, row.ground_truth) == ("ifeval", "")
     assert verdict(IfevalReward(), prompt("", **row.extra), "* a").score == 1.0
     assert verdict(IfevalReward(), prompt("", **row.extra), "a").score == 0.0

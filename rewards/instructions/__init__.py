@@ -1,0 +1,1 @@
+"""Instructions that a program can check in an answer, for `rewards.ifeval`."""
