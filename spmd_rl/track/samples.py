@@ -66,7 +66,8 @@ class TurnRow(msgspec.Struct, omit_defaults=True):
     """Reply of the environment; None without one."""
     advantage: float | None = None
     """Advantage of this turn's tokens; None if the sample's applies."""
-    pictures: Sequence[bytes | str] = ()
+    # Any: msgspec decodes no union of bytes and str.
+    pictures: Sequence[Any] = ()
     """Pictures in the input: encoded bytes, which the log writes as files and names by their paths."""
 
 
