@@ -39,6 +39,7 @@ class StubEngine:
     """Answers of 4 to 12 tokens, a token a step; the request's seed says which."""
 
     leads = True
+    processor = None
 
     def __init__(self, settings: EngineConfig) -> None:
         self.capacity = Capacity(settings.max_running, settings.kv_tokens, settings.kv_tokens)
@@ -98,6 +99,7 @@ class StubTrainer:
     """Weights that stay as they are; meets the other ranks where FSDP2's update calls for a named meeting."""
 
     hidden_size = 576
+    sees = False
 
     def __init__(self, world: World) -> None:
         self._world, self.layout = world, Layout(world)

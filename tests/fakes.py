@@ -67,6 +67,7 @@ class FakeEngine:
     """Answers each request with `length(request)` times the digit `seed % 10`; counts what it computed."""
 
     leads = True
+    processor = None
 
     def __init__(self, length: Callable[[Request], int] = lambda request: 3, max_running: int = 64) -> None:
         self.capacity, self.token_counts = Capacity(max_running, 10**6, 4096), EngineCounts()
