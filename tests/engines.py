@@ -23,6 +23,7 @@ from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.distributed import World, solo
 from spmd_rl.engine import build
+from spmd_rl.types import Completion, Request
 
 NO_CONSTRAINT = ConstraintConfig()
 VLLM_SIZES = {"hidden_size": 128, "head_dim": 32}
@@ -41,6 +42,16 @@ needs_sglang = pytest.mark.skipif(
 )
 OTHERS = [pytest.param("vllm", marks=needs_vllm), pytest.param("sglang", marks=needs_sglang)]
 """Engines beside the native one, as parameters of a test: skipped where they are not installed."""
+
+
+def answers(engine: Any, *requests: Request) -> dict[str, Completion]:
+    """All completions of some requests, by id."""
+    for request in requests:
+        engine.add(request)
+    done = {}
+    while engine.num_unfinished:
+        done |= {completion.id: completion for completion in engine.step()}
+    return done
 
 
 @contextmanager

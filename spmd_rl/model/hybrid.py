@@ -49,8 +49,14 @@ class LayerState:
         # Layers of a model with one state each have number 0.
         self.conv_states, self.recurrent_states = {0: conv}, {0: recurrent}
 
+    @classmethod
+    def joined(cls, states: Sequence["RowState"]) -> "LayerState":
+        """Return the states of one row each as the state of all rows; an empty one of no state."""
+        columns = zip(*states, strict=True)
+        return cls(*(None if column[0] is None else torch.cat(column) for column in columns))
+
     @property
-    def tensors(self) -> tuple[Tensor | None, Tensor | None]:
+    def tensors(self) -> "RowState":
         """State of the convolution, and the recurrent one."""
         return self.conv_states[0], self.recurrent_states[0]
 
@@ -86,6 +92,8 @@ class _Always:
         return self.element
 
 
+RowState = tuple[Tensor | None, Tensor | None]
+"""State of a layer for one row: of the convolution, and the recurrent one."""
 Call = Callable[[Tensor, LayerState | None], Tensor]
 """A layer's forward: hidden states [R, T, H] and their state, which it replaces -> [R, T, H]"""
 
@@ -125,10 +133,10 @@ class Segments:
 
     def mix(self, call: Call, layer: int, hidden: Tensor) -> Tensor:
         """Return a layer's outputs for the row: [1, T, H]."""
-        states: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+        states: dict[int, RowState] = {}
         found = []
         for part in self.parts:
-            state = LayerState(*_stacked([states[parent] for parent in part.parents])) if self.keeps else None
+            state = LayerState.joined([states[parent] for parent in part.parents]) if self.keeps else None
             found.append(call(hidden[0, part.tokens], state)[part.own])
             if part.fork >= 0:
                 states[part.fork] = state.tensors
@@ -156,12 +164,6 @@ def _part(rows: list[int], runs: Sequence[range], parents: Sequence[int], fork: 
     own = places < lengths[:, None]
     tokens = torch.tensor([runs[row].start for row in rows])[:, None] + places * own
     return _Part(tokens, own, tuple(parents[row] for row in rows if parents[row] >= 0), fork)
-
-
-def _stacked(states: Sequence[tuple[Tensor | None, Tensor | None]]) -> tuple[Tensor | None, ...]:
-    """Return states of one row each as the state of all rows; of no state nothing."""
-    columns = zip(*states, strict=True)
-    return tuple(None if column[0] is None else torch.cat(column) for column in columns)
 
 
 def stateful_layers(module: nn.Module) -> list[nn.Module]:

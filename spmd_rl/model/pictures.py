@@ -1,6 +1,6 @@
 """Pictures of a vision-language model: the tokens, pixels and positions that stand for them, and the tower's features.
 
-    processor = processor_of(folder)                     # None for a model of text alone
+    processor = build_processor(folder)
     ids = processor.mark(encode(processor.expand(text, "<|image_pad|>", pictures)), pictures)
     shown = processor.shown([(ids, pictures)])           # pixels, and the place of each token's feature in them
     with module.tower.showing(shown.index):              # a `Tower`, see `build.py`
@@ -312,17 +312,20 @@ def _flat(parts: Any) -> Tensor:
 
 
 def _size(data: bytes) -> tuple[int, int]:
-    try:
-        with Image.open(BytesIO(data)) as image:
-            return image.size
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"a picture of {len(data)} bytes cannot be read: {one_line(error)}") from None
+    with _opened(data) as image:
+        return image.size
 
 
 def _decoded(data: bytes) -> Image.Image:
+    with _opened(data) as image:
+        return image.convert("RGB")
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Image.Image]:
     try:
         with Image.open(BytesIO(data)) as image:
-            return image.convert("RGB")
+            yield image
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(f"a picture of {len(data)} bytes cannot be read: {one_line(error)}") from None
 

@@ -13,7 +13,7 @@ from hashlib import shake_256
 from itertools import islice
 from pathlib import Path
 
-from spmd_rl.types.data import ImagePart, Message
+from spmd_rl.types.data import Message
 
 
 def picture_ids(data: bytes, count: int) -> array:
@@ -33,8 +33,8 @@ def first_id(data: bytes) -> int:
 
 def pictures_of(messages: Iterable[Message]) -> tuple[bytes, ...]:
     """Return the encoded pictures of messages, in order."""
-    parts = (part for message in messages if not isinstance(message.content, str) for part in message.content)
-    return tuple(part.data or Path(part.path).read_bytes() for part in parts if isinstance(part, ImagePart))
+    parts = (part for message in messages for part in message.pictures)
+    return tuple(part.data or Path(part.path).read_bytes() for part in parts)
 
 
 def split_pictures(parts: Iterable[array], pictures: Sequence[bytes]) -> list[tuple[bytes, ...]]:

@@ -19,7 +19,7 @@ from spmd_rl.engine.native.module import empty_module
 from spmd_rl.model.build import weights_of
 from spmd_rl.model.pictures import build_processor
 from spmd_rl.types import Completion, Request, picture_ids
-from tests.engines import needs_vllm, vllm_engine
+from tests.engines import answers, needs_vllm, vllm_engine
 from tests.toy_vlm import VLM_KINDS, toy_vlm
 
 SIZES = {"qwen2_5_vl": (84, 56), "qwen3_vl": (96, 64), "smolvlm": (64, 64)}
@@ -82,15 +82,6 @@ def ask(id: str, processor, *parts: array | bytes, new: int = 6, seed: int = 0, 
     return Request(id, ids, new, temperature, seed, pictures=tuple(pictures))
 
 
-def run(engine, *requests: Request) -> dict[str, Completion]:
-    for request in requests:
-        engine.add(request)
-    done = {}
-    while engine.num_unfinished:
-        done |= {completion.id: completion for completion in engine.step()}
-    return done
-
-
 def expected(model, processor, request: Request, completion: Completion) -> torch.Tensor:
     """Logprobs of an answer by Hugging Face's own forward over prompt and answer, without a cache.
 
@@ -132,7 +123,7 @@ def test_logprobs_are_those_of_hugging_face(seeing):
         ask("close", processor, text(2), one, text(1), wide, text(1), seed=6),
         ask("text alone", processor, text(20), seed=7),
     ]
-    done = run(engine, *requests)
+    done = answers(engine, *requests)
     assert worst(reference, processor, requests, done) < 1e-5
     assert all(len(completion.token_ids) == 6 for completion in done.values())
 
@@ -144,8 +135,8 @@ def test_a_cached_prefix_ends_inside_of_a_picture(seeing):
     for begin in range(2 * block - 5, 2 * block):
         first = ask(f"{begin}", processor, text(begin, 3), one, new=4, seed=begin)
         other = ask(f"{begin} again", processor, text(begin, 3), one, text(1, begin), new=4, seed=begin)
-        done, before = run(engine, first), counts.cached
-        done |= run(engine, other)
+        done, before = answers(engine, first), counts.cached
+        done |= answers(engine, other)
         inside += begin < counts.cached - before < begin + size
         assert worst(reference, processor, [first, other], done) < 1e-5
     assert inside >= 3
@@ -159,7 +150,7 @@ def test_different_pictures_under_one_text_share_nothing(seeing):
     hits = []
     for request in (one, two, one, two):
         before = counts.cached
-        found = run(engine, request)
+        found = answers(engine, request)
         hits.append(counts.cached - before)
         assert worst(reference, processor, [request], found) < 1e-5
     whole = (len(one.prompt_ids) - 1) // block * block
@@ -172,16 +163,16 @@ def test_equal_ids_of_different_pictures_would_share_a_prefix(seeing, monkeypatc
         # vLLM's keys are names of pictures, not ids.
         monkeypatch.setattr("spmd_rl.engine.vllm.pictures.blake2b", lambda *_, **how: blake2b(b"same", **how))
     one = ask("one", processor, text(4, 13), draw(kind, 31), text(2 * block, 14))
-    run(engine, one)
+    answers(engine, one)
     # The planted fault: ids that do not tell the two pictures apart.
     fault = Request("two", one.prompt_ids, 6, 1.0, 0, pictures=(draw(kind, 32),))
-    assert worst(reference, processor, [fault], run(engine, fault)) > 1e-2
+    assert worst(reference, processor, [fault], answers(engine, fault)) > 1e-2
 
 
 def test_features_are_dropped_with_the_weights(seeing):
     kind, processor, reference, engine, block = seeing
     request = ask("one", processor, text(4, 40), draw(kind, 41), text(5, 42))
-    before = run(engine, request)["one"]
+    before = answers(engine, request)["one"]
     changed = AutoModelForImageTextToText.from_pretrained(reference.config.name_or_path, dtype=torch.float32).eval()
     tower = [weight for name, weight in changed.named_parameters() if "vis" in name and "weight" in name]
     with torch.no_grad():
@@ -189,7 +180,7 @@ def test_features_are_dropped_with_the_weights(seeing):
             weight.mul_(1.25)
     try:
         engine.load(weights_of(changed).items(), version=4)
-        done = run(engine, request)
+        done = answers(engine, request)
         assert worst(changed, processor, [request], done) < 1e-5
         assert before.logprobs != done["one"].logprobs and set(done["one"].versions) == {4}
     finally:
@@ -205,7 +196,7 @@ def test_a_picture_of_a_group_is_computed_once(seeing):
     tower = next(module for name, module in parts if name.endswith(("visual", "vision_model")))
     handle = tower.register_forward_hook(lambda *_: computed.append(1))
     try:
-        done = run(engine, *group)
+        done = answers(engine, *group)
     finally:
         handle.remove()
     assert len(computed) == 1
@@ -220,11 +211,11 @@ def test_a_sampled_placeholder_is_a_token_like_others(seeing):
     sampled = array("i", [processor.placeholder])
     later = ask("later", processor, text(4, 60), one, text(5, 62), sampled, text(3, 63), new=3)
     again = ask("again", processor, text(4, 60), one, text(5, 62), sampled, text(3, 63), new=3)
-    done = run(engine, first)
-    done |= run(engine, later)
+    done = answers(engine, first)
+    done |= answers(engine, later)
     # Fresh, without the cached prefix.
     engine.load(weights_of(reference).items(), version=6)
-    done |= run(engine, again)
+    done |= answers(engine, again)
     assert torch.allclose(torch.tensor(done["later"].logprobs), torch.tensor(done["again"].logprobs), atol=1e-5)
 
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +15,8 @@ from spmd_rl.engine.native.module import empty_module
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model
 from spmd_rl.model.hybrid import Segments
-from spmd_rl.types import Completion, Request
+from spmd_rl.types import Request
+from tests.engines import answers
 from tests.zoo import write
 
 LENGTHS = (1, 2, 3, 5, 17, 40, 70, 70)
@@ -102,19 +104,7 @@ def engine_of(path, plain) -> NativeEngine:
 
 def stored(path) -> dict[str, Tensor]:
     """Weights under their stored names."""
-    from safetensors.torch import load_file
-
     return load_file(path / "model.safetensors")
-
-
-def answers(engine: NativeEngine, requests: list[Request]) -> dict[str, Completion]:
-    """All completions, by id."""
-    for request in requests:
-        engine.add(request)
-    done = {}
-    while engine.num_unfinished:
-        done |= {completion.id: completion for completion in engine.step()}
-    return done
 
 
 def test_the_native_engine_samples_with_the_logprobs_of_a_full_forward(model):
@@ -123,7 +113,7 @@ def test_the_native_engine_samples_with_the_logprobs_of_a_full_forward(model):
     # An equal prompt, as the answers of a group have.
     requests.append(Request("twin", requests[-1].prompt_ids, 9, 1.0, 99))
     engine = engine_of(path, plain)
-    done = answers(engine, requests)
+    done = answers(engine, *requests)
     for request in requests:
         completion, first = done[request.id], len(request.prompt_ids) - 1
         with torch.no_grad():
@@ -131,13 +121,13 @@ def test_the_native_engine_samples_with_the_logprobs_of_a_full_forward(model):
         atol = tolerance(plain, is_cut=True)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=atol, rtol=0)
     # The same requests again: the same bits, since nothing was cached.
-    assert answers(engine, requests) == done and engine.token_counts.cached == 0
+    assert answers(engine, *requests) == done and engine.token_counts.cached == 0
 
 
 def test_an_interrupted_answer_goes_on_as_it_would_have(model):
     path, plain = model
     engine = engine_of(path, plain)
-    whole = answers(engine, [Request("a", prompt(9, 1), 20, 1.0, 5)])["a"]
+    whole = answers(engine, Request("a", prompt(9, 1), 20, 1.0, 5))["a"]
     begun = whole.token_ids[:8]
-    rest = answers(engine, [Request("a", prompt(9, 1) + begun, 12, 1.0, 5, num_begun=8)])["a"]
+    rest = answers(engine, Request("a", prompt(9, 1) + begun, 12, 1.0, 5, num_begun=8))["a"]
     assert rest.token_ids == whole.token_ids[8:]

@@ -14,11 +14,10 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from spmd_rl.engine.base import EngineCounts
 from spmd_rl.engine.native.kv import BLOCK, KVPool, block_keys, blocks_for
 from spmd_rl.engine.sequence import SequenceState
+from spmd_rl.model.hybrid import RowState
 from spmd_rl.types import Completion, Request
 
 
@@ -30,8 +29,8 @@ class RunningSequence(SequenceState):
     """blocks for all tokens that it may store"""
     num_stored: int
     """tokens with keys and values in the pool"""
-    states: dict[int, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
-    """convolution's and recurrent state of each layer that carries one, of one row each"""
+    states: dict[int, RowState] = field(default_factory=dict)
+    """state of each layer that carries one, by its number in the model"""
     shared: bool = True
     """whether later requests may use its blocks; False once the weights changed during it"""
     positions: Any = None

@@ -26,15 +26,10 @@ class CarriedStates:
         found, begin = [], 0
         for rows in self._groups:
             end = begin + rows[0].num_fed * len(rows)
-            continues = rows[0].num_stored > 0
-            state = LayerState(*_joined([row.states[layer] for row in rows])) if continues else LayerState()
+            state = LayerState.joined([row.states[layer] for row in rows if row.num_stored > 0])
             out = call(hidden[0, begin:end].unflatten(0, (len(rows), -1)), state)
             found.append(out.flatten(0, 1))
             for number, row in enumerate(rows):
                 row.states[layer] = tuple(None if x is None else x[number : number + 1] for x in state.tensors)
             begin = end
         return F.pad(torch.cat(found), (0, 0, 0, hidden.shape[1] - begin))[None]
-
-
-def _joined(states: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[Tensor | None]:
-    return [None if column[0] is None else torch.cat(column) for column in zip(*states, strict=True)]

@@ -166,8 +166,7 @@ class DeepSpeedModel:
 
     def _outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
         """[all] Return the outputs of a micro-batch, see `MicrobatchLoop.finish`."""
-        row = row_of(micro, self._device, self._dtype)
-        head = self.module.get_output_embeddings()
+        row, head = row_of(micro, self._device, self._dtype), self.module.get_output_embeddings()
         if self._role.name == "critic":
             head.gives_fingerprint = args.is_fingerprint
         else:
