@@ -27,6 +27,7 @@ LAYOUTS = {
     "megatron-lora": ("qwen2", 2, "train=megatron train.tp=2 policy.lora.rank=4 algorithm.kl_coef=0.1"),
     "sglang": ("four_layers", 2, "engine=sglang engine.tp=2"),
     "hybrid": ("hybrid", 2, ""),
+    "hybrid-lora": ("hybrid", 2, "policy.lora.rank=4"),
     "overlap": ("smollm2", 2, "checkpoint.overlap=true"),
     "zero3-overlap": ("smollm2", 2, "train=deepspeed checkpoint.overlap=true"),
     "megatron-pp-overlap": ("qwen2", 2, "train=megatron train.pp=2 checkpoint.overlap=true"),
