@@ -133,7 +133,7 @@ class SampleLog:
     def _with_files(self, row: SampleRow) -> SampleRow:
         """Return a row with the paths of its pictures, each of which is written once a run."""
         for turn in row.turns:
-            turn.pictures = [self._file(one) if isinstance(one, bytes) else one for one in turn.pictures]
+            turn.pictures = tuple(self._file(one) if isinstance(one, bytes) else one for one in turn.pictures)
         if not isinstance(row.messages, msgspec.Raw):
             row.messages = [self._logged(message) for message in row.messages]
         return row

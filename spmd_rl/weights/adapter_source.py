@@ -18,7 +18,8 @@ class AdapterSource:
 
     def __init__(self, policy: Policy) -> None:
         """policy: has adapters."""
-        self._policy, self._is_first, self.layout = policy, True, policy.layout
+        self._policy, self._is_first = policy, True
+        self.layout, self.sees = policy.layout, policy.sees
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """[all] Yield the frozen weights and the adapters at first, then the adapters; see `Adapters.published`."""

@@ -39,7 +39,8 @@ class Road:
 
     def __init__(self, policy, change) -> None:
         self._policy, self._change = policy, change
-        self.layout, self.awake, self.logprobs = policy.layout, policy.awake, policy.logprobs
+        self.layout, self.sees = policy.layout, policy.sees
+        self.awake, self.logprobs = policy.awake, policy.logprobs
 
     def weights(self):
         for name, tensor in self._policy.weights():

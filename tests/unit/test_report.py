@@ -167,7 +167,7 @@ def test_what_an_agent_saw_and_did_is_shown(tmp_path: Path) -> None:
 
 def test_a_picture_is_shown_in_place_of_its_path(run_dir: Path) -> None:
     (run_dir / "pictures").mkdir()
-    (run_dir / "pictures" / "1-2.png").write_bytes(b"png")
+    (run_dir / "pictures" / "1-2.png").write_bytes(b"\x89PNG")
     found = samples_of(run_dir)
     for text, row in zip(["pictures/1-2.png", "pictures/none.png", "../secret.png"], found, strict=False):
         row["turns"][0]["text"] = text
@@ -177,7 +177,7 @@ def test_a_picture_is_shown_in_place_of_its_path(run_dir: Path) -> None:
         for one in drawn(run_dir)["trajectories"]["step 12"]
         for turn in one["segments"][0]["turns"]
     }
-    assert shown.pop("pictures/1-2.png") == "data:image/png;base64,cG5n" and set(shown.values()) <= {None}
+    assert shown.pop("pictures/1-2.png") == "data:image/png;base64,iVBORw==" and set(shown.values()) <= {None}
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_what_its_parts_hold_is_what_we_follow(llm):
         part, path = todo.pop()
         seen.add(path)
         for name, holds in TYPES[path].items():
-            if holds is NOTHING or str(holds).startswith(MANY):
+            if holds is NOTHING or str(holds).startswith(MANY) or name == "mm_processor":  # a model of text has none
                 continue
             found = getattr(part, name)
             found = getattr(found, "worker", found)  # what stands around a worker hands all on to it
