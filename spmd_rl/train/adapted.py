@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from spmd_rl.base.errors import UserError
 from spmd_rl.model.load import Region, WeightFiles
@@ -87,5 +87,6 @@ def write_adapter(saved: SavedState, model_dir: Path, path: Path, dtype: torch.d
         "inference_mode": True,
     }
     tensors = {name[head:]: saved.read(name).to(dtype) for name in saved.tensors if name.startswith(MODEL + PREFIX)}
-    save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
+    # Not `save_file`, whose file no other user can read.
+    (path / "adapter_model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
     (path / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

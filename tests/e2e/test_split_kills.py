@@ -67,7 +67,8 @@ OF_TRAINING = {
 OF_GENERATING = {
     "start": START,
     "publish": PUBLISH,
-    "generate": ["generate: step 2 from generator ranks", "train: meeting: hand over"],
+    # The other generator rank may have answered the whole evaluation, whose hand over is then the next meeting.
+    "generate": ["generate: step 2 from generator ranks", "train: meeting: hand over", "hand over: sizes"],
     "hand-over": ["hand over: sizes"],
     "eval": ["eval: answers from generator ranks", "train: meeting: eval"],
     "prepare": PUBLISH,
