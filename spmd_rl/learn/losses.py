@@ -226,7 +226,7 @@ class MismatchMonitor:
 
     @property
     def stops(self) -> bool:
-        """True if the run ends before an update with metrics outside the bounds."""
+        """True if metrics outside the bounds end the run."""
         return self._bounds.on_breach == "stop"
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -54,7 +54,7 @@ class Teachers:
 
     @property
     def is_only(self) -> bool:
-        """True if the teachers are the only source of learning, see `teacher.only`."""
+        """See `teacher.only`: True if only teachers are learnt from."""
         return self._settings.only
 
     def fill_in(self, batches: Sequence[Batch], plan: Plan, table: SampleTable) -> None:

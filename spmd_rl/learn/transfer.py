@@ -29,7 +29,7 @@ FROM_ROUTE = ("keys", "units", "position_ids")
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Source rank and destination data shard of each sample: n rows, equal on all ranks."""
+    """Source rank and destination data shard of n samples, equal on all ranks."""
 
     keys: np.ndarray
     """int64 [n, 2]: (ticket, answer)"""
@@ -142,7 +142,7 @@ class _Copies:
         return sent.astype(np.int64).tolist(), received.astype(np.int64).tolist()
 
     def sent_to(self) -> np.ndarray:
-        """Return the destination rank of each of `sent`."""
+        """Return the destination rank of each `sent`."""
         leaving = self._to[self._from == self.world.rank]
         return np.sort(leaving)
 
