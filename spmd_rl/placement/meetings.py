@@ -53,9 +53,9 @@ from spmd_rl.distributed import World
 from spmd_rl.rollout.coordinator import Store
 
 MEETING_POLL_SECONDS = 0.002
-"""Least seconds between two polls of a replica for a meeting: very short engine steps must not load the store."""
+"""Least interval of a replica's polls for a meeting: short engine steps must not load the store."""
 IDLE_SECONDS = 0.01
-"""Seconds between two polls of an idle replica."""
+"""Interval of an idle replica's polls."""
 
 
 class Meeting(msgspec.Struct, array_like=True, frozen=True):
@@ -63,24 +63,23 @@ class Meeting(msgspec.Struct, array_like=True, frozen=True):
 
     kind: Literal["hand over", "publish", "eval", "end"]
     number: int = 0
-    """Step that is handed over, or version of the policy."""
+    """Step of a hand over, or version of the policy."""
     probed: bool = False
     """True for a publish in which engines answer the probe."""
 
 
 class Meetings:
-    """The meetings of a run as one rank sees them, in their order."""
+    """The meetings of a run as one rank sees them, in order."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
-        """store: that all ranks share. clock: paces the looks."""
+        """store: that all ranks share. clock: paces polls."""
         self.number = 1
-        """Number of the next meeting."""
         self._store, self._clock = store, clock
         self._found: Meeting | None = None
         self._look_at = 0.0
 
     def announce(self, meeting: Meeting) -> None:
-        """Write the next meeting to the store: called on the first trainer rank only."""
+        """Write the next meeting to the store; only on the first trainer rank."""
         self._store.set(self._key(self.number), msgspec.msgpack.encode(meeting))
 
     @contextmanager
@@ -93,7 +92,7 @@ class Meetings:
         self.end(forgets=trainers.rank == 0)
 
     def next(self) -> Meeting | None:
-        """Return the next meeting, if it has been opened; called on generator ranks."""
+        """Return the next meeting, if open; on generator ranks."""
         if self._found is None and self._clock() >= self._look_at:
             key = self._key(self.number)
             if self._store.check([key]):
@@ -102,7 +101,7 @@ class Meetings:
         return self._found
 
     def end(self, forgets: bool = False) -> None:
-        """Go on to the next meeting. forgets: this rank deletes the keys that no rank reads any more."""
+        """Go on to the next meeting. forgets: delete keys that no rank reads any more."""
         if forgets and self.number > 1:
             self._store.delete_key(self._key(self.number - 1))
         self.number, self._found, self._look_at = self.number + 1, None, 0.0

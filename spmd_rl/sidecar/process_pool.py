@@ -36,7 +36,7 @@ class WorkerProcess:
 
     frames: FrameSocket
     deadline: float
-    """Of its start, then of its work."""
+    """Limit of its start, then of its work."""
     pidfd: int = -1
     ready: bool = False
     """True once it has built its plug-in."""

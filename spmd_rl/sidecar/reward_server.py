@@ -1,4 +1,4 @@
-"""The host's side of a domain's server, such as a judge: starts and replaces its supervisor process (`supervisor.py`)."""
+"""The host's side of a domain's server, such as a judge: starts and replaces its supervisor (`supervisor.py`)."""
 
 import contextlib
 import socket

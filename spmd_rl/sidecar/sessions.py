@@ -22,7 +22,7 @@ class _SessionClient:
     last_seen: float
     """Time of its last message or ping."""
     sessions: dict[int, "_Session"] = field(default_factory=dict)
-    """By the client's number."""
+    """Keys are the client's numbers."""
     replies: list[wire.SessionReply | wire.SessionFailure] = field(default_factory=list)
 
 

@@ -151,7 +151,7 @@ class StepRequest(WireMessage, tag="step"):
 
     session: Id
     number: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
-    """From 1 after the reset."""
+    """Counted from 1 after the reset."""
     action: str
 
 
@@ -312,7 +312,7 @@ class Pong(WireMessage, tag="pong"):
     """Host to client, and worker of environments to host: the sender is alive."""
 
     pools: dict[str, PoolPulse] = field(default_factory=dict)
-    """By domain, and by `env.<tag>`; empty at a host that refuses requests."""
+    """Keys are domains and `env.<tag>`; empty at a host that refuses requests."""
 
 
 class Error(WireMessage, tag="error"):
@@ -357,7 +357,7 @@ class HostStatus(WireMessage, tag="host_status"):
     draining: bool
     pools: dict[str, PoolStatus]
     envs: dict[str, PoolStatus] = field(default_factory=dict)
-    """By tag; `running` counts sessions, `queued` waiting resets, `verdicts` replies."""
+    """Keys are tags; `running` counts sessions, `queued` waiting resets, `verdicts` replies."""
 
 
 SCORE_INPUT = Codec(ScoreInput)

@@ -20,7 +20,7 @@ from spmd_rl.track.metrics import read_lines
 from spmd_rl.track.results import RESULTS
 
 LOADERS = {"ForSequenceClassification": "SequenceClassification", "ForConditionalGeneration": "ImageTextToText"}
-"""Ends of the auto classes of transformers for architectures other than causal language models."""
+"""Architecture names and auto classes of transformers, other than causal language models."""
 
 
 def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
@@ -88,9 +88,9 @@ def _evaluation(num_eval: int, eval: EvaluationConfig, steps: int = 0) -> tuple[
 
 
 def footer(run_dir: Path, steps: int) -> str:
-    """Return text on the report and the last checkpoint, how to continue, and how to load the model.
+    """Return text on the report and the last checkpoint, and how to continue and load the model.
 
-    steps: of the run if it has done them all, else 0.
+    steps: of a complete run, else 0.
     """
     lines = [("report", str(run_dir / "report.html"))]
     if (run_dir / RESULTS).exists():
@@ -114,8 +114,7 @@ def footer(run_dir: Path, steps: int) -> str:
 
 
 def interrupted(run_dir: Path) -> str:
-    """Return text on the finished but unsaved steps of an interrupted run, or on the answers that an evaluation keeps,
-    and how to continue it."""
+    """Return text on an interrupted run: unsaved steps, or kept answers of an evaluation, and how to continue."""
     if (run_dir / "answers").is_dir():
         return "the answers that have a score are kept\nthe same command asks for the others"
     latest = run_dir / "checkpoints" / "latest"

@@ -21,7 +21,7 @@ from spmd_rl.sandbox.guest.common import common
 NAME = "solution.py"
 STREAMS = {f"/dev/{name}": i for i, name in enumerate(("stdin", "stdout", "stderr"))}
 STREAMS.update((f"{folder}/{i}", i) for folder in ("/dev/fd", "/proc/self/fd") for i in range(3))
-"""Descriptors by the file names that Linux has for them; a sandbox has no `/proc`."""
+"""Descriptors by Linux's file names; a sandbox has no `/proc`."""
 
 
 def run(job):
@@ -99,7 +99,7 @@ def _report(error):
 
 
 def _finish(status, namespace):
-    """Do what an interpreter does at its end, and return the exit status."""
+    """Do as an interpreter at its end; return the exit status."""
     for step in (threading._shutdown, atexit._run_exitfuncs):
         try:
             step()
@@ -123,7 +123,7 @@ def _writers():
 
 
 def _flush(streams, status):
-    """Flush streams, and return the status, or 120 as an interpreter does if that failed."""
+    """Flush streams; return the status, or 120 as an interpreter does if that failed."""
     for stream in streams:
         try:
             if stream is not None and not getattr(stream, "closed", False):
