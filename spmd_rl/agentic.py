@@ -12,7 +12,7 @@ from spmd_rl.config import AgenticConfig, main
 
 
 def run(cfg: AgenticConfig) -> None:
-    """Train until step `cfg.steps`, from the newest checkpoint if there is one."""
+    """Train until step `cfg.steps`, from the newest checkpoint if any."""
     from spmd_rl.data import EnvTasks
     from spmd_rl.job import Job
     from spmd_rl.learn import Evaluation, Imitation, Learner, sample_log

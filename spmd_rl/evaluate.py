@@ -11,7 +11,7 @@ from spmd_rl.config import EvaluateConfig, main
 
 
 def run(cfg: EvaluateConfig) -> None:
-    """Evaluate the answers that an earlier run of this name has not scored yet."""
+    """Evaluate the answers that have no score yet."""
     from contextlib import closing
     from pathlib import Path
 

@@ -12,7 +12,7 @@ from spmd_rl.config import RewardFlConfig, main
 
 
 def run(cfg: RewardFlConfig) -> None:
-    """Train for `cfg.steps` steps, from the newest checkpoint if there is one."""
+    """Train for `cfg.steps` steps, from the newest checkpoint if any."""
     from spmd_rl import sidecar
     from spmd_rl.data import Prompts
 

@@ -12,7 +12,7 @@ from spmd_rl.config import RewardModelConfig, main
 
 
 def run(cfg: RewardModelConfig) -> None:
-    """Train for `cfg.steps` steps or `cfg.epochs`, from the newest checkpoint if there is one."""
+    """Train for `cfg.steps` steps or `cfg.epochs`, from the newest checkpoint if any."""
     from spmd_rl.data import Examples
 
     # Validate rows before importing torch, so that a mistake in a row fails within a second.

@@ -10,7 +10,7 @@ from spmd_rl.config import SftConfig, main
 
 
 def run(cfg: SftConfig) -> None:
-    """Train for `cfg.steps` steps or `cfg.epochs`, from the newest checkpoint if there is one."""
+    """Train for `cfg.steps` steps or `cfg.epochs`, from the newest checkpoint if any."""
     from spmd_rl.data import Examples
 
     # Validate rows before importing torch, so that a mistake in a row fails within a second.

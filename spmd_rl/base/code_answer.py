@@ -59,9 +59,9 @@ _EXACT = Context(prec=3000)
 
 
 def program(answer: str, tests: str = "") -> str | None:
-    """Return the program that an answer gives, None if it gives none.
+    """Return the program of an answer, if any.
 
-    `tests`: the text of its tests, with the name that they ask for; empty for a program that reads standard input.
+    tests: their text, with the name that they ask for; empty for a program that reads standard input.
     """
     # A program in the thoughts is a draft, not the answer.
     text = answer.replace("\r\n", "\n").rpartition("</think>")[2]
@@ -97,12 +97,12 @@ class _Block:
 
     @cached_property
     def named(self) -> set[str]:
-        """The functions and classes in it, methods included, even if it does not compile."""
+        """Functions and classes in it, methods included."""
         return set(_DEFINED.findall(self.code))
 
     @cached_property
     def assigned(self) -> set[str]:
-        """The variables at its top level."""
+        """Variables at its top level, by assignment."""
         return set(_ASSIGNED.findall(self.code))
 
     @cached_property
@@ -111,7 +111,7 @@ class _Block:
 
     @cached_property
     def defines(self) -> set[str]:
-        """The functions and classes at its top level."""
+        """Functions and classes at its top level."""
         return {node.name for node in self._tree.body if isinstance(node, _DEFINITIONS)}
 
     @cached_property
@@ -141,7 +141,7 @@ class _Block:
 
     @cached_property
     def missing(self) -> set[str]:
-        """The names that it reads and that nothing in it defines."""
+        """Names that it reads and does not define."""
         used, known = set(), set(dir(builtins))
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Name):
@@ -185,7 +185,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _end(text: str, begin: int, fence: str) -> tuple[int, int]:
-    """Return where the code of a block ends, and where the text goes on after its closing fence."""
+    """Return the end of a block's code, and of its closing fence."""
     mark = fence[0]
     closing = re.compile(rf"(?<!{mark}){mark}{{{len(fence)},}}[ \t]*$", re.MULTILINE)
     ends = []
@@ -212,7 +212,7 @@ def _unindented(code: str, before: str) -> str:
 
 
 def same_output(actual: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Return True if two outputs are equal by the rule above, in little memory even for long outputs."""
+    """Return True if two outputs are equal by the rule above."""
     if actual.strip(_BLANK) == expected.strip(_BLANK):
         return True
     # Iterators, not `split`: an answer may print megabytes, and the first difference ends the comparison.

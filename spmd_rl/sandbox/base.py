@@ -158,7 +158,7 @@ class BaseSandbox(ServedSandbox):
         limits: RunLimits = LIMITS,
         unproven: bool = False,
     ) -> CheckResult:
-        """Test code in a process that is not that of its tests, or in the same one if `unproven`."""
+        """Test code in a separate process, or in that of the tests if `unproven`."""
         lends = all("from spmd_rl.sandbox.guest.testing import same" in test for test in tests)  # function calls
         shared = {"prelude": prelude, "entry": entry, "message_bytes": limits.message_bytes, "lends": lends}
         jobs: list[dict[str, Any]] = [{"mode": "test", "tests": list(tests), **shared}]

@@ -2,8 +2,8 @@
 
 It is the first process of bubblewrap's namespaces and has all capabilities there, which have no effect outside. For
 each job it forks the first process of another pid namespace, which mounts a file system, forks the job and waits for
-it. The job loses all capabilities before it runs. When that first process dies, the kernel kills and reaps all others
-of its namespace before it reports the death, so a kill leaves nothing behind.
+it. The job loses all capabilities. When that first process dies, the kernel kills and reaps all others of its namespace
+before it reports the death.
 """
 
 import os
@@ -13,7 +13,7 @@ from spmd_rl.sandbox import confine
 from spmd_rl.sandbox.server import Child, Server, confine_and_work, confined, take_descriptors
 
 BOX = "/box0"
-"""Working directory of a job, which another job cannot see."""
+"""Working directory of a job."""
 
 
 class NamespaceServer(Server):
