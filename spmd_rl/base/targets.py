@@ -77,7 +77,6 @@ def import_coroutine(key: str, target: str) -> Callable[[Any], Coroutine[Any, An
 
 
 def _import(key: str, target: str) -> tuple[str, str, str, Any]:
-    """Return module name, name, the module's file, and its attribute of that name, or None."""
     module_name, _, name = target.partition(":")
     if module_name.endswith(".py") or "/" in module_name:
         module = module_name.removesuffix(".py").rpartition("/")[2]
@@ -113,7 +112,6 @@ def _is_there(module: str) -> bool:
 
 
 def _places(module: str) -> str:
-    """Return the searched folders as text, without Python's own."""
     folders = (entry or "." for entry in sys.path if not entry.startswith((sys.prefix, sys.base_prefix)))
     ours = ["spmd_rl itself"] if module.partition(".")[0] in PLUGINS else []
     there = dict.fromkeys(folder for folder in folders if Path(folder).is_dir())
@@ -206,7 +204,6 @@ def _user_code(line: str) -> Iterator[None]:
 
 
 def _unknown(constructor: Callable[..., Any], args: Mapping[str, Any]) -> str:
-    """Return the first of `args` without a parameter, or an empty string."""
     parameters = inspect.signature(constructor).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return ""

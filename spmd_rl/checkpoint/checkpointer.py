@@ -271,6 +271,7 @@ class Checkpointer:
         return {"candidates": candidates, "error": error}
 
     def _load(self, path: Path) -> int:
+        """[all] Load a verified checkpoint; return its step."""
         text = (path / STATE).read_text(encoding="utf-8") if self._world.rank == 0 else None
         state = msgspec.json.decode(self._world.broadcast("restore: state", text))
         for kind, own in (("roles", self._roles), ("parts", self._parts)):
@@ -347,7 +348,6 @@ def finished(cfg: CheckpointConfig, run_dir: Path, steps: int, world: World) -> 
 
 
 def _reached(cfg: CheckpointConfig, run_dir: Path) -> dict[str, Any] | None:
-    """Return the step of the checkpoint to continue from, and True if the user chose it."""
     directory = CheckpointDir(run_dir / "checkpoints")
     latest = directory.latest()
     path = directory.path(latest) if latest is not None else None

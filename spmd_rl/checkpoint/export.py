@@ -149,7 +149,6 @@ class _Shards:
         self.dtype = "float32"
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Keep a copy of `tensor`, which its owner may overwrite."""
         if begins_file(self._pending_bytes, tensor.nbytes, self._max_bytes):
             self._flush()
         if not self._names and not self._pending:
@@ -159,7 +158,6 @@ class _Shards:
         self._total_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Write the rest, and name the files for `from_pretrained`."""
         self._flush()
         for number, _ in enumerate(self._names, start=1):
             # The number of files is part of each name, and known only at the end.

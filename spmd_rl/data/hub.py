@@ -43,7 +43,6 @@ def cache_folder() -> Path:
 
 
 def _rows(table: Any) -> Iterable[Mapping[str, Any]]:
-    """Return the rows of a dataset, with pictures as encoded bytes."""
     features = getattr(table, "features", None)
     if features is None or "'_type': 'Image'" not in str(features.to_dict()):
         return table

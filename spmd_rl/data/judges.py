@@ -61,7 +61,6 @@ def read_judge(data: dict[str, Any]) -> str:
 
 
 def _cases(value: Any, name: str) -> list[dict[str, Any]] | None:
-    """Return the tests, each with an input and an output, if any."""
     value = _opened(value)
     if isinstance(value, dict) and "test_cases" in value:
         value = _opened(value["test_cases"])

@@ -130,7 +130,6 @@ class _EpochOrder:
         self._order = lru_cache(2)(self._sorted)
 
     def prompt(self, number: int, seed: int) -> tuple[int, Prompt]:
-        """Return the epoch and the prompt at a position."""
         epoch, index = divmod(number, len(self._prompts))
         return epoch, self._prompts[self._order(seed, epoch)[index]]
 
@@ -237,7 +236,6 @@ def _numbered(rows: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Record]
 
 
 def _check_names(rows: Sequence[Record], cfg: DataConfig) -> None:
-    """Raise UserError for a domain of `data.domains`, or a column of `data.keys`, that no row has."""
     if unknown := sorted(set(cfg.domains) - {row.domain for row in rows}):
         raise UserError(f"data.domains: no row has the domain or tag {' or '.join(map(repr, unknown))}")
     read = [row for row in rows if row.lacks is not None]

@@ -55,7 +55,6 @@ def _create(task: str, size: int, seed: int, args: Mapping[str, Any], key: str) 
 
 
 def _check_scorer(dataset: Any, task: str, item: dict[str, Any], entry: dict[str, Any], key: str) -> None:
-    """Refuse a task whose scorer compares tuples."""
     # An entry from plain JSON has lists instead, so every right answer would be rejected.
     if dataset.score_answer(item["answer"], item) != dataset.score_answer(item["answer"], entry):
         raise UserError(f"{key}: {task} is not supported: its scorer cannot judge from plain JSON")

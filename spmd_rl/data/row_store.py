@@ -55,7 +55,6 @@ class RowStore(Sequence[Example]):
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> Example:
-        """Read a row from its file."""
         return self._parse(self._record(index)[1], self._folders[self._numbers[index]])
 
     def where(self, index: int) -> str:
@@ -92,7 +91,6 @@ class RowStore(Sequence[Example]):
         return epoch, int(self._order(seed, epoch)[index])
 
     def _shuffled(self, seed: int, epoch: int) -> np.ndarray:
-        """Return an epoch's order, int64 [n]."""
         draws = np.random.Philox(key=counter_seed(seed, "rows", epoch)).random_raw(len(self))
         # `stable` and raw 64-bit draws: numpy may change its shuffles between versions, but not the Philox stream.
         return draws.argsort(kind="stable")

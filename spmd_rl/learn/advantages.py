@@ -47,7 +47,6 @@ EXCLUDED = {
     BASELINE: "greedy baseline",
     NO_BASELINE: "no greedy score",
 }
-"""Reasons why a scored answer cannot train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,6 @@ class StepTable:
     excluded: tuple[tuple[Key, str], ...]
     """samples of scored answers that were excluded, with the reason"""
     num_excluded: int
-    """number of scored answers that cannot train"""
     runs: Spans | None = None
     advantages: np.ndarray | None = None
     """float64 [q]: advantages that `runs` refers to; for an estimator of tokens, the rewards"""
@@ -152,7 +150,6 @@ def keys(answers: np.ndarray) -> list[Key]:
 
 
 def _exclude_baselines(samples: np.ndarray, judged: np.ndarray, greedy_answer: int, reasons: np.ndarray) -> None:
-    """Set the reasons of baselines, and of answers without one. judged: bool [m]."""
     is_baseline = judged & (samples["unit"] == greedy_answer)
     has_baseline = np.isin(samples["ticket"], samples["ticket"][is_baseline])
     reasons[judged & ~has_baseline] = NO_BASELINE
@@ -321,7 +318,6 @@ def by_step(data: StepTable, scores: Tensor, settings: AlgorithmConfig) -> tuple
 
 
 def _states(data: StepTable, alone: np.ndarray) -> Tensor:
-    """Return equal numbers for equal (ticket, state); an answer without agent turns has its own."""
     pairs = np.stack((data.steps["ticket"], data.steps["state"].view(np.int64)), axis=1)
     states = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
     return as_tensor(np.concatenate((states, len(states) + np.arange(len(alone)))))

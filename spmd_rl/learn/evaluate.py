@@ -25,7 +25,6 @@ class Answers(Protocol):
     """Source of answers: this rank's `Rollouts`, or a proxy for generator ranks."""
 
     prompts: Any
-    """Prompts of the run; `eval` are held out."""
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
         """[all] Return this rank's share of the answers, one per `sampling` and prompt."""
@@ -36,7 +35,6 @@ class Answered(msgspec.Struct, array_like=True):
     """Result of one answer, exchanged between ranks."""
 
     number: int
-    """Index of the prompt in the evaluation set."""
     answer: int
     domain: str
     greedy: bool

@@ -48,7 +48,6 @@ class Item:
 
 Log = Callable[[int, Iterable[SampleRow]], None]
 HELD_OUT = {"val/score/mean": "critic/score/mean", "val/error_share": "rollout/error_share"}
-"""Metrics of an evaluation, and the step's metrics they come from."""
 
 
 class Feedback:
@@ -62,7 +61,6 @@ class Feedback:
         losses = {"grpo": self._grpo, "nft": self._nft, "refl": self._through, "draft": self._through}
         self._loss: Callable[[nn.Module, Item], tuple[Tensor, Mapping[str, Any]]] = losses[cfg.feedback.loss]
         self.gallery: Gallery | None = None
-        """Pictures of the last `prepare`."""
         self._advantages: dict[tuple[int, int], float] = {}
 
     def prepare(self, gallery: Gallery) -> list[list[Item]]:
@@ -112,7 +110,6 @@ class Feedback:
         return [item for one in mine for item in self._of_drawn(one, counted)]
 
     def _counted(self, members: range) -> int:
-        """Return the number of pictures of all ranks that count in the loss."""
         per, gallery = self._cfg.pictures.per_microbatch, self.gallery
         if self._cfg.feedback.loss in DIFFERENTIABLE:
             return sum(min(per, gallery.num_pictures - number * per) for number in members)
@@ -149,7 +146,6 @@ class Feedback:
         return [replace(item, **{name: velocity}) for item, velocity in zip(items, found, strict=True)]
 
     def _at(self, item: Item) -> tuple[Tensor, dict[str, Tensor], float]:
-        """Return an item's latents, conditions and noise level (`grpo`, `nft`)."""
         one, levels = item.drawn, self.gallery.levels
         if self._cfg.feedback.loss == "grpo":
             return one.latents[item.place], one.given, levels[item.place]
@@ -217,7 +213,6 @@ class Feedback:
 
 
 def _summed(losses: Tensor, weights: Tensor, metrics: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
-    """Return the weighted sum of losses, and sums of metrics over the pictures that count."""
     counts = weights > 0
     sums = {name: (values * counts).sum() for name, values in metrics.items()}
     return (losses * weights).sum(), {**sums, "num_tokens": counts.sum()}

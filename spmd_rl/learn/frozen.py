@@ -29,7 +29,6 @@ from spmd_rl.train.base import PolicyRole
 
 SEEN = (*FROM_ROUTE, "token_ids", "loss_mask", "rollout_logprobs", "lags")
 SEEN += ("candidate_ids", "pictures", "picture_sizes")
-"""Columns that a forward pass needs"""
 FOUND = {
     "logprobs": ("ref_logprobs", "ref_entropy"),
     "top_logprobs": ("teacher_logprobs", "teacher_ids", "teacher_top"),
@@ -137,12 +136,9 @@ class RemoteRole:
     """Proxy on the policy's ranks for a frozen `train.base.PolicyRole` that other ranks compute."""
 
     sync_steps: int | None = None
-    """The role never follows the policy."""
     sees = True
-    """It gets the pictures of the policy's batches."""
 
     def __init__(self, frozen: FrozenRoles, name: str, layout: Layout, facts: Facts) -> None:
-        """layout: of the policy, whose ranks use this."""
         self._frozen, self._name, self.layout = frozen, name, layout
         self.hidden_size, self.size = facts[1], ModelSize(**facts[2])
 

@@ -86,7 +86,6 @@ class Imitation:
         self._teachers = teachers
         self._loss = teachers.loss(nothing if teachers.is_only else nll) if teachers else nll
         self.plan: Plan | None = None
-        """The plan of the last `prepare`, for the sample log."""
 
     @classmethod
     def of(cls, cfg: AgenticConfig, policy: PolicyRole) -> "Imitation":
@@ -163,7 +162,6 @@ class Imitation:
 
 
 def _mean_by_sample(batch: Batch, values: Tensor) -> dict[tuple[int, int], float]:
-    """Return the mean of `values`, [T], over the sampled tokens of each sample."""
     samples = batch.sampled.samples
     counts = torch.bincount(samples, minlength=batch.num_samples).clamp(min=1)
     sums = values.new_zeros(batch.num_samples).index_add(0, samples, values[batch.sampled.index])

@@ -56,9 +56,7 @@ class Learner:
         # Age of the oldest token of the step, in versions.
         self._max_lag = 0.0
         self._monitored = False
-        """True if `prepare` has checked this step's bounds."""
         self.plan: Plan | None = None
-        """Plan of the last `prepare`, for the sample log."""
         self._num_empty_steps = 0
         self._num_flat_steps = 0
         # Factor of the KL coefficients, set by the adaptive controller.
@@ -142,7 +140,6 @@ class Learner:
         return batches
 
     def _flops(self, answers: np.ndarray, needs_old: bool) -> float:
-        """Return the operations of the step; an update counts as three forward passes."""
         # Ticket and answer number in one integer.
         width, plan = 1 + answers["answer"].max(initial=0), self.plan
         trained = answers[np.isin(answers["ticket"] * width + answers["answer"], plan.keys @ (width, 1))]
@@ -155,7 +152,6 @@ class Learner:
         return generated + sum(count * forward_flops(role.size, trained) for role, count in passes)
 
     def _needs_old(self, plan: Plan) -> bool:
-        """Return True if the policy's logprobs before the update are needed."""
         settings = self._settings
         # A single update on samples of the current version computes the old logprobs itself.
         several = self._num_updates * settings.sample_epochs > 1

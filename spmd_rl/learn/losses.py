@@ -85,7 +85,6 @@ def _loss(
     divergence: Callable[[Tensor, Tensor], Tensor],
     kl_coef: float,
 ) -> PerToken:
-    """Return the token loss; `bind_loss` fills the keyword arguments."""
     tokens, order = tokens_of(batch, logprobs, entropy)
     # With `old_logprobs=engine` the engine's logprobs are the proximal policy's.
     loss, quantities = surrogate(replace(tokens, old_logprobs=tokens.rollout_logprobs) if from_engine else tokens)

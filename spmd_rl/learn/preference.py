@@ -61,7 +61,6 @@ class Preference(Imitation):
         return self._with_margins(super().measure(parts, log), "val/rewards")  # [all]
 
     def _with_margins(self, metrics: Metrics, section: str) -> Metrics:
-        """Add the margin between good and bad answers, if there are both."""
         sides = [metrics.get(f"{section}/{side}") for side in ("chosen", "rejected")]
         if not self._settings.is_judged or None in sides:
             return metrics
@@ -94,7 +93,6 @@ class _Answers:
 
 
 def _compare(function: Callable[[Pairs], Tensor], baseline: float, answers: _Answers) -> tuple[Tensor, Tensor]:
-    """Return the indices and losses of a batch's pairs. baseline: unused, see `_judge`."""
     ratios, lengths = answers.logprobs - answers.reference, answers.lengths
     chosen, rejected = answers.chosen, answers.rejected
     return chosen, function(Pairs(ratios[chosen], ratios[rejected], lengths[chosen], lengths[rejected]))

@@ -76,7 +76,6 @@ def _label_loss(values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tens
 
 
 def _pair_loss(center_coef: float, values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Return the pair loss, on the chosen answer's token."""
     chosen, rejected = ((batch.keys[:, 1] == side).nonzero()[:, 0] for side in (CHOSEN, REJECTED))
     pair = values[chosen], values[rejected]
     loss = (0.0 * values).index_add(0, chosen, bradley_terry(*pair, batch.margins[chosen], center_coef=center_coef))

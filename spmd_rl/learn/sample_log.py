@@ -56,7 +56,6 @@ def rows(collected: Collected, plan: Plan | None) -> Iterator[SampleRow]:
 
 
 def _mean_advantages(plan: Plan) -> np.ndarray:
-    """Return the mean advantage of each sample's tokens, float64 [n]."""
     if len(plan.advantages) == len(plan.keys):
         return plan.advantages
     owners = np.arange(len(plan.keys)).repeat(plan.num_runs)
@@ -64,7 +63,6 @@ def _mean_advantages(plan: Plan) -> np.ndarray:
 
 
 def _credit(turns: list[TurnRow], advantages: np.ndarray) -> None:
-    """Write the advantages of an agent's turns, float64 [r], to turns with a sampled token."""
     for turn, advantage in zip((turn for turn in turns if turn.token_ids), advantages.tolist(), strict=True):
         turn.advantage = advantage
 
@@ -127,7 +125,6 @@ def _messages(group: Group) -> Sequence[Message] | msgspec.Raw:
 
 
 def _turns(group: Group) -> Iterator[list[TurnRow]]:
-    """Yield the turns of each sample, rounded."""
     rendered = group.samples[0].turns[0].prompt_ids
     common = msgspec.Raw(_encode(rendered.tolist()))
     exact = np.array(concat([turn.logprobs for sample in group.samples for turn in sample.turns], "f"), np.float64)

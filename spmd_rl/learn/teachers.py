@@ -116,14 +116,12 @@ class Teachers:
         return distilled
 
     def _rows(self, plan: Plan, table: SampleTable) -> dict[str, np.ndarray]:
-        """Return the mask of the plan's samples for each teacher that has any, bool [n]."""
         numbers = table.domains[table.tickets.searchsorted(plan.keys[:, 0])]
         owners = np.array([name if name in self._teachers else "" for name in table.names], object)[numbers]
         return {domain: owners == domain for domain in sorted(self._teachers) if (owners == domain).any()}
 
 
 def _nothing(batch: Batch, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the columns of a batch without a teacher."""
     count = len(batch.sampled.index)
     logprobs = torch.full((batch.num_tokens,), torch.nan)
     return logprobs, torch.arange(k, dtype=torch.int32).repeat(count, 1), torch.full((count, k), -torch.inf)

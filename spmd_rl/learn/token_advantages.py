@@ -133,7 +133,6 @@ def moments_of(batches: Sequence[Batch], columns: Sequence[Tensor], data: DataSh
 
 
 MARKED_SHARE_KEYS = {"clip_cov": "clip_cov_ratio", "kl_cov": "kl_cov_ratio"}
-"""Losses that mark tokens, and their setting of the share."""
 
 
 def mark(batch: Batch, settings: AlgorithmConfig, total: int, data: DataShard, seed: tuple[int, ...]) -> None:

@@ -24,7 +24,6 @@ from spmd_rl.train.base import CriticRole, PolicyRole, Role
 
 Columns = dict[str, tuple[Column, Entries]]
 FROM_ROUTE = ("keys", "units", "position_ids")
-"""Columns that follow from a route."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +141,10 @@ class _Copies:
         return sent.astype(np.int64).tolist(), received.astype(np.int64).tolist()
 
     def sent_to(self) -> np.ndarray:
-        """Return the destination rank of each `sent`."""
         leaving = self._to[self._from == self.world.rank]
         return np.sort(leaving)
 
     def in_order(self, arrived: dict[str, Entries], columns: dict[str, Column]) -> dict[str, Entries]:
-        """Return the columns of `received`, by row of the route."""
         order = self.received.argsort(kind="stable")
         # Rows often arrive in order already: save the copy of all columns.
         if (order[1:] > order[:-1]).all():
@@ -291,7 +288,6 @@ class RoleShards:
         return np.flatnonzero(self._of(number)[inside])
 
     def _of(self, number: int) -> np.ndarray:
-        """Return the mask of the role's samples in mini-batch `number`: bool [n]."""
         inside = self._minibatches == number
         return inside if self._rows is None else inside & self._rows
 

@@ -99,7 +99,6 @@ class Generator:
                         runner.run(self._work())
 
     async def _work(self) -> None:
-        """Play steps and enter meetings, on a replica's first rank."""
         since = time.perf_counter()
         while True:
             if self.poll():
@@ -117,7 +116,6 @@ class Generator:
 
     @property
     def _may_begin(self) -> bool:
-        """True if a step is open and the policy is new enough for it."""
         return self._steps.number <= self._cfg.steps and self._receiver.version >= self._steps.oldest
 
     async def _pause(self) -> None:

@@ -1,6 +1,6 @@
 """The scheduler: coordinator, engine loop, episodes and the collection of one step's groups.
 
- module | task |
+| module | task |
 |---|---|
 | `step_plan`, `pace` | tickets of a step, rules of staleness: pure functions |
 | `coordinator`, `claims`, `shared_step` | replicas share tickets over the store |
@@ -8,10 +8,9 @@
 | `episode`, `agent`, `thinking` | one sample |
 | `step_run`, `collection`, `ahead` | a step on one replica; successive steps |
 | `collected`, `table`, `filters` | the result of a step, and the groups that train |
-| `row_source`, `dump`, `demonstrations`, `kept` | samples from rows, files or solutions; evaluations as files |
+| `row_source`, `dump`, `demonstrations`, `kept` | samples from rows, files or solutions |
 
-docs/STEP.md defines the words. An answer is the result of one episode. Samples with the same `Sample.unit` train
-together: the answers of a pair, or the segments of one answer.
+docs/STEP.md defines the words. An answer is the result of one episode. Samples with one `Sample.unit` train together.
 """
 
 from spmd_rl.rollout.agent import Agent

@@ -62,7 +62,6 @@ async def _play(ctx: Context, env: EnvConfig) -> list[Sample]:
 
 
 async def _turns(ctx: Context, env: EnvConfig, session: Session) -> tuple[str, dict[str, str]]:
-    """Return the reason why the episode ended, and aggregations of metrics."""
     conversation = _Conversation(ctx, env, session.reply)
     pattern = env.pattern_for(bool(session.reply.info.get("tools")))
     modes: dict[str, str] = {}
@@ -90,7 +89,6 @@ class _Conversation:
         self._ctx, self._env, self._start = ctx, env, start
         self._messages: list[Message] = []
         self.past: list[tuple[EnvReply, str]] = []
-        """(reply, answer to it) of each turn."""
 
     def next_prompt(self, reply: EnvReply) -> array:
         """Return the token ids ('i') of the next prompt, in a new segment if needed."""
@@ -151,7 +149,6 @@ def _verdict(ctx: Context, reason: str, modes: dict[str, str]) -> Verdict:
 
 
 def _given_up(ctx: Context, env: EnvConfig, lost: SessionLost) -> list[Sample]:
-    """Apply `env.<tag>.on_error` after the last retry."""
     tag = ctx.prompt.domain
     detail = f"env.{tag}: seed {ctx.prompt.extra['seed']}: {lost.reason}: {lost.detail}"
     if env.on_error == "raise":

@@ -40,7 +40,6 @@ class StepsAhead:
         replicas: Replicas,
         priority_of: Callable[[int], float],
     ) -> None:
-        """priority_of: see `plan_step`."""
         self.cursor, self.number, self.start = Cursor(), 0, 0
         self.replicas = replicas
         self.given: dict[GroupSlice, int] = {}

@@ -95,7 +95,6 @@ class StaticClaim:
         return []
 
     def _dealt(self) -> list[GroupSlice]:
-        """Return this replica's slices of the wave, each once."""
         plan, slices = self._coordinator.plan, []
         while self._next < self._wave_end * plan.slices:
             slices.append(plan.slice(self._next)[1])

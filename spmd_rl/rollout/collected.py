@@ -71,7 +71,6 @@ class Collected:
     accepted_drafts: float | None = None
     """Mean accepted tokens per draft; None if none was verified."""
     pace: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the overlap of training and generation."""
     failure: RunFailed | None = None
     """Error that ends the run with this step, on all ranks."""
     carried: frozenset[GroupSlice] = frozenset()

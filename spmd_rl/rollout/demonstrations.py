@@ -87,8 +87,6 @@ class Demonstrations:
 
 
 class _Shown:
-    """Environments with `info["solution"]`; keeps the last session."""
-
     def __init__(self, environments: Environments) -> None:
         self._environments = environments
         self.session: Session | None = None

@@ -62,7 +62,6 @@ class Replayed:
     """Steps of a dump; stateless."""
 
     def __init__(self, folder: Path, prompts: Prompts | EnvTasks, world: World) -> None:
-        """prompts: of the run that trains."""
         self._folder, self.prompts, self._world = folder, prompts, world
 
     def collect(self, step: int) -> Collected:

@@ -14,7 +14,6 @@ from spmd_rl.engine.base import Engine
 from spmd_rl.types import Completion, Request
 
 IDLE_SECONDS = 0.005
-"""Longest sleep of an idle loop."""
 
 
 class EngineLoop:
@@ -22,7 +21,6 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, world: World) -> None:
         self.idle_seconds = 0.0
-        """Time without work for the engine."""
         self._engine, self._world = engine, world
         self._new: list[Request] = []
         self._futures: dict[str, asyncio.Future[Completion]] = {}

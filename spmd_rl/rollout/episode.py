@@ -64,9 +64,7 @@ class Sampling:
     """`train` or `eval`, which never share noise."""
     temperature: float
     max_new_tokens: int
-    """Limit of a turn."""
     stop: tuple[str, ...] = ()
-    """Strings that end a turn."""
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -116,7 +114,6 @@ class Context:
     num_turns: int = 0
     """Turns of all segments."""
     num_sampled: int = 0
-    """Sampled tokens of all turns."""
     num_tokens: int = 0
     """Tokens of the present segment."""
     shown: dict[int, bytes] = field(default_factory=dict)

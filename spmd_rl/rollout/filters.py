@@ -17,7 +17,6 @@ ADVICE = {
     "rollout.max_new_tokens",
     "too long": "their answers are longer than rollout.filter.max_mean_tokens: raise it",
 }
-"""Advice to the user by reason."""
 
 
 def reject_reason(answers: np.ndarray, min_answers: int, settings: FilterConfig) -> str | None:

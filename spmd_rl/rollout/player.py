@@ -47,7 +47,6 @@ class Question:
     """A held-out prompt, and the sampling of its missing answers."""
 
     number: int
-    """Index in the evaluation set."""
     prompt: Prompt
     answers: Mapping[int, Sampling]
 

@@ -11,7 +11,6 @@ from spmd_rl.data.prompts import with_line_breaks
 from spmd_rl.types import PICTURE, EnvReply, ImagePart, Message, TextPart
 
 Past = Sequence[tuple[EnvReply, str]]
-"""(reply, answer to it) of each turn."""
 
 
 def first_messages(env: EnvConfig, start: EnvReply, numbers: Mapping[str, int]) -> list[Message]:
@@ -47,7 +46,6 @@ def _system(env: EnvConfig, start: EnvReply) -> list[Message]:
 def _filled(
     template: str, env: EnvConfig, start: EnvReply, reply: EnvReply, past: Past, numbers: Mapping[str, int]
 ) -> Message:
-    """Return the user's message of a template, without lines that empty fields leave blank."""
     first, named = not past and reply is start, ACTION_FORMATS.get(env.pattern_for(False))
     pictures: Sequence[bytes] = ()
     turns = []
@@ -73,7 +71,6 @@ def _filled(
 
 
 def _marked(reply: EnvReply, before: Sequence[bytes]) -> tuple[str, Sequence[bytes]]:
-    """Return an observation with a mark for each of its pictures, and all pictures so far."""
     if not reply.pictures:
         return reply.observation, before
     marks = [f"\0{number}\0" for number in range(len(before), len(before) + len(reply.pictures))]

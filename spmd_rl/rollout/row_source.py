@@ -151,7 +151,6 @@ class RowSource:
         return next(other for other in chain(later, training) if other.conversations[0].prompt != prompt)
 
     def _pieces(self, conversation: Conversation, store: RowStore, number: int) -> Pieces:
-        """Tokenize a conversation; empty if it is dropped."""
         most, what = self._data.max_tokens, self._data.overlong
         try:
             pieces = self._render(conversation)

@@ -136,7 +136,6 @@ def plan_step(
 
 
 def _claim_order(plan: StepPlan, priority_of: Callable[[int], float]) -> tuple[int, ...]:
-    """Return `StepPlan.order`, which changes no position."""
     priorities = [priority_of(plan.cursor.ticket(position)) for position in range(plan.initial_limit)]
     if len(set(priorities)) <= 1:
         return ()

@@ -54,7 +54,6 @@ class Counters(NamedTuple):
     """Counters of a replica while its engine is driven."""
 
     idle_seconds: float = 0.0
-    """Time without requests in the engine."""
     seconds: float = 0.0
     asked: int = 0
     """Like the next three, see `EngineCounts`."""
@@ -74,7 +73,6 @@ class StepRun:
         """door: of a replica that generates while others train."""
         self.number, self.source = number, source
         self.num_stopped = 0
-        """Requests aborted at the step's end."""
         self._player, self._door = player, door
         self._spent = Counters()
         """Cost until the engine was last released."""

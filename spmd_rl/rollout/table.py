@@ -33,7 +33,6 @@ ANSWER = np.dtype(
         ("num_tokens", "<i4"),
     ]
 )
-"""Row type of a sample's metadata."""
 
 AnswerRow = tuple[int, int, int, int, float, bool, bool, bool, int, bool, bool, int, int, int]
 
@@ -50,7 +49,6 @@ STEP = np.dtype(
         ("num_tokens", "<i4"),  # sampled ones
     ]
 )
-"""Row type of an agent's turn with a sampled token."""
 
 StepRow = tuple[int, int, int, int, float, int, int]
 
@@ -141,7 +139,6 @@ class SliceReport(msgspec.Struct, array_like=True):
     domain: str
     answers: list[AnswerRow]
     detail: str = ""
-    """Detail of the first verdict without a score."""
     reject_reason: str | None = None
     """Reason why the ticket does not train, in its last slice's report."""
     missing: list[str] = []
@@ -191,7 +188,6 @@ class SampleTable:
     domains: np.ndarray
     """int32 [m]: indices into `names`"""
     names: tuple[str, ...]
-    """Domains in order of first use."""
     reasons: dict[int, str]
     """Ticket -> reason why it does not train."""
     details: dict[int, str]

@@ -1,18 +1,11 @@
 """The sandbox, in which code from answers runs. It can reach neither the host nor the verdict on itself.
 
-| module | content |
-|---|---|
-| `base` | jobs in confined processes, at most two at a time |
-| `served`, `server` | the owner of a process that forks the confined ones, and that process's loop |
-| `forkserver`, `forkserver_main` | confinement by user id, empty root, Landlock and seccomp; needs root |
-| `bwrap`, `namespaces` | confinement by namespaces, inside bubblewrap |
-| `unconfined` | no confinement (`sandbox=none`) |
-| `confine` | system calls |
-| `packages` | installed packages that code may import |
-| `guest/` | code of confined processes |
-
     sandbox = open_sandbox("auto", "reward.code.sandbox")
     sandbox.run("print(input())", "hello").stdout
+
+`base` runs jobs in confined processes, which the process of `served` and `server` forks. Confinement: `forkserver` by
+user id, empty root, Landlock and seccomp (needs root); `bwrap` by namespaces, inside bubblewrap; `unconfined` none
+(`sandbox=none`). `guest/` is the code of confined processes.
 """
 
 from collections.abc import Callable, Sequence

@@ -68,7 +68,6 @@ class _Run:
         self.used, self.deadline = used, now + self.pause if self.end is None else float("inf")
 
     def read(self, name: str) -> bool:
-        """Read a pipe; return True if there may be more later."""
         try:
             chunk = os.read(self.readers[name], _CHUNK)
         except BlockingIOError:
@@ -187,7 +186,6 @@ class BaseSandbox(ServedSandbox):
         return CheckResult(end, passed, next((why for _, why in sources if why), ""))
 
     def _open(self, stack: ExitStack, jobs: list[dict[str, Any]], limits: RunLimits, stdin: str) -> list[_Run]:
-        """Start a process per job. `stack` ends them and closes our descriptors."""
         memory = limits.memory_bytes + self.own_bytes
         kernel = {"cpu": limits.cpu_seconds, "disk": limits.disk_bytes}
         kernel["processes"] = limits.processes + (self.own_processes * len(jobs) if limits.processes > 1 else 0)

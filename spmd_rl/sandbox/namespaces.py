@@ -39,7 +39,6 @@ class NamespaceServer(Server):
 
 
 def _be_first(child: Child, fds: list[int]) -> None:
-    """Start the job, wait for it and write its wait status to the last of `fds`."""
     take_descriptors(fds)
     status_fd = len(fds) - 1
     confine.call("unshare", confine.NEW_NS)

@@ -8,17 +8,13 @@
 
 | | |
 |---|---|
-| `scorer`, `launcher`, `support` | the rank's side: connect, start the node's host, find unjudgeable rows |
-| `host_client`, `clients` | connections to hosts; clients for verdicts and sessions |
-| `local` | rewarders and environments in this process, for `debug=true` |
-| `host`, `event_loop` | the host, with a worker pool per domain and environment |
-| `process_pool`, `pool`, `env_pool` | the pools: common base, rewarders, environments |
-| `sessions` | the host's sessions |
-| `forkserver`, `worker`, `env_worker`, `services` | the workers, forked after the import of their target |
+| `scorer`, `launcher`, `support`, `local` | the rank's side |
+| `host_client`, `clients` | connections to hosts |
+| `host`, `event_loop`, `sessions`, `fair_queue` | the host |
+| `process_pool`, `pool`, `env_pool` | the host's worker pools of rewarders and environments |
+| `forkserver`, `worker`, `env_worker`, `env_replies`, `services` | the workers |
 | `reward_server`, `supervisor` | a domain's server, such as a judge |
-| `sockets`, `frames`, `wire`, `http` | transport, message schema, requests to servers |
-| `fair_queue`, `env_replies` | order of clients; check of replies |
-| `status`, `__main__` | the command line |
+| `sockets`, `frames`, `wire`, `http` | transport and messages |
 """
 
 from spmd_rl.sidecar.local import LocalEnvironments

@@ -56,7 +56,6 @@ class Slot:
     worker: "_EnvWorker"
     index: int
     owner: SlotOwner | None
-    """None if the session is closed while a call runs."""
     number: int = 0
     """Number of the current or last call."""
     deadline: float = float("inf")
@@ -212,7 +211,6 @@ class EnvPool(ProcessPool[_EnvWorker]):
         self.send(slot.worker, wire.SessionRequests([request]))
 
     def _fail(self, slot: Slot, reason: LostReason, detail: str, traceback: str = "", usable: bool = True) -> None:
-        """End a session; unless `usable`, its slot too."""
         owner, slot.owner = slot.owner, None
         self._free(slot, usable)
         if owner is not None:

@@ -11,7 +11,6 @@ from spmd_rl.types import EnvReply
 EXHAUSTED = EnvReply("", info={"exhausted": True})
 """Reply to a reset without an observation: a finite set of tasks is exhausted."""
 MAX_DEPTH = 32
-"""Deepest nesting of `info`."""
 _SIZES = {2: "(observation, info)", 5: "(observation, reward, terminated, truncated, info)"}
 
 
@@ -80,7 +79,6 @@ def _info(info: Any) -> tuple[dict[str, Any], tuple[bytes, ...]]:
 
 
 def _picture(name: str, value: Any) -> bytes:
-    """Return a picture's bytes: those of a file, or an array of RGB as PNG."""
     if not isinstance(value, bytes):
         shape, kind = getattr(value, "shape", ()), str(getattr(value, "dtype", type(value).__name__))
         if len(shape) != 3 or shape[2] != 3 or not all(shape) or kind != "uint8":

@@ -98,14 +98,11 @@ def failure(session: int, number: int, error: BaseException) -> wire.SessionFail
 
 
 class _Player:
-    """Player of one slot's calls."""
-
     def __init__(self, slot: EnvSlot, runner: asyncio.Runner | None, send: Callable[[msgspec.Struct], None]) -> None:
         self._slot, self._runner, self._send = slot, runner, send
         self._calls: queue.SimpleQueue[Call] | None = None
 
     def play(self, call: Call) -> None:
-        """Play a call to its end."""
         outcome = self._outcome(call)
         if isinstance(outcome, wire.SessionFailure) and "MemoryError" in outcome.detail:
             # Sent before the reply, so that the host assigns no reset in between to a process short of memory.
@@ -116,7 +113,6 @@ class _Player:
             self._send(wire.SessionReplies([failure(call.session, outcome.number, error)]))
 
     def play_soon(self, call: Call) -> None:
-        """Play a call in the slot's thread."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             threading.Thread(target=self._play_all, args=(self._calls,), daemon=True).start()

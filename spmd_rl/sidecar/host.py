@@ -36,9 +36,7 @@ LINGER_MS = 200
 @dataclass(slots=True)
 class _ClientJobs:
     jobs: dict[int, ScoreJob] = field(default_factory=dict)
-    """Jobs by the client's id."""
     replies: list[wire.ScoreReply] = field(default_factory=list)
-    """Unsent verdicts."""
 
 
 class Host:
@@ -121,7 +119,6 @@ class Host:
             self._report_start()
 
     def _report_start(self) -> None:
-        """Report the start to the parent or the terminal."""
         pools = (*self._pools.values(), *self._env_pools.values())
         broken = [part.broken for part in (*pools, *self._servers.values()) if part.broken]
         if not broken and not all(pool.ready for pool in pools):

@@ -24,7 +24,6 @@ from spmd_rl.sidecar.launcher import HostProcess
 from spmd_rl.sidecar.sockets import open_dealer, received, send
 
 TICK_SECONDS = 0.1
-"""Interval of checks of hosts and calls."""
 LEASE_SECONDS = 5.0
 """Silence after which a host is lost; the rank that started it kills it."""
 START_SECONDS = 30.0
@@ -38,14 +37,12 @@ class Call(msgspec.Struct, eq=False):
 
     id: int
     pool: str
-    """Name of the pool, as in a `Pong`."""
     request: msgspec.Struct
     num_bytes: int
     reply: asyncio.Future | None
     """None for a message without a reply."""
     link: "HostLink | None" = None
     since: float = 0.0
-    """Time at which the connection took it."""
     repeated: bool = False
     """True if it was sent before to a lost host."""
     waits: bool = True
@@ -75,7 +72,6 @@ class HostLink:
         self.pools: dict[str, wire.PoolPulse] = {}
         """Empty while the host refuses calls."""
         self.answers = False
-        """True if the host has answered on this connection."""
         self.refused: set[str] = set()
         """Pools with other settings than this rank's."""
         self.calls: dict[int, Call] = {}
@@ -158,7 +154,6 @@ class HostClient:
         """
         self.host = host
         self.on_reply: Callable[[], None] | None = None
-        """Callback after replies have arrived."""
         self.patience, self._specs = dict(patience), dict(specs)
         self.ids = itertools.count()
         self._context = zmq.Context()

@@ -14,7 +14,6 @@ MAX_REPLY_BYTES = 1 << 20
 MAX_PAUSE = 30.0
 """Longest pause between attempts, regardless of `Retry-After`."""
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Status codes of repeated requests."""
 
 
 class HttpService:

@@ -70,7 +70,6 @@ class ProcessPool(Generic[W]):
         self.spec = spec
         self.loop = loop
         self.deaths = 0
-        """Workers that died or were killed."""
         self.workers: list[W] = []
         self._codec, self._digest = codec, spec_digest(spec)
         self._forkserver: subprocess.Popen | None = None
@@ -149,7 +148,6 @@ class ProcessPool(Generic[W]):
             self._watch(worker)
 
     def _on_socket(self, worker: W) -> None:
-        """Read messages, detect death, and write what is possible."""
         if worker.frames.has_unsent:
             worker.frames.flush()
             self._watch(worker)

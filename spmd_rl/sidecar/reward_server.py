@@ -9,9 +9,7 @@ from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import FrameSocket, start_child
 
 RESTART_SECONDS = 1.0
-"""Pause before a dead supervisor is replaced."""
 STOP_SECONDS = 2.0
-"""Time for a supervisor to end its server."""
 
 
 class RewardServer:

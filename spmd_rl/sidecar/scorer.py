@@ -23,7 +23,6 @@ BUNDLED = {
 }
 """Rewarders of domains that data sets name."""
 MAX_PATH_BYTES = 107
-"""Kernel's limit of a socket's path."""
 
 
 @contextmanager

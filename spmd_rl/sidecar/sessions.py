@@ -20,9 +20,7 @@ QUIET_SECONDS = 1.0
 @dataclass(eq=False, repr=False, slots=True)
 class _SessionClient:
     last_seen: float
-    """Time of its last message or ping."""
     sessions: dict[int, "_Session"] = field(default_factory=dict)
-    """Keys are the client's numbers."""
     replies: list[wire.SessionReply | wire.SessionFailure] = field(default_factory=list)
 
 
@@ -39,11 +37,9 @@ class _Session:
 
     @property
     def id(self) -> int:
-        """The client's number."""
         return self.reset.session
 
     def on_slot(self, slot: Slot) -> None:
-        """Note that the reset begins."""
         self.slot = slot
 
     def on_reply(self, number: int, reply: msgspec.Raw) -> None:
@@ -57,7 +53,6 @@ class _Session:
             self.fail(self.number)
 
     def fail(self, number: int) -> None:
-        """Answer a call with the failure, and forget the session."""
         self.client.replies.append(wire.SessionFailure(self.id, number, *self.failure))
         self.client.sessions.pop(self.id, None)
 

@@ -122,7 +122,6 @@ class Authenticator:
 
     def __init__(self, context: zmq.Context, keys: HostKeys, loop: EventLoop) -> None:
         self.refused = 0
-        """Connections refused for unlisted keys."""
         self._allowed = keys.allowed
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)

@@ -36,9 +36,7 @@ RANK_VARIABLES = (
 )
 """Prefixes of variables that the server does not inherit."""
 CHECK_SECONDS = 0.25
-"""Interval of checks of a starting server."""
 HEALTHY_SECONDS = 5.0
-"""Interval of checks once it has answered."""
 REPLY_SECONDS = 10.0
 MAX_MISSED = 3
 """Missed replies after which the server is restarted."""
@@ -112,7 +110,6 @@ class ServerSupervisor:
         return self._end(f"no answer within {self._server.start_seconds:g} s")
 
     async def _watch(self) -> str:
-        """Wait while the server is healthy, and return why it no longer is."""
         missed = 0
         while missed < MAX_MISSED:
             checked = time.monotonic()

@@ -26,12 +26,10 @@ MAX_FRAME_BYTES = 10 << 20
 MAX_INPUT_BYTES = 8 << 20
 """Limit of a `ScoreInput`; larger ones are rejected as a verdict."""
 BATCH_ITEMS, BATCH_BYTES = 256, 1 << 20
-"""Limits of a frame of several items."""
 WINDOW, WINDOW_BYTES = 2048, 64 << 20
 """Limits of a client's requests in flight at a host; others wait in the client."""
 MAX_ACTION_BYTES = 1 << 20
 MAX_ENV_REPLY_BYTES = 2 << 20
-"""Limit of observation and `info` together."""
 MAX_TIMEOUT = 86_400.0
 
 
@@ -201,7 +199,6 @@ class PoolSpec(WireMessage, tag="rewarder"):
     cpus: list[int] = field(default_factory=list)
     """Empty: all processors."""
     start_seconds: float = 300.0
-    """Time to build a rewarder."""
     url: str = ""
     """Address of the domain's server, if any."""
     packages: list[str] = field(default_factory=list)
@@ -331,13 +328,10 @@ class PoolStatus(WireMessage):
     target: str
     workers: int
     ready: int
-    """Workers that have built their rewarder."""
     running: int
-    """Requests at workers."""
     queued: int
     verdicts: int
     deaths: int
-    """Workers that died or were killed."""
     broken: str = ""
     """Reason why no worker can start."""
 

@@ -50,7 +50,6 @@ async def judge(rewarder: Rewarder, given: wire.ScoreInput, timeout: float | Non
 
 
 def _examined(rewarder: Rewarder, given: wire.ScoreInput, verdict: Verdict) -> Verdict:
-    """Mark a paid answer that the rewarder suspects to be a cheat."""
     paid = verdict.scored and verdict.score > 0 and hasattr(rewarder, "suspect")
     if paid and (reason := rewarder.suspect(given.prompt, given.answer)):
         return Verdict(verdict.status, verdict.score, {**verdict.parts, SUSPECT: 1.0}, one_line(reason))
@@ -165,7 +164,6 @@ async def _serve_async(sock: socket.socket, rewarder: Rewarder) -> None:
 def _understood(
     sock: socket.socket, items: Iterable[wire.ScoreRequest]
 ) -> Iterator[tuple[wire.ScoreRequest, wire.ScoreInput]]:
-    """Yield requests with their arguments; answer malformed ones."""
     for item in items:
         try:
             given = wire.SCORE_INPUT.unpack(item.input)

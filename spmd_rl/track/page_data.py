@@ -130,7 +130,6 @@ def trajectories(
 
 
 def _shown(trajectory: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Add numbers of tokens and the pictures."""
     contents = (message["content"] for message in trajectory["messages"])
     for part in (part for content in contents if isinstance(content, list) for part in content if "path" in part):
         part["url"] = _picture(folder / "samples", part["path"])

@@ -328,7 +328,6 @@ def _lock(directory: Path, stack: ExitStack) -> None:
 
 @contextmanager
 def _trace(path: Path) -> Iterator[None]:
-    """Profile the code inside, and write the trace, except after an exception."""
     with torch.profiler.profile() as profiler:
         yield
     path.parent.mkdir(parents=True, exist_ok=True)

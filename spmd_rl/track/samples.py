@@ -1,11 +1,8 @@
 """`samples/step-000001.jsonl`: every sample of a step, one JSON object a line, in (ticket, answer) order.
 
-`samples/eval-000010.jsonl` has held-out answers. An agent's trajectory is one line with all its turns and the
-environment's replies, or several (segments) if its turns do not continue each other; the last has the verdict that
-counts.
-
-Each rank writes a hidden part file, and rank 0 merges the parts once all are there. A file appears completely or not at
-all: the next start merges (`recover`) or removes those of a killed run.
+`samples/eval-000010.jsonl` has held-out answers. An agent's trajectory is one line, or several (segments) if its turns
+do not continue each other; the last has the verdict that counts. Each rank writes a hidden part file, and rank 0 merges
+the parts. A file appears completely or not at all: the next start merges (`recover`) or removes those of a killed run.
 """
 
 import heapq

@@ -112,7 +112,6 @@ def tensorboard(run_dir: Path, first_step: int) -> Tracker:
 
 
 def _media(image: Callable[[str], Any], values: Mapping[str, float], pictures: Sequence[Path]) -> dict[str, Any]:
-    """Return a step's line with its pictures, as wandb and SwanLab take them."""
     return {**values, PICTURES: [image(str(path)) for path in pictures]} if pictures else dict(values)
 
 

@@ -204,7 +204,6 @@ def _advantage(segments: Sequence[tuple[int, _Line]]) -> float | None:
 
 
 def _prompt(line: _Line) -> str:
-    """Return a prompt's last message; empty for an environment's task."""
     content = line.messages[-1].get("content") if line.messages else ""
     return _begin(
         content if isinstance(content, str) else " ".join(str(part.get("text", "")) for part in content or [])

@@ -99,7 +99,6 @@ def _report(error):
 
 
 def _finish(status, namespace):
-    """Do as an interpreter at its end; return the exit status."""
     for step in (threading._shutdown, atexit._run_exitfuncs):
         try:
             step()

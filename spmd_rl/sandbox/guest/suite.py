@@ -65,7 +65,6 @@ def text_of(error):
 
 
 def _plugin(pytest, module, client):
-    """Return a plug-in that collects a module in memory, and notes its tests' ends."""
     in_memory = type("InMemory", (pytest.Module,), {"_getobj": lambda self: module})
 
     class Plugin:
