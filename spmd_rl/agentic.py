@@ -4,8 +4,7 @@
     python -m spmd_rl.agentic env.maze.target=my_envs:Maze rollout.max_turns=8 debug=true
 
 Environments run in the CPU processes of a sidecar: while one steps, the engine generates for the others. Marked lines
-are collectives, [all] of all ranks, [train] of the trainer ranks; never put one behind a condition that may differ
-between ranks.
+are collectives, as in `rlvr.py`.
 """
 
 from spmd_rl.config import AgenticConfig, main

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m spmd_rl.dpo +experiment=demo_dpo
     python -m spmd_rl.dpo data.train=pairs.jsonl epochs=1 policy.lr=1e-6 preference.beta=0.1
 
-Lines marked [all] are collectives of all ranks; never put one behind a condition that may differ between ranks.
+Lines marked [all] are collectives, as in `rlvr.py`.
 """
 
 from pathlib import Path

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 -m spmd_rl.evaluate policy.model=runs/rlvr/NAME data=jsonl_math data.eval=test.jsonl
     python -m spmd_rl.evaluate +experiment=demo eval.answers=8
 
-Each answer is written as soon as it is scored, so a killed evaluation resumes. Lines marked [all] are collectives of
-all ranks; never put one behind a condition that may differ between ranks.
+Each answer is written as soon as it is scored, so a killed evaluation resumes. Lines marked [all] are collectives, as
+in `rlvr.py`.
 """
 
 from spmd_rl.config import EvaluateConfig, main

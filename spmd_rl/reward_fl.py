@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m spmd_rl.reward_fl +experiment=demo_reward_fl
     python -m spmd_rl.reward_fl +experiment=demo_reward_fl feedback=flow_grpo
 
-Lines marked [all] are collectives of all ranks; never put one behind a condition that may differ between ranks.
+Lines marked [all] are collectives, as in `rlvr.py`.
 """
 
 from functools import partial

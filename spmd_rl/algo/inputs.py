@@ -43,15 +43,12 @@ class Tokens:
     rollout_logprobs: Tensor
     """float [N], of the engine"""
     advantages: Tensor
-    """float [N]"""
     entropy: Tensor
-    """float [N]"""
     samples: Tensor
     """int64 [N]: 0..S-1, non-decreasing"""
     segments: Tensor
     """int64 [N]: 0..R-1, non-decreasing: runs of sampled tokens (turns)"""
     ref_logprobs: Tensor | None = None
-    """float [N]"""
     marked: Tensor | None = None
     """bool [N]: selected over the *global* batch (clip-cov, kl-cov)"""
     right: Tensor | None = None
@@ -69,9 +66,7 @@ class Pairs:
     rejected_rewards: Tensor
     """float [P], with gradient"""
     chosen_lengths: Tensor
-    """int64 [P], tokens"""
     rejected_lengths: Tensor
-    """int64 [P], tokens"""
 
     def difference(self, of_means: bool) -> Tensor:
         """Return the reward of the chosen less the rejected answer, float [P]; of_means: of the mean token."""
@@ -87,5 +82,4 @@ class Judged:
     rewards: Tensor
     """float [S], with gradient"""
     desirable: Tensor
-    """bool [S]"""
     baseline: float

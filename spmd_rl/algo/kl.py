@@ -65,7 +65,7 @@ def adaptive_coef(coef: float, kl: float, num_samples: int, *, target_kl: float,
 
     Source: Ziegler et al. (arXiv 1909.08593, section 2.2).
     Keys: `target_kl`: nats per answer (null: fixed coefficient); `kl_horizon`: samples in which it may move by a fifth.
-    Use: the distance is known, the coefficient is not.
+    Use: the allowed distance is known, the coefficient is not.
 
     kl: summed over tokens, mean over the global batch's samples; num_samples: of the step.
     """

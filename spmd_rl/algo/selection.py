@@ -1,8 +1,7 @@
 """Selects the tokens of the *global* batch that clip-cov and kl-cov mark. Ranks exchange only counts.
 
-cov = covariance(logprobs, advantages, mean_logprob, mean_advantage)       # means over the global batch
-keys = cov                                                                 # kl-cov: the highest
-keys = clip_cov_keys(cov, ids, clip_cov_low=..., clip_cov_high=...)        # clip-cov: some of the high ones
+keys = covariance(logprobs, advantages, mean_logprob, mean_advantage)      # kl-cov: the highest
+keys = clip_cov_keys(keys, ids, clip_cov_low=..., clip_cov_high=...)       # clip-cov: some of the high ones
 marked = keys > threshold(count_above, num_marked(total, share))           # count_above sums over ranks
 """
 

@@ -1,11 +1,11 @@
 """Addresses and CURVE keys of sidecar hosts: who may reach one. `python -m spmd_rl sidecar_keys` makes the keys.
 
-    DIR/server.secret  DIR/allowed                      the host's: its own key, and the public keys that it serves
-    DIR/client.secret  DIR/server.public                the ranks': their own key, and the only host that they talk to
+    DIR/server.secret  DIR/allowed                      the host's key, and the public keys that it serves
+    DIR/client.secret  DIR/server.public                the ranks' key, and their host's
     DIR/<node>/client.secret  DIR/<node>/server.public  another client's, the only part of DIR that it needs
 
 CURVE (CurveZMQ, ZeroMQ RFC 26) encrypts the traffic and proves each side's key to the other. A key is 40 characters of
-Z85. `Authenticator` in `sidecar/sockets.py` checks the list.
+Z85.
 """
 
 import ipaddress

@@ -1,9 +1,5 @@
 """Models of the Hugging Face hub: `policy.model=Qwen/Qwen2.5-0.5B-Instruct`; `@REVISION` adds a branch, tag or commit.
 
-    name = fetch_config("policy.model", name)  # small files; returns the name with its resolved commit
-    fetch_weights("policy.model", name)
-    folder = model_folder(name)                # the snapshot's folder; no network
-
 Complete snapshots in the cache (`HF_HOME`) are used without network access; `hf download ORG/NAME` fetches newer ones.
 On each node local rank 0 downloads and the others wait; nodes that share a cache wait at the hub's file locks. Small
 files come first, so the architecture is known before weights are fetched, and a snapshot with weights is complete.

@@ -1,7 +1,7 @@
 """Plug-ins that settings name as `module:Class` or `module:function`: imported, checked, built. Standard library only.
 
-A user's file on PYTHONPATH takes precedence over our packages. The checks of settings build each plug-in once to find
-mistakes early; a worker builds those that do the work.
+A user's file on PYTHONPATH takes precedence over our packages. Each plug-in is built once to find mistakes early; a
+worker builds those that do the work.
 """
 
 import hashlib

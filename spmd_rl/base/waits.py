@@ -2,14 +2,8 @@
 
 message = WaitMessage(world.rank)
 while not done():
-    message("waiting for 14 verdicts (math)")  # in every round
+    message("waiting for 14 verdicts (math)")
 message.over()
-
-with waiting("waiting for 2 ranks", world.rank):  # where there is no round
-    connect()
-
-with phase("reading the prompts"):  # of a command that only prints: "reading the prompts ..."
-    prompts = Prompts.load(cfg.data)
 """
 
 import os

@@ -1,8 +1,5 @@
 """The dataset of a run: training prompts, held-out prompts, and the prompt of each ticket.
 
-    prompts = Prompts.load(cfg.data)
-    epoch, prompt = prompts.ticket(17, seed=cfg.seed)
-
 Duplicates and held-out prompts are determined by content alone (see docs/DATA.md). The dataset has no state: the
 rollout knows which tickets are done.
 """

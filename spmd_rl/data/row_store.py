@@ -1,9 +1,5 @@
 """Rows that stay on disk: each is checked once at the start, and read again on demand.
 
-    rows = Examples.load(cfg.data, "demonstration")
-    rows.train.at(17, seed=cfg.seed)      # the 18th row of the run: (epoch, number of the row)
-    rows.train[4]                         # an `Example`
-
 Memory holds 16 bytes per row. Sources without seekable lines (a JSON array, gzip, parquet, a dataset of the hub) are
 first written to a temporary file, in TMPDIR.
 """

@@ -4,9 +4,8 @@
     of an agent's steps: scores -> penalties -> divided over steps -> estimator -> norms -> clips
     of tokens: scores -> penalties -> norms -> clips, and later the estimator (`token_advantages.finish`)
 
-Every rank holds the same metadata (rows of `table.ANSWER`) and computes the same result. Answers without a score are
-dropped, from their group's baseline too. An estimator of answers gives one advantage to all sampled tokens of an
-answer; one of steps gives one to each turn; one of tokens starts from a reward at each turn's last token.
+Every rank computes the same result from the same metadata (rows of `table.ANSWER`). Answers without a score are
+dropped, from their group's baseline too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

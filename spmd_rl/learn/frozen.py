@@ -1,8 +1,5 @@
 """Frozen roles on separate ranks (`placement.reference`, `placement.teacher`) that compute for the trainer ranks.
 
-    roles = frozen.beside(built)     # [train] proxies on the policy's ranks, in its layout
-    frozen.serve(own)                # [frozen] compute until the run is over
-
 Every request is a collective of all ranks of the job: leaders of the policy's data shards name their samples, the
 tokens go to the role's data shards, and the computed columns come back. Between requests the role's ranks wait without
 a limit; the watchdog sees other ranks' progress.

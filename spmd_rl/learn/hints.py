@@ -1,8 +1,4 @@
-"""Hints: extra text in a teacher's prompt.
-
-packed.hints = hints(packed, groups)     # before samples are redistributed: prompts are known only here
-shown = with_hints(share)                # the teacher's batch: other prompts, the same answers
-"""
+"""Hints: extra text in a teacher's prompt. Made before samples are redistributed: prompts are known only there."""
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -2,11 +2,7 @@
 
     loss of a token = correction weight * surrogate + KL penalty + terms (entropy bonus, supervised learning)
 
-    batch = pack(samples)                                             # the rows of this rank's data shard
-    batch.weights = batch.loss_mask / num_tokens                      # of the global batch: `-mean log pi(t)`
-    metrics = update(policy, [batch], nll)  # [all]
-
-The backend multiplies each token's loss by `Batch.weights`.
+The backend multiplies each token's loss by `Batch.weights`, its weight in the global batch.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The plan of a step: all numbers that depend on several samples, and each sample's data shard.
 
-All ranks hold the metadata of all samples (`table.ANSWER`) and compute the same plan without communication;
-`transfer.py` carries it out. Counts and means are over answers, not segments.
+All ranks compute the same plan from the metadata of all samples (`table.ANSWER`); `transfer.py` carries it out. Counts
+and means are over answers, not segments.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -63,7 +63,7 @@ class Ranking(Judging):
         batch.margins = torch.tensor([sum(sample.targets) for sample in samples], dtype=torch.float32)
 
     def bind(self, batch: Batch, number: int) -> Term:
-        """Return the loss of a mini-batch; every pair weighs the same."""
+        """Set `margins` of pairs from their samples."""
         count = int((self.plan.minibatches == number).sum()) // TOKENS_PER_PAIR
         batch.weights = batch.loss_mask / max(count, 1)
         return Term(batch, self._pair_loss, count)

@@ -1,7 +1,5 @@
 """Logprobs of a frozen reference, computed once and stored for resumes.
 
-    keep_reference(rows, place.roles.reference, cfg.steps, run_dir / "reference.safetensors", digest)  # [all]
-
 They are computed in the batches of the first epoch, so that an extended run is bitwise equal to a longer one.
 """
 

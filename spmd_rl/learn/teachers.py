@@ -1,8 +1,5 @@
 """`Teachers`: logprobs of frozen models at each sampled token, and the loss that learns from them.
 
-    teachers.fill_in(batches, plan, collected.table)  # [all] columns `teacher_*`, once a step
-    loss = teachers.loss(inner)                        # `inner` and the divergence from the teacher
-
 A teacher may have another layout. It sends the logprobs of its k most likely tokens; the student computes those of the
 same tokens, with gradient.
 """

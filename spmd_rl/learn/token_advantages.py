@@ -1,7 +1,7 @@
 """The part of advantages that is computed on trainer ranks: per token, and over the global batch.
 
-Token-level estimators and a KL penalty in the reward (`kl_of_turns`) need logprobs or values of the trainer. Whitening
-and the token choice of clip-cov and kl-cov need sums and counts over all data shards; tokens are never communicated.
+Token-level estimators and a KL penalty in the reward (`kl_of_turns`) need logprobs or values of the trainer; whitening,
+clip-cov and kl-cov need sums over all data shards. Tokens are never communicated.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,5 @@
-"""Transfer of packed samples between ranks: to those that train them, to those of another role, and columns back.
-
-    batches = redistribute(packed, plan, num_updates, policy.layout.data, world)     # [all] once a step
-    batch = transfer("prepare: samples", packed, route, world)                       # [all] whole samples
-    columns = send("prepare: values", batch, ["values"], back, world)                # [all] some of their columns
+"""Transfer of packed samples between ranks: to those that train them (`redistribute`), to those of another role, and
+columns back (`transfer`, `send`).
 
 All ranks know every sample's route, so sizes need no message. Columns of one kind share an all-to-all. The `Sample`
 stays on its generator rank, for the sample log.

@@ -26,7 +26,7 @@ class Sides:
 
     world: World
     train: tuple[int, ...]
-    """Indices in the world."""
+    """Ranks that train, as indices in the world."""
     trainers: World | None
     """World of these ranks; None on the others."""
     generators: World | None

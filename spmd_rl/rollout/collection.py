@@ -28,7 +28,6 @@ from spmd_rl.rollout.step_run import END, StepRun
 from spmd_rl.types import Group, Prompt
 
 AHEAD = "generate: ahead"
-"""Barrier of `Rollouts.start_ahead`."""
 
 
 class Rollouts:
@@ -54,7 +53,6 @@ class Rollouts:
         self._runner = asyncio.Runner()
         self._cursor = Cursor()
         self._carried: frozenset[GroupSlice] = frozenset()
-        """Slices of all replicas that are carried on."""
         self._unused: dict[GroupSlice, Group] = {}
         """Carried slices that finished here."""
         self._ahead: StepRun | None = None

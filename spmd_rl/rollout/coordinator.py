@@ -151,7 +151,6 @@ class Coordinator:
         return f"{self._prefix}/{name}"
 
     def _add_owned(self, name: str, amount: int) -> int:
-        """Add to a counter and return its value; the replica that creates it deletes it in `forget`."""
         value = self._store.add(self._key(name), amount)
         if value == amount:
             self._own_keys.add(name)

@@ -97,7 +97,6 @@ class Context:
     answer_index: int
     """Index among the answers to the prompt, from 0."""
     seed: Callable[..., int]
-    """Returns the seed of a draw from `answer_index`, the turn's number and the tokens sampled before it."""
     sampling: Sampling
     budget: Budget
     tokenizer: Tokenizer
@@ -112,7 +111,6 @@ class Context:
     segments: list[tuple[Turn, ...]] = field(default_factory=list)
     """Earlier segments; each begins with a fresh prompt."""
     num_turns: int = 0
-    """Turns of all segments."""
     num_sampled: int = 0
     num_tokens: int = 0
     """Tokens of the present segment."""

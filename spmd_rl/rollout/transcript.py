@@ -18,7 +18,6 @@ class PolicyAnswer(msgspec.Struct, array_like=True, frozen=True):
     """One answer of the policy."""
 
     prompt: bytes
-    """Digest of all tokens before it."""
     completion: Completion
     """An unfinished answer has `finish_reason='abort'`."""
 

@@ -1,8 +1,7 @@
 """The common part of all sandboxes: they start confined processes and wait for them.
 
 A confined process gets its job and its standard input as sealed files in memory and writes to pipes, which are read
-here up to a limit. The kernel ends it when its processor time is used up; one that sleeps is killed here. Tests run in
-a separate process, which only plain values enter (`guest/remote.py`).
+here up to a limit. The kernel ends it when its processor time is used up; one that sleeps is killed here.
 """
 
 import contextlib
@@ -59,7 +58,6 @@ class _Run:
             self.process.kill()
 
     def look(self, used: float) -> None:
-        """Kill the process past its deadline if it sleeps. `used`: from `used_seconds`."""
         now, limit = time.monotonic(), self.limits.wall_seconds
         busy = min(used, self.used) < 0 or used - self.used > SLEEPS * self.pause
         patience = PATIENCE if self.limits.processes == 1 else 1
@@ -79,7 +77,6 @@ class _Run:
         return bool(chunk)
 
     def finish(self) -> None:
-        """Set `result` after the process's end. RuntimeError if it never began."""
         self.waited_for = True
         status, cpu_seconds = self.process.wait()
         seconds = time.monotonic() - self.started

@@ -1,7 +1,5 @@
 """The process of the fork server: an interpreter with the standard library loaded, which forks a child for each job.
 
-    start(fd, packages, UserIdServer, first_uid, mounts)
-
 Before the first fork it keeps the sources of the standard library in memory and changes its root to an empty directory.
 A child then gets a separate user id, hard limits, Landlock and a seccomp filter. This process stays root; it kills and
 reaps all that a child leaves behind. It ends when its socket closes, not by a parent-death signal, because its children

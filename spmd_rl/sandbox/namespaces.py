@@ -13,7 +13,6 @@ from spmd_rl.sandbox import confine
 from spmd_rl.sandbox.server import Child, Server, confine_and_work, confined, take_descriptors
 
 BOX = "/box0"
-"""Working directory of a job."""
 
 
 class NamespaceServer(Server):

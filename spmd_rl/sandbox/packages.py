@@ -1,7 +1,4 @@
-"""The installed packages that code in a sandbox may import: exactly the named files and their requirements.
-
-files = find_packages(["numpy", "sympy"])   # {"numpy": /venv/.../numpy, "numpy.libs": ..., "mpmath": ...}
-"""
+"""The installed packages that code in a sandbox may import: exactly the named files and their requirements."""
 
 import re
 import tempfile

@@ -28,9 +28,9 @@ class ServedSandbox(ABC):
     """The owner of one server, with at most two children at a time. RuntimeError where it cannot work."""
 
     own_bytes = 0
-    """Address space for packages, beyond the code's limit."""
+    """Address space for packages."""
     own_processes = 0
-    """Processes of the sandbox that the kernel counts for each job."""
+    """Processes that the kernel counts for each job."""
     python = sys.executable
 
     def __init__(self) -> None:

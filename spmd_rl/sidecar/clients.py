@@ -1,11 +1,4 @@
-"""A rank's clients of sidecars: verdicts, and sessions with environments.
-
-verdict = await scorer.score(prompt, answer, info)
-session = await environments.reset("frozen_lake", seed=7)
-while not session.reply.done:
-    await session.step(act(session.reply.observation))
-await session.close()
-"""
+"""A rank's clients of sidecars: verdicts, and sessions with environments."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -16,7 +16,6 @@ import msgspec
 from spmd_rl.sidecar import wire
 
 FORK = b"f"
-"""Byte that a fork server receives with a socket."""
 RECEIVE_BYTES = 1 << 18
 _LENGTH = struct.Struct("<I")
 

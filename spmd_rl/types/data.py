@@ -36,7 +36,6 @@ SPEAKER_FIELDS = ("name", "tool_call_id", "tools")
 """Message fields outside of the speaker's text."""
 
 PICTURE = "<image>"
-"""Mark of a picture in a text, as in verl's and ROLL's rows."""
 
 SCORED: frozenset[str] = frozenset({"ok", "wrong_format"})
 
@@ -140,7 +139,7 @@ class Prompt(Struct, frozen=True):
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Other values of the row (plain JSON), passed to the rewarder."""
     priority: float = 0.0
-    """Higher values are generated first within a step."""
+    """Higher values are generated first."""
     where: str = ""
     """Source of its row, for error messages."""
 
@@ -250,7 +249,7 @@ class Completion(Struct, frozen=True, gc=False):
     versions: array  # 'i', policy version that sampled each token
     finish_reason: FinishReason
     candidate_ids: CandidateIds | None = None
-    """Candidates of each token; None: the whole vocabulary."""
+    """None: the whole vocabulary."""
     experts: array | None = None  # 'h', equally many for each of `token_ids`
     """Experts of a mixture, layer by layer, to which each sampled token was routed; -1 for the last token, which was
     never fed. None: not recorded.
@@ -268,12 +267,9 @@ class Turn(Struct, frozen=True, gc=False):
     text: str = ""
     """Sampled text without special tokens; includes a stop string."""
     candidate_ids: CandidateIds | None = None
-    """See `Completion`, like `experts` below."""
     step: "AgentStep | None" = None
-    """None outside of environments."""
     experts: array | None = None  # 'h'
     pictures: tuple[bytes, ...] = ()
-    """Encoded pictures of `prompt_ids`, in order (`types.pictures`)."""
 
 
 class AgentStep(Struct, frozen=True, gc=False):
@@ -281,13 +277,11 @@ class AgentStep(Struct, frozen=True, gc=False):
 
     observation: str
     reward: float
-    """Reward of this step with penalties."""
     state: int
     """64-bit hash of the state before the answer, for GiGPO."""
     action: str | None = None
-    """None if the answer held none, or more than one."""
+    """None without exactly one in the answer."""
     metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """`info["metrics"]`, such as `action_is_valid`."""
     board: str = ""
     """View of the world for people, if it differs from the observation."""
 
@@ -306,11 +300,9 @@ class Verdict(Struct, frozen=True, gc=False):
     status: VerdictStatus
     score: float = 0.0
     parts: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """Named terms of the score, logged by domain."""
     detail: str = ""
     """One-line reason of a status without a score; else optional."""
     traceback: str = ""
-    """Traceback of the rewarder's exception (`error`)."""
     answer: str = ""
     """Normalised result, on which answers vote in `maj@k`; empty without one, or if it cannot occur twice."""
 

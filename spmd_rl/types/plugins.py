@@ -16,7 +16,6 @@ class Node:
     rank: int
     local_rank: int
     address: str
-    """ZMQ address of the node's sidecar host."""
 
 
 class Rewarder(Protocol):
@@ -56,7 +55,6 @@ class EnvReply(Struct, frozen=True, gc=False):
     truncated: bool = False
     info: Mapping[str, Any] = {}
     pictures: tuple[bytes, ...] = ()
-    """Pictures of the observation, as PNG or JPEG."""
 
     @property
     def done(self) -> bool:
@@ -72,7 +70,6 @@ class SessionLost(Exception):
         self.reason = reason
         self.detail = detail
         self.traceback = traceback
-        """Traceback of the environment's own code, if any."""
 
 
 class Session(Protocol):
@@ -141,7 +138,7 @@ class RunLimits:
     wall_seconds: float = 9.0
     """Time that the code may sleep. Code that computes may take five times as long, for a machine under load."""
     memory_bytes: int = 512 << 20
-    """Address space of each process beyond the interpreter's."""
+    """Address space beyond the interpreter's."""
     disk_bytes: int = 16 << 20
     """Size of all files, which are in memory; 0: none can be written."""
     processes: int = 1
@@ -162,9 +159,7 @@ class RunResult:
     stdout: str
     stderr: str
     seconds: float
-    """Wall time of the run."""
     cpu_seconds: float = 0.0
-    """Processor time of its ended processes."""
     is_text: bool = True
     """True if stdout is UTF-8; other bytes are U+FFFD."""
 
@@ -178,7 +173,6 @@ class CheckResult:
     passed: tuple[bool, ...]
     """Outcome of each test, or of each source that did not load. Empty if the tests timed out or are unsupported."""
     detail: str = ""
-    """Reason of the first failure, one line."""
     unsupported: str = ""
     """Feature of the tests that no plain value can provide; the same for every code."""
 
@@ -234,7 +228,6 @@ class Environments(Protocol):
     """Non-blocking sessions with the sidecar's environments."""
 
     outstanding: int
-    """Resets and steps without a reply."""
 
     async def reset(self, tag: str, seed: int, held_out: bool = False, solve: bool = False) -> Session:
         """Begin an episode of `env.<tag>`; may wait for a free place. SessionLost if that fails.

@@ -1,13 +1,10 @@
 """The entry point of a confined process: it reads the job, then becomes the program, the tested code or its tests.
 
-    main(job=3, report=4, rpc=5)  # ends the process
-
 Descriptors after the program's 0, 1 and 2: `job`, JSON to read; `report`, which gets one byte when the process is
 ready, then the report of the tests; `rpc`, a socket between tested code and its tests.
 
-Mode `run` executes the job's code as `__main__`, `serve` as the module `solution`, which the tests call; both close the
-report descriptor first. Mode `test` has the tests alone. In mode `beside` code and tests share the process, so the
-report proves nothing.
+Mode `run` executes the job's code as `__main__`, `serve` as the module `solution`, which the tests call. Mode `test`
+has the tests alone. In mode `beside` code and tests share the process, so the report proves nothing.
 """
 
 import builtins

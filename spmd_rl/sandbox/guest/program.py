@@ -1,7 +1,4 @@
-"""The execution of a program with standard input and output, as under `python solution.py`.
-
-run({"code": "print(input())"})  # ends the process
-"""
+"""The execution of a program with standard input and output, as under `python solution.py`."""
 
 import atexit
 import builtins

@@ -4,12 +4,11 @@
 |---|---|
 | name, TEXT | the value of a name of the program |
 | get, NUMBER, TEXT | an attribute of an object |
-| set, NUMBER, TEXT, VALUE | None; sets an attribute |
+| set, NUMBER, TEXT, VALUE | None |
 | call, NUMBER, ARGUMENTS, NAMES | that of a call; the last arguments have these names |
 
-The answer is [`=`, result, [[index, value] of each changed argument]], [`!`, names of an exception's class and of its
-bases, text] or [`?`, reason why there is none]. First comes `ready`, with name and bases' names of each class of
-exceptions. `remote.py` trusts none of it.
+The answer is [`=`, result, [[index, value] of each changed argument]], [`!`, names of an exception's class and bases,
+text] or [`?`, reason]. First comes `ready`, with name and bases' names of each exception class.
 """
 
 import sys
