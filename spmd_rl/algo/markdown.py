@@ -180,7 +180,6 @@ def _section(section: Section) -> Iterator[str]:
 
 
 def _entry(function: Function) -> Iterator[str]:
-    """Yield a docstring's lines up to its shapes: formulas as code, fields as a list."""
     for paragraph in inspect.getdoc(function).split("\n\n"):
         lines = paragraph.split("\n")
         if all(line.startswith("    ") for line in lines):

@@ -131,7 +131,6 @@ class _Block:
 
     @cached_property
     def missing(self) -> set[str]:
-        """Names that it reads and does not define."""
         used, known = set(), set(dir(builtins))
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Name):

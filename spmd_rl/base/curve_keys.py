@@ -159,7 +159,6 @@ def _read(path: Path, key: str, private: bool) -> str:
 
 
 def _key(text: str, where: str) -> bytes:
-    """Return a key's 40 characters, as libzmq takes them. UserError for other text."""
     try:
         if len(text) == 40 and len(z85.decode(text.encode("ascii"))) == 32:
             return text.encode("ascii")

@@ -36,11 +36,11 @@ class Disagreement(UserError):
 
 
 class RunFailed(_Reported, RuntimeError):
-    """The run stops for a reason in one line, and resumes from its last checkpoint. Exit code 1."""
+    """The reason, in one line, why the run stops; it resumes from its last checkpoint. Exit code 1."""
 
 
 class Stopped(Exception):
-    """The run saved a step and ended on a signal. Exit code 128 and the signal's number."""
+    """The end of a run that saved a step, on a signal. Exit code 128 and the signal's number."""
 
     def __init__(self, signum: int, step: int) -> None:
         super().__init__(f"{Signals(signum).name}: stopped after step {step}, which is saved")

@@ -95,13 +95,12 @@ def _import(key: str, target: str) -> tuple[str, str, str, Any]:
 
 
 def _found_as(module: str) -> str:
-    """Return a module's import name: the user's, else the bundled one's."""
     ours = f"spmd_rl.bundled.{module}"
     return ours if module.partition(".")[0] in PLUGINS and not _is_there(module) and _is_there(ours) else module
 
 
 def _is_there(module: str) -> bool:
-    """Return True if a module can be found. Runs the packages above it, but no other code."""
+    # This runs the packages above the module, but no other code.
     inside: Any = ()
     for name in accumulate(module.split("."), "{}.{}".format):
         spec = importlib.util.find_spec(name) if inside is not None else None

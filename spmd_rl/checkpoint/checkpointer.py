@@ -79,7 +79,7 @@ class Stateful(Protocol):
 class Checkpointer:
     """The checkpoints of one run.
 
-    Example: `Checkpointer(cfg.checkpoint, run_dir, world, {"policy": policy}, {"rollouts": rollouts, "track": track})`.
+    Example: `Checkpointer(cfg.checkpoint, run_dir, world, {"policy": policy}, parts)`.
     """
 
     def __init__(

@@ -137,8 +137,6 @@ def write_index(path: Path, names: Sequence[Sequence[str]], total_bytes: int, st
 
 
 class _Shards:
-    """Collector of tensors up to the size of a safetensors file, which it then writes."""
-
     def __init__(self, path: Path, max_bytes: int, stem: str) -> None:
         self._path, self._stem = path, stem
         self._max_bytes = max_bytes

@@ -100,7 +100,6 @@ def ranked(record: Any, cfg: SourcesConfig) -> Example:
 
 
 def _pair(data: dict[str, Any], cfg: SourcesConfig) -> tuple[Conversation, Conversation]:
-    """Return two answers to a `prompt`, or whole conversations or texts with a common beginning."""
     whole = [isinstance(data[side], list) and _is_whole(data[side]) for side in SIDES]
     if first_of(data, PROMPTS) and not all(whole):
         prompt = prompt_of(data, cfg)

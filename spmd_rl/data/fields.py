@@ -82,7 +82,7 @@ def _renamed(data: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[d
 
 
 def _column(data: Any, column: str) -> Any:
-    """Return the value of a column, or of a field inside one: `reward_model.ground_truth`."""
+    # A column's own name may have dots; else they lead to a field inside one: `reward_model.ground_truth`.
     if isinstance(data, dict) and column in data:
         return data[column]
     head, dot, rest = column.partition(".")

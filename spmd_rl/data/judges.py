@@ -88,7 +88,7 @@ def _part(case: dict[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _text(value: Any, function: str, where: str, between: str = "") -> str:
-    """Return an input or a result as text: lines for a program, JSON for a function, `between` its arguments."""
+    """Return an input or a result as text: lines for a program, JSON for a function."""
     if isinstance(value, str):
         return value
     if function:

@@ -157,7 +157,6 @@ def content_id(messages: Iterable[Message]) -> str:
 
 
 def _plain(content: str | Iterable[TextPart | ImagePart], spelled: Callable[[str], str] = str) -> str | list[str]:
-    """Return a content as text, or a text for each of its parts: a hash for a picture."""
     if isinstance(content, str):
         return spelled(content)
     return [
@@ -182,7 +181,6 @@ def is_held_out(content: str, holdout: float) -> bool:
 
 
 def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Record]:
-    """Yield the rows of all parts of a source. UserError for an id used twice."""
     seen: dict[str, str] = {}
     for name in sources(source):
         if name.startswith(GENERATORS):
@@ -216,7 +214,6 @@ def row_content(row: Record) -> str:
 
 
 def _messages(row: Record, template: str) -> tuple[Message, ...]:
-    """Return a row's messages with its pictures. UserError if `data.format` has places for others."""
     # Not str.format: problems and formats are full of braces.
     asked = Message("user", template.replace("{question}", row.problem)) if isinstance(row.problem, str) else None
     try:

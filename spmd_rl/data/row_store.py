@@ -189,7 +189,6 @@ class Examples:
 
 
 def _records(name: str, path: Path, key: str, cfg: SourcesConfig) -> Iterator[tuple[str, Any, int | None]]:
-    """Yield each record of a source with its place, and its line's offset if any."""
     if name.startswith(GENERATORS):
         rows = list(reasoning_gym.generate(name.removeprefix(GENERATORS), cfg.size, cfg.seed, cfg.args, key))
         answers = [row.ground_truth for row in rows]

@@ -114,7 +114,6 @@ def partition(costs: Sequence[int], num_parts: int) -> list[int]:
     solutions: list[Solution] = []
 
     def take() -> tuple[int, list[Part]]:
-        """Remove the solution with the largest difference."""
         if solutions and not (singles and singles[-1] < solutions[0]):
             return heapq.heappop(solutions)[1:]
         part = singles.pop()

@@ -118,10 +118,10 @@ class FrozenRoles:
         return send(f"{name}: found", share, columns, back, world)  # [all]
 
     def _routes(self, name: str, requests: Sequence[LogprobRequest]) -> tuple[Route, Route]:
-        """Return the routes to the role's data shards and back; with equal counts, shard i serves shard i."""
         here, there = (DataShard(self._world, self._facts[one][0]) for one in ("policy", name))
         rows = np.array([row for one in requests for row in one.samples], np.int64).reshape(-1, 5)
         shards = to = np.arange(here.size).repeat([len(one.samples) for one in requests])
+        # With equal counts, shard i serves shard i.
         if here.size != there.size:
             to, order = np.zeros_like(shards), np.lexsort((rows[:, 1], rows[:, 0]))
             to[order] = assign(rows[order, :4], [0, len(rows)], there.size, self._facts[name][1])[0]

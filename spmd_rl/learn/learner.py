@@ -212,7 +212,7 @@ class Learner:
                 self._reference.follow(self._policy)  # [all]
 
     def _own_metrics(self, mean: Metrics) -> Metrics:
-        """Return the metrics of the plan and the learner's state; adapt the KL coefficient to the step's mean KL."""
+        """Return the learner's metrics; adapt the KL coefficient to the step's mean KL."""
         plan, settings = self.plan, self._settings
         own: Metrics = {"actor/empty_steps": self._num_empty_steps} | plan.metrics()
         if len(plan.keys):

@@ -213,7 +213,7 @@ def with_ess(metrics: Metrics) -> Metrics:
 
 
 class MismatchMonitor:
-    """Warns, or ends the run, if a step breaks `algorithm.bounds`."""
+    """Monitor that warns, or ends the run, if a step breaks `algorithm.bounds`."""
 
     def __init__(self, bounds: BoundsConfig, world: World) -> None:
         self._bounds, self._world = bounds, world

@@ -113,7 +113,7 @@ def _loss(
     entropy: Tensor,
     batch: Batch,
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Return the preference loss; `Preference.bind` fills the first three arguments."""
+    # `Preference.bind` fills the first three arguments.
     # A metric of an answer is put on one token and averaged over tokens, so it is multiplied by its scale: learnt
     # tokens of the mini-batch per chosen or rejected answer.
     answers = _Answers(logprobs, batch)

@@ -218,7 +218,6 @@ class Generator:
         self._previous = ended.shared.coordinator if ended else None
 
     async def _answer(self, version: int) -> None:
-        """Answer this replica's share of a version's evaluation, if due, before tickets."""
         questions = self._evaluation.questions(self._prompts.eval, version)
         if questions[1] and is_evaluated(version, self._steps.start):
             share = QuestionShare(questions, self._steps.replicas.mine, self._steps.replicas.count)

@@ -91,7 +91,6 @@ class _Conversation:
         self.past: list[tuple[EnvReply, str]] = []
 
     def next_prompt(self, reply: EnvReply) -> array:
-        """Return the token ids ('i') of the next prompt, in a new segment if needed."""
         ctx, env, start = self._ctx, self._env, self._start
         numbers = {"turn": ctx.num_turns + 1, "max_tokens": ctx.sampling.max_new_tokens}
         if ctx.budget.max_turns is not None:

@@ -20,7 +20,7 @@ class SliceClaim(Protocol):
         ...
 
     def ahead(self, room: int) -> list[GroupSlice]:
-        """Do as `next` for a step that starts before the policy's update; see `Rollouts.start_ahead`."""
+        """Do as `next`, but before the policy's update; see `Rollouts.start_ahead`."""
         ...
 
 

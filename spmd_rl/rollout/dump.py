@@ -1,10 +1,10 @@
 """Rollouts of a run as files, and a run that trains on them without an engine.
 
-rollouts = Dumped(rollouts, folder, about, world)    # rollout.dump=true: write each collected step
+    rollouts = Dumped(rollouts, folder, about, world)    # rollout.dump=true: write each collected step
     rollouts = Replayed(folder, prompts, world)          # rollout.replay=RUN: read these steps instead of generating
 
-Dumps hold what training sees, to the bit. Ranks keep their samples if their number is the same; otherwise they share
-the files. Answers to held-out prompts and demonstrations are not dumped.
+Dumps hold what training sees, to the bit, but no answers to held-out prompts and no demonstrations. Ranks keep their
+samples if their number is the same; otherwise they share the files.
 """
 
 import os

@@ -25,7 +25,6 @@ class ExpectedVerdicts:
         return self._scorer.outstanding
 
     def __str__(self) -> str:
-        """Return text such as `14 verdicts (math 9, code 5)`."""
         domains = {domain: count for domain, count in sorted(self._waiting.items()) if count}
         named = ", ".join(domains if len(domains) == 1 else [f"{domain} {n}" for domain, n in domains.items()])
         return f"{sum(domains.values())} verdicts ({named})"

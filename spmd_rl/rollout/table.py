@@ -1,7 +1,7 @@
 """`SampleTable`: metadata of a step's samples, a row each, which ranks report to each other.
 
 Samples stay on the rank that made them. Every rank holds all rows, in ticket order, and so decides alike what trains
-and how (`learn/`). A trajectory is one sample or several segments, of which the last counts as the answer.
+and how (`learn/`). Of a trajectory's segments the last counts as the answer.
 """
 
 from collections import Counter, defaultdict

@@ -218,7 +218,6 @@ def _read(report: bytes) -> tuple[str, str, list[tuple[list[bool], str]]] | None
 
 
 def _idle(tests: Sequence[str]) -> str:
-    """Return a program with a function for each word of the tests; it only raises."""
     words = {word for test in tests for word in re.findall(r"[A-Za-z_]\w*", test) if not keyword.iskeyword(word)}
     return "".join(f"def {word}(*_, **__): raise Exception\n" for word in sorted(words))
 
@@ -248,7 +247,7 @@ def used_seconds(owner: int) -> float:
 
 
 def _watch(runs: list[_Run], owner: int) -> None:
-    """Wait until all runs have ended. The end of the first, which has the tests, ends the others."""
+    # The end of the first, which has the tests, ends the others.
     with selectors.DefaultSelector() as selector:
         for run in runs:
             for name, fd in run.readers.items():

@@ -180,7 +180,6 @@ class UserIdServer(Server):
         return True
 
     def _reap(self) -> None:
-        """Reap orphans; keep the other child's status if it has ended."""
         pids = {child.pid for child in self.running}
         with contextlib.suppress(ChildProcessError):
             while (ended := os.wait4(-1, os.WNOHANG))[0]:

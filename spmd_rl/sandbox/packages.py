@@ -80,7 +80,6 @@ def _required(installed: Distribution) -> list[str]:
 
 
 def _files(installed: Distribution) -> dict[str, Path]:
-    """Return the smallest set of files and folders with a distribution's modules and no other's."""
     listed = [path for path in installed.files or () if ".." not in path.parts and "__pycache__" not in path.parts]
     # a top folder with an `__init__.py` is a package that no other distribution puts files into
     own = {path.parts[0] for path in listed if path.parts[1:] == ("__init__.py",)}

@@ -263,7 +263,7 @@ class EnvPool(ProcessPool[_EnvWorker]):
             self._end(worker)
 
     def _end(self, worker: _EnvWorker) -> None:
-        """End a worker without sessions; it may close its environments until its deadline."""
+        # A working one may close its environments until its deadline.
         if worker.stuck:
             self.deaths += 1
             self.remove(worker)

@@ -298,7 +298,7 @@ class HostClient:
             self._receive(link)
 
     def _spread(self, pool: str, calls: deque[Call]) -> None:
-        """Assign calls to answering hosts, each to the one with the fewest calls per worker."""
+        # Each to the host with the fewest calls per worker.
         serving = [link for link in self.links if pool in link.pools and pool not in link.refused]
         # Without a working pool, a broken one still answers with the reason.
         able = [link for link in serving if link.pools[pool].places] or serving
@@ -339,7 +339,6 @@ class HostClient:
     # -- failures -------------------------------------------------------------------------------------------------
 
     def _lose(self, link: HostLink, why: str) -> None:
-        """Reopen a connection; repeat its waiting calls elsewhere, and fail the others."""
         self._loop.remove_reader(link.socket.FD)
         link.close()
         calls = [call for call in link.calls.values() if not call.reply.done()]

@@ -115,10 +115,7 @@ def remove_socket(address: str) -> None:
 
 
 class Authenticator:
-    """Admits the keys of `HostKeys.allowed`. Create it before the sockets that it guards.
-
-    libzmq asks about each connection (ZAP, ZeroMQ RFC 27) once CURVE has proved that the peer holds its key.
-    """
+    """Admits the keys of `HostKeys.allowed` (ZAP, ZeroMQ RFC 27). Create it before the sockets that it guards."""
 
     def __init__(self, context: zmq.Context, keys: HostKeys, loop: EventLoop) -> None:
         self.refused = 0

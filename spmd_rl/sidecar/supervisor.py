@@ -83,7 +83,7 @@ class ServerSupervisor:
                 failure = await self._start()
 
     async def _start(self) -> str:
-        """Start the server and wait for its first answer. Return the failure, if any."""
+        """Start the server. Return the failure, if any."""
         me = os.getpid()
         try:
             self._process = subprocess.Popen(
@@ -128,7 +128,6 @@ class ServerSupervisor:
             asyncio.get_running_loop().remove_reader(self._process.stdout)
 
     def _end(self, failure: str) -> str:
-        """Kill the server's processes, print its last lines, and return `failure` with the last one."""
         self._process.kill()
         self._process.wait()
         kill_children()

@@ -1,15 +1,14 @@
 """Goodput, or ETTR (effective training time ratio): the share of a run's wall time spent on steps that count.
 
-`run.dir/goodput.jsonl` has a line at the end of each stretch of time, written at once:
+`run.dir/goodput.jsonl` has a line at the end of each stretch of time:
 
     {"t": 1731.2, "event": "start"}             the job has started
     {"t": 1740.8, "event": "resume", "step": 0} it continues after step 0: work on later steps is repeated
-    {"t": 1752.4, "event": "step", "step": 1}   so far it worked on step 1: written at its end, and when it is saved
+    {"t": 1752.4, "event": "step", "step": 1}   it worked on step 1: written at its end, and when it is saved
     {"t": 1790.0, "event": "end"}               the run is complete
 
 A stretch is useful if it ends in a `step` that counts. Not useful are starting, restoring, the part of a step before
-the job died, repeated steps, and waiting to be restarted. Evaluations and checkpoints belong to their step. Steps
-backward of the clock (`time.time`) are ignored.
+the job died, repeated steps, and waiting for a restart. Evaluations and checkpoints belong to their step.
 """
 
 import os

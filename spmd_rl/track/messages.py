@@ -24,7 +24,7 @@ LOADERS = {"ForSequenceClassification": "SequenceClassification", "ForConditiona
 
 
 def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
-    """Describe the run: model, ranks, directory; for generating pipelines also prompts and the arithmetic of a step."""
+    """Describe the run: model, ranks, directory; for generating pipelines also the arithmetic of a step."""
     axes = ", ".join(f"{axis}={size}" for axis, size in cfg.train.used_axes.items())
     ranks, nodes = world_size(), -(-world_size() // world.local_size)
     layout, model, dtype = f"({cfg.train.name}, {axes})", Path(cfg.policy.model), cfg.policy.dtype
@@ -114,7 +114,7 @@ def footer(run_dir: Path, steps: int) -> str:
 
 
 def interrupted(run_dir: Path) -> str:
-    """Return text on an interrupted run: unsaved steps, or kept answers of an evaluation, and how to continue."""
+    """Return text on an interrupted run: unsaved steps or kept answers, and how to continue."""
     if (run_dir / "answers").is_dir():
         return "the answers that have a score are kept\nthe same command asks for the others"
     latest = run_dir / "checkpoints" / "latest"

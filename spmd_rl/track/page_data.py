@@ -145,7 +145,6 @@ def _shown(trajectory: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _picture(folder: Path, path: str) -> str | None:
-    """Return the `data:` URL of a picture in a run's folder; None for other text."""
     if not re.fullmatch(r"pictures/[\w-]+\.(png|jpg)", path) or not (folder / path).is_file():
         return None
     return ImagePart.of((folder / path).read_bytes()).url
@@ -182,7 +181,7 @@ def embedded(run: RunData, steps: Sequence[int] | None = None) -> dict[str, Any]
 
 
 def _trim(trajectory: dict[str, Any], room: int) -> int:
-    """Shorten a trajectory's logprobs, or drop its tokens without room; return the tokens of room left."""
+    """Shorten logprobs, or drop tokens without room. Return the tokens of room left."""
     fits = trajectory["tokens"] <= room
     for segment in trajectory["segments"]:
         for turn in segment["turns"]:

@@ -68,5 +68,4 @@ def _parts() -> tuple[str, str]:
 
 
 def _source(text: str) -> str:
-    """Return the hash by which a policy names a text inside the page."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

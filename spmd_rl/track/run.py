@@ -259,7 +259,6 @@ class Run:
             self._metrics.append(last, {key: value for key, value in line.items() if key != "tokens"})
 
     def _merge_last(self) -> None:
-        """Merge an unfinished step's samples, once all ranks have written theirs; on rank 0."""
         if self._world.rank == 0 and (step := self._step) is not None:
             deadline = time.monotonic() + _PARTS_TIMEOUT
             while not self._samples.complete(step) and time.monotonic() < deadline:

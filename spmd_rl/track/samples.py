@@ -115,7 +115,6 @@ class SampleLog:
         os.replace(draft, part)
 
     def _with_files(self, row: SampleRow) -> SampleRow:
-        """Return a row with paths of pictures, which are written once a run."""
         for turn in row.turns:
             turn.pictures = tuple(self._file(one) if isinstance(one, bytes) else one for one in turn.pictures)
         if not isinstance(row.messages, msgspec.Raw):

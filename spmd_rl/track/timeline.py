@@ -1,7 +1,7 @@
 """The phases of each rank over the last steps, from the ends of `journal/rank-N.jsonl`.
 
-A moment is compute, wait (for other ranks, or idle) or copy. Waits inside a library's collectives (FSDP's, the
-engine's) are invisible to a journal, and count as compute.
+A moment is compute, wait (for other ranks, or idle) or copy. Waits inside a library's collectives count as compute: a
+journal does not see them.
 """
 
 import re

@@ -1,8 +1,7 @@
 """Experiment trackers, which get each line of `metrics.jsonl` on rank 0. None by default.
 
-`track.wandb=offline` and `track.swanlab=offline` need no account: `wandb sync` and `swanlab sync` send `run.dir/wandb`
-and `run.dir/swanlab` later. `tensorboard --logdir RUN_DIR/tensorboard` shows event files, `trackio show --project
-spmd_rl` the runs of `track.trackio=true`.
+`wandb sync` and `swanlab sync` send an offline run's `run.dir/wandb` and `run.dir/swanlab` later. `tensorboard --logdir
+RUN_DIR/tensorboard` shows event files, `trackio show --project spmd_rl` the runs of `track.trackio=true`.
 """
 
 import os

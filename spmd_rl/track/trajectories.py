@@ -1,7 +1,6 @@
 """Reads a file of the sample log: a short entry for each trajectory, and complete trajectories.
 
-A trajectory is one or several lines: its segments (`Sample.last`), the last of which has the verdict. The file is read
-once for the list; complete lines are then read from their offsets.
+A trajectory is one or several lines: its segments (`Sample.last`), the last of which has the verdict.
 """
 
 from collections import defaultdict

@@ -10,7 +10,7 @@ _CHUNK = 1 << 16
 
 
 class Gone(Exception):
-    """The other side has gone, or sent an unreadable message."""
+    """Error if the other side has gone, or sent an unreadable message."""
 
 
 class Link:

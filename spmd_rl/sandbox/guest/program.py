@@ -119,7 +119,7 @@ def _writers():
 
 
 def _flush(streams, status):
-    """Flush streams; return the status, or 120 as an interpreter does if that failed."""
+    # An interpreter ends with 120 if it cannot flush.
     for stream in streams:
         try:
             if stream is not None and not getattr(stream, "closed", False):

@@ -28,11 +28,11 @@ REFUSED -= _KEPT
 
 
 class Refused(BaseException):
-    """A test has asked for more than a plain value, or the program has no answer: the test has failed."""
+    """Error if a test asks for more than a plain value, or the program has no answer: the test has failed."""
 
 
 class Beyond(Exception):
-    """The tests pass a value that is not plain: their row is unsupported."""
+    """Error if tests pass a value that is not plain."""
 
 
 class Remote:

@@ -45,7 +45,7 @@ ONE = "values: the tests ask whether two are one"
 
 
 class BadTests(Exception):
-    """The tests have a mistake in which the program has no part."""
+    """Error for a mistake of the tests in which the program has no part."""
 
 
 class Survey:
