@@ -21,7 +21,7 @@ def grpo(scored: Scored, *, norm_std: bool) -> Tensor:
         A_i = (r_i - mean(r_g)) / (std(r_g) + 1e-6)
 
     Source: DeepSeekMath (arXiv 2402.03300, section 4.1.2); std with Bessel's correction.
-    Keys: `norm_std`: divide by it (false: Dr.GRPO).
+    Keys: `norm_std`: divide by the deviation (false: Dr.GRPO).
     Use: the default, for verifiable rewards with several answers per prompt.
     """
     centred = scored.scores - group_mean(scored.scores, scored.groups)
@@ -29,7 +29,7 @@ def grpo(scored: Scored, *, norm_std: bool) -> Tensor:
 
 
 def dr_grpo(scored: Scored) -> Tensor:
-    """Subtract the group's mean score: GRPO without the deviation, which favours very easy and hard prompts.
+    """Subtract the group's mean score: GRPO without the division, which favours very easy and hard prompts.
 
         A_i = r_i - mean(r_g)
 
