@@ -1,6 +1,6 @@
 """Reinforcement learning for language models as one program that every rank runs.
 
-This file only sets environment variables that torch and OpenMP read as they are loaded; a value of the user's wins.
+This file only sets environment variables that torch and OpenMP read on loading; the user's values win.
 """
 
 import os

@@ -15,7 +15,7 @@ PIPELINES = {
     name: name for name in ("rlvr", "agentic", "distill", "sft", "dpo", "reward_model", "reward_fl", "evaluate")
 }
 LOOKS = {"plan": "tools.plan", "dry_run": "tools.dry_run"}
-"""Tools that take a pipeline's whole command line: `plan rlvr key=value` is `rlvr --plan key=value`."""
+"""Tools with a pipeline's command line: `plan rlvr key=value` is `rlvr --plan key=value`."""
 OTHERS = ("doctor", "audit", "play", "view", "compare", "bisect", "again", "report", "convert", "pick", "docs")
 TOOLS = {
     **LOOKS,
@@ -26,11 +26,11 @@ TOOLS = {
     "smollm2": "model.smollm2",
 }
 MODULES = PIPELINES | TOOLS
-"""Modules below `spmd_rl`, by the name of the pipeline or tool."""
+"""Modules below `spmd_rl` by pipeline or tool."""
 
 
 def main() -> int:
-    """List pipelines and tools, or run the named one like `python -m`. Returns an exit code or exits."""
+    """List pipelines and tools, or run the named one like `python -m`. Return an exit code or exit."""
     name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         print(f"usage: {program('NAME')} [argument ...]; for more: NAME --help")

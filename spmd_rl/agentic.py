@@ -4,15 +4,14 @@
     python -m spmd_rl.agentic env.maze.target=my_envs:Maze rollout.max_turns=8 debug=true
 
 Environments run in the CPU processes of a sidecar: while one steps, the engine generates for the others. Marked lines
-are collectives, [all] of all ranks, [train] of the trainer ranks; never put one behind a condition that may differ
-between ranks.
+are collectives, as in `rlvr.py`.
 """
 
 from spmd_rl.config import AgenticConfig, main
 
 
 def run(cfg: AgenticConfig) -> None:
-    """Train until step `cfg.steps`, from the newest checkpoint if there is one."""
+    """Train until step `cfg.steps`, from the newest checkpoint if any."""
     from spmd_rl.data import EnvTasks
     from spmd_rl.job import Job
     from spmd_rl.learn import Evaluation, Imitation, Learner, sample_log

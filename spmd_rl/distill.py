@@ -16,7 +16,7 @@ NO_TEACHER = (
 
 
 def run(cfg: RlvrConfig) -> None:
-    """Train until step `cfg.steps`, from the newest checkpoint if there is one."""
+    """Train until step `cfg.steps`, from the newest checkpoint if any."""
     require(bool(cfg.teacher.by_domain), NO_TEACHER)
     rlvr(cfg)
 

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m spmd_rl.dpo +experiment=demo_dpo
     python -m spmd_rl.dpo data.train=pairs.jsonl epochs=1 policy.lr=1e-6 preference.beta=0.1
 
-Lines marked [all] are collectives of all ranks; never put one behind a condition that may differ between ranks.
+Lines marked [all] are collectives, as in `rlvr.py`.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from spmd_rl.config import DpoConfig, main
 
 
 def run(cfg: DpoConfig) -> None:
-    """Train for `cfg.steps` steps or `cfg.epochs`, from the newest checkpoint if there is one."""
+    """Train for `cfg.steps` steps or `cfg.epochs`, from the newest checkpoint if any."""
     from spmd_rl.data import Examples
 
     # Validate rows before importing torch, so that a mistake in a row fails within a second.

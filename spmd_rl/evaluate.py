@@ -3,15 +3,15 @@
     torchrun --nproc-per-node 8 -m spmd_rl.evaluate policy.model=runs/rlvr/NAME data=jsonl_math data.eval=test.jsonl
     python -m spmd_rl.evaluate +experiment=demo eval.answers=8
 
-Each answer is written as soon as it is scored, so a killed evaluation resumes. Lines marked [all] are collectives of
-all ranks; never put one behind a condition that may differ between ranks.
+Each answer is written as soon as it is scored, so a killed evaluation resumes. Lines marked [all] are collectives, as
+in `rlvr.py`.
 """
 
 from spmd_rl.config import EvaluateConfig, main
 
 
 def run(cfg: EvaluateConfig) -> None:
-    """Evaluate the answers that an earlier run of this name has not scored yet."""
+    """Evaluate the answers that have no score yet."""
     from contextlib import closing
     from pathlib import Path
 

@@ -1,10 +1,8 @@
 """`Job`: the start of every pipeline: form the world, agree on settings, detect a finished run, restore a checkpoint.
 
-    with Job.open(cfg, rows, prompts, cfg.data.chat_template_kwargs) as job:  # [all]
-        place = place_ranks(job)  # [all] which ranks train and generate; supervised pipelines call `job.train()`
-        saver, start = job.restore(place, rollouts=place.rollouts, learner=learner)  # [all]
-
-`placement/` decides which ranks train and generate; the pipelines define the step.
+with Job.open(cfg, rows, prompts, cfg.data.chat_template_kwargs) as job:  # [all]
+    place = place_ranks(job)  # [all] which ranks train and generate; supervised pipelines call `job.train()`
+    saver, start = job.restore(place, rollouts=place.rollouts, learner=learner)  # [all]
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,25 +31,20 @@ from spmd_rl.types import Environments, Scorer
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank's part in its job. One that only generates, or holds a frozen role, has `generate` and nothing else."""
+    """One rank's part in its job. A rank that only generates, or holds a frozen role, has `generate` alone."""
 
     generate: Callable[[], None] | None = None
-    """[generate] Generate, or compute with a frozen role, until the run is over. No-op on all ranks if the run has
-    already finished."""
+    """[generate] Generate, or compute with a frozen role, until the run is over; no-op if it already is."""
     world: World | None = None
-    """World of the trainer ranks."""
     roles: Roles | None = None
-    """Models that this rank trains or asks: policy, and perhaps critic, reference and teachers."""
+    """Models that this rank trains or asks."""
     rollouts: RolloutSource | None = None
-    """Source of rollouts; None in a pipeline that does not generate."""
+    """None in a pipeline that does not generate."""
     publish: Callable[..., dict[str, float]] | None = None
-    """[train] `publish(version)`: send the policy's weights to the generator ranks. None in a pipeline without
-    generation."""
+    """[train] `publish(version)`: send the policy's weights to generator ranks."""
     environments: Environments | None = None
-    """Environments of this node's sidecar; None in a pipeline without environments."""
     on_start: Callable[[int], object] = lambda start: None
-    """[all] Called once with the step to resume from, before the first publish: checks that prompts fit, or tells
-    generator ranks where to start."""
+    """[all] Called with the step to resume from, before the first publish."""
 
 
 @dataclass(slots=True)
@@ -61,20 +54,19 @@ class Job:
     cfg: JobConfig
     source: Prompts | EnvTasks | None
     tokenizer: Tokenizer | None
-    """Tokenizer of the policy; None in a pipeline without language models."""
+    """Tokenizer of the policy, if a language model."""
     world: World
-    """All ranks; after `place_ranks` without the ranks that only hold a reference or teacher
-    (`placement/frozen.py`)."""
+    """All ranks; after `place_ranks` without ranks that only hold a frozen role."""
     stack: ExitStack
     envs: EnvsConfig | None = None
     is_over: bool = False
     """True if the run directory already holds the last step."""
     track: Run | None = None
-    """The run directory on trainer ranks, once `open_run` has opened it."""
+    """The run directory on trainer ranks, from `open_run` on."""
     stopped: Stopped | None = None
-    """Reason why the run ends before its last step."""
+    """Reason why the run ends early."""
     frozen: FrozenRoles | None = None
-    """[train] Proxies of the models that have ranks of their own; None if there are none, and on generator ranks."""
+    """[train] Proxies of models on separate ranks."""
 
     @classmethod
     @contextmanager
@@ -88,10 +80,10 @@ class Job:
     ) -> Iterator["Job"]:
         """[all] Form the world and agree on settings, software versions and data.
 
-        `rows`: rows of each data set by its setting (`data.train`), each with an `id`; their hashes are compared.
-        `source`: prompts or environment tasks for the tickets; None in a pipeline that does not generate.
-        `template_args`: of the chat template. `envs`: None in a pipeline without environments. UserError on all ranks,
-        naming the difference, if they disagree. `Stopped`, after everything is closed, if a signal ended the `steps`.
+        rows: of each data set by its setting (`data.train`), each with an `id`; their hashes are compared. source:
+        prompts or environment tasks for the tickets, if the pipeline generates. template_args: of the chat template.
+        UserError on all ranks, naming the difference, if they disagree. `Stopped`, after everything is closed, if a
+        signal ended the `steps`.
         """
         run_dir = Path(cfg.run.dir)
         args = (cfg.policy.model, cfg.policy.trust_remote_code, template_args)
@@ -121,14 +113,14 @@ class Job:
     def train(self, build: Callable[[World], Roles] | None = None) -> Place:
         """[all] Make every rank a trainer, in a pipeline without engines: open the run directory and build the roles.
 
-        build: [all] replaces `build_roles` in a pipeline whose models are not language models.
+        build: [all] replaces `build_roles` for other models than language models.
         """
         self.open_run(self.world)  # [all]
         with self.starting():
             return Place(world=self.world, roles=(build or self.build_roles)(self.world))  # [all]
 
     def build_roles(self, trainers: World) -> Roles:
-        """[train] Build the roles of this rank, and proxies of those that other ranks hold."""
+        """[train] Build this rank's roles, and proxies of those on other ranks."""
         if self.frozen is None:
             return train.build_roles(self.cfg.roles, trainers)  # [train]
         own = [role for role in self.cfg.roles if role.kind not in self.frozen.kinds]
@@ -136,12 +128,12 @@ class Job:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Allow `journal.start_seconds` without progress inside this context."""
+        """Allow `journal.start_seconds` without progress inside."""
         with self.world.phase("start"), self.world.journal.extend_timeout(self.cfg.journal.start_seconds):
             yield
 
     def connect(self, debug: bool = False) -> tuple[Scorer, Environments | None]:
-        """Return the scorer and the environments of this node's sidecar; `debug`: both run in this process instead."""
+        """Return the scorer and the environments of this node's sidecar; `debug`: in this process instead."""
         cfg = self.cfg
         at = cfg.sidecar
         host = sidecar.connect_both(cfg.reward, self.envs, self.world.node, at.bind, debug, at.keys, at.hosts)
@@ -150,17 +142,17 @@ class Job:
 
     @property
     def episode(self) -> Episode | None:
-        """Episode that plays the environments. None without environments, or if `rollout.target` names the episode."""
+        """Episode that plays the environments, unless `rollout.target` names one."""
         return Agent(self.envs) if self.envs and not self.cfg.rollout.target else None
 
     def restore(
         self, place: Place, export: Callable[[Path], list[Path]] | None = None, **parts: Stateful
     ) -> tuple[Checkpointer, int]:
-        """[all] Load the checkpoint that `checkpoint.resume` selects, if any, and publish the weights; return the
-        checkpointer and the checkpoint's step, 0 for a fresh run.
+        """[all] Load the checkpoint of `checkpoint.resume`, if any, and publish the weights; return the checkpointer
+        and the checkpoint's step, 0 for a fresh run.
 
-        export: writes a checkpoint's `hf/`; by default the policy's weights. parts: further contents of a checkpoint,
-        in addition to the trained roles and the state of `track`.
+        export: writes a checkpoint's `hf/`; by default the policy's weights. parts: contents of a checkpoint besides
+        the trained roles and the state of `track`.
         """
         run_dir, parts = Path(self.cfg.run.dir), {**parts, "track": self.track}
         export = export or HfExport(place.roles.policy, self.cfg.policy.model, place.world)
@@ -170,8 +162,9 @@ class Job:
         return saver, start
 
     def steps(self, start: int, saver: Checkpointer) -> Iterator[int]:
-        """[train] Yield the steps after `start`, up to `run.until`. Save the last one, if more are to come, also once a
-        signal has asked for the end; then leaving the job raises `Stopped`."""
+        """[train] Yield the steps after `start`, up to `run.until` or a signal. Save the last one if more are to come;
+        after a signal, leaving the job raises `Stopped`.
+        """
         stop, last = self.world.stop, min(self.cfg.steps, self.cfg.run.until or self.cfg.steps)
         stop.accept()
         saver.record_hashes(start)
@@ -186,14 +179,14 @@ class Job:
         stop.refuse()
 
     def verify(self, key: str, checkpoint: str | None) -> None:
-        """[all] Raise a UserError naming the setting `key` unless every byte of a checkpoint matches its manifest."""
+        """[all] Raise UserError naming the setting `key` unless every byte of a checkpoint matches its manifest."""
         with self.world.phase("restore"):
             problem = problem_of(Path(checkpoint), self.world) if checkpoint else None  # [all] the setting is agreed on
         if problem:
             raise UserError(f"{key}: {checkpoint} is torn ({problem})")
 
     def begin(self, place: Place, start: int) -> None:
-        """[all] Start the run at step `start`: call `on_start`, then publish its weights to the engines."""
+        """[all] Start the run at step `start`: call `on_start`, then publish."""
         place.on_start(start)  # [all]
         if place.publish:
             # An engine's first step may compile kernels.

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m spmd_rl.reward_fl +experiment=demo_reward_fl
     python -m spmd_rl.reward_fl +experiment=demo_reward_fl feedback=flow_grpo
 
-Lines marked [all] are collectives of all ranks; never put one behind a condition that may differ between ranks.
+Lines marked [all] are collectives, as in `rlvr.py`.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from spmd_rl.config import RewardFlConfig, main
 
 
 def run(cfg: RewardFlConfig) -> None:
-    """Train for `cfg.steps` steps, from the newest checkpoint if there is one."""
+    """Train for `cfg.steps` steps, from the newest checkpoint if any."""
     from spmd_rl import sidecar
     from spmd_rl.data import Prompts
 

@@ -4,15 +4,14 @@
     python -m spmd_rl.reward_model data.train=pairs.jsonl epochs=1 policy.lr=1e-5
     python -m spmd_rl.reward_model head=process data.train=steps.jsonl epochs=1 policy.lr=1e-5
 
-`rewards.reward_model:ModelReward` loads the exported model. Lines marked [all] are collectives of all ranks; never put
-one behind a condition that may differ between ranks.
+`rewards.reward_model:ModelReward` loads the exported model. Lines marked [all] are collectives, as in `rlvr.py`.
 """
 
 from spmd_rl.config import RewardModelConfig, main
 
 
 def run(cfg: RewardModelConfig) -> None:
-    """Train for `cfg.steps` steps or `cfg.epochs`, from the newest checkpoint if there is one."""
+    """Train for `cfg.steps` steps or `cfg.epochs`, from the newest checkpoint if any."""
     from spmd_rl.data import Examples
 
     # Validate rows before importing torch, so that a mistake in a row fails within a second.

@@ -12,7 +12,7 @@ from spmd_rl.config import RlvrConfig, main
 
 
 def run(cfg: RlvrConfig) -> None:
-    """Train until step `cfg.steps`, from the newest checkpoint if there is one."""
+    """Train until step `cfg.steps`, from the newest checkpoint if any."""
     from spmd_rl import sidecar
     from spmd_rl.data import Prompts
 

@@ -3,14 +3,14 @@
     torchrun --nproc-per-node 2 -m spmd_rl.sft +experiment=demo_sft
     python -m spmd_rl.sft data.train=rows.jsonl epochs=2 policy.lr=1e-5
 
-Lines marked [all] are collectives of all ranks; never put one behind a condition that may differ between ranks.
+Lines marked [all] are collectives, as in `rlvr.py`.
 """
 
 from spmd_rl.config import SftConfig, main
 
 
 def run(cfg: SftConfig) -> None:
-    """Train for `cfg.steps` steps or `cfg.epochs`, from the newest checkpoint if there is one."""
+    """Train for `cfg.steps` steps or `cfg.epochs`, from the newest checkpoint if any."""
     from spmd_rl.data import Examples
 
     # Validate rows before importing torch, so that a mistake in a row fails within a second.

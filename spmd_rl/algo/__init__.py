@@ -1,7 +1,7 @@
-"""The mathematics of the algorithms as pure functions of tensors, which know no rank, device, settings or logger.
+"""The mathematics of the algorithms: pure functions of tensors, which know no rank, device, settings or logger.
 
-An algorithm is one short function and one line in a dict, plus its name in `config/sections/algorithm.py`. Its
-keyword-only parameters are keys of `algorithm`, which `learn/custom.py` passes.
+An algorithm is one short function, one line in a dict, and its name in `config/sections/algorithm.py`. Its keyword-only
+parameters are keys of `algorithm`, passed by `learn/custom.py`.
 """
 
 from spmd_rl.algo.advantages import ADVANTAGES, TOKEN_ADVANTAGES

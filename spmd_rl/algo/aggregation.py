@@ -1,7 +1,6 @@
-"""Loss aggregation: one weight per sample, so that the loss is the sum over tokens of weight * token loss.
+"""Loss aggregation: one weight per sample; the loss is the sum over tokens of weight * token loss.
 
-The weights come from the lengths of the *global* batch, so the gradient is the same however the batch is cut into
-ranks, micro-batches or packs.
+Weights come from the lengths of the *global* batch, so the gradient does not depend on ranks, micro-batches or packs.
 """
 
 import torch
@@ -14,22 +13,20 @@ def token_mean(lengths: Tensor) -> Tensor:
         w_i = 1 / sum_j |j|
 
     Source: DAPO (arXiv 2503.14476, eq. 8).
-    Use: the default; long answers weigh more, as they hold more decisions.
+    Use: the default; long answers weigh more.
 
-    lengths: int64 [n], sampled tokens of each sample of the global batch. Returns float64 [n], the weight of each token
-    of the sample.
+    lengths: int64 [n], sampled tokens of each sample of the global batch. Returns the weights, float64 [n].
     """
     return torch.full_like(lengths, 1, dtype=torch.float64) / lengths.sum().clamp(min=1)
 
 
 def seq_mean_token_mean(lengths: Tensor) -> Tensor:
-    """Average token losses within a sample, then over samples, so that every sample counts equally.
+    """Average token losses within a sample, then over samples: every sample counts equally.
 
         w_i = 1 / (n |i|)
 
-    Source: DeepSeekMath, GRPO (arXiv 2402.03300, eq. 3).
-    Use: GRPO as published, and losses whose unit is the sample: `gspo`, `gmpo`, `sapo`. A long wrong answer is
-    punished less per token than a short one.
+    Source: GRPO (arXiv 2402.03300, eq. 3).
+    Use: GRPO as published, `gspo`, `gmpo`, `sapo`. A long wrong answer is punished less per token than a short one.
 
     Shapes as in `token_mean`.
     """
@@ -41,8 +38,8 @@ def seq_mean_token_sum(lengths: Tensor) -> Tensor:
 
         w_i = 1 / n
 
-    Source: the policy gradient of whole samples (Williams 1992); `topr` and `kimi` are stated so.
-    Use: the sum is the estimator; its size grows with the lengths, so the learning rate must suit them.
+    Source: Williams 1992; `topr` and `kimi` are stated so.
+    Use: its size grows with the lengths, which the learning rate must suit.
 
     Shapes as in `token_mean`.
     """
@@ -50,16 +47,15 @@ def seq_mean_token_sum(lengths: Tensor) -> Tensor:
 
 
 def seq_mean_token_sum_norm(lengths: Tensor, *, loss_agg_length: int) -> Tensor:
-    """Sum token losses within a sample, divide by a constant length and average over samples: no length bias.
+    """Sum token losses within a sample, divide by a constant and average over samples: no length bias.
 
         w_i = 1 / (n loss_agg_length)
 
-    The constant is a setting, never the width of a padded batch, which would make the loss depend on the batching.
-
-    Source: Dr.GRPO, Understanding R1-Zero-Like Training (arXiv 2503.20783, section 3.2 and its listing 1).
-    Keys: `loss_agg_length`: tokens, >= 1; the authors take the largest answer length (`rollout.max_new_tokens`).
+    Source: Dr.GRPO (arXiv 2503.20783, section 3.2 and listing 1).
+    Keys: `loss_agg_length`: tokens, >= 1; the authors use `rollout.max_new_tokens`.
     Use: Dr.GRPO.
 
     Shapes as in `token_mean`.
     """
+    # A setting, since the width of a padded batch would make the loss depend on the batching.
     return seq_mean_token_sum(lengths) / loss_agg_length

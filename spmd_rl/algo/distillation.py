@@ -1,9 +1,7 @@
-"""Divergences between a teacher's and a student's distribution of the next token, over k tokens and all others as one.
+"""Divergences between a teacher's and a student's next-token distribution, over k tokens and all others as one.
 
-The rest of the vocabulary is one outcome more, so that what the teacher holds elsewhere counts, and the student cannot
-hide there. Merging outcomes never makes a divergence greater: each of these is a lower bound of that over the whole
-vocabulary, equal to it where k is all of it. Gradients flow to the student alone, and not through who drew the tokens
-(GKD, Agarwal et al., arXiv 2306.13649).
+The rest of the vocabulary is one more outcome, so each divergence is a lower bound of that over the whole vocabulary.
+Gradients flow to the student alone, and not through the choice of tokens (GKD, Agarwal et al., arXiv 2306.13649).
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 SMALLEST = 1e-6
-"""Probability of the rest below which it counts as this: sums in float32 know no less."""
+"""Floor of the rest's probability: float32 sums resolve no less."""
 
 
 def with_rest(logprobs: Tensor) -> Tensor:
@@ -27,18 +25,18 @@ def kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def mixed(p: Tensor, q: Tensor, share: float) -> Tensor:
-    """Logprobs of the mixture share p + (1 - share) q, of logprobs [N, n]; 0 < share < 1."""
+    """Return logprobs of the mixture share p + (1 - share) q, of logprobs [N, n]; 0 < share < 1."""
     shares = p.new_tensor([share, 1 - share]).log()
     return torch.logaddexp(p + shares[0], q + shares[1])
 
 
 def forward_kl(teacher: Tensor, student: Tensor, mix: float) -> Tensor:
-    """KL(teacher || student): the student covers what the teacher says."""
+    """KL(teacher || student): the student covers the teacher."""
     return kl(teacher, student)
 
 
 def reverse_kl(teacher: Tensor, student: Tensor, mix: float) -> Tensor:
-    """KL(student || teacher): the student keeps to what the teacher finds likely."""
+    """KL(student || teacher): the student stays where the teacher is likely."""
     return kl(student, teacher)
 
 
@@ -64,9 +62,9 @@ DIVERGENCES: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 
 
 def distillation(name: str, teacher: Tensor, student: Tensor, mix: float) -> Tensor:
-    """The divergence `name` at each token, float32 [N], from the logprobs of the same k tokens, [N, k] each.
+    """Return the divergence `name` of each token, float32 [N], from logprobs of the same k tokens, [N, k] each.
 
-    A row of which the teacher has nothing (-inf) has none, and no gradient. Of rows with k = 0 it is 0.
+    Rows without a teacher (-inf), or with k = 0, give 0 and no gradient.
     """
     known = teacher.isfinite().all(-1, keepdim=True)
     flat = torch.full_like(teacher, -20.0)

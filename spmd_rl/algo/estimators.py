@@ -1,7 +1,6 @@
 """Metrics of several answers to each question: a mean with its interval, pass@k, maj@k.
 
-Pure functions over plain numbers. `pass_at_k` and `maj_at_k` are exact expectations over all subsets of k answers, so
-that no draw of a subset adds noise; a test compares them with all subsets.
+`pass_at_k` and `maj_at_k` are exact expectations over all subsets of k answers: no draw adds noise.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,21 +10,19 @@ from statistics import fmean, stdev
 import numpy as np
 
 NORMAL_95 = 1.959964
-"""The 97.5 % quantile of the normal distribution"""
 
 
 def half_width(means: Sequence[float]) -> float | None:
-    """Half the width of the 95 % interval of a mean over questions; None of fewer than two.
+    """Return half the width of the 95 % interval of a mean over questions; None for fewer than two.
 
-    means: of each question, over its answers. Questions are the independent draws, not answers, which share a question
-    (clustered standard errors; Miller, arXiv 2411.00640). Normal approximation: of few questions, or of scores that are
-    nearly all alike, it is too narrow.
+    means: of each question, over its answers. Questions, not answers, are the independent draws (clustered standard
+    errors; Miller, arXiv 2411.00640). Normal approximation: too narrow for few questions, or nearly equal scores.
     """
     return NORMAL_95 * stdev(means) / sqrt(len(means)) if len(means) > 1 else None
 
 
 def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
-    """Probability that of k answers, drawn of n without replacement, one at least is right.
+    """Return the probability that at least one of k answers, drawn without replacement, is right.
 
     1 - C(n - c, k) / C(n, k), the unbiased estimator of Chen et al., arXiv 2107.03374.
     """
@@ -34,11 +31,10 @@ def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
 
 
 def maj_at_k(votes: Iterable[tuple[str, float]], ks: Sequence[int]) -> list[float]:
-    """Expected score of the answer that most of k answers agree on, for each k, over all subsets of k of the n.
+    """Return the expected score of the majority answer of k, for each k, over all subsets of k of the n.
 
-    votes: of each answer what it votes for, and its score; an empty vote abstains. Answers with one vote have its mean
-    score; of votes that tie, each wins with equal probability, and where all abstain the score is 0. (Self-consistency,
-    arXiv 2203.11171.)
+    votes: vote and score of each answer; an empty vote abstains. Answers with one vote have its mean score; of tied
+    votes each wins with equal probability, and if all abstain the score is 0. (Self-consistency, arXiv 2203.11171.)
     """
     scores: dict[str, list[float]] = {}
     for vote, score in votes:
@@ -54,15 +50,13 @@ def maj_at_k(votes: Iterable[tuple[str, float]], ks: Sequence[int]) -> list[floa
 
 
 def _won(parties: Sequence[tuple[int, float]], num_silent: int, top: int, most: int) -> np.ndarray:
-    """Sum of the winners' mean scores over all subsets whose winners have `top` votes, by size: float64 [most + 1].
-
-    Votes are added party by party: `ways[r, u]` counts the choices of u answers among which r parties have `top` votes,
-    `sums[r, u]` adds up these parties' scores.
-    """
+    """Sum the winners' mean scores over all subsets whose winners have `top` votes, by size: float64 [most + 1]."""
     rows = 1 + min(len(parties), most // top)
     ways, sums = np.zeros((rows, most + 1)), np.zeros((rows, most + 1))
     for silent in range(min(num_silent, most) + 1):
         ways[0, silent] = comb(num_silent, silent)
+    # Votes are added party by party: `ways[r, u]` counts the choices of u answers among which r parties have `top`
+    # votes, `sums[r, u]` adds up these parties' scores.
     for size, score in parties:
         more_ways, more_sums = np.zeros_like(ways), np.zeros_like(sums)
         for count in range(min(size, top, most) + 1):

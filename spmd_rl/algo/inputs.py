@@ -1,4 +1,4 @@
-"""The inputs of the algorithm functions: the metadata of the samples of a step, and the tokens of whole samples."""
+"""Inputs of the algorithm functions: metadata of samples, and tokens of whole samples."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,25 +8,25 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Metadata of the n samples of the global batch that have a score, in (ticket, answer) order."""
+    """Metadata of the n scored samples of the global batch, in (ticket, answer) order."""
 
     scores: Tensor
-    """float64 [n]: scores of answers after shaping"""
+    """float64 [n], after shaping"""
     groups: Tensor
-    """int64 [n], equal numbers mark a group"""
+    """int64 [n]: equal numbers mark a group"""
     lengths: Tensor
-    """int64 [n]: sampled tokens of each answer"""
+    """int64 [n]: sampled tokens"""
     greedy: Tensor | None = None
-    """float64 [n]: score of the group's greedy answer (ReMax); None without one"""
+    """float64 [n]: score of the group's greedy answer (ReMax)"""
     trajectories: Tensor | None = None
-    """int64 [n]: trajectory to which a step belongs (agents); None: each sample is a trajectory"""
+    """int64 [n]: trajectory of a step (agents); None: each sample is one"""
     steps: Tensor | None = None
-    """int64 [n]: index of the step in its trajectory"""
+    """int64 [n]: index in the trajectory"""
     states: Tensor | None = None
     """int64 [n]: equal numbers mark equal (group, state before the step) (GiGPO)"""
 
     terms: Mapping[str, Tensor] | None = None
-    """float64 [n] each: parts of the verdicts that count by themselves, by name (GDPO)"""
+    """float64 [n] each: parts of the verdicts, by name (GDPO)"""
 
     def __post_init__(self) -> None:
         assert bool(self.scores.isfinite().all()), "a score is not finite: its verdict must be an error"
@@ -34,46 +34,42 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The N sampled tokens of whole samples, in order; a sample is never split over two of these."""
+    """The N sampled tokens of whole samples, in order."""
 
     logprobs: Tensor
-    """float [N]: logprobs of the policy; only these and `entropy` carry gradient"""
+    """float [N], of the policy; only these and `entropy` carry gradient"""
     old_logprobs: Tensor
-    """float [N]: logprobs of the trainer before the first update of the step"""
+    """float [N], of the trainer before the step's first update"""
     rollout_logprobs: Tensor
-    """float [N]: logprobs of the engine that sampled"""
+    """float [N], of the engine"""
     advantages: Tensor
-    """float [N]"""
     entropy: Tensor
-    """float [N]"""
     samples: Tensor
     """int64 [N]: 0..S-1, non-decreasing"""
     segments: Tensor
-    """int64 [N]: 0..R-1, non-decreasing: contiguous runs of sampled tokens (turns)"""
+    """int64 [N]: 0..R-1, non-decreasing: runs of sampled tokens (turns)"""
     ref_logprobs: Tensor | None = None
-    """float [N]"""
     marked: Tensor | None = None
-    """bool [N]: tokens selected over the *global* batch (clip-cov, kl-cov)"""
+    """bool [N]: selected over the *global* batch (clip-cov, kl-cov)"""
     right: Tensor | None = None
-    """float [N]: 0 in answers that are not right; else 1 / (tokens of right answers in the mini-batch), divided by the
-    token's weight in the loss. None: no answer is right"""
+    """float [N]: 0 in wrong answers, else 1 / (tokens of right answers in the mini-batch) / (the token's weight in the
+    loss). None: no answer is right
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """P pairs of answers to one prompt each. A reward is log pi - log pi_ref, summed over the tokens of an answer."""
+    """P pairs of answers. A reward is log pi - log pi_ref, summed over an answer's tokens."""
 
     chosen_rewards: Tensor
     """float [P], with gradient"""
     rejected_rewards: Tensor
     """float [P], with gradient"""
     chosen_lengths: Tensor
-    """int64 [P], tokens"""
     rejected_lengths: Tensor
-    """int64 [P], tokens"""
 
     def difference(self, of_means: bool) -> Tensor:
-        """Reward of the chosen answer less that of the rejected one, float [P]; of_means: of the mean token."""
+        """Return the reward of the chosen less the rejected answer, float [P]; of_means: of the mean token."""
         if not of_means:
             return self.chosen_rewards - self.rejected_rewards
         return self.chosen_rewards / self.chosen_lengths - self.rejected_rewards / self.rejected_lengths
@@ -81,11 +77,9 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """S single answers that were found good or bad; rewards as of `Pairs`."""
+    """S single answers that were judged good or bad; rewards as of `Pairs`."""
 
     rewards: Tensor
     """float [S], with gradient"""
     desirable: Tensor
-    """bool [S]"""
     baseline: float
-    """Mean reward of answers"""

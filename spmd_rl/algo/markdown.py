@@ -1,10 +1,9 @@
-"""Writes `docs/ALGORITHMS.md`: every estimator and loss with its formula, source, keys and use, from the docstrings.
+"""Writes `docs/ALGORITHMS.md` from the docstrings.
 
     python -m spmd_rl.algo.markdown > docs/ALGORITHMS.md
 
 A docstring opens with one line; then come a formula (indented), prose, and the block of `Source:`, `Keys:` and `Use:`.
-What follows that block (shapes, dtypes) is for callers of the function and is not on the page. A test checks that the
-file is current.
+Text after that block (shapes, dtypes) is not on the page. A test checks that the file is current.
 """
 
 import inspect
@@ -181,7 +180,6 @@ def _section(section: Section) -> Iterator[str]:
 
 
 def _entry(function: Function) -> Iterator[str]:
-    """Yield the lines of a docstring up to its shapes: a formula as a code block, each field as an item of a list."""
     for paragraph in inspect.getdoc(function).split("\n\n"):
         lines = paragraph.split("\n")
         if all(line.startswith("    ") for line in lines):
@@ -195,7 +193,7 @@ def _entry(function: Function) -> Iterator[str]:
 
 
 def fields(function: Function) -> dict[str, str]:
-    """Return what a docstring says under `Source:`, `Keys:` and `Use:`, each on one line."""
+    """Return the texts of `Source:`, `Keys:` and `Use:`, each on one line."""
     names = "|".join(FIELDS)
     found = re.findall(rf"^({names}): (.*?)(?=^(?:{names}):|^$|\Z)", inspect.getdoc(function), re.MULTILINE | re.DOTALL)
     return {name: " ".join(text.split()) for name, text in found}

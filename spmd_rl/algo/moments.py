@@ -1,13 +1,10 @@
-"""Statistics: sums, means and deviations over groups of samples; and moments, which merge over ranks and steps.
+"""Group sums, means and deviations, and moments that merge over ranks and steps.
 
-Group statistics are returned for each sample. To treat the batch as one group, pass `zeros_like(groups)`. Values are
-shifted by their group's smallest before they are summed, so that equal values have exactly that mean and a deviation of
-exactly 0.
+Group statistics are returned for each sample. To treat the batch as one group, pass `zeros_like(groups)`. Equal values
+have exactly that mean and a deviation of exactly 0.
 
-Moments (count, mean and sum of squared deviations) serve whitening, running normalisation and explained variance. Each
-rank computes `Moments.of` its values, and all gather the three numbers and merge them in rank order: this takes one
-collective and has no cancellation, unlike a sum of squares. Kept over steps, the same three numbers are a running mean
-and deviation.
+Moments (count, mean and sum of squared deviations) serve whitening, running normalisation and explained variance. Ranks
+gather the three numbers and merge them in rank order: one collective, and no cancellation.
 """
 
 from collections.abc import Iterable
@@ -18,7 +15,7 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-6
-"""Number that is added to a standard deviation before dividing by it"""
+"""Addend of a standard deviation that is divided by"""
 
 
 def group_sum(values: Tensor, groups: Tensor) -> Tensor:
@@ -28,15 +25,15 @@ def group_sum(values: Tensor, groups: Tensor) -> Tensor:
 
 
 def group_mean(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the mean over the group of each sample, [n], weighted by `weights` [n] (default 1; sums must be
-    positive)."""
+    """Return the mean over each sample's group, [n], weighted by `weights` [n] (default 1; positive sums)."""
     index, weights = _dense(groups), _weights(values, weights)
+    # Shifted by the group's smallest value, so that equal values have exactly that mean.
     low = torch.full_like(values, torch.inf).scatter_reduce(0, index, values, "amin")[index]
     return low + group_sum((values - low) * weights, index) / group_sum(weights, index)
 
 
 def group_std(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the standard deviation over the group of each sample, [n], with Bessel's correction; 0 for a group of one.
+    """Return the standard deviation over each sample's group, [n], with Bessel's correction; 0 for a group of one.
 
     `weights` are counts: a sample of weight w counts as w equal ones.
     """
@@ -55,16 +52,16 @@ def _weights(values: Tensor, weights: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """The moments of a set of values, at first of none. JSON and msgpack carry them exactly."""
+    """Moments of a set of values, at first empty. JSON and msgpack carry them exactly."""
 
     count: float = 0.0
     mean: float = 0.0
     m2: float = 0.0
-    """sum of the squared deviations, (value - mean)^2"""
+    """sum of (value - mean)^2"""
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor | None = None) -> "Moments":
-        """Compute the moments of the values [N] where `mask` (bool [N]) holds, in float64 and two passes."""
+        """Compute the moments of values [N] where `mask` (bool [N]) holds, in float64."""
         chosen = (values if mask is None else values[mask]).detach().double()
         if not chosen.numel():
             return cls()
@@ -73,7 +70,7 @@ class Moments:
         return cls(float(chosen.numel()), float(mean), float((chosen - mean).square().sum()))
 
     def merge(self, other: "Moments") -> "Moments":
-        """Return the moments of both sets of values together (Chan, Golub, LeVeque 1979, eq. 2.1)."""
+        """Return the moments of both sets (Chan, Golub, LeVeque 1979, eq. 2.1)."""
         count = self.count + other.count
         if not count:
             return self
@@ -83,29 +80,29 @@ class Moments:
 
     @property
     def variance(self) -> float:
-        """The variance with Bessel's correction; 0 for fewer than two values."""
+        """Variance with Bessel's correction; 0 for fewer than two values."""
         return self.m2 / (self.count - 1) if self.count > 1 else 0.0
 
     @property
     def std(self) -> float:
-        """The standard deviation, the square root of `variance`."""
+        """Standard deviation, the root of `variance`."""
         return self.variance**0.5
 
 
 def merged(parts: Iterable[Moments]) -> Moments:
-    """Merge moments in the given order, so that the result is equal on ranks that give the same order."""
+    """Merge moments in the given order; ranks must use the same."""
     return reduce(Moments.merge, parts, Moments())
 
 
 def whiten(values: Tensor, moments: Moments) -> Tensor:
-    """Shift and scale to mean 0 and standard deviation 1 over the global batch.
+    """Shift and scale to mean 0 and deviation 1 over the global batch.
 
         x' = (x - mean) / (std + 1e-6)
 
     Source: REINFORCE++ (arXiv 2501.03262, global advantage normalisation); std with Bessel's correction.
     Use: PPO and REINFORCE++, whose advantages have no fixed scale.
 
-    values: float [N], any part of the values that `moments` describe. Returns [N], dtype of `values`. Equal values, and
-    one alone, become 0.
+    values: float [N], any part of the values that `moments` describe. Returns [N], dtype of `values`. Equal values
+    become 0.
     """
     return (values - moments.mean) / (moments.std + EPSILON)

@@ -1,9 +1,9 @@
 """Preference losses by name: pure functions of the logprobs of whole answers, a loss for each comparison.
 
-`PAIR_LOSSES[name](pairs, **keys) -> [P]`; `JUDGED_LOSSES[name](judged, **keys) -> [S]`; the keyword names are keys of
-`preference`. `rewards` is what a loss takes for the reward of an answer.
+`PAIR_LOSSES[name](pairs, **keys) -> [P]`; `JUDGED_LOSSES[name](judged, **keys) -> [S]`; the keywords are keys of
+`preference`.
 
-Below, r is the reward of an answer, log pi(y) - log pi_ref(y) summed over its tokens, of the mean token where
+r is the reward of an answer, log pi(y) - log pi_ref(y) summed over its tokens, of the mean token where
 `length_normalised`; without a reference log pi_ref is 0. d is r(chosen) - r(rejected).
 """
 
@@ -21,7 +21,7 @@ def dpo(pairs: Pairs, *, beta: float, label_smoothing: float, length_normalised:
 
     Source: Rafailov et al. 2023, arXiv 2305.18290, equation 7; label smoothing: Mitchell 2023, conservative DPO.
     Keys: `beta`, `label_smoothing`, `length_normalised`
-    Use: the default; beta 0.1, more to stay nearer to the reference; label smoothing for noisy labels.
+    Use: the default; beta 0.1 (more: nearer to the reference); label smoothing for noisy labels.
     """
     difference = beta * pairs.difference(length_normalised)
     return -(1 - label_smoothing) * logsigmoid(difference) - label_smoothing * logsigmoid(-difference)
@@ -34,38 +34,38 @@ def ipo(pairs: Pairs, *, beta: float) -> Tensor:
 
     Source: Azar et al. 2023, arXiv 2310.12036, equation 17; normalised by length as TRL has it from the authors.
     Keys: `beta`
-    Use: preferences that are nearly deterministic, where DPO keeps widening the margin.
+    Use: nearly deterministic preferences, where DPO keeps widening the margin.
     """
     return (pairs.difference(True) - 1 / (2 * beta)) ** 2
 
 
 def simpo(pairs: Pairs, *, beta: float, label_smoothing: float, margin: float) -> Tensor:
-    """Simple preference optimisation: the mean logprob is the reward, and there is no reference.
+    """Simple preference optimisation: the mean logprob is the reward, without a reference.
 
         L = -(1 - label_smoothing) log sigmoid(x) - label_smoothing log sigmoid(-x),  x = beta d - margin
 
     Source: Meng et al. 2024, arXiv 2405.14734, equation 6.
     Keys: `beta`, `label_smoothing`, `margin`
-    Use: no memory for a reference; beta 2 to 2.5, margin 0.3 to 1.6 there.
+    Use: no memory for a reference; the paper's beta 2 to 2.5, margin 0.3 to 1.6.
     """
     difference = beta * pairs.difference(True) - margin
     return -(1 - label_smoothing) * logsigmoid(difference) - label_smoothing * logsigmoid(-difference)
 
 
 def hinge(pairs: Pairs, *, beta: float, length_normalised: bool) -> Tensor:
-    """The hinge loss of SLiC: nothing is learnt from a pair whose margin is wide enough.
+    """The hinge loss of SLiC: 0 for a pair with a wide margin.
 
         L = max(0, 1 - beta d)
 
     Source: Zhao et al. 2023, arXiv 2305.10425; with a reference as in TRL.
     Keys: `beta`, `length_normalised`
-    Use: clean labels, and margins that shall not grow without end.
+    Use: clean labels, bounded margins.
     """
     return relu(1 - beta * pairs.difference(length_normalised))
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor, *, center_coef: float) -> Tensor:
-    """The loss of a reward model, which gives a score to each of two answers.
+    """The loss of a reward model that scores two answers.
 
         L = -log sigmoid(r(chosen) - r(rejected) - margin) + center_coef (r(chosen) + r(rejected))^2
 
@@ -80,14 +80,14 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor, *, center_c
 
 
 def kto(judged: Judged, *, beta: float, desirable_weight: float, undesirable_weight: float) -> Tensor:
-    """Kahneman-Tversky optimisation: each answer against what answers gain on average, without any pair.
+    """Kahneman-Tversky optimisation: each answer against the average gain, without pairs.
 
         L = desirable_weight (1 - sigmoid(beta (r - z))), or undesirable_weight (1 - sigmoid(beta (z - r)))
         z = max(0, mean of r over prompts with answers to other prompts), without gradient
 
     Source: Ethayarajh et al. 2024, arXiv 2402.01306, equations 7 and 8.
     Keys: `beta`, `desirable_weight`, `undesirable_weight`
-    Use: votes in place of pairs. Where one kind is rarer, weight it: 1 to 1.33 times the other kind in all.
+    Use: votes in place of pairs. Weight the rarer kind: 1 to 1.33 times the other in all.
 
     Returns float [S].
     """
@@ -97,7 +97,7 @@ def kto(judged: Judged, *, beta: float, desirable_weight: float, undesirable_wei
 
 
 def binary(values: Tensor, labels: Tensor) -> Tensor:
-    """The loss of a reward model that says whether an answer, or a step of one, is right.
+    """The loss of a reward model that judges if an answer, or a step of one, is right.
 
         L = -log sigmoid(v) where it is right, -log sigmoid(-v) where it is wrong
 

@@ -1,11 +1,8 @@
-"""Selects the tokens of the *global* batch that clip-cov and kl-cov mark. Ranks exchange only counts, never tokens.
+"""Selects the tokens of the *global* batch that clip-cov and kl-cov mark. Ranks exchange only counts.
 
-    cov = covariance(logprobs, advantages, mean_logprob, mean_advantage)       # means over the global batch
-    keys = cov                                                                 # kl-cov: the highest
-    keys = clip_cov_keys(cov, ids, clip_cov_low=..., clip_cov_high=...)        # clip-cov: some of the high ones
-    marked = keys > threshold(count_above, num_marked(total, share))           # count_above sums over ranks
-
-The losses `clip_cov` and `kl_cov` say what happens to a marked token.
+keys = covariance(logprobs, advantages, mean_logprob, mean_advantage)      # kl-cov: the highest
+keys = clip_cov_keys(keys, ids, clip_cov_low=..., clip_cov_high=...)       # clip-cov: some of the high ones
+marked = keys > threshold(count_above, num_marked(total, share))           # count_above sums over ranks
 """
 
 from collections.abc import Callable
@@ -14,43 +11,42 @@ import torch
 from torch import Tensor
 
 WAYS = 256
-"""Number of parts into which each round of the search divides the bit patterns: 4 rounds for float32"""
+"""Parts of each search round; 4 rounds cover float32"""
 INF = 0x7F800000
 """Bit pattern of infinity in float32"""
 
 
 def covariance(logprobs: Tensor, advantages: Tensor, mean_logprob: float, mean_advantage: float) -> Tensor:
-    """Return what each token adds to the covariance of logprob and advantage, which lowers the entropy.
+    """Return each token's part of the covariance of logprob and advantage, which lowers the entropy.
 
         Cov_t = (log p_t - mean log p) * (A_t - mean A)
 
-    Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models (arXiv 2505.22617, token-wise
-    centred cross-product).
+    Source: Cui et al. (arXiv 2505.22617, token-wise centred cross-product).
     Use: `kl_cov` marks the tokens of the highest.
 
-    logprobs, advantages: float [N] of some samples; the means are over all tokens of the global batch. Returns
-    float32 [N]: what ranks compare must be one number.
+    logprobs, advantages: float [N]; the means are over all tokens of the global batch. Returns float32 [N].
     """
+    # Float32 at the end: ranks compare these keys, so each must be one number.
     return ((logprobs.detach().double() - mean_logprob) * (advantages.double() - mean_advantage)).float()
 
 
 def clip_cov_keys(cov: Tensor, ids: Tensor, *, clip_cov_low: float, clip_cov_high: float) -> Tensor:
-    """Order the tokens of high covariance at random, independently of the rank that holds them.
+    """Order the tokens of high covariance at random, independently of their rank.
 
         key = uniform(id) where clip_cov_low < Cov < clip_cov_high, else -inf
 
-    Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models (arXiv 2505.22617, Clip-Cov).
+    Source: Clip-Cov (arXiv 2505.22617).
     Keys: `clip_cov_low`, `clip_cov_high`: the band of the covariance; the authors' code has 1 and 5.
     Use: `clip_cov` marks the tokens of the highest keys.
 
-    cov: float32 [N]; ids: int64 [N], a number of its own for every token of the run, the same wherever the token lies,
-    such as the sample's seed plus the token's place. Returns float32 [N].
+    cov: float32 [N]; ids: int64 [N], unique for every token of the run, on any rank, such as the sample's seed plus the
+    token's place. Returns float32 [N].
     """
     return uniform(ids).where((cov > clip_cov_low) & (cov < clip_cov_high), -torch.inf)
 
 
 def num_marked(total: int, share: float) -> int:
-    """Return how many of the `total` tokens of the global batch to mark: a share, but at least one if there are any."""
+    """Return the number of tokens to mark: a share of `total`, but at least one if there are any."""
     return min(total, max(1, int(total * share)))
 
 
@@ -69,12 +65,12 @@ def counts_above(keys: Tensor, thresholds: Tensor) -> Tensor:
 
 
 def threshold(count_above: Callable[[Tensor], Tensor], wanted: int) -> float:
-    """Find the lowest threshold with at most `wanted` keys above it; fewer only where keys are equal.
+    """Find the lowest threshold with at most `wanted` keys above it; fewer only if keys are equal.
 
-    count_above: maps thresholds (float32 [k]) to the number of keys of the global batch above each (int64 [k]). It is
-    called at most 4 times, and equally often on every rank, as only global counts decide. The search is over the bit
-    patterns of float32, which have the order of the floats.
+    count_above: maps thresholds (float32 [k]) to the global batch's keys above each (int64 [k]); called at most 4
+    times, and equally often on every rank.
     """
+    # The search is over the bit patterns of float32, which have the order of the floats.
     # Ordered patterns of -inf and inf; the count above `high` is 0, so it always qualifies.
     low, high = -INF, INF
     while low < high:

@@ -1,8 +1,8 @@
-"""Changes of the scores before the advantages: scale and shift, penalties, normalisation and clip, in this order; and
-masks and weights of samples.
+"""Changes of scores before the advantages, in this order: scale, shift, penalties, normalisation, clip; and masks and
+weights of samples.
 
-A masked sample stays in the baseline of its group; it has no loss and does not count in the divisors of the loss. All
-take the metadata of the global batch, one number per sample, of the samples that have a score.
+A masked sample stays in its group's baseline; it has no loss and does not count in the divisors of the loss. All
+functions take one number per scored sample of the global batch.
 """
 
 import torch
@@ -18,7 +18,7 @@ def scale_shift(scores: Tensor, *, reward_scale: float, reward_shift: float) -> 
 
     Source: none; ROLL's keys.
     Keys: `reward_scale`: factor; `reward_shift`: added to the product.
-    Use: domains have rewards of different sizes and the estimator does not normalise.
+    Use: domains have rewards of different sizes, and the estimator does not normalise.
 
     scores: float64 [n]. Returns float64 [n].
     """
@@ -26,12 +26,12 @@ def scale_shift(scores: Tensor, *, reward_scale: float, reward_shift: float) -> 
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, *, overlong_tokens: int, overlong_coef: float) -> Tensor:
-    """Return the soft penalty of answers near the token limit, to be added to the score.
+    """Return the soft penalty of answers near the token limit, an addend of the score.
 
         P = -c * min(max((l - (L_max - L_cache)) / L_cache, 0), 1)
 
     Source: DAPO (arXiv 2503.14476, eq. 13).
-    Keys: `overlong_tokens`: L_cache; 0 penalises nothing within the limit; `overlong_coef`: c.
+    Keys: `overlong_tokens`: L_cache (0: none within the limit); `overlong_coef`: c.
     Use: many answers are truncated; the paper has L_cache a fifth of L_max, and c 1.
 
     lengths: int64 [n]; max_tokens: L_max. Returns float64 [n], never above 0.
@@ -41,13 +41,13 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, *, overlong_tokens: int, 
 
 
 def format_penalty(wrong_format: Tensor, *, format_penalty: float) -> Tensor:
-    """Return the penalty of answers in the wrong format, to be added to the score.
+    """Return the penalty of a wrong format, an addend of the score.
 
         P = -format_penalty where the verdict is `wrong_format`, else 0
 
-    Source: none; ROLL's agentic runs have it.
-    Keys: `format_penalty`: what such an answer loses.
-    Use: the policy forgets the format that the rewarder reads.
+    Source: none; as in ROLL's agentic runs.
+    Keys: `format_penalty`: points lost.
+    Use: the policy forgets the rewarder's format.
 
     wrong_format: bool [n]. Returns float64 [n].
     """
@@ -55,13 +55,13 @@ def format_penalty(wrong_format: Tensor, *, format_penalty: float) -> Tensor:
 
 
 def repetition_penalty(token_ids: Tensor, *, repetition_ngram: int, repetition_coef: float) -> float:
-    """Return the penalty for n-grams of an answer that repeat an earlier one, to be added to its score.
+    """Return the penalty for repeated n-grams of an answer, an addend of its score.
 
         P = -c * (1 - distinct n-grams / n-grams)
 
-    Source: Demystifying Long Chain-of-Thought Reasoning in LLMs (arXiv 2502.03373, appendix C.2), over tokens.
+    Source: Yeo et al. (arXiv 2502.03373, appendix C.2), over tokens.
     Keys: `repetition_ngram`: n; `repetition_coef`: c.
-    Use: answers loop. One shorter than an n-gram loses nothing.
+    Use: answers loop.
 
     token_ids: int [l]. Returns a float in [-c, 0].
     """
@@ -80,19 +80,17 @@ def normalise(
     norm_mean_type: str,
     norm_std_type: str,
 ) -> Tensor:
-    """Subtract a mean from the scores and divide by a standard deviation, each over the batch, the group, the domain or
-    the run.
+    """Subtract a mean and divide by a standard deviation, each over the batch, group, domain or run.
 
         r' = (r - mean) / (std + 1e-6)
 
     Source: none; ROLL's reward normalisation. std with Bessel's correction.
     Keys: `norm_mean_type`, `norm_std_type`: `none`, `batch`, `group`, `domain` or `running`.
-    Use: before `reinforce` and the token-level estimators. Group and group is GRPO, group and batch Lite PPO; domain
-    where rewards of different tasks or environments differ in size. With `step_reinforce` it is the returns of steps
-    that are normalised.
+    Use: before `reinforce` and the token-level estimators. Group and group is GRPO, group and batch Lite PPO; domain if
+    rewards of tasks differ in size. `step_reinforce` normalises the returns of steps.
 
-    scores: float64 [n]; groups, domains: int64 [n]; running: the moments of all scores so far, with these. Returns
-    float64 [n]. Where the deviation is 0, scores are not divided.
+    scores: float64 [n]; groups, domains: int64 [n]; running: moments of all scores so far, with these. Returns float64
+    [n]; no division where the deviation is 0.
     """
     over = {"group": groups, "batch": torch.zeros_like(groups)}
     if domains is not None:
@@ -106,21 +104,21 @@ def normalise(
 
 
 def clip(values: Tensor, bound: float) -> Tensor:
-    """Clip values to plus and minus a bound: `reward_clip` for scores, `advantage_clip` for advantages.
+    """Clip scores or advantages to plus and minus a bound.
 
         x' = min(max(x, -bound), bound)
 
     Source: none; ROLL's keys.
-    Keys: `reward_clip`, `advantage_clip`: the bound of each; null does not clip.
-    Use: rewards come from a model or are unbounded.
+    Keys: `reward_clip`, `advantage_clip`: the bounds; null does not clip.
+    Use: rewards of a model, or unbounded ones.
 
-    Values of any shape and dtype; the result has the same.
+    values: any shape and dtype.
     """
     return values.clamp(-bound, bound)
 
 
 def max_len_mask(truncated: Tensor) -> Tensor:
-    """Keep the answers that ended by themselves and mask those that were truncated at the token limit.
+    """Keep the answers that ended by themselves; mask truncated ones.
 
     Source: DAPO (arXiv 2503.14476, section 3.4, overlong filtering).
     Use: the limit, not the answer, would decide the score.
@@ -133,16 +131,15 @@ def max_len_mask(truncated: Tensor) -> Tensor:
 def difficulty_mask(
     scores: Tensor, groups: Tensor, *, difficulty_low_threshold: float, difficulty_high_threshold: float
 ) -> Tensor:
-    """Keep the groups whose prompts are neither too hard nor too easy.
+    """Keep groups whose prompts are neither too hard nor too easy.
 
         keep = low < mean(r_g) < high
 
-    Source: DAPO (arXiv 2503.14476, section 3.2) has it with (0, 1), and samples again in place of masked groups.
+    Source: DAPO (arXiv 2503.14476, section 3.2) uses (0, 1), and resamples masked groups.
     Keys: `difficulty_low_threshold`, `difficulty_high_threshold`: low and high.
     Use: many groups are nearly all right or all wrong.
 
-    scores: float64 [n], as judged, before shaping; groups: int64 [n]. Returns bool [n]. A group of one shows nothing of
-    difficulty and stays.
+    scores: float64 [n], before shaping; groups: int64 [n]. Returns bool [n]. A group of one stays.
     """
     means = group_mean(scores, groups)
     alone = group_sum(torch.ones_like(scores), groups) == 1
@@ -150,16 +147,15 @@ def difficulty_mask(
 
 
 def variance_mask(scores: Tensor, groups: Tensor, *, variance_top_p: float, variance_eps: float) -> Tensor:
-    """Keep the groups whose scores vary most, until they hold a share of the standard deviations of all groups.
+    """Keep the groups whose scores vary most, up to a share of all groups' standard deviations.
 
         keep the fewest groups, by falling v = std(r_g), whose sum of v >= variance_top_p * sum_all v - variance_eps
 
-    Source: RAGEN-2 (arXiv 2604.06268, SNR-aware filtering, top-p over reward variance). The paper says variance; its
-    authors' code takes the standard deviation under that name, and so does this, with Bessel's correction.
+    Source: RAGEN-2 (arXiv 2604.06268, SNR-aware filtering, top-p over reward variance). As in the authors' code,
+    standard deviations, with Bessel's correction.
     Keys: `variance_top_p`: the share, such as 0.9; null keeps all groups; `variance_eps`: deviation that may be
-    missing, so that a step in which nothing varies keeps nothing.
-    Use: many groups of agents have nearly equal returns, whose gradient is noise. A group without variance is never
-    kept.
+    missing.
+    Use: many groups have nearly equal returns, whose gradient is noise. Groups without variance are never kept.
 
     scores: float64 [n], as judged; groups: int64 [n]. Returns bool [n].
     """
@@ -177,7 +173,7 @@ def error_max_len_mask(scores: Tensor, lengths: Tensor, *, error_max_len_thresho
         keep = r >= pass_score or l < error_max_len_threshold
 
     Source: none; ROLL's `error_max_len_clip`, here for scores of any size.
-    Keys: `error_max_len_threshold`: tokens; `pass_score`: a score of at least this is right.
+    Keys: `error_max_len_threshold`: tokens; `pass_score`: least score of a right answer.
     Use: long wrong answers make up most tokens.
 
     scores: float64 [n], as judged; lengths: int64 [n]. Returns bool [n].
@@ -199,7 +195,7 @@ def difficulty_weight(difficulty: Tensor) -> Tensor:
 
 
 def length_weight(lengths: Tensor) -> Tensor:
-    """Give less weight to longer answers, linearly between the shortest and the longest of the batch.
+    """Weight answers linearly, from the shortest of the batch down to the longest.
 
         w = 1.5 - (l - l_min) / (l_max - l_min)
 
@@ -215,12 +211,12 @@ def length_weight(lengths: Tensor) -> Tensor:
 
 
 def mean_one(weights: Tensor) -> Tensor:
-    """Scale weights to a mean of 1 over the global batch, so that they do not change the size of the update.
+    """Scale weights to a mean of 1 over the global batch, which keeps the size of the update.
 
         w' = w * n / sum(w)
 
     Source: none; ROLL does so per micro-batch.
-    Use: after the product of the weights above, always.
+    Use: always, on the product of these weights.
 
     weights: float64 [n], of positive sum. Returns float64 [n].
     """

@@ -1,28 +1,23 @@
 """Extraction of a program from an answer and equality of outputs, for `rewards.code`. Standard library only.
 
 **The program.** Blocks are fenced by three or more backticks or tildes, as in Markdown. A fence may be indented or
-quoted (`>`), which its lines lose; a fence inside a string of the code does not end it. Text up to the last `</think>`
-and after an unclosed `<think>` is ignored. Only Python blocks count (`python`, `py`, `python3`, `Python`, `{.python}`,
-`python title="x"`, ...), else blocks that name no language. A last block without an end counts. Among several blocks
-the program is
+quoted (`>`), which its lines lose; one inside a string of the code does not end it. Text up to the last `</think>` and
+after an unclosed `<think>` is ignored. Python blocks count (`python`, `py`, `python3`, `{.python}`, `python title="x"`,
+...), without any those that name no language. A last block without an end counts. The program is the last block that
+defines a name which the tests mention and do not define, or without tests reads standard input; otherwise the last one
+that defines a function or a class; otherwise the last one.
 
-1. the last one that fits the task: it defines a name which the tests mention and do not define, or without tests reads
-   standard input. A usage example after it is left out.
-2. Otherwise the last one that defines a function or a class; otherwise the last one.
+Before it come earlier blocks that define a function, class, import or CONSTANT which it uses and lacks, or other
+functions which the tests mention, unless they read standard input. After a program that only defines functions comes
+the next block that calls them. (LiveCodeBench always takes the last block; verl and DeepCoder the last Python block.)
 
-It is preceded by earlier blocks that define a function, class, import or CONSTANT which it uses and does not define
-itself, or other functions which the tests mention, unless they read standard input. A program that only defines
-functions is followed by the next block that calls them. (LiveCodeBench always takes the last block; verl and DeepCoder
-the last Python block.)
-
-**Equality of outputs.** They are equal if they have the same words in each line. Spaces and tabs between words, and
-empty lines at the beginning and the end, do not count; capital letters and control characters do. Two words are equal
-if they are the same text, or plain decimal numbers (`-1.50`, `.5`, `1e-3`; digits 0 to 9 alone, no leading zeros, no
-underscores, neither inf nor nan) of the same value; whole numbers of more than 15 digits as text alone. If the expected
-number is a fraction or has an exponent, it may differ by half a unit of the last digit that it shows, up to `tolerance`
-(of numbers above 1: times the number); and always by `tolerance`, or that times the number where this is less. So 0 is
-neither `0.0000004` nor `1e-400`, and `0.333333` is `0.3333333333333333`. All this is computed exactly, in decimals:
-`12345678901234567.0` is not `12345678901234568`. (LiveCodeBench compares values: `tolerance=0`. APPS allows 1e-8 and
+**Equality of outputs.** They have the same words in each line. Spaces and tabs between words, and empty lines at the
+beginning and the end, do not count; capital letters and control characters do. Two words are equal if they are the same
+text, or plain decimal numbers (`-1.50`, `.5`, `1e-3`; digits 0 to 9, no leading zeros, no underscores, neither inf nor
+nan) of the same value; whole numbers of more than 15 digits as text alone. If the expected number is a fraction or has
+an exponent, it may differ by half a unit of its last digit, up to `tolerance` (above 1: times the number); and always
+by `tolerance`, or that times the number if less. So 0 is neither `0.0000004` nor `1e-400`, and `0.333333` is
+`0.3333333333333333`. Computed exactly, in decimals. (LiveCodeBench compares values: `tolerance=0`. APPS allows 1e-8 and
 1e-5 of it, Codeforces' checkers mostly 1e-6, absolute or relative.)
 
     program("```python\\nprint(input())\\n```")    # "print(input())\\n"
@@ -59,9 +54,9 @@ _EXACT = Context(prec=3000)
 
 
 def program(answer: str, tests: str = "") -> str | None:
-    """Return the program that an answer gives, None if it gives none.
+    """Return the program of an answer, if any.
 
-    `tests`: the text of its tests, with the name that they ask for; empty for a program that reads standard input.
+    tests: their text, with the name that they ask for; empty for a program that reads standard input.
     """
     # A program in the thoughts is a draft, not the answer.
     text = answer.replace("\r\n", "\n").rpartition("</think>")[2]
@@ -97,12 +92,10 @@ class _Block:
 
     @cached_property
     def named(self) -> set[str]:
-        """The functions and classes in it, methods included, even if it does not compile."""
         return set(_DEFINED.findall(self.code))
 
     @cached_property
     def assigned(self) -> set[str]:
-        """The variables at its top level."""
         return set(_ASSIGNED.findall(self.code))
 
     @cached_property
@@ -111,12 +104,10 @@ class _Block:
 
     @cached_property
     def defines(self) -> set[str]:
-        """The functions and classes at its top level."""
         return {node.name for node in self._tree.body if isinstance(node, _DEFINITIONS)}
 
     @cached_property
     def provides(self) -> set[str]:
-        """Functions, classes, imports and constants at its top level."""
         found = set(self.defines)
         for node in self._tree.body:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -127,7 +118,6 @@ class _Block:
 
     @cached_property
     def only_defines(self) -> bool:
-        """True if running it would have no effect."""
         kinds = (
             ast.FunctionDef,
             ast.AsyncFunctionDef,
@@ -141,7 +131,6 @@ class _Block:
 
     @cached_property
     def missing(self) -> set[str]:
-        """The names that it reads and that nothing in it defines."""
         used, known = set(), set(dir(builtins))
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Name):
@@ -185,7 +174,6 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _end(text: str, begin: int, fence: str) -> tuple[int, int]:
-    """Return where the code of a block ends, and where the text goes on after its closing fence."""
     mark = fence[0]
     closing = re.compile(rf"(?<!{mark}){mark}{{{len(fence)},}}[ \t]*$", re.MULTILINE)
     ends = []
@@ -212,7 +200,7 @@ def _unindented(code: str, before: str) -> str:
 
 
 def same_output(actual: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Return True if two outputs are equal by the rule above, in little memory even for long outputs."""
+    """Return True if two outputs are equal by the rule above."""
     if actual.strip(_BLANK) == expected.strip(_BLANK):
         return True
     # Iterators, not `split`: an answer may print megabytes, and the first difference ends the comparison.

@@ -1,4 +1,4 @@
-"""Command lines of all programs of the package. A mistake is one line with the likely intention, and exit code 2."""
+"""Command lines of all programs. A mistake is one line with the likely intention, and exit code 2."""
 
 import argparse
 import difflib
@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 from spmd_rl.base.errors import tell
 
 ALIKE = 0.7
-"""Similarity above which an unknown option counts as a mistyped known one."""
+"""Similarity above which an unknown option counts as mistyped."""
 
 
 def program(name: str) -> str:
-    """Return how the user has typed the start of this program: `spmd-rl doctor`, `python -m spmd_rl.rlvr`."""
+    """Return the start of this program as typed: `spmd-rl doctor`, `python -m spmd_rl.rlvr`."""
     words = sys.orig_argv
     if any(Path(word).name == "spmd-rl" for word in words[:3]):
         return f"spmd-rl {name}"
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         self._words: list[str] = []
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """Parse as the base class does, and remember the words for `error`."""
+        """Parse as the base class does; keep the words for `error`."""
         self._words = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(self._words, namespace)
 
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2)
 
     def told(self, message: str) -> str:
-        """Return an `argparse` message in the package's style, with a hint for each unknown option."""
+        """Return an `argparse` message in our style, with a hint for each unknown option."""
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown == message:
             return message.removeprefix("argument ")
@@ -58,12 +58,12 @@ class Parser(argparse.ArgumentParser):
         return self.unknown(name, value if equals else "".join(w for w in following if not w.startswith("--")))
 
     def unknown(self, name: str, value: str) -> str:
-        """Return the message for an option that resembles none of ours, and for its value."""
+        """Return the message for an option that resembles none of ours."""
         return f"{name}: unknown option; --help lists all"
 
 
 def at_least(least: float, kind: type = int) -> Callable[[str], Any]:
-    """Return a `type` for an option whose value is a finite number of at least `least`."""
+    """Return an option's `type`: a finite number of at least `least`."""
 
     def read(text: str) -> Any:
         try:

@@ -1,11 +1,11 @@
 """Addresses and CURVE keys of sidecar hosts: who may reach one. `python -m spmd_rl sidecar_keys` makes the keys.
 
-    DIR/server.secret  DIR/allowed                      the host's: its own key, and the public keys that it serves
-    DIR/client.secret  DIR/server.public                the ranks': their own key, and the only host that they talk to
+    DIR/server.secret  DIR/allowed                      the host's key, and the public keys that it serves
+    DIR/client.secret  DIR/server.public                the ranks' key, and their host's
     DIR/<node>/client.secret  DIR/<node>/server.public  another client's, the only part of DIR that it needs
 
 CURVE (CurveZMQ, ZeroMQ RFC 26) encrypts the traffic and proves each side's key to the other. A key is 40 characters of
-Z85. The host's check of the list is `Authenticator` in `sidecar/sockets.py`.
+Z85.
 """
 
 import ipaddress
@@ -23,9 +23,9 @@ from spmd_rl.base.errors import UserError
 SERVER_SECRET, SERVER_PUBLIC, CLIENT_SECRET, ALLOWED = "server.secret", "server.public", "client.secret", "allowed"
 ZAP_DOMAIN = b"sidecar"
 HANDSHAKE_MS = 5_000
-"""A connection that has not proved its key after this time is closed."""
+"""Limit of a connection without a proved key."""
 LOST_MS = 10_000
-"""Over TCP: a connection whose peer confirms nothing for this long is closed."""
+"""Limit of a TCP connection whose peer confirms nothing."""
 _TCP = re.compile(r"tcp://(\*|\[[^]]+]|[0-9.]+)(?::(\d{1,5}))?")
 
 
@@ -55,18 +55,18 @@ def check_connect(key: str, address: str) -> None:
 
 
 def on_loopback(address: str) -> bool:
-    """Return whether a TCP address can be reached from this machine alone."""
+    """Return True if only this machine can reach a TCP address."""
     match = _TCP.fullmatch(address)
     return match is not None and is_address(match[1]) and ipaddress.ip_address(match[1].strip("[]")).is_loopback
 
 
 def local_address(bind: str) -> str:
-    """Return the address at which a process of this machine reaches what listens at `bind`."""
+    """Return the address of `bind` for processes of this machine."""
     return bind.replace("//*:", "//127.0.0.1:").replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def is_address(text: str) -> bool:
-    """Return whether a text is an IP address, in brackets or not."""
+    """Return True for an IP address, in brackets or not."""
     try:
         ipaddress.ip_address(text.strip("[]"))
     except ValueError:
@@ -80,7 +80,7 @@ class HostKeys:
 
     secret: bytes
     allowed: dict[bytes, str]
-    """The clients' names by public key (32 raw bytes)."""
+    """Clients' names by public key (32 raw bytes)."""
 
     @classmethod
     def load(cls, directory: str | Path, key: str = "sidecar.keys") -> "HostKeys":
@@ -122,18 +122,16 @@ class ClientKeys:
         return cls(server, _read_key(Path(directory, CLIENT_SECRET), key, private=True))
 
     def secure(self, dealer: zmq.Socket) -> None:
-        """Make the socket talk only to the host that holds the server key. Call it before `connect`."""
+        """Make the socket talk only to the host with the server key. Call it before `connect`."""
         dealer.setsockopt(zmq.CURVE_SERVERKEY, self.server)
         dealer.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self.secret))
         dealer.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
 
 
 def limit_connection(socket: zmq.Socket, address: str) -> None:
-    """Close connections whose peer stalls or is gone. Call it before `bind` or `connect`.
-
-    The kernel's timeouts take the place of libzmq's heartbeats: those abort the process when one is due on a connection
-    that was lost while its input had stopped (`!_io_error` in `stream_engine_base.cpp`).
-    """
+    """Close connections whose peer stalls or is gone. Call it before `bind` or `connect`."""
+    # The kernel's timeouts, not libzmq's heartbeats: those abort the process when one is due on a connection that was
+    # lost while its input had stopped (`!_io_error` in `stream_engine_base.cpp`).
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     if address.startswith("tcp://"):
         socket.setsockopt(zmq.IPV6, int("[" in address))
@@ -161,7 +159,6 @@ def _read(path: Path, key: str, private: bool) -> str:
 
 
 def _key(text: str, where: str) -> bytes:
-    """Return the 40 characters of a key, as libzmq takes them. UserError if the text is no key."""
     try:
         if len(text) == 40 and len(z85.decode(text.encode("ascii"))) == 32:
             return text.encode("ascii")

@@ -11,7 +11,7 @@ _stand_in: list[str] = []
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on `device`; from the CPU it goes through pinned memory, so that the call does not block."""
+    """Return the tensor on `device`; from the CPU through pinned memory, so that the call does not block."""
     if tensor.is_cpu and device.type != "cpu" and torch.accelerator.is_available():
         # A copy from pageable memory synchronises with the device even with `non_blocking=True`.
         tensor = tensor.pin_memory()
@@ -19,13 +19,13 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def kind(device: torch.device) -> str:
-    """Return the type of a device, by which kernels and the sizes of buffers are chosen: `cpu`, `cuda`, ..."""
+    """Return a device's type, by which kernels and sizes of buffers are chosen: `cpu`, `cuda`, ..."""
     return _stand_in[-1] if _stand_in and device.type == "cpu" else device.type
 
 
 @contextmanager
 def cpu_as(device: str) -> Iterator[None]:
-    """Let `kind` of the CPU be `device` within the block: for tensors without content that are never computed."""
+    """Let `kind` of the CPU be `device` inside: for tensors that are never computed."""
     _stand_in.append(device)
     try:
         yield

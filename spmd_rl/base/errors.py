@@ -1,7 +1,7 @@
 """The errors of a run. The author of the mistake decides what happens:
 
-* `UserError`: a setting, a file or a row is wrong. One clear line naming the key, file or line; exit code 2.
-* A sample's mistake is no exception: it is a `Verdict` (see `types`).
+* `UserError`: a setting, a file or a row is wrong. One line naming the key, file or line; exit code 2.
+* A sample's mistake is a `Verdict` (see `types`).
 * `RunFailed`: the run cannot continue (error budget spent, weights differ after a publish). One line; exit code 1.
 * Our own mistake is an `assert` and keeps its traceback.
 """
@@ -17,7 +17,7 @@ from typing import TextIO
 
 MAX_CHARACTERS = 300
 MAX_TRACEBACK = 8_000
-"""Maximum length of a traceback that is kept: its beginning and its end."""
+"""Limit of a kept traceback: its beginning and end."""
 
 
 class _Reported(Exception):
@@ -28,7 +28,7 @@ class _Reported(Exception):
 
 
 class UserError(_Reported, ValueError):
-    """A user's mistake. The message is one line that names the key, file or line to correct. Exit code 2."""
+    """A user's mistake: one line that names the key, file or line to correct. Exit code 2."""
 
 
 class Disagreement(UserError):
@@ -36,11 +36,11 @@ class Disagreement(UserError):
 
 
 class RunFailed(_Reported, RuntimeError):
-    """The run stops for a reason it can name in one line, and resumes from its last checkpoint. Exit code 1."""
+    """The reason, in one line, why the run stops; it resumes from its last checkpoint. Exit code 1."""
 
 
 class Stopped(Exception):
-    """The run saved a step and ended because a signal asked for it. Exit code 128 and the signal's number."""
+    """The end of a run that saved a step, on a signal. Exit code 128 and the signal's number."""
 
     def __init__(self, signum: int, step: int) -> None:
         super().__init__(f"{Signals(signum).name}: stopped after step {step}, which is saved")
@@ -55,7 +55,7 @@ def one_line(error: BaseException | str) -> str:
 
 
 def printable(text: str, lines: bool = True) -> str:
-    """Return a text in which characters that a terminal would act on, or cannot show, are escaped.
+    """Return a text with characters escaped that a terminal would act on, or cannot show.
 
     lines: keep line breaks. Without it, a text from outside cannot pass for a line of ours.
     """
@@ -64,12 +64,12 @@ def printable(text: str, lines: bool = True) -> str:
 
 
 def tell(text: str, lines: bool = False, file: TextIO | None = None) -> None:
-    """Print a text at once, made printable, on stderr or another stream: a single line unless it may have several."""
+    """Print a text at once, made printable, on stderr or another stream: a single line unless `lines`."""
     print(printable(text, lines), file=file or sys.stderr, flush=True)
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> str:
-    """Return rows of cells as lines with aligned columns. right: columns that are aligned to the right."""
+    """Return rows of cells as aligned lines. right: columns aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     pads = [str.rjust if i in right else str.ljust for i in range(len(widths))]
     cells = [[pad(cell, n) for pad, cell, n in zip(pads, row, widths, strict=True)] for row in rows]
@@ -82,7 +82,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in seconds. Example: `4 min 10 s`."""
+    """Format a duration in seconds: `4 min 10 s`."""
     whole = round(seconds)
     if whole < 100:
         return f"{seconds:.1f} s"
@@ -92,18 +92,17 @@ def duration(seconds: float) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return a user's mistake as text: file and reason of an `OSError`, without its number, else the message."""
+    """Return a user's mistake as text: an `OSError`'s file and reason, else the message."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) or type(error).__name__
 
 
 def located(error: BaseException) -> str:
-    """Return an exception on one line, after the file and line of the user's code where it was raised.
+    """Return an exception on one line, after the user's file and line: `my_reward.py:12: ValueError: no number`.
 
-    This is the innermost frame outside of this package and of installed packages, else the innermost one outside of
-    this package: `my_reward.py:12: ValueError: no number`. An exception with `names_its_place` is printed without a
-    place.
+    The place is the innermost frame outside of this package and of installed packages, else outside of this package. An
+    exception with `names_its_place` is printed without it.
     """
     if getattr(error, "names_its_place", False):
         return one_line(str(error))
@@ -115,7 +114,7 @@ def located(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an exception from the user's code on, in at most `MAX_TRACEBACK` characters."""
+    """Return an exception's traceback from the user's code on, in at most `MAX_TRACEBACK` characters."""
     tb = error.__traceback__
     # The frames of this package say nothing about a mistake in the user's code.
     while tb is not None and _is_ours(tb.tb_frame.f_code.co_filename):

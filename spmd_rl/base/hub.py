@@ -1,13 +1,9 @@
 """Models of the Hugging Face hub: `policy.model=Qwen/Qwen2.5-0.5B-Instruct`; `@REVISION` adds a branch, tag or commit.
 
-    name = fetch_config("policy.model", name)  # small files; returns the name with its resolved commit
-    fetch_weights("policy.model", name)
-    folder = model_folder(name)                # the snapshot's folder; no network
-
 Complete snapshots in the cache (`HF_HOME`) are used without network access; `hf download ORG/NAME` fetches newer ones.
 On each node local rank 0 downloads and the others wait; nodes that share a cache wait at the hub's file locks. Small
 files come first, so the architecture is known before weights are fetched, and a snapshot with weights is complete.
-Nothing that is stored as a pickle is downloaded.
+Pickles are never downloaded.
 """
 
 import json
@@ -21,7 +17,7 @@ from pathlib import Path
 from spmd_rl.base.errors import UserError, one_line
 
 PREFIX = "hf:"
-"""Prefix that marks a name of the hub even if it looks like a path"""
+"""Marks a name of the hub even if it looks like a path"""
 HUB_ID = re.compile(r"(?!.*(--|\.\.))(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 CANONICAL_ID = re.compile(r"(?P<repo>\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 """Names without an owner, such as `gpt2`, valid only after `hf:`"""
@@ -42,9 +38,9 @@ POLL_SECONDS = 0.5
 
 
 def hub_id(name: str) -> tuple[str, str | None] | None:
-    """Return the repository and revision of a model's name, or None for a path of this machine.
+    """Return a model name's repository and revision, or None for a path.
 
-    A path that exists, or whose first folder does, is never read as a name of the hub, except with `hf:`.
+    A path that exists, or whose first folder does, is no name of the hub, except with `hf:`.
     """
     text = name.removeprefix(PREFIX)
     found = HUB_ID.fullmatch(text) or (CANONICAL_ID.fullmatch(text) if text != name else None)
@@ -61,13 +57,13 @@ class HubDataset:
     revision: str | None
     config: str | None
     split: str | None
-    """Split in the syntax of `datasets`: `train`, `test[:100]`, `train[:10%]`"""
+    """`train`, `test[:100]`, `train[:10%]`, in the syntax of `datasets`"""
 
 
 def hub_dataset(source: str) -> HubDataset | None:
     """Parse `[hf:]ORG/NAME[@REVISION][:CONFIG][:SPLIT]`; return None for files of this machine.
 
-    Existing paths, and names of data files, are never read as a name of the hub, except with `hf:`.
+    Existing paths, and names of data files, are no names of the hub, except with `hf:`.
     """
     found = DATASET.fullmatch(source.removeprefix(PREFIX))
     if found is None:
@@ -83,9 +79,8 @@ def hub_dataset(source: str) -> HubDataset | None:
 
 
 def model_folder(name: str | Path) -> Path:
-    """Return the directory of a model: a path unchanged (it need not exist), a name of the hub as its cached snapshot.
-
-    UserError if the cache does not hold the snapshot.
+    """Return a model's directory: a path unchanged (it need not exist), a name of the hub as its cached snapshot.
+    UserError if it is not cached.
     """
     found = hub_id(str(name))
     if found is None:
@@ -97,10 +92,10 @@ def model_folder(name: str | Path) -> Path:
 
 
 def fetch_config(key: str, name: str, wait: bool = False) -> str:
-    """Download the small files of a model and return its name with the resolved commit; return a path unchanged.
+    """Download a model's small files and return its name with the resolved commit; return a path unchanged.
 
-    `wait`: wait until another process has downloaded the weights too. UserError, in one line that names the setting
-    `key`, if the hub has no such model or cannot be reached.
+    `wait`: until another process has downloaded the weights too. UserError, which names the setting `key`, if the hub
+    has no such model or cannot be reached.
     """
     found = hub_id(name)
     if found is None:
@@ -113,7 +108,7 @@ def fetch_config(key: str, name: str, wait: bool = False) -> str:
 
 
 def fetch_weights(key: str, name: str) -> None:
-    """Download the weights of a model of the hub, unless they are cached. Errors are those of `fetch_config`."""
+    """Download a model's weights, unless cached. Errors as in `fetch_config`."""
     found = hub_id(name)
     if found is not None and not _cached(*found):
         _download(key, *found, ALL_FILES)
@@ -144,7 +139,7 @@ def _cached(repo: str, revision: str | None, patterns: Sequence[str] = ALL_FILES
 
 
 def _download(key: str, repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Complete a snapshot. UserError, in one line with a remedy, for all errors of the hub's client."""
+    """Complete a snapshot. UserError with a remedy for all errors of the hub's client."""
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import disable_progress_bars
 
@@ -168,7 +163,7 @@ def _download(key: str, repo: str, revision: str | None, patterns: Sequence[str]
 
 
 def http_error() -> type[Exception]:
-    """Return the base of all errors of the HTTP library that this version of the hub's client is built on."""
+    """Return the base of all errors of the HTTP library of this version of the hub's client."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return HfHubHTTPError.__bases__[0]

@@ -1,4 +1,4 @@
-"""Pictures as PNG files and `data:` URLs, written with zlib alone. Videos are animated PNGs, which browsers play."""
+"""Pictures as PNG files and `data:` URLs, written with zlib alone. Videos are animated PNGs."""
 
 import base64
 import struct
@@ -10,7 +10,7 @@ URL = "data:image/png;base64,"
 
 
 def encode_png(frames: Sequence[bytes], width: int, height: int, fps: int = 8) -> bytes:
-    """Return the PNG of 8-bit RGB frames, each of height x width x 3 bytes; animated if there are several."""
+    """Return the PNG of 8-bit RGB frames, height x width x 3 bytes each; animated if there are several."""
     parts = [SIGNATURE, _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))]
     if len(frames) > 1:
         parts.append(_chunk(b"acTL", struct.pack(">II", len(frames), 0)))
@@ -31,7 +31,7 @@ def encode_png(frames: Sequence[bytes], width: int, height: int, fps: int = 8) -
 
 
 def data_url(png: bytes) -> str:
-    """Return a PNG as text, as rewarders get a picture and a page shows it."""
+    """Return a PNG as text for rewarders and pages."""
     return URL + base64.b64encode(png).decode()
 
 

@@ -1,7 +1,4 @@
-"""Processes: death with the parent, reaping, open files, error reports for torchrun. Standard library only.
-
-die_with_parent(parent_pid)  # first line of the child's main
-"""
+"""Processes: death with the parent, reaping, open files, error reports for torchrun. Standard library only."""
 
 import contextlib
 import ctypes
@@ -21,22 +18,20 @@ from typing import TypeVar
 
 RETURNED = "returned"
 LAUNCHER = "SPMD_RL_NODE"
-"""Variable with the process id of `python -m spmd_rl node`, where it started this rank's torchrun."""
+"""Process id of `python -m spmd_rl node`, if it started this rank's torchrun."""
 T = TypeVar("T")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Let the kernel SIGKILL this process as soon as its parent is gone.
+    """Let the kernel SIGKILL this process once its parent, of pid `parent` if known, is gone. No-op except on Linux.
 
-    `parent` is the pid of the process that started this one, if it is known: if that process died before this call, the
-    kernel would never send the signal, so this process ends at once. Without it, a parent with pid 1 is not taken for
-    an orphan's (in a container it may well be the starter). The signal follows the parent's *thread* that forked, so
-    the starter must fork from a thread that lives as long as itself. OSError if the kernel refuses. Does nothing on
-    systems other than Linux.
+    The signal follows the parent's *thread* that forked, so the starter must fork from a thread that lives as long as
+    itself. OSError if the kernel refuses.
     """
     if sys.platform != "linux":
         return
+    # Without `parent`, a parent with pid 1 is not taken for an orphan's: in a container it may be the starter.
     before = os.getppid() if parent is None else parent
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have died before prctl: the kernel would then never send the signal.
@@ -50,7 +45,7 @@ def adopt_orphans() -> None:
 
 
 def kill_children() -> None:
-    """Kill and reap until this process has no children. With `adopt_orphans` this includes orphaned descendants."""
+    """Kill and reap until this process has no children, orphans of `adopt_orphans` included."""
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     while pids := children.read_text().split():
         for pid in map(int, pids):
@@ -61,7 +56,7 @@ def kill_children() -> None:
 
 
 def raise_open_files() -> None:
-    """Raise this process's limit of open files to the maximum: connections and workers need one or more each."""
+    """Raise this process's limit of open files to the maximum."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (1 << 20 if hard == resource.RLIM_INFINITY else hard, hard))
@@ -79,7 +74,7 @@ def running(pid: int) -> bool:
 
 
 class Overtime(BaseException):
-    """The error at a deadline. No `Exception`, so that the slow code does not handle it."""
+    """The error at a deadline. No `Exception`, so that slow code does not handle it."""
 
 
 @contextlib.contextmanager
@@ -98,11 +93,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def in_background(name: str, work: Callable[[], T]) -> Future[T]:
-    """Run `work` on a new thread, and return its future.
-
-    Unlike a pool's thread it never keeps the interpreter from ending, even if the caller forgets to close its
-    resources.
-    """
+    """Run `work` on a new daemon thread, and return its future."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -117,10 +108,9 @@ def in_background(name: str, work: Callable[[], T]) -> Future[T]:
 
 
 def contained(work: Callable[[Callable[[str], None]], None], seconds: float) -> tuple[list[str], str]:
-    """Run `work(say)` in a forked process; return the lines that it said and how it ended.
+    """Run `work(say)` in a forked process; return the lines that it said and why it failed, or an empty string.
 
-    The end is an empty string if `work` returned, else a reason in a few words. `work` may exit, hang, kill itself or
-    start processes, and what it leaves running is killed. Call it before there are threads.
+    `work` may exit, hang, kill itself or start processes, which are killed. Call it before there are threads.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -182,10 +172,7 @@ def _final() -> Iterator[None]:
 
 
 def tell_torchrun(text: str) -> None:
-    """Write why this process fails to torchrun's error file, in torchrun's format.
-
-    Its own report then shows `text`. Without torchrun, or if the file cannot be written, nothing happens.
-    """
+    """Write why this process fails to torchrun's error file, if any, so that its report shows `text`."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):

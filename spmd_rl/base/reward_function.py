@@ -5,9 +5,9 @@
     def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...  # verl's
     def reward(completions, ground_truth, **kwargs): ...  # TRL's: many answers, a list of numbers
 
-A parameter may also be a key of `reward.<domain>.args`, or a service (`http`, `sandbox`). A function with the parameter
-`completions` is called as TRL calls it: `prompts` and `completions` are lists of messages, and every other parameter is
-a list of the rows' values; `**kwargs` gets all that every row has. Standard library only.
+A parameter may also be a key of `reward.<domain>.args`, or a service (`http`, `sandbox`). With TRL's parameter
+`completions`, `prompts` and `completions` are lists of messages, and every other parameter is a list of the rows'
+values; `**kwargs` gets all that every row has. Standard library only.
 """
 
 import inspect
@@ -28,7 +28,7 @@ VALUES: Mapping[str, Callable[[Prompt, str, AnswerInfo], Any]] = {
     "extra": lambda prompt, answer, info: prompt.extra,
     "extra_info": lambda prompt, answer, info: prompt.extra.get("extra_info", prompt.extra),
 }
-"""Values of parameters, by the parameter's name."""
+"""Values of parameters, by name."""
 TRL = "completions"
 
 
@@ -36,7 +36,7 @@ class FunctionReward:
     """The rewarder of a function of one answer. `score` is `async` if the function is."""
 
     def __init__(self, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-        """`given`: the arguments that are always the same. TypeError, which names the parameter, for an unknown one."""
+        """given: the constant arguments. TypeError, which names the parameter, for an unknown one."""
         names = _names(function, given)
         if not names:
             raise TypeError(f"it has no parameter for the answer: known are {', '.join(VALUES)}")
@@ -70,7 +70,7 @@ class BatchFunctionReward:
     """The rewarder of a function of many answers, with TRL's parameters."""
 
     def __init__(self, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-        """`given`: as in `FunctionReward`. TypeError for an `async` function."""
+        """given: as in `FunctionReward`. TypeError for an `async` function."""
         if is_async(function):
             raise TypeError(f"with `{TRL}` it must be a plain `def`; async def needs one answer: `completion`")
         self._function, self._given = function, given
@@ -79,7 +79,7 @@ class BatchFunctionReward:
         self._takes_prompts = self._takes_all or "prompts" in inspect.signature(function).parameters
 
     def score_batch(self, prompts: Sequence[Prompt], answers: Sequence[str], infos: Sequence[AnswerInfo]) -> Any:
-        """Score all answers in one call. KeyError where a row lacks what a parameter asks for."""
+        """Score all answers in one call. KeyError if a row lacks a parameter."""
         names = set(self._columns)
         if self._takes_all:
             # TRL passes columns as lists, so a column must exist in all rows of the batch.
@@ -93,7 +93,7 @@ class BatchFunctionReward:
 
 
 def reward_of(function: Callable[..., Any], given: Mapping[str, Any]) -> FunctionReward | BatchFunctionReward:
-    """Return the rewarder of a function; `given` are the arguments that are always the same."""
+    """Return the rewarder of a function; given: the constant arguments."""
     # Raises TypeError for an argument that the function does not take.
     inspect.signature(function).bind_partial(**given)
     takes_many = TRL in inspect.signature(function).parameters
@@ -101,12 +101,12 @@ def reward_of(function: Callable[..., Any], given: Mapping[str, Any]) -> Functio
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return True if calling it gives an awaitable; `function` may be an object with `__call__`."""
+    """Return True if a function, or an object's `__call__`, gives an awaitable."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _names(function: Callable[..., Any], given: Mapping[str, Any]) -> list[str]:
-    """Return the parameters to fill in for each answer: required ones, and optional ones with a known name."""
+    """Return the parameters to fill in: required ones, and optional ones with a known name."""
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in given]
     plain = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     return [p.name for p in plain if p.default is p.empty or p.name in VALUES]

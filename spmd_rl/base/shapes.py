@@ -5,5 +5,5 @@ COLOURS = ("red", "green", "blue")
 
 
 def words_of(count: int, colour: str) -> str:
-    """Return the prompt of a picture with this number of squares in this colour."""
+    """Return the prompt of a picture with these squares."""
     return f"{COUNTS[count - 1]} {colour} square{'s' * (count > 1)}"

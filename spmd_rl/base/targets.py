@@ -1,7 +1,7 @@
 """Plug-ins that settings name as `module:Class` or `module:function`: imported, checked, built. Standard library only.
 
-A user's file on PYTHONPATH plugs in like one of our own packages, and takes precedence. The checks of settings build
-each plug-in once to find mistakes early; a worker builds those that do the work.
+A user's file on PYTHONPATH takes precedence over our packages. Each plug-in is built once to find mistakes early; a
+worker builds those that do the work.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ from spmd_rl.base.reward_function import reward_of
 from spmd_rl.bundled import PLUGINS
 
 SERVICES = frozenset({"sandbox", "http", "url", "embed"})
-"""Names of constructor parameters that request services of a sidecar (`sidecar/services.py`)."""
+"""Constructor parameters that request services of a sidecar (`sidecar/services.py`)."""
 UNPROVIDED: Mapping[str, Callable[[], Any]] = {"sandbox": lambda: None, "http": lambda: None}
-"""Placeholders for services, for plug-ins that are built only as a check."""
+"""Placeholders for plug-ins that are built only as a check."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,8 @@ class PluginKind:
     """The requirements of a kind of plug-in."""
 
     verbs: tuple[str, ...]
-    """Names of the plug-in's methods."""
     needs_all: bool
-    """True if all of these methods are required, False if one suffices."""
+    """True if all methods are required, False if one suffices."""
     of_function: Callable[[Callable[..., Any], Mapping[str, Any]], Any]
     """Factory for a plug-in that is a function; gets the function and its arguments."""
 
@@ -57,7 +56,7 @@ ENVIRONMENT = PluginKind(("reset", "step"), needs_all=True, of_function=_made_by
 
 
 def import_target(key: str, target: str) -> Callable[..., Any]:
-    """Import the class or function that the setting `key` names. UserError, in one line, if that fails."""
+    """Import the class or function that the setting `key` names. UserError if that fails."""
     module_name, name, file, found = _import(key, target)
     if not callable(found):
         line = f"{key}: {target} cannot be imported: {module_name} has no class {name} and no such function"
@@ -66,7 +65,7 @@ def import_target(key: str, target: str) -> Callable[..., Any]:
 
 
 def import_coroutine(key: str, target: str) -> Callable[[Any], Coroutine[Any, Any, Any]]:
-    """Import the one-argument `async def` that settings key `key` names. UserError, in one line, if it is missing."""
+    """Import the one-argument `async def` that the setting `key` names. UserError if it is missing."""
     module_name, name, file, found = _import(key, target)
     if not inspect.iscoroutinefunction(found):
         raise UserError(f"{key}: {target} cannot be used: {module_name} has no `async def {name}` ({file})")
@@ -78,7 +77,6 @@ def import_coroutine(key: str, target: str) -> Callable[[Any], Coroutine[Any, An
 
 
 def _import(key: str, target: str) -> tuple[str, str, str, Any]:
-    """Return module name, name, the module's file, and the module's attribute of that name, or None."""
     module_name, _, name = target.partition(":")
     if module_name.endswith(".py") or "/" in module_name:
         module = module_name.removesuffix(".py").rpartition("/")[2]
@@ -97,13 +95,12 @@ def _import(key: str, target: str) -> tuple[str, str, str, Any]:
 
 
 def _found_as(module: str) -> str:
-    """Return the import name of a module that settings name: the user's own, else the bundled one's."""
     ours = f"spmd_rl.bundled.{module}"
     return ours if module.partition(".")[0] in PLUGINS and not _is_there(module) and _is_there(ours) else module
 
 
 def _is_there(module: str) -> bool:
-    """Return True if a module can be found. Runs the packages above it, as an import does, but no other code."""
+    # This runs the packages above the module, but no other code.
     inside: Any = ()
     for name in accumulate(module.split("."), "{}.{}".format):
         spec = importlib.util.find_spec(name) if inside is not None else None
@@ -114,7 +111,6 @@ def _is_there(module: str) -> bool:
 
 
 def _places(module: str) -> str:
-    """Return the searched folders as text, without Python's own."""
     folders = (entry or "." for entry in sys.path if not entry.startswith((sys.prefix, sys.base_prefix)))
     ours = ["spmd_rl itself"] if module.partition(".")[0] in PLUGINS else []
     there = dict.fromkeys(folder for folder in folders if Path(folder).is_dir())
@@ -128,11 +124,11 @@ def build_target(
     kind: PluginKind = REWARDER,
     services: Mapping[str, Callable[[], Any]] = UNPROVIDED,
 ) -> Any:
-    """Build what `<section>.target` names, with `<section>.args` and the services that it asks for by parameter name.
+    """Build `<section>.target` with `<section>.args` and the services that it asks for by parameter name.
 
-    `services` holds a factory for each service; a constructor parameter named `services` gets the factories themselves,
-    one named `build` this function with the same services: `build(section, target, args)`. A function in place of a
-    class gets all these as its arguments. UserError, in one line, if the target is not of this kind or cannot be built.
+    `services` holds factories; a constructor parameter `services` gets the factories themselves, one named `build` this
+    function with the same services: `build(section, target, args)`. A function in place of a class gets all these as
+    its arguments. UserError if the target is not of this kind or cannot be built.
     """
     key = f"{section}.target"
     constructor = import_target(key, target)
@@ -160,10 +156,7 @@ def build_target(
 
 
 def start_target(section: str, target: str, built: Any) -> None:
-    """Call a plug-in's `start()`, if it has one, in the process where it will work: it loads what is heavy.
-
-    UserError, in one line, if it raises.
-    """
+    """Call a plug-in's `start()`, if any, in the process where it will work. UserError if it raises."""
     if hasattr(built, "start"):
         with _user_code(f"{section}.target: {target} cannot start"):
             built.start()
@@ -186,7 +179,7 @@ def guarded(function: Callable[..., Any], line: str, given: Mapping[str, Any]) -
 
 
 def source_digest(target: str) -> str:
-    """Return a digest of the file of the module in `module:name`; empty if there is no file."""
+    """Return a digest of the module's file in `module:name`; empty without a file."""
     try:
         spec = importlib.util.find_spec(_found_as(target.partition(":")[0]))
     except (ImportError, ValueError):
@@ -199,7 +192,7 @@ def source_digest(target: str) -> str:
 
 @contextmanager
 def _user_code(line: str) -> Iterator[None]:
-    """Turn every exception of a user's import or constructor into a UserError: `line`, then the cause."""
+    """Turn exceptions of a user's import or constructor into a UserError: `line`, then the cause."""
     try:
         yield
     except UserError as error:
@@ -210,7 +203,6 @@ def _user_code(line: str) -> Iterator[None]:
 
 
 def _unknown(constructor: Callable[..., Any], args: Mapping[str, Any]) -> str:
-    """Return the first of `args` without a parameter of a class or function, or an empty string."""
     parameters = inspect.signature(constructor).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return ""

@@ -1,15 +1,9 @@
-"""Lines on stderr while something takes long: early enough to calm a user, rare enough to be read.
+"""Lines on stderr while something takes long.
 
 message = WaitMessage(world.rank)
 while not done():
-    message("waiting for 14 verdicts (math)")  # in every round
+    message("waiting for 14 verdicts (math)")
 message.over()
-
-with waiting("waiting for 2 ranks", world.rank):  # where there is no round
-    connect()
-
-with phase("reading the prompts"):  # of a command that only prints: "reading the prompts ..."
-    prompts = Prompts.load(cfg.data)
 """
 
 import os
@@ -22,9 +16,9 @@ from typing import ClassVar
 from spmd_rl.base.errors import tell
 
 FIRST_SECONDS, EVERY_SECONDS = 20.0, 30.0
-"""Seconds before the first line, and between two lines."""
+"""Time before the first line, and between two lines."""
 QUIET_SECONDS, LEAST_SECONDS = 2.0, 0.2
-"""Age in seconds of the command, and of the phase, before a line of `phase`."""
+"""Ages of the command, and of the phase, before a line of `phase`."""
 BEGAN = time.monotonic()
 
 
@@ -32,7 +26,7 @@ class WaitMessage:
     """A wait's message, printed on rank 0 alone. The clock starts with the first call after `over`."""
 
     is_open: ClassVar[bool] = False
-    """True during such a wait in this process, so that other code does not print the same."""
+    """True during such a wait in this process."""
 
     def __init__(self, rank: int, first: float = FIRST_SECONDS, every: float = EVERY_SECONDS) -> None:
         self._silent, self._first, self._every = rank != 0, first, every
@@ -40,7 +34,7 @@ class WaitMessage:
         self._next = 0.0
 
     def __call__(self, text: str) -> None:
-        """Print the text and the seconds waited, if a line is due."""
+        """Print the text and the seconds waited, if due."""
         now = time.monotonic()
         if self._since is None:
             self._since, self._next = now, now + self._first
@@ -77,9 +71,9 @@ def waiting(text: str, rank: int, first: float = FIRST_SECONDS) -> Iterator[None
 
 @contextmanager
 def phase(text: str, speaks: bool | None = None) -> Iterator[None]:
-    """Print the text as soon as the command is two seconds old, if this phase is still active then.
+    """Print the text once the command is two seconds old, if this phase is still active.
 
-    speaks: True if this process prints; by default rank 0 does.
+    speaks: True if this process prints; default: rank 0.
     """
     wait = max(LEAST_SECONDS, BEGAN + QUIET_SECONDS - time.monotonic())
     timer = threading.Timer(wait, tell, (f"{text} ...",))

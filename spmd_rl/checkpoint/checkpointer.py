@@ -1,10 +1,10 @@
 """`Checkpointer`: saves and restores all roles and everything `Stateful` together, or not at all.
 
-Trainer ranks make the same calls; rank 0 alone writes the manifest. Errors that one rank alone can see (a full disk, a
-torn file) are gathered before any rank acts on them, so that all ranks save, resume or stop together.
+Trainer ranks make the same calls; rank 0 writes the manifest. Errors of one rank (a full disk, a torn file) are
+gathered before any rank acts on them, so that all ranks save, resume or stop together.
 
-With `checkpoint.overlap` a save copies tensors to the host and returns. They are written while the next step runs, and
-the checkpoint is sealed after that step. Until then the previous one is the newest.
+With `checkpoint.overlap` a save copies tensors to the host and returns. They are written while the next step runs,
+after which the checkpoint is sealed. Until then the previous one is the newest.
 """
 
 import hashlib
@@ -33,22 +33,20 @@ POLL_SECONDS = 1.0
 
 
 class Unsealed(Generic[T]):
-    """A checkpoint in progress, invalid for readers until all ranks have sealed it with a manifest.
-
-    The writing thread meets no other rank. Its work is no progress of the run during training, or it would hide a hang;
-    it is progress while the run waits for it.
-    """
+    """A checkpoint in progress, invalid for readers until all ranks have sealed it with a manifest."""
 
     def __init__(self, step: int, temporary: Path, write: Callable[[Callable[[], object]], T]) -> None:
-        """Start `write`, which calls its argument after each part of its work."""
+        """write: called with a function that it calls after each part."""
         self.step, self.temporary, self._moved = step, temporary, 0
+        # The thread's work is no progress of the run during training, or it would hide a hang; it is while the run
+        # waits for it.
         self._written = in_background("checkpoint", lambda: write(self._move))
 
     def _move(self) -> None:
         self._moved += 1
 
     def result(self, on_progress: Callable[[], object]) -> T:
-        """Wait for `write` and return its result, or raise its exception; call `on_progress` after each part."""
+        """Wait for `write`; return its result or raise its exception. on_progress: called after each part."""
         seen = self._moved
         # Polled, so that a write that makes progress is no stall, and one that hangs is.
         while not wait([self._written], POLL_SECONDS).done:
@@ -59,11 +57,11 @@ class Unsealed(Generic[T]):
 
 
 STATE = "state.json"
-"""File of a checkpoint that holds everything but tensors."""
+"""File of everything but tensors."""
 
 
 Hashed = list[tuple[str, int, str]]
-"""Files that a rank wrote: relative path, size in bytes and hash of each."""
+"""(relative path, bytes, hash) of the files that a rank wrote."""
 
 
 class Stateful(Protocol):
@@ -74,14 +72,14 @@ class Stateful(Protocol):
         ...
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """[all] Restore the values that `state` returned."""
+        """[all] Restore the values of `state`."""
         ...
 
 
 class Checkpointer:
-    """The checkpoints of one run: when they are saved, and which one is restored.
+    """The checkpoints of one run.
 
-    Example: `Checkpointer(cfg.checkpoint, run_dir, world, {"policy": policy}, {"rollouts": rollouts, "track": track})`.
+    Example: `Checkpointer(cfg.checkpoint, run_dir, world, {"policy": policy}, parts)`.
     """
 
     def __init__(
@@ -93,10 +91,8 @@ class Checkpointer:
         parts: Mapping[str, Stateful],
         export: Callable[[Path], list[Path]] | None = None,
     ) -> None:
-        """roles: those whose tensors change; parts: all other state; both by the names to save under.
-
-        export: called on all ranks to write a Hugging Face directory; returns the files that this rank wrote. See
-        `HfExport`.
+        """roles: those whose tensors change; parts: all other state; both by name in the checkpoint. export: [all]
+        writes a Hugging Face directory and returns this rank's files, see `HfExport`.
         """
         self._cfg, self._run_dir, self._world = cfg, run_dir, world
         self._dir = CheckpointDir(run_dir / "checkpoints")
@@ -127,12 +123,12 @@ class Checkpointer:
                 self._save(step, export=last or self._cfg.export_hf, overlap=overlap)  # [all]
 
     def record_hashes(self, step: int) -> None:
-        """Write a hash of every tensor that training changes to the journal, as of the end of `step`."""
+        """Write a hash of every trained tensor to the journal, as of the end of `step`."""
         for name, role in self._roles.items():
             self._world.journal.record(step, "weights", name, role.hashes)
 
     def restore(self) -> int:
-        """[all] Load the checkpoint that `checkpoint.resume` selects; return its step, or 0 without one.
+        """[all] Load the checkpoint that `checkpoint.resume` selects; return its step, or 0.
 
         A torn checkpoint is never loaded: `auto` falls back to the one before it, with a warning. UserError if all are
         torn, if the one at the given path is, and for `never` in a used directory.
@@ -151,7 +147,7 @@ class Checkpointer:
     # Saving
 
     def _save(self, step: int, export: bool, overlap: bool) -> None:
-        """[all] Write everything into a temporary directory and move it; with `overlap`, a thread does the writing."""
+        """[all] Write everything into a temporary directory and move it; with `overlap`, in a thread."""
         self._saved = step
         state = self._state(step)  # [all]
         # A random name: ranks of an earlier, half-dead start must not write into this directory.
@@ -179,7 +175,7 @@ class Checkpointer:
             self._seal(step, temporary, lambda: write(self._world.progress))  # [all]
 
     def _seal(self, step: int, temporary: Path, write: Callable[[], Hashed]) -> None:
-        """[all] Publish the files of all ranks as a checkpoint, once each rank has written its own."""
+        """[all] Publish all ranks' files as a checkpoint, once written."""
         hashed = self._attempt("save: hashes", temporary, write)  # [all]
         entries = [entry for record in self._world.gather("save: files", hashed) for entry in record]  # [all]
         files = {name: manifest.Entry(size, digest) for name, size, digest in entries}
@@ -187,7 +183,7 @@ class Checkpointer:
         self._attempt("save: publish", temporary, lambda: self._publish(temporary, complete))  # [all]
 
     def _attempt(self, name: str, temporary: Path, write: Callable[[], T]) -> T:
-        """[all] Do this rank's part of a write. If it failed on any rank, all raise the same UserError."""
+        """[all] Do this rank's part of a write. If it fails on any rank, all raise the same UserError."""
         result, reason = None, None
         try:
             result = write()
@@ -202,7 +198,7 @@ class Checkpointer:
         return result
 
     def _state(self, step: int) -> bytes:
-        """[all] Return everything but tensors as JSON; the ranks must agree on it to the bit."""
+        """[all] Return everything but tensors as JSON; ranks must agree on it to the bit."""
         state = {
             "step": step,
             "roles": {name: role.counters() for name, role in self._roles.items()},
@@ -239,7 +235,7 @@ class Checkpointer:
     # Restoring
 
     def _choose(self) -> Path | None:
-        """[all] Return the verified checkpoint to load; None for a fresh start."""
+        """[all] Return the verified checkpoint to load, if any."""
         found = self._world.broadcast("restore: candidates", self._candidates() if self._world.rank == 0 else None)
         if found["error"]:
             raise UserError(found["error"])
@@ -309,7 +305,7 @@ def _is_of_another_run(resume: str, own: CheckpointDir) -> bool:
 
 
 def problem_of(path: Path, world: World) -> str | None:
-    """[all] Return why a checkpoint cannot be trusted; None if every byte matches its manifest."""
+    """[all] Return why a checkpoint cannot be trusted, or None."""
     read = None
     if world.rank == 0:
         try:
@@ -335,10 +331,10 @@ def _differs(path: Path, name: str, expected: str, world: World) -> str | None:
 
 
 def finished(cfg: CheckpointConfig, run_dir: Path, steps: int, world: World) -> int | None:
-    """[all] Return the step of the run directory, if it is `steps` or a later one; None if there is work left.
+    """[all] Return the run directory's step, if it is `steps` or later; else None.
 
-    It reads only names and sizes, so that a pipeline can call it before it loads anything. UserError if
-    `checkpoint.resume` names a checkpoint that leaves nothing to do.
+    Only names and sizes are read, so a pipeline can call it before it loads anything. UserError if `checkpoint.resume`
+    names a checkpoint that leaves nothing to do.
     """
     found = world.broadcast("restore: finished", _reached(cfg, run_dir) if world.rank == 0 else None)  # [all]
     if found is None or found["step"] < steps:
@@ -352,7 +348,6 @@ def finished(cfg: CheckpointConfig, run_dir: Path, steps: int, world: World) -> 
 
 
 def _reached(cfg: CheckpointConfig, run_dir: Path) -> dict[str, Any] | None:
-    """Return the step of the checkpoint to continue from, and True if the user chose it; None without one."""
     directory = CheckpointDir(run_dir / "checkpoints")
     latest = directory.latest()
     path = directory.path(latest) if latest is not None else None

@@ -1,8 +1,8 @@
 """`CheckpointDir`: the `checkpoints/` directory of a run: names, the atomic move, and pruning.
 
-Only rank 0 changes it. A checkpoint is written as `.step-000010.tmp-<nonce>` and appears by one rename; `latest` is a
-text file with its name, replaced by another rename. A crash between any two system calls leaves the previous checkpoint
-and `latest` as they were.
+Only rank 0 changes it. A checkpoint is written as `.step-000010.tmp-<nonce>` and appears by one rename; `latest`, a
+text file with its name, is replaced by another. A crash between any two system calls leaves the previous checkpoint and
+`latest` as they were.
 """
 
 import os
@@ -16,13 +16,13 @@ _STEP = re.compile(r"step-(\d{6,})")
 
 
 class CheckpointDir:
-    """The checkpoints of one run. Methods that touch the disk raise the file system's OSError."""
+    """The checkpoints of one run. Methods raise the file system's OSError."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def path(self, step: int) -> Path:
-        """Return the directory of the checkpoint of `step`, existing or not."""
+        """Return the directory of the checkpoint of `step`."""
         return self.root / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
@@ -33,7 +33,7 @@ class CheckpointDir:
         return sorted(int(match[1]) for match in matches if match)
 
     def latest(self) -> int | None:
-        """Return the step that `latest` names; None if the file is missing or invalid."""
+        """Return the step of `latest`; None if missing or invalid."""
         try:
             match = _STEP.fullmatch((self.root / "latest").read_text(encoding="ascii").strip())
         except (FileNotFoundError, UnicodeDecodeError):
@@ -41,10 +41,8 @@ class CheckpointDir:
         return int(match[1]) if match else None
 
     def candidates(self) -> list[int]:
-        """Return the steps to resume from, best first: the one that `latest` names, then older ones.
-
-        Newer ones are left out: their save did not complete. Without `latest`, all count.
-        """
+        """Return the steps to resume from, best first: `latest`, then older ones; without `latest`, all."""
+        # Newer ones are left out: their save did not complete.
         latest = self.latest()
         steps = self.steps()
         if latest is None:
@@ -52,7 +50,7 @@ class CheckpointDir:
         return [latest] + [step for step in reversed(steps) if step < latest]
 
     def temporary(self, step: int, nonce: str) -> Path:
-        """Return the directory in which the checkpoint of `step` is written before `publish` moves it."""
+        """Return the directory in which the checkpoint of `step` is written before `publish`."""
         return self.root / f".step-{step:06d}.tmp-{nonce}"
 
     def publish(self, temporary: Path, step: int) -> None:
@@ -76,7 +74,7 @@ class CheckpointDir:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def prune(self, keep: int, step: int) -> None:
-        """Remove all but the newest `keep` checkpoints up to `step`, but never the one that `latest` names."""
+        """Remove all but the newest `keep` checkpoints up to `step`, never that of `latest`."""
         latest = self.latest()
         older = [s for s in self.steps() if s <= step]
         for old in older[: -max(keep, 1)]:

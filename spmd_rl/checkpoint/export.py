@@ -1,7 +1,6 @@
-"""`HfExport`: weights as a Hugging Face directory (safetensors, config, tokenizer) that `from_pretrained` loads.
+"""`HfExport`: weights as a Hugging Face directory (safetensors, config, tokenizer) for `from_pretrained`.
 
-Rank 0 writes; all ranks iterate over all weights, which are gathered tensor by tensor. Left out: optimizer state, and
-weight files of the model directory.
+Rank 0 writes; all ranks iterate over all weights, which are gathered tensor by tensor.
 """
 
 import json
@@ -23,14 +22,14 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 class HfExport:
-    """Writer of a policy's current weights as a directory. Example: `HfExport(policy, cfg.policy.model, world)`."""
+    """Writer of a policy's current weights. Example: `HfExport(policy, cfg.policy.model, world)`."""
 
     def __init__(self, policy: PolicyRole, model_dir: str | Path, world: World) -> None:
-        """Take the source of config and tokenizer, `model_dir`, and the ranks that hold the policy, `world`."""
+        """model_dir: source of config and tokenizer. world: the ranks that hold the policy."""
         self._policy, self._model_dir, self._world = policy, model_folder(model_dir), world
 
     def __call__(self, path: Path) -> list[Path]:
-        """[all] Write the directory `path`; return the files that this rank wrote, which only rank 0 does.
+        """[all] Write the directory `path`; return the files that this rank wrote: only rank 0 does.
 
         OSError on rank 0 if a write failed, after all ranks have iterated over all weights.
         """
@@ -39,10 +38,7 @@ class HfExport:
 
 
 class RewardExport:
-    """Writer of a trained critic as a sequence classification model with one output, for `rewards.reward_model`.
-
-    Example: `RewardExport(critic, cfg.policy.model, world, pad_token_id=0)`.
-    """
+    """Writer of a trained critic as a sequence classification model with one output, for `rewards.reward_model`."""
 
     def __init__(
         self,
@@ -52,10 +48,8 @@ class RewardExport:
         pad_token_id: int | None,
         separator: str | None = None,
     ) -> None:
-        """Take the critic's export settings.
-
-        pad_token_id: a token that ends no conversation; None: the model scores one at a time. separator: of the steps
-        that it scores; None: it scores answers.
+        """pad_token_id: a token that ends no conversation; None: the model scores one at a time. separator: of steps;
+        None: it scores answers.
         """
         self._critic, self._model_dir, self._world = critic, model_folder(model_dir), world
         self._config = {"pad_token_id": pad_token_id} | ({"step_separator": separator} if separator else {})
@@ -83,15 +77,14 @@ def write_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     stem: str = "model",
 ) -> list[Path]:
-    """[all] Iterate over `weights`; with `write`, store them in `path` with the side files of `model_dir`.
+    """[all] Iterate over `weights`; with `write`, store them in `path` with the side files of `model_dir`. Return the
+    files.
 
-    stem: name of the weight files, without number and ending.
-
-    Returns the written files. A full disk does not stop the iteration, in which other ranks take part: the OSError
-    comes after it.
+    stem: name of the weight files, without number and ending. OSError, after the iteration.
     """
     writer = _Shards(path, max_shard_bytes, stem) if write else None
     error: OSError | None = None
+    # A full disk does not stop the iteration: other ranks take part in it.
     for name, tensor in weights:  # [all]
         progress()
         if writer is None or error is not None:
@@ -110,7 +103,7 @@ def write_hf(
 
 
 def copy_side_files(model_dir: Path, path: Path, dtype: str) -> None:
-    """Copy all files of a model directory but its weights; set the exported dtype in `config.json`."""
+    """Copy a model directory's files but its weights; set the exported dtype in `config.json`."""
     for source in sorted(model_dir.iterdir()):
         if source.is_file() and not source.name.startswith(".") and not source.name.endswith(_WEIGHTS):
             shutil.copyfile(source, path / source.name)
@@ -125,17 +118,17 @@ def copy_side_files(model_dir: Path, path: Path, dtype: str) -> None:
 
 
 def begins_file(held_bytes: int, tensor_bytes: int, max_bytes: int) -> bool:
-    """Return True if a tensor needs a new file after one that holds `held_bytes`."""
+    """Return True if a tensor needs a new file."""
     return held_bytes > 0 and held_bytes + tensor_bytes > max_bytes
 
 
 def file_name(number: int, count: int, stem: str = "model") -> str:
-    """Return the name under which `from_pretrained` looks for file `number` of `count`, from 1 on."""
+    """Return the name for `from_pretrained` of file `number` of `count`, from 1 on."""
     return f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(path: Path, names: Sequence[Sequence[str]], total_bytes: int, stem: str = "model") -> None:
-    """Write the index of the tensors in each file, unless there is only one file."""
+    """Write the index of the tensors in each file, if there are several files."""
     if len(names) == 1:
         return
     weight_map = {name: file_name(i, len(names), stem) for i, inside in enumerate(names, start=1) for name in inside}
@@ -144,10 +137,6 @@ def write_index(path: Path, names: Sequence[Sequence[str]], total_bytes: int, st
 
 
 class _Shards:
-    """Collector of tensors up to the size of a safetensors file, which it then writes. Holds one file's tensors in
-    memory.
-    """
-
     def __init__(self, path: Path, max_bytes: int, stem: str) -> None:
         self._path, self._stem = path, stem
         self._max_bytes = max_bytes
@@ -158,7 +147,6 @@ class _Shards:
         self.dtype = "float32"
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Keep a copy of `tensor`, which its owner may overwrite."""
         if begins_file(self._pending_bytes, tensor.nbytes, self._max_bytes):
             self._flush()
         if not self._names and not self._pending:
@@ -168,7 +156,6 @@ class _Shards:
         self._total_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Write the rest, and rename the files as `from_pretrained` expects."""
         self._flush()
         for number, _ in enumerate(self._names, start=1):
             # The number of files is part of each name, and known only at the end.

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: its files, their sizes and hashes. Written last; other files are never read.
 
 It guards against torn and damaged directories and against added or swapped files, not against a writer who can rewrite
-the manifest too. Such a writer may give a run other weights; readers must not run code from a checkpoint.
+the manifest too. Readers must not run code from a checkpoint.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import msgspec
 
 NAME = "manifest.json"
 EXPORT = "hf"
-"""Folder of a checkpoint with an export instead of state: it may be moved away."""
+"""Folder of an export, which may be moved away."""
 FORMAT = 1
 # With 16 MiB a conversion's resident memory grew by 39 and 60 MiB instead of 23 and 34.
 _CHUNK = 4 << 20
@@ -27,7 +27,7 @@ class TornCheckpoint(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One file: its size in bytes and the blake2b-256 of its content, in hex."""
+    """One file: its bytes and the blake2b-256 of its content, in hex."""
 
     size: int
     hash: str
@@ -39,7 +39,7 @@ class Manifest:
 
     step: int
     world_size: int
-    """Number of ranks that wrote it; any number of ranks may load it."""
+    """Ranks that wrote it; any number may load it."""
     files: dict[str, Entry]
 
     def write(self, directory: Path) -> None:
@@ -52,10 +52,10 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
-        """Read the manifest, and check it against its own digest and against the names and sizes in the directory.
+        """Read the manifest, and check it against its own digest and the directory's names and sizes.
 
-        `TornCheckpoint` if anything differs, except for a completely missing export. The files' hashes are left to the
-        caller (`hash_file`), who can divide them among ranks.
+        `TornCheckpoint` if anything differs, except for a completely missing export. The caller checks the files'
+        hashes.
         """
         manifest = cls._parse(directory)
         export = directory / EXPORT
@@ -95,7 +95,7 @@ class Manifest:
 
 
 def list_files(directory: Path) -> dict[str, int]:
-    """Return the size in bytes of every file under `directory`, except the manifest, by relative path.
+    """Return the bytes of every file under `directory`, except the manifest, by relative path.
 
     `TornCheckpoint` for anything that is neither a plain file nor a directory: a link could leave the checkpoint.
     """
@@ -115,7 +115,7 @@ def list_files(directory: Path) -> dict[str, int]:
 
 
 def hash_file(path: Path, progress: Callable[[], object]) -> Entry:
-    """Return size and hash of a file; `progress` is called every 4 MiB, so that a large one is no stall."""
+    """Return size and hash of a file; `progress` is called every 4 MiB."""
     digest = hashlib.blake2b(digest_size=32)
     size = 0
     with open(path, "rb") as file:
@@ -127,7 +127,7 @@ def hash_file(path: Path, progress: Callable[[], object]) -> Entry:
 
 
 def check_file(path: Path, name: str, expected: str, progress: Callable[[], object] = lambda: None) -> None:
-    """Raise `TornCheckpoint`, with the file's `name`, if its content does not have the expected hash."""
+    """Raise `TornCheckpoint`, with the file's `name`, unless its content has the expected hash."""
     if hash_file(path, progress).hash != expected:
         raise TornCheckpoint(f"{name} does not match its checksum in the manifest")
 

@@ -1,8 +1,10 @@
 """Makes examples of records with written answers: conversations, prompts with completions, plain texts.
 
-{"messages": [{"role": "user", ...}, {"role": "assistant", ...}, ...]}      every answer is trained on
-{"prompt": "2 + 2?", "completion": "4"}                                     texts, or messages on both sides
-{"text": "Once upon a time ..."}                                            trained on without a template
+    {"messages": [{"role": "user", ...}, {"role": "assistant", ...}, ...]}      every answer is trained on
+    {"prompt": "2 + 2?", "completion": "4"}                                     texts, or messages on both sides
+    {"text": "Once upon a time ..."}                                            trained on without a template
+
+Parsers raise BrokenRow with a description of an invalid row.
 """
 
 import math
@@ -21,7 +23,7 @@ COMPLETIONS = ("completion", "answer", "response", "solution")
 
 
 def demonstration(record: Any, cfg: SourcesConfig) -> Example:
-    """Return the conversation of a row. BrokenRow describes an invalid row."""
+    """Return the conversation of a row."""
     data, _ = opened(record, cfg.keys)
     completion = first_of(data, COMPLETIONS)
     if "messages" in data:
@@ -37,12 +39,12 @@ def demonstration(record: Any, cfg: SourcesConfig) -> Example:
 
 
 def first_of(data: dict[str, Any], names: Sequence[str]) -> str:
-    """Return the first of the names that the record has; an empty text without any."""
+    """Return the first name that the record has, or an empty text."""
     return next((name for name in names if name in data), "")
 
 
 def prompt_of(data: dict[str, Any], cfg: SourcesConfig) -> tuple[Message, ...]:
-    """Return the messages of a row's prompt: its own, or its text put into `data.format`."""
+    """Return a row's prompt: its messages, or its text in `data.format`."""
     name = first_of(data, PROMPTS)
     if not name:
         raise BrokenRow(f"needs a `prompt`; it has {column_names(data)}: set data.keys.prompt=COLUMN")
@@ -52,7 +54,7 @@ def prompt_of(data: dict[str, Any], cfg: SourcesConfig) -> tuple[Message, ...]:
 
 
 def continued(prompt: tuple[Message, ...], data: dict[str, Any], name: str, cfg: SourcesConfig) -> Conversation:
-    """Return a prompt continued by column `name`: the text of an answer, or messages."""
+    """Return a prompt continued by column `name`: an answer's text, or messages."""
     if isinstance(data[name], list):
         answer = parse_messages(data[name], name)
     else:
@@ -61,8 +63,8 @@ def continued(prompt: tuple[Message, ...], data: dict[str, Any], name: str, cfg:
 
 
 def _finished(conversation: Conversation, data: dict[str, Any], cfg: SourcesConfig) -> Conversation:
-    """Return the conversation with the row's `tools`, and with `data.system` if it has no system message. BrokenRow if
-    it has nothing to train on.
+    """Add the row's `tools`, and `data.system` if there is no system message. BrokenRow if nothing can be
+    trained on.
     """
     messages, num_given = conversation.messages, conversation.num_given
     answers = [message for message in messages[num_given:] if message.role == "assistant" and message.is_learnt]
@@ -79,7 +81,7 @@ SIDES = ("chosen", "rejected")
 
 
 def preference(record: Any, cfg: SourcesConfig) -> Example:
-    """Return the chosen and the rejected conversation of a row, in this order. BrokenRow describes an invalid row."""
+    """Return the chosen and the rejected conversation of a row."""
     data, _ = opened(record, cfg.keys)
     if lacking := [side for side in SIDES if side not in data]:
         raise BrokenRow(f"needs `{lacking[0]}`; it has {column_names(data)}: set data.keys.{lacking[0]}=COLUMN")
@@ -90,7 +92,7 @@ def preference(record: Any, cfg: SourcesConfig) -> Example:
 
 
 def ranked(record: Any, cfg: SourcesConfig) -> Example:
-    """Return the pair of `preference` with the `margin` of the row, by default 0."""
+    """Return the pair of `preference` with the row's `margin`, by default 0."""
     margin = opened(record, cfg.keys)[0].get("margin", 0.0)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise BrokenRow(f"`margin` is {kind(margin)}, not a number")
@@ -98,7 +100,6 @@ def ranked(record: Any, cfg: SourcesConfig) -> Example:
 
 
 def _pair(data: dict[str, Any], cfg: SourcesConfig) -> tuple[Conversation, Conversation]:
-    """Return two answers to a `prompt`, or whole conversations or texts with a common beginning."""
     whole = [isinstance(data[side], list) and _is_whole(data[side]) for side in SIDES]
     if first_of(data, PROMPTS) and not all(whole):
         prompt = prompt_of(data, cfg)
@@ -129,7 +130,7 @@ def _is_whole(chat: list[Any]) -> bool:
 
 
 def judged(record: Any, cfg: SourcesConfig) -> Example:
-    """Return an answer with a `label`, true for a good one; or both of a pair. BrokenRow describes an invalid row."""
+    """Return an answer with a `label`, true for a good one; or both of a pair."""
     data, _ = opened(record, cfg.keys)
     if all(side in data for side in SIDES):
         return preference(record, cfg)
@@ -150,7 +151,7 @@ def _label(value: Any, name: str) -> bool:
 
 
 def outcome(record: Any, cfg: SourcesConfig) -> Example:
-    """Return an answer with a `label`, true for a right one. BrokenRow describes an invalid row."""
+    """Return an answer with a `label`, true for a right one."""
     example = judged(record, cfg)
     if len(example.conversations) > 1:
         raise BrokenRow("is a pair: head=pairwise takes these, head=outcome a `completion` with a `label`")
@@ -158,7 +159,7 @@ def outcome(record: Any, cfg: SourcesConfig) -> Example:
 
 
 def process(record: Any, cfg: LabelledConfig) -> Example:
-    """Return an answer in steps, `completions`, each with one of the `labels`. BrokenRow describes an invalid row."""
+    """Return an answer in steps, `completions`, each with one of the `labels`."""
     data, _ = opened(record, cfg.keys)
     steps, labels, separator = data.get("completions"), data.get("labels"), cfg.separator
     if not (isinstance(steps, list) and isinstance(labels, list) and steps and len(steps) == len(labels)):
@@ -185,4 +186,4 @@ KINDS = {
     "outcome": outcome,
     "process": process,
 }
-"""Parsers of rows by their kind, the `row_kind` of a pipeline's settings"""
+"""Parsers by a pipeline's `row_kind`"""

@@ -1,7 +1,7 @@
 """The tasks of an agent: environment and seed of each ticket.
 
-A task is a `Prompt` without messages, whose domain is the environment's tag: its text is known once the environment has
-been reset. Tasks are endless, and a pure function of the run's seed; all answers to one play the same world.
+A task is a `Prompt` without messages, whose domain is the environment's tag. Tasks are endless, and a pure function of
+the run's seed; all answers to one play the same world.
 """
 
 from fractions import Fraction
@@ -13,19 +13,17 @@ from spmd_rl.data.seeds import counter_seed
 from spmd_rl.types import Prompt
 
 SEED_BITS = 30
-"""Number of bits of a training seed. Many libraries' environments take 31 bits; the highest marks held-out seeds."""
+"""Bits of a training seed. Many environments take 31 bits; the highest marks held-out seeds."""
 
 
 class EnvTasks:
-    """The tasks of a run; the interface of `data.Prompts`, except that training tasks cannot be counted."""
+    """The tasks of a run, with the interface of `data.Prompts`; training tasks are endless."""
 
     train: tuple[Prompt, ...] = ()
 
     def __init__(self, envs: EnvsConfig, num_eval: int) -> None:
-        """Take the environments and the number of held-out tasks, which are divided by share like those of a step.
-
-        One of n environments with share 0 gets an n-th of the held-out tasks. UserError for shares with too long a
-        period.
+        """num_eval: held-out tasks, divided by share; one of n environments with share 0 gets an n-th. UserError for
+        shares with too long a period.
         """
         shares = {tag: Fraction(str(env.share)) for tag, env in envs.tags.items()}
         mean = sum(shares.values()) / sum(share > 0 for share in shares.values())
@@ -36,7 +34,7 @@ class EnvTasks:
         self.eval = tuple(self._held_out(*held_out.ticket(number)) for number in range(num_eval))
 
     def ticket(self, ticket: int, seed: int) -> tuple[int, Prompt]:
-        """Return the epoch, which is always 0, and the task of a ticket."""
+        """Return the epoch, always 0, and the task of a ticket."""
         tag, index = self._mix.ticket(ticket)
         return 0, _task(tag, counter_seed(seed, "env", tag, index) % (1 << SEED_BITS), False)
 

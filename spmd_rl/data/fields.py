@@ -1,4 +1,4 @@
-"""Parsing that records of all pipelines share: JSON objects, columns by their names here, texts and messages.
+"""Parsing shared by all pipelines: JSON objects, columns by our names, texts and messages.
 
 A broken record raises `BrokenRow`; `checked` adds its file and line.
 """
@@ -15,9 +15,8 @@ from spmd_rl.types import ImagePart, Message, TextPart
 
 ABSENT = object()
 SAID = ("reasoning_content", "tool_calls")
-"""Fields of a message that may replace its content"""
+"""Fields that may replace a message's content"""
 MAX_DEPTH = 100
-"""Maximum depth of lists and objects in a row"""
 
 SIGNATURES = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM")
 """First bytes of pictures: PNG, JPEG, GIF, WebP and BMP"""
@@ -30,9 +29,8 @@ class BrokenRow(Exception):
 
 
 def checked(records: Iterable[tuple[str, Any]], key: str, parse: Callable[[Any, str], T]) -> Iterator[T]:
-    """Yield `parse(record, where)` of each pair of a place and a JSON value.
-
-    UserError, naming the setting `key` and the record, for a broken one.
+    """Yield `parse(record, where)` of each pair of a place and a JSON value. UserError, naming the setting `key` and
+    the record, for a broken one.
     """
     for where, record in records:
         try:
@@ -42,7 +40,7 @@ def checked(records: Iterable[tuple[str, Any]], key: str, parse: Callable[[Any, 
 
 
 def opened(data: Any, columns: Mapping[str, str | None]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Check that a record is an object of limited depth. Return the result of `_renamed`."""
+    """Check that a record is an object of limited depth, and rename its columns."""
     if not isinstance(data, dict):
         raise BrokenRow(f"not an object but {kind(data)}")
     if _depth(data) > MAX_DEPTH:
@@ -51,7 +49,7 @@ def opened(data: Any, columns: Mapping[str, str | None]) -> tuple[dict[str, Any]
 
 
 def column_names(data: Mapping[str, Any]) -> str:
-    """Return the columns of a record, for messages."""
+    """Return a record's columns, for messages."""
     return ", ".join(f"`{name}`" for name in data) or "nothing"
 
 
@@ -84,7 +82,7 @@ def _renamed(data: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[d
 
 
 def _column(data: Any, column: str) -> Any:
-    """Return the value of a column, or of a field inside of one: `reward_model.ground_truth`."""
+    # A column's own name may have dots; else they lead to a field inside one: `reward_model.ground_truth`.
     if isinstance(data, dict) and column in data:
         return data[column]
     head, dot, rest = column.partition(".")
@@ -92,7 +90,7 @@ def _column(data: Any, column: str) -> Any:
 
 
 def parse_messages(value: Any, name: str) -> tuple[Message, ...]:
-    """Parse a list of {role, content}, which may be a JSON string (as in ROLL's rows)."""
+    """Parse a list of {role, content}, perhaps as JSON text (as in ROLL's rows)."""
     value = from_json(value, name) if isinstance(value, str) else value
     if not isinstance(value, list) or not value:
         raise BrokenRow(f"`{name}` is not a list of messages")
@@ -119,8 +117,9 @@ def _message(item: Any, name: str) -> Message:
 
 
 def _content(parts: list[Any], name: str) -> str | tuple[TextPart | ImagePart, ...]:
-    """Return a content in parts; a text if no part is a picture. `path` of a picture is what the row has of it: a path,
-    a URL or base64 text; empty if a column has it."""
+    """Return content parts, or a text if no part is a picture. A picture's `path` is the row's path, URL or base64
+    text; empty if a column has it.
+    """
     found = tuple(_part(part, f"`{name}` needs parts of the types text, image and image_url;") for part in parts)
     if any(isinstance(part, ImagePart) for part in found):
         return found
@@ -143,11 +142,11 @@ def _part(part: Any, needs: str) -> TextPart | ImagePart:
 
 PICTURE_PARTS = ("image", "image_url", "input_image")
 PICTURE_FIELDS = ("image", "image_url", "url", "bytes", "base64", "path")
-"""Fields of a picture in a row that may hold it: OpenAI's, transformers', qwen-vl-utils' and those of tables"""
+"""Fields that may hold a picture: OpenAI's, transformers', qwen-vl-utils' and those of tables"""
 
 
 def picture_reference(value: Any, name: str) -> str:
-    """Return what a row has of a picture as one text: a path, a URL or base64 text."""
+    """Return a row's picture as one text: a path, a URL or base64 text."""
     for _ in range(MAX_DEPTH):
         if not isinstance(value, dict):
             break
@@ -158,7 +157,7 @@ def picture_reference(value: Any, name: str) -> str:
 
 
 def with_tools(messages: tuple[Message, ...], tools: Any) -> tuple[Message, ...]:
-    """Return the messages with `tools` in the first: a list of objects, its JSON text, or nothing."""
+    """Put `tools` into the first message: a list of objects, its JSON text, or nothing."""
     tools = from_json(tools, "tools") if isinstance(tools, str) and tools.strip() else tools or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BrokenRow("`tools` is not a list of objects, which chat templates need; data.keys.tools=null ignores it")
@@ -175,7 +174,7 @@ def from_json(text: str, name: str) -> Any:
 
 
 def take_text(data: dict[str, Any], name: str) -> str:
-    """Remove a text from the row and return it; it must not be blank."""
+    """Remove and return a text, which must not be blank."""
     value = data.pop(name)
     if not isinstance(value, str):
         raise BrokenRow(f"`{name}` is {kind(value)}, not text")
@@ -185,7 +184,7 @@ def take_text(data: dict[str, Any], name: str) -> str:
 
 
 def encodable(value: str, name: str) -> str:
-    """Return the text; BrokenRow for a lone surrogate, which JSON allows and no tokenizer or file accepts."""
+    """Return the text. BrokenRow for a lone surrogate, which JSON allows and no tokenizer accepts."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -202,7 +201,7 @@ def kind(value: Any) -> str:
 
 
 def spelled(value: float | Decimal) -> str:
-    """Return the decimal spelling of a finite number, one for all equal ones: `0.00001`, `4`."""
+    """Return the decimal spelling of a finite number, the same for equal ones: `0.00001`, `4`."""
     # Through Decimal: `str(0.00001)` is `1e-05`, which equals no other spelling of the number.
     text = str(value) if isinstance(value, int) else f"{Decimal(str(value)):f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
@@ -210,16 +209,17 @@ def spelled(value: float | Decimal) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to plain JSON values: numpy's scalars and arrays, tuples and sets become numbers and lists.
+    """Convert a value to plain JSON: numpy's scalars and arrays, tuples and sets become numbers and lists.
 
-    Integers beyond 64 bits, which msgpack cannot encode, become text, and so do bytes and other types; those of a
-    picture become a `data:` URL. UnicodeDecodeError for other bytes that are not UTF-8.
+    Integers beyond 64 bits, bytes and other types become text; bytes of a picture become a `data:` URL.
+    UnicodeDecodeError for other bytes that are not UTF-8.
     """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         return str(value)
     if isinstance(value, int):
+        # msgpack cannot encode more than 64 bits.
         return int(value) if -(2**63) <= value < 2**64 else str(value)
     if isinstance(value, float):
         return float(value)

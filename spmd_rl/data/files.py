@@ -1,7 +1,4 @@
-"""Reads the rows of a file: JSON lines, a JSON array or parquet; the first two may be compressed with gzip.
-
-The format is detected from the content; a file's name does not matter.
-"""
+"""Reads the rows of a file: JSON lines, a JSON array or parquet, the first two also with gzip. The content decides."""
 
 import gzip
 import io
@@ -25,16 +22,16 @@ class Found(NamedTuple):
     where: str
     """`path:line`, or `path[index]`"""
     record: Any
-    """value of the parsed JSON"""
     offset: int | None = None
-    """byte offset of its line in the file; None if the file cannot be read from there"""
+    """byte offset of its line; None if it cannot be read from there"""
 
 
 def read_rows(
     path: Path, key: str, columns: Mapping[str, str | None] | None = None, pictures: str | None = None
 ) -> Iterator[Record]:
     """Yield the rows of a file. key: the setting that a `UserError` names. columns, pictures: `data.keys` and
-    `data.pictures`."""
+    `data.pictures`.
+    """
     records = (found[:2] for found in read_records(path, key))
     yield from parse_rows(records, key, columns or {}, Folder.of(pictures, path.parent))
 
@@ -85,7 +82,7 @@ def _records(file: BinaryIO, path: Path, key: str) -> Iterator[Found]:
 
 
 def parse_json(text: bytes, where: str) -> Any:
-    """Return the value of a JSON text. UserError, which begins with `where`, if it is not JSON."""
+    """Return the value of a JSON text. UserError, which begins with `where`, for other text."""
     try:
         return json.loads(text.decode())
     except UnicodeDecodeError:
@@ -115,7 +112,7 @@ def _parquet(path: Path, key: str) -> Iterator[Found]:
 
 
 def plain_rows(batch: Any) -> list[dict[str, Any]]:
-    """Return the rows of a batch of pyarrow, 32-bit floats as the doubles of the same decimal spelling."""
+    """Return the rows of a pyarrow batch, 32-bit floats as doubles of the same decimal spelling."""
     for index, column in enumerate(batch.schema):
         if str(column.type) == "float":
             # A plain cast of 0.1f gives 0.10000000149011612, a wrong ground truth.
@@ -124,9 +121,8 @@ def plain_rows(batch: Any) -> list[dict[str, Any]]:
 
 
 def table_row(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a record of a table as plain JSON, without nulls, by which tables mark absent columns.
-
-    UserError, which begins with `where`, for bytes that are not text.
+    """Return a table's record as plain JSON, without nulls, which mark absent columns. UserError, which begins with
+    `where`, for bytes that are not text.
     """
     out = {}
     for name, value in record.items():

@@ -1,6 +1,6 @@
 """Reads datasets of the Hugging Face hub with the package `datasets`: `data.train=openai/gsm8k:main:train[:1000]`.
 
-The cache and the variables (`HF_HOME`, `HF_HUB_OFFLINE`, `HF_DATASETS_OFFLINE`, `HF_TOKEN`) are those of `datasets`.
+Its cache and its variables apply (`HF_HOME`, `HF_HUB_OFFLINE`, `HF_DATASETS_OFFLINE`, `HF_TOKEN`).
 """
 
 import sys
@@ -16,20 +16,19 @@ from spmd_rl.data.pictures import Folder
 from spmd_rl.data.rows import Record, parse_rows
 
 BATCH = 32
-"""Rows that are read at once from a dataset with pictures"""
+"""Rows of pictures that are read at once"""
 DEFAULT_SPLITS = {"data.train": "train", "data.eval": "test"}
 
 
 def read_dataset(
     source: HubDataset, key: str, columns: Mapping[str, str | None], pictures: str | None = None
 ) -> Iterator[Record]:
-    """Yield the rows of one split. key: the setting that a `UserError` names. columns, pictures: `data.keys` and
-    `data.pictures`."""
+    """Yield the rows of one split; see `read_rows` for the parameters."""
     yield from parse_rows(dataset_records(source, key), key, columns, Folder.of(pictures, cache_folder()))
 
 
 def dataset_records(source: HubDataset, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield the place of each record of one split, and the record."""
+    """Yield (place, record) for each record of one split."""
     split = source.split or DEFAULT_SPLITS[key]
     name = ":".join(filter(None, (source.repo, source.config, split)))
     table = _load(source, split, name, key)
@@ -37,14 +36,13 @@ def dataset_records(source: HubDataset, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def cache_folder() -> Path:
-    """Return the folder in which the hub's files are on this machine."""
+    """Return the hub's folder on this machine."""
     from huggingface_hub.constants import HF_HOME
 
     return Path(HF_HOME)
 
 
 def _rows(table: Any) -> Iterable[Mapping[str, Any]]:
-    """Return the rows of a dataset, with pictures as they are stored: encoded bytes, not decoded."""
     features = getattr(table, "features", None)
     if features is None or "'_type': 'Image'" not in str(features.to_dict()):
         return table

@@ -18,14 +18,13 @@ from typing import Any
 from spmd_rl.data.fields import BrokenRow, from_json, kind, spelled
 
 SOURCES = ("test_cases", "verification_info", "input_output", "tests", "ground_truth")
-"""Columns that may hold tests; the first one present is used"""
+"""Columns that may hold tests, in order of precedence"""
 INPUT, OUTPUT = ("input", "stdin"), ("output", "expected_stdout")
 
 
 def read_judge(data: dict[str, Any]) -> str:
-    """Normalise the row's instructions and tests for rewards.
-
-    Returns the column of the tests, which is then no ground truth; BrokenRow for tests of an unknown form.
+    """Normalise the row's instructions and tests; return the tests' column, which is then no ground truth. BrokenRow
+    for tests of an unknown form.
     """
     if data.get("instruction_id_list"):
         _read_instructions(data)
@@ -62,7 +61,6 @@ def read_judge(data: dict[str, Any]) -> str:
 
 
 def _cases(value: Any, name: str) -> list[dict[str, Any]] | None:
-    """Return the tests, each with an input and an output; None for another kind of value."""
     value = _opened(value)
     if isinstance(value, dict) and "test_cases" in value:
         value = _opened(value["test_cases"])
@@ -90,7 +88,7 @@ def _part(case: dict[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _text(value: Any, function: str, where: str, between: str = "") -> str:
-    """Return an input or a result as text: lines for a program, JSON for a function, with `between` its arguments."""
+    """Return an input or a result as text: lines for a program, JSON for a function."""
     if isinstance(value, str):
         return value
     if function:

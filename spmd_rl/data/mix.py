@@ -1,9 +1,7 @@
 """`data.mix`: assigns a domain to each ticket so that every part of a run has the requested shares.
 
-    mix = Mix({"math": 0.4, "code": 0.3, "general": 0.3})
-    domain, index = mix.ticket(17)      # ticket 17 is number `index` (from 0) of the tickets of its domain
-
-The assignment is a function of the ticket's number alone, so a resumed run continues it.
+mix = Mix({"math": 0.4, "code": 0.3, "general": 0.3})
+domain, index = mix.ticket(17)      # ticket 17 is number `index` (from 0) of the tickets of its domain
 """
 
 from collections.abc import Mapping
@@ -13,20 +11,19 @@ from math import lcm
 from spmd_rl.base.errors import UserError
 
 MAX_PERIOD = 100_000
-"""Largest number of tickets after which the assignment may repeat: shares have up to five digits"""
+"""Tickets after which the assignment must repeat: shares have up to five digits"""
 
 
 class Mix:
     """Assigns domains to tickets: of the first n tickets, for every n, each domain has its share to within one ticket.
 
-    Source: Tijdeman 1980, "The chairman assignment problem", theorem 1. A domain is eligible if it lags far enough
-    behind its share, and of the eligible ones the one with the earliest deadline comes next. With k domains no count is
-    ever off by more than 1 - 1/(2k - 2); taking the domain that lags most has no such bound.
+    Source: Tijdeman 1980, "The chairman assignment problem", theorem 1. With k domains no count is ever off by more
+    than 1 - 1/(2k - 2).
     """
 
     def __init__(self, shares: Mapping[str, float | Fraction], key: str = "data.mix") -> None:
-        """Take relative shares, at least one above 0, from settings key `key`. UserError if their period exceeds
-        `MAX_PERIOD` tickets.
+        """shares: relative, at least one above 0. key: of the settings. UserError if their period exceeds `MAX_PERIOD`
+        tickets.
         """
         # Fractions: floats such as 0.1 would have no common period.
         exact = {domain: Fraction(str(share)) for domain, share in sorted(shares.items()) if share > 0}
@@ -39,7 +36,7 @@ class Mix:
         self._assigned = self._assign()
 
     def ticket(self, ticket: int) -> tuple[str, int]:
-        """Return the domain of a ticket and the ticket's index (from 0) among the tickets of that domain."""
+        """Return a ticket's domain and its index (from 0) there."""
         cycle, offset = divmod(ticket, self._period)
         domain, earlier = self._assigned[offset]
         return domain, cycle * self._weights[domain] + earlier
@@ -47,6 +44,8 @@ class Mix:
     def _assign(self) -> list[tuple[str, int]]:
         counts = dict.fromkeys(self._weights, 0)
         slack = max(2 * len(counts) - 2, 1)
+        # A domain is eligible if it lags far enough behind its share; of these, the one with the earliest deadline is
+        # next. Taking the one that lags most has no bound.
         assigned = []
         for number in range(1, self._period + 1):
             # Lags are whole numbers, in units of 1 / (slack * period) tickets.

@@ -1,10 +1,7 @@
 """The dataset of a run: training prompts, held-out prompts, and the prompt of each ticket.
 
-    prompts = Prompts.load(cfg.data)
-    epoch, prompt = prompts.ticket(17, seed=cfg.seed)
-
-Duplicates and held-out prompts are determined by content alone, never by a seed, a size or the prompt format (see
-docs/DATA.md). The dataset has no state: the rollout knows which tickets are done.
+Duplicates and held-out prompts are determined by content alone (see docs/DATA.md). The dataset has no state: the
+rollout knows which tickets are done.
 """
 
 import json
@@ -38,7 +35,7 @@ LINE_BREAK = re.compile(rf"(?<!\\)\\n(?!({'|'.join(LATEX.split())})(?![a-zA-Z]))
 
 
 class Prompts:
-    """The training and held-out prompts of a run, which never share a content. One of both may be empty."""
+    """The training and held-out prompts of a run, which share no content. One of both may be empty."""
 
     def __init__(
         self,
@@ -47,15 +44,15 @@ class Prompts:
         num_dropped: int = 0,
         mix: Mapping[str, float] | None = None,
     ) -> None:
-        """Take prompts, and in `mix` relative shares of the domains of `train`. UserError if they do not match."""
+        """mix: relative shares of the domains of `train`. UserError if they do not match."""
         assert train or eval, "there is no prompt"
         self._shares, self._mix = mix, _checked_mix(mix, train) if mix else None
         self.train = tuple(prompt for prompt in train if not mix or mix[prompt.domain] > 0)
         self.eval = tuple(eval)
         self.num_dropped = num_dropped
-        """Number of dropped rows: duplicates, training rows that are also in `data.eval`, prompts that are too long"""
+        """Dropped rows: duplicates, training rows also in `data.eval`, prompts that are too long"""
         self.num_unused = len(train) - len(self.train)
-        """Number of training rows whose domain has a share of 0"""
+        """Training rows whose domain has a share of 0"""
         self._by_domain = {domain: _EpochOrder([p for p in self.train if p.domain == domain]) for domain in mix or ()}
         self._all = _EpochOrder(self.train)
 
@@ -63,9 +60,9 @@ class Prompts:
     def load(cls, cfg: DataConfig, trains: bool = True) -> "Prompts":
         """Read the prompts; deduplicate and split those for training.
 
-        trains: True if the run trains; else only the held-out prompts are kept, which are the same. UserError for an
-        unreadable or broken source, for an id used twice, for a column of `data.keys` that no row has, and if no
-        training prompt, or none to evaluate, is left.
+        trains: False keeps only the held-out prompts, which are the same. UserError for an unreadable or broken source,
+        an id used twice, a column of `data.keys` that no row has, and if no training prompt, or none to evaluate, is
+        left.
         """
         for key in ("format", "system"):
             if LINE_BREAK.search(getattr(cfg, key) or "") and rank() == 0:
@@ -98,9 +95,8 @@ class Prompts:
         return cls(prompts, eval, num_dropped, cfg.mix) if trains else cls((), eval, num_dropped)
 
     def ticket(self, ticket: int, seed: int) -> tuple[int, Prompt]:
-        """Return the epoch and the prompt of a ticket.
-
-        Each epoch has all prompts once, in a new order. With a mix, each domain has separate epochs.
+        """Return a ticket's epoch and prompt. An epoch has all prompts once, in a new order; with a mix, each domain
+        has its epochs.
         """
         if self._mix is None:
             return self._all.prompt(ticket, seed)
@@ -108,7 +104,7 @@ class Prompts:
         return self._by_domain[domain].prompt(index, seed)
 
     def without(self, indices: Collection[int]) -> "Prompts":
-        """Return the prompts without some of `(*train, *eval)`. At least one of `train` must be left."""
+        """Return the prompts without some of `(*train, *eval)`. One of `train` must be left."""
         train = [prompt for i, prompt in enumerate(self.train) if i not in indices]
         eval = [prompt for i, prompt in enumerate(self.eval, len(self.train)) if i not in indices]
         return Prompts(train, eval, self.num_dropped + len(indices), self._shares)
@@ -125,15 +121,12 @@ class Prompts:
 
 
 class _EpochOrder:
-    """An endless sequence of prompts: each epoch has all of them once, in a new order."""
-
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
         # Two epochs: tickets of the previous one may still be open.
         self._order = lru_cache(2)(self._sorted)
 
     def prompt(self, number: int, seed: int) -> tuple[int, Prompt]:
-        """Return the epoch and the prompt at a position of the sequence."""
         epoch, index = divmod(number, len(self._prompts))
         return epoch, self._prompts[self._order(seed, epoch)[index]]
 
@@ -154,8 +147,9 @@ def _checked_mix(mix: Mapping[str, float], train: Sequence[Prompt]) -> Mix:
 
 
 def content_id(messages: Iterable[Message]) -> str:
-    """Return the identity of a problem, 32 hexadecimal digits: blake2b-128 over its messages, tools included, in
-    Unicode NFC with each run of white space as one space."""
+    """Return a problem's identity, 32 hexadecimal digits: blake2b-128 over its messages, tools included, in Unicode NFC
+    with each run of white space as one space.
+    """
     # The ground truth is not included: one question with two answers is one question, and must not be both trained on
     # and held out.
     content = [[m.role, _plain(m.content, _normal), *filter(None, [m.fields])] for m in messages]
@@ -163,7 +157,6 @@ def content_id(messages: Iterable[Message]) -> str:
 
 
 def _plain(content: str | Iterable[TextPart | ImagePart], spelled: Callable[[str], str] = str) -> str | list[str]:
-    """Return a message's content as text, or the text of each of its parts: a hash for a picture."""
     if isinstance(content, str):
         return spelled(content)
     return [
@@ -173,7 +166,6 @@ def _plain(content: str | Iterable[TextPart | ImagePart], spelled: Callable[[str
 
 
 def _normal(text: str) -> str:
-    """Return the text in NFC, with runs of white space as one space."""
     return normalize("NFC", " ".join(text.split()))
 
 
@@ -183,13 +175,12 @@ def with_line_breaks(text: str) -> str:
 
 
 def is_held_out(content: str, holdout: float) -> bool:
-    """Return True if a content id falls into the held-out share; the same in every run."""
+    """Return True if a content id is in the held-out share."""
     # By content: a row stays on its side if the dataset grows or is reordered.
     return int(content[:16], 16) < holdout * 2**64
 
 
 def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Record]:
-    """Yield the rows of all parts of a source. UserError, naming both places, for an id used twice."""
     seen: dict[str, str] = {}
     for name in sources(source):
         if name.startswith(GENERATORS):
@@ -223,7 +214,6 @@ def row_content(row: Record) -> str:
 
 
 def _messages(row: Record, template: str) -> tuple[Message, ...]:
-    """Return the messages of a row with its pictures. UserError: `data.format` has places for other pictures."""
     # Not str.format: problems and formats are full of braces.
     asked = Message("user", template.replace("{question}", row.problem)) if isinstance(row.problem, str) else None
     try:
@@ -240,7 +230,6 @@ def _numbered(rows: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Record]
 
 
 def _check_names(rows: Sequence[Record], cfg: DataConfig) -> None:
-    """Raise a `UserError` for a domain in `data.domains`, or a column in `data.keys`, that no row has."""
     if unknown := sorted(set(cfg.domains) - {row.domain for row in rows}):
         raise UserError(f"data.domains: no row has the domain or tag {' or '.join(map(repr, unknown))}")
     read = [row for row in rows if row.lacks is not None]
@@ -252,9 +241,8 @@ def _check_names(rows: Sequence[Record], cfg: DataConfig) -> None:
 
 
 def _to_prompt(row: Record, id: str, cfg: DataConfig) -> Prompt:
-    """Return the prompt of a row: `data.format` applied to a text, and `data.system` before messages without one.
-
-    id: for a row without an id.
+    """Return a row's prompt in `data.format`, with `data.system` unless there is a system message. id: for a row
+    without.
     """
     messages = _messages(row, with_line_breaks(cfg.format))
     if cfg.system is not None and all(m.role != "system" for m in messages):

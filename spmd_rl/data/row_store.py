@@ -1,11 +1,7 @@
 """Rows that stay on disk: each is checked once at the start, and read again on demand.
 
-    rows = Examples.load(cfg.data, "demonstration")
-    rows.train.at(17, seed=cfg.seed)      # the 18th row of the run: (epoch, number of the row)
-    rows.train[4]                         # an `Example`
-
-Memory holds 16 bytes per row, its offset. Sources without seekable lines (a JSON array, gzip, parquet, a dataset of the
-hub) are written to a temporary file first, in the folder that TMPDIR names.
+Memory holds 16 bytes per row. Sources without seekable lines (a JSON array, gzip, parquet, a dataset of the hub) are
+first written to a temporary file, in TMPDIR.
 """
 
 import json
@@ -37,7 +33,7 @@ from spmd_rl.data.seeds import counter_seed
 from spmd_rl.types import Example
 
 Parse = Callable[[Any, Folder], Example]
-"""Function from a record, and the folder of its pictures, to an example; BrokenRow describes an invalid record."""
+"""(record, folder of its pictures) -> example; BrokenRow describes an invalid record."""
 
 
 class RowStore(Sequence[Example]):
@@ -55,11 +51,10 @@ class RowStore(Sequence[Example]):
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> Example:
-        """Read a row again from its file."""
         return self._parse(self._record(index)[1], self._folders[self._numbers[index]])
 
     def where(self, index: int) -> str:
-        """Return the place of a row, for error messages."""
+        """Return a row's place, for error messages."""
         where, _ = self._record(index)
         if not where:
             file, end = self._files[self._numbers[index]], self._offsets[index]
@@ -69,7 +64,7 @@ class RowStore(Sequence[Example]):
         return where
 
     def _record(self, index: int) -> tuple[str, Any]:
-        """Return the place of a row, empty for a line of a file, and its JSON value."""
+        """Return a row's place, empty for a line of a file, and its JSON value."""
         file = self._files[self._numbers[index]]
         file.seek(self._offsets[index])
         record = json.loads(file.readline().removeprefix(BYTE_ORDER_MARK))
@@ -77,36 +72,34 @@ class RowStore(Sequence[Example]):
 
     @property
     def digest(self) -> str:
-        """32 hexadecimal digits over the contents of all rows, in order."""
+        """32 hexadecimal digits over all rows, in order."""
         return self._digest.hexdigest()
 
     @cached_property
     def prompt_run(self) -> int:
-        """Largest number of consecutive rows with the same prompt."""
+        """Longest run of rows with the same prompt."""
         prompts = groupby(example.conversations[0].prompt for example in self)
         return max((sum(1 for _ in alike) for _, alike in prompts), default=0)
 
     def at(self, position: int, seed: int) -> tuple[int, int]:
-        """Return the epoch and the row number at a position of the run: each epoch has all rows once."""
+        """Return the epoch and the row number at a position of the run."""
         epoch, index = divmod(position, len(self))
         return epoch, int(self._order(seed, epoch)[index])
 
     def _shuffled(self, seed: int, epoch: int) -> np.ndarray:
-        """Return the order of an epoch, int64 [n], a function of the seed, the epoch and n."""
         draws = np.random.Philox(key=counter_seed(seed, "rows", epoch)).random_raw(len(self))
         # `stable` and raw 64-bit draws: numpy may change its shuffles between versions, but not the Philox stream.
         return draws.argsort(kind="stable")
 
     def open(self, path: Path | None, folder: Folder) -> int:
-        """Open a file of rows and return its number; without a path a temporary one, to be written first. folder: of
-        its pictures."""
+        """Open a file of rows, or a temporary one, and return its number. folder: of its pictures."""
         self._folders.append(folder)
         self._files.append(path.open("rb") if path else tempfile.TemporaryFile())  # noqa: SIM115
         return len(self._files) - 1
 
     def add(self, content: bytes, number: int, offset: int | None, record: tuple[str, Any]) -> None:
-        """Add the row at an offset of a file; without an offset it is written there. content: its bytes
-        for the digest.
+        """Add the row at an offset of a file; without an offset it is appended there. content: its bytes for the
+        digest.
         """
         file = self._files[number]
         if offset is None:
@@ -118,7 +111,7 @@ class RowStore(Sequence[Example]):
 
 
 def parse_example(kind: Callable[..., Example], cfg: SourcesConfig, record: Any, folder: Folder) -> Example:
-    """Return the example of a row with its pictures. kind: one of `KINDS`. BrokenRow describes an invalid row."""
+    """Return a row's example with its pictures. kind: one of `KINDS`."""
     example, columns = kind(record, cfg), {name: column for name, column in cfg.keys.items() if name == "images"}
     pictures = take_pictures(opened(record, columns)[0], columns, folder)
     chats = (
@@ -135,7 +128,7 @@ def _blocks(file: BinaryIO, end: int) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Digest:
-    """Summary by which ranks compare rows that none of them holds in memory."""
+    """Summary by which ranks compare rows."""
 
     id: str
     digest: str
@@ -165,12 +158,12 @@ class Examples:
 
     @property
     def digests(self) -> dict[str, list[Digest]]:
-        """Digests that all ranks must share, for `Job.open`."""
+        """Digests that all ranks must share."""
         stores = {"data.train": self.train, "data.eval": self.eval}
         return {name: [Digest(f"{len(store)} rows", store.digest)] for name, store in stores.items()}
 
     def identity(self, cfg: Any) -> str:
-        """Return a key of results computed from these rows before training; equal keys mean equal results."""
+        """Return a key of results computed from these rows before training."""
         asked = f"{cfg.steps} {bool(cfg.eval.every)} {cfg.eval.rows}"
         return f"{identity_hash(cfg)} {self.train.digest} {self.eval.digest} {asked}"
 
@@ -196,7 +189,6 @@ class Examples:
 
 
 def _records(name: str, path: Path, key: str, cfg: SourcesConfig) -> Iterator[tuple[str, Any, int | None]]:
-    """Yield each record of a source with its place, and the offset of its line in the file, if it has one."""
     if name.startswith(GENERATORS):
         rows = list(reasoning_gym.generate(name.removeprefix(GENERATORS), cfg.size, cfg.seed, cfg.args, key))
         answers = [row.ground_truth for row in rows]

@@ -1,4 +1,4 @@
-"""Makes rows of records, one problem each, in the shapes that TRL, verl, ROLL and others use. See docs/DATA.md."""
+"""Makes rows of records, one problem each, in the shapes of TRL, verl, ROLL and others. See docs/DATA.md."""
 
 import math
 import re
@@ -24,9 +24,9 @@ from spmd_rl.types import ImagePart, Message
 
 DEFAULT_DOMAIN = "math"
 FINAL_ANSWER = re.compile(r"####\s*(\S.*?)\s*\Z", re.DOTALL)
-"""Final answer of a solution in GSM8K, which ends with `#### n`"""
+"""Final answer of a solution in GSM8K: `#### n`"""
 TAGGED = re.compile(r"<answer>\s*(\S.*?)\s*</answer>\s*\Z", re.DOTALL)
-"""Final answer of a solution in GEOQA_R1V, which ends with `<answer> 145 </answer>`"""
+"""Final answer in GEOQA_R1V: `<answer> 145 </answer>`"""
 PROBLEMS = ("messages", "prompt", "question", "problem")
 TRUTHS = ("ground_truth", "answer", "solution")
 MAX_PRIORITY = 1e9
@@ -40,28 +40,25 @@ class Record:
     """One problem in the form of its source."""
 
     where: str
-    """`path:line`, or the name and index of a generated problem, for error messages"""
+    """`path:line`, or name and index of a generated problem"""
     problem: str | tuple[Message, ...]
-    """A text to which `data.format` is applied, or messages that are used as they are"""
+    """A text for `data.format`, or messages"""
     ground_truth: str
     domain: str = DEFAULT_DOMAIN
     id: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     lacks: Mapping[str, str] | None = None
-    """Fields that `data.keys` maps to a missing column of the record, each with the columns present; None for a
-    generated problem
-    """
+    """Fields that `data.keys` maps to a missing column, each with the columns present; None for a generated problem"""
     priority: float = 0.0
     pictures: tuple[ImagePart, ...] = ()
-    """Pictures in columns of their own; see `pictures.with_pictures`"""
+    """Pictures in separate columns; see `pictures.with_pictures`"""
 
 
 def parse_rows(
     records: Iterable[tuple[str, Any]], key: str, columns: Mapping[str, str | None], folder: Folder
 ) -> Iterator[Record]:
-    """Yield the row of each record, a pair of its place and its JSON value. columns: `data.keys`. folder: of pictures.
-
-    UserError, naming the setting `key` and the record, for a broken one.
+    """Yield the row of each (place, JSON value). columns: `data.keys`. folder: of pictures. UserError, naming the
+    setting `key` and the record, for a broken one.
     """
     yield from checked(records, key, lambda record, where: _row(record, where, columns, folder))
 
@@ -99,7 +96,7 @@ def _priority(data: dict[str, Any]) -> float:
 
 
 def _each(*fields: Callable[[], Any]) -> list[Any]:
-    """Return the results of these functions, or raise all their BrokenRow messages at once."""
+    """Return the functions' results, or raise all their BrokenRow messages at once."""
     found, broken = [], []
     for field_of in fields:
         try:
@@ -112,7 +109,7 @@ def _each(*fields: Callable[[], Any]) -> list[Any]:
 
 
 def _domain(data: dict[str, Any]) -> str:
-    """Return `domain`, else ROLL's `tag` or verl's `ability`, else the domain of the field that judges the row."""
+    """Return `domain`, else ROLL's `tag` or verl's `ability`, else the domain of the judging field."""
     if "domain" in data:
         return take_text(data, "domain")
     if data.get("tag") is not None:
@@ -125,9 +122,7 @@ def _domain(data: dict[str, Any]) -> str:
 
 
 def _problem(data: dict[str, Any], names: Sequence[str], there: str, folder: Folder) -> str | tuple[Message, ...]:
-    """Remove the first present one of `names` from the row and return it; not a whole conversation, if there is
-    another.
-    """
+    """Remove and return the first present one of `names`; not a whole conversation, if there is another."""
     found = [name for name in names if name in data]
     if not found:
         raise BrokenRow(

@@ -2,19 +2,18 @@
 
     counter_seed(run_seed, "train", epoch, prompt_id, answer, turn)
 
-A stream of random numbers would tie each draw to all draws before it, and so to batching, placement and resumes.
-Python's `hash` is salted per process and is never used.
+A stream of random numbers would tie each draw to batching, placement and resumes.
 """
 
 from hashlib import blake2b
 
 
 def counter_seed(*parts: int | str) -> int:
-    """Return the 64-bit seed (0 to 2**64 - 1) of a list of parts, with blake2b.
-
-    Each part is encoded as its type, its length and itself (`i2:42,` or `s5:train,`), so ("ab", "c") and ("a", "bc")
-    differ, and so do 1 and "1". The seed is the same on every machine and in every version of Python.
+    """Return the 64-bit seed (0 to 2**64 - 1) of a list of parts, with blake2b; the same on every machine and
+    Python.
     """
+    # Each part is encoded as its type, its length and itself (`i2:42,` or `s5:train,`), so ("ab", "c") and ("a", "bc")
+    # differ, and so do 1 and "1". Python's `hash` is salted per process.
     digest = blake2b("".join(map(_encode, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 

@@ -11,7 +11,8 @@ DOMAIN, TASK = "shapes", "squares"
 
 def generate(task: str, key: str) -> Iterator[Record]:
     """Yield the rows of a task, with count and colour as the ground truth. key: the setting that a `UserError`
-    names."""
+    names.
+    """
     if task != TASK:
         raise UserError(f"{key}: no shapes {task!r}; known: {TASK}")
     for count in range(1, 1 + len(COUNTS)):

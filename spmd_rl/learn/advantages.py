@@ -4,10 +4,8 @@
     of an agent's steps: scores -> penalties -> divided over steps -> estimator -> norms -> clips
     of tokens: scores -> penalties -> norms -> clips, and later the estimator (`token_advantages.finish`)
 
-Every rank holds the same metadata (rows of `table.ANSWER`) and computes the same result. An answer without a score is
-dropped, from its group's baseline too. An estimator of answers gives one advantage to an answer, for the sampled tokens
-of all its turns and segments. One of steps gives an advantage to each turn of an agent; one of tokens starts from a
-reward at each turn's last token. Turns share one row of tokens, so each token is trained once.
+Every rank computes the same result from the same metadata (rows of `table.ANSWER`). Answers without a score are
+dropped, from their group's baseline too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,32 +30,30 @@ from spmd_rl.types import Group, Prompt, Sample, Verdict, concat
 
 
 class Samples(Protocol):
-    """A step's samples for the learner; `rollout.Collected` is one."""
+    """A step's samples for the learner, such as `rollout.Collected`."""
 
     step: int
     groups: Sequence[Group]
     """Groups that this rank generated."""
     table: SampleTable
-    """Table of all samples, equal on all ranks."""
 
 
 Key = tuple[int, int]
-"""Identity of a sample: (ticket, number). The number of a first segment is that of its answer."""
+"""(ticket, number) of a sample. A first segment's number is that of its answer."""
 NOTHING_SAMPLED, BASELINE, NO_BASELINE = 1, 2, 3
 EXCLUDED = {
     NOTHING_SAMPLED: "nothing sampled",
     BASELINE: "greedy baseline",
     NO_BASELINE: "no greedy score",
 }
-"""Reasons why a scored answer cannot train."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Spans of sampled tokens that get one advantage each: r of them, of m samples, end to end."""
+    """The r spans of sampled tokens of m samples, end to end, that get one advantage each."""
 
     turns: np.ndarray
-    """int64 [r]: index of each span's advantage in `StepTable.advantages`: its answer's, or its agent turn's"""
+    """int64 [r]: index of each span's advantage in `StepTable.advantages`"""
     lengths: np.ndarray
     """int64 [r]: sampled tokens of each span"""
     counts: np.ndarray
@@ -66,7 +62,7 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class StepTable:
-    """The n scored answers of a step that can train, in (ticket, answer) order; each has a sampled token.
+    """The n scored answers of a step that can train, in (ticket, answer) order.
 
     `of` takes them from the metadata of all samples; `credit` adds the columns of their advantages.
 
@@ -75,48 +71,43 @@ class StepTable:
     """
 
     answers: np.ndarray
-    """`ANSWER` [n]: last sample of each answer, which has its verdict"""
+    """`ANSWER` [n]: last sample of each answer"""
     groups: Tensor
     """int64 [n]: ticket of each answer"""
     domains: Tensor
     """int64 [n]: equal numbers mark a domain"""
     scores: Tensor
-    """float64 [n]: scores of the verdicts"""
     lengths: Tensor
-    """int64 [n], sampled tokens of all its samples"""
+    """int64 [n]: sampled tokens of each answer"""
     greedy: Tensor | None
-    """float64 [n]: score of the group's greedy answer; None without a greedy baseline"""
+    """float64 [n]: score of the group's greedy answer"""
     samples: np.ndarray
-    """`ANSWER` [m]: the samples of these answers that hold a sampled token, in (ticket, answer) order"""
+    """`ANSWER` [m]: samples of these answers with a sampled token, in (ticket, answer) order"""
     owners: np.ndarray
-    """int64 [m]: the answer that each sample belongs to"""
+    """int64 [m]: answer of each sample"""
     steps: np.ndarray
-    """`STEP` [k]: the agent's turns in these samples, by sample and turn"""
+    """`STEP` [k]: agent turns in these samples, by sample and turn"""
     places: np.ndarray
-    """int64 [k]: the sample that holds each turn"""
+    """int64 [k]: sample of each turn"""
     excluded: tuple[tuple[Key, str], ...]
-    """samples of scored answers that were excluded, with the reason; an answer may have several"""
+    """samples of scored answers that were excluded, with the reason"""
     num_excluded: int
-    """number of scored answers that cannot train"""
     runs: Spans | None = None
-    """spans of the samples"""
     advantages: np.ndarray | None = None
-    """float64 [q]: advantages that `runs` refers to; with an estimator of tokens rewards, from which
-    `token_advantages.finish` computes the advantages of the batches"""
+    """float64 [q]: advantages that `runs` refers to; for an estimator of tokens, the rewards"""
     shaped: Tensor | None = None
     """float64 [n]: scores with penalties, normalised and clipped"""
     masked: Mapping[int, str] | None = None
-    """reason for each answer, by its row, that is left out of the loss after all"""
+    """reason for each answer, by row, that is left out of the loss"""
     weights: Tensor | None = None
-    """float64 [n - masked]: factor on the loss of each remaining answer, in addition to its share of the mean"""
+    """float64 [n - masked]: factor on the loss of each remaining answer"""
     right: Tensor | None = None
-    """bool [n]: answers that the supervised term takes"""
+    """bool [n]: answers of the supervised term"""
 
     @classmethod
     def of(cls, table: SampleTable, greedy_answer: int | None = None) -> "StepTable":
-        """Return the scored answers of the groups that train.
-
-        greedy_answer: the number of the answer that is a baseline and never trains.
+        """Return the scored answers of the groups that train. greedy_answer: number of the baseline, which never
+        trains.
         """
         samples, steps = table.accepted, table.steps
         if len(steps) or not samples["last"].all():
@@ -158,7 +149,6 @@ def keys(answers: np.ndarray) -> list[Key]:
 
 
 def _exclude_baselines(samples: np.ndarray, judged: np.ndarray, greedy_answer: int, reasons: np.ndarray) -> None:
-    """Set the reasons of the baselines, and of the answers without one, among the `judged` rows (bool [m])."""
     is_baseline = judged & (samples["unit"] == greedy_answer)
     has_baseline = np.isin(samples["ticket"], samples["ticket"][is_baseline])
     reasons[judged & ~has_baseline] = NO_BASELINE
@@ -172,7 +162,7 @@ def _baselines(samples: np.ndarray, reasons: np.ndarray, answers: np.ndarray) ->
 
 
 def _steps_of(samples: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of `STEP` of these samples, sorted by sample and turn, and the place of each one's sample."""
+    """Return the `STEP` rows of these samples, sorted by sample and turn, and the index of each one's sample."""
     if not len(steps):
         return steps, np.empty(0, np.int64)
     width = 1 + max(int(rows["answer"].max(initial=0)) for rows in (samples, steps))
@@ -184,7 +174,7 @@ def _steps_of(samples: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def adjusted(data: StepTable, settings: AlgorithmConfig, max_tokens: int, penalties: Tensor | None = None) -> Tensor:
-    """Scores, scaled and with penalties. float64 [n]. Parameters as in `shape`."""
+    """Return scores, scaled and with penalties, float64 [n]; see `shape`."""
     scores = bind(shaping.scale_shift, settings)(data.scores)
     if settings.format_penalty:
         wrong = as_tensor(data.answers["wrong_format"], np.bool_)
@@ -197,7 +187,7 @@ def adjusted(data: StepTable, settings: AlgorithmConfig, max_tokens: int, penalt
 def normalised(
     values: Tensor, groups: Tensor, domains: Tensor, settings: AlgorithmConfig, running: Moments
 ) -> tuple[Tensor, Moments]:
-    """Return values normalised and clipped, float64 [n], and the moments of all values of the run."""
+    """Return values normalised and clipped, float64 [n], and the run's moments."""
     if "running" in (settings.norm_mean_type, settings.norm_std_type):
         running = running.merge(Moments.of(values))
     if settings.normalises:
@@ -215,7 +205,7 @@ def shape(
     penalties: Tensor | None = None,
     terms: Mapping[str, Tensor] | None = None,
 ) -> tuple[Scored, Moments]:
-    """Return scores with penalties, normalised and clipped, and the moments of all scores of the run.
+    """Return scores with penalties, normalised and clipped, and the moments of the run's scores.
 
     max_tokens: limit of an answer. penalties: float64 [n], added to the scores. terms: see `Scored`.
     """
@@ -236,11 +226,10 @@ def credit(
     terms: Mapping[Key, Sequence[float]] | None = None,
     kl: Tensor | None = None,
 ) -> tuple[StepTable, Moments]:
-    """Return the table with the advantages of answers, or of their turns if the estimator is per step; and the moments
-    of the run's scores, including these.
+    """Return the table with the advantages of answers or turns, and the moments of the run's scores, these included.
 
-    running: the moments before this step. max_tokens: of an answer. penalties: added to the scores. terms: those that
-    `algorithm.reward_weights` names, in this order. kl: float64 [q], subtracted from the reward of each turn.
+    running: the moments before this step. max_tokens: limit of an answer. penalties: added to the scores. terms: in the
+    order of `algorithm.reward_weights`. kl: float64 [q], subtracted from the reward of each turn.
     """
     extra = None if penalties is None else as_tensor([penalties[key] for key in keys(data.answers)], np.float64)
     columns = None
@@ -275,7 +264,7 @@ def credit(
 
 
 def all_alike(table: SampleTable) -> StepTable:
-    """Return the table of a step in which all sampled tokens of an update weigh the same, regardless of scores."""
+    """Return the table of a step in which all sampled tokens of an update weigh the same."""
     data = StepTable.of(table)
     ones = torch.ones(len(data.answers), dtype=torch.float64)
     right = torch.zeros_like(ones, dtype=torch.bool)
@@ -284,17 +273,16 @@ def all_alike(table: SampleTable) -> StepTable:
 
 
 def whole_samples(data: StepTable) -> Spans:
-    """Return one span per sample, for estimators with one advantage per answer."""
+    """Return one span per sample."""
     return Spans(data.owners, data.samples["num_answer_tokens"].astype(np.int64), np.ones_like(data.owners))
 
 
 def by_step(data: StepTable, scores: Tensor, settings: AlgorithmConfig) -> tuple[Scored, Spans]:
-    """Return a `Scored` with one row per step, whose rewards add up to the score of their answer, and the steps' spans.
-    `reward_clip` then clips each reward.
+    """Return a `Scored` with one row per step, whose rewards add up to their answer's score, and the steps' spans.
 
     scores: float64 [n], with penalties. The difference between an answer's score and its rewards (a penalty, a
     rewarder's verdict) is added to its last step; if scores are normalised, its last step gets the whole score. An
-    answer without an agent's turn is one step.
+    answer without an agent's turn is one step. `reward_clip` clips each reward.
     """
     n, steps = len(data.answers), data.steps
     owners = data.owners[data.places]
@@ -329,17 +317,13 @@ def by_step(data: StepTable, scores: Tensor, settings: AlgorithmConfig) -> tuple
 
 
 def _states(data: StepTable, alone: np.ndarray) -> Tensor:
-    """Return equal numbers for equal (ticket, state); each answer without agent turns is its own state."""
     pairs = np.stack((data.steps["ticket"], data.steps["state"].view(np.int64)), axis=1)
     states = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
     return as_tensor(np.concatenate((states, len(states) + np.arange(len(alone)))))
 
 
 def _runs(data: StepTable, alone: np.ndarray) -> Spans:
-    """One run for each turn of an agent, and one for each sample of the answers that are `alone`, without such turns.
-
-    Turns are numbered as the rows of `by_step`.
-    """
+    """Return one span per agent turn, in the rows of `by_step`, and one per sample of answers `alone` without turns."""
     others = np.flatnonzero(np.isin(data.owners, alone))
     places = np.concatenate((data.places, others))
     turns = np.concatenate((np.arange(len(data.steps)), len(data.steps) + alone.searchsorted(data.owners[others])))
@@ -352,10 +336,9 @@ def _runs(data: StepTable, alone: np.ndarray) -> Spans:
 
 
 def mask(data: StepTable, settings: AlgorithmConfig) -> tuple[dict[int, str], Tensor]:
-    """Return the answers to mask out of the loss, in order, each with the first reason; and weights of the others.
+    """Return the masked answers, in order, with their first reason; and weights of the others, float64 of mean 1.
 
-    A masked answer still counts in its group's baseline, unlike an unscored one. A weight, float64 of mean 1,
-    multiplies the answer's loss.
+    A masked answer still counts in its group's baseline, unlike an unscored one.
     """
     solved = group_mean(data.scores, data.groups) if settings.difficulty_loss_weight else None
     keep: dict[str, Tensor] = {}
@@ -384,9 +367,9 @@ def mask(data: StepTable, settings: AlgorithmConfig) -> tuple[dict[int, str], Te
 def verdict_parts(
     groups: Iterable[Group], names: Sequence[str], world: World
 ) -> dict[tuple[int, int], tuple[float, ...]]:
-    """[all] Return the parts `names` of each scored answer of all ranks, by (ticket, answer) of its last sample.
+    """[all] Return the parts `names` of each scored answer of all ranks, by key of its last sample.
 
-    groups: this rank's. UserError, on all ranks, where a verdict lacks one.
+    groups: this rank's. UserError on all ranks if a verdict lacks one.
     """
     rows, problems = [], []
     for group in groups:
@@ -405,9 +388,9 @@ def verdict_parts(
 def repetition_penalties(
     trajectories: Iterable[Sequence[Sample]], settings: AlgorithmConfig, world: World
 ) -> dict[Key, float]:
-    """[all] Return the penalty of each answer for repetition, counted over all its turns.
+    """[all] Return each answer's penalty for repetition over all its turns, by key of its last sample.
 
-    trajectories: of this rank, the samples of each. An answer of several samples goes by the key of its last one.
+    trajectories: the samples of each of this rank.
     """
     penalty = bind(repetition_penalty, settings)
     mine = []

@@ -1,8 +1,7 @@
 """Assignment of samples to data shards, so that the slowest shard has the least work.
 
-Inputs are tickets, units and token counts. Work is counted in integers and ties go by the samples' order, so the order
-of gradient sums does not depend on which rank generated a sample. Left out: memory (each rank's micro-batches have a
-token budget) and ranks of unequal speed.
+Work is counted in integers and ties go by the samples' order, so the order of gradient sums does not depend on which
+rank generated a sample. Memory (micro-batches have a token budget) and unequal ranks are not considered.
 """
 
 import heapq
@@ -15,16 +14,15 @@ import numpy as np
 
 Count = TypeVar("Count", int, np.ndarray)
 Part = tuple[int, int, tuple[int, ...]]
-"""(-sum of the costs, smallest index, all indices): sorted, the heaviest part comes first."""
+"""(-sum of the costs, smallest index, all indices); sorts by falling cost."""
 Solution = tuple[int, int, list[Part]]
-"""(lightest - heaviest part, smallest index, parts, heaviest first): sorted, the largest difference comes first."""
+"""(lightest - heaviest part, smallest index, parts by falling cost); sorts by falling difference."""
 WORTH_SPREADING = 100
-"""A ticket's units are separated only if that saves more than this part of all work: a hundredth."""
+"""A ticket's units are separated only if that saves more than a hundredth of all work."""
 
 
 def divide(tickets: np.ndarray, num_updates: int) -> np.ndarray:
-    """Return the mini-batch of each sample, in order, as evenly as possible. tickets: int64 [n], equal
-    ones adjacent."""
+    """Return the mini-batch of each sample, as evenly as possible. tickets: int64 [n], equal ones adjacent."""
     if num_updates == 1:
         return np.zeros(len(tickets), np.int64)
     places = begins(tickets).cumsum() - 1
@@ -32,15 +30,14 @@ def divide(tickets: np.ndarray, num_updates: int) -> np.ndarray:
 
 
 def assign(samples: np.ndarray, bounds: Sequence[int], num_shards: int, hidden_size: int) -> tuple[np.ndarray, float]:
-    """Return the data shard of each sample, int64 [n], and the work of the slowest over the mean, summed over
-    mini-batches.
+    """Return the data shard of each sample, int64 [n], and the slowest shard's work over the mean.
 
-    samples: int64 [n, 4], see `spread`. bounds: begin of each mini-batch, and n. Mini-batches are balanced one by one,
-    since ranks wait for each other at the end of each.
+    samples: int64 [n, 4], see `spread`. bounds: begin of each mini-batch, and n.
     """
     shards = np.zeros(len(samples), np.int64)
     if num_shards == 1:
         return shards, 1.0
+    # Mini-batches are balanced one by one, since ranks wait for each other at the end of each.
     slowest = total = 0
     for begin, end in pairwise(bounds):
         shards[begin:end], loads = spread(samples[begin:end], num_shards, hidden_size)
@@ -51,8 +48,8 @@ def assign(samples: np.ndarray, bounds: Sequence[int], num_shards: int, hidden_s
 def spread(samples: np.ndarray, num_shards: int, hidden_size: int) -> tuple[np.ndarray, list[int]]:
     """Return the shard that trains each sample, int64 [n], and each shard's work, which counts a ticket's prompt once.
 
-    samples: int64 [n, 4], (ticket, unit, tokens of the prompt, all tokens); those of a ticket are neighbours, and begin
-    with the same prompt. Tickets stay whole, unless placing units one by one leaves the slowest shard less work.
+    samples: int64 [n, 4], (ticket, unit, tokens of the prompt, all tokens), by ticket; its samples share the prompt.
+    Tickets stay whole, unless placing units one by one leaves the slowest shard less work.
     """
     # Many shards and few tickets need the finer units, although several shards then compute the same prompt. Units are
     # tried only if whole tickets leave more than one part in `WORTH_SPREADING` to gain, because there are many more
@@ -87,7 +84,7 @@ def _sums(places: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
 
 
 def begins(tickets: np.ndarray) -> np.ndarray:
-    """Return a mask of the samples that begin a ticket: bool [n]. tickets: int64 [n], equal ones adjacent."""
+    """Return a mask of the samples that begin a ticket, bool [n]."""
     first = np.ones(len(tickets), np.bool_)
     np.not_equal(tickets[1:], tickets[:-1], out=first[1:])
     return first
@@ -96,9 +93,9 @@ def begins(tickets: np.ndarray) -> np.ndarray:
 def workload(num_tokens: Count, hidden_size: int) -> Count:
     """Return the work of one sequence, in units of 2 * hidden_size * layers floating-point operations.
 
-    A decoder layer of width h has about 12 h^2 weights (Kaplan et al., arXiv 2001.08361, table 1), which cost 24 h^2
-    operations a token; causal attention adds 2 h for each earlier token, on average 4 h * s / 2. Over a sequence of s
-    tokens: 2 h (12 h s + s^2). At h = 2048 these are the weights 24576 s + s^2 known from ROLL.
+    A decoder layer of width h has about 12 h^2 weights (Kaplan et al., arXiv 2001.08361, table 1), 24 h^2 operations a
+    token; causal attention adds on average 4 h * s / 2. Over s tokens: 2 h (12 h s + s^2). At h = 2048 these are ROLL's
+    weights 24576 s + s^2.
     """
     return num_tokens * (12 * hidden_size + num_tokens)
 
@@ -106,10 +103,10 @@ def workload(num_tokens: Count, hidden_size: int) -> Count:
 def partition(costs: Sequence[int], num_parts: int) -> list[int]:
     """Return the part, 0 ... `num_parts` - 1, of each item, such that the heaviest part is light.
 
-    The largest differencing method (Karmarkar and Karp, 1982; for many parts see Korf, IJCAI 2009, section 2.3): of all
-    partial solutions, unite the two with the largest difference between their heaviest and lightest part, heavy parts
-    with light ones, until one is left. Costs are positive. Parts are numbered by their first item; surplus parts stay
-    empty. O(n log n) for n items, in practice.
+    The largest differencing method (Karmarkar and Karp, 1982; for many parts see Korf, IJCAI 2009, section 2.3): unite
+    the two partial solutions with the largest difference between heaviest and lightest part, heavy parts with light
+    ones, until one is left. Costs are positive. Parts are numbered by their first item; surplus parts stay empty. O(n
+    log n) in practice.
     """
     ascending = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)[::-1]
     # Each item alone is a partial solution, the heaviest one last.
@@ -117,7 +114,6 @@ def partition(costs: Sequence[int], num_parts: int) -> list[int]:
     solutions: list[Solution] = []
 
     def take() -> tuple[int, list[Part]]:
-        """Remove the solution with the largest difference; return its smallest index and its parts."""
         if solutions and not (singles and singles[-1] < solutions[0]):
             return heapq.heappop(solutions)[1:]
         part = singles.pop()

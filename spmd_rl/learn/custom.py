@@ -1,8 +1,7 @@
 """The loss and the advantage estimator that the settings name: built in, or a user's function.
 
-A keyword-only parameter of a built-in function is a key of `algorithm` (of a user's: `config/algorithm_targets.py`). A
-user's function has the signature of ours (`algo/policy`, `algo/advantages`), and its result is checked. A loss may
-return its values without metrics.
+Keyword-only parameters are keys of `algorithm` (a user's: `config/algorithm_targets.py`). A user's function has the
+signature of ours (`algo/policy`, `algo/advantages`), and its result is checked.
 """
 
 import inspect
@@ -20,7 +19,7 @@ from spmd_rl.config.schema import AlgorithmConfig
 
 
 def policy_loss(settings: AlgorithmConfig) -> Callable[[Tokens], tuple[Tensor, Mapping[str, Tensor]]]:
-    """Return the policy loss: from tokens to a loss [N] and metrics [N] each."""
+    """Return the policy loss: from tokens to a loss [N] and metrics [N]."""
     if not is_own(settings, "loss"):
         return bind(POLICY_LOSSES[settings.loss], settings)
     function = own_function(settings, "loss")
@@ -37,7 +36,7 @@ def policy_loss(settings: AlgorithmConfig) -> Callable[[Tokens], tuple[Tensor, M
 
 
 def answer_advantage(settings: AlgorithmConfig) -> Callable[[Scored], Tensor] | None:
-    """Return the estimator of whole answers, from scores to float64 [n]; None if the settings name one of tokens."""
+    """Return the estimator of whole answers, to float64 [n]; None if the settings name one of tokens."""
     if not is_own(settings, "advantage"):
         function = ADVANTAGES.get(settings.advantage)
         return bind(function, settings) if function else None
@@ -52,8 +51,9 @@ def answer_advantage(settings: AlgorithmConfig) -> Callable[[Scored], Tensor] | 
 
 
 def token_advantage(settings: AlgorithmConfig) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return the token-level estimator, from rewards, values and samples to advantages and returns, float64 [N] each;
-    None if the estimator is one of answers."""
+    """Return the token-level estimator, from rewards, values and samples to advantages and returns, float64 [N]; None
+    if the settings name one of answers.
+    """
     if not is_own(settings, "advantage"):
         function = TOKEN_ADVANTAGES.get(settings.advantage)
         return bind(function, settings) if function else None
@@ -72,7 +72,7 @@ def token_advantage(settings: AlgorithmConfig) -> Callable[..., tuple[Tensor, Te
 
 
 def _check(settings: AlgorithmConfig, choice: str, found: Any, like: Tensor, what: str = "") -> Tensor:
-    """Return `found`, the result of a user's function. UserError unless it has the shape of `like`."""
+    """Return a user function's result. UserError unless it has the shape of `like`."""
     if not isinstance(found, Tensor) or found.shape != like.shape:
         got = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         target = getattr(settings, choice)
@@ -85,11 +85,11 @@ R = TypeVar("R")
 
 @cache
 def settings_read(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the settings that `function` reads, in order."""
+    """Return the settings that `function` reads."""
     parameters = inspect.signature(function).parameters.values()
     return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
 
 
 def bind(function: Callable[..., R], settings: Any) -> Callable[..., R]:
-    """Return `function` with each keyword-only parameter bound to the field of `settings` with its name."""
+    """Return `function` with its keyword-only parameters bound to fields of `settings`."""
     return partial(function, **{name: getattr(settings, name) for name in settings_read(function)})

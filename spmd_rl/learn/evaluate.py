@@ -1,7 +1,4 @@
-"""Held-out evaluation: sampled answers and one greedy answer for each prompt, and metrics of their scores.
-
-The same code runs periodically in training and in `python -m spmd_rl.evaluate`.
-"""
+"""Held-out evaluation: sampled answers and one greedy answer for each prompt, and metrics of their scores."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,35 +22,33 @@ Log = Callable[[int, Iterable[SampleRow]], None]
 
 
 class Answers(Protocol):
-    """Source of answers: the `Rollouts` of this rank, or a proxy for generator ranks."""
+    """Source of answers: this rank's `Rollouts`, or a proxy for generator ranks."""
 
     prompts: Any
-    """Prompts of the run; `eval` holds the held-out ones."""
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
-        """[all] Return this rank's share of the answers, one sample for each `sampling` and prompt."""
+        """[all] Return this rank's share of the answers, one per `sampling` and prompt."""
         ...
 
 
 class Answered(msgspec.Struct, array_like=True):
-    """Result of one answer, exchanged between ranks, because a prompt's answers can be on several."""
+    """Result of one answer, exchanged between ranks."""
 
     number: int
-    """Index of the prompt in the evaluation set."""
     answer: int
     domain: str
     greedy: bool
     score: float | None
-    """Score of the verdict; None without one, for the reason in `detail`."""
+    """None without a score, for the reason in `detail`."""
     vote: str
-    """Answer that majority voting counts, see `Verdict.answer`."""
+    """Vote of the majority metrics, see `Verdict.answer`."""
     detail: str
     parts: dict[str, tuple[float, int]]
-    """Sums and counts of verdict parts, see `sum_parts`."""
+    """See `sum_parts`; (sum, count) of verdict parts."""
 
     @classmethod
     def of(cls, sample: Sample, domain: str) -> "Answered":
-        """Return the result of an answer from its last sample."""
+        """Return the result of an answer's last sample."""
         verdict, score = sample.verdict, sample.verdict.score if sample.verdict.scored else None
         about = sample.ticket, sample.unit_number, domain, sample.greedy, score, verdict.answer, verdict.detail
         return cls(*about, sum_parts([sample]))
@@ -61,15 +56,14 @@ class Answered(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Schedule and settings of the evaluations of a run."""
+    """Schedule and settings of a run's evaluations."""
 
     settings: EvaluationConfig
     rollout: SamplingConfig
     seed: int
     steps: int
-    """Steps of the run; 0 for an evaluation without training."""
+    """Steps of the run; 0 without training."""
     error_budget: float
-    """Largest share of answers without a score, see `reward.error_budget`."""
 
     @classmethod
     def of(cls, cfg: RlConfig | EvaluateConfig) -> "Evaluation":
@@ -77,8 +71,7 @@ class Evaluation:
         return cls(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
 
     def questions(self, held_out: Sequence[Prompt], step: int) -> tuple[Sequence[Prompt], list[Sampling]]:
-        """Return the held-out prompts of an evaluation after `step`, and the sampling of each answer; empty if none is
-        due."""
+        """Return the held-out prompts after `step`, and the sampling of each answer; empty if no evaluation is due."""
         # The noise is the same at every evaluation, so that two of them differ by the policy alone.
         settings, rollout = self.settings, self.rollout
         if not settings.every or (step % settings.every and step != self.steps):
@@ -95,9 +88,9 @@ class Evaluation:
     def results(self, rollouts: Answers, world: World, step: int, log: Log | None = None) -> dict[str, Values]:
         """[all] Return metrics by domain, and over all domains as ''; empty if `step` is not due.
 
-        Equal on all ranks, for any number of them. Unscored answers are left out, counted in `error_share` and printed.
-        log: gets this rank's answers, see `Run.log_eval`. RunFailed in an evaluation without training if `error_share`
-        exceeds `reward.error_budget`.
+        Equal on all ranks. Unscored answers are left out, counted in `error_share` and printed. log: gets this rank's
+        answers, see `Run.log_eval`. RunFailed in an evaluation without training if `error_share` exceeds
+        `reward.error_budget`.
         """
         prompts, samplings = self.questions(rollouts.prompts.eval, step)
         if not samplings:
@@ -133,15 +126,15 @@ class Evaluation:
 
 
 def val_metrics(found: Mapping[str, Values]) -> Values:
-    """Rename the metrics of `Evaluation.results` to `val/<domain>/<name>` and, over all domains, `val/<name>`."""
+    """Rename the metrics of `Evaluation.results` to `val/<domain>/<name>` or `val/<name>`."""
     sections = {domain: f"val/{domain}/" if domain else "val/" for domain in found}
     return {f"{sections[domain]}{name}": value for domain in found for name, value in found[domain].items()}
 
 
 def measure(answers: Sequence[Answered], settings: EvaluationConfig) -> Values:
-    """Return metrics of answers sorted by prompt: means, those of `eval.metrics`, and the number of scored prompts.
+    """Return metrics of answers sorted by prompt: means, `eval.metrics`, and the number of scored prompts.
 
-    `pass@k` and `maj@k` are over the prompts with k scored sampled answers, `maj@k` in domains with a vote
+    `pass@k` and `maj@k` are over prompts with k scored sampled answers, `maj@k` in domains with a vote
     (`Verdict.answer`).
     """
     found: Values = {}

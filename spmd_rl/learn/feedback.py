@@ -1,8 +1,7 @@
 """`Feedback`: a step of learning from the rewards of pictures.
 
 An update is a list of items, each one forward and backward: a micro-batch of pictures with a sampling step (`grpo`), a
-noise level (`nft`), or the step from which on the gradient flows (`refl`, `draft`). Pictures weigh the same in every
-layout, so that gradients do not depend on the number of ranks.
+noise level (`nft`), or the first step with a gradient (`refl`, `draft`). Pictures weigh the same in every layout.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,27 +35,25 @@ class Item:
 
     drawn: PictureBatch
     place: int
-    """Sampling step (with `refl` and `draft` the first with a gradient); with `nft` the index of a noise level."""
+    """Sampling step (`refl`, `draft`: the first with a gradient); with `nft` the index of a noise level."""
     weights: Tensor
-    """Share of each picture in the loss, float32 [B]; 0 for spares and pictures without a score."""
+    """float32 [B]: share in the loss; 0 for spares and unscored pictures."""
     advantages: Tensor
-    """Float32 [B]."""
+    """float32 [B]"""
     reference: Tensor | None = None
-    """Velocity of the reference, [B, ...]; None without a KL."""
+    """[B, ...]: velocity of the reference; None without a KL."""
     old: Tensor | None = None
-    """Velocity of the policy before the step's first update, [B, ...] (`nft`)."""
+    """[B, ...]: velocity of the policy before the step's first update (`nft`)."""
 
 
 Log = Callable[[int, Iterable[SampleRow]], None]
 HELD_OUT = {"val/score/mean": "critic/score/mean", "val/error_share": "rollout/error_share"}
-"""Metrics of an evaluation, by those of a step"""
 
 
 class Feedback:
     """The learner of diffusion models: advantages, updates, held-out scores."""
 
     def __init__(self, cfg: RewardFlConfig, rollouts: PictureRollouts, roles: Roles, world: World) -> None:
-        """roles: of `train.build_denoisers`."""
         self._cfg, self._rollouts, self._world = cfg, rollouts, world
         self._policy: Denoising = roles.policy
         self._reference: Denoising | None = roles.reference
@@ -64,12 +61,10 @@ class Feedback:
         losses = {"grpo": self._grpo, "nft": self._nft, "refl": self._through, "draft": self._through}
         self._loss: Callable[[nn.Module, Item], tuple[Tensor, Mapping[str, Any]]] = losses[cfg.feedback.loss]
         self.gallery: Gallery | None = None
-        """Pictures of the step, since `prepare`."""
         self._advantages: dict[tuple[int, int], float] = {}
 
     def prepare(self, gallery: Gallery) -> list[list[Item]]:
-        """[all] Return the items of each update of a step, equally many on every rank, with the velocities of frozen
-        policies."""
+        """[all] Return the items of each update, equally many on every rank, with the velocities of frozen policies."""
         self.gallery = gallery
         tickets = torch.tensor([ticket for ticket, _ in gallery.keys])
         scored = Scored(torch.tensor(gallery.scores, dtype=torch.float64), tickets, torch.ones_like(tickets))
@@ -84,7 +79,7 @@ class Feedback:
         return updates
 
     def update(self, updates: list[list[Item]]) -> Metrics:
-        """[all] Update the policy; return the means over updates."""
+        """[all] Update the policy; return means over updates."""
         flow, needs_decoder = self._rollouts.flow, self._cfg.feedback.loss in DIFFERENTIABLE
         with self._world.phase("update"), self._policy.awake():
             with flow.decoding(self._world.device) if needs_decoder else nullcontext():
@@ -94,7 +89,7 @@ class Feedback:
         return metrics
 
     def evaluate(self, step: int, log: Log) -> Metrics:
-        """[all] Draw held-out pictures if an evaluation is due, log them, and return the metrics of their scores."""
+        """[all] If an evaluation is due, draw and log held-out pictures and return their metrics."""
         gallery = self._rollouts.held_out(step)  # [all]
         if gallery is None:
             return {}
@@ -115,7 +110,6 @@ class Feedback:
         return [item for one in mine for item in self._of_drawn(one, counted)]
 
     def _counted(self, members: range) -> int:
-        """Return the number of pictures, over all ranks, that count in the loss of some micro-batches."""
         per, gallery = self._cfg.pictures.per_microbatch, self.gallery
         if self._cfg.feedback.loss in DIFFERENTIABLE:
             return sum(min(per, gallery.num_pictures - number * per) for number in members)
@@ -144,7 +138,7 @@ class Feedback:
         return (Item(one, place, weights.to(device), advantages.to(device)) for place in places)
 
     def _frozen(self, name: str, role: Any, items: list[Item]) -> list[Item]:
-        """[all] Return items with a role's velocities at their latents as field `name`."""
+        """[all] Return items with a role's velocities in field `name`."""
         with role.awake():
             found = role.compute(
                 f"prepare: {name}", items, lambda net, item: self._rollouts.paint(net, *self._at(item))
@@ -152,7 +146,6 @@ class Feedback:
         return [replace(item, **{name: velocity}) for item, velocity in zip(items, found, strict=True)]
 
     def _at(self, item: Item) -> tuple[Tensor, dict[str, Tensor], float]:
-        """Return latents, conditions and noise level at which an item is trained (`grpo`, `nft`)."""
         one, levels = item.drawn, self.gallery.levels
         if self._cfg.feedback.loss == "grpo":
             return one.latents[item.place], one.given, levels[item.place]
@@ -220,7 +213,6 @@ class Feedback:
 
 
 def _summed(losses: Tensor, weights: Tensor, metrics: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
-    """Return the weighted sum of losses, and the sums of metrics over the pictures that count."""
     counts = weights > 0
     sums = {name: (values * counts).sum() for name, values in metrics.items()}
     return (losses * weights).sum(), {**sums, "num_tokens": counts.sum()}

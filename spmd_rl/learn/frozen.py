@@ -1,9 +1,6 @@
 """Frozen roles on separate ranks (`placement.reference`, `placement.teacher`) that compute for the trainer ranks.
 
-    roles = frozen.beside(built)     # [train] proxies on the policy's ranks, in its layout
-    frozen.serve(own)                # [frozen] compute until the run is over
-
-Every request is a collective of all ranks of the job: the leaders of the policy's data shards name their samples, the
+Every request is a collective of all ranks of the job: leaders of the policy's data shards name their samples, the
 tokens go to the role's data shards, and the computed columns come back. Between requests the role's ranks wait without
 a limit; the watchdog sees other ranks' progress.
 """
@@ -29,14 +26,13 @@ from spmd_rl.train.base import PolicyRole
 
 SEEN = (*FROM_ROUTE, "token_ids", "loss_mask", "rollout_logprobs", "lags")
 SEEN += ("candidate_ids", "pictures", "picture_sizes")
-"""Columns of a batch that a forward pass needs"""
 FOUND = {
     "logprobs": ("ref_logprobs", "ref_entropy"),
     "top_logprobs": ("teacher_logprobs", "teacher_ids", "teacher_top"),
 }
-"""Methods of a `PolicyRole` that can be requested, with the columns that they compute"""
+"""Methods of a `PolicyRole` that can be requested, and their columns"""
 Facts = tuple[list[list[int]], int, dict[str, int]]
-"""Facts about a role: the ranks of each of its data shards, `hidden_size`, and a `ModelSize`."""
+"""(ranks of each data shard, `hidden_size`, `ModelSize`) of a role."""
 
 
 @dataclass(slots=True)
@@ -44,7 +40,7 @@ class FrozenBatch(Batch):
     """Inputs and outputs of a frozen role."""
 
     ref_entropy: Tensor | None = field(default=None, metadata=per_token(torch.float32, "nats"))
-    """float32 [T]: entropy at the tokens of `ref_logprobs`"""
+    """float32 [T]"""
 
 
 class LogprobRequest(msgspec.Struct, array_like=True):
@@ -55,22 +51,21 @@ class LogprobRequest(msgspec.Struct, array_like=True):
     args: list[float | int] = []
     step: int = 0
     columns: list[str] = []
-    """names of the columns in its batch"""
     samples: list[list[int]] = []
-    """rows (ticket, unit, tokens of the prompt, all tokens, answer) of the samples"""
+    """rows (ticket, unit, tokens of the prompt, all tokens, answer)"""
 
 
 class FrozenRoles:
     """Rendezvous of all ranks of a job over the roles that only some of them hold."""
 
     def __init__(self, world: World, kinds: Collection[str]) -> None:
-        """world: the ranks that train, and those that hold these roles. kinds: `RoleConfig.kind` of these roles."""
+        """world: the ranks that train or hold these roles. kinds: `RoleConfig.kind` of the roles."""
         self._world, self.kinds = world, kinds
         self._facts: dict[str, Facts] = {}
         self._own: Mapping[str, PolicyRole] = {}
 
     def beside(self, built: Roles) -> Roles:
-        """[all] Add proxies of the roles on other ranks to the roles `built`; those ranks call `serve`."""
+        """[all] Add proxies of roles on other ranks, which call `serve`, to the roles `built`."""
         self._join({"policy": built.policy})  # [all]
         layout = built.policy.layout
         found = {name: RemoteRole(self, name, layout, facts) for name, facts in self._facts.items() if name != "policy"}
@@ -79,7 +74,7 @@ class FrozenRoles:
         return built._replace(reference=reference, teachers={**built.teachers, **teachers})
 
     def serve(self, own: Mapping[str, PolicyRole]) -> None:
-        """[all] Pairs with `beside`: answer requests for this rank's roles until the run is over."""
+        """[all] Pairs with `beside`: answer requests until the run is over."""
         self._join(own)  # [all]
         while self.meet(None, None):  # [all]
             pass
@@ -99,8 +94,9 @@ class FrozenRoles:
             self._facts |= theirs
 
     def meet(self, request: LogprobRequest | None, batch: Batch | None) -> dict[str, Any]:
-        """[all] Return the columns computed for this rank's samples, `batch`; empty when the run is over. request: of a
-        leader of the policy's data shards; None on other ranks."""
+        """[all] Return the columns computed for `batch`; empty when the run is over. request: of a leader of the
+        policy's data shards.
+        """
         world = self._world
         requests = [one for one in world.gather("frozen: request", request, LogprobRequest | None) if one]  # [all]
         first = requests[0]
@@ -122,11 +118,10 @@ class FrozenRoles:
         return send(f"{name}: found", share, columns, back, world)  # [all]
 
     def _routes(self, name: str, requests: Sequence[LogprobRequest]) -> tuple[Route, Route]:
-        """Return the routes to the role's data shards and back; with equal counts, shard i of the role
-        serves shard i."""
         here, there = (DataShard(self._world, self._facts[one][0]) for one in ("policy", name))
         rows = np.array([row for one in requests for row in one.samples], np.int64).reshape(-1, 5)
         shards = to = np.arange(here.size).repeat([len(one.samples) for one in requests])
+        # With equal counts, shard i serves shard i.
         if here.size != there.size:
             to, order = np.zeros_like(shards), np.lexsort((rows[:, 1], rows[:, 0]))
             to[order] = assign(rows[order, :4], [0, len(rows)], there.size, self._facts[name][1])[0]
@@ -138,17 +133,14 @@ class RemoteRole:
     """Proxy on the policy's ranks for a frozen `train.base.PolicyRole` that other ranks compute."""
 
     sync_steps: int | None = None
-    """None, because the role never follows the policy."""
     sees = True
-    """True, because it gets the pictures of the policy's batches, if they have any."""
 
     def __init__(self, frozen: FrozenRoles, name: str, layout: Layout, facts: Facts) -> None:
-        """layout: of the policy, whose ranks use this."""
         self._frozen, self._name, self.layout = frozen, name, layout
         self.hidden_size, self.size = facts[1], ModelSize(**facts[2])
 
     def awake(self) -> AbstractContextManager[None]:
-        """Return a no-op context: no weights of the role are here."""
+        """Return a no-op context: no weights are here."""
         return nullcontext()
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -160,7 +152,7 @@ class RemoteRole:
         return self._request("top_logprobs", batch, temperature, k, num_ids)
 
     def _request(self, method: str, batch: Batch, *args: float) -> tuple[Any, ...]:
-        """[all] Send one request per block of ranks with equal batches, from its leader."""
+        """[all] Send one request per data shard, from its leader."""
         shown = {name: value for name, _, value in batch.columns() if name in SEEN}
         step, request = self.layout.world.journal.step, None
         if self.layout.data.is_leader:

@@ -1,8 +1,4 @@
-"""Hints: extra text in a teacher's prompt, and columns of the teacher's batch in the policy's batch.
-
-packed.hints = hints(packed, groups)   # before samples are redistributed: prompts are known only here
-shown = with_hints(share)                # the teacher's batch: other prompts, the same answers
-"""
+"""Hints: extra text in a teacher's prompt. Made before samples are redistributed: prompts are known only there."""
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +12,6 @@ from spmd_rl.batch import Batch, Ragged, as_tensor, bounds_of, positions
 from spmd_rl.types import Group, Message, Prompt, TextPart
 
 Render = Callable[[Sequence[Message]], array]
-"""Function like `Tokenizer.render`: messages to token ids."""
 
 
 class Hints:
@@ -27,7 +22,7 @@ class Hints:
         self._templates, self._render = dict(templates), render
 
     def __call__(self, batch: Batch, groups: Iterable[Group]) -> Ragged:
-        """Return the token ids of the teacher's prompt for each sample of a batch; empty where it is the policy's."""
+        """Return the teacher's prompt of each sample as token ids; empty if it is the policy's."""
         prompts = {group.ticket: group.prompt for group in groups}
         found = {ticket: self._ids(prompts[ticket]) for ticket in set(batch.keys[:, 0].tolist())}
         lists = [found[ticket] for ticket in batch.keys[:, 0].tolist()]
@@ -46,7 +41,7 @@ class Hints:
 
 
 def with_hints(batch: Batch) -> Batch:
-    """Return the same answers with the hints added to their prompts; of the token columns only the mask is kept."""
+    """Return the answers with hints in their prompts; of the token columns only the mask is kept."""
     bounds, own = batch.starts.tolist(), batch.hints.offsets.tolist()
     runs, masks = [batch.token_ids[:0]], [batch.loss_mask[:0]]
     for number, (begin, end) in enumerate(pairwise(bounds)):
@@ -67,7 +62,8 @@ def with_hints(batch: Batch) -> Batch:
 
 def at_answers(batch: Batch, shown: Batch, logprobs: Tensor, *lists: Ragged) -> tuple[Tensor | Ragged, ...]:
     """Move columns of the teacher's batch `shown` to the sampled tokens of the policy's batch. Lists of a column have
-    one length."""
+    one length.
+    """
     own = torch.full((batch.num_tokens,), torch.nan)
     own[batch.sampled.index] = logprobs[shown.sampled.index]
     counts = torch.zeros_like(batch.loss_mask, dtype=torch.int64)

@@ -26,26 +26,27 @@ class Term(NamedTuple):
     """Objective of one optimizer step."""
 
     batch: Batch
-    """share of this rank, with weights"""
+    """this rank's share, with weights"""
     loss: BoundLoss | BoundValueLoss
     count: float
-    """number of tokens or comparisons of the global batch that the loss averages over"""
+    """tokens or comparisons of the global batch that the loss averages over"""
     sides: Mapping[str, int] = MappingProxyType({})
-    """Number of answers by the last part of a metric's name, such as `chosen`: 12 answers over which such a metric is
-    averaged; without any it is left out."""
+    """Answers of the global batch that a metric averages over, by the last part of its name, such as `chosen`; 0 leaves
+    it out.
+    """
 
     def weight(self, name: str, otherwise: float) -> float:
-        """Return the weight of a metric of this name among those of other terms."""
+        """Return the weight of a metric when terms are averaged."""
         return self.sides.get(name.rpartition("/")[2], otherwise)
 
 
 def deal(
     collected: Samples, count: int, role: Role, annotate: Callable[[Batch, Sequence[Sample]], None] | None = None
 ) -> tuple[Plan, list[Batch]]:
-    """[all] Return the plan in which all learnt tokens of each of `count` optimizer steps weigh the same, and this
-    rank's share of the samples in each.
+    """[all] Return the plan in which all learnt tokens of an optimizer step weigh the same, and this rank's share of
+    each of the `count` steps.
 
-    annotate: sets further columns of the batch of these samples, see `Imitation.annotate`.
+    annotate: see `Imitation.annotate`.
     """
     world, data = role.layout.world, role.layout.data
     with world.phase("coordination"):
@@ -59,13 +60,13 @@ def deal(
 
 
 RowLog = Callable[[int, Mapping[tuple[int, int], float]], None]
-"""Function that logs held-out rows: it gets the step, and by ticket and answer the score of each row of this rank."""
+"""Log of held-out rows: (step, score of each row of this rank by ticket and answer)."""
 
 
 class Imitation:
     """One supervised step on the sampled tokens of what was collected, `-mean log pi(t)`.
 
-    A subclass overrides `bind` for another loss, and `annotate` for what that compares with.
+    A subclass overrides `bind` for another loss, and `annotate` for its targets.
     """
 
     def __init__(
@@ -78,26 +79,26 @@ class Imitation:
         teachers: Teachers | None = None,
     ) -> None:
         """num_updates: optimizer steps per step. lr_factor: multiplies the learning rate. name: metric of the loss.
-        teachers: sources of alternatives to each token."""
+        teachers: alternatives to each token.
+        """
         self.policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
         self._temperature, self._lr_factor, self._name = temperature, lr_factor, name
         self._teachers = teachers
         self._loss = teachers.loss(nothing if teachers.is_only else nll) if teachers else nll
         self.plan: Plan | None = None
-        """The plan of the last `prepare`; the sample log reads it."""
 
     @classmethod
     def of(cls, cfg: AgenticConfig, policy: PolicyRole) -> "Imitation":
-        """Return the supervised steps of a run at the learning rate `warmup.lr`, by default the policy's."""
+        """Return the supervised steps of a run at `warmup.lr`, by default the policy's."""
         # A factor, since the role's schedule knows `policy.lr` alone; where that is 0, nothing is trained.
         lr_factor = (cfg.warmup.lr or cfg.policy.lr) / (cfg.policy.lr or 1.0)
         return cls(policy, cfg.train.updates_per_step, cfg.rollout.temperature, lr_factor)
 
     def annotate(self, batch: Batch, samples: Sequence[Sample]) -> None:
-        """Set the columns of `batch` that hold the targets of its samples; here there are none."""
+        """Set the target columns of `batch`; by default none."""
 
     def bind(self, batch: Batch, number: int) -> Term:
-        """[all] Return the loss of mini-batch `number` of the plan; every token weighs the same."""
+        """[all] Return the loss of mini-batch `number`; every token weighs the same."""
         return Term(batch, nll, float(self.plan.num_sampled[self.plan.minibatches == number].sum()))
 
     def step(self, term: Term) -> Metrics:
@@ -109,7 +110,7 @@ class Imitation:
         return self.policy.logprobs(batch, self._temperature)  # [all]
 
     def prepare(self, collected: Samples) -> list[Term]:
-        """[all] Return the terms of this rank's mini-batches, one per optimizer step."""
+        """[all] Return this rank's terms, one per optimizer step."""
         terms = self._prepare(collected, self._num_updates)  # [all]
         if self._teachers:
             with self._world.phase("logprobs"):
@@ -123,8 +124,7 @@ class Imitation:
             return [self.bind(batch, number) for number, batch in enumerate(batches)]  # [all]
 
     def update(self, terms: list[Term]) -> Metrics:
-        """[all] Update as `Learner.update` does; the reported loss is the mean negative log-likelihood of a token, in
-        nats."""
+        """[all] Update; the reported loss is the mean negative log-likelihood of a token, in nats."""
         used = [terms[i] for i in np.unique(self.plan.minibatches).tolist()]
         self.policy.lr_factor = self._lr_factor
         with self._world.phase("update"), self.policy.awake():
@@ -135,9 +135,10 @@ class Imitation:
         return metrics | self.plan.metrics()
 
     def measure(self, parts: Iterable[Samples], log: RowLog = lambda step, scores: None) -> Metrics:
-        """[all] Return the loss on held-out samples as `val/*`; they come in parts. Equal on all ranks.
+        """[all] Return the loss on held-out samples as `val/*`, equal on all ranks. parts: [all] equally many on each
+        rank.
 
-        log: gets the mean over the learnt tokens of each sample of their logprobs, or of a critic's values.
+        log: gets each sample's mean logprob, or critic's value, over its learnt tokens.
         """
         sums, counts, overlong = defaultdict[str, float](float), defaultdict[str, float](float), None
         scores = dict[tuple[int, int], float]()
@@ -161,7 +162,6 @@ class Imitation:
 
 
 def _mean_by_sample(batch: Batch, values: Tensor) -> dict[tuple[int, int], float]:
-    """Return the mean of `values`, [T], over the sampled tokens of each sample."""
     samples = batch.sampled.samples
     counts = torch.bincount(samples, minlength=batch.num_samples).clamp(min=1)
     sums = values.new_zeros(batch.num_samples).index_add(0, samples, values[batch.sampled.index])

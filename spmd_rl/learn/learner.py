@@ -32,8 +32,9 @@ FLAT_STEPS = 5
 
 
 class Learner:
-    """One step of learning. Stateful: the KL coefficient, moments of scores, and counts of steps without advantage or
-    samples."""
+    """One step of learning. State: the KL coefficient, moments of scores, and counts of steps without advantage or
+    samples.
+    """
 
     def __init__(self, cfg: RlConfig, roles: Roles, render: Render | None = None) -> None:
         """render: a tokenizer's, for the hints of teachers."""
@@ -55,19 +56,16 @@ class Learner:
         # Age of the oldest token of the step, in versions.
         self._max_lag = 0.0
         self._monitored = False
-        """True if `prepare` has checked the bounds of this step, so `update` need not."""
         self.plan: Plan | None = None
-        """Plan of the last `prepare`; the sample log reads it."""
         self._num_empty_steps = 0
         self._num_flat_steps = 0
-        """Consecutive steps so far without an advantage."""
         # Factor of the KL coefficients, set by the adaptive controller.
         self._kl_factor = 1.0
         self._scores = Moments()
         self._prepared: Metrics = {}
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, see `checkpoint.Stateful`."""
+        """See `checkpoint.Stateful`; return the learner's state."""
         return {
             "num_empty_steps": self._num_empty_steps,
             "num_flat_steps": self._num_flat_steps,
@@ -76,13 +74,13 @@ class Learner:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint, see `checkpoint.Stateful`."""
+        """See `checkpoint.Stateful`; restore the learner's state."""
         self._num_empty_steps, self._kl_factor = state["num_empty_steps"], state["kl_factor"]
         self._num_flat_steps = state["num_flat_steps"]
         self._scores = Moments(*state["scores"])
 
     def prepare(self, collected: Samples) -> list[Batch]:
-        """[all] Return this rank's mini-batches, which `update` visits once an epoch, with all columns of the loss."""
+        """[all] Return this rank's mini-batches with all columns of the loss."""
         settings, rollout, data = self._settings, self._rollout, self._policy.layout.data
         with self._world.phase("prepare"):
             penalties = None
@@ -142,7 +140,6 @@ class Learner:
         return batches
 
     def _flops(self, answers: np.ndarray, needs_old: bool) -> float:
-        """Return the operations of the step: generation, forward passes, and updates of three forward passes each."""
         # Ticket and answer number in one integer.
         width, plan = 1 + answers["answer"].max(initial=0), self.plan
         trained = answers[np.isin(answers["ticket"] * width + answers["answer"], plan.keys @ (width, 1))]
@@ -155,7 +152,6 @@ class Learner:
         return generated + sum(count * forward_flops(role.size, trained) for role, count in passes)
 
     def _needs_old(self, plan: Plan) -> bool:
-        """Return True if the policy's logprobs before the update are needed; equal on all ranks."""
         settings = self._settings
         # A single update on samples of the current version computes the old logprobs itself.
         several = self._num_updates * settings.sample_epochs > 1
@@ -170,7 +166,7 @@ class Learner:
     ) -> None:
         """[all] Subtract the KL to the reference from the rewards of answers or turns, before their baseline.
 
-        credited: computes the table anew. count: of the turns that have an advantage.
+        credited: computes the table again. count: of the turns that have an advantage.
         """
         settings, data = self._settings, self._policy.layout.data
         kl = token_advantages.kl_of_turns(batches, self.plan, count, settings, data)  # [all]
@@ -187,8 +183,7 @@ class Learner:
             tell(f"warning: step {plan.step}: {line}")
 
     def update(self, batches: list[Batch]) -> Metrics:
-        """[all] Run one optimizer step per mini-batch and epoch; none if no sample of any rank trains. Equal on all
-        ranks."""
+        """[all] Run one optimizer step per mini-batch and epoch; none if no sample of any rank trains."""
         assert self.plan is not None
         metrics: Metrics = {}
         with self._world.phase("update"):
@@ -210,15 +205,14 @@ class Learner:
         return metrics | self._prepared | self._own_metrics(metrics)
 
     def _follow(self) -> None:
-        """[all] Move the reference towards the policy, if it is due at this step."""
+        """[all] Move the reference towards the policy if due."""
         every = self._reference.sync_steps if self._reference else None
         if every is not None and self.plan.step % every == 0:
             with self._policy.awake(), self._reference.awake():
                 self._reference.follow(self._policy)  # [all]
 
     def _own_metrics(self, mean: Metrics) -> Metrics:
-        """Return the metrics of the plan and of the learner's state. Adapts the KL coefficient to the
-        step's mean KL."""
+        """Return the learner's metrics; adapt the KL coefficient to the step's mean KL."""
         plan, settings = self.plan, self._settings
         own: Metrics = {"actor/empty_steps": self._num_empty_steps} | plan.metrics()
         if len(plan.keys):

@@ -2,11 +2,7 @@
 
     loss of a token = correction weight * surrogate + KL penalty + terms (entropy bonus, supervised learning)
 
-    batch = pack(samples)                                             # the rows of this rank's data shard
-    batch.weights = batch.loss_mask / num_tokens                      # of the global batch: `-mean log pi(t)`
-    metrics = update(policy, [batch], nll)  # [all]
-
-The backend multiplies each token's loss by `Batch.weights`, which `prepare.py` computes.
+The backend multiplies each token's loss by `Batch.weights`, its weight in the global batch.
 """
 
 import math
@@ -33,7 +29,7 @@ PerToken = tuple[Tensor, Mapping[str, Tensor]]
 
 
 def bind_loss(settings: AlgorithmConfig, kl_coef: float | None = None) -> BoundLoss:
-    """Return the `BoundLoss` of the settings; `kl_coef` is the current coefficient (default: `algorithm.kl_coef`)."""
+    """Return the `BoundLoss` of the settings; kl_coef: default `algorithm.kl_coef`."""
     coefficients = {"sft": settings.sft_coef, "entropy": settings.entropy_coef}
     return partial(
         _loss,
@@ -48,7 +44,7 @@ def bind_loss(settings: AlgorithmConfig, kl_coef: float | None = None) -> BoundL
 
 
 def tokens_of(batch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tokens, Tensor | None]:
-    """Return the sampled tokens of a batch of whole trajectories as `algo` takes them, and their order, if it differs.
+    """Return the sampled tokens of whole trajectories as `algo` takes them, and their order, if it differs.
 
     A trajectory of several segments is one sample to `algo`. Missing old logprobs are the current ones, as in the first
     update on fresh samples.
@@ -85,7 +81,6 @@ def _loss(
     divergence: Callable[[Tensor, Tensor], Tensor],
     kl_coef: float,
 ) -> PerToken:
-    """Token loss; `bind_loss` fills the keyword arguments to make a `BoundLoss`."""
     tokens, order = tokens_of(batch, logprobs, entropy)
     # With `old_logprobs=engine` the engine's logprobs are the proximal policy's.
     loss, quantities = surrogate(replace(tokens, old_logprobs=tokens.rollout_logprobs) if from_engine else tokens)
@@ -121,7 +116,6 @@ def bind_value_loss(settings: AlgorithmConfig) -> BoundValueLoss:
 def _value_loss(
     values: Tensor, batch: Batch, *, error: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Value loss; `bind_value_loss` fills `error` to make a `BoundValueLoss`."""
     assert batch.values is not None and batch.returns is not None
     old, returns = batch.values[batch.sampled.index], batch.returns[batch.sampled.index]
     loss, quantities = error(values, old, returns)
@@ -129,15 +123,15 @@ def _value_loss(
 
 
 def update(policy: PolicyRole, batches: Iterable[Batch], loss: BoundLoss, temperature: float = 1.0) -> Metrics:
-    """[all] Run one optimizer step per mini-batch; return means of the metrics. Equal on all ranks."""
+    """[all] Run one optimizer step per mini-batch; return means of the metrics."""
     with policy.awake():
         return with_ess(mean_over([policy.update(batch, loss, temperature) for batch in batches], "actor"))  # [all]
 
 
 def measure(data: DataShard, batch: Batch, outputs: Sequence[Tensor], loss: Callable[..., PerToken]) -> Metrics:
-    """[all] Return the loss over a global batch and the means of its metrics, without an update; equal on all ranks.
+    """[all] Return a global batch's loss and means of its metrics, without an update.
 
-    outputs: of the role for the batch, [T] each, as the loss takes them.
+    outputs: of the role, [T] each, as the loss takes them.
     """
     index = batch.sampled.index
     per_token, quantities = loss(*(values[index] for values in outputs), batch)
@@ -149,12 +143,12 @@ def measure(data: DataShard, batch: Batch, outputs: Sequence[Tensor], loss: Call
 
 
 def nll(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Return the negative log-likelihood of each sampled token, in nats: a `train.base.BoundLoss`."""
+    """Return each sampled token's negative log-likelihood, in nats."""
     return -logprobs, {"actor/entropy": entropy.detach()}
 
 
 def nothing(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Return zeros: a `train.base.BoundLoss` to which another loss is added."""
+    """Return zeros, to which another loss is added."""
     return torch.zeros_like(logprobs), {"actor/entropy": entropy.detach()}
 
 
@@ -162,8 +156,8 @@ def mean_over(
     updates: list[Metrics], role: str, weight: Callable[[int, str], float] = lambda number, key: 1.0
 ) -> Metrics:
     """Return each metric's mean over the updates that have it (`/max`, `/min`: the extreme), under the names of
-    docs/METRICS.md. weight: returns the weight of a metric in an update, given the update's number and the metric's
-    name."""
+    docs/METRICS.md. weight: of (update's number, metric's name).
+    """
     keys = dict.fromkeys(key for one in updates for key in one)
     found = {key: [(one[key], weight(i, key)) for i, one in enumerate(updates) if key in one] for key in keys}
     return {_name(key, role): _over_updates(key, values) for key, values in found.items()}
@@ -196,8 +190,7 @@ ESS = "train_infer/ess"
 
 
 def measure_mismatch(batches: Sequence[Batch], level: str, data: DataShard) -> Metrics:
-    """[all] Return means over the sampled tokens of all data shards and mini-batches, which have `old_logprobs`; equal
-    on all ranks, empty without tokens."""
+    """[all] Return means over the sampled tokens of all data shards and mini-batches; empty without tokens."""
     count, sums = 0, dict.fromkeys(("train_infer/abs_diff/mean", "train_infer/ratio/mean", SQUARE), 0.0)
     for batch in batches:
         assert batch.old_logprobs is not None
@@ -212,7 +205,7 @@ def measure_mismatch(batches: Sequence[Batch], level: str, data: DataShard) -> M
 
 
 def with_ess(metrics: Metrics) -> Metrics:
-    """Return the metrics with the effective sample size in place of the mean square of the weights."""
+    """Replace the mean square of the weights by the effective sample size."""
     if SQUARE not in metrics:
         return metrics
     metrics = dict(metrics)
@@ -220,24 +213,19 @@ def with_ess(metrics: Metrics) -> Metrics:
 
 
 class MismatchMonitor:
-    """Warns, or ends the run, if a step breaks `algorithm.bounds`.
-
-    found = measure_mismatch(batches, level, data)  # [all] before the update, from the trainer's logprobs
-    monitor.check(step, found | {"rollout/lag/max": 2.0})
-    """
+    """Monitor that warns, or ends the run, if a step breaks `algorithm.bounds`."""
 
     def __init__(self, bounds: BoundsConfig, world: World) -> None:
         self._bounds, self._world = bounds, world
         self._outside: set[str] = set()
-        """Bounds that the last step broke."""
 
     @property
     def stops(self) -> bool:
-        """True if the run ends before an update with metrics outside the bounds."""
+        """True if metrics outside the bounds end the run."""
         return self._bounds.on_breach == "stop"
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Warn once when a metric leaves its bounds, or raise RunFailed. `metrics` are equal on all ranks."""
+        """Warn once when a metric leaves its bounds, or raise RunFailed."""
         outside = {key: f"step {step}: {text}" for key, text in self._bounds.outside(metrics).items()}
         if outside and self.stops:
             raise RunFailed("; ".join(outside.values()))

@@ -1,7 +1,7 @@
 """`Preference`: a step of learning from pairs of answers, or from single answers labelled good or bad.
 
-The loss of a comparison is put on the first learnt token of its first answer. Both answers of a pair are in one
-micro-batch (`Sample.unit`), so this works in every layout. Rewards and similar metrics are means over comparisons.
+A comparison's loss is put on the first learnt token of its first answer. Both answers of a pair are in one micro-batch
+(`Sample.unit`). Rewards and similar metrics are means over comparisons.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,10 +23,9 @@ from spmd_rl.types import Sample
 
 
 class Preference(Imitation):
-    """One step on preferences. The logprobs of the reference come with the samples: see `RowSource`."""
+    """One step on preferences; samples have the reference's logprobs."""
 
     def __init__(self, settings: PreferenceConfig, policy: PolicyRole, num_updates: int) -> None:
-        """num_updates: optimizer steps per step."""
         super().__init__(policy, num_updates, name="dpo/loss")
         self._settings = settings
 
@@ -37,7 +36,7 @@ class Preference(Imitation):
             batch.reference_sums = torch.tensor([sum(sample.targets) for sample in samples], dtype=torch.float32)
 
     def bind(self, batch: Batch, number: int) -> Term:
-        """[all] Return the loss of a mini-batch in which every comparison weighs the same; see `Imitation.bind`."""
+        """[all] Return the loss of a mini-batch; every comparison weighs the same."""
         settings, plan, baseline = self._settings, self.plan, 0.0
         answers = plan.keys[plan.minibatches == number, 1]
         num_chosen, num_rejected = int((answers == CHOSEN).sum()), int((answers == REJECTED).sum())
@@ -62,7 +61,6 @@ class Preference(Imitation):
         return self._with_margins(super().measure(parts, log), "val/rewards")  # [all]
 
     def _with_margins(self, metrics: Metrics, section: str) -> Metrics:
-        """Return the metrics with the margin of single answers, where there are good and bad ones."""
         sides = [metrics.get(f"{section}/{side}") for side in ("chosen", "rejected")]
         if not self._settings.is_judged or None in sides:
             return metrics
@@ -82,7 +80,7 @@ class Preference(Imitation):
 
 
 class _Answers:
-    """Answers of a batch: sums over the learnt tokens of each, [S], and masks of the chosen and the rejected ones."""
+    """Sums over the learnt tokens of each answer, [S], and masks of the chosen and the rejected ones."""
 
     def __init__(self, logprobs: Tensor, batch: Batch) -> None:
         samples = batch.sampled.samples
@@ -95,7 +93,6 @@ class _Answers:
 
 
 def _compare(function: Callable[[Pairs], Tensor], baseline: float, answers: _Answers) -> tuple[Tensor, Tensor]:
-    """Return the indices and losses of a batch's pairs, in order. baseline: not used, see `_judge`."""
     ratios, lengths = answers.logprobs - answers.reference, answers.lengths
     chosen, rejected = answers.chosen, answers.rejected
     return chosen, function(Pairs(ratios[chosen], ratios[rejected], lengths[chosen], lengths[rejected]))
@@ -116,11 +113,9 @@ def _loss(
     entropy: Tensor,
     batch: Batch,
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Preference loss; `Preference.bind` fills the first three arguments to make a `BoundLoss`.
-
-    scales: learnt tokens of the mini-batch per chosen and per rejected answer. A metric of an answer is put on one
-    token, and metrics are means over tokens, so it is multiplied by its scale.
-    """
+    # `Preference.bind` fills the first three arguments.
+    # A metric of an answer is put on one token and averaged over tokens, so it is multiplied by its scale: learnt
+    # tokens of the mini-batch per chosen or rejected answer.
     answers = _Answers(logprobs, batch)
     places, losses = compare(answers)
     rewards = settings.beta * (answers.logprobs - answers.reference).detach()

@@ -1,7 +1,7 @@
-"""The plan of a step: all numbers that depend on several samples, and the data shard that trains each sample.
+"""The plan of a step: all numbers that depend on several samples, and each sample's data shard.
 
-All ranks hold the metadata of all samples (`table.ANSWER`) and compute the same plan without communication;
-`transfer.py` carries it out. Samples are in (ticket, answer) order. Counts and means are over answers, not segments.
+All ranks compute the same plan from the metadata of all samples (`table.ANSWER`); `transfer.py` carries it out. Counts
+and means are over answers, not segments.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,49 +24,49 @@ from spmd_rl.types import Group, Sample
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Numbers that every rank computes alike, for the n samples that train, one row each in (ticket, answer) order."""
+    """Numbers of the n samples that train, in (ticket, answer) order; equal on all ranks."""
 
     step: int
     keys: np.ndarray
-    """int64 [n, 2]: (ticket, answer) of each sample"""
+    """int64 [n, 2]: (ticket, answer)"""
     units: np.ndarray
     """int64 [n]: see `Batch.units`"""
     lengths: np.ndarray
-    """int64 [n]: tokens of the sample, prompt included"""
+    """int64 [n]: all tokens, prompt included"""
     num_prompt_tokens: np.ndarray
     """int64 [n]: tokens before the first sampled one"""
     num_sampled: np.ndarray
-    """int64 [n]: tokens that the policy sampled"""
+    """int64 [n]: sampled tokens"""
     trajectories: np.ndarray
-    """int64 [n]: equal numbers mark the segments of an answer"""
+    """int64 [n]: equal numbers mark an answer's segments"""
     src_rank: np.ndarray
-    """int64 [n]: rank that generated the sample"""
+    """int64 [n]: generator rank"""
     data_rank: np.ndarray
-    """int64 [n]: data shard of the policy that trains it"""
+    """int64 [n]: data shard of the policy"""
     num_runs: np.ndarray
-    """int64 [n]: number of spans in the sample: 1, or one for each turn of an agent; a span has one advantage"""
+    """int64 [n]: spans in the sample: 1, or one per turn of an agent; a span has one advantage"""
     turns: np.ndarray
-    """int64 [r]: turn or answer of each span, all samples end to end; spans with equal numbers share an advantage"""
+    """int64 [r]: turn or answer of each span; spans with equal numbers share an advantage"""
     run_lengths: np.ndarray
     """int64 [r]: sampled tokens of each span"""
     advantages: np.ndarray
-    """float64 [r]: mean advantage of each span's tokens; with a token-level estimator, first the reward of its turn"""
+    """float64 [r]: mean advantage of each span's tokens; with a token-level estimator, first its turn's reward"""
     weights: np.ndarray
-    """float64 [n]: weight of each token of the sample in its mini-batch"""
+    """float64 [n]: weight of each token in its mini-batch"""
     right: np.ndarray
-    """float64 [n]: see `Tokens.right`; 0 where no loss reads it"""
+    """float64 [n]: see `Tokens.right`; 0 if unused"""
     minibatches: np.ndarray
-    """int64 [n]: mini-batch of the sample; ascending"""
+    """int64 [n], ascending"""
     masked: tuple[tuple[Key, str], ...]
-    """samples of scored answers that do not train, each with the reason"""
+    """samples of scored answers that do not train, with the reason"""
     left_out: float
-    """share of the scored answers that do not train"""
+    """share of scored answers that do not train"""
     stale: bool
-    """True if some sample holds tokens of an older policy version"""
+    """True if a sample has tokens of an older policy version"""
     balance: float
-    """work of the slowest rank over the mean, summed over the optimizer steps; 1 is perfect"""
+    """work of the slowest rank over the mean, summed over optimizer steps"""
     mean_reward: float
-    """mean of the shaped scores; 0 without any"""
+    """mean shaped score; 0 without any"""
 
     @property
     def num_answers(self) -> int:
@@ -74,19 +74,20 @@ class Plan:
         return len(np.unique(self.trajectories))
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the balance of work, and of the shares of collected samples that train."""
+        """Return the balance of work, and the share of samples left out."""
         return {"actor/balance": self.balance, "actor/left_out": self.left_out}
 
     def samples_of(self, groups: Iterable[Group], rank: int) -> list[Sample]:
-        """Return the samples of this rank that train, in order."""
+        """Return this rank's samples that train, in order."""
         samples = {sample.key: sample for group in groups for sample in group.samples}
         keys = map(tuple, self.keys[self.src_rank == rank].tolist())
         # A sample is missing only if ranks disagree on the plan, which `transfer` then reports on all of them.
         return [samples[key] for key in keys if key in samples]
 
     def visits(self, num_epochs: int, seed: int) -> list[int]:
-        """Return the mini-batch of each optimizer step: all non-empty ones in order, then each further epoch in random
-        order. seed: the run's."""
+        """Return the mini-batch of each optimizer step: non-empty ones in order, then each further epoch in random
+        order.
+        """
         used = np.unique(self.minibatches).tolist()
         orders = [
             sorted(used, key=lambda number, e=epoch: counter_seed("epoch", seed, self.step, e, number))
@@ -99,8 +100,9 @@ class Plan:
         return tuple([getattr(self, name) for name in self.__slots__])
 
     def with_advantages(self, batches: Sequence[Batch], data: DataShard) -> "Plan":
-        """[all] Return the plan with each span's mean advantage in `batches`, this rank's mini-batches. data: its data
-        shard of the policy."""
+        """[all] Return the plan with each span's mean advantage in this rank's mini-batches. data: this rank's data
+        shard.
+        """
         here = (self.data_rank == data.rank).repeat(self.num_runs)
         lengths = self.run_lengths[here]
         runs = np.arange(len(lengths)).repeat(lengths)
@@ -113,25 +115,23 @@ class Plan:
         return replace(self, advantages=advantages)
 
     def elsewhere(self, data: DataShard, hidden_size: int) -> "Plan":
-        """Return the same plan for a role with other data shards: only `data_rank` differs. hidden_size: the role's."""
+        """Return the plan for a role with other data shards: only `data_rank` differs."""
         bounds = self.minibatches.searchsorted(np.arange(self.minibatches.max(initial=0) + 2)).tolist()
         samples = np.stack((self.keys[:, 0], self.units, self.num_prompt_tokens, self.lengths), axis=1)
         return replace(self, data_rank=assign(samples, bounds, data.size, hidden_size)[0])
 
 
 class Shares(NamedTuple):
-    """Numbers that determine how a step is divided: optimizer steps, data shards and the model's width."""
+    """Numbers that determine how a step is divided."""
 
     num_updates: int
-    """optimizer steps; tickets are divided between them in order"""
     num_shards: int
-    """data shards of the policy"""
     hidden_size: int
-    """hidden size of the policy, which sets the work of a sample"""
+    """of the policy; sets the work of a sample"""
 
 
 def plan(step: int, data: StepTable, shares: Shares, aggregate: Callable[[Tensor], Tensor]) -> Plan:
-    """Return the plan that distributes the answers that train over optimizer steps and data shards.
+    """Return the plan of the answers that train.
 
     aggregate: weighs the answers of an optimizer step by their lengths; one of `algo.AGGREGATIONS`.
     """
@@ -178,7 +178,7 @@ def plan(step: int, data: StepTable, shares: Shares, aggregate: Callable[[Tensor
 
 
 def with_scores(plan: Plan, data: StepTable) -> Plan:
-    """Return the plan with the advantages and the mean reward of another table of the same answers."""
+    """Return the plan with the advantages and mean reward of another table of the same answers."""
     return replace(plan, advantages=data.advantages[plan.turns], mean_reward=_mean(data.shaped))
 
 

@@ -15,16 +15,13 @@ from spmd_rl.train.base import CriticRole, Metrics
 from spmd_rl.types import Sample
 
 TOKENS_PER_PAIR = 2
-"""Learnt tokens per pair. Each conversation has one: a token after its end, at whose prediction the value is the
-reward."""
+"""Learnt tokens per pair: one after each conversation, at whose prediction the value is the reward."""
 
 
 class Judging(Imitation):
-    """One step on answers labelled right or wrong, as a whole or by step; labels come with the samples (`RowSource`)
-    and weigh the same."""
+    """One step on answers labelled right or wrong, as a whole or by step."""
 
     def __init__(self, critic: CriticRole, num_updates: int) -> None:
-        """num_updates: optimizer steps per step."""
         super().__init__(critic, num_updates, name="reward_model/loss")
 
     @staticmethod
@@ -55,7 +52,7 @@ class Judging(Imitation):
 
 
 class Ranking(Judging):
-    """One step on pairs of whole conversations; the margin of a pair comes with its samples."""
+    """One step on pairs of whole conversations; samples have the pair's margin."""
 
     def __init__(self, critic: CriticRole, num_updates: int, center_coef: float) -> None:
         super().__init__(critic, num_updates)
@@ -66,7 +63,7 @@ class Ranking(Judging):
         batch.margins = torch.tensor([sum(sample.targets) for sample in samples], dtype=torch.float32)
 
     def bind(self, batch: Batch, number: int) -> Term:
-        """Return the loss of a mini-batch in which every pair weighs the same; see `Imitation.bind`."""
+        """Set `margins` of pairs from their samples."""
         count = int((self.plan.minibatches == number).sum()) // TOKENS_PER_PAIR
         batch.weights = batch.loss_mask / max(count, 1)
         return Term(batch, self._pair_loss, count)
@@ -79,7 +76,6 @@ def _label_loss(values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tens
 
 
 def _pair_loss(center_coef: float, values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Pair loss, on the chosen answer's token; bound to its coefficient it is a `BoundValueLoss`."""
     chosen, rejected = ((batch.keys[:, 1] == side).nonzero()[:, 0] for side in (CHOSEN, REJECTED))
     pair = values[chosen], values[rejected]
     loss = (0.0 * values).index_add(0, chosen, bradley_terry(*pair, batch.margins[chosen], center_coef=center_coef))

@@ -1,9 +1,6 @@
 """Logprobs of a frozen reference, computed once and stored for resumes.
 
-    keep_reference(rows, place.roles.reference, cfg.steps, run_dir / "reference.safetensors", digest)  # [all]
-
-They are always computed in the batches of the first epoch, so that extending a run gives bitwise the same numbers as a
-longer run.
+They are computed in the batches of the first epoch, so that an extended run is bitwise equal to a longer one.
 """
 
 import os
@@ -20,8 +17,9 @@ from spmd_rl.train.base import PolicyRole
 
 
 def keep_reference(rows: RowSource, reference: PolicyRole, steps: int, path: Path, digest: str) -> None:
-    """[all] Add the reference's logprobs to the rows of a run of `steps` steps, and close the reference. path: their
-    file, valid if its digest of all inputs is `digest`."""
+    """[all] Add the reference's logprobs to the rows of a run, and close the reference. path: their file, valid if it
+    holds `digest`, that of all inputs.
+    """
     world = reference.layout.world
     known = world.broadcast("reference: kept", _digest_of(path) if world.rank == 0 else None)  # [all]
     if known != digest:
@@ -49,7 +47,7 @@ def _digest_of(path: Path) -> str:
 
 
 def _sums(collected: Collected, reference: PolicyRole) -> list[tuple[int, int, float]]:
-    """[all] Return (ticket, answer, logprob of all learnt tokens) of each sample."""
+    """[all] Return (ticket, answer, summed logprob) of each sample."""
     data = reference.layout.data
     (batch,) = deal(collected, 1, reference)[1]  # [all]
     logprobs, _ = reference.logprobs(batch, 1.0)  # [all]

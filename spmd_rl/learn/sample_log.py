@@ -1,4 +1,4 @@
-"""Rows of the sample log: each sample with its prompt, advantage, and reason if it is dropped; held-out answers."""
+"""Rows of the sample log: samples with prompt, advantage, and reason if dropped; held-out answers."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,21 +16,21 @@ from spmd_rl.track.samples import SampleRow, StepRow, TurnRow
 from spmd_rl.types import AgentStep, Conversation, Group, Message, Prompt, Sample, Verdict, concat
 
 DECIMALS = 6
-"""Decimals of a logprob in the log"""
 
 _encode = msgspec.json.Encoder().encode
 
 
 @contextmanager
 def logged(track: Run, collected: Collected, learner: Learner | Imitation) -> Iterator[None]:
-    """[all] Log the step's samples on exit; `learner.prepare` inside computes their advantages. Also if that raises, or
-    if the step ends the run (`Collected.failure`, which is then raised)."""
+    """[all] Log the step's samples on exit, also if `learner.prepare` inside raises, or if the step ends the run
+    (`Collected.failure`, which is then raised).
+    """
     with track.samples(collected.step, lambda: rows(collected, learner.plan), collected.failure):  # [all]
         yield
 
 
 def rows(collected: Collected, plan: Plan | None) -> Iterator[SampleRow]:
-    """Yield one row per finished sample of this rank, in (ticket, answer) order; without a plan, without advantages."""
+    """Yield one row per finished sample of this rank; without a plan, without advantages."""
     kept = [(group, None) for group in collected.groups]
     groups = sorted([*kept, *collected.dropped], key=lambda pair: pair[0].ticket)
     unplanned = plan is None or plan.step != collected.step
@@ -56,8 +56,6 @@ def rows(collected: Collected, plan: Plan | None) -> Iterator[SampleRow]:
 
 
 def _mean_advantages(plan: Plan) -> np.ndarray:
-    """Return the mean advantage of each sample's tokens, float64 [n]; the mean reward if `prepare` failed before a
-    token-level estimator."""
     if len(plan.advantages) == len(plan.keys):
         return plan.advantages
     owners = np.arange(len(plan.keys)).repeat(plan.num_runs)
@@ -65,13 +63,12 @@ def _mean_advantages(plan: Plan) -> np.ndarray:
 
 
 def _credit(turns: list[TurnRow], advantages: np.ndarray) -> None:
-    """Write the advantages of an agent's turns, float64 [r], to those that have a sampled token."""
     for turn, advantage in zip((turn for turn in turns if turn.token_ids), advantages.tolist(), strict=True):
         turn.advantage = advantage
 
 
 def held_out(groups: Iterable[Group]) -> Iterator[SampleRow]:
-    """Yield one row per answer of an evaluation on this rank; the ticket is the index of the prompt."""
+    """Yield one row per answer of an evaluation; the ticket is the prompt's index."""
     for group in groups:
         messages = _messages(group)
         for sample, turns in zip(group.samples, _turns(group), strict=True):
@@ -79,7 +76,7 @@ def held_out(groups: Iterable[Group]) -> Iterator[SampleRow]:
 
 
 def of_rows(track: Run, source: RowSource) -> RowLog:
-    """Return a function that logs the held-out rows of a supervised run with their scores, in the form of answers."""
+    """Return a log of a supervised run's held-out rows and their scores."""
 
     def log(step: int, scores: Mapping[tuple[int, int], float]) -> None:
         found = ((*key, source.shown(*key), score) for key, score in scores.items())
@@ -122,13 +119,12 @@ def _row(
 
 
 def _messages(group: Group) -> Sequence[Message] | msgspec.Raw:
-    """Return the messages of a prompt, encoded once for all samples unless the log must keep their pictures."""
+    # Encoded once for all samples, unless the log must keep their pictures.
     messages = group.prompt.messages
     return msgspec.Raw(_encode(messages)) if all(isinstance(one.content, str) for one in messages) else messages
 
 
 def _turns(group: Group) -> Iterator[list[TurnRow]]:
-    """Yield the turns of each sample, rounded; the ids of a common prompt are converted once."""
     rendered = group.samples[0].turns[0].prompt_ids
     common = msgspec.Raw(_encode(rendered.tolist()))
     exact = np.array(concat([turn.logprobs for sample in group.samples for turn in sample.turns], "f"), np.float64)

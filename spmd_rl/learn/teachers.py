@@ -1,10 +1,7 @@
 """`Teachers`: logprobs of frozen models at each sampled token, and the loss that learns from them.
 
-    teachers.fill_in(batches, plan, collected.table)  # [all] columns `teacher_*`, once a step
-    loss = teachers.loss(inner)                        # `inner` and the divergence from the teacher
-
-A teacher may have another layout. It sends the logprobs of its k most likely tokens, never of a vocabulary; the student
-computes logprobs of the same tokens, with gradient.
+A teacher may have another layout. It sends the logprobs of its k most likely tokens; the student computes those of the
+same tokens, with gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,29 +34,28 @@ class Teachers:
         temperature: float,
         render: Render | None = None,
     ) -> None:
-        """teachers: by domain, '' for all others. temperature: divides all logits. render: of a tokenizer, for prompts
-        with hints."""
+        """teachers: by domain, '' for all others. render: a tokenizer's, for prompts with hints."""
         self._teachers, self._policy, self._settings = dict(teachers), policy, settings
         self._temperature, self._vocab_size = temperature, policy.size.head // policy.hidden_size
         self._k = min(settings.top_k, self._vocab_size)
         self.hints = Hints(settings.hints, render) if settings.hints and render else None
-        """Source of the column `hints` of a batch; None if no teacher has one."""
+        """Source of `Batch.hints`; None if no teacher has one."""
 
     @classmethod
     def of(
         cls, roles: Roles, settings: TeachersConfig, temperature: float = 1.0, render: Render | None = None
     ) -> "Teachers | None":
-        """Return the teachers of a run; None without any. A teacher with a hint and no model is the policy."""
+        """Return the teachers of a run; None without any. One with a hint and no model is the policy."""
         teachers = {domain: roles.teachers.get(domain, roles.policy) for domain in settings.by_domain}
         return cls(teachers, roles.policy, settings, temperature, render) if teachers else None
 
     @property
     def is_only(self) -> bool:
-        """True if the teachers are the only source of learning, see `teacher.only`."""
+        """See `teacher.only`: True if only teachers are learnt from."""
         return self._settings.only
 
     def fill_in(self, batches: Sequence[Batch], plan: Plan, table: SampleTable) -> None:
-        """[all] Set the columns of the teachers in this rank's mini-batches."""
+        """[all] Set the teacher columns of this rank's mini-batches."""
         world, dense = self._policy.layout.world, [_nothing(batch, self._k) for batch in batches]
         for domain, rows in self._rows(plan, table).items():
             teacher = self._teachers[domain]
@@ -87,8 +83,7 @@ class Teachers:
                 batch.teacher_ids, batch.teacher_top = (Ragged(some.flatten(), offsets) for some in (ids, top))
 
     def add_to_advantages(self, batch: Batch) -> None:
-        """Add each token's log-ratio of teacher to student to its advantage; with `teacher.only`, replace the
-        advantage.
+        """Add each token's log-ratio of teacher to student to its advantage, or replace it with `teacher.only`.
 
         reward_coef (log teacher - log student) of the sampled token: in expectation, the gradient of the reverse KL at
         that token (Lu and Thinking Machines, On-Policy Distillation, 2025).
@@ -99,7 +94,7 @@ class Teachers:
         batch.advantages = kept + self._settings.reward_coef * more
 
     def loss(self, inner: BoundLoss) -> BoundLoss:
-        """Return the loss plus the divergence from the teachers."""
+        """Add the divergence from the teachers to a loss."""
         settings = self._settings
 
         # found: the student's logprobs of the teacher's most likely tokens, if the loss reads them, then the batch.
@@ -118,14 +113,12 @@ class Teachers:
         return distilled
 
     def _rows(self, plan: Plan, table: SampleTable) -> dict[str, np.ndarray]:
-        """Return the mask of the plan's samples for each teacher, bool [n]; teachers without samples are left out."""
         numbers = table.domains[table.tickets.searchsorted(plan.keys[:, 0])]
         owners = np.array([name if name in self._teachers else "" for name in table.names], object)[numbers]
         return {domain: owners == domain for domain in sorted(self._teachers) if (owners == domain).any()}
 
 
 def _nothing(batch: Batch, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the columns of a batch without a teacher; those of k tokens for the sampled tokens alone."""
     count = len(batch.sampled.index)
     logprobs = torch.full((batch.num_tokens,), torch.nan)
     return logprobs, torch.arange(k, dtype=torch.int32).repeat(count, 1), torch.full((count, k), -torch.inf)

@@ -1,9 +1,7 @@
 """The part of advantages that is computed on trainer ranks: per token, and over the global batch.
 
-    finish(batches, plan, settings, kl_reward_coef, policy.layout.data, seed)  # [all]
-
-A token-level estimator and a KL penalty in the reward (`kl_of_turns`) need logprobs or values of the trainer. Whitening
-and the token choice of clip-cov and kl-cov need sums and counts over all data shards; tokens are never communicated.
+Token-level estimators and a KL penalty in the reward (`kl_of_turns`) need logprobs or values of the trainer; whitening,
+clip-cov and kl-cov need sums over all data shards. Tokens are never communicated.
 """
 
 from collections.abc import Sequence
@@ -27,17 +25,16 @@ from spmd_rl.learn.prepare import Plan
 
 
 def needs_old_logprobs(settings: AlgorithmConfig) -> bool:
-    """Return True if the advantages need the trainer's logprobs."""
+    """Return True if advantages need the trainer's logprobs."""
     return settings.kl_reward_coef > 0 or settings.loss in MARKED_SHARE_KEYS
 
 
 def finish(
     batches: Sequence[Batch], plan: Plan, settings: AlgorithmConfig, kl_reward_coef: float, data: DataShard, seed: int
 ) -> dict[str, float]:
-    """[all] Set the final advantages of all mini-batches, float32 [T], 0 outside of sampled tokens.
+    """[all] Set the final advantages of all mini-batches, float32 [T]; return the critic's metrics.
 
-    kl_reward_coef: the current one. data: this rank's data shard. seed: of the run, for draws. Returns the critic's
-    metrics, if any.
+    kl_reward_coef: the current one. data: this rank's data shard. seed: the run's.
     """
     if token_advantage(settings):
         for batch in batches:
@@ -60,8 +57,9 @@ def finish(
 def logged(
     batches: Sequence[Batch], plan: Plan, settings: AlgorithmConfig, data: DataShard, changed: bool = False
 ) -> Plan:
-    """[all] Return the plan with the batches' advantages for the sample log, if they differ. changed: True if other
-    code than `finish` has changed them."""
+    """[all] Return the plan with the batches' advantages, if they differ. changed: True if other code than `finish` has
+    changed them.
+    """
     shaped = settings.whiten_advantages or settings.advantage_clip is not None
     differ = bool(token_advantage(settings) or settings.kl_reward_coef or shaped or changed)
     # The settings are agreed on, so all ranks take the same branch.
@@ -69,7 +67,7 @@ def logged(
 
 
 def _of_critic(batches: Sequence[Batch], data: DataShard) -> dict[str, float]:
-    """[all] Return metrics of the values of all data shards and mini-batches."""
+    """[all] Return metrics of all the critic's values."""
     errors = [batch.returns - batch.values for batch in batches]
     critic = [moments_of(batches, column, data) for column in (errors, [b.returns for b in batches])]  # [all]
     return {"critic/explained_variance": explained_variance(*critic)}
@@ -78,7 +76,7 @@ def _of_critic(batches: Sequence[Batch], data: DataShard) -> dict[str, float]:
 def kl_of_turns(batches: Sequence[Batch], plan: Plan, count: int, settings: AlgorithmConfig, data: DataShard) -> Tensor:
     """[all] Estimate the KL to the reference of each turn or answer, summed over its tokens: float64 [count].
 
-    count: number of turns in `Plan.turns`, or of answers. The KL of one that does not train is 0.
+    count: turns in `Plan.turns`, or answers. One that does not train has 0.
     """
     own, mine = [], (plan.data_rank == data.rank).repeat(plan.num_runs)
     for number, batch in enumerate(batches):
@@ -92,8 +90,7 @@ def kl_of_turns(batches: Sequence[Batch], plan: Plan, count: int, settings: Algo
 
 
 def _kl(batch: Batch, settings: AlgorithmConfig, index: Tensor | None = None) -> Tensor:
-    """Estimate the KL of the policy before the update at the sampled tokens `index` (default: all, in order): float64
-    [N]."""
+    """Estimate the KL of the policy before the update at the sampled tokens `index` (default: all): float64 [N]."""
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None
     index = batch.sampled.index if index is None else index
     divergence = KL_ESTIMATORS[settings.kl_reward_estimator]
@@ -101,7 +98,7 @@ def _kl(batch: Batch, settings: AlgorithmConfig, index: Tensor | None = None) ->
 
 
 def estimate(batch: Batch, settings: AlgorithmConfig, kl_reward_coef: float) -> None:
-    """Set advantages and returns of each token, from the reward of its turn and the KL to the reference.
+    """Set each token's advantage and return, from its turn's reward and the KL to the reference.
 
     A turn is an agent's, or the whole answer. Tokens between turns are neither summed nor discounted.
     """
@@ -129,20 +126,19 @@ def estimate(batch: Batch, settings: AlgorithmConfig, kl_reward_coef: float) -> 
 
 
 def moments_of(batches: Sequence[Batch], columns: Sequence[Tensor], data: DataShard) -> Moments:
-    """[all] Return moments of a column at the sampled tokens of all data shards and mini-batches; equal on all ranks.
-    columns: float32 [T] per batch."""
+    """[all] Return moments of a column at all sampled tokens. columns: float32 [T] per batch."""
     mine = Moments.of(torch.cat([c[batch.loss_mask] for batch, c in zip(batches, columns, strict=True)]))
     records = data.gather("prepare: moments", astuple(mine))  # [all]
     return merged(Moments(*record) for record in records)
 
 
 MARKED_SHARE_KEYS = {"clip_cov": "clip_cov_ratio", "kl_cov": "kl_cov_ratio"}
-"""Losses that mark tokens, with the setting of the share to mark."""
 
 
 def mark(batch: Batch, settings: AlgorithmConfig, total: int, data: DataShard, seed: tuple[int, ...]) -> None:
-    """[all] Choose tokens of the mini-batch by the covariance of logprob and advantage: `Batch.marked`. total: sampled
-    tokens of the global mini-batch. data: this rank's data shard. seed: of the step."""
+    """[all] Set `Batch.marked` by the covariance of logprob and advantage. total: sampled tokens of the global
+    mini-batch. data: this rank's data shard. seed: of the step.
+    """
     mask = batch.loss_mask
     assert batch.old_logprobs is not None
     logprobs, advantages, ids = batch.old_logprobs[mask], batch.advantages[mask], token_numbers(batch, seed)
@@ -157,13 +153,13 @@ def mark(batch: Batch, settings: AlgorithmConfig, total: int, data: DataShard, s
 
 
 def highest(batch: Batch, keys: Tensor, total: int, share: float, data: DataShard) -> Tensor:
-    """[all] Return the mask, bool [T], of the share of sampled tokens in the global mini-batch with the highest keys.
+    """[all] Return the mask, bool [T], of the share of the mini-batch's sampled tokens with the highest keys.
 
     keys: float32 [N]; equal ones at the threshold are left out. total, data: as in `mark`.
     """
 
     def count_above(thresholds: Tensor) -> Tensor:
-        """[all] Return the number of keys above each threshold, over all shards."""
+        """[all] Count the keys of all shards above each threshold."""
         mine = selection.counts_above(keys, thresholds).tolist()
         return torch.tensor(data.gather("prepare: tokens above", mine)).sum(0)  # [all]
 

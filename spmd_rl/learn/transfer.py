@@ -1,11 +1,8 @@
-"""Transfer of packed samples between ranks: to those that train them, to those of another role, and columns back.
+"""Transfer of packed samples between ranks: to those that train them (`redistribute`), to those of another role, and
+columns back (`transfer`, `send`).
 
-    batches = redistribute(packed, plan, num_updates, policy.layout.data, world)     # [all] once a step
-    batch = transfer("prepare: samples", packed, route, world)                       # [all] whole samples
-    columns = send("prepare: values", batch, ["values"], back, world)                # [all] some of their columns
-
-All ranks know the route of every sample, so sizes need no message. Columns of one kind share an all-to-all. A rank
-never holds more than it sends and receives. The `Sample` stays on its generator rank, for the sample log.
+All ranks know every sample's route, so sizes need no message. Columns of one kind share an all-to-all. The `Sample`
+stays on its generator rank, for the sample log.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,29 +21,28 @@ from spmd_rl.train.base import CriticRole, PolicyRole, Role
 
 Columns = dict[str, tuple[Column, Entries]]
 FROM_ROUTE = ("keys", "units", "position_ids")
-"""Columns that follow from a route."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Source rank and destination data shard of each sample: n rows, equal on all ranks."""
+    """Source rank and destination data shard of n samples, equal on all ranks."""
 
     keys: np.ndarray
-    """int64 [n, 2]: (ticket, answer) of each sample"""
+    """int64 [n, 2]: (ticket, answer)"""
     units: np.ndarray
     """int64 [n]: see `Batch.units`"""
     lengths: np.ndarray
-    """int64 [n]: tokens of the sample"""
+    """int64 [n]: tokens"""
     src_rank: np.ndarray
-    """int64 [n]: rank that sends it"""
+    """int64 [n]: sending rank"""
     data_rank: np.ndarray
-    """int64 [n]: data shard that receives it, on all of the shard's ranks (`pp` x `cp` x `tp`)"""
+    """int64 [n]: receiving data shard: all its ranks (`pp` x `cp` x `tp`)"""
     data: DataShard
-    """data shard of this rank among the receivers"""
+    """this rank's data shard among the receivers"""
 
     @classmethod
     def of(cls, plan: Plan, data: DataShard) -> "Route":
-        """Return the route from the ranks that generated the samples of a plan to the data shards that train them."""
+        """Return the route of a plan's samples from generator ranks to data shards."""
         return cls(
             keys=plan.keys,
             units=plan.units,
@@ -57,7 +53,7 @@ class Route:
         )
 
     def select(self, rows: np.ndarray) -> "Route":
-        """Return the route of the samples in `rows` alone."""
+        """Return the route of the samples in `rows`."""
         return Route(
             keys=self.keys[rows],
             units=self.units[rows],
@@ -69,10 +65,10 @@ class Route:
 
 
 def transfer(name: str, batch: Batch, route: Route, world: World, agreed: Any = None) -> Batch:
-    """[all] Return the samples that the route assigns to this rank's data shard, in its order, with all columns.
+    """[all] Return the samples routed to this rank's data shard, in order, with all columns.
 
-    batch: holds at least the samples that this rank sends; the same columns on all ranks. agreed: further data that
-    must be equal on all ranks (see `World.exchange`). RunFailed, on all ranks, if it or the routes differ.
+    batch: includes the samples that this rank sends; the same columns on all ranks. agreed: further data that must be
+    equal on all ranks (see `World.exchange`). RunFailed, on all ranks, if it or the routes differ.
     """
     columns = send(name, batch, None, route, world, agreed)  # [all]
     rows = route.data_rank == route.data.rank
@@ -84,8 +80,9 @@ def transfer(name: str, batch: Batch, route: Route, world: World, agreed: Any = 
 def send(
     name: str, batch: Batch, names: Sequence[str] | None, route: Route, world: World, agreed: Any = None
 ) -> dict[str, Entries]:
-    """[all] Return the columns `names` of the samples that the route assigns to this rank's data shard, in its order.
-    None: all but those that follow from the route."""
+    """[all] Return the columns `names` of the samples routed to this rank's data shard, in order. None: all but those
+    that follow from the route.
+    """
     copies = _Copies(route, world)
     numbers = {tuple(key): number for number, key in enumerate(batch.keys.tolist())}
     keys = map(tuple, route.keys[copies.sent].tolist())
@@ -116,7 +113,7 @@ def send(
 
 
 class _Copies:
-    """Copies of samples to transfer: one for each rank of the receiving block."""
+    """Copies of samples to send, one per rank of the receiving shard."""
 
     def __init__(self, route: Route, world: World) -> None:
         blocks = np.array([route.data.ranks_of(shard) for shard in range(route.data.size)], np.int64)
@@ -127,10 +124,10 @@ class _Copies:
         # Stable sorts on both sides: sender and receiver then agree on the order without a message.
         leaving = np.flatnonzero(self._from == world.rank)
         self.sent = self._row[leaving[self._to[leaving].argsort(kind="stable")]]
-        """rows of the route that this rank sends, by destination"""
+        """rows of the route to send, by destination"""
         coming = np.flatnonzero(self._to == world.rank)
         self.received = self._row[coming[self._from[coming].argsort(kind="stable")]]
-        """rows of the route that this rank receives, by source"""
+        """rows of the route to receive, by source"""
 
     def counts(self, sizes: np.ndarray) -> tuple[list[int], list[int]]:
         """Return the entries to and from each rank. sizes: entries of each row of the route."""
@@ -141,12 +138,10 @@ class _Copies:
         return sent.astype(np.int64).tolist(), received.astype(np.int64).tolist()
 
     def sent_to(self) -> np.ndarray:
-        """Return the destination rank of each of `sent`."""
         leaving = self._to[self._from == self.world.rank]
         return np.sort(leaving)
 
     def in_order(self, arrived: dict[str, Entries], columns: dict[str, Column]) -> dict[str, Entries]:
-        """Return the columns of `received`, by row of the route."""
         order = self.received.argsort(kind="stable")
         # Rows often arrive in order already: save the copy of all columns.
         if (order[1:] > order[:-1]).all():
@@ -157,7 +152,7 @@ class _Copies:
 
 
 def _send_ragged(name: str, column: Column, value: Ragged, sizes: Tensor, leaving: Batch, copies: _Copies) -> Ragged:
-    """[all] Return a ragged column of `leaving`. Receivers learn the number of values from `sizes`."""
+    """[all] Send a ragged column of `leaving`. sizes: values per entry at the receiver."""
     first = leaving.starts if column.per == "token" else torch.arange(leaving.num_samples + 1)
     per_copy = value.offsets[first].diff().numpy()
     mine = np.bincount(copies.sent_to(), weights=per_copy, minlength=copies.world.size).astype(np.int64)
@@ -173,7 +168,7 @@ def _width(column: Column) -> int:
 
 
 def _to_bytes(columns: Columns) -> Tensor:
-    """Return the entries of tensors of one length N side by side, uint8 [N, bytes]."""
+    """Return tensors of one length N side by side, uint8 [N, bytes]."""
     parts = [
         value.contiguous().reshape(len(value), prod(column.shape)).view(torch.uint8).reshape(len(value), _width(column))
         for column, value in columns.values()
@@ -193,8 +188,8 @@ def _from_bytes(rows: Tensor, columns: Columns) -> dict[str, Tensor]:
 def redistribute(packed: Batch, plan: Plan, num_updates: int, data: DataShard, world: World) -> list[Batch]:
     """[all] Return the samples of this rank's data shard, one packed batch per optimizer step; any may be empty.
 
-    packed: the samples of this rank (`Plan.samples_of`). data: its data shard. RunFailed, on all ranks, unless their
-    plans are equal.
+    packed: this rank's samples (`Plan.samples_of`). data: its data shard. RunFailed, on all ranks, unless their plans
+    are equal.
     """
     # Every rank has these numbers in the plan, so they need no transfer.
     packed.advantages = packed.weights = None
@@ -219,14 +214,14 @@ def redistribute(packed: Batch, plan: Plan, num_updates: int, data: DataShard, w
 
 
 def give_advantages(batches: Sequence[Batch], plan: Plan, data: DataShard) -> None:
-    """Set the advantages of this rank's mini-batches. data: its data shard."""
+    """Set the advantages of this rank's mini-batches."""
     for number, batch in enumerate(batches):
         runs = ((plan.data_rank == data.rank) & (plan.minibatches == number)).repeat(plan.num_runs)
         batch.advantages = _at_sampled(plan.advantages[runs].astype(np.float32), plan.run_lengths[runs], batch)
 
 
 def _at_sampled(values: np.ndarray, lengths: np.ndarray, batch: Batch) -> Tensor:
-    """Return the value of each span of sampled tokens at its tokens, 0 elsewhere. [T]"""
+    """Return each span's value at its sampled tokens, 0 elsewhere. [T]"""
     at_sampled = torch.from_numpy(values.repeat(lengths))
     return torch.zeros(batch.num_tokens, dtype=at_sampled.dtype).masked_scatter(batch.loss_mask, at_sampled)
 
@@ -243,7 +238,8 @@ def fill_in(
     world: World,
 ) -> None:
     """[all] Set `ref_logprobs` with a reference, `values` with a critic, and `old_logprobs` if needed, in this rank's
-    mini-batches. temperature: divides the logits."""
+    mini-batches.
+    """
 
     def logprobs_of(role: PolicyRole, column: str) -> Callable[[Batch], dict[str, Tensor]]:
         return lambda batch: {column: role.logprobs(batch, temperature)[0]}
@@ -261,10 +257,10 @@ def fill_in(
 
 
 class RoleShards:
-    """Transfer of mini-batches between the policy's data shards and a role's; no-op where they are the same."""
+    """Transfer of mini-batches between the policy's data shards and a role's; no-op if they are the same."""
 
     def __init__(self, policy: Role, role: Role, plan: Plan, world: World, rows: np.ndarray | None = None) -> None:
-        """rows: bool [n], the samples of the plan for the role; all by default."""
+        """rows: bool [n], the plan's samples for the role; default: all."""
         here, there = policy.layout.data, role.layout.data
         self._same, self._minibatches, self._world = _ranks(here) == _ranks(there), plan.minibatches, world
         self._rows, self._mine = rows, plan.data_rank == here.rank
@@ -275,7 +271,7 @@ class RoleShards:
             self._back = replace(Route.of(plan, here), src_rank=leaders(there)[other.data_rank])
 
     def share(self, name: str, batches: Sequence[Batch]) -> list[Batch]:
-        """[all] Return the role's share of each mini-batch, with all columns; the batches are the policy's."""
+        """[all] Return the role's share of each of the policy's mini-batches."""
         if self._same:
             return [batch if self._rows is None else batch.select(self.places(n)) for n, batch in enumerate(batches)]
         return [
@@ -284,24 +280,23 @@ class RoleShards:
         ]
 
     def places(self, number: int) -> np.ndarray:
-        """Return the indices, in this rank's mini-batch `number`, of the samples that the role gets: int64 [m]."""
+        """Return the indices of the role's samples in this rank's mini-batch `number`: int64 [m]."""
         inside = self._mine & (self._minibatches == number)
         return np.flatnonzero(self._of(number)[inside])
 
     def _of(self, number: int) -> np.ndarray:
-        """Return the mask of the plan's samples of mini-batch `number` that the role gets: bool [n]."""
         inside = self._minibatches == number
         return inside if self._rows is None else inside & self._rows
 
     def back(self, name: str, shares: Sequence[Batch], columns: Sequence[str]) -> list[dict[str, Entries]]:
-        """[all] Return these columns of the role's shares to the ranks of the policy, in order."""
+        """[all] Send these columns of the role's shares to the policy's ranks."""
         if self._same:
             return [{column: getattr(share, column) for column in columns} for share in shares]
         routes = [self._back.select(self._of(number)) for number in range(len(shares))]
         return [send(name, share, columns, r, self._world) for share, r in zip(shares, routes, strict=True)]  # [all]
 
     def fill_in(self, what: str, batches: Sequence[Batch], compute: Callable[[Batch], dict[str, Tensor]]) -> None:
-        """[all] Set the per-token columns, float32 [T], that the role computes for its share of each mini-batch."""
+        """[all] Set the per-token columns, float32 [T], that the role computes."""
         name, columns = f"prepare: {what}", dict[str, Tensor]()
         shares = self.share(name, batches)  # [all]
         for share in shares:
@@ -318,5 +313,5 @@ def _ranks(data: DataShard) -> list[tuple[int, ...]]:
 
 
 def leaders(data: DataShard) -> np.ndarray:
-    """Return the first rank of each shard, which sends for it: int64 [shards]."""
+    """Return each shard's first rank, which sends for it: int64 [shards]."""
     return np.array([ranks[0] for ranks in _ranks(data)], np.int64)

@@ -8,7 +8,7 @@
 | `mode=lent` | some ranks | all ranks | at the same time; training ranks also generate between updates |
 | any, with `rollout.replay=RUN` | all ranks | none: another run did | before |
 
-`reference=RANKS` and `teacher=RANKS` take ranks away from any mode; the others do what the mode says.
+`reference=RANKS` and `teacher=RANKS` take ranks away from any mode.
 """
 
 from dataclasses import replace
@@ -27,11 +27,10 @@ from spmd_rl.rollout import Dumped
 __all__ = ["place_ranks"]
 
 PLACEMENTS = {place.__name__: place for place in (colocated, overlapped, split, lent)}
-"""Placements by `placement.mode`."""
 
 
 def place_ranks(job: Job) -> Place:
-    """[all] Return the work of this rank: to train, or to generate; nothing once the run is over."""
+    """[all] Return this rank's work: to train, or to generate; nothing once the run is over."""
     cfg, settings = job.cfg, job.cfg.generation.rollout
     if job.is_over:
         return Place(generate=lambda: None)

@@ -12,10 +12,9 @@ from spmd_rl.weights.adapter_source import AdapterSource
 
 @contextmanager
 def colocated(job: Job, last_ahead: int = 0) -> Iterator[Place]:
-    """[all] The roles and the engine of each rank take turns on its device.
+    """[all] Let the roles and the engine of each rank take turns on its device.
 
-    last_ahead: steps 2 to `last_ahead` begin before the update that precedes them, so their answers are one version
-    old; 0: no step does.
+    last_ahead: steps 2 to `last_ahead` begin before the previous update, with answers one version old; 0: none.
     """
     cfg, world = job.cfg, job.world
     job.open_run(world)  # [all]

@@ -1,7 +1,6 @@
-"""`placement.reference` and `placement.teacher`: ranks that hold a frozen role, and only compute with it.
+"""`placement.reference` and `placement.teacher`: ranks that only compute with a frozen role.
 
-The other ranks train and generate in `job.world`, without these ranks. Trainer ranks use the role through a proxy, and
-meet its ranks only when they need its logprobs.
+The other ranks train and generate in `job.world`, without these ranks. Trainer ranks use the role through a proxy.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,8 +15,7 @@ from spmd_rl.learn.frozen import FrozenRoles
 
 @contextmanager
 def frozen(job: Job) -> Iterator[Callable[[], None] | None]:
-    """[all] Return the work of a rank that holds a frozen role; None on the others, for which `job.build_roles` adds a
-    proxy."""
+    """[all] Yield the work of a rank that holds a frozen role; None on others, whose `job.build_roles` adds a proxy."""
     world, ranks = job.world, Placement.of(job.cfg.placement, job.world.size)
     if not ranks.frozen:
         yield None

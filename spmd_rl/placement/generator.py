@@ -1,7 +1,7 @@
 """`Generator`: a rank that only generates, at most `placement.max_staleness` steps ahead of training.
 
-Its replica claims slices of the open step as long as its policy is new enough, goes on to the next step by itself, and
-keeps what has finished until that is handed over. Between two steps of the engine it looks for meetings.
+Its replica claims slices of the open step while its policy is new enough, goes on to the next step by itself, and keeps
+finished slices until their hand over. Between two engine steps it looks for meetings.
 """
 
 import asyncio
@@ -30,16 +30,16 @@ from spmd_rl.types import Group
 from spmd_rl.weights import WeightReceiver
 
 ANSWERED = "eval{}/answered"
-"""Key of the counter of replicas that have answered their share of an evaluation."""
+"""Counter of replicas that have answered their share of an evaluation."""
 
 
 class Begin(msgspec.Struct, array_like=True):
-    """The message with which the first trainer rank starts generation. `next` and `skipped`: see `Cursor`."""
+    """The first trainer rank's message that starts generation. `next` and `skipped`: see `Cursor`."""
 
     first: int
-    """Number of the first step that is generated."""
+    """First step that is generated."""
     start: int
-    """The version from which the run goes on."""
+    """Version from which the run goes on."""
     next: int
     skipped: list[int]
 
@@ -78,15 +78,14 @@ class Generator:
         """Steps that wait for their hand over."""
         self._answers: list[Group] = []
         self._unused: dict[GroupSlice, Group] = {}
-        """Finished slices that no step has used; they count in the next step."""
+        """Finished slices of no step yet; they count in the next one."""
         self._coming: set[GroupSlice] = set()
-        """Slices that a lent replica has started, and hands over to this one."""
+        """Slices that a lent replica will hand over to this one."""
         self._previous: Coordinator | None = None
         self._has_left = False
         """True from the end of this replica's part of a step until the next step opens."""
         self._waited, self._publish_seconds = 0.0, list[float]()
-        """In this step: seconds of waiting for a policy that is new enough, and seconds that each publish interrupted
-        requests."""
+        """Seconds in this step: waits for a new policy, and interruptions by each publish."""
 
     def run(self) -> None:
         """[generate]: work until the run is over."""
@@ -100,7 +99,6 @@ class Generator:
                         runner.run(self._work())
 
     async def _work(self) -> None:
-        """Play steps and enter meetings, on the first rank of a replica."""
         since = time.perf_counter()
         while True:
             if self.poll():
@@ -118,11 +116,10 @@ class Generator:
 
     @property
     def _may_begin(self) -> bool:
-        """True if there is an open step, and the policy is new enough for it."""
         return self._steps.number <= self._cfg.steps and self._receiver.version >= self._steps.oldest
 
     async def _pause(self) -> None:
-        """Decode unfinished slices, with `rollout.partial_rollout`, though no step is open; without any, sleep."""
+        """Decode unfinished slices (`rollout.partial_rollout`), though no step is open; without any, sleep."""
         if self._player.engine_loop.num_requests:
             await self._player.engine_loop.poll()
         else:
@@ -136,7 +133,6 @@ class Generator:
         return f"publish: version {self._steps.oldest} from trainer ranks"
 
     async def _step(self) -> None:
-        """Play the open step to its end."""
         steps, player, world = self._steps, self._player, self._world
         world.journal.set_step(steps.number)
         claim = steps.claim(lambda: self._receiver.version)
@@ -161,14 +157,12 @@ class Generator:
     # -- meetings --------------------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
-        """Return True if a meeting has been opened that this replica can enter now: it ends its part of a step before
-        the step's hand over."""
+        """Return True if an open meeting can be entered now: a step's hand over follows this replica's part of it."""
         meeting = self._meetings.next()
         return meeting is not None and (meeting.kind != "hand over" or meeting.number in self._ended)
 
     async def enter(self) -> None:
-        """Enter the open meeting, at which trainer ranks wait; then answer the questions of an evaluation that is
-        due."""
+        """Enter the open meeting, then answer the questions of a due evaluation."""
         meeting, began, busy = self._meetings.next(), time.perf_counter(), 0
         if meeting.kind in ("publish", "end"):
             busy = await self._player.engine_loop.abort_all()
@@ -191,7 +185,7 @@ class Generator:
         self._meet(msgspec.msgpack.decode(message, type=Meeting))  # [replica]
 
     def _meet(self, meeting: Meeting) -> None:
-        """[all] of both sides: run the collectives of a meeting."""
+        """[all] of both sides: run a meeting's collectives."""
         world, kind = self._world, meeting.kind
         if kind == "publish":
             self._receiver.load(meeting.number, meeting.probed)  # [all]
@@ -208,7 +202,7 @@ class Generator:
     def _hand_over(self, ended: EndedStep | None) -> None:
         """[all] Send finished samples to trainer ranks, and take over unfinished slices of lent replicas.
 
-        ended: None on all but the first rank of a replica.
+        ended: None on all but a replica's first rank.
         """
         report, slices, to = RankReport.empty(), {}, {}
         if ended is not None:
@@ -224,7 +218,6 @@ class Generator:
         self._previous = ended.shared.coordinator if ended else None
 
     async def _answer(self, version: int) -> None:
-        """Answer this replica's share of the evaluation of a version, if it is due, before tickets."""
         questions = self._evaluation.questions(self._prompts.eval, version)
         if questions[1] and is_evaluated(version, self._steps.start):
             share = QuestionShare(questions, self._steps.replicas.mine, self._steps.replicas.count)

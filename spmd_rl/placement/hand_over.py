@@ -1,9 +1,8 @@
 """The hand over: samples of a step, or of an evaluation, go to trainer ranks.
 
-The metadata of all slices is gathered. Used tickets are dealt to the trainer ranks in turn, so all ranks know where
-each goes; samples are sent in one all-to-all. In the metadata the receiver replaces the generating rank, since
-`learn/transfer.py`, which spreads samples over the data shards, must know where they are. Unfinished slices of lent
-replicas go the same way, to the replicas that continue them.
+The metadata of all slices is gathered. Used tickets are assigned to trainer ranks in turn, so all ranks know where each
+goes; samples are sent in one all-to-all. In the metadata the receiver replaces the generating rank, for
+`learn/transfer.py`. Unfinished slices of lent replicas go the same way, to the replicas that continue them.
 """
 
 from collections import defaultdict
@@ -31,7 +30,7 @@ class SentSlice(msgspec.Struct, array_like=True, frozen=True):
     number: int
     samples: tuple[Sample, ...] = ()
     begun: Begun = {}
-    """Answers so far, if the slice has not finished."""
+    """Answers so far of an unfinished slice."""
 
     @property
     def place(self) -> GroupSlice:
@@ -40,18 +39,17 @@ class SentSlice(msgspec.Struct, array_like=True, frozen=True):
 
 
 Parts = dict[int, list[SentSlice]]
-"""Slices for each rank."""
 
 
 def places(tickets: Iterable[int], num_trainers: int) -> dict[int, int]:
-    """Return, for each ticket, the index of the trainer that receives it (0 to `num_trainers` - 1), in turn."""
+    """Return the receiving trainer's index for each ticket, in turn."""
     return {ticket: place % num_trainers for place, ticket in enumerate(sorted(tickets))}
 
 
 def gather_reports(world: World, report: RankReport, to: Mapping[int, int] | None) -> list[RankReport]:
-    """[all] Return the reports of all ranks, by rank, with the `rank` of each used answer replaced by its receiver.
+    """[all] Return the reports of all ranks, with the `rank` of each used answer replaced by its receiver.
 
-    to: on trainer ranks, the receiver of each used ticket; None on other ranks, which need no replacement.
+    to: on trainer ranks, the receiver of each used ticket; None on others, which need no replacement.
     """
     reports = world.gather("hand over: reports", report, RankReport)  # [all]
     for finished in (finished for report_of_rank in reports for finished in report_of_rank.finished):
@@ -61,7 +59,7 @@ def gather_reports(world: World, report: RankReport, to: Mapping[int, int] | Non
 
 
 def parts_of(slices: Slices, trainers: Sequence[int], to: Mapping[int, int]) -> Parts:
-    """Return the slices for each of the ranks `trainers`. to: index of the trainer that receives a ticket."""
+    """Return the slices for each trainer rank. to: index of a ticket's trainer."""
     parts: Parts = defaultdict(list)
     for one in sorted(slices):
         parts[trainers[to[one.ticket]]].append(SentSlice(*one, tuple(slices[one])))
@@ -69,7 +67,7 @@ def parts_of(slices: Slices, trainers: Sequence[int], to: Mapping[int, int]) -> 
 
 
 def send_slices(world: World, parts: Parts) -> list[SentSlice]:
-    """[all] Send each rank its part; return the slices for this rank. world: trainer and generator ranks."""
+    """[all] Send each rank its part; return this rank's slices. world: trainer and generator ranks."""
     payloads = {rank: pack(part) for rank, part in sorted(parts.items())}
     own = [(rank, len(payload)) for rank, payload in payloads.items()]
     sizes = world.gather("hand over: sizes", own, list[tuple[int, int]])  # [all]

@@ -1,7 +1,7 @@
 """`placement.mode=lent`: as `split`, but trainer ranks also generate, between an update and their next step.
 
-ROLL calls this partial overlap. Such a rank generates for the step that it will train on, until the step's end; the
-slices that it has not finished then continue on generator ranks.
+ROLL calls this partial overlap. Such a rank generates for the step that it will train on, until the step's end; its
+unfinished slices then continue on generator ranks.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from spmd_rl.placement.sides import Sides, generating, training
 
 @contextmanager
 def lent(job: Job) -> Iterator[Place]:
-    """[all] Every rank has an engine, and trainer ranks are lent to generation."""
+    """[all] Give every rank an engine; trainer ranks are lent to generation."""
     sides = Sides.of(job)  # [all]
     with training(job, sides, lends=True) if sides.trainers else generating(job, sides) as place:  # [all]
         yield place

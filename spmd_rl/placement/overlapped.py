@@ -8,5 +8,5 @@ from spmd_rl.placement.colocated import colocated
 
 
 def overlapped(job: Job) -> AbstractContextManager[Place]:
-    """[all] Every rank trains and generates, in turns; generation is one step ahead."""
+    """[all] Do as `colocated`, with generation one step ahead."""
     return colocated(job, last_ahead=job.cfg.steps)

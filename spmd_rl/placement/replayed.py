@@ -1,4 +1,4 @@
-"""`rollout.replay=RUN`: all ranks train, on what a run has dumped; there is no engine and no sidecar."""
+"""`rollout.replay=RUN`: all ranks train on a run's dump, without engine and sidecar."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

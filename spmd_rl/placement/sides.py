@@ -1,4 +1,4 @@
-"""Build what a trainer rank and a generator rank need with `placement.mode=split` and `lent`."""
+"""Build a trainer rank and a generator rank of `placement.mode=split` and `lent`."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -34,7 +34,7 @@ class Sides:
 
     @classmethod
     def of(cls, job: Job) -> "Sides":
-        """[all] Form the two sides of the ranks of `job.world`."""
+        """[all] Form the two sides of `job.world`."""
         world = job.world
         # Settings count all ranks; `job.world` lacks those of frozen roles.
         placement = Placement.of(job.cfg.placement, world_size())
@@ -128,8 +128,9 @@ def _parts(
 
 
 def _leave(world: World, own: Engine | None) -> None:
-    """[all] Close the engine. Not with an exception pending: closing its process groups would wait for dead ranks."""
+    """[all] Close the engine."""
     # A rank that leaves early would end the sidecar that other ranks of its node still use.
     world.barrier("generate: last step")  # [all]
+    # Not with an exception pending: closing its process groups would wait for dead ranks.
     if own:
         own.close()

@@ -1,6 +1,6 @@
-"""`placement.mode=split`: some ranks train while others generate; each rank has one task.
+"""`placement.mode=split`: some ranks train while others generate.
 
-They meet as `meetings.py` says, and wait for each other only where generation would run ahead of training by more than
+They meet as `meetings.py` says, and wait for each other only if generation would run ahead of training by more than
 `placement.max_staleness` versions, or training has used what was generated.
 """
 
@@ -13,7 +13,7 @@ from spmd_rl.placement.sides import Sides, generating, training
 
 @contextmanager
 def split(job: Job) -> Iterator[Place]:
-    """[all] Each rank has one task."""
+    """[all] Give each rank one task."""
     sides = Sides.of(job)  # [all]
     with training(job, sides) if sides.trainers else generating(job, sides) as place:  # [all]
         yield place

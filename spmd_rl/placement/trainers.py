@@ -1,7 +1,7 @@
 """`ReceivedRollouts`: samples of other ranks, received by a trainer rank in meetings.
 
-With `placement.mode=lent` its own engine takes part (`LentReplica`), from the end of an update until its next step has
-ended.
+With `placement.mode=lent` its own engine takes part (`LentReplica`), from the end of an update to that of its next
+step.
 """
 
 import asyncio
@@ -30,14 +30,13 @@ from spmd_rl.rollout.step_run import StepRun
 from spmd_rl.types import Group, Prompt
 
 STEP_POLL_SECONDS = 0.002
-"""Seconds between two polls for the end of a step."""
+"""Interval of polls for the end of a step."""
 
 
 class LentReplica:
-    """The engine of a rank that trains, while it is lent to generation."""
+    """The engine of a trainer rank, lent to generation."""
 
     def __init__(self, cfg: RlConfig, player: Player, steps: StepsAhead) -> None:
-        """player: over this rank's engine."""
         self.engine: Engine = player.engine
         self._cfg, self._player, self._steps = cfg, player, steps
         self._runner = asyncio.Runner()
@@ -45,8 +44,7 @@ class LentReplica:
         """Slices, finished or not, that the last step did not use."""
 
     def play(self, step: int) -> tuple[SharedStep, RankReport]:
-        """[replica]: generate with the others until the step has ended; return its counters and this rank's
-        report."""
+        """[replica]: generate with the others until the step's end; return its counters and this rank's report."""
         steps, world = self._steps, self._player.world
         # This engine holds the policy after the step before.
         claim = steps.claim(lambda: step - 1)
@@ -69,7 +67,7 @@ class LentReplica:
         self._steps.leave([*self._left])
 
     def hand_over(self, parts: Parts) -> None:
-        """Add the slices that other replicas take over; they have read the list of them in the store."""
+        """Add the slices that other replicas take over."""
         for one, sent in sorted(self._left.items()):
             parts[self._steps.given[one]].append(sent)
 
@@ -111,7 +109,7 @@ class ReceivedRollouts:
         return self._cursor.state(self.prompts.fingerprint())
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load a state. UserError if the prompts have changed."""
+        """Load a state. UserError if prompts have changed."""
         self._cursor = Cursor.of_state(state, self.prompts.fingerprint())
 
     def begin(self, start: int) -> None:
@@ -129,7 +127,7 @@ class ReceivedRollouts:
             return publish(version)  # [all]
 
     def collect(self, step: int) -> Collected:
-        """[train]: wait until the step has been generated, with this rank's help if it is lent."""
+        """[train]: wait until the step is generated, with this rank's help if it is lent."""
         steps, world, began = self._steps, self._world, time.perf_counter()
         coordinator = steps.coordinator
         assert steps.number == step, "steps are collected in order"
@@ -165,10 +163,7 @@ class ReceivedRollouts:
         return check_errors(collected, self._cfg.reward, self._cfg.rollout, self._trainers)  # [train]
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
-        """[train]: return this rank's share of the answers to held-out prompts, by the newest version.
-
-        Both sides know from `learn.Evaluation` which prompts are asked after which step.
-        """
+        """[train]: return this rank's share of the answers to held-out prompts, by the newest version."""
         version, replicas, mine = self._version, self._steps.replicas, list[Group]()
         key, store = ANSWERED.format(version), self._world.store
         if self._lent:

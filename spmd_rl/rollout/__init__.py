@@ -2,17 +2,15 @@
 
 | module | task |
 |---|---|
-| `step_plan`, `pace` | which tickets a step uses, and the rules of staleness: pure functions |
+| `step_plan`, `pace` | tickets of a step, rules of staleness: pure functions |
 | `coordinator`, `claims`, `shared_step` | replicas share tickets over the store |
 | `player`, `engine_loop` | episodes as coroutines over an engine |
-| `episode`, `agent`, `thinking` | how one sample is made |
-| `step_run`, `collection`, `ahead` | a step on one replica; steps that follow each other |
-| `collected`, `table`, `filters` | the result of a step, and which groups train |
-| `row_source`, `dump`, `demonstrations`, `kept` | samples from rows, files or solutions; evaluations as files |
+| `episode`, `agent`, `thinking` | one sample |
+| `step_run`, `collection`, `ahead` | a step on one replica; successive steps |
+| `collected`, `table`, `filters` | the result of a step, and the groups that train |
+| `row_source`, `dump`, `demonstrations`, `kept` | samples from rows, files or solutions |
 
-docs/STEP.md defines the words. An answer is the result of one episode. `Sample.unit` is shared by samples that must be
-trained together: the answers of a pair, or the segments of one answer. Surplus: slices that a step has started and does
-not use.
+docs/STEP.md defines the words. An answer is the result of one episode. Samples with one `Sample.unit` train together.
 """
 
 from spmd_rl.rollout.agent import Agent

@@ -1,10 +1,9 @@
 """The episode of an agent: observe, answer, act, until the environment or a budget ends it.
 
-    reset -> [ prompt -> answer -> action -> step ] x turns -> a sample, or one for each segment
+reset -> [ prompt -> answer -> action -> step ] x turns -> a sample, or one for each segment
 
-By default an episode is one conversation, and each turn appends tokens. A new segment begins where the chat template
-would change earlier messages (thoughts left out) or `env.<tag>.history` asks for fresh prompts. Each segment is a
-sample; `env/<tag>/segments` counts them.
+By default an episode is one conversation. A new segment begins where the chat template would change earlier messages
+(thoughts left out) or `env.<tag>.history` asks for fresh prompts. `env/<tag>/segments` counts segments.
 """
 
 import re
@@ -27,10 +26,10 @@ AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
     "min": min,
     "last": lambda values: values[-1],
 }
-"""Reductions of a metric over the steps of an episode: `info["metrics_agg_mode"]`."""
+"""Reductions over the steps of an episode: `info["metrics_agg_mode"]`."""
 
 STOPS = ("terminated", "truncated", "max_turns", "max_context", "env_timeout", "env_error", "env_lost")
-"""Reasons for the end of an episode: Gymnasium's two, our limits, and failures under `env.<tag>.on_error=zero`."""
+"""Ends of an episode: Gymnasium's two, our limits, and failures under `env.<tag>.on_error=zero`."""
 
 
 class Agent:
@@ -40,7 +39,7 @@ class Agent:
         self._envs = envs.tags
 
     async def __call__(self, ctx: Context) -> list[Sample]:
-        """Play an episode to its end, with up to `env.<tag>.retries` retries."""
+        """Play an episode, with up to `env.<tag>.retries` retries."""
         env = self._envs[ctx.prompt.domain]
         while True:
             try:
@@ -63,7 +62,6 @@ async def _play(ctx: Context, env: EnvConfig) -> list[Sample]:
 
 
 async def _turns(ctx: Context, env: EnvConfig, session: Session) -> tuple[str, dict[str, str]]:
-    """Play turns until the environment or a budget ends the episode. Return the reason, and aggregations of metrics."""
     conversation = _Conversation(ctx, env, session.reply)
     pattern = env.pattern_for(bool(session.reply.info.get("tools")))
     modes: dict[str, str] = {}
@@ -87,16 +85,12 @@ async def _turns(ctx: Context, env: EnvConfig, session: Session) -> tuple[str, d
 
 
 class _Conversation:
-    """Messages and turns of the conversation so far."""
-
     def __init__(self, ctx: Context, env: EnvConfig, start: EnvReply) -> None:
         self._ctx, self._env, self._start = ctx, env, start
         self._messages: list[Message] = []
         self.past: list[tuple[EnvReply, str]] = []
-        """(reply, answer to it) of each turn."""
 
     def next_prompt(self, reply: EnvReply) -> array:
-        """Return the token ids ('i') of the next prompt; begin a new segment where one is needed."""
         ctx, env, start = self._ctx, self._env, self._start
         numbers = {"turn": ctx.num_turns + 1, "max_tokens": ctx.sampling.max_new_tokens}
         if ctx.budget.max_turns is not None:
@@ -116,7 +110,7 @@ class _Conversation:
 
 
 def find_action(pattern: str, text: str) -> str | None:
-    """Return the stripped action of an answer; None unless `env.<tag>.pattern` matches exactly once."""
+    """Return the stripped action; None unless `env.<tag>.pattern` matches exactly once."""
     named = ACTION_FORMATS.get(pattern)
     found = re.findall(named.pattern if named else pattern, text, re.DOTALL)
     return found[0].strip() or None if len(found) == 1 else None
@@ -154,7 +148,6 @@ def _verdict(ctx: Context, reason: str, modes: dict[str, str]) -> Verdict:
 
 
 def _given_up(ctx: Context, env: EnvConfig, lost: SessionLost) -> list[Sample]:
-    """Apply `env.<tag>.on_error` to an episode whose environment has failed in every attempt."""
     tag = ctx.prompt.domain
     detail = f"env.{tag}: seed {ctx.prompt.extra['seed']}: {lost.reason}: {lost.detail}"
     if env.on_error == "raise":

@@ -1,8 +1,7 @@
-"""`StepsAhead`: the steps of a run in which replicas generate ahead of training, without a collective at each step's
-end.
+"""`StepsAhead`: steps of replicas that generate ahead of training, without a collective at each step's end.
 
-The store holds the end of a step and the tickets that it uses. Each replica writes there which slices it carries on.
-The next step begins once all have written; `placement.max_staleness` limits the age of the policy that starts a ticket.
+The store holds each step's end and tickets. Each replica writes there which slices it carries on. The next step begins
+once all have written; `placement.max_staleness` limits the age of the policy that starts a ticket.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +20,13 @@ _slices = msgspec.msgpack.Decoder(list[GroupSlice]).decode
 
 
 class Replicas(NamedTuple):
-    """The replicas of a job as one rank sees them."""
+    """Replicas of a job as one rank sees them."""
 
     mine: int
-    """Number of this rank's replica; on a rank without an engine, of the next rank with one."""
+    """This rank's replica; on a rank without an engine, the next rank's with one."""
     count: int
     keepers: Mapping[int, int]
-    """First rank of each replica that is never lent, by the replica's number: they go on with unfinished slices."""
+    """First rank of each replica that is never lent, by replica: they finish open slices."""
 
 
 class StepsAhead:
@@ -41,19 +40,16 @@ class StepsAhead:
         replicas: Replicas,
         priority_of: Callable[[int], float],
     ) -> None:
-        """priority_of: priority of a ticket; see `plan_step`."""
         self.cursor, self.number, self.start = Cursor(), 0, 0
         self.replicas = replicas
         self.given: dict[GroupSlice, int] = {}
-        """Slices that others left at the end of the step before, and the first rank of the replica that goes on with
-        each: the one that has fewest."""
+        """Slices that others left at the previous step's end, and the first rank of the replica that takes each."""
         self.coordinator: Coordinator
-        """Coordinator of step `number`; set by `begin`."""
         self._store, self._settings, self._max_staleness = store, settings, max_staleness
         self._priority_of, self._name = priority_of, replicas.mine
 
     def begin(self, first: int, start: int, cursor: Cursor) -> None:
-        """Begin with step `first`, in a run that resumed from version `start`."""
+        """Begin with step `first`; start: version from which the run resumed."""
         self.start = start
         self._open(first, cursor, ())
 
@@ -64,11 +60,11 @@ class StepsAhead:
 
     @property
     def oldest(self) -> int:
-        """Oldest version of the policy that may generate for this step."""
+        """Oldest policy version that may generate for this step."""
         return oldest_version(self.number, self._max_staleness, self.start)
 
     def claim(self, version: Callable[[], int]) -> SliceClaim:
-        """Return the claim of this rank's replica for the step. version: returns its policy's current version."""
+        """Return the claim of this replica. version: returns its policy's current version."""
         coordinator, settings = self.coordinator, self._settings
         number, plan = self.number, coordinator.plan
 
@@ -83,15 +79,15 @@ class StepsAhead:
         return claims(settings.claim, coordinator, self.replicas.mine, self.replicas.count, may_begin)
 
     def join(self) -> None:
-        """Take part in the open step until its end alone."""
+        """Take part in the open step, and only until its end."""
         self._name = self.replicas.count + self.coordinator.join()
 
     def leave(self, slices: Sequence[GroupSlice]) -> None:
-        """Write the list of slices that this replica carries on or hands over, for which other replicas wait."""
+        """Publish the slices that this replica carries on or hands over."""
         self.coordinator.leave(self._name, msgspec.msgpack.encode(slices))
 
     def advance(self) -> bool:
-        """Go on to the next step, unless a replica that may have slices under way has not left this one."""
+        """Go on to the next step; False while a replica that may have open slices has not left this one."""
         count, keepers = self.replicas.count, self.replicas.keepers
         left = self.coordinator.left([*keepers, *range(count, count + self.coordinator.num_joined)])
         if left is None:

@@ -16,12 +16,11 @@ class SliceClaim(Protocol):
     """Source of a replica's next slices."""
 
     def next(self, room: int) -> list[GroupSlice]:
-        """Return the slices to start now, in order, at most `room`; empty if none may start yet."""
+        """Return at most `room` slices to start now, in order; empty if none may start yet."""
         ...
 
     def ahead(self, room: int) -> list[GroupSlice]:
-        """Return slices as `next` does, for a step that starts before the policy's update; see
-        `Rollouts.start_ahead`."""
+        """Do as `next`, but before the policy's update; see `Rollouts.start_ahead`."""
         ...
 
 
@@ -43,7 +42,7 @@ class StoreClaim:
 
     @property
     def waits_for(self) -> int | None:
-        """Position of the claimed slice that may not start yet."""
+        """Position of the claimed slice that must wait."""
         return self._coordinator.plan.slice(self._reserved[0])[0] if self._reserved else None
 
     def next(self, room: int) -> list[GroupSlice]:
@@ -96,7 +95,6 @@ class StaticClaim:
         return []
 
     def _dealt(self) -> list[GroupSlice]:
-        """Return this replica's slices of the wave, each once."""
         plan, slices = self._coordinator.plan, []
         while self._next < self._wave_end * plan.slices:
             slices.append(plan.slice(self._next)[1])

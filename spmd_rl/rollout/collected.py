@@ -1,8 +1,8 @@
-"""The result of one step, in three types that follow each other:
+"""The result of one step, in three types:
 
 RankReport   metadata of one rank's slices, and their cost; sent to all ranks at the end of the step
-SampleTable  metadata of all samples of the tickets that the step uses, from all reports; equal on all ranks
-Collected    the table, and this rank's samples, which stay on it
+SampleTable  metadata of all samples of the used tickets, from all reports; equal on all ranks
+Collected    the table, and the samples that stay on this rank
 """
 
 from collections import Counter, defaultdict
@@ -26,24 +26,23 @@ from spmd_rl.types import Group
 
 NO_COUNTS = 0, 0, 0, 0
 MAX_TEXT = 20_000
-"""Limit of characters of a prompt or an answer in `error.txt`."""
+"""Characters of a prompt or an answer in `error.txt`."""
 
 
 class RankReport(msgspec.Struct, array_like=True):
-    """Report of one rank to all others at the end of a step."""
+    """Report of one rank at the end of a step."""
 
     finished: list[SliceReport]
     running: list[GroupSlice]
     """Unfinished slices that started here; empty unless they are carried on."""
     idle_seconds: float | None
-    """Seconds in which the engine had nothing to do before the step's end; None unless the rank leads a replica."""
+    """Engine idle time before the step's end; None unless the rank leads a replica."""
     seconds: float
-    """Seconds from the step's beginning until this rank learned of its end."""
+    """Time from the step's start until this rank learned of its end."""
     num_aborted: int
     token_counts: tuple[int, int, int, int] = NO_COUNTS
-    """Prompt tokens, cached ones among them, verified drafts, and their accepted tokens."""
+    """(prompt tokens, cached prompt tokens, verified drafts, accepted draft tokens)."""
     pace: dict[str, float] = {}
-    """See `Collected.pace`; averaged over the ranks that have a value."""
 
     @classmethod
     def empty(cls) -> "RankReport":
@@ -57,30 +56,26 @@ class Collected:
 
     step: int
     groups: tuple[Group, ...]
-    """This rank's samples of the groups that train, by ticket; may be empty. Slices of a ticket may be on several
-    ranks."""
+    """This rank's part of the groups that train, by ticket; may be empty."""
     dropped: tuple[tuple[Group, str], ...]
-    """Finished groups of this rank that do not train, with the reason."""
+    """This rank's finished groups that do not train, with the reason."""
     table: SampleTable
-    """Metadata of all ranks' resolved tickets; equal on all ranks."""
     bubble: float
     """Mean idle share of generation over the replicas."""
     num_aborted: int
-    """Requests aborted at the step's end, over all ranks."""
+    """Aborted requests of all ranks."""
     num_carried: int
-    """Answers carried into the next step, over all ranks."""
+    """Answers of all ranks carried into the next step."""
     cached: float | None = None
-    """Share of prompt tokens found in the engines' caches; None without any."""
+    """Share of prompt tokens found in the engines' caches."""
     accepted_drafts: float | None = None
-    """Mean number of accepted tokens of a draft; None if none was verified."""
+    """Mean accepted tokens per draft; None if none was verified."""
     pace: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the overlap of training and generation."""
     failure: RunFailed | None = None
-    """Error that ends the run with this step, on all ranks: the error budget is spent."""
+    """Error that ends the run with this step, on all ranks."""
     carried: frozenset[GroupSlice] = frozenset()
-    """Slices that their replicas carry on, of all ranks."""
+    """Slices of all ranks that are carried on."""
     slices: Mapping[GroupSlice, Group] = field(default_factory=dict)
-    """Finished slices of this rank, the source of `groups` and `dropped`."""
 
     @classmethod
     def of(
@@ -91,10 +86,7 @@ class Collected:
         reports: Sequence[RankReport],
         finished: Mapping[GroupSlice, Group],
     ) -> "Collected":
-        """Return the step that the reports of all ranks describe, on the rank that holds these finished slices.
-
-        AssertionError unless all slices of the used tickets are reported.
-        """
+        """Combine the reports of all ranks with this rank's finished slices."""
         used = frozenset(coordinator.used_tickets())
         slices = [report for r in reports for report in r.finished]
         running = [group_slice for r in reports for group_slice in r.running]
@@ -128,8 +120,9 @@ class Collected:
         world: World,
         reasons: Mapping[int, str] = MappingProxyType({}),
     ) -> "Collected":
-        """[all] Return a step of slices that exist already: rows, demonstrations, a dump. reasons: of tickets that do
-        not train, on every rank."""
+        """[all] Return a step of existing slices: rows, demonstrations, a dump. reasons: why tickets do not train, on
+        every rank.
+        """
         mine = [SliceReport.of(group, one.number, world.rank, version=step - 1) for one, group in slices.items()]
         everyone = world.gather("collect: given samples", mine, list[SliceReport])  # [all]
         reports = [report for theirs in everyone for report in theirs]
@@ -140,7 +133,7 @@ class Collected:
         return collected.with_slices(slices)
 
     def with_slices(self, finished: Mapping[GroupSlice, Group]) -> "Collected":
-        """Return the same step on a rank that also holds these finished slices; carried ones are ignored."""
+        """Return this step with more finished slices of this rank; carried ones are ignored."""
         mine = {**self.slices, **{one: group for one, group in finished.items() if one not in self.carried}}
         by_ticket: dict[int, list[Group]] = defaultdict(list)
         for group_slice in sorted(mine):
@@ -155,8 +148,7 @@ class Collected:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the step's metrics, equal on all ranks: means over scored answers of all resolved tickets, without
-        baselines."""
+        """Return the step's metrics, equal on all ranks: means over scored answers, without baselines."""
         answers = self.table.answers
         domains = self.table.by_domain()
         sampled = ~answers["greedy"]
@@ -219,8 +211,7 @@ def _joined(slices: list[Group]) -> Group:
 
 
 def check_errors(collected: Collected, reward: RewardsConfig, rollout: RolloutConfig, world: World) -> Collected:
-    """[all] Print a line for answers without a score, and one for a step with too few groups. Return the step, with a
-    `failure` if the error budget is exceeded."""
+    """[all] Report answers without a score and missing groups; set `failure` if the error budget is exceeded."""
     step, budget, wanted = collected.step, reward.error_budget, rollout.prompts_per_step
     table, rank = collected.table, world.rank
     if table.details:
@@ -240,7 +231,6 @@ def check_errors(collected: Collected, reward: RewardsConfig, rollout: RolloutCo
 
 
 def _print_few(step: int, table: SampleTable, wanted: int) -> None:
-    """Warn that a step trains on too few prompts, with the reason and advice for the most frequent one."""
     accepted, reasons = table.num_accepted, Counter(table.reasons.values()).most_common()
     scores = table.answers["score"][table.answers["scored"]]
     mean = f", mean score {scores.mean():.2f}" if len(scores) else ""

@@ -1,9 +1,7 @@
 """Generation and scoring of one step, or of held-out answers, on every rank.
 
-`Rollouts` holds a run's state, `StepRun` plays the slices of a step until it ends. Unfinished slices are aborted and
-started again in a later step, or carried on.
-
-Elsewhere: the rules of a step (`step_plan.py`, `coordinator.py`, `claims.py`) and its result (`collected.py`).
+`Rollouts` holds a run's state, `StepRun` plays the slices of a step. Unfinished slices are aborted and restarted in a
+later step, or carried on.
 """
 
 import asyncio
@@ -30,11 +28,10 @@ from spmd_rl.rollout.step_run import END, StepRun
 from spmd_rl.types import Group, Prompt
 
 AHEAD = "generate: ahead"
-"""Barrier of the replicas once a step waits only for verdicts and environments."""
 
 
 class Rollouts:
-    """Rollouts of a run. Stateful: the cursor holds the unused tickets; carried slices start again after a resume."""
+    """Rollouts of a run. State: the cursor of unused tickets; carried slices restart after a resume."""
 
     def __init__(
         self,
@@ -56,9 +53,8 @@ class Rollouts:
         self._runner = asyncio.Runner()
         self._cursor = Cursor()
         self._carried: frozenset[GroupSlice] = frozenset()
-        """Slices that replicas carry on, of all replicas."""
         self._unused: dict[GroupSlice, Group] = {}
-        """Carried slices that have finished here."""
+        """Carried slices that finished here."""
         self._ahead: StepRun | None = None
         """A step that started before the previous step's update."""
         self._previous: Coordinator | None = None
@@ -68,7 +64,7 @@ class Rollouts:
         return self._cursor.state(self.prompts.fingerprint())
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load a state. UserError if the prompts have changed."""
+        """Load a state. UserError if prompts have changed."""
         self._cursor = Cursor.of_state(state, self.prompts.fingerprint())
 
     def close(self) -> None:
@@ -78,7 +74,7 @@ class Rollouts:
         self._runner.close()
 
     def check(self) -> None:
-        """UserError, on all ranks, for a prompt or an answer that cannot fit."""
+        """Raise UserError on all ranks if a prompt or an answer cannot fit."""
         settings = self._settings
         check_room(settings.rollout, settings.kv_tokens, *self._longest, self._engine.capacity.max_tokens)
         if settings.evaluates and not self.prompts.eval and self._world.rank == 0:
@@ -95,7 +91,6 @@ class Rollouts:
         return collected
 
     def _generate(self, step: int) -> Collected:
-        """[all] Return a step whose errors are not checked yet."""
         world, engine, player = self._world, self._engine, self._player
         run, self._ahead = self._ahead or self._start_step(step), None
         assert run.number == step, "another step has started"
@@ -121,8 +116,9 @@ class Rollouts:
         return collected
 
     def start_ahead(self, step: int) -> None:
-        """[all] Generate for a step until this rank's engine is idle and only verdicts and environments are awaited.
-        The engine may sleep, or load a newer policy, before `collect` continues the step."""
+        """[all] Generate for a step until only verdicts and environments are awaited. The engine may then sleep or load
+        weights before `collect` continues.
+        """
         world, engine = self._world, self._engine
         assert not self._ahead and not self._player.running, "a step that has started has not been collected"
         self._ahead = run = self._start_step(step)
@@ -140,7 +136,6 @@ class Rollouts:
                 self._runner.run(run.until_end())
 
     def _start_step(self, step: int) -> StepRun:
-        """Plan the step locally, without communication."""
         s = self._settings.rollout
         with self._world.phase("coordination"):
             plan = plan_step(self._cursor, s, self._carried, self._priority)
@@ -155,8 +150,9 @@ class Rollouts:
     def answer(
         self, prompts: Sequence[Prompt], sampling: Sequence[Sampling], kept: KeptAnswers | None = None
     ) -> list[Group]:
-        """[all] Return this rank's share of `prompts`, one sample for each `sampling`. kept: earlier answers, and the
-        file for new ones."""
+        """[all] Return this rank's share of the answers, one sample per `sampling`. kept: earlier answers, and the file
+        for new ones.
+        """
         mine = QuestionShare((prompts, sampling), self._replica, self._num_replicas, kept)
         with self._engine.awake(), self._engine.driven():
             if self._engine.leads:

@@ -2,18 +2,16 @@
 
 Every replica has a `Coordinator` over the shared store. The rules are functions of these keys:
 
-    claimed             counter: slices handed out so far
+claimed             counter: slices handed out
     rejected            counter: resolved tickets that do not qualify (each lets one more start)
-    slices/<position>   counter: slices of a ticket whose verdicts are all in, where a ticket has several;
-                        slices/<position>/<n>: what was answered
-    end                 written when the step has ended: which tickets it uses
+    slices/<position>   counter: scored slices of a ticket that has several
+    slices/<position>/<n>  their answers
+    end                 written at the step's end: the tickets it uses
     left/<number>       slices of a replica that go on after the step (`placement.mode=split` and `lent`)
-    joined              counter: lent replicas in this step, which hand slices over
+    joined              counter: lent replicas in this step
 
-`rollout.accept` names the subclass that ends a step. Store operations per ticket do not grow with the number of
-replicas, and all replicas together poll `POLLS_PER_SECOND` times a second.
-
-`bench.virtual.simulate` drives this code on a virtual clock.
+Store operations per ticket do not grow with the number of replicas, and all replicas together poll `POLLS_PER_SECOND`
+times a second. `bench.virtual.simulate` drives this code on a virtual clock.
 """
 
 import math
@@ -26,19 +24,19 @@ from spmd_rl.rollout.step_plan import StepPlan
 POLLS_PER_SECOND = 5_000
 """Polls of all replicas together, of two operations each. A TCPStore answers about 35,000 operations a second."""
 REJECTED, QUALIFIES, PASSED = 1, 2, 4
-"""Addends of a ticket's counter, see `FirstKInOrder`. The lowest two bits: its outcome, 0 while it is open. The bits
-above: 0 while an earlier ticket is open, then 1 + the number of qualifying tickets before it. Both are in one counter,
-so that a single atomic addition writes its own part and reads the other.
+"""Addends of a ticket's counter. Lowest two bits: its outcome, 0 while open. Bits above: 0 while an earlier ticket is
+open, then 1 + the number of qualifying tickets before it. In one counter, so that one atomic addition writes one part
+and reads the other.
 """
 QUALIFIED = 1 << 32
-"""Unit of qualifying tickets in `FirstKFinished`'s counter; more than the tickets of any step."""
+"""Unit of qualifying tickets in `FirstKFinished`'s counter; exceeds the tickets of any step."""
 
 
 class Store(Protocol):
     """Methods of `torch.distributed.Store` that a coordinator needs."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter, which begins at 0, and return its new value."""
+        """Add to a counter, initially 0, and return its value."""
         ...
 
     def set(self, key: str, value: str | bytes, /) -> None:
@@ -46,11 +44,11 @@ class Store(Protocol):
         ...
 
     def get(self, key: str, /) -> bytes:
-        """Return the value of an existing key."""
+        """Return an existing key's value."""
         ...
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Return the values of all keys, once they exist."""
+        """Wait for all keys and return their values."""
         ...
 
     def check(self, keys: list[str], /) -> bool:
@@ -63,37 +61,35 @@ class Store(Protocol):
 
 
 class Coordinator:
-    """One step as one replica sees it; `coordinate` makes the one that `rollout.accept` names."""
+    """One step as one replica sees it."""
 
     shared_keys: tuple[str, ...] = ("claimed", "rejected", "end", "joined")
 
     def __init__(
         self, store: Store, prefix: str, plan: StepPlan, replicas: int = 1, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """prefix: of this step's keys. replicas: number that share the store. clock: in seconds, limits polls."""
+        """prefix: of this step's keys. replicas: those that share the store. clock: in seconds, limits polls."""
         self.plan = plan
         self.pause = replicas / POLLS_PER_SECOND
-        """Least seconds between two polls of this replica."""
+        """Least seconds between polls."""
         self._store, self._prefix, self._clock = store, prefix, clock
         self._own_keys: set[str] = set()
         self._num_rejected, self._has_ended, self._looked_at = 0, False, -math.inf
 
     def claim(self, count: int) -> range:
-        """Claim the next `count` slices, as numbers for `StepPlan.slice`. Those that may not start yet are kept by the
-        caller."""
+        """Claim `count` slices, as numbers for `StepPlan.slice`. The caller keeps those that may not start yet."""
         end = self._store.add(self._key("claimed"), count)
         return range(end - count, end)
 
     def may_start(self, position: int) -> bool:
-        """Return True if the ticket at this position of the step may start: goal + extra positions may, and one more
-        for each ticket that did not qualify."""
+        """Return True for the first goal + extra positions, and one more for each rejected ticket."""
         if position < self.plan.initial_limit:
             return True
         self._look()
         return position < min(self.plan.limit, self.plan.initial_limit + self._num_rejected)
 
     def merge_slices(self, position: int, number: int, answers: bytes) -> list[bytes] | None:
-        """Store the answers of a slice. Return those of all slices if it is its ticket's last, else None."""
+        """Store a slice's answers. Return those of all slices if it is the ticket's last, else None."""
         if self.plan.slices == 1:
             return [answers]
         key = f"slices/{position}"
@@ -104,7 +100,7 @@ class Coordinator:
         return [self._store.get(self._key(f"{key}/{n}")) for n in range(self.plan.slices)]
 
     def resolve(self, position: int, qualifies: bool) -> None:
-        """Record that all verdicts of this ticket are in, and if it qualifies."""
+        """Record that all verdicts of this ticket are in."""
         raise NotImplementedError
 
     def used(self) -> set[int]:
@@ -112,45 +108,41 @@ class Coordinator:
         raise NotImplementedError
 
     def used_tickets(self) -> list[int]:
-        """Return the tickets that the step uses, ascending."""
+        """Return the used tickets, ascending."""
         return sorted(map(self.plan.cursor.ticket, self.used()))
 
     def ended(self) -> bool:
-        """Return True if this replica knows that the step has ended."""
+        """Return True if this replica knows of the step's end."""
         self._look()
         return self._has_ended
 
     @property
     def num_rejected(self) -> int:
-        """Number of resolved tickets that do not qualify, as of the last poll."""
+        """Resolved tickets that do not qualify, as of the last poll."""
         return self._num_rejected
 
     def join(self) -> int:
-        """Take part until the end alone; return which of these replicas this one is, from 0.
-
-        A replica that joins later sees the end first and hands nothing over, so it does not matter whether others count
-        it.
-        """
+        """Take part until the end; return this replica's number among those that joined, from 0."""
+        # One that joins after the end hands nothing over, so it does not matter if others count it.
         return self._store.add(self._key("joined"), 1) - 1
 
     @property
     def num_joined(self) -> int:
-        """The number of replicas that have joined."""
+        """Number of replicas that have joined."""
         return self._store.add(self._key("joined"), 0)
 
     def leave(self, number: int, slices: bytes) -> None:
-        """Write down the slices that a replica has under way at the end."""
+        """Publish the slices that a replica has under way at the end."""
         self._store.set(self._key(f"left/{number}"), slices)
         self._own_keys.add(f"left/{number}")
 
     def left(self, numbers: Sequence[int]) -> list[bytes] | None:
-        """Return what was written with `leave` under these numbers; None until all of it is there."""
+        """Return the lists written with `leave` under these numbers; None until all are there."""
         keys = [self._key(f"left/{number}") for number in numbers]
         return [self._store.get(key) for key in keys] if not keys or self._store.check(keys) else None
 
     def forget(self, shared: bool) -> None:
-        """Delete this replica's keys from the store, and with `shared` the step's common keys, once no replica can read
-        them."""
+        """Delete this replica's keys, and with `shared` the common ones, once no replica can read them."""
         for name in sorted({*self._own_keys, *(self.shared_keys if shared else ())}):
             self._store.delete_key(self._key(name))
         self._own_keys.clear()
@@ -159,14 +151,12 @@ class Coordinator:
         return f"{self._prefix}/{name}"
 
     def _add_owned(self, name: str, amount: int) -> int:
-        """Add to a counter and return its value; the replica that creates the counter deletes it in `forget`."""
         value = self._store.add(self._key(name), amount)
         if value == amount:
             self._own_keys.add(name)
         return value
 
     def _look(self) -> None:
-        """Poll the store, at most once per `pause`."""
         if not self._has_ended and self._clock() - self._looked_at >= self.pause:
             self._looked_at = self._clock()
             self._num_rejected = self._store.add(self._key("rejected"), 0)
@@ -184,14 +174,13 @@ class Coordinator:
 
 
 class FirstKInOrder(Coordinator):
-    """`rollout.accept=in_order`: the step ends at the K-th (`StepPlan.goal`) qualifying ticket of the contiguous
-    resolved prefix, or when all tickets that may start are resolved.
+    """`rollout.accept=in_order`: end at the K-th (`StepPlan.goal`) qualifying ticket of the contiguous resolved prefix.
 
-    The used tickets depend on outcomes alone, without a length bias. A count of qualifying tickets is passed from
-    position to position. Each counter has two writers: the ticket's resolver, and the replica that completes the prefix
-    before it. The second writer sees both parts, and passes the count on by one ticket.
+    The used tickets depend on outcomes alone, so there is no length bias. The count of qualifying tickets is passed
+    from position to position. Each counter has two writers: the ticket's resolver, and the replica that completes the
+    prefix before it. The second writer sees both parts and passes the count on.
 
-        ticket/<position>   counter: REJECTED or QUALIFIES once the ticket is resolved, and PASSED times 1 + the number
+    ticket/<position>   counter: REJECTED or QUALIFIES once the ticket is resolved, and PASSED times 1 + the number
                             of qualifying tickets before it once all of these are resolved
     """
 
@@ -222,20 +211,19 @@ class FirstKInOrder(Coordinator):
 
 
 def _parts(counter: int) -> tuple[int | None, int]:
-    """Return the number of qualifying tickets before this one (None: some are open), and its outcome (0: open)."""
+    """Return the number of qualifying tickets before this one (None if one is open), and its outcome."""
     passed, outcome = divmod(counter, PASSED)
     return passed - 1 if passed else None, outcome
 
 
 class FirstKFinished(Coordinator):
-    """`rollout.accept=first_finished`: the step ends with the K-th ticket that qualifies in order of arrival.
+    """`rollout.accept=first_finished`: end with the K-th qualifying ticket in order of arrival.
 
-    It also ends when all tickets that may start are resolved. Faster than in order, and biased to short answers. One
-    counter defines the order of arrival, so that all replicas agree on the used tickets. The replica that ends the step
-    writes them.
+    Faster than in order, and biased to short answers. One counter defines the order of arrival, so that all replicas
+    agree.
 
-        resolved       counter: tickets that are resolved, and `QUALIFIED` times those of them that qualify
-        resolved/<n>   the position of the n-th of them
+    resolved       counter: resolved tickets, and `QUALIFIED` times those that qualify
+        resolved/<n>   position of the n-th of them
     """
 
     shared_keys = (*Coordinator.shared_keys, "resolved")

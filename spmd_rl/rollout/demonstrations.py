@@ -1,9 +1,9 @@
-"""Demonstrations: trajectories of an environment's own solution, for a short supervised warm-up.
+"""Trajectories of an environment's own solution, for a short supervised warm-up.
 
-    collected = demonstrations.collect(step)  # [all]
+collected = demonstrations.collect(step)  # [all]
 
-They are ordinary episodes without sampling: each answer is the next action of `solution()` in the form of
-`env.<tag>.pattern`, ended as the chat template ends an answer. So the policy trains on the tokens that it sees in play.
+Each answer is the next action of `solution()` in the form of `env.<tag>.pattern`, ended as the chat template ends an
+answer, so the policy trains on the tokens that it sees in play.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from spmd_rl.rollout.episode import Budget, BudgetSpent, Context, Sampling, play
 from spmd_rl.types import Environments, Group, Message, Prompt, Session, Turn
 
 NOBODY = None
-"""Value in place of the engine and scorer, which demonstrations do not use."""
+"""Engine and scorer, which demonstrations do not use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,6 @@ class Demonstrator:
     envs: EnvsConfig
     rollout: RolloutConfig
     kv_tokens: int
-    """See `engine.kv_tokens`."""
     seed: int
     environments: Environments
     tokenizer: Tokenizer
@@ -63,7 +62,7 @@ class Demonstrations:
     """Demonstrations of a run's warm-up, each of another seed."""
 
     def __init__(self, warmup: WarmupConfig, tasks: EnvTasks, by: Demonstrator, world: World) -> None:
-        """UserError for an environment with a custom pattern, which no action can be formatted for."""
+        """Raise UserError for an environment with a custom pattern: no action can be formatted for it."""
         self._warmup, self._tasks, self._by, self._world = warmup, tasks, by, world
         for tag, env in by.envs.tags.items():
             if warmup.steps and env.share and env.pattern_for(False) not in ACTION_FORMATS:
@@ -72,7 +71,7 @@ class Demonstrations:
                 )
 
     def collect(self, step: int) -> Collected:
-        """[all] Return the demonstrations of a step, one per group."""
+        """[all] Return a step's demonstrations, one per group."""
         count, world = self._warmup.episodes, self._world
         with world.phase("generate"):
             mine = range(world.rank, count, world.size)
@@ -88,8 +87,6 @@ class Demonstrations:
 
 
 class _Shown:
-    """Environments with the solution in `info["solution"]`; keeps the last session."""
-
     def __init__(self, environments: Environments) -> None:
         self._environments = environments
         self.session: Session | None = None
@@ -108,7 +105,7 @@ class Script(Context):
     env: EnvConfig
 
     async def generate(self, prompt_ids: array) -> Turn:
-        """Append `prompt_ids` and the next action of the solution. BudgetSpent without an action or room for it."""
+        """Append `prompt_ids` and the next action. BudgetSpent without an action or room for it."""
         info = self.environments.session.reply.info
         form = ACTION_FORMATS.get(self.env.pattern_for(bool(self.environments.tools)))
         if "solution" not in info:

@@ -3,9 +3,8 @@
     rollouts = Dumped(rollouts, folder, about, world)    # rollout.dump=true: write each collected step
     rollouts = Replayed(folder, prompts, world)          # rollout.replay=RUN: read these steps instead of generating
 
-Dumps hold what training sees, to the bit; the sample log rounds logprobs and has neither candidates nor experts. On the
-same number of ranks, each holds what it held; otherwise ranks share the files.
-Not dumped: answers to held-out prompts, and demonstrations.
+Dumps hold what training sees, to the bit, but no answers to held-out prompts and no demonstrations. Ranks keep their
+samples if their number is the same; otherwise they share the files.
 """
 
 import os
@@ -28,12 +27,11 @@ from spmd_rl.types.encoded import pack, unpack
 
 
 class DumpedStep(msgspec.Struct):
-    """Data of a step that is equal on all ranks."""
+    """Step data that is equal on all ranks."""
 
     num_ranks: int
     tickets: list[int]
     reasons: dict[int, str]
-    """See `SampleTable.reasons`."""
 
 
 class Dumped:
@@ -49,7 +47,7 @@ class Dumped:
             _write(folder / ABOUT, msgspec.json.encode(about))
 
     def collect(self, step: int) -> Collected:
-        """[train] See `RolloutSource`. A step that ends the run is not written, since it is not trained on."""
+        """[train] Write each step but one that ends the run."""
         collected = self._rollouts.collect(step)  # [train]
         if not collected.failure:
             path, world, table = step_file(self._folder, step), self._world, collected.table
@@ -61,14 +59,13 @@ class Dumped:
 
 
 class Replayed:
-    """Steps of a dump, read by number; stateless."""
+    """Steps of a dump; stateless."""
 
     def __init__(self, folder: Path, prompts: Prompts | EnvTasks, world: World) -> None:
-        """prompts: of the run that trains; replayed samples have their own."""
         self._folder, self.prompts, self._world = folder, prompts, world
 
     def collect(self, step: int) -> Collected:
-        """[all] Read a step. RunFailed, with the file's name, if it is damaged or missing."""
+        """[all] Read a step. RunFailed with the file's name if damaged."""
         path, world = step_file(self._folder, step), self._world
         with world.phase("generate"):
             try:

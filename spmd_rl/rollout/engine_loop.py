@@ -1,8 +1,7 @@
 """The engine loop: requests of coroutines in, completions out, in one thread.
 
-A coroutine that awaits `generate` sleeps until its request has ended; there may be thousands. Each `poll` runs every
-ready coroutine, admits new requests (by priority, then (ticket, answer, turn)), and computes an engine step. Verdicts
-arrive between steps, so scoring overlaps generation.
+Each `poll` runs every ready coroutine, admits new requests (by priority, then (ticket, answer, turn)), and computes an
+engine step. Verdicts arrive between steps, so scoring overlaps generation.
 """
 
 import asyncio
@@ -15,15 +14,13 @@ from spmd_rl.engine.base import Engine
 from spmd_rl.types import Completion, Request
 
 IDLE_SECONDS = 0.005
-"""Longest sleep of an idle loop, in seconds."""
 
 
 class EngineLoop:
-    """Requests of coroutines, and the engine of a replica that serves them."""
+    """Requests of coroutines to a replica's engine."""
 
     def __init__(self, engine: Engine, world: World) -> None:
         self.idle_seconds = 0.0
-        """Seconds without work for the engine since the loop was made."""
         self._engine, self._world = engine, world
         self._new: list[Request] = []
         self._futures: dict[str, asyncio.Future[Completion]] = {}
@@ -35,7 +32,7 @@ class EngineLoop:
         return len(self._futures)
 
     def generate(self, request: Request) -> Awaitable[Completion]:
-        """Await the completion of a request; an aborted one has `finish_reason='abort'`."""
+        """Await the completion of a request; `finish_reason='abort'` if aborted."""
         assert request.id not in self._futures, f"request {request.id} is under way already"
         self._new.append(request)
         self.wake()
@@ -47,7 +44,7 @@ class EngineLoop:
         self._woken.set()
 
     async def poll(self) -> None:
-        """Run coroutines, then an engine step; without requests, sleep until woken, at most `IDLE_SECONDS`."""
+        """Run coroutines and an engine step; without requests, sleep until woken."""
         if not self._new and not self._engine.num_unfinished:
             await self._sleep()
             return
@@ -63,8 +60,9 @@ class EngineLoop:
         self._new.clear()
 
     async def abort_all(self) -> int:
-        """Abort all requests in the engine and return their number; coroutines get partial completions, and new
-        requests wait for the next poll."""
+        """Abort all requests and return their number; coroutines get partial completions, new requests wait for the
+        next poll.
+        """
         num_stopped = len(self._futures)
         self._engine.abort([id for id in self._futures if id not in {request.id for request in self._new}])
         while len(self._futures) > len(self._new):
@@ -74,7 +72,7 @@ class EngineLoop:
         return num_stopped
 
     def clear(self) -> None:
-        """Forget the requests of coroutines that were cancelled after `abort_all`."""
+        """Forget requests whose coroutines were cancelled after `abort_all`."""
         assert len(self._new) == len(self._futures), "clear() with requests in the engine"
         self._new.clear()
         self._futures.clear()

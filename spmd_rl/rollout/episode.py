@@ -1,6 +1,6 @@
-"""The episode: a coroutine over a `Context` that makes one trajectory. A file with another episode needs one setting:
+"""The episode: a coroutine over a `Context` that makes one trajectory. Another episode needs one setting:
 
-    # my_file.py, on PYTHONPATH; rollout.target=my_file:second_chance
+# my_file.py, on PYTHONPATH; rollout.target=my_file:second_chance
     from spmd_rl.types import Message
 
     RETRY = (Message("user", "That is wrong. Look again, and answer once more."),)
@@ -13,11 +13,8 @@
             verdict = await ctx.score(turn.text)
         return ctx.sample(verdict)
 
-An episode that exceeds its budget (`rollout.max_context_tokens`, `rollout.max_turns`) ends there, as truncated, and its
-last answer is scored; without an answer in this segment it is an `error`. An exception is an `error` verdict of that
-trajectory alone.
-
-Elsewhere: which episodes run and when (`player.py`), the engine (`engine_loop.py`).
+An episode that exceeds its budget (`rollout.max_context_tokens`, `rollout.max_turns`) ends as truncated and its last
+answer is scored; without an answer it is an `error`. An exception is an `error` verdict of that trajectory alone.
 """
 
 import asyncio
@@ -51,11 +48,11 @@ from spmd_rl.types import (
 from spmd_rl.types.pictures import first_id, pictures_in, pictures_of
 
 SEGMENTS = 1 << 16
-"""Factor of segment numbers: segment n of answer a is a sample with the number a + n * SEGMENTS."""
+"""Segment n of answer a is the sample number a + n * SEGMENTS."""
 
 
 class BudgetSpent(Exception):
-    """The sample has no token or turn left; raised by `Context.generate`, and harmless if not caught."""
+    """Error of `Context.generate`: no token or turn left. Harmless if not caught."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +60,12 @@ class Sampling:
     """Sampling parameters of an answer."""
 
     seed: int
-    """The run's seed."""
     split: str
     """`train` or `eval`, which never share noise."""
     temperature: float
     max_new_tokens: int
-    """Token limit of a turn."""
     stop: tuple[str, ...] = ()
-    """Strings that end a turn."""
     top_k: int = 0
-    """See `Request`, like the next two."""
     top_p: float = 1.0
     min_p: float = 0.0
 
@@ -82,17 +75,17 @@ class Budget:
     """Limits of one trajectory."""
 
     max_context_tokens: int
-    """Tokens of one segment, prompts included."""
+    """Tokens of a segment, prompts included."""
     max_turns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SoftLimit:
-    """A stop of a turn at `num_tokens`, unless `may_exceed` allows more; then the turn's own limit holds."""
+    """A stop of a turn at `num_tokens`, unless `may_exceed` allows its full limit."""
 
     num_tokens: int
     may_exceed: Callable[[array], bool]
-    """Decides from the answer's tokens ('i') so far."""
+    """Decides from the answer's tokens ('i')."""
 
 
 @dataclass(slots=True)
@@ -102,47 +95,39 @@ class Context:
     prompt: Prompt
     ticket: int
     answer_index: int
-    """Index of the answer among those to the prompt, from 0."""
+    """Index among the answers to the prompt, from 0."""
     seed: Callable[..., int]
-    """Returns the seed of a draw for this prompt and epoch, from `answer_index`, the turn's number and the tokens
-    sampled in earlier turns."""
     sampling: Sampling
     budget: Budget
     tokenizer: Tokenizer
     engine_loop: EngineLoop
     scorer: Scorer
     environments: Environments | None = None
-    """Where `ctx.prompt` is the task of an environment, what plays it."""
+    """Given if `ctx.prompt` is the task of an environment."""
     transcript: Transcript = field(default_factory=Transcript)
     attempt: int = 0
-    """Number of restarts of the episode."""
     turns: list[Turn] = field(default_factory=list)
     """Turns of the present segment."""
     segments: list[tuple[Turn, ...]] = field(default_factory=list)
     """Earlier segments; each begins with a fresh prompt."""
     num_turns: int = 0
-    """Turns of all segments."""
     num_sampled: int = 0
-    """Sampled tokens of all turns."""
     num_tokens: int = 0
     """Tokens of the present segment."""
     shown: dict[int, bytes] = field(default_factory=dict)
-    """Encoded pictures of rendered messages, by their first token id."""
+    """Encoded pictures in rendered messages, by first token id."""
 
     def render(self, messages: Sequence[Message]) -> array:
-        """Return the token ids ('i') of a conversation under the model's chat template, ready for its first answer.
-
-        Use `reply` for later messages: `render` would insert a default system prompt before them.
-        """
+        """Return the token ids ('i') of a new conversation under the model's chat template, ready for an answer."""
         self._show(messages)
+        # Not for later messages: a default system prompt would be inserted before them.
         return self.tokenizer.render(messages)
 
     def reply(self, messages: Sequence[Message], as_sampled: bool = False) -> array:
         """Return the token ids ('i') that put messages after the last answer, ready for the next one.
 
-        They close the answer as the chat template does if the model has not (cut off at a limit, or ended by a stop
-        string). UserError, which ends the run, if the template would change earlier messages, such as by leaving out
-        thoughts; `as_sampled` keeps those as sampled.
+        Closes an answer that was cut off. UserError, which ends the run, if the template would change earlier messages,
+        such as by leaving out thoughts; `as_sampled` keeps those as sampled.
         """
         if not self.turns:
             raise ValueError("ctx.reply follows an answer; a conversation begins with ctx.render")
@@ -161,7 +146,7 @@ class Context:
         return bridge.token_ids[1:] if ended else bridge.token_ids
 
     def can_reply(self, messages: Sequence[Message]) -> bool:
-        """Return True if the chat template would render all turns as sampled, followed by these messages."""
+        """Return True if the chat template would render all turns as sampled before these messages."""
         bridge = self.tokenizer.bridge(messages)
         thought = any("</think>" in turn.text for turn in self.turns)
         return bridge.append_only and (bridge.keeps_thoughts or not thought)
@@ -169,11 +154,11 @@ class Context:
     async def generate(
         self, prompt_ids: array, soft_limit: SoftLimit | None = None, max_new_tokens: int | None = None
     ) -> Turn:
-        """Append `prompt_ids` ('i') to all tokens so far and sample an answer. No token is rendered twice.
+        """Append `prompt_ids` ('i') to all tokens so far and sample an answer.
 
-        The answer ends, with finish reason `length`, at `max_new_tokens`, by default `sampling.max_new_tokens`, or
-        where the budget ends. BudgetSpent if nothing is left. With `rollout.partial_rollout` an answer cut short
-        by the end of a step continues in the next one, with that step's policy. soft_limit: an earlier limit.
+        It ends, with finish reason `length`, at `max_new_tokens`, by default `sampling.max_new_tokens`, or where the
+        budget ends. BudgetSpent if nothing is left. With `rollout.partial_rollout` an answer cut short by the end of a
+        step continues in the next one, with that step's policy. soft_limit: an earlier limit.
         """
         limit = min(
             max_new_tokens or self.sampling.max_new_tokens,
@@ -209,7 +194,7 @@ class Context:
         return self.append(Turn(prompt_ids, *known, experts=c.experts, pictures=seen))
 
     def pictures_in(self, prompt_ids: array) -> tuple[bytes, ...]:
-        """Return the encoded pictures of these ids ('i'), in order. KeyError for one that was not rendered here."""
+        """Return the encoded pictures of these ids ('i'). KeyError for one not rendered here."""
         return pictures_in(prompt_ids, self.shown, self.tokenizer.processor.count) if self.shown else ()
 
     def _show(self, messages: Sequence[Message]) -> None:
@@ -224,8 +209,7 @@ class Context:
         return turn
 
     def _request(self, tokens: array, pictures: tuple[bytes, ...], num_begun: int, limit: int) -> Request:
-        """Return a request that continues `tokens`, whose last `num_begun` are the turn's; the turn may
-        have `limit`."""
+        """Return a request that continues `tokens`; the last `num_begun` of the turn's `limit` tokens exist."""
         s, ticket, answer, number = self.sampling, self.ticket, self.answer_index, self.num_turns
         # A retry with the seeds of the failed attempt would repeat its answers.
         again = ("attempt", self.attempt) if self.attempt else ()
@@ -259,27 +243,27 @@ class Context:
         self.turns[-1] = replace(self.turns[-1], step=step)
 
     def cut_short(self) -> None:
-        """Mark the last turn as ended by a token limit: another turn does not fit."""
+        """Mark the last turn as ended by a token limit."""
         if not self.turns:
             # The segment has just begun: the last turn belongs to the segment before it.
             self.turns = list(self.segments.pop())
         self.turns[-1] = replace(self.turns[-1], finish_reason="length")
 
     def begin_segment(self) -> None:
-        """Let the next `generate` begin with a fresh prompt, instead of with all turns so far."""
+        """Let the next `generate` begin with a fresh prompt."""
         if self.turns:
             self.segments.append(tuple(self.turns))
             self.turns, self.num_tokens = [], 0
 
     def begin_again(self) -> None:
-        """Forget all turns; the episode restarts with other random numbers."""
+        """Restart the episode with other random numbers."""
         self.attempt += 1
         self.transcript.clear()
         self.turns, self.segments = [], []
         self.num_turns = self.num_sampled = self.num_tokens = 0
 
     def samples(self, verdict: Verdict) -> list[Sample]:
-        """Return the finished trajectory with this verdict, a sample per segment."""
+        """Return the finished trajectory, a sample per segment."""
         greedy = self.sampling.temperature == 0
         segments = [*self.segments, tuple(self.turns)] if self.turns else self.segments
         if len(segments) == 1:
@@ -316,7 +300,7 @@ async def single_turn(ctx: Context) -> Sample | list[Sample]:
 
 
 async def play(episode: Episode, ctx: Context) -> list[Sample]:
-    """Run one episode to its end; a failure in it becomes the sample's verdict."""
+    """Run one episode; a failure becomes its sample's verdict."""
     try:
         found = await episode(ctx)
         samples = found if isinstance(found, list) else [found]
@@ -339,7 +323,7 @@ def _failed(ctx: Context, error: Exception) -> list[Sample]:
 
 
 def abandoned(ctx: Context, verdict: Verdict) -> list[Sample]:
-    """Return the samples of an episode that was given up, perhaps before its first turn."""
+    """Return the samples of a failed episode, perhaps before its first turn."""
     if not ctx.turns and not ctx.segments:
         # Tables and batches expect a turn in every sample, if only an empty one.
         nothing = array("i"), array("f"), array("i")
@@ -349,7 +333,7 @@ def abandoned(ctx: Context, verdict: Verdict) -> list[Sample]:
 
 
 async def first_of(tasks: Sequence[asyncio.Future[list[Sample]]], count: int) -> list[list[Sample]]:
-    """Return the samples of the first `count` episodes to end, in the order of the tasks; cancel the others."""
+    """Return the samples of the first `count` episodes to end, in the tasks' order; cancel the others."""
     try:
         left = set(tasks)
         while len(tasks) - len(left) < count:

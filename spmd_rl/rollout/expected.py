@@ -7,11 +7,11 @@ from spmd_rl.distributed import Journal
 from spmd_rl.types import AnswerInfo, Prompt, Scorer, Verdict
 
 MARGIN_SECONDS = 60.0
-"""Seconds after which the sidecar's client has given up; see its `GRACE_SECONDS`."""
+"""Seconds beyond `GRACE_SECONDS` of the sidecar's client."""
 
 
 class ExpectedVerdicts:
-    """A scorer whose pending verdicts are no stall, up to the longest reward timeout."""
+    """A scorer whose pending verdicts are no stall before the longest reward timeout."""
 
     def __init__(self, scorer: Scorer, rewards: RewardsConfig, journal: Journal) -> None:
         self._scorer, self._journal = scorer, journal
@@ -25,7 +25,6 @@ class ExpectedVerdicts:
         return self._scorer.outstanding
 
     def __str__(self) -> str:
-        """Return the pending verdicts as text: `14 verdicts (math 9, code 5)`."""
         domains = {domain: count for domain, count in sorted(self._waiting.items()) if count}
         named = ", ".join(domains if len(domains) == 1 else [f"{domain} {n}" for domain, n in domains.items()])
         return f"{sum(domains.values())} verdicts ({named})"

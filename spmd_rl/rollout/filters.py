@@ -17,11 +17,10 @@ ADVICE = {
     "rollout.max_new_tokens",
     "too long": "their answers are longer than rollout.filter.max_mean_tokens: raise it",
 }
-"""Advice to the user for each reason of `reject_reason`."""
 
 
 def reject_reason(answers: np.ndarray, min_answers: int, settings: FilterConfig) -> str | None:
-    """Return why the group of these answers does not qualify, in two or three words; None if it does.
+    """Return why a group does not qualify, in two or three words; None if it does.
 
     answers: rows of `table.ANSWER`. Unscored answers and greedy baselines are ignored. An answer of several segments
     counts once, with all their tokens.

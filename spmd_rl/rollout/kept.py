@@ -1,7 +1,6 @@
-"""`KeptAnswers`: answers to held-out prompts, written to files as soon as they are scored.
+"""`KeptAnswers`: scored answers to held-out prompts as files, from which a killed evaluation resumes.
 
-A killed evaluation resumes from them and generates only what is missing. Each rank writes one file; any number of ranks
-can read them.
+Each rank writes one file; any number of ranks can read them.
 """
 
 import os
@@ -18,7 +17,7 @@ from spmd_rl.types import Group, Prompt, Sample
 from spmd_rl.types.encoded import pack, unpack
 
 HEAD = struct.Struct("<II")
-"""Header of a record: its length in bytes and CRC-32. A crash may leave half a record."""
+"""(bytes, CRC-32) of a record. A crash may leave half a record."""
 
 
 class KeptAnswers:
@@ -42,25 +41,25 @@ class KeptAnswers:
         self._file = os.open(folder / f"rank-{world.rank}.bin", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         found = world.gather("eval: kept answers", mine, list[tuple[int, int]])  # [all]
         self.numbers = frozenset(number for theirs in found for number in theirs)
-        """(prompt number, answer index) of all kept answers, on all ranks."""
+        """(prompt number, answer index) of all ranks' kept answers."""
 
     def samples(self) -> dict[int, list[Sample]]:
-        """Return the samples that this rank reports, by prompt number."""
+        """Return this rank's samples, by prompt number."""
         return {number: list(found) for number, found in self._samples.items()}
 
     def write(self, samples: Sequence[Sample]) -> None:
-        """Write a scored answer; an unscored one is skipped, and generated again after a resume."""
+        """Write a scored answer; others are generated again after a resume."""
         if samples[-1].verdict.scored:
             record = pack(samples)
             os.write(self._file, HEAD.pack(len(record), zlib.crc32(record)) + record)
 
     def close(self) -> None:
-        """Close the file of this rank's answers."""
+        """Close this rank's file of answers."""
         os.close(self._file)
 
 
 def read(path: Path) -> tuple[list[tuple[Sample, ...]], int]:
-    """Return the answers of a file up to the first broken record, and the offset of that."""
+    """Return the answers up to the first broken record, and its offset."""
     data, end, answers = path.read_bytes(), 0, []
     while end + HEAD.size <= len(data):
         size, checksum = HEAD.unpack_from(data, end)
@@ -73,10 +72,9 @@ def read(path: Path) -> tuple[list[tuple[Sample, ...]], int]:
 
 
 class KeptRollouts:
-    """Rollouts whose answers are kept, for `learn.Evaluation`."""
+    """Rollouts whose answers are kept."""
 
     def __init__(self, rollouts: Any, kept: KeptAnswers) -> None:
-        """rollouts: a `Rollouts`."""
         self._rollouts, self._kept, self.prompts = rollouts, kept, rollouts.prompts
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Any]) -> list[Group]:

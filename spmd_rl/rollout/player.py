@@ -1,9 +1,4 @@
-"""`Player`: runs the episodes of slices and of held-out prompts on this replica's engine.
-
-Slices may continue in the next step; the step that starts one need not be the step that trains on it.
-
-Elsewhere: which slices to start, and what follows when they finish (`step_run.py`).
-"""
+"""`Player`: runs the episodes of slices and of held-out prompts on this replica's engine."""
 
 import asyncio
 import time
@@ -29,23 +24,22 @@ from spmd_rl.rollout.transcript import PolicyAnswer, Transcript
 from spmd_rl.types import Environments, Group, Prompt, Sample, Scorer
 
 SCORE_POLLS = 200
-"""Limit of polls until a rank that waits for verdicts claims again."""
+"""Polls until a rank that waits for verdicts claims again."""
 
 Samples = asyncio.Future[list[list[Sample]]]
 Begun = dict[int, list[PolicyAnswer]]
-"""Answers of the policy so far in the episodes of a slice, by answer of the slice."""
+"""Earlier answers of the policy, by answer of the slice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Services that episodes need besides the engine."""
+    """Services of episodes besides the engine."""
 
     scorer: Scorer
     tokenizer: Tokenizer
     episode: Episode | None = None
-    """Default: the one that `rollout.target` names, or a single turn."""
+    """Default: `rollout.target`, or a single turn."""
     environments: Environments | None = None
-    """Environments of prompts that are tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +47,6 @@ class Question:
     """A held-out prompt, and the sampling of its missing answers."""
 
     number: int
-    """Number of the prompt in the evaluation set."""
     prompt: Prompt
     answers: Mapping[int, Sampling]
 
@@ -93,7 +86,7 @@ class QuestionRun:
         self.engine_loop.admit()
 
     def report(self) -> None:
-        """Pass finished answers on."""
+        """Pass finished answers to `finish`."""
         for one, samples in self._running:
             if samples.done():
                 self._finish(Group(one.prompt, one.number, in_order(samples.result())))
@@ -113,15 +106,14 @@ class Player:
         num_replicas: int,
         leaves: bool = False,
     ) -> None:
-        """leaves: this replica is lent: at a step's end it hands its slices over."""
+        """leaves: this replica is lent, and hands its slices over at a step's end."""
         self.settings, self.engine, self.world = settings, engine, world
         self.carries = settings.rollout.partial_rollout and not leaves
-        """True if slices continue in the next step."""
         self.engine_loop = EngineLoop(engine, world)
         self.running: dict[GroupSlice, Samples] = {}
-        """Slices that have started here and have not finished."""
+        """Unfinished slices that started here."""
         self.left: dict[GroupSlice, Begun] = {}
-        """Unfinished slices of the last step on a lent replica, which hands them over."""
+        """Slices that a lent replica hands over."""
         self._transcripts: dict[GroupSlice, dict[int, Transcript]] = {}
         self._prompts, self._tokenizer, self._environments = prompts, services.tokenizer, services.environments
         self._scorer = ExpectedVerdicts(services.scorer, settings.reward, world.journal)
@@ -132,7 +124,7 @@ class Player:
         self._wait_message = WaitMessage(world.rank)
 
     async def start_slices(self, claim: Callable[[int], list[GroupSlice]]) -> None:
-        """Start as many slices as there is room for."""
+        """Start the slices for which there is room."""
         while slices := claim((self._num_slots - self.engine_loop.num_requests) // self.settings.rollout.slice_size):
             for group_slice in slices:
                 self.running[group_slice] = self._start_slice(group_slice)
@@ -140,7 +132,7 @@ class Player:
             await asyncio.sleep(0)
 
     def take(self, group_slice: GroupSlice, begun: Begun, samples: Sequence[Sample]) -> None:
-        """Go on with a slice that another replica has begun, or, where there are `samples`, has finished."""
+        """Continue another replica's slice; with `samples`, it is finished."""
         if samples:
             self.running[group_slice] = asyncio.get_running_loop().create_future()
             self.running[group_slice].set_result([list(samples)])
@@ -174,8 +166,9 @@ class Player:
         transcripts: Mapping[int, Transcript],
         spare: int = 0,
     ) -> Samples:
-        """Start one episode per answer. Return the future of all their samples, in order. seed: see `Context`. spare:
-        number of episodes, the last to end, that are cancelled."""
+        """Start one episode per answer; return the future of their samples. seed: see `Context`. spare: number of
+        episodes, the last to end, that are cancelled.
+        """
         context = partial(
             Context,
             prompt=prompt,
@@ -197,7 +190,7 @@ class Player:
         return samples
 
     def finished(self) -> Iterator[tuple[GroupSlice, Group]]:
-        """Yield and remove the slices whose episodes have all ended, in order."""
+        """Yield and remove finished slices, in order."""
         for group_slice in sorted(group_slice for group_slice, samples in self.running.items() if samples.done()):
             samples = in_order(self.running.pop(group_slice).result())
             self._transcripts.pop(group_slice, None)  # none where another replica has finished it
@@ -205,8 +198,7 @@ class Player:
             yield group_slice, Group(prompt, group_slice.ticket, samples)
 
     async def poll(self, ended: Callable[[], bool]) -> None:
-        """Poll the engine loop once; with only verdicts to wait for, until one arrives or the step ends. A replica
-        without tickets waits for the others."""
+        """Poll the engine loop; with only verdicts to wait for, until one arrives or the step ends."""
         if self.engine_loop.num_requests or not self._outstanding:
             await self.engine_loop.poll()
             self._report_wait(self.engine_loop)
@@ -220,7 +212,7 @@ class Player:
                     break
 
     async def engine_is_idle(self) -> bool:
-        """Return True if the engine has no requests, and gets none within `placement.patience`."""
+        """Return True if the engine gets no request within `placement.patience`."""
         until = time.perf_counter() + (self.settings.patience if self.asks_again else 0.0)
         while not self.engine_loop.num_requests:
             if time.perf_counter() >= until or not self._outstanding:
@@ -229,8 +221,7 @@ class Player:
         return False
 
     async def end_step(self) -> int:
-        """Empty the engine, keep or cancel running slices by the settings, and return the number of
-        aborted requests."""
+        """Empty the engine, keep or cancel running slices, and return the number of aborted requests."""
         self._wait_message.over()
         num_stopped = await self.engine_loop.abort_all()
         if not self.carries:
@@ -243,7 +234,7 @@ class Player:
         return num_stopped
 
     async def cancel(self) -> None:
-        """Cancel all episodes, and wait until they have ended."""
+        """Cancel all episodes, and wait for their end."""
         for samples in self.running.values():
             samples.cancel()
         await asyncio.gather(*self.running.values(), return_exceptions=True)
@@ -251,13 +242,12 @@ class Player:
         self._transcripts.clear()
 
     async def answer(self, claim: Claim, finish: Callable[[Group], object]) -> None:
-        """Answer the questions that `claim(room)` returns until it returns none. finish: gets each question's answers
-        as soon as they have ended."""
+        """Answer the questions of `claim(room)` until it returns none. finish: gets each question's answers."""
         # A loop for these questions alone: aborted training requests wait in `self.engine_loop`.
         await self.rest(QuestionRun(self, EngineLoop(self.engine, self.world), claim, finish))
 
     async def rest(self, asked: "QuestionRun") -> None:
-        """Answer the remaining questions."""
+        """Answer the remaining held-out questions."""
         while asked.open:
             await asked.fill()
             await asked.engine_loop.poll()
@@ -279,7 +269,7 @@ class Player:
         return self._episode is not single_turn and not self.settings.rollout.thinking_budget
 
     def waiting(self, name: str) -> AbstractContextManager[object]:
-        """Report in a hang, while no slice runs, that this rank waits for `name`."""
+        """Return a mark for hang reports that this rank waits for `name`, unless a slice runs."""
         return nullcontext() if self.running else self.world.journal.waiting(name)
 
     def _report_wait(self, engine_loop: EngineLoop) -> None:

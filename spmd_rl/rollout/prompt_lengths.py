@@ -1,5 +1,4 @@
-"""Check of prompts before the first step: those over `rollout.max_prompt_tokens`, and rows that their reward cannot
-judge, are left out or refused."""
+"""Check of prompts before the first step: their length, and if their reward can judge them."""
 
 from spmd_rl.base.errors import UserError, tell
 from spmd_rl.config.schema import DataConfig, RewardsConfig, RolloutConfig
@@ -19,9 +18,9 @@ def fit_prompts(
 ) -> tuple[Prompts, int, str]:
     """[all] Return the usable prompts, the length in tokens of the longest, and its id; equal on all ranks.
 
-    Left out, with a message, are rows that their reward cannot judge and, with `data.overlong=drop`, prompts longer
-    than `rollout.max_prompt_tokens`. Each rank checks its share. UserError if one is too long and `data.overlong` is
-    `error`, or if no training prompt is left (in an evaluation, no held-out one).
+    Rows that their reward cannot judge are dropped, with a message; so are prompts over `rollout.max_prompt_tokens`
+    with `data.overlong=drop`. UserError if one is too long and `data.overlong` is `error`, or if no training prompt is
+    left (in an evaluation, no held-out one).
     """
     prompts = _drop_unsupported(prompts, reward, world)  # [all]
     limit, everything = rollout.max_prompt_tokens, (*prompts.train, *prompts.eval)
@@ -57,8 +56,7 @@ def fit_prompts(
 
 
 def _drop_unsupported(prompts: Prompts, reward: RewardsConfig, world: World) -> Prompts:
-    """[all] Return the prompts without rows that their reward cannot judge. UserError if no training prompt
-    is left (in an evaluation, no held-out one)."""
+    """[all] Drop rows that their reward cannot judge."""
     if not any(may_refuse(domain, one) for domain, one in reward.domains.items()):
         return prompts
     everything = list(enumerate((*prompts.train, *prompts.eval)))
@@ -79,7 +77,7 @@ def _drop_unsupported(prompts: Prompts, reward: RewardsConfig, world: World) -> 
 
 
 def check_room(s: RolloutConfig, kv_tokens: int, length: int, prompt_id: str, room: int) -> None:
-    """UserError if an answer to the longest prompt exceeds the `room` tokens of an engine.
+    """Raise UserError if an answer to the longest prompt exceeds the engine's `room` in tokens.
 
     prompt_id: of the prompt of this `length`; empty if only a limit is known.
     """

@@ -11,25 +11,23 @@ from spmd_rl.data.prompts import with_line_breaks
 from spmd_rl.types import PICTURE, EnvReply, ImagePart, Message, TextPart
 
 Past = Sequence[tuple[EnvReply, str]]
-"""(reply, answer to it) of each turn so far."""
 
 
 def first_messages(env: EnvConfig, start: EnvReply, numbers: Mapping[str, int]) -> list[Message]:
-    """Return the system and user message that begin a conversation. start: the reply of the environment's reset."""
+    """Return the first system and user message. start: the reply to the environment's reset."""
     return [*_system(env, start), _filled(env.template, env, start, start, (), numbers)]
 
 
 def fresh_messages(
     env: EnvConfig, start: EnvReply, reply: EnvReply, past: Past, numbers: Mapping[str, int]
 ) -> list[Message]:
-    """Return a fresh prompt with the last `env.<tag>.history` turns and the present observation."""
+    """Return a fresh prompt with the last `env.<tag>.history` turns."""
     shown = past[len(past) - min(env.history or 0, len(past)) :]
     return [*_system(env, start), _filled(env.template, env, start, reply, shown, numbers)]
 
 
 def next_messages(env: EnvConfig, start: EnvReply, reply: EnvReply, numbers: Mapping[str, int]) -> list[Message]:
-    """Return the next message of a conversation: a tool's reply where there are tools, else of the role that the
-    environment names."""
+    """Return a conversation's next message, from a tool if there are tools, else from the role in `info`."""
     role = reply.info.get("role", "tool" if start.info.get("tools") else "user")
     if role != "user" or start.info.get("tools"):
         return [_with_pictures(role, *_marked(reply, ()))]
@@ -48,7 +46,6 @@ def _system(env: EnvConfig, start: EnvReply) -> list[Message]:
 def _filled(
     template: str, env: EnvConfig, start: EnvReply, reply: EnvReply, past: Past, numbers: Mapping[str, int]
 ) -> Message:
-    """Return the user's message of a template; lines that empty fields leave blank are dropped."""
     first, named = not past and reply is start, ACTION_FORMATS.get(env.pattern_for(False))
     pictures: Sequence[bytes] = ()
     turns = []
@@ -74,7 +71,6 @@ def _filled(
 
 
 def _marked(reply: EnvReply, before: Sequence[bytes]) -> tuple[str, Sequence[bytes]]:
-    """Return an observation with a mark for each of its pictures, and all pictures so far."""
     if not reply.pictures:
         return reply.observation, before
     marks = [f"\0{number}\0" for number in range(len(before), len(before) + len(reply.pictures))]

@@ -9,14 +9,13 @@ from spmd_rl.rollout.player import Question
 from spmd_rl.types import Group, Prompt
 
 Questions = tuple[Sequence[Prompt], Sequence[Sampling]]
-"""Held-out prompts, and the sampling of each answer to them."""
+"""Prompts, and the sampling of each answer to them."""
 
 
 class QuestionShare:
     """One replica's share of held-out questions."""
 
     def __init__(self, questions: Questions, replica: int, num_replicas: int, kept: KeptAnswers | None = None) -> None:
-        """kept: existing answers, and the file for new ones."""
         self._prompts, sampling = questions
         there = kept.numbers if kept else frozenset()
         missing = [[a for a in range(len(sampling)) if (n, a) not in there] for n in range(len(self._prompts))]
@@ -26,7 +25,7 @@ class QuestionShare:
         self._kept = kept
 
     def claim(self, room: int) -> list[Question]:
-        """Return the next questions, at most `room`."""
+        """Return at most `room` next questions."""
         return [self._open.popleft() for _ in range(min(room, len(self._open)))]
 
     def finish(self, group: Group) -> None:

@@ -1,9 +1,7 @@
 """`RowSource`: the rows of a supervised run as samples, step by step.
 
-    collected = source.collect(step)  # [all]
-
-The rows of a step depend on the seed and the step's number, so the number of finished rows is the state. Each rank
-renders its part; the plan then assigns samples to trainer ranks, as after a rollout.
+The rows of a step depend on the seed and the step's number. Each rank renders its part; the plan then assigns samples
+to trainer ranks, as after a rollout.
 """
 
 from array import array
@@ -22,15 +20,14 @@ from spmd_rl.types import Conversation, Example, Group, Prompt, Sample, Turn, Ve
 from spmd_rl.types.pictures import pictures_of, split_pictures
 
 CHOSEN, REJECTED, MISMATCHED = 0, 1, 2
-"""Answer numbers: the sides of a pair, a single good or bad one, and an answer to another row's prompt."""
+"""Answer numbers: the sides of a pair, a single good or bad answer, and another row's answer."""
 Pieces = list[tuple[array, array]]
-"""Alternating token ids ('i') that are given and that are learnt."""
+"""Alternating prompt and learnt token ids ('i')."""
 Render = Callable[[Conversation], Pieces]
-"""Renderer of a conversation, such as `Tokenizer.pieces`."""
 
 
 class RowSource:
-    """Rendered rows. Stateful: a checkpoint holds the dataset's fingerprint and the number of finished rows."""
+    """Rendered rows. State: the dataset's fingerprint and the number of finished rows."""
 
     def __init__(
         self,
@@ -43,14 +40,16 @@ class RowSource:
         num_rows: int | None = None,
         mismatched: bool = False,
     ) -> None:
-        """render: tokenizes a conversation. num_rows: rows after which the run ends, perhaps within a step; None:
-        unlimited. mismatched: add the answer to another prompt to each row, as `MISMATCHED`."""
+        """num_rows: rows after which the run ends, perhaps within a step. mismatched: add another prompt's answer to
+        each row, as `MISMATCHED`.
+        """
         self._examples, self._data, self._validation = examples, data, validation
         self._render, self._world, self._seed, self._end = render, world, seed, num_rows
         self._done, self._mismatched, self._warned = 0, mismatched, False
         self.reference: dict[str, np.ndarray] = {}
-        """Logprob of each answer of each row under the reference, in nats: float32 [rows, 3] by `train` and `eval`.
-        They become the `Sample.targets`. Without a reference, the first answer's targets are `Example.values`."""
+        """Logprob of each answer under the reference, in nats: float32 [rows, 3] by `train` and `eval`; they become
+        `Sample.targets`. Without a reference, the first answer's targets are `Example.values`.
+        """
 
     def collect(self, step: int) -> Collected:
         """[all] Return the rows of a training step; a group's ticket is its position in the run."""
@@ -61,7 +60,7 @@ class RowSource:
         return self._collect(step, store, [(place, store.at(place, self._seed)[1]) for place in positions])  # [all]
 
     def held_out(self, step: int, steps: int) -> Iterator[Collected]:
-        """[all] Return the held-out rows in steps; empty where no evaluation is due after `step`."""
+        """[all] Yield the held-out rows in steps; none unless an evaluation is due after `step`."""
         store, size = self._examples.eval, self._data.rows_per_step
         count = min(len(store), self._validation.rows or len(store)) if self._validation.is_due(step, steps) else 0
         dropped = 0
@@ -78,17 +77,17 @@ class RowSource:
         self._warned = self._warned or bool(dropped)
 
     def shown(self, number: int, answer: int) -> Conversation | None:
-        """Return an answer of a held-out row as it was written; None if it was taken from another row."""
+        """Return an answer of a held-out row as written; None if another row's."""
         example = self._examples.eval[number]
         return dict(enumerate(example.conversations, example.first)).get(answer)
 
     def metrics(self, collected: Collected) -> dict[str, float]:
-        """Return the run's progress through its data, and sizes of the step; equal on all ranks."""
+        """Return the progress through the data, and sizes of the step."""
         tokens, epoch = int(collected.table.answers["num_tokens"].sum()), self._done / len(self._examples.train)
         return {"data/epoch": epoch, "data/overlong": num_empty(collected), "tokens": tokens}
 
     def num_rows(self, name: str) -> int:
-        """Return the number of rows for training (`train`) or held out (`eval`)."""
+        """Return the number of `train` or `eval` rows."""
         return len(getattr(self._examples, name))
 
     def state(self) -> dict[str, Any]:
@@ -104,8 +103,9 @@ class RowSource:
         self._done = state["done"]
 
     def parts(self, steps: int) -> Iterator[tuple[str, list[int], Collected]]:
-        """[all] Yield all rows of a run of so many steps, in the groups of its first epoch: `train` or `eval`, row
-        numbers, samples."""
+        """[all] Yield all rows of a run of `steps` in the groups of its first epoch: `train` or `eval`, row numbers,
+        samples.
+        """
         size, train = self._data.rows_per_step, len(self._examples.train)
         for step in range(1, min(steps, -(-train // size)) + 1):
             collected = self.collect(step)  # [all]
@@ -115,7 +115,7 @@ class RowSource:
             yield "eval", collected.table.tickets.tolist(), collected
 
     def _collect(self, step: int, store: RowStore, tickets: Sequence[tuple[int, int]]) -> Collected:
-        """[all] Return rows, spread over the ranks. tickets: pairs of a ticket and the number of its row."""
+        """[all] Return rows of all ranks. tickets: (ticket, row number) pairs."""
         with self._world.phase("data"):
             mine = tickets[self._world.rank :: self._world.size]
             groups = [self._group(store, ticket, number) for ticket, number in mine]
@@ -141,12 +141,9 @@ class RowSource:
         return Group(Prompt(str(number), (), "rows", ""), ticket, tuple(samples))
 
     def _other(self, store: RowStore, number: int, example: Example) -> Example:
-        """Return a row with another prompt, for the baseline of KTO.
-
-        All rows are shifted by the longest run of rows with one prompt, so that each answer is used once; the next row
-        with another prompt follows if that fails. If no held-out row has another prompt, return the first such training
-        row.
-        """
+        """Return a row with another prompt, for the baseline of KTO; if no held-out row has one, a training row."""
+        # Shifting by the longest run of rows with one prompt uses each answer once. The next row with another prompt
+        # follows if that fails.
         run, size = store.prompt_run, len(store)
         later = (store[(number + step) % size] for step in (*range(run, size), *range(1, run)))
         training = (self._examples.train[index] for index in range(len(self._examples.train)))
@@ -154,7 +151,6 @@ class RowSource:
         return next(other for other in chain(later, training) if other.conversations[0].prompt != prompt)
 
     def _pieces(self, conversation: Conversation, store: RowStore, number: int) -> Pieces:
-        """Tokenize a conversation; empty if nothing is learnt, or if it is too long and not cut."""
         most, what = self._data.max_tokens, self._data.overlong
         try:
             pieces = self._render(conversation)
@@ -170,7 +166,7 @@ class RowSource:
 
 
 def num_empty(collected: Collected) -> int:
-    """Return the number of a step's rows without a sample: too long, or nothing to learn."""
+    """Return the number of rows without a sample: too long, or nothing to learn."""
     return len(collected.table) - len(set(collected.table.answers["ticket"].tolist()))
 
 

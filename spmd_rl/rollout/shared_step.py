@@ -24,7 +24,7 @@ class SharedStep:
         self.coordinator = coordinator
         self._claim, self._settings, self._rank = claim, settings, rank
         self.finished: dict[GroupSlice, Group] = {}
-        """Slices that finished here in this step, or in an earlier one that did not use them."""
+        """Slices that finished here, in this step or an earlier one."""
         self._reports: dict[GroupSlice, SliceReport] = {}
 
     def next(self, room: int) -> list[GroupSlice]:
@@ -46,12 +46,12 @@ class SharedStep:
         settle(self.coordinator, report, self._settings)
 
     def begin(self, run: StepRun, unused: Mapping[GroupSlice, Group]) -> None:
-        """Count these slices, which finished here in an earlier step."""
+        """Count slices that finished in an earlier step."""
         for group_slice in sorted(unused):
             self.finish(group_slice, unused[group_slice], run)
 
     def report(self, run: StepRun, running: list[GroupSlice], leads: bool) -> RankReport:
-        """Return this rank's report, once the step has ended. leads: True on the first rank of a replica."""
+        """Return this rank's report at the step's end. leads: True on a replica's first rank."""
         idle_seconds, seconds, token_counts = run.costs()
         return RankReport(
             finished=list(self._reports.values()),
@@ -64,7 +64,7 @@ class SharedStep:
 
 
 def settle(coordinator: Coordinator, report: SliceReport, settings: RolloutConfig) -> None:
-    """Pass a slice's answers to the coordinator; a ticket's last slice has the reason if it does not train."""
+    """Pass a slice's answers to the coordinator; a ticket's last slice gets the reject reason."""
     position = coordinator.plan.cursor.position(report.ticket)
     pooled = coordinator.merge_slices(position, report.number, _pack(report.answers))
     if pooled is not None:

@@ -1,8 +1,7 @@
 """`StepRun`: one step on one replica, from its first slice to its end; it can be paused once.
 
-The loop starts slices while there is room, plays them on the engine, and reports those with all verdicts. A
-`StepSource` supplies and takes slices and knows the step's end, such as `shared_step.py` over tickets that all replicas
-share.
+The loop starts slices while there is room, plays them on the engine, and reports those with all verdicts to a
+`StepSource`.
 """
 
 import asyncio
@@ -21,22 +20,21 @@ from spmd_rl.rollout.step_plan import GroupSlice
 from spmd_rl.types import Group
 
 END = "generate: end of step"
-"""Collective of the replicas at the end of a step."""
+"""Collective at the end of a step."""
 
 FLUSH_SECONDS = 0.01
-"""Seconds for ZMQ to send the last requests before this rank blocks."""
+"""Time for ZMQ to send the last requests before this rank blocks."""
 
 
 class Door(Protocol):
-    """A replica's meetings with trainer ranks, between two engine steps: hand overs of samples, publishes of
-    weights."""
+    """A replica's meetings with trainer ranks between engine steps: samples out, weights in."""
 
     def poll(self) -> bool:
         """Return True if a meeting waits for this replica."""
         ...
 
     async def enter(self) -> None:
-        """Take part in it; requests that it removes from the engine continue after it."""
+        """Take part in it; requests removed from the engine continue afterwards."""
         ...
 
 
@@ -44,7 +42,7 @@ class StepSource(SliceClaim, Protocol):
     """Source of a step's slices and of its end, and sink of finished slices."""
 
     def ended(self) -> bool:
-        """Return True if this replica knows that the step has ended."""
+        """Return True if this replica knows of the step's end."""
         ...
 
     def finish(self, group_slice: GroupSlice, group: Group, run: "StepRun") -> None:
@@ -56,38 +54,34 @@ class Counters(NamedTuple):
     """Counters of a replica while its engine is driven."""
 
     idle_seconds: float = 0.0
-    """Seconds without a request in the engine."""
     seconds: float = 0.0
     asked: int = 0
-    """Prompt tokens; this and the next three are the counts of `EngineCounts`."""
+    """Like the next three, see `EngineCounts`."""
     cached: int = 0
     verified: int = 0
     accepted: int = 0
 
     def plus(self, later: "Counters", since: "Counters") -> "Counters":
-        """Return these counters plus the difference of `later` and `since`."""
+        """Return these counters plus `later` - `since`."""
         return Counters(*(own + end - begin for own, end, begin in zip(self, later, since, strict=True)))
 
 
 class StepRun:
-    """One replica's work on a step, and its cost so far."""
+    """One replica's work on a step, and its cost."""
 
     def __init__(self, number: int, source: StepSource, player: Player, door: Door | None = None) -> None:
         """door: of a replica that generates while others train."""
         self.number, self.source = number, source
         self.num_stopped = 0
-        """Requests aborted at the step's end."""
         self._player, self._door = player, door
         self._spent = Counters()
-        """Cost of the step up to the last time the engine was driven."""
+        """Cost until the engine was last released."""
         self._driven_from: Counters | None = None
         self._paused_at: float | None = None
-        """`time.perf_counter` at the pause of a step that started early."""
         self._paused_seconds = self._idle_ahead = 0.0
 
     def costs(self) -> tuple[float, float, tuple[int, ...]]:
-        """Return the step's cost so far: idle seconds of the engine, seconds including waits for verdicts, and
-        `EngineCounts`."""
+        """Return the idle seconds of the engine, seconds including waits for verdicts, and `EngineCounts`."""
         spent = self._spent
         if self._driven_from is not None:
             spent = spent.plus(self._counters(), since=self._driven_from)
@@ -98,17 +92,18 @@ class StepRun:
         return Counters(self._player.engine_loop.idle_seconds, time.perf_counter(), *counts)
 
     def pause(self) -> None:
-        """Pause the step, while verdicts and environment replies come in; the engine is empty."""
+        """Pause the step, with an empty engine; verdicts still come in."""
         self._paused_at, self._idle_ahead = time.perf_counter(), self._spent.idle_seconds
 
     def resume(self) -> None:
-        """Continue the step after a pause, or begin it."""
+        """Continue after a pause, or begin."""
         if self._paused_at is not None:
             self._paused_seconds = time.perf_counter() - self._paused_at
 
     def pace(self, lags: np.ndarray, world: World) -> dict[str, float]:
-        """[all] Return metrics of the waiting that an update overlapped, and of the `lags` of all answers; empty unless
-        the step was paused."""
+        """[all] Return metrics of the waiting that an update overlapped, and of `lags`; empty unless the step was
+        paused.
+        """
         if self._paused_at is None:  # alike on all ranks
             return {}
         seconds = {
@@ -119,7 +114,7 @@ class StepRun:
 
     @contextmanager
     def driven(self) -> Iterator[None]:
-        """[all] ranks of the replica: drive its engine, and count the cost for this step."""
+        """[all] ranks of the replica: drive its engine, and count the cost."""
         with self._player.engine.driven(), self.counted():
             yield
 
@@ -131,7 +126,7 @@ class StepRun:
         self._spent, self._driven_from = self._spent.plus(self._counters(), since=self._driven_from), None
 
     async def until_end(self) -> None:
-        """Play slices until the step has ended."""
+        """Play slices until the step's end."""
         player, source = self._player, self.source
         while True:
             with player.waiting(END):
@@ -148,7 +143,7 @@ class StepRun:
             self.num_stopped = await player.end_step()
 
     async def until_idle(self) -> None:
-        """Play slices until the engine is idle, or the step has ended."""
+        """Play slices until the engine is idle or the step has ended."""
         player, source = self._player, self.source
         await player.start_slices(source.ahead)
         while not source.ended() and not await player.engine_is_idle():

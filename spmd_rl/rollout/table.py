@@ -1,8 +1,7 @@
 """`SampleTable`: metadata of a step's samples, a row each, which ranks report to each other.
 
-Samples stay on the rank that made them. Every rank holds the rows of all, in ticket order, and so decides alike what
-trains and how (`learn/`). A trajectory is one sample or several segments, of which the last counts as the answer. An
-agent's turns have rows of their type, `STEP`.
+Samples stay on the rank that made them. Every rank holds all rows, in ticket order, and so decides alike what trains
+and how (`learn/`). Of a trajectory's segments the last counts as the answer.
 """
 
 from collections import Counter, defaultdict
@@ -34,10 +33,8 @@ ANSWER = np.dtype(
         ("num_tokens", "<i4"),
     ]
 )
-"""Row type of a sample's metadata, all that other ranks learn of it."""
 
 AnswerRow = tuple[int, int, int, int, float, bool, bool, bool, int, bool, bool, int, int, int]
-"""A row of `ANSWER` in a message."""
 
 _LAST = ANSWER.names.index("last")
 
@@ -52,14 +49,12 @@ STEP = np.dtype(
         ("num_tokens", "<i4"),  # sampled ones
     ]
 )
-"""Row type of an agent's turn with a sampled token."""
 
 StepRow = tuple[int, int, int, int, float, int, int]
-"""A row of `STEP` in a message."""
 
 
 def answer_row(sample: Sample, rank: int, version: int) -> AnswerRow:
-    """Return the metadata of a finished sample of `rank`, in a step whose policy has `version`."""
+    """Return the metadata of a sample of `rank`, in a step whose policy has `version`."""
     turns, verdict = sample.turns, sample.verdict
     num_sampled = sum(len(turn.token_ids) for turn in turns)
     num_given = sum(len(turn.prompt_ids) for turn in turns)
@@ -88,7 +83,7 @@ def answer_rows(rows: Iterable[AnswerRow]) -> np.ndarray:
 
 
 def trajectories_of(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    """Yield the samples of each trajectory, in order: one, or segments up to `Sample.last`."""
+    """Yield each trajectory's samples, in order: one, or segments up to `Sample.last`."""
     segments: dict[int, list[Sample]] = {}
     for sample in sorted(samples, key=lambda sample: sample.key):
         segments.setdefault(sample.unit_number, []).append(sample)
@@ -109,10 +104,10 @@ def last_segments(answers: np.ndarray) -> np.ndarray:
 
 
 def step_rows(samples: Iterable[Sample]) -> list[StepRow]:
-    """Return a `STEP` row for each turn with a sampled token, of the samples of a slice; empty without an agent.
+    """Return a `STEP` row for each turn with a sampled token; empty without an agent.
 
     A turn without an environment's reply has no reward and a unique state. The reward of a turn without a sampled token
-    is added to the previous row of its trajectory, or the next where there is none.
+    is added to the previous row of its trajectory, or else to the next.
     """
     samples = list(samples)
     if not any(turn.step for sample in samples for turn in sample.turns):
@@ -144,19 +139,17 @@ class SliceReport(msgspec.Struct, array_like=True):
     domain: str
     answers: list[AnswerRow]
     detail: str = ""
-    """Detail of the first verdict without a score, if any."""
     reject_reason: str | None = None
-    """Reason why the ticket does not train; on the slice that came last."""
+    """Reason why the ticket does not train, in its last slice's report."""
     missing: list[str] = []
-    """Missing packages, one entry per answer that needed one."""
+    """Missing packages, one per answer that needed one."""
     num_suspect: int = 0
-    """Number of paid answers that look like cheats."""
+    """Paid answers that look like cheats."""
     num_unproven: int = 0
-    """Number of answers that could have made their verdicts themselves."""
+    """Answers that could have made their verdicts themselves."""
     parts: dict[str, tuple[float, int]] = {}
     """Name -> (sum, count) of each part of the verdicts of an environment's episodes."""
     steps: list[StepRow] = []
-    """Turns of an agent; empty without one."""
 
     @property
     def num_answers(self) -> int:
@@ -165,7 +158,7 @@ class SliceReport(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, group: Group, number: int, rank: int, version: int) -> "SliceReport":
-        """Return the report of slice `number` of a group; see `answer_row` for the others."""
+        """Return the report of slice `number`; see `answer_row` for the others."""
         verdicts = [sample.verdict for sample in group.samples if sample.last]
         failed = next((verdict for verdict in verdicts if verdict.status not in SCORED), None)
         return cls(
@@ -184,33 +177,31 @@ class SliceReport(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleTable:
-    """Metadata of the m tickets up to the end of a step, trained on or not, in order, and of their n samples; equal on
-    all ranks."""
+    """Metadata of a step's m tickets, trained on or not, in order, and of their n samples; equal on all ranks."""
 
     tickets: np.ndarray
     """int64 [m]"""
     bounds: np.ndarray
-    """int64 [m + 1]: samples of ticket i are rows bounds[i] : bounds[i + 1]"""
+    """int64 [m + 1]: rows bounds[i] : bounds[i + 1] belong to ticket i"""
     answers: np.ndarray
     """`ANSWER` [n]"""
     domains: np.ndarray
     """int32 [m]: indices into `names`"""
     names: tuple[str, ...]
-    """Domains in order of first use."""
     reasons: dict[int, str]
-    """Ticket -> reason why it does not train, in order; the others do."""
+    """Ticket -> reason why it does not train."""
     details: dict[int, str]
-    """Ticket -> detail of its first verdict without a score, in order."""
+    """Ticket -> detail of its first verdict without a score."""
     missing: dict[tuple[str, str], int] = field(default_factory=dict)
-    """(domain, package) -> number of answers that needed the missing package."""
+    """(domain, package) -> answers that needed the missing package."""
     suspects: dict[str, int] = field(default_factory=dict)
-    """Domain -> number of its paid answers that look like cheats, if any."""
+    """Sums of `SliceReport.num_suspect` by domain."""
     unproven: dict[str, int] = field(default_factory=dict)
-    """Domain -> number of its answers that could have made their verdicts themselves, if any."""
+    """Sums of `SliceReport.num_unproven` by domain."""
     parts: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Environment tag -> mean of each part of its episodes' verdicts."""
+    """Environment tag -> means of the parts of its verdicts."""
     steps: np.ndarray = field(default_factory=lambda: np.empty(0, STEP))
-    """`STEP` [k], of agents' turns"""
+    """`STEP` [k]"""
 
     def __len__(self) -> int:
         return len(self.tickets)
@@ -240,7 +231,7 @@ class SampleTable:
 
     @property
     def error_share(self) -> float:
-        """Share of the answers whose verdict is no score."""
+        """Share of answers whose verdict is no score."""
         return self.num_unscored / max(1, self.num_answers)
 
     @property
@@ -255,14 +246,13 @@ class SampleTable:
         return float(flat[several].mean())
 
     def by_domain(self) -> dict[str, np.ndarray]:
-        """Return the `ANSWER` rows of the answers of each domain, in order of first use."""
+        """Return the `ANSWER` rows of each domain's answers, in order of first use."""
         domains, last = self.domains.repeat(np.diff(self.bounds)), self.answers["last"]
         return {name: self.answers[(domains == index) & last] for index, name in enumerate(self.names)}
 
 
 def build_table(reports: Iterable[SliceReport], used: Iterable[int], num_slices: int) -> SampleTable:
-    """Return the table of the `used` tickets, each of `num_slices` slices, from the reports of all replicas.
-    AssertionError if a slice is missing; other tickets are ignored."""
+    """Return the table of the `used` tickets, each of `num_slices` slices. AssertionError if a slice is missing."""
     tickets = sorted(used)
     wanted = set(tickets)
     mine = sorted((r for r in reports if r.ticket in wanted), key=lambda r: (r.ticket, r.number))
@@ -290,9 +280,8 @@ def build_table(reports: Iterable[SliceReport], used: Iterable[int], num_slices:
 
 
 def sum_parts(samples: Iterable[Sample]) -> dict[str, tuple[float, int]]:
-    """Return the sum and count of each part of the verdicts of an environment's episodes.
-
-    A part is a metric of the environment, such as `success`, or a stop reason, such as `stop/max_turns`.
+    """Return the sum and count of each part of the verdicts: environment metrics, such as `success`, and stop reasons,
+    such as `stop/max_turns`.
     """
     sums: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
@@ -303,7 +292,7 @@ def sum_parts(samples: Iterable[Sample]) -> dict[str, tuple[float, int]]:
 
 
 def mean_parts(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
-    """Return the mean of each part, by name."""
+    """Return each part's mean, by name."""
     pairs: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for some in parts:
         for name, pair in some.items():

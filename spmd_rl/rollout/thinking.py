@@ -16,8 +16,7 @@ from spmd_rl.types import Sample
 
 
 def thinking(settings: SamplingConfig, tokenizer: Tokenizer) -> Episode:
-    """Return an episode of one answer and one verdict on its text. UserError if the budget leaves no room for an
-    answer."""
+    """Return an episode of one answer. UserError if the budget leaves no room for it."""
     budget, end_text, tag = settings.thinking_budget, settings.thinking_end_text, settings.thinking_tag
     end, tag_ids = tokenizer.encode(end_text), tokenizer.encode(tag)
     left = settings.max_new_tokens - budget - len(end)

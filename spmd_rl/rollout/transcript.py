@@ -1,7 +1,7 @@
-"""`Transcript`: the answers of the policy within one episode, so that another rank can go on with it.
+"""`Transcript`: the policy's answers within one episode, so that another rank can go on with it.
 
-A coroutine does not travel, but its answers do: the other rank plays the episode from its beginning, and takes the
-answer to each call of `generate` from the transcript, as long as the same is asked.
+The other rank plays the episode from its beginning, and takes the answer to each call of `generate` from the
+transcript, as long as the prompt is the same.
 """
 
 from array import array
@@ -18,7 +18,6 @@ class PolicyAnswer(msgspec.Struct, array_like=True, frozen=True):
     """One answer of the policy."""
 
     prompt: bytes
-    """Digest of all tokens before it."""
     completion: Completion
     """An unfinished answer has `finish_reason='abort'`."""
 
@@ -29,7 +28,6 @@ class Transcript:
     def __init__(self, earlier: Iterable[PolicyAnswer] = ()) -> None:
         """earlier: the answers on another rank."""
         self.answers: list[PolicyAnswer] = []
-        """The answers so far, in order."""
         self._earlier = deque(earlier)
 
     def replay(self, tokens: array) -> Completion | None:
@@ -40,14 +38,14 @@ class Transcript:
         return None
 
     def add(self, tokens: array, completion: Completion) -> None:
-        """Append the answer to these tokens ('i'), in the place of an unfinished one."""
+        """Append the answer to these tokens ('i'), replacing an unfinished one."""
         answered = PolicyAnswer(_digest(tokens), completion)
         if self.answers and self.answers[-1].prompt == answered.prompt:
             self.answers.pop()
         self.answers.append(answered)
 
     def clear(self) -> None:
-        """Forget all answers: the episode begins again, with other random numbers."""
+        """Forget all answers: the episode begins again."""
         self.answers.clear()
         self._earlier.clear()
 

@@ -1,18 +1,11 @@
 """The sandbox, in which code from answers runs. It can reach neither the host nor the verdict on itself.
 
-| module | content |
-|---|---|
-| `base` | jobs in confined processes, at most two at a time |
-| `served`, `server` | the owner of a process that forks the confined ones, and the loop of that process |
-| `forkserver`, `forkserver_main` | confinement by user id, empty root, Landlock and seccomp; needs root |
-| `bwrap`, `namespaces` | confinement by namespaces, inside bubblewrap |
-| `unconfined` | no confinement (`sandbox=none`) |
-| `confine` | system calls |
-| `packages` | installed packages that code may import |
-| `guest/` | code of confined processes |
-
     sandbox = open_sandbox("auto", "reward.code.sandbox")
     sandbox.run("print(input())", "hello").stdout
+
+`base` runs jobs in confined processes, which the process of `served` and `server` forks. Confinement: `forkserver` by
+user id, empty root, Landlock and seccomp (needs root); `bwrap` by namespaces, inside bubblewrap; `unconfined` none
+(`sandbox=none`). `guest/` is the code of confined processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,13 +19,13 @@ from spmd_rl.sandbox.unconfined import Unconfined
 
 SANDBOXES: dict[str, Callable[..., BaseSandbox]] = {"bwrap": Bubblewrap, "forkserver": ForkServer, "none": Unconfined}
 AUTO = ("forkserver", "bwrap")
-"""Sandboxes in the order of preference: the fork server needs no user namespaces, in which the kernel had most bugs."""
+"""In order of preference: the fork server needs no user namespaces, in which the kernel had most bugs."""
 
 
 def open_sandbox(name: str, key: str, packages: Sequence[str] = ()) -> BaseSandbox:
     """Open the sandbox of that name, or for `auto` the first that works here, and run a program in it.
 
-    `packages`: what code may import in addition to the standard library. UserError with the setting `key` if it fails.
+    `packages`: what code may import besides the standard library. UserError with the setting `key` if it fails.
     """
     reasons = []
     try:

@@ -1,8 +1,7 @@
 """The common part of all sandboxes: they start confined processes and wait for them.
 
 A confined process gets its job and its standard input as sealed files in memory and writes to pipes, which are read
-here up to a limit. The kernel ends it when its processor time is used up; a process that sleeps is killed here. Tests
-run in a separate process, without untrusted code, which only plain values enter (`guest/remote.py`).
+here up to a limit. The kernel ends it when its processor time is used up; one that sleeps is killed here.
 """
 
 import contextlib
@@ -31,10 +30,11 @@ LIMITS = RunLimits()
 PROOF = RunLimits(cpu_seconds=60, wall_seconds=120.0)
 DRAIN_SECONDS = 1.0  # to read what is left in the pipes of a process that has ended
 PATIENCE, LOOK, SLEEPS = 5, 0.1, 0.02
-"""Wall time of a process that computes, as a multiple of its limit; time between two looks at it, as a share of the
-limit; share of a processor below which it sleeps, unless it waits for one."""
+"""Wall time of a process that computes, in limits; time between two looks at it, as a share of the limit; share of a
+processor below which it sleeps.
+"""
 PARSED = 8
-"""Bytes of memory that the tests get for each byte of a message from the code, in addition to the code's limit."""
+"""Bytes of memory that the tests get, beyond the code's limit, per byte of a message."""
 _CHUNK = 1 << 16
 
 
@@ -58,7 +58,6 @@ class _Run:
             self.process.kill()
 
     def look(self, used: float) -> None:
-        """Kill the process past its deadline if it sleeps. `used`: from `used_seconds`."""
         now, limit = time.monotonic(), self.limits.wall_seconds
         busy = min(used, self.used) < 0 or used - self.used > SLEEPS * self.pause
         patience = PATIENCE if self.limits.processes == 1 else 1
@@ -67,7 +66,6 @@ class _Run:
         self.used, self.deadline = used, now + self.pause if self.end is None else float("inf")
 
     def read(self, name: str) -> bool:
-        """Read the content of a pipe, and return True if there may be more later."""
         try:
             chunk = os.read(self.readers[name], _CHUNK)
         except BlockingIOError:
@@ -79,7 +77,6 @@ class _Run:
         return bool(chunk)
 
     def finish(self) -> None:
-        """Set `result` after the end of the process. RuntimeError if it never began."""
         self.waited_for = True
         status, cpu_seconds = self.process.wait()
         seconds = time.monotonic() - self.started
@@ -108,10 +105,10 @@ def ended(status: int, all_used: bool) -> tuple[RunEnd, int]:
 
 
 class BaseSandbox(ServedSandbox):
-    """A `Sandbox` without `launch`. One call runs at a time; calls of other threads wait."""
+    """A `Sandbox` without `launch`. One call runs at a time; other threads wait."""
 
     def __init__(self, packages: Mapping[str, Path] | None) -> None:
-        """Take the files of `find_packages`, which are loaded before the first fork."""
+        """packages: of `find_packages`, loaded before the first fork."""
         self.packages = find_pytest() | dict(packages or {})
         self.own_bytes = ROOM if packages else 0
         # sets of texts print in the same order each time
@@ -120,7 +117,7 @@ class BaseSandbox(ServedSandbox):
         super().__init__()
 
     def use(self, python: str) -> None:
-        """Run code with another interpreter. RuntimeError without one of that name."""
+        """Run code with another interpreter. RuntimeError if not found."""
         if (found := shutil.which(os.path.expanduser(python))) is None:
             raise RuntimeError(f"there is no interpreter {python}")
         self.python = os.path.realpath(found)
@@ -141,7 +138,7 @@ class BaseSandbox(ServedSandbox):
     def run_jobs(self, jobs: list[dict[str, Any]], limits: RunLimits, stdin: str = "") -> list[tuple[RunResult, bytes]]:
         """Run one job, or two with a socket pair between them, until the first has ended; return the ends and reports.
 
-        The report of the mode `test` alone is the word of trusted code. RuntimeError if a process did not start.
+        Only the report of the mode `test` comes from trusted code. RuntimeError if a process did not start.
         """
         with self._lock, ExitStack() as stack:
             runs = self._open(stack, jobs, limits, stdin)
@@ -157,7 +154,7 @@ class BaseSandbox(ServedSandbox):
         limits: RunLimits = LIMITS,
         unproven: bool = False,
     ) -> CheckResult:
-        """Test code in a process that is not that of its tests, or in the same one if `unproven`."""
+        """Test code in a separate process, or in that of the tests if `unproven`."""
         lends = all("from spmd_rl.sandbox.guest.testing import same" in test for test in tests)  # function calls
         shared = {"prelude": prelude, "entry": entry, "message_bytes": limits.message_bytes, "lends": lends}
         jobs: list[dict[str, Any]] = [{"mode": "test", "tests": list(tests), **shared}]
@@ -186,7 +183,6 @@ class BaseSandbox(ServedSandbox):
         return CheckResult(end, passed, next((why for _, why in sources if why), ""))
 
     def _open(self, stack: ExitStack, jobs: list[dict[str, Any]], limits: RunLimits, stdin: str) -> list[_Run]:
-        """Start a process for each job. `stack` ends them and closes our descriptors."""
         memory = limits.memory_bytes + self.own_bytes
         kernel = {"cpu": limits.cpu_seconds, "disk": limits.disk_bytes}
         kernel["processes"] = limits.processes + (self.own_processes * len(jobs) if limits.processes > 1 else 0)
@@ -212,7 +208,7 @@ class BaseSandbox(ServedSandbox):
 
 
 def _read(report: bytes) -> tuple[str, str, list[tuple[list[bool], str]]] | None:
-    """Return the tests' mistake, why they are unsupported, and for each source which passed and why one failed."""
+    """Return the tests' mistake, why they are unsupported, and outcomes and first failure of each source."""
     try:
         found = json.loads(report)
         sources = [([each is True for each in passed] or [False], str(why)[:1000]) for passed, why in found["sources"]]
@@ -222,7 +218,6 @@ def _read(report: bytes) -> tuple[str, str, list[tuple[list[bool], str]]] | None
 
 
 def _idle(tests: Sequence[str]) -> str:
-    """Return a program that has a function for each word of the tests; it only raises."""
     words = {word for test in tests for word in re.findall(r"[A-Za-z_]\w*", test) if not keyword.iskeyword(word)}
     return "".join(f"def {word}(*_, **__): raise Exception\n" for word in sorted(words))
 
@@ -235,9 +230,8 @@ def _give_up(run: _Run) -> None:
 
 
 def used_seconds(owner: int) -> float:
-    """Return the processor time of all descendants of a process, 0.0 without a `/proc`.
-
-    -1.0 if one of their threads has a processor or waits for one, as on a busy machine.
+    """Return the processor time of a process's descendants, 0.0 without a `/proc`; -1.0 if one of their threads has a
+    processor or waits for one.
     """
     used, found = 0.0, [owner]
     for pid in found:
@@ -253,7 +247,7 @@ def used_seconds(owner: int) -> float:
 
 
 def _watch(runs: list[_Run], owner: int) -> None:
-    """Wait until all runs have ended. The end of the first, which has the tests, ends the others."""
+    # The end of the first, which has the tests, ends the others.
     with selectors.DefaultSelector() as selector:
         for run in runs:
             for name, fd in run.readers.items():

@@ -1,10 +1,9 @@
-"""A sandbox by bubblewrap, which does not need root: the fork server runs inside it, with the system's Python.
+"""A sandbox by bubblewrap, without root: the fork server runs inside it, with the system's Python.
 
 bubblewrap starts once, with `/usr` as the only part of the host's files (read-only). The server in it (`namespaces.py`)
-gives each job separate namespaces, in which it has an empty root directory, no capabilities, no environment, hard
-limits and, on x86-64, the same seccomp list as in the fork server (elsewhere there is none: `processes: 1` means 64,
-and the kernel's memory has no limit). Under root it takes an unused user id. The kernel must let bubblewrap's child
-keep its capabilities within its user namespace; a setuid bubblewrap does not.
+gives each job separate namespaces, an empty root directory, no capabilities, no environment, hard limits and, on
+x86-64, the fork server's seccomp list (elsewhere `processes: 1` means 64, and the kernel's memory has no limit). The
+kernel must let bubblewrap's child keep its capabilities within its user namespace; a setuid bubblewrap does not.
 """
 
 import os

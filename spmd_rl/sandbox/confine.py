@@ -4,7 +4,7 @@
     landlock({"/box": WRITE})                                   # in the child; cannot be undone
     install_seccomp(program)                                    # last, since it allows none of the above
 
-The numbers are those of the kernel's headers (linux/seccomp.h, filter.h, landlock.h, asm/unistd_64.h).
+Numbers are those of linux/seccomp.h, filter.h, landlock.h, asm/unistd_64.h.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ def call(name: str, *args: int | bytes | None) -> int:
 
 
 def drop_capabilities() -> None:
-    """Give up all capabilities of this process for ever. OSError if refused."""
+    """Give up all capabilities of this process. OSError if refused."""
     call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))  # _LINUX_CAPABILITY_VERSION_3, this process
 
 
@@ -43,7 +43,7 @@ def mount_tmpfs(target: str, num_bytes: int, mode: int) -> None:
 
 
 def mount_root() -> None:
-    """Change to a root in memory with `/dev/null` and two empty directories, for mounts. OSError if refused."""
+    """Change to a root in memory with `/dev/null` and two empty directories. OSError if refused."""
     call("unshare", NEW_NS | NEW_NET | NEW_IPC | NEW_UTS)
     call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
     mount_tmpfs(ROOT, 1 << 20, 0o755)
@@ -66,12 +66,12 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock ABI, 0 if it has none."""
+    """Return the version of the kernel's Landlock ABI, or 0."""
     return max(0, LIBC.syscall(_CREATE_RULESET, None, ctypes.c_long(0), ctypes.c_long(1)))
 
 
 def landlock(paths: dict[str, int]) -> None:
-    """Deny this process for ever all files except those below `paths`, and all of TCP. OSError without Landlock.
+    """Deny this process all files except those below `paths`, and all of TCP. OSError without Landlock.
 
     PR_SET_NO_NEW_PRIVS must be set. A path may be a file.
     """
@@ -117,8 +117,9 @@ _ALLOWED = [
 ]
 """x86-64 numbers of calls that Python programs need. Not among them: sockets, namespaces, mounts, ptrace, memory of
 other processes, keys, BPF, io_uring, memory without an address space (memfd, shared segments), modules, clocks, reboot,
-execve, and calls that take the kernel's memory without a limit: larger socket buffers, descriptors in flight (sendmsg),
-inotify."""
+execve, and calls that take kernel memory without a limit: larger socket buffers, descriptors in flight (sendmsg),
+inotify.
+"""
 _MMAP, _IOCTL, _SOCKETPAIR, _GETSOCKOPT, _FCNTL, _PRCTL = 9, 16, 53, 55, 72, 157
 _CLONE, _FORK, _VFORK, _CLONE3 = 56, 57, 58, 435
 _SOME = (
@@ -128,7 +129,7 @@ _SOME = (
     (_FCNTL, 1, (0, 1, 2, 3, 4, 1030, 1032)),  # copy, flags, a pipe's size; no larger pipe, no lock on each byte
     (_PRCTL, 0, (3, 15, 16, 21)),  # dumpable? thread name, seccomp?
 )
-"""Calls that are allowed for some values of an argument: (number of the call, of the argument, its values)."""
+"""Calls allowed for some values of an argument: (call, argument, values)."""
 # each such mapping takes a file of the kernel's; without other processes it has no use
 _SHARED_ANONYMOUS = 0x21
 _CLONE_THREAD = 0x10000
@@ -136,14 +137,14 @@ _CLONE_NEW = 0x7E020080  # any namespace
 
 
 def seccomp_supported() -> bool:
-    """Return True if the numbers above are those of this machine."""
+    """Return True if these numbers are this machine's."""
     return platform.machine() == "x86_64" and struct.calcsize("P") == 8
 
 
 def seccomp_program(processes: bool) -> bytes:
     """Return a filter of the calls that a Python program needs. Others fail with EPERM; those of another ABI kill.
 
-    `processes` allows a program to fork. Threads are always allowed.
+    `processes` allows forks. Threads are always allowed.
     """
     steps = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, _X86_64), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NR)]
     steps += [(_GREATER, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
@@ -166,7 +167,7 @@ def seccomp_program(processes: bool) -> bytes:
 
 
 def install_seccomp(program: bytes) -> None:
-    """Filter the system calls of this process for ever. OSError if the kernel cannot."""
+    """Filter this process's system calls. OSError if the kernel cannot."""
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HP", len(program) // 8, ctypes.addressof(buffer))
     call("prctl", PR_SET_SECCOMP, 2, header, 0, 0)

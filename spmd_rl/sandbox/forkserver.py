@@ -1,8 +1,8 @@
 """A sandbox that forks. It needs root (to change user id and root directory), Landlock and x86-64.
 
 The code is confined by an unused user id, an empty root directory, no network, no environment, Landlock, a seccomp list
-of allowed system calls and hard limits; see `forkserver_main.py`, the process that is owned here. A container need not
-be privileged: CAP_SETUID, CAP_SETGID and CAP_SYS_CHROOT suffice. With CAP_SYS_ADMIN, the code can write files too.
+and hard limits; see `forkserver_main.py`. A container need not be privileged: CAP_SETUID, CAP_SETGID and CAP_SYS_CHROOT
+suffice. With CAP_SYS_ADMIN, the code can write files too.
 """
 
 import os
@@ -25,12 +25,12 @@ class HostServer(BaseSandbox):
     """A sandbox whose server is a plain process of this machine."""
 
     def __init__(self, server: str, packages: Mapping[str, Path] | None) -> None:
-        """Take a class of `forkserver_main` and its arguments as text."""
+        """server: a class of `forkserver_main` and its arguments, as text."""
         self._server = server
         super().__init__(packages)
 
     def launch(self, orders: int, guest: int, stack: ExitStack) -> subprocess.Popen:
-        """Start the server's process with the packages in a temporary folder."""
+        """Start the server with the packages in a temporary folder."""
         folder = stack.enter_context(link(self.packages))
         environment = self.environment | {"PYTHONPATH": f"/proc/self/fd/{guest}"}
         start = f"{orders}, {folder!r}, main.{self._server}"
@@ -41,7 +41,7 @@ class ForkServer(HostServer):
     """A sandbox whose server gives each child a separate user id. RuntimeError where it cannot work."""
 
     def __init__(self, mounts: bool = True, packages: Mapping[str, Path] | None = None) -> None:
-        """Use a mount namespace where that is allowed, unless `mounts` is False."""
+        """mounts: use a mount namespace where that is allowed."""
         if os.geteuid() != 0:
             raise RuntimeError("it needs root")
         if not confine.seccomp_supported() or not confine.landlock_version():
@@ -51,9 +51,8 @@ class ForkServer(HostServer):
 
 
 def reserve_uids() -> int:
-    """Return the first of two unused user ids, which follow from our process id.
-
-    RuntimeError in a user namespace without such large ids.
+    """Return the first of two unused user ids, made from our process id. RuntimeError in a user namespace without such
+    ids.
     """
     first = FIRST_UID + 2 * os.getpid()
     with open("/proc/self/uid_map") as file:

@@ -1,14 +1,12 @@
 """The process of the fork server: an interpreter with the standard library loaded, which forks a child for each job.
 
-Before the first fork it gives up its view of the file system: it keeps the sources of the standard library in memory
-and changes its root to an empty directory. A child then gets a separate user id, hard limits, Landlock and a seccomp
-filter. This process stays root; it kills and reaps all that a child leaves behind. It ends when its socket closes, not
-by a parent-death signal, because its children have to end first.
+Before the first fork it keeps the sources of the standard library in memory and changes its root to an empty directory.
+A child then gets a separate user id, hard limits, Landlock and a seccomp filter. This process stays root; it kills and
+reaps all that a child leaves behind. It ends when its socket closes, not by a parent-death signal, because its children
+have to end first.
 
 Where mounting is allowed, the root is a file system in memory with room for a child's files and `/dev/null`; elsewhere
-it is a directory that has been removed, and a child cannot write any file.
-
-    start(fd, packages, UserIdServer, first_uid, mounts)
+it is a removed directory, and a child cannot write files.
 """
 
 import contextlib
@@ -44,13 +42,13 @@ keyword locale logging math numbers operator os pathlib pprint queue random re s
 struct subprocess tempfile textwrap threading time timeit traceback types typing unicodedata unittest unittest.mock uuid
 warnings weakref zlib
 """
-"""Modules that are loaded before the first fork, as are all extension modules; the others are loaded on demand."""
+"""Loaded before the first fork, as are all extension modules; others are loaded on demand."""
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "__pycache__"}
 NEVER = ("_test", "_tkinter", "_curses", "_xx", "xx", "readline", "_gdbm", "_dbm", "nis", "oss")
 
 
 class SourceImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Importer of the Python modules below a directory from memory, as a child cannot open files."""
+    """Importer of a directory's Python modules from memory, as a child cannot open files."""
 
     def __init__(self, directory: Path) -> None:
         self._sources: dict[str, tuple[bytes, bool]] = {}
@@ -64,7 +62,7 @@ class SourceImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
                     self._sources[".".join(parts[:-1] if is_package else parts)] = path.read_bytes(), is_package
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> object:
-        """Return the spec of a module below the directory, None for another."""
+        """Return the spec of a module below the directory, else None."""
         return importlib.util.spec_from_loader(fullname, self) if fullname in self._sources else None
 
     def is_package(self, fullname: str) -> bool:
@@ -72,12 +70,12 @@ class SourceImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return self._sources[fullname][1]
 
     def get_source(self, fullname: str) -> str:
-        """Return the module's source."""
+        """Return the module's source code as text."""
         return importlib.util.decode_source(self._sources[fullname][0])
 
 
 def preload() -> None:
-    """Import the modules that children use, and serve later imports from memory."""
+    """Import the modules that children use; serve later imports from memory."""
     names = MODULES.split()
     if dynload := sysconfig.get_config_var("DESTSHARED"):
         with contextlib.suppress(OSError):
@@ -95,14 +93,14 @@ def preload() -> None:
 
 
 def connect_without_locks(connect: Callable, database: object, *args: object, **options: object) -> object:
-    """Open an SQLite database without locks: children may not lock parts of files, and share none."""
+    """Open an SQLite database without locks, which children may not use."""
     if not options.get("uri") and isinstance(database, (str, os.PathLike)) and str(database) not in ("", ":memory:"):
         database, options["uri"] = f"file:{urllib.parse.quote(os.fspath(database))}?nolock=1", True
     return connect(database, *args, **options)
 
 
 def load_packages(folder: Path) -> None:
-    """Import the packages in a folder, with all their extension modules: a child cannot load a library from a file.
+    """Import a folder's packages with all their extension modules: a child cannot load a library from a file.
 
     Later imports come from memory alone.
     """
@@ -126,7 +124,7 @@ def load_packages(folder: Path) -> None:
 
 
 def hide_files(mounts: bool) -> bool:
-    """Change to an empty root, and return True if children can have files. OSError if that is not allowed."""
+    """Change to an empty root; return True if children can have files. OSError if not allowed."""
     if mounts:
         with contextlib.suppress(OSError):
             confine.mount_root()
@@ -140,7 +138,7 @@ def hide_files(mounts: bool) -> bool:
 
 
 class UserIdServer(Server):
-    """A server that confines each child by an unused user id, which all that the child leaves behind has too."""
+    """A server that confines each child, and what it leaves behind, by an unused user id."""
 
     def __init__(self, orders: socket.socket, first_uid: int, mounts: bool) -> None:
         """Hide all files. OSError where the server cannot work."""
@@ -151,7 +149,7 @@ class UserIdServer(Server):
         self._files = hide_files(mounts)
 
     def fork(self, child: Child, fds: list[int]) -> int:
-        """Start a job under the user id of its slot."""
+        """Start a job under its slot's user id."""
         directory = self._prepare_directory(child.slot, child.disk_bytes)
         me = os.getpid()
         if (pid := os.fork()) == 0:
@@ -182,7 +180,6 @@ class UserIdServer(Server):
         return True
 
     def _reap(self) -> None:
-        """Reap orphans, and keep the status of the other child if it has just ended."""
         pids = {child.pid for child in self.running}
         with contextlib.suppress(ChildProcessError):
             while (ended := os.wait4(-1, os.WNOHANG))[0]:
@@ -191,7 +188,7 @@ class UserIdServer(Server):
 
 
 def _kill_all_of(uid: int) -> None:
-    """Kill all processes of a user id in one system call, so that none can escape by forking."""
+    # In one system call, so that none can escape by forking.
     killer = os.fork()
     if killer == 0:
         try:

@@ -2,8 +2,8 @@
 
 It is the first process of bubblewrap's namespaces and has all capabilities there, which have no effect outside. For
 each job it forks the first process of another pid namespace, which mounts a file system, forks the job and waits for
-it. The job loses all capabilities before it runs. When that first process dies, the kernel kills and reaps all others
-of its namespace before it reports the death, so a kill leaves nothing behind.
+it. The job loses all capabilities. When that first process dies, the kernel kills and reaps all others of its namespace
+before it reports the death.
 """
 
 import os
@@ -13,7 +13,6 @@ from spmd_rl.sandbox import confine
 from spmd_rl.sandbox.server import Child, Server, confine_and_work, confined, take_descriptors
 
 BOX = "/box0"
-"""Working directory of a job, which another job cannot see."""
 
 
 class NamespaceServer(Server):
@@ -39,7 +38,6 @@ class NamespaceServer(Server):
 
 
 def _be_first(child: Child, fds: list[int]) -> None:
-    """Start the job, wait for it and write its wait status to the last of `fds`."""
     take_descriptors(fds)
     status_fd = len(fds) - 1
     confine.call("unshare", confine.NEW_NS)

@@ -1,7 +1,4 @@
-"""The installed packages that code in a sandbox may import: exactly the files of those named and of their requirements.
-
-files = find_packages(["numpy", "sympy"])   # {"numpy": /venv/.../numpy, "numpy.libs": ..., "mpmath": ...}
-"""
+"""The installed packages that code in a sandbox may import: exactly the named files and their requirements."""
 
 import re
 import tempfile
@@ -12,18 +9,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ENVIRONMENT = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""Variables that keep packages from pools of threads, which take memory: a sandbox has the time of one processor."""
+"""Keeps packages from pools of threads, which take memory: a sandbox has the time of one processor."""
 ROOM = 512 << 20
-"""Bytes of address space that a process gets for packages, in addition to its limit."""
+"""Bytes of address space for packages, beyond a process's limit."""
 _NO_MODULE = re.compile(r"\.(pth|dist-info)\b")
 PYTEST = "pytest _pytest py pluggy iniconfig packaging pygments"
 
 
 def find_packages(names: Iterable[str]) -> dict[str, Path]:
-    """Return the files and folders of the packages and of all that they require, by their path below a search path.
+    """Return the files and folders of the packages and their requirements, by path below a search path.
 
-    A name is that of a module or of a distribution. A folder that several distributions share is taken apart, so that
-    only the named ones are visible. RuntimeError for a package that is not installed here.
+    A name is that of a module or of a distribution. Of a folder that several distributions share, only the named ones
+    are visible. RuntimeError for a package that is not installed here.
     """
     wanted, found, files = list(names), set(), {}
     while wanted:
@@ -83,7 +80,6 @@ def _required(installed: Distribution) -> list[str]:
 
 
 def _files(installed: Distribution) -> dict[str, Path]:
-    """Return the smallest set of files and folders with a distribution's modules and nothing of another's."""
     listed = [path for path in installed.files or () if ".." not in path.parts and "__pycache__" not in path.parts]
     # a top folder with an `__init__.py` is a package that no other distribution puts files into
     own = {path.parts[0] for path in listed if path.parts[1:] == ("__init__.py",)}

@@ -18,21 +18,20 @@ from spmd_rl.types import RunLimits
 
 START_SECONDS = 120.0  # to load the standard library and the packages from a cold disk
 GUEST = ["base/process", *(f"sandbox/{name}" for name in ("confine", "forkserver_main", "namespaces", "server"))]
-"""Our modules that the server imports, in addition to all of `sandbox/guest`."""
+"""Our modules that the server imports, besides `sandbox/guest`."""
 # older interpreters cannot evaluate our annotations
 LAZY = "from __future__ import annotations\n"
 _SEALS = 0xF  # no more sealing, shrinking, growing, writing
 
 
 class ServedSandbox(ABC):
-    """The owner of one server, which has at most two children at a time. RuntimeError where it cannot work."""
+    """The owner of one server, with at most two children at a time. RuntimeError where it cannot work."""
 
     own_bytes = 0
-    """Address space for packages, in addition to the limit of the code."""
+    """Address space for packages."""
     own_processes = 0
-    """Number of the sandbox's processes that the kernel counts for each job, in addition to the job's."""
+    """Processes that the kernel counts for each job."""
     python = sys.executable
-    """Interpreter that runs code."""
 
     def __init__(self) -> None:
         self.open()
@@ -42,7 +41,7 @@ class ServedSandbox(ABC):
         """Start the server with its socket and the archive of our modules; `stack` closes when it is ready or dead."""
 
     def start(self, slot: int, limits: RunLimits, fds: Sequence[int]) -> "Forked":
-        """Start a job with copies of these descriptors from 0 on. `slot`: 0 or 1, another for each job that runs."""
+        """Start a job with copies of these descriptors from 0 on. `slot`: 0 or 1, another for each running job."""
         if self.process.poll() is not None:
             self.reopen()
         ours, theirs = socket.socketpair()
@@ -93,7 +92,7 @@ def spawn(command: list[str], start: str, fds: list[int], environment: dict[str,
 
 
 def archive_of_guest() -> bytes:
-    """Return a zip file of our modules that the server's interpreter imports."""
+    """Return a zip of our modules for the server's interpreter."""
     here, buffer = Path(__file__).parents[1], io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         # our `__init__` files import too much
@@ -133,7 +132,7 @@ class Forked:
             self._control.shutdown(socket.SHUT_WR)
 
     def wait(self) -> tuple[int, float]:
-        """Return the wait status and the seconds of processor time. RuntimeError if it never began."""
+        """Return the wait status and seconds of processor time. RuntimeError if it never began."""
         with self._control:
             reply = self._control.recv(1 << 12)
         if not reply:

@@ -1,9 +1,6 @@
-"""The loop of a process that forks a confined child for each order and reports how it ended. Standard library only.
+"""The loop of a process that forks a confined child for each order and reports its end. Standard library only.
 
 Subclasses confine the child: `forkserver_main.py` by user ids, `namespaces.py` by namespaces, `PlainServer` not at all.
-
-    class Mine(Server): ...
-    Mine(orders).run()
 """
 
 import array
@@ -29,7 +26,7 @@ FIRST_FREE_FD = 64  # descriptors from here on do not collide with those of a ch
 
 @dataclass(eq=False)
 class Child:
-    """A job that runs. `control` reports its end; the owner asks for its end by a shutdown of this socket."""
+    """A running job. `control` reports its end; the owner asks for it by a shutdown of this socket."""
 
     control: socket.socket
     slot: int
@@ -42,22 +39,22 @@ class Child:
 
 
 class Server(ABC):
-    """A process that forks a child for each order and reports its end, until the owner of the socket is gone."""
+    """A process that forks a child for each order, until the owner of the socket is gone."""
 
     def __init__(self, orders: socket.socket) -> None:
         self.running: set[Child] = set()
         self.ended: dict[int, tuple] = {}
-        """Results of wait4 by pid, until they are reported."""
+        """Results of wait4 by pid, until reported."""
         self._orders = orders
         self._selector = selectors.DefaultSelector()
         self._selector.register(orders, selectors.EVENT_READ, None)
 
     @abstractmethod
     def fork(self, child: Child, fds: list[int]) -> int:
-        """Start a job in a confined process, which gets these descriptors from 0 on, and return its pid."""
+        """Start a job in a confined process with these descriptors from 0 on; return its pid."""
 
     def end_others(self, child: Child) -> None:  # noqa: B027 - none can be known, or the kernel has done it
-        """Kill and reap all processes that an ended child has left behind."""
+        """Kill and reap all processes that an ended child has left."""
 
     def run(self) -> None:
         """Serve until the socket closes, then end all children."""
@@ -134,7 +131,7 @@ class PlainServer(Server):
 
 
 def take_descriptors(fds: list[int]) -> None:
-    """Make `fds` the descriptors 0, 1, 2, ... of this process, and close all others."""
+    """Make `fds` the descriptors 0, 1, 2, ..., and close all others."""
     copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, FIRST_FREE_FD) for fd in fds]
     for i, fd in enumerate(copies):
         os.dup2(fd, i)
@@ -142,7 +139,7 @@ def take_descriptors(fds: list[int]) -> None:
 
 
 def confined(action: Callable[..., None], *args: object) -> NoReturn:
-    """Call an action that ends this process. An exception goes to the standard error."""
+    """Call an action that ends this process. Exceptions go to stderr."""
     try:
         try:
             action(*args)
@@ -154,7 +151,7 @@ def confined(action: Callable[..., None], *args: object) -> NoReturn:
 
 
 def confine_and_work(directory: str, may_fork: bool, give_up: Callable[[], None]) -> None:
-    """Confine this process, do its job and end it. `give_up` drops the user's rights or the capabilities."""
+    """Confine this process, do its job and end it. `give_up` drops rights or capabilities."""
     os.setsid()
     os.chdir(directory or "/")
     os.umask(0o077)

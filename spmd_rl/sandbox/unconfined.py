@@ -1,6 +1,5 @@
-"""No sandbox: code from answers runs as a plain process with the user's rights, under resource limits alone.
-
-For trusted code (`reward.<domain>.sandbox=none`).
+"""No sandbox: code from answers runs as a plain process with the user's rights, under resource limits alone
+(`reward.<domain>.sandbox=none`).
 """
 
 import tempfile

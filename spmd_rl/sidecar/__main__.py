@@ -3,8 +3,7 @@
     python -m spmd_rl sidecar --status ADDRESS [--keys DIR] [--json]
     python -m spmd_rl sidecar --bind tcp://*:5555 --keys DIR rlvr reward.math.target=rewards.math_verify:MathReward
 
-Local rank 0 of a node starts its host (see `launcher.py`) with one argument: the fd of a socket between them. The exit
-code is 2 for a user's mistake.
+Local rank 0 of a node starts its host (see `launcher.py`) with one argument: the fd of a socket between them.
 """
 
 import argparse
@@ -58,7 +57,7 @@ def serve(options: argparse.Namespace) -> None:
 def build_start(
     bind: str, keys: str, words: Sequence[str], config_dir: str | None, config_name: str | None
 ) -> wire.StartHost:
-    """Return the sections `reward` and `env` that a host serves for a run, without servers."""
+    """Return a host's message of the run's sections `reward` and `env`, without servers."""
     # Imported here: a host that a rank starts does not need Hydra, whose import is slow.
     from spmd_rl.config.load import load_host
 
@@ -81,7 +80,7 @@ def print_status(options: argparse.Namespace) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the options. Without `status` and `bind`, the one word is the fd of a rank's socket."""
+    """Return the options. Without `status` and `bind`, the word is the fd of a rank's socket."""
     parser = Parser(program("sidecar"), description=__doc__.partition("\n")[0])
     parser.add_argument(
         "words", nargs="*", metavar="PIPELINE [key=value ...]", help="with --bind: the pipeline and settings of the run"

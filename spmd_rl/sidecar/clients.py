@@ -1,12 +1,4 @@
-"""A rank's clients of sidecars: verdicts, and sessions with environments.
-
-verdict = await scorer.score(prompt, answer, info)
-
-session = await environments.reset("frozen_lake", seed=7)
-while not session.reply.done:
-    await session.step(act(session.reply.observation))
-await session.close()
-"""
+"""A rank's clients of sidecars: verdicts, and sessions with environments."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -30,12 +22,12 @@ class ScoreClient(HostClient):
         host: HostProcess | None,
         keys: ClientKeys | None = None,
     ) -> None:
-        """timeouts: seconds that a rewarder may take, by domain. Others: see `HostClient`."""
+        """timeouts: seconds of a rewarder, by domain. Others: see `HostClient`."""
         super().__init__(addresses, timeouts, specs, host, keys)
         self._timeouts = dict(timeouts)
 
     async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Judge one answer. Failures are verdicts, never exceptions; cancelling it cancels the request."""
+        """Judge one answer. Failures are verdicts; cancelling it cancels the request."""
         timeout = self._timeouts.get(prompt.domain)
         if timeout is None:
             return Verdict("error", detail=f"no reward.{prompt.domain} is set")
@@ -64,7 +56,7 @@ class ScoreClient(HostClient):
 
 
 class OpenSession:
-    """A `Session` over two callables: play a call, and end the session."""
+    """A `Session` over two callables."""
 
     def __init__(
         self,
@@ -113,7 +105,7 @@ class RemoteEnvironments(HostClient):
         host: HostProcess | None,
         keys: ClientKeys | None = None,
     ) -> None:
-        """episode_timeouts: seconds of an episode, by tag. Others: see `HostClient`."""
+        """episode_timeouts: seconds, by tag. Others: see `HostClient`."""
         super().__init__(addresses, {f"env.{tag}": t for tag, t in episode_timeouts.items()}, specs, host, keys)
         self._sessions: dict[int, HostLink] = {}
 
@@ -149,7 +141,6 @@ class RemoteEnvironments(HostClient):
         return reply
 
     def _end(self, id_: int, pool: str) -> None:
-        """Report the end of a session to its host, with the next calls or within a moment."""
         if (link := self._sessions.pop(id_, None)) is not None:
             link.load[pool] -= 1
             self._close(link, id_, pool)

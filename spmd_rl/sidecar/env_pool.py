@@ -1,9 +1,8 @@
 """The host's worker pool of one environment: a queue of resets, workers with slots, deadlines.
 
-A session keeps the slot of its reset. The clock of a call runs while its worker has it. With one slot, a worker past a
-deadline is killed. With several, only the call fails: its thread is abandoned, and the worker gets no more episodes and
-ends after its last. A worker that does not answer a `Ping` is killed. The sessions of a dead worker are lost. Nothing
-here blocks.
+The clock of a call runs while its worker has it. With one slot, a late worker is killed. With several, only the call
+fails: its thread is abandoned, and the worker ends after its last episode, or is killed if it does not answer a `Ping`.
+The sessions of a dead worker are lost. Nothing here blocks.
 """
 
 import contextlib
@@ -22,20 +21,20 @@ from spmd_rl.sidecar.process_pool import ProcessPool, WorkerProcess
 from spmd_rl.types import LostReason
 
 CHECK_SECONDS = 0.02
-"""Seconds between two checks of deadlines."""
+"""Interval of deadline checks."""
 PING_SECONDS = 2.0
-"""Seconds within which a worker with a late thread must answer, or is killed."""
+"""Time for a worker with a late thread to answer."""
 END_SECONDS = 2.0
-"""Seconds that a retiring worker without sessions may take to close its environments."""
+"""Time for a retiring worker to close its environments."""
 
 
 class SlotOwner(Protocol):
-    """Interface of a session to its pool."""
+    """Session of a pool."""
 
     reset: wire.ResetRequest
-    """The request; the pool replaces `session` by the slot's index."""
+    """The pool replaces its `session` by the slot's index."""
     client: Hashable
-    """Client of the session; waiting clients get slots in turn."""
+    """Waiting clients get slots in turn."""
 
     def on_slot(self, slot: "Slot") -> None:
         """Note that the reset begins."""
@@ -46,7 +45,7 @@ class SlotOwner(Protocol):
         ...
 
     def on_failure(self, reason: LostReason, detail: str, traceback: str = "") -> None:
-        """Take the failure that ends the session; its slot is free."""
+        """Take the failure that ends the session."""
         ...
 
 
@@ -56,29 +55,26 @@ class Slot:
 
     worker: "_EnvWorker"
     index: int
-    """Number by which the worker knows the slot."""
     owner: SlotOwner | None
-    """None if the session is closed while a call runs."""
     number: int = 0
     """Number of the current or last call."""
     deadline: float = float("inf")
-    """Time at which the current call is late; infinite without one."""
+    """Infinite without a call."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class _EnvWorker(WorkerProcess):
     free: list[int] = field(default_factory=list)
     slots: dict[int, Slot] = field(default_factory=dict)
-    """Sessions by slot number."""
     episodes: int = 0
     retiring: bool = False
     """True if the worker gets no more episodes."""
     stuck: bool = False
-    """True if one of its threads has been abandoned."""
+    """True if one of its threads is abandoned."""
 
 
 class EnvPool(ProcessPool[_EnvWorker]):
-    """Workers of one environment; the host calls `tick` in every round of its event loop."""
+    """Workers of one environment. The host calls `tick` in each round."""
 
     def __init__(self, tag: str, spec: wire.EnvPoolSpec, loop: EventLoop) -> None:
         super().__init__(f"env.{tag}", spec, wire.FROM_ENV_WORKER, loop)
@@ -95,7 +91,7 @@ class EnvPool(ProcessPool[_EnvWorker]):
         return not self.ready or bool(self._queue or self._num_running)
 
     def submit(self, owner: SlotOwner) -> None:
-        """Queue a reset. Its owner's `on_slot` and `on_reply` follow, or `on_failure`."""
+        """Queue a reset; the owner's callbacks follow."""
         if self.broken:
             owner.on_failure("error", self.broken)
         else:
@@ -103,7 +99,7 @@ class EnvPool(ProcessPool[_EnvWorker]):
             self._may_dispatch = True
 
     def withdraw(self, owner: SlotOwner) -> None:
-        """Remove a reset from the queue, if it waits there."""
+        """Remove a reset from the queue, if there."""
         self._queue.discard(owner.client, owner)
 
     def step(self, slot: Slot, number: int, action: str) -> None:
@@ -111,7 +107,7 @@ class EnvPool(ProcessPool[_EnvWorker]):
         self._give(slot, wire.StepRequest(slot.index, number, action), number, self.spec.step_timeout)
 
     def release(self, slot: Slot) -> None:
-        """Free the slot of a closed session; after its running call, if any."""
+        """Free a closed session's slot, after its running call."""
         slot.owner = None
         if slot.deadline == float("inf"):
             self._free(slot)
@@ -190,7 +186,6 @@ class EnvPool(ProcessPool[_EnvWorker]):
     # -- sessions -------------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Assign resets to the workers with the fewest sessions."""
         while self._queue:
             open_workers = [worker for worker in self.workers if worker.ready and worker.free and not worker.retiring]
             if not open_workers:
@@ -216,7 +211,6 @@ class EnvPool(ProcessPool[_EnvWorker]):
         self.send(slot.worker, wire.SessionRequests([request]))
 
     def _fail(self, slot: Slot, reason: LostReason, detail: str, traceback: str = "", usable: bool = True) -> None:
-        """End a session. Unless `usable`, its slot is never used again."""
         owner, slot.owner = slot.owner, None
         self._free(slot, usable)
         if owner is not None:
@@ -269,7 +263,7 @@ class EnvPool(ProcessPool[_EnvWorker]):
             self._end(worker)
 
     def _end(self, worker: _EnvWorker) -> None:
-        """End a worker without sessions. A working one may close its environments until its deadline."""
+        # A working one may close its environments until its deadline.
         if worker.stuck:
             self.deaths += 1
             self.remove(worker)
@@ -279,7 +273,6 @@ class EnvPool(ProcessPool[_EnvWorker]):
                 worker.frames.socket.shutdown(socket.SHUT_WR)
 
     def _empty(self, worker: _EnvWorker, detail: str) -> None:
-        """Fail all sessions of a dead worker."""
         worker.retiring = False  # it needs no end
         for slot in list(worker.slots.values()):
             self._fail(slot, "lost", detail, usable=False)

@@ -9,14 +9,13 @@ from spmd_rl.sidecar import wire
 from spmd_rl.types import EnvReply
 
 EXHAUSTED = EnvReply("", info={"exhausted": True})
-"""Reply to a `reset` whose observation is None: a finite set of tasks is exhausted."""
+"""Reply to a reset without an observation: a finite set of tasks is exhausted."""
 MAX_DEPTH = 32
-"""Deepest allowed nesting of `info`."""
 _SIZES = {2: "(observation, info)", 5: "(observation, reward, terminated, truncated, info)"}
 
 
 def checked_reset(returned: Any) -> EnvReply:
-    """Convert the result of `reset`. ValueError, with one line, if it is malformed."""
+    """Convert the result of `reset`. ValueError if malformed."""
     observation, info = _parts(returned, 2)
     if observation is None:
         return EXHAUSTED
@@ -25,14 +24,14 @@ def checked_reset(returned: Any) -> EnvReply:
 
 
 def checked_step(returned: Any) -> EnvReply:
-    """Convert the result of `step`. ValueError, with one line, if it is malformed."""
+    """Convert the result of `step`. ValueError if malformed."""
     observation, reward, terminated, truncated, info = _parts(returned, 5)
     flags = [_flag(name, value) for name, value in (("terminated", terminated), ("truncated", truncated))]
     return EnvReply(_text(observation), _number("reward", reward), *flags, *_info(info))
 
 
 def packed(reply: EnvReply) -> Any:
-    """Encode a checked reply. ValueError if it is too large or has no encoding (a lone surrogate)."""
+    """Encode a checked reply. ValueError if too large or without an encoding (a lone surrogate)."""
     raw = wire.pack(reply)
     if (size := len(memoryview(raw))) > wire.MAX_ENV_REPLY_BYTES:
         raise ValueError(f"observation, pictures and info have {size} bytes; at most {wire.MAX_ENV_REPLY_BYTES}")
@@ -69,7 +68,6 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _info(info: Any) -> tuple[dict[str, Any], tuple[bytes, ...]]:
-    """Return `info` without its pictures, and these."""
     if not isinstance(info, dict):
         raise ValueError(f"info must be a dict, not {type(info).__name__}")
     pictures = info.get("pictures") or ()
@@ -81,7 +79,6 @@ def _info(info: Any) -> tuple[dict[str, Any], tuple[bytes, ...]]:
 
 
 def _picture(name: str, value: Any) -> bytes:
-    """Return the bytes of a picture: those of a file, or an array of RGB as PNG."""
     if not isinstance(value, bytes):
         shape, kind = getattr(value, "shape", ()), str(getattr(value, "dtype", type(value).__name__))
         if len(shape) != 3 or shape[2] != 3 or not all(shape) or kind != "uint8":

@@ -1,8 +1,7 @@
 """A worker process of environments: builds them, and plays the resets and steps that its host sends.
 
-A single slot plays in the main thread; several have a thread each, so that they do not block each other. An exception
-of an environment, or a malformed reply, is a `SessionFailure` with file and line; the next episode gets a new
-environment. The host ends a worker that takes too long.
+A single slot plays in the main thread; several have a thread each. An environment's exception, or a malformed reply, is
+a `SessionFailure` with file and line; the next episode gets a new environment.
 """
 
 import asyncio
@@ -32,14 +31,13 @@ from spmd_rl.sidecar.worker import no_debugger
 from spmd_rl.types import EnvReply
 
 STACK_BYTES = 2 << 20
-"""Stack size of a slot's thread."""
 
 Call = wire.ResetRequest | wire.StepRequest
 Outcome = wire.SessionReply | wire.SessionFailure
 
 
 class EnvSlot:
-    """Player of one episode at a time, in an environment that it keeps for the next."""
+    """Player of one episode at a time, in a reused environment."""
 
     def __init__(self, tag: str, spec: wire.EnvPoolSpec, services: Mapping[str, Callable[[], Any]]) -> None:
         self._section, self._spec, self._services = f"env.{tag}", spec, services
@@ -48,7 +46,7 @@ class EnvSlot:
         self._solve = False
 
     def build(self, held_out: bool = False) -> Any:
-        """Return the environment, built at the first call. UserError, in one line, if that fails."""
+        """Return the environment, built at the first call. UserError if that fails."""
         if held_out not in self._built:
             args = self._spec.args | (self._spec.eval_args if held_out else {})
             env = build_target(self._section, self._spec.target, args, ENVIRONMENT, self._services)
@@ -57,7 +55,7 @@ class EnvSlot:
         return self._built[held_out]
 
     async def play(self, call: Call) -> EnvReply:
-        """Reset or step. Passes the environment's exceptions on; ValueError for a malformed reply."""
+        """Reset or step. ValueError for a malformed reply; the environment's exceptions pass."""
         if isinstance(call, wire.ResetRequest):
             self._current, self._solve = self.build(call.held_out), call.solve
             returned = self._current.reset(seed=call.seed)
@@ -75,7 +73,7 @@ class EnvSlot:
             raise ValueError(f"{self._spec.target}.{verb}: {error}") from None
 
     async def answer(self, call: Call) -> Outcome:
-        """Play a call; an exception becomes a failure."""
+        """Play a call; exceptions become failures."""
         number = call.number if isinstance(call, wire.StepRequest) else 0
         try:
             return wire.SessionReply(call.session, number, packed(await self.play(call)))
@@ -86,7 +84,7 @@ class EnvSlot:
             return failure(call.session, number, error)
 
     def close(self) -> None:
-        """Close the environments; the next call builds them again."""
+        """Close the environments; the next call rebuilds them."""
         built, self._built, self._current = self._built, {}, None
         for env in built.values():
             with contextlib.suppress(Exception):
@@ -95,20 +93,16 @@ class EnvSlot:
 
 
 def failure(session: int, number: int, error: BaseException) -> wire.SessionFailure:
-    """Convert an exception of an environment to a failure."""
+    """Convert an environment's exception to a failure."""
     return wire.SessionFailure(session, number, "error", located(error), printable(traceback_of(error)))
 
 
 class _Player:
-    """Player of one slot's calls, which sends the replies."""
-
     def __init__(self, slot: EnvSlot, runner: asyncio.Runner | None, send: Callable[[msgspec.Struct], None]) -> None:
-        """runner: for an environment with `async def`."""
         self._slot, self._runner, self._send = slot, runner, send
         self._calls: queue.SimpleQueue[Call] | None = None
 
     def play(self, call: Call) -> None:
-        """Play a call to its end."""
         outcome = self._outcome(call)
         if isinstance(outcome, wire.SessionFailure) and "MemoryError" in outcome.detail:
             # Sent before the reply, so that the host assigns no reset in between to a process short of memory.
@@ -119,7 +113,6 @@ class _Player:
             self._send(wire.SessionReplies([failure(call.session, outcome.number, error)]))
 
     def play_soon(self, call: Call) -> None:
-        """Play a call in the slot's thread."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             threading.Thread(target=self._play_all, args=(self._calls,), daemon=True).start()
@@ -177,11 +170,9 @@ def serve(sock: socket.socket, tag: str, spec: wire.EnvPoolSpec) -> None:
 
 
 def limit_memory(num_bytes: int, slots: int) -> None:
-    """Limit this process's memory to its present use plus `num_bytes` and the stacks of its slots' threads.
-
-    An allocation beyond is a MemoryError. RLIMIT_DATA counts writable private memory, not what libraries reserve or
-    map.
-    """
+    """Limit this process's memory to its present use plus `num_bytes` and the stacks of its slots."""
+    # RLIMIT_DATA counts writable private memory, not what libraries reserve or map. An allocation beyond it is a
+    # MemoryError.
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     has = int(re.search(r"VmData:\s+(\d+) kB", status)[1]) << 10
     threading.stack_size(STACK_BYTES)

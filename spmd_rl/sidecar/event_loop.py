@@ -1,4 +1,4 @@
-"""The event loop of a host: one thread that waits for ZeroMQ sockets and plain sockets alike."""
+"""The event loop of a host: one thread for ZeroMQ sockets and plain sockets alike."""
 
 import contextlib
 import select
@@ -9,9 +9,9 @@ from collections.abc import Callable
 import zmq
 
 BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.25
-"""Longest wait of a round in seconds, after which deadlines are checked: with work, and without."""
+"""Longest wait of a round, with work and without; then deadlines are checked."""
 MAX_GAP = 0.25
-"""Longest pause (a stopped process, an overloaded machine) in seconds that the clock counts."""
+"""Longest pause in seconds (a stopped process, an overloaded machine) that the clock counts."""
 
 
 class EventLoop:
@@ -19,7 +19,7 @@ class EventLoop:
 
     def __init__(self) -> None:
         self.now = 0.0
-        """Seconds in which this loop ran: the clock of all deadlines, so that a pause of the loop is no timeout."""
+        """Seconds in which this loop ran: the clock of all deadlines."""
         self._last = time.monotonic()
         self._poller = zmq.Poller()
         # With epoll, the cost of a round depends on the ready sockets and not on all, of which there are thousands.
@@ -44,7 +44,7 @@ class EventLoop:
             self._expect(sock.fileno(), (select.EPOLLIN if read else 0) | (select.EPOLLOUT if write else 0))
 
     def unwatch(self, sock: socket.socket) -> None:
-        """Forget a plain socket; call this before closing it."""
+        """Forget a plain socket, before it is closed."""
         self._callbacks.pop(sock.fileno(), None)
         self._expect(sock.fileno(), 0)
 
@@ -62,7 +62,7 @@ class EventLoop:
                 self._plain.unregister(file)
 
     def run_once(self, busy: bool) -> None:
-        """Wait for a ready socket, at most `BUSY_SECONDS` or `IDLE_SECONDS`; advance the clock; run callbacks."""
+        """Wait for a ready socket; advance the clock; run callbacks."""
         seconds = BUSY_SECONDS if busy else IDLE_SECONDS
         ready = self._poller.poll(1000 * seconds)
         now = time.monotonic()

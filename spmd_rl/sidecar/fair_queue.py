@@ -1,4 +1,4 @@
-"""`FairQueue`: round-robin over clients, so that none waits longer because another sends more."""
+"""`FairQueue`: round-robin over clients."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
@@ -21,14 +21,14 @@ class FairQueue(Generic[Item]):
         return (item for items in self._of.values() for item in items)
 
     def push(self, client: Hashable, item: Item, first: bool = False) -> None:
-        """Add a new item behind all others of its client, or `first` of them."""
+        """Add an item behind its client's others, or `first`."""
         items = self._of.setdefault(client, OrderedDict())
         items[item] = None
         items.move_to_end(item, last=not first)
         self._size += 1
 
     def pop(self) -> Item:
-        """Remove and return the next client's first item. KeyError if empty."""
+        """Remove and return the next client's first item."""
         client, items = self._of.popitem(last=False)
         item, _ = items.popitem(last=False)
         if items:
@@ -37,7 +37,7 @@ class FairQueue(Generic[Item]):
         return item
 
     def discard(self, client: Hashable, item: Item) -> None:
-        """Remove an item from the queue, if it is there."""
+        """Remove an item from the queue, if there."""
         items = self._of.get(client)
         if items is not None and item in items:
             del items[item]

@@ -1,12 +1,10 @@
 """The fork server of a pool: imports the target's module once, then forks a worker for each socket that it receives.
 
-A killed worker is replaced in milliseconds, even if the import is slow. Each worker builds its rewarder or environment
-after the fork: no connection, thread or random state is shared.
-
-This command is the fork server's keeper, which runs no user code: it forks the fork server, adopts all processes that
-the fork server and its workers leave behind, and kills them when the host closes its end of the socket or dies.
-
     python -m spmd_rl.sidecar.forkserver <fd of a socket to the host>
+
+A killed worker is replaced in milliseconds, even if the import is slow. Each worker builds its rewarder or environment
+after the fork: no connection, thread or random state is shared. This command is the fork server's keeper, without user
+code: it forks the fork server, adopts processes that this leaves behind, and kills them when the host is gone.
 """
 
 import contextlib

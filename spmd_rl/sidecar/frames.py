@@ -1,6 +1,6 @@
 """Frames over a stream socket between a process and its child: a 4-byte length, then the frame.
 
-`send_frame` and `receive_frame` block and serve the children; `FrameSocket` never blocks and serves the host.
+`send_frame` and `receive_frame` block (children); `FrameSocket` never blocks (host).
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import msgspec
 from spmd_rl.sidecar import wire
 
 FORK = b"f"
-"""Byte that a fork server receives with a socket; no frame, since the descriptor is ancillary data."""
 RECEIVE_BYTES = 1 << 18
 _LENGTH = struct.Struct("<I")
 
@@ -26,8 +25,8 @@ def start_child(
 ) -> tuple[subprocess.Popen, socket.socket]:
     """Run `python -m <module> <fd>` with a socket to us at `fd`, and send it its first message.
 
-    Return the process and our end of the socket, which reads as closed if the child dies at once. WireError if the
-    message cannot be encoded, OSError if the process cannot start.
+    Return the process and our end, which reads as closed if the child dies. WireError if the message cannot be encoded,
+    OSError if the process cannot start.
     """
     frame = _with_length(message)
     ours, theirs = socket.socketpair()
@@ -57,7 +56,7 @@ def receive_frame(sock: socket.socket, codec: wire.Codec) -> Any | None:
 
 
 class FrameSocket:
-    """One end of a non-blocking socket; buffers unsent bytes and incomplete frames."""
+    """Non-blocking socket; buffers unsent bytes and incomplete frames."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -71,12 +70,12 @@ class FrameSocket:
         return bool(self._unsent)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue one frame and write what can be written. `receive` reports a lost peer."""
+        """Queue a frame and write what is possible. `receive` reports a lost peer."""
         self._unsent += _with_length(message)
         self.flush()
 
     def flush(self) -> None:
-        """Write what can be written."""
+        """Write what can be written now."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self._unsent:
                 del self._unsent[: self.socket.send(self._unsent)]

@@ -1,8 +1,7 @@
-"""The sidecar host of a node: passes calls of ranks (answers to judge, resets and steps of environments) to workers,
-and replies back.
+"""The sidecar host of a node: passes calls of ranks (answers to judge, resets and steps) to workers, and replies back.
 
-One thread, one event loop and no user code: a rewarder runs in a worker, so it cannot stop the host. Ranks start the
-host of their node; on machines without ranks it is started by hand.
+One thread, one event loop and no user code, so that no rewarder can stop the host. Ranks start their node's host; on
+machines without ranks it is started by hand.
 """
 
 import contextlib
@@ -28,26 +27,22 @@ from spmd_rl.sidecar.sockets import Authenticator, open_router, received, remove
 from spmd_rl.types import Verdict
 
 DRAIN_SECONDS = 10.0
-"""Seconds for requests in flight when the host is asked to end."""
+"""Time for requests in flight when the host should end."""
 MAX_UNSENT = 1_000
-"""Limit of messages that wait for one peer to read."""
+"""Messages that may wait for one peer."""
 LINGER_MS = 200
-"""Milliseconds for the last frames of a host that ends."""
 
 
 @dataclass(slots=True)
 class _ClientJobs:
-    """Jobs and verdicts of one client."""
-
     jobs: dict[int, ScoreJob] = field(default_factory=dict)
-    """Jobs by the client's id."""
     replies: list[wire.ScoreReply] = field(default_factory=list)
-    """Unsent verdicts."""
 
 
 class Host:
-    """The host's event loop. parent: socket to the rank that started it, for `Ready` or `StartFailed`; None for a host
-    started by hand."""
+    """The host's event loop. parent: socket to the rank that started it, for `Ready` or `StartFailed`; None if started
+    by hand.
+    """
 
     def __init__(self, start: wire.StartHost, parent: socket.socket | None) -> None:
         """UserError if the host cannot listen or a key is malformed."""
@@ -79,9 +74,8 @@ class Host:
         self._sessions = Sessions(self._env_pools, self._send, self._loop)
 
     def drain(self) -> None:
-        """Refuse new requests, and end once those in flight are answered or after `DRAIN_SECONDS`.
-
-        Ranks send new requests to the next host. Signal handlers may call this.
+        """Refuse new requests, which ranks send to the next host, and end once those in flight are answered or after
+        `DRAIN_SECONDS`. Signal handlers may call this.
         """
         if not self._draining:
             self._drain_until = self._loop.now + DRAIN_SECONDS
@@ -125,7 +119,6 @@ class Host:
             self._report_start()
 
     def _report_start(self) -> None:
-        """Report the result of the start to the parent or the terminal; end if it failed."""
         pools = (*self._pools.values(), *self._env_pools.values())
         broken = [part.broken for part in (*pools, *self._servers.values()) if part.broken]
         if not broken and not all(pool.ready for pool in pools):
@@ -206,7 +199,7 @@ class Host:
                 del self._clients[peer]
 
     def _send(self, peer: bytes, message: msgspec.Struct) -> bool:
-        """Return True if the frame is sent or the peer is gone; False if the peer does not read."""
+        """Return False if the peer does not read; True if the frame is sent or the peer is gone."""
         try:
             self._router.send_multipart((peer, wire.encode(message)), zmq.NOBLOCK)
         except zmq.Again:

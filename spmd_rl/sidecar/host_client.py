@@ -1,8 +1,8 @@
 """A rank's connections to sidecar hosts, with thousands of calls in flight.
 
-Calls are spread over the hosts that answer. If a host is lost, its calls are sent once more, to another, and fail if
-that is lost too. All clocks count only time in which the event loop ran: after a minute of computation no host counts
-as lost. Not thread-safe; one event loop at a time. `ScoreClient` and `RemoteEnvironments` define the calls.
+Calls are spread over the hosts that answer. Calls of a lost host are sent once more, to another. All clocks count only
+time in which the event loop ran: after a minute of computation no host counts as lost. Not thread-safe; one event loop
+at a time. `ScoreClient` and `RemoteEnvironments` define the calls.
 """
 
 import asyncio
@@ -24,13 +24,12 @@ from spmd_rl.sidecar.launcher import HostProcess
 from spmd_rl.sidecar.sockets import open_dealer, received, send
 
 TICK_SECONDS = 0.1
-"""Seconds between two checks of hosts and calls."""
 LEASE_SECONDS = 5.0
-"""Seconds of silence after which a host is lost; the rank that started it kills it."""
+"""Silence after which a host is lost; the rank that started it kills it."""
 START_SECONDS = 30.0
-"""Seconds without any host that answers, after which all calls fail."""
+"""Time without any answering host, after which all calls fail."""
 GRACE_SECONDS = 20.0
-"""Seconds beyond its patience after which a pool without progress is given up."""
+"""Time beyond its patience after which a pool without progress is given up."""
 
 
 class Call(msgspec.Struct, eq=False):
@@ -38,34 +37,32 @@ class Call(msgspec.Struct, eq=False):
 
     id: int
     pool: str
-    """Name of the host's pool, as in a `Pong`."""
     request: msgspec.Struct
     num_bytes: int
     reply: asyncio.Future | None
     """None for a message without a reply."""
     link: "HostLink | None" = None
-    """Connection that carries the call; None while it waits for one."""
     since: float = 0.0
-    """Time at which its connection took it."""
     repeated: bool = False
-    """True if it was sent before to a host that is gone."""
+    """True if it was sent before to a lost host."""
     waits: bool = True
-    """True for a call that needs a free worker (a score, a reset): these count in `wire.WINDOW`. False for one of an
-    open session, which is sent at once."""
+    """True for a call that needs a free worker (a score, a reset): these count in `wire.WINDOW`. Others are sent at
+    once.
+    """
 
 
 class HostLink:
-    """A connection to one host; a new socket is opened after a loss, so that no old message arrives."""
+    """A connection to one host; after a loss, a new socket, so that no old message arrives."""
 
     def __init__(self, context: zmq.Context, address: str, keys: ClientKeys | None) -> None:
         """ZMQError if the address is malformed."""
         self._context, self.address, self._keys = context, address, keys
         self.heard = 0.0
-        """Time at which the host last answered, or began to start."""
+        """Time of the last answer, or of the start."""
         self.moved: dict[str, float] = {}
-        """Time of the last progress of each pool."""
+        """Time of each pool's last progress."""
         self.load: Counter[str] = Counter()
-        """Number of waiting calls plus open sessions, by pool."""
+        """Waiting calls plus open sessions, by pool."""
         self.open()
 
     def open(self) -> None:
@@ -73,11 +70,10 @@ class HostLink:
         self.socket = open_dealer(self._context, self.address, self._keys, only_connected=True)
         self._lost = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.pools: dict[str, wire.PoolPulse] = {}
-        """The host's pools by name; empty while it refuses calls."""
+        """Empty while the host refuses calls."""
         self.answers = False
-        """True if the host has answered on this connection."""
         self.refused: set[str] = set()
-        """Pools that run something else than this rank's settings."""
+        """Pools with other settings than this rank's."""
         self.calls: dict[int, Call] = {}
         self.unsent: deque[Call] = deque()
         self.num_waiting = self.num_bytes = 0
@@ -90,17 +86,17 @@ class HostLink:
         self.socket.close(linger=0)
 
     def send(self, message: msgspec.Struct) -> bool:
-        """Send a message now; return False if there is no connection, or its queue is full."""
+        """Send a message now; False without a connection, or if its queue is full."""
         return send(self.socket, message)
 
     @property
     def is_lost(self) -> bool:
-        """Return True if the connection has broken since the last read of this property."""
+        """True if the connection has broken since the last read of this property."""
         return bool([*received(self._lost)])
 
     @property
     def has_room(self) -> bool:
-        """Return True if a call that may wait can be sent."""
+        """True if a call that may wait can be sent."""
         return self.num_waiting < wire.WINDOW and self.num_bytes < wire.WINDOW_BYTES
 
     def take(self, call: Call, now: float) -> None:
@@ -121,7 +117,7 @@ class HostLink:
             self.load[call.pool] -= 1
 
     def next_batch(self) -> list[Call]:
-        """Remove and return the calls of the next frame."""
+        """Remove and return the next frame's calls."""
         batch, size = [], 0
         while self.unsent and len(batch) < wire.BATCH_ITEMS and size < wire.BATCH_BYTES:
             call = self.unsent.popleft()
@@ -143,7 +139,7 @@ class HostLink:
 
 
 class HostClient:
-    """Base of clients. host: the process at the first address, if this rank started it."""
+    """Base of clients. host: the process at the first address, if started by this rank."""
 
     def __init__(
         self,
@@ -153,17 +149,15 @@ class HostClient:
         host: HostProcess | None,
         keys: ClientKeys | None = None,
     ) -> None:
-        """patience: seconds without progress while calls wait, by pool. specs: digest of what a pool runs, by pool;
-        hosts with another digest are not used for it."""
+        """patience: seconds without progress while calls wait, by pool. specs: digest of a pool's settings; hosts with
+        another digest are not used for it.
+        """
         self.host = host
         self.on_reply: Callable[[], None] | None = None
-        """Called after replies have arrived, such as to wake a loop that waits for them."""
         self.patience, self._specs = dict(patience), dict(specs)
         self.ids = itertools.count()
-        """Numbers of future calls."""
         self._context = zmq.Context()
         self.links = [HostLink(self._context, address, keys) for address in addresses]
-        """Connections, one per host."""
         self._calls: dict[int, Call] = {}
         self._outbox: dict[str, deque[Call]] = {pool: deque() for pool in self.patience}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -201,7 +195,7 @@ class HostClient:
         raise NotImplementedError
 
     def _on_gone(self, link: HostLink) -> None:
-        """Forget the state at a lost host; for subclasses that have more than calls there."""
+        """Forget the state at a lost host."""
 
     def _fail(self, call: Call, reason: str, detail: str) -> None:
         """Settle a failed call. reason: `timeout`, or `error` if its host is gone."""
@@ -212,7 +206,7 @@ class HostClient:
     async def request(
         self, id_: int, pool: str, request: msgspec.Struct, num_bytes: int, link: HostLink | None = None
     ) -> Any:
-        """Send a call and await its reply; cancelling it cancels the call. link: use this connection, at once."""
+        """Send a call and await its reply; cancelling it cancels the call. link: connection to use at once."""
         self._attach()
         call = Call(id_, pool, request, num_bytes, self._loop.create_future(), waits=link is None)
         self._calls[id_] = call
@@ -227,12 +221,12 @@ class HostClient:
             self._on_done(call)
 
     def open_call(self, id_: int) -> Call | None:
-        """Return the call of this number, if it is pending."""
+        """Return the pending call of this number."""
         call = self._calls.get(id_)
         return call if call is not None and not call.reply.done() else None
 
     def settle(self, call: Call, reply: Any) -> None:
-        """Set a call's reply, which counts as progress of its pool."""
+        """Set a call's reply, which counts as progress."""
         call.reply.set_result(reply)
         call.link.moved[call.pool] = self.now
 
@@ -304,7 +298,7 @@ class HostClient:
             self._receive(link)
 
     def _spread(self, pool: str, calls: deque[Call]) -> None:
-        """Assign calls to hosts that answer, each to the one with the fewest calls per worker."""
+        # Each to the host with the fewest calls per worker.
         serving = [link for link in self.links if pool in link.pools and pool not in link.refused]
         # Without a working pool, a broken one still answers with the reason.
         able = [link for link in serving if link.pools[pool].places] or serving
@@ -345,7 +339,6 @@ class HostClient:
     # -- failures -------------------------------------------------------------------------------------------------
 
     def _lose(self, link: HostLink, why: str) -> None:
-        """Reopen a connection; send its waiting calls once more elsewhere, and fail the others."""
         self._loop.remove_reader(link.socket.FD)
         link.close()
         calls = [call for call in link.calls.values() if not call.reply.done()]
@@ -377,7 +370,6 @@ class HostClient:
                 self._fail_all(calls, "timeout", f"no progress at the sidecar for {patience:g} s")
 
     def _check_all(self) -> None:
-        """Fail all calls after `START_SECONDS` without a host."""
         if self.now - max(link.heard for link in self.links) > START_SECONDS:
             self._fail_all(self._calls.values(), "error", f"no sidecar host has answered for {START_SECONDS:g} s")
 

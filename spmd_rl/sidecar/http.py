@@ -1,6 +1,6 @@
-"""The HTTP service that a rewarder gets as its constructor parameter `http` (`Http` in `spmd_rl.types`), by httpx.
+"""The HTTP service of rewarders, their constructor parameter `http` (`Http` in `spmd_rl.types`), by httpx.
 
-Redirects are refused. There is no rate limit: after a busy server's reply the request is repeated.
+Redirects are refused. After a busy server's reply the request is repeated.
 """
 
 import asyncio
@@ -12,16 +12,15 @@ import httpx
 
 MAX_REPLY_BYTES = 1 << 20
 MAX_PAUSE = 30.0
-"""Longest pause in seconds between two attempts, regardless of the server's `Retry-After`."""
+"""Longest pause between attempts, regardless of `Retry-After`."""
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Status codes after which a request is repeated."""
 
 
 class HttpService:
-    """An `Http` client with persistent connections, bound to the last event loop that used it."""
+    """An `Http` client with persistent connections, bound to the event loop in use."""
 
     def __init__(self, attempts: int = 4, pause: float = 0.5, seconds: float = 300.0, connections: int = 256) -> None:
-        """pause: seconds before the second attempt, doubled after each. seconds: limit of one reply."""
+        """pause: seconds before the second attempt, doubled each time. seconds: limit of a reply."""
         self._attempts, self._pause = attempts, pause
         self._timeout, self._limits = httpx.Timeout(seconds, connect=10.0), httpx.Limits(max_connections=connections)
         self._client: httpx.AsyncClient | None = None

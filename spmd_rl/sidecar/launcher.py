@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from spmd_rl.config.schema import EnvConfig, EnvsConfig, RewardConfig, RewardsConfig
 
 START_SECONDS = 30.0
-"""Seconds beyond a domain's `start_seconds` until all servers and a worker per pool must be ready."""
+"""Time beyond `start_seconds` until all servers and a worker per pool must be ready."""
 STOP_SECONDS = 1.0
 WATCH_SECONDS, MAX_WATCH_SECONDS = 0.1, 0.8
-"""Seconds between two checks of the process, doubled while each new host dies right after its start."""
+"""Interval of checks of the process, doubled while new hosts die at once."""
 
 
 def pool_spec(reward: "RewardConfig") -> wire.PoolSpec:
@@ -81,7 +81,7 @@ def _keyed(section: str, settings: dict) -> dict:
 
 
 class HostProcess:
-    """The host process, started at construction. A thread replaces a dead host at the same address.
+    """The host process. A thread replaces a dead host at the same address.
 
     The host ends when its socket to us closes, when this process dies, or at the latest in `stop`.
     """
@@ -113,7 +113,7 @@ class HostProcess:
     def wait_ready(self) -> None:
         """Block until every pool has a worker, then supervise the host.
 
-        UserError, in one line, if a pool cannot start; RunFailed if the host dies.
+        UserError if a pool cannot start; RunFailed if the host dies.
         """
         self._socket.settimeout(self._start_seconds)
         try:
@@ -129,11 +129,11 @@ class HostProcess:
         raise UserError(reply.detail)
 
     def kill(self) -> None:
-        """Kill a hanging host; the supervising thread starts the next one."""
+        """Kill a hanging host; the supervisor starts the next."""
         self._process.kill()
 
     def stop(self) -> None:
-        """End the host and its workers, and remove its socket."""
+        """End the host and its workers; remove its socket."""
         with self._lock:
             self._stopping = True
         self._end()

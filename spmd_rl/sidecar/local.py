@@ -1,6 +1,5 @@
-"""Rewarders and environments in this process, for `debug=true`: `breakpoint()` works there.
-
-Without isolation: a hang or crash takes the run down. Only environments have deadlines, on request.
+"""Rewarders and environments in this process, for `debug=true`: `breakpoint()` works there, a hang or crash ends the
+run.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LocalScorer:
-    """A `Scorer` that calls rewarders directly. UserError at construction if one cannot be built."""
+    """A `Scorer` that calls rewarders directly. UserError if one cannot be built."""
 
     def __init__(self, rewards: "RewardsConfig | None") -> None:
         self._rewarders = {}
@@ -33,10 +32,9 @@ class LocalScorer:
             self._rewarders[domain] = build_target(section, reward.target, reward.args, services=services)
             start_target(section, reward.target, self._rewarders[domain])
         self.outstanding = 0
-        """Number of answers without a verdict."""
 
     async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Judge one answer in this process; an `async def score` is awaited."""
+        """Judge one answer in this process."""
         if (rewarder := self._rewarders.get(prompt.domain)) is None:
             return Verdict("error", detail=f"no reward.{prompt.domain} is set")
         self.outstanding += 1
@@ -47,13 +45,12 @@ class LocalScorer:
 
 
 class LocalEnvironments:
-    """`Environments` in this process, one call at a time. UserError at construction if one cannot be built."""
+    """`Environments` in this process, one call at a time. UserError if one cannot be built."""
 
     def __init__(self, envs: "EnvsConfig | None", timed: bool = False) -> None:
-        """timed: enforce `env.<tag>.reset_timeout` and `step_timeout` (main thread only)."""
+        """timed: enforce the timeouts of `reset` and `step` (main thread only)."""
         self._timed = timed
         self.outstanding = 0
-        """Number of pending resets and steps."""
         self._specs = {tag: env_pool_spec(env) for tag, env in (envs.tags.items() if envs else ())}
         self._free = {tag: [self._new_slot(tag)] for tag in self._specs}
         for tag in self._specs:

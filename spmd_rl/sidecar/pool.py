@@ -1,8 +1,8 @@
 """The host's worker pool of one domain: a queue, worker processes, deadlines, and blame for a death.
 
-A request's clock runs only while a worker runs it. A worker past its deadline is killed; its running request gets the
-verdict `timeout`, the others return to the queue. A request that was running when its worker died is a suspect: it runs
-again, alone, on a fresh worker, and gets the verdict `error` only if that one dies too. Nothing here blocks.
+A request's clock runs only while a worker runs it. A late worker is killed; its running request gets the verdict
+`timeout`, the others return to the queue. A request that ran when its worker died is a suspect: it runs again, alone,
+on a fresh worker, and gets the verdict `error` only if that one dies too. Nothing here blocks.
 """
 
 import itertools
@@ -20,18 +20,17 @@ from spmd_rl.sidecar.process_pool import ProcessPool, WorkerProcess
 from spmd_rl.types import Verdict
 
 CHUNK_SECONDS = 0.01
-"""Seconds of work given to a `sync` worker at once, by the mean so far: few frames, no long wait behind a
-slow request."""
+"""Seconds of work given to a `sync` worker at once: few frames, no long wait behind a slow request."""
 NOTHING = msgspec.Raw(b"")
 ASYNC_GRACE = 1.0
-"""Seconds beyond its deadline after which an `async` worker, which times its calls, is killed."""
+"""Time beyond its deadline until an `async` worker, which times its calls, is killed."""
 
 _numbers = itertools.count()
 
 
 @dataclass(eq=False, slots=True)
 class ScoreJob:
-    """One request at the host until its verdict; `client` and `id` name its owner."""
+    """One request at the host; `client` and `id` name its owner."""
 
     client: bytes
     id: int
@@ -39,13 +38,12 @@ class ScoreJob:
     timeout: float
     input: msgspec.Raw
     cancelled: bool = False
-    """True if its client no longer waits for the verdict."""
     number: int = field(default_factory=_numbers.__next__)
-    """Id of the job at its worker, unique in this process."""
+    """Id at the worker, unique in this process."""
 
     @property
     def request(self) -> wire.ScoreRequest:
-        """Request in the form that a worker receives."""
+        """The message to a worker."""
         return wire.ScoreRequest(self.number, self.domain, self.timeout, self.input)
 
 
@@ -56,24 +54,25 @@ class _ScoreWorker(WorkerProcess):
     mode: str = ""
     max_batch: int = wire.BATCH_ITEMS
     fresh: bool = True
-    """True if it has run nothing and no worker has died since it started; deaths may have a common cause, such as
-    memory."""
+    """True if it has run nothing and no worker has died since its start; deaths may have a common cause, such as
+    memory.
+    """
     alone: bool = False
     """True if it runs a suspect."""
     running: dict[int, ScoreJob] = field(default_factory=dict)
-    """Jobs by number, in the order in which they run."""
+    """Jobs by number, in running order."""
     since: float = 0.0
 
     @property
     def capacity(self) -> int:
-        """Number of requests that it can take. An `async` worker takes more while others run."""
+        """Requests that it can take; an `async` worker takes more while others run."""
         if self.mode == "async" and not self.alone:
             return wire.BATCH_ITEMS - len(self.running)
         return self.max_batch if self.mode and not self.running else 0
 
 
 class Pool(ProcessPool[_ScoreWorker]):
-    """Workers of one domain; the host calls `tick` in every round of its event loop.
+    """Workers of one domain. The host calls `tick` in each round.
 
     resolve(job, verdict): called once per submitted job.
     """
@@ -95,14 +94,14 @@ class Pool(ProcessPool[_ScoreWorker]):
         return not self.ready or bool(waiting)
 
     def submit(self, job: ScoreJob) -> None:
-        """Queue a job, or resolve it as `error` if no worker can start."""
+        """Queue a job, or resolve it as `error` if the pool is broken."""
         if self.broken:
             self._settle(job, Verdict("error", detail=self.broken))
         else:
             self._queue.push(job.client, job)
 
     def cancel(self, job: ScoreJob) -> None:
-        """Forget a cancelled job. A worker that runs it continues."""
+        """Forget a cancelled job; its worker continues."""
         job.cancelled, job.input = True, NOTHING
         self._queue.discard(job.client, job)
 
@@ -212,7 +211,7 @@ class Pool(ProcessPool[_ScoreWorker]):
         self._put_blame(worker, Verdict("error", detail="it killed its worker, then a fresh one that ran it alone"))
 
     def _put_blame(self, worker: _ScoreWorker, verdict: Verdict) -> None:
-        """Settle or requeue the jobs of a lost worker. verdict: of the job to blame, once that is certain."""
+        """Settle or requeue the jobs of a lost worker. verdict: of the job to blame, if certain."""
         jobs, alone = list(worker.running.values()), worker.alone
         num_running = 1 if worker.mode == "sync" else len(jobs)
         blamed, innocent = jobs[:num_running], jobs[num_running:]

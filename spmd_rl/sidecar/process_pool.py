@@ -1,7 +1,7 @@
 """`ProcessPool`: worker processes of one plug-in, forked on demand, watched and replaced. Nothing here blocks.
 
-`Pool` (scores) and `EnvPool` (sessions) define the work. A pool gives up, with the reason, if its first workers fail to
-start; later failures are retried, and only many in a row break the pool.
+`Pool` (scores) and `EnvPool` (sessions) define the work. A pool gives up if its first workers fail to start; later
+failures are retried, and only many in a row break it.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import FORK, FrameSocket, start_child
 
 MAX_FAILURES = 3
-"""Limit of consecutive failed starts (plus one per worker) before a pool gives up."""
+"""Consecutive failed starts, plus one per worker, that break a pool."""
 MAX_STARTING = 16
-"""Limit of concurrent starts, since each occupies the fork server for a moment."""
+"""Concurrent starts; each occupies the fork server for a moment."""
 STOP_SECONDS = 2.0
-"""Seconds that a fork server may take to end its workers' processes."""
+"""Time for a fork server to end its workers."""
 RETRY_SECONDS = 0.5
-"""Seconds before a start is retried that lacked descriptors, memory or processes."""
+"""Pause after a start that lacked descriptors, memory or processes."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -36,12 +36,12 @@ class WorkerProcess:
 
     frames: FrameSocket
     deadline: float
-    """Time at which it is late, first with its start, then as its pool sets it."""
+    """Limit of its start, then of its work."""
     pidfd: int = -1
     ready: bool = False
     """True once it has built its plug-in."""
     ending: bool = False
-    """True if it was asked to end, so that its end is no failure."""
+    """True if it was asked to end."""
 
     def kill(self) -> None:
         """End the process and close its socket."""
@@ -57,11 +57,7 @@ W = TypeVar("W", bound=WorkerProcess)
 
 
 class ProcessPool(Generic[W]):
-    """Base of pools. A subclass creates workers and handles their messages, their loss and the end.
-
-    A subclass reads `workers`, `loop`, `spec` and `deaths`, and calls `start_workers`, `send`, `remove` and
-    `late_to_start`.
-    """
+    """Base of pools. A subclass creates workers and handles their messages, loss and end."""
 
     def __init__(
         self, section: str, spec: wire.PoolSpec | wire.EnvPoolSpec, codec: wire.Codec, loop: EventLoop
@@ -71,14 +67,10 @@ class ProcessPool(Generic[W]):
         self.broken = ""
         """Reason why no worker can start; empty if one can."""
         self.progress = 0
-        """Counter of progress."""
         self.spec = spec
-        """Settings of the workers."""
         self.loop = loop
         self.deaths = 0
-        """Number of workers that died or were killed."""
         self.workers: list[W] = []
-        """All started workers that are not removed."""
         self._codec, self._digest = codec, spec_digest(spec)
         self._forkserver: subprocess.Popen | None = None
         self._forkserver_socket: socket.socket | None = None
@@ -94,7 +86,7 @@ class ProcessPool(Generic[W]):
         return any(worker.ready for worker in self.workers)
 
     def pulse(self) -> wire.PoolPulse:
-        """Return the report of the pool for clients."""
+        """Return the pool's report for clients."""
         slots = self.spec.slots if isinstance(self.spec, wire.EnvPoolSpec) else 1
         return wire.PoolPulse(self.progress, 0 if self.broken else self.spec.workers * slots, self._digest)
 
@@ -110,14 +102,13 @@ class ProcessPool(Generic[W]):
         raise NotImplementedError
 
     def _on_message(self, worker: W, message: msgspec.Struct) -> None:
-        """Handle a message of a worker other than `Started` and `StartFailed`; also `Ready`."""
+        """Handle a message other than `Started` and `StartFailed`; also `Ready`."""
         raise NotImplementedError
 
     def _on_death(self, worker: W) -> None:
         raise NotImplementedError
 
     def _drop_work(self, reason: str) -> None:
-        """Settle all work, since no worker will come."""
         raise NotImplementedError
 
     # -- workers --------------------------------------------------------------------------------------------------
@@ -151,13 +142,12 @@ class ProcessPool(Generic[W]):
         self._watch(worker)
 
     def send(self, worker: W, message: msgspec.Struct) -> None:
-        """Send a message to a worker, at once or when it can take it."""
+        """Send a message to a worker, once it can take it."""
         worker.frames.send(message)
         if worker.frames.has_unsent:
             self._watch(worker)
 
     def _on_socket(self, worker: W) -> None:
-        """Read a worker's messages, detect its death, and write what it can take."""
         if worker.frames.has_unsent:
             worker.frames.flush()
             self._watch(worker)
@@ -243,14 +233,14 @@ class ProcessPool(Generic[W]):
         self.loop.watch(worker.frames.socket, lambda: self._on_socket(worker), write=worker.frames.has_unsent)
 
     def remove(self, worker: W) -> None:
-        """Kill a worker and forget it; the caller handles its work."""
+        """Kill and forget a worker; the caller handles its work."""
         self.workers.remove(worker)
         self.loop.unwatch(worker.frames.socket)
         worker.kill()
 
 
 def spec_digest(spec: wire.PoolSpec | wire.EnvPoolSpec) -> str:
-    """Return a digest of the settings that decide a pool's results, independent of host and number of workers."""
+    """Return a digest of the settings that decide a pool's results."""
     parts = [spec.target, spec.args, spec.packages]
     if isinstance(spec, wire.EnvPoolSpec):
         parts += [spec.eval_args, spec.reset_timeout, spec.step_timeout]

@@ -1,4 +1,4 @@
-"""The host's side of a domain's server (a judge, say): starts and replaces its supervisor process (`supervisor.py`)."""
+"""The host's side of a domain's server, such as a judge: starts and replaces its supervisor (`supervisor.py`)."""
 
 import contextlib
 import socket
@@ -9,17 +9,15 @@ from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import FrameSocket, start_child
 
 RESTART_SECONDS = 1.0
-"""Seconds before a dead supervisor is replaced."""
 STOP_SECONDS = 2.0
-"""Seconds that a supervisor may take to end its server."""
 
 
 class RewardServer:
-    """The supervisor of one server; the host calls `tick` in every round of its event loop."""
+    """The supervisor of one server. The host calls `tick` in each round."""
 
     def __init__(self, domain: str, spec: wire.ServerSpec, loop: EventLoop) -> None:
         self.ready = False
-        """True if the server has ever answered. Later failures show in verdicts."""
+        """True if the server has ever answered."""
         self.broken = ""
         """Reason why it could not start; empty if it could."""
         self._loop = loop
@@ -29,7 +27,7 @@ class RewardServer:
 
     @property
     def url(self) -> str:
-        """Base URL of the server's OpenAI-compatible API, the same after a restart."""
+        """Base URL of the server's OpenAI-compatible API."""
         return f"http://127.0.0.1:{self._message.port}/v1"
 
     def tick(self) -> None:
@@ -40,7 +38,7 @@ class RewardServer:
             self._loop.watch(sock, self._receive)
 
     def close(self) -> None:
-        """Hang up, and wait until the supervisor has ended the server."""
+        """Hang up, and wait until the server has ended."""
         if self._process is not None:
             self._loop.unwatch(self._frames.socket)
             self._frames.socket.close()

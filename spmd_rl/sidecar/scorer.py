@@ -1,4 +1,4 @@
-"""Connection of a rank to its node's sidecar: check settings, start or join the host."""
+"""Connection of a rank to its node's sidecar."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -23,7 +23,6 @@ BUNDLED = {
 }
 """Rewarders of domains that data sets name."""
 MAX_PATH_BYTES = 107
-"""The kernel's limit for the path of a socket."""
 
 
 @contextmanager
@@ -59,11 +58,10 @@ def connect_both(
     Local rank 0 starts the node's host and waits until it is ready; the others join.
 
     bind: `ipc`, which listens at `node.address`, or `tcp://ADDRESS:PORT`. keys: directory of CURVE keys; without it
-    only this machine is served. hosts: addresses of other hosts, started by hand; calls are spread over all that
-    answer. debug: run everything in this process, without a sidecar.
+    only this machine is served. hosts: addresses of further hosts; calls are spread over all that answer. debug: run
+    everything in this process.
 
-    UserError, in one line, for a rewarder or environment that cannot be built, an address that is not private and
-    malformed keys. Call it from the main thread: the host lives as long as the thread that started it.
+    UserError for a rewarder or environment that cannot be built, an address that is not private, or malformed keys.
     """
     if debug:
         with closing(LocalEnvironments(envs)) as environments:
@@ -72,6 +70,7 @@ def connect_both(
     address = check_address(node.address if bind == "ipc" else bind, keyed=keys is not None)
     client_keys = ClientKeys.load(keys) if keys is not None else None
     domains, tags = (rewards.domains if rewards else {}), (envs.tags if envs else {})
+    # Called in the main thread: the host lives as long as the thread that started it.
     with ExitStack() as stack:
         host = None
         if node.local_rank == 0:
@@ -93,7 +92,7 @@ def connect_both(
 
 
 def check_domains(prompts_domains: Iterable[str], rewards: "RewardsConfig") -> None:
-    """UserError if a prompt's domain has no rewarder."""
+    """Raise UserError if a prompt's domain has no rewarder."""
     if unknown := sorted(set(prompts_domains) - set(rewards.domains)):
         first, known = unknown[0], ", ".join(sorted(rewards.domains)) or "none"
         hint = f"; reward.{first}.target={BUNDLED[first]} is there for it" if first in BUNDLED else ""
@@ -101,7 +100,7 @@ def check_domains(prompts_domains: Iterable[str], rewards: "RewardsConfig") -> N
 
 
 def check_address(address: str, keyed: bool = False) -> str:
-    """Return an address that only this machine, or with `keyed` the holders of keys, can reach; else UserError."""
+    """Return an address that only this machine, or with `keyed` holders of keys, can reach; else UserError."""
     if not address.startswith("ipc:///"):
         try:
             check_bind(address, keyed)

@@ -1,8 +1,5 @@
-"""Services that a sidecar passes to rewarders and environments as constructor parameters.
-
-Each is created once per rewarder, in its process, and ends with it.
-
-    build_target("reward.code", target, args, services=service_factories("reward.code", "auto"))
+"""Services that a sidecar passes to rewarders and environments as constructor parameters, each created once per
+rewarder.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +12,7 @@ from spmd_rl.types import Http
 def service_factories(
     section: str, sandbox: str, url: str = "", packages: Sequence[str] = ()
 ) -> Mapping[str, Callable[[], Any]]:
-    """Return a factory of each service, by name; `services` and `build` are added where a rewarder is built.
+    """Return a factory of each service, by name.
 
     sandbox, packages: settings in `section`, which is `reward.<domain>` or `env.<tag>`. url: address of the domain's
     server, if any.
@@ -28,7 +25,7 @@ def service_factories(
 
 
 def build_http() -> Http:
-    """Return an HTTP client. Its library is imported only on use."""
+    """Return an HTTP client, imported only on use."""
     from spmd_rl.sidecar.http import HttpService
 
     return HttpService()

@@ -14,17 +14,14 @@ from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.types import LostReason
 
 QUIET_SECONDS = 1.0
-"""Seconds of silence after which a client is pinged, which shows if its connection still exists."""
+"""Silence after which a client is pinged, to learn if its connection exists."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class _SessionClient:
     last_seen: float
-    """Time of its last message, or of the last ping."""
     sessions: dict[int, "_Session"] = field(default_factory=dict)
-    """Sessions by the client's number."""
     replies: list[wire.SessionReply | wire.SessionFailure] = field(default_factory=list)
-    """Unsent replies."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -33,18 +30,16 @@ class _Session:
     client: _SessionClient
     pool: EnvPool
     number: int | None = 0
-    """Number of the running call; None between calls."""
+    """Running call; None between calls."""
     slot: Slot | None = None
     failure: tuple[LostReason, str, str] | None = None
     """Reason of its end, until the client has received it."""
 
     @property
     def id(self) -> int:
-        """The client's number."""
         return self.reset.session
 
     def on_slot(self, slot: Slot) -> None:
-        """Note that the reset begins."""
         self.slot = slot
 
     def on_reply(self, number: int, reply: msgspec.Raw) -> None:
@@ -58,7 +53,6 @@ class _Session:
             self.fail(self.number)
 
     def fail(self, number: int) -> None:
-        """Answer a call with the failure, and forget the session."""
         self.client.replies.append(wire.SessionFailure(self.id, number, *self.failure))
         self.client.sessions.pop(self.id, None)
 
@@ -66,8 +60,8 @@ class _Session:
 class Sessions:
     """Sessions of a host's clients.
 
-    The host calls `on_requests` for each message, `on_any` for each message of any kind, `tick` in every round, and
-    `unreachable` if a client has no connection. `send(peer, message)` returns False if the frame must wait.
+    The host calls `on_requests` and `on_any` for messages, `tick` in every round, and `unreachable` if a client has no
+    connection. `send(peer, message)` returns False if the frame must wait.
     """
 
     def __init__(
@@ -90,7 +84,7 @@ class Sessions:
             client.last_seen = self._loop.now
 
     def unreachable(self, peer: bytes) -> None:
-        """Close the sessions of a client whose connection is gone."""
+        """Close the sessions of a disconnected client."""
         if client := self._clients.pop(peer, None):
             client.replies.clear()
             for session in list(client.sessions.values()):

@@ -1,4 +1,4 @@
-"""ZeroMQ sockets of a sidecar, with their limits and keys, and the private directory of an `ipc://` address."""
+"""ZeroMQ sockets of a sidecar, with limits and keys, and the private directory of an `ipc://` address."""
 
 import contextlib
 import os
@@ -16,7 +16,6 @@ from spmd_rl.sidecar import wire
 from spmd_rl.sidecar.event_loop import EventLoop
 
 BACKLOG = 1024
-"""Limit of connections that wait to be accepted."""
 FRAMES_PER_ROUND = 64
 """Frames read before other sockets get their turn."""
 
@@ -25,7 +24,8 @@ def open_dealer(
     context: zmq.Context, address: str, keys: ClientKeys | None, only_connected: bool = False
 ) -> zmq.Socket:
     """Connect a DEALER to the host at `address`. only_connected: queue nothing for an absent host. ZMQError if the
-    address is malformed."""
+    address is malformed.
+    """
     dealer = context.socket(zmq.DEALER)
     # A fixed id: after a reconnect the host sees the same peer.
     dealer.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))
@@ -48,7 +48,7 @@ def open_router(
 ) -> tuple[zmq.Socket, str]:
     """Bind a ROUTER at an address that passed `check_address`; return it and the address, with a port.
 
-    max_bytes: of a frame. max_unsent: messages that wait for one peer to read. UserError if the address is taken or its
+    max_bytes: of a frame. max_unsent: messages that wait for one peer. UserError if the address is taken or its
     directory is not ours.
     """
     router = context.socket(zmq.ROUTER)
@@ -76,7 +76,7 @@ def open_router(
 
 
 def send(dealer: zmq.Socket, message: msgspec.Struct) -> bool:
-    """Send a message without blocking; False if the socket's queue is full."""
+    """Send a message without blocking; False if the queue is full."""
     try:
         dealer.send(wire.encode(message), zmq.NOBLOCK)
     except zmq.Again:
@@ -85,7 +85,7 @@ def send(dealer: zmq.Socket, message: msgspec.Struct) -> bool:
 
 
 def received(sock: zmq.Socket, limit: int = FRAMES_PER_ROUND) -> Iterator[list[bytes]]:
-    """Yield the multipart messages that have arrived, at most `limit`, without blocking."""
+    """Yield the multipart messages that have arrived, at most `limit`."""
     for _ in range(limit):
         try:
             yield sock.recv_multipart(zmq.NOBLOCK)
@@ -99,7 +99,7 @@ def socket_path(address: str) -> Path | None:
 
 
 def claim_directory(path: Path) -> None:
-    """Create a directory that only we can enter. UserError for an existing one of others, or open to others."""
+    """Create a directory that only we can enter. UserError if it exists and others own or may enter it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
@@ -107,7 +107,7 @@ def claim_directory(path: Path) -> None:
 
 
 def remove_socket(address: str) -> None:
-    """Remove the socket file of an ended host, and its directory if empty."""
+    """Remove an ended host's socket file, and its directory if empty."""
     if path := socket_path(address):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
@@ -115,15 +115,10 @@ def remove_socket(address: str) -> None:
 
 
 class Authenticator:
-    """Admits the keys of `HostKeys.allowed`. Create it before the sockets that it guards.
-
-    libzmq asks about each connection (ZAP, ZeroMQ RFC 27) once CURVE has proved that the peer holds its key. This runs
-    in the host's event loop, without a thread.
-    """
+    """Admits the keys of `HostKeys.allowed` (ZAP, ZeroMQ RFC 27). Create it before the sockets that it guards."""
 
     def __init__(self, context: zmq.Context, keys: HostKeys, loop: EventLoop) -> None:
         self.refused = 0
-        """Number of connections with unlisted keys."""
         self._allowed = keys.allowed
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)

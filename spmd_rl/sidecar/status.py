@@ -19,7 +19,7 @@ REPLY_SECONDS = 5.0
 
 
 def fetch_status(address: str, keys: ClientKeys | None, seconds: float = REPLY_SECONDS) -> wire.HostStatus:
-    """Request the status of the host at `address`. UserError if it does not answer within `seconds`."""
+    """Request a host's status. UserError if it does not answer within `seconds`."""
     context = zmq.Context()
     try:
         dealer = open_dealer(context, address, keys)
@@ -40,7 +40,7 @@ def fetch_status(address: str, keys: ClientKeys | None, seconds: float = REPLY_S
 
 
 def to_json(status: wire.HostStatus) -> str:
-    """Format a status as one JSON object with the field names of `wire.HostStatus`."""
+    """Format a status as JSON with the fields of `wire.HostStatus`."""
     pools = {name: asdict(pool) for name, pool in status.pools.items()}
     envs = {tag: asdict(pool) for tag, pool in status.envs.items()}
     return msgspec.json.encode(asdict(status) | {"pools": pools, "envs": envs}).decode()

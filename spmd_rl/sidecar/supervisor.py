@@ -1,10 +1,9 @@
 """The supervisor of a domain's server: starts the command, checks its health, restarts and ends it.
 
-A separate process, so that a hanging server cannot block the host. The server sees only its devices. Processes that it
-starts end with it, since the supervisor adopts its orphans. Its output is discarded, except for the last lines, which
-are printed if it ends by itself. All ends when the host hangs up or dies.
-
     python -m spmd_rl.sidecar.supervisor <fd of a socket to the host>
+
+A separate process, so that a hanging server cannot block the host. The server sees only its devices. Its processes end
+with it, since the supervisor adopts orphans. The last lines of its output are printed if it ends by itself.
 """
 
 import asyncio
@@ -35,17 +34,14 @@ RANK_VARIABLES = (
     "TORCHELASTIC_",
     "VLLM_ENABLE_V1_MULTIPROC",
 )
-"""Prefixes of the rank's variables, which the server does not inherit."""
+"""Prefixes of variables that the server does not inherit."""
 CHECK_SECONDS = 0.25
-"""Seconds between two checks of a server that starts."""
 HEALTHY_SECONDS = 5.0
-"""Seconds between two checks once it has answered."""
 REPLY_SECONDS = 10.0
-"""Seconds for one reply; a busy server may be slow."""
 MAX_MISSED = 3
-"""Checks without a reply after which the server is restarted."""
+"""Missed replies after which the server is restarted."""
 PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
-"""Seconds before a restart, doubled after each failure."""
+"""Pause before a restart, doubled after each failure."""
 TAIL_LINES = 40
 
 
@@ -87,7 +83,7 @@ class ServerSupervisor:
                 failure = await self._start()
 
     async def _start(self) -> str:
-        """Start the server and wait for its first answer. Return the reason of a failure, else an empty string."""
+        """Start the server. Return the failure, if any."""
         me = os.getpid()
         try:
             self._process = subprocess.Popen(
@@ -114,7 +110,6 @@ class ServerSupervisor:
         return self._end(f"no answer within {self._server.start_seconds:g} s")
 
     async def _watch(self) -> str:
-        """Wait while the server is healthy, and return why it no longer is."""
         missed = 0
         while missed < MAX_MISSED:
             checked = time.monotonic()
@@ -133,7 +128,6 @@ class ServerSupervisor:
             asyncio.get_running_loop().remove_reader(self._process.stdout)
 
     def _end(self, failure: str) -> str:
-        """Kill the server's processes, print its last lines, and return `failure` with the last of them."""
         self._process.kill()
         self._process.wait()
         kill_children()
@@ -155,7 +149,7 @@ def environment(devices: str) -> dict[str, str]:
 
 
 async def answers(port: int, seconds: float) -> bool:
-    """Return True if the server answers at `/health` with a status below 500; the page need not exist."""
+    """Return True if the server answers at `/health` with a status below 500."""
     with contextlib.suppress(OSError, TimeoutError, ValueError, IndexError):
         async with asyncio.timeout(seconds):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -1,7 +1,4 @@
-"""Search for rows that a run's rewards cannot judge; they are left out before the run.
-
-A rewarder's `unsupported(prompt)` returns the reason, or an empty text.
-"""
+"""Search for rows that a run's rewards cannot judge (`unsupported(prompt)`); they are left out before the run."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -16,17 +13,16 @@ if TYPE_CHECKING:
     from spmd_rl.config.schema import RewardConfig
 
 NAMED = 3
-"""Limit of reasons in a line."""
 
 
 def may_refuse(domain: str, reward: "RewardConfig") -> bool:
-    """Return True if the rewarder of a domain can be asked about rows outside of its worker."""
+    """Return True if a domain's rewarder can be asked about rows outside of its worker."""
     needs = reward.devices or {"url", "model"} & reward.args.keys()
     return not needs and hasattr(import_target(f"reward.{domain}.target", reward.target), "unsupported")
 
 
 def find_unsupported(rows: Iterable[tuple[int, Prompt]], rewards: Mapping[str, "RewardConfig"]) -> list[list]:
-    """Return [number, reason] of each numbered row that its domain's rewarder cannot judge.
+    """Return [number, reason] of each row that its domain's rewarder cannot judge.
 
     The rewarder is built here, with a sandbox. If that fails, the rows count as supported.
     """
@@ -50,7 +46,7 @@ def find_unsupported(rows: Iterable[tuple[int, Prompt]], rewards: Mapping[str, "
 
 
 def unsupported(rewarder: Rewarder, prompt: Prompt) -> str:
-    """Return why a rewarder cannot judge a row; empty if it can, or has no `unsupported`."""
+    """Return why a rewarder cannot judge a row; empty if it can."""
     try:
         return rewarder.unsupported(prompt) if hasattr(rewarder, "unsupported") else ""
     except (RuntimeError, ValueError, KeyError, TypeError):
@@ -59,7 +55,7 @@ def unsupported(rewarder: Rewarder, prompt: Prompt) -> str:
 
 
 def counted(reasons: Iterable[str]) -> str:
-    """Return the reasons with their counts, most frequent first, in one line."""
+    """Return reasons with their counts, most frequent first."""
     counts = Counter(reasons).most_common()
     more = sum(count for _, count in counts[NAMED:])
     listed = [f"{count} x {reason:.80}" for reason, count in counts[:NAMED]]

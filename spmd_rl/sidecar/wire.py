@@ -1,10 +1,9 @@
 """The messages of the sidecar: schemas, encoding and limits.
 
 Ranks, hosts and workers speak the *score protocol*: a `ScoreRequest` asks for one verdict, a `ScoreReply` carries it.
-Requests are stateless, so that any worker may judge one again. Environments use the *session protocol*: a session stays
-with one worker from its reset to its close. A client numbers its sessions, and the calls of each: the reset is call 0,
-then come the steps. A call is sent once, and the next one after its answer. Other messages start processes and report
-the host's status.
+Requests are stateless, so any worker may judge one again. Environments use the *session protocol*: a session stays with
+one worker from its reset to its close. A client numbers its sessions, and the calls of each: the reset is call 0. A
+call is sent once, and the next one after its answer.
 
 A frame is one version byte followed by a msgpack array `[tag, field, ...]`, which is checked against the structs below.
 Frames are bounded in size and never pickled. Malformed bytes raise `WireError`.
@@ -24,27 +23,22 @@ from spmd_rl.types import AnswerInfo, EnvReply, LostReason, Prompt, Verdict
 
 VERSION = 3
 MAX_FRAME_BYTES = 10 << 20
-"""Limit of a frame, sent or accepted."""
 MAX_INPUT_BYTES = 8 << 20
-"""Limit of a `ScoreInput`; the client rejects larger ones as a verdict."""
+"""Limit of a `ScoreInput`; larger ones are rejected as a verdict."""
 BATCH_ITEMS, BATCH_BYTES = 256, 1 << 20
-"""Limits of a frame of several items: number and bytes."""
 WINDOW, WINDOW_BYTES = 2048, 64 << 20
-"""Limits of a client's requests in flight at a host, and of their bytes; others wait in the client."""
+"""Limits of a client's requests in flight at a host; others wait in the client."""
 MAX_ACTION_BYTES = 1 << 20
-"""Limit of an action."""
 MAX_ENV_REPLY_BYTES = 2 << 20
-"""Limit of an environment's observation and `info` together."""
 MAX_TIMEOUT = 86_400.0
-"""Longest timeout in seconds."""
 
 
 class WireError(ValueError):
-    """Raised for bytes that are no frame of this version and schema, and for a message that cannot be encoded."""
+    """Error for bytes of another version or schema, or an unencodable message."""
 
 
 class WireMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A message or a part of one: an array on the wire, without unknown fields."""
+    """A message or part of one: an array on the wire, without unknown fields."""
 
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -56,7 +50,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Encode a message as a frame. WireError if a value has no msgpack form or the frame would be too large."""
+    """Encode a message as a frame. WireError if unencodable or too large."""
     frame = bytes((VERSION,)) + pack(message)
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"a frame of {len(frame)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
@@ -64,7 +58,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def pack(value: Any) -> msgspec.Raw:
-    """Encode a part of a later frame. WireError without a msgpack form (an object, a lone surrogate...)."""
+    """Encode a part of a later frame. WireError if unencodable (an object, a lone surrogate...)."""
     try:
         return msgspec.Raw(_encoder.encode(value))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -72,7 +66,7 @@ def pack(value: Any) -> msgspec.Raw:
 
 
 class Codec:
-    """Decoder of the frames that one kind of receiver accepts."""
+    """Decoder of one kind of receiver's frames."""
 
     def __init__(self, *messages: type) -> None:
         self._decoder = msgspec.msgpack.Decoder(reduce(or_, messages))
@@ -107,9 +101,8 @@ class ScoreRequest(WireMessage):
     id: Id
     domain: Name
     timeout: Seconds
-    """Seconds that the rewarder may run; waiting for a worker does not count."""
+    """Limit of the rewarder; waiting for a worker does not count."""
     input: msgspec.Raw
-    """An encoded `ScoreInput`."""
 
 
 class ScoreRequests(WireMessage, tag="score_requests"):
@@ -126,8 +119,7 @@ class ScoreReply(WireMessage):
 
 
 class ScoreReplies(WireMessage, tag="score_replies"):
-    """Replies to `ScoreRequests`, in any order. A worker that judges one answer at a time replies before the next
-    request."""
+    """Replies to `ScoreRequests`, in any order. A `sync` worker replies before its next request."""
 
     items: list[ScoreReply]
 
@@ -142,15 +134,14 @@ class ResetRequest(WireMessage, tag="reset"):
     """Client to host: start a session. Host to worker: start an episode."""
 
     session: Id
-    """Between client and host the client's number of the session, between host and worker the slot's index."""
+    """Between client and host the client's number, between host and worker the slot's index."""
     env: Name
-    """Tag of the environment."""
     seed: Annotated[int, msgspec.Meta(ge=0)]
     """At most 64 bits."""
     held_out: bool = False
-    """True to build the environment with its `eval_args`."""
+    """True to build with `eval_args`."""
     solve: bool = False
-    """True to add the environment's `solution()` as `info["solution"]` to each reply."""
+    """True to add `solution()` as `info["solution"]` to each reply."""
 
 
 class StepRequest(WireMessage, tag="step"):
@@ -158,7 +149,7 @@ class StepRequest(WireMessage, tag="step"):
 
     session: Id
     number: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
-    """Number of the step, from 1 after the reset."""
+    """Counted from 1 after the reset."""
     action: str
 
 
@@ -180,17 +171,15 @@ class SessionReply(WireMessage, tag="session_reply"):
     session: Id
     number: Id
     reply: msgspec.Raw
-    """An encoded `EnvReply`."""
 
 
 class SessionFailure(WireMessage, tag="session_failure"):
-    """Reply to a call that failed, or that came after the session's end."""
+    """Reply to a call that failed, or came after the session's end."""
 
     session: Id
     number: Id
     reason: LostReason
     detail: str
-    """One line."""
     traceback: str = ""
 
 
@@ -207,15 +196,13 @@ class PoolSpec(WireMessage, tag="rewarder"):
     args: dict[str, Any]
     workers: int
     sandbox: str = "auto"
-    """Name of the sandbox for a rewarder that asks for one."""
     cpus: list[int] = field(default_factory=list)
-    """Processors of the workers; empty: all."""
+    """Empty: all processors."""
     start_seconds: float = 300.0
-    """Seconds that a worker may take to build its rewarder."""
     url: str = ""
-    """Address of the domain's server, if the host starts one."""
+    """Address of the domain's server, if any."""
     packages: list[str] = field(default_factory=list)
-    """Packages that the code of answers may import in the sandbox."""
+    """Packages for the code of answers in the sandbox."""
 
 
 class EnvPoolSpec(WireMessage, tag="environment"):
@@ -224,17 +211,16 @@ class EnvPoolSpec(WireMessage, tag="environment"):
     target: str
     args: dict[str, Any]
     workers: int
-    """Number of processes."""
     slots: int = 1
-    """Concurrent episodes of each process, a thread each; a single one runs in the main thread."""
+    """Concurrent episodes of a process, a thread each; a single one runs in the main thread."""
     eval_args: dict[str, Any] = field(default_factory=dict)
-    """Arguments that replace `args` in held-out episodes."""
+    """Replacements of `args` in held-out episodes."""
     reset_timeout: Seconds = 60.0
     step_timeout: Seconds = 30.0
     memory_mb: int = 0
-    """Memory of a worker beyond its imports; 0 for no limit."""
+    """Memory beyond its imports; 0: no limit."""
     recycle_after: int = 0
-    """Episodes after which a worker is replaced; 0 for never."""
+    """Episodes until a worker is replaced; 0: never."""
     sandbox: str = "auto"
     packages: list[str] = field(default_factory=list)
     cpus: list[int] = field(default_factory=list)
@@ -245,11 +231,11 @@ class ServerSpec(WireMessage):
     """A server that the host starts for one domain, such as a judge."""
 
     command: list[str]
-    """Command; `{port}` in it is replaced by the port."""
+    """`{port}` in it is replaced."""
     devices: str
-    """Value of CUDA_VISIBLE_DEVICES; empty for none."""
+    """Value of CUDA_VISIBLE_DEVICES; empty: none."""
     start_seconds: float
-    """Seconds that the server may take until it answers."""
+    """Time until the server must answer."""
 
 
 class StartHost(WireMessage, tag="start_host"):
@@ -261,7 +247,7 @@ class StartHost(WireMessage, tag="start_host"):
     pools: dict[str, PoolSpec]
     servers: dict[str, ServerSpec] = field(default_factory=dict)
     keys: str = ""
-    """Directory of CURVE keys; empty if only this machine is served."""
+    """Directory of CURVE keys; empty: only this machine is served."""
     envs: dict[str, EnvPoolSpec] = field(default_factory=dict)
 
 
@@ -269,7 +255,6 @@ class StartForkServer(WireMessage, tag="start_fork_server"):
     """Host to the fork server of a pool: import the target, then fork a worker for each socket that follows."""
 
     section: str
-    """Name of the pool's settings: `reward.<domain>` or `env.<tag>`."""
     pool: PoolSpec | EnvPoolSpec
 
 
@@ -288,13 +273,11 @@ class Started(WireMessage, tag="started"):
 
 
 class Ready(WireMessage, tag="ready"):
-    """Worker to host: the rewarder or environment is built. Supervisor to host: the server answers. Host to rank: all
-    pools work."""
+    """Worker to host: the plug-in is built. Supervisor to host: the server answers. Host to rank: all pools work."""
 
     mode: str = ""
-    """Call mode of a rewarder, from `worker.call_mode`: `sync`, `async` or `batch`."""
+    """See `worker.call_mode`; empty for environments."""
     max_batch: Annotated[int, msgspec.Meta(ge=1)] = BATCH_ITEMS
-    """Limit of requests that the rewarder wants at once."""
 
 
 class Goodbye(WireMessage, tag="goodbye"):
@@ -312,21 +295,21 @@ class Ping(WireMessage, tag="ping"):
 
 
 class PoolPulse(WireMessage):
-    """State of a pool that decides which calls a client sends it."""
+    """State of a pool by which a client chooses hosts."""
 
     progress: int
-    """Counter that changes with each verdict, reply or started worker."""
+    """Changes with each verdict, reply or started worker."""
     places: int
-    """Number of calls that it can run at once; 0 if it never has a worker."""
+    """Calls that it can run at once; 0 if it never has a worker."""
     spec: str
-    """Digest of the pool's settings (`spec_digest`)."""
+    """See `spec_digest`; identifies the pool's settings."""
 
 
 class Pong(WireMessage, tag="pong"):
     """Host to client, and worker of environments to host: the sender is alive."""
 
     pools: dict[str, PoolPulse] = field(default_factory=dict)
-    """Pools by domain, and by `env.<tag>`; empty at a host that refuses requests."""
+    """Keys are domains and `env.<tag>`; empty at a host that refuses requests."""
 
 
 class Error(WireMessage, tag="error"):
@@ -344,18 +327,13 @@ class PoolStatus(WireMessage):
 
     target: str
     workers: int
-    """Number of workers in the settings."""
     ready: int
-    """Number of workers that have built their rewarder."""
     running: int
-    """Number of requests at workers."""
     queued: int
     verdicts: int
-    """Number of verdicts since the host started."""
     deaths: int
-    """Number of workers that died or were killed."""
     broken: str = ""
-    """Reason why no worker can start; empty if one can."""
+    """Reason why no worker can start."""
 
 
 class HostStatus(WireMessage, tag="host_status"):
@@ -364,17 +342,16 @@ class HostStatus(WireMessage, tag="host_status"):
     pid: int
     uptime_seconds: float
     clients: int
-    """Number of clients with requests in flight or unread replies."""
+    """Clients with requests in flight or unread replies."""
     in_flight: int
-    """Number of requests without a verdict."""
     unsent_replies: int
-    """Number of verdicts whose client does not read."""
+    """Verdicts whose client does not read."""
     refused_keys: int
-    """Number of connections refused for an unlisted key."""
+    """Connections refused for an unlisted key."""
     draining: bool
     pools: dict[str, PoolStatus]
     envs: dict[str, PoolStatus] = field(default_factory=dict)
-    """Environments by tag; `running` counts sessions, `queued` waiting resets, `verdicts` replies."""
+    """Keys are tags; `running` counts sessions, `queued` waiting resets, `verdicts` replies."""
 
 
 SCORE_INPUT = Codec(ScoreInput)

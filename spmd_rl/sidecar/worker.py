@@ -1,7 +1,7 @@
 """A worker process: builds one rewarder and answers its host's score requests.
 
-An exception of a rewarder becomes the verdict `error` with text, file and line; this is one of the few places with a
-broad `except`. Only `async` rewarders are timed here; the host kills a worker that takes too long.
+A rewarder's exception becomes the verdict `error` with text, file and line. Only `async` rewarders are timed here; the
+host kills a late worker.
 """
 
 import asyncio
@@ -23,19 +23,17 @@ from spmd_rl.types import SUSPECT, Rewarder, Verdict, VerdictStatus
 
 MAX_PARTS = 100
 MAX_NAME = 200
-"""Limit of characters of a part's name."""
 
 
 def call_mode(rewarder: Rewarder) -> str:
-    """Return how a rewarder is called: `sync` (one by one), `async` (many at a time) or `batch` (one call for many)."""
+    """Return a rewarder's call mode: `sync` (one by one), `async` (many at a time) or `batch` (one call for many)."""
     if hasattr(rewarder, "score_batch"):
         return "batch"
     return "async" if inspect.iscoroutinefunction(rewarder.score) else "sync"
 
 
 async def judge(rewarder: Rewarder, given: wire.ScoreInput, timeout: float | None = None) -> Verdict:
-    """Return the verdict on one answer; raises nothing but a debugger's exit. timeout: seconds of an `async def
-    score`."""
+    """Return the verdict on one answer; only a debugger's exit is raised. timeout: seconds of an `async def score`."""
     try:
         if not hasattr(rewarder, "score"):
             return _checked_batch(rewarder.score_batch([given.prompt], [given.answer], [given.info]), 1)[0]
@@ -52,7 +50,6 @@ async def judge(rewarder: Rewarder, given: wire.ScoreInput, timeout: float | Non
 
 
 def _examined(rewarder: Rewarder, given: wire.ScoreInput, verdict: Verdict) -> Verdict:
-    """Mark the verdict on a paid answer that the rewarder suspects to be a cheat."""
     paid = verdict.scored and verdict.score > 0 and hasattr(rewarder, "suspect")
     if paid and (reason := rewarder.suspect(given.prompt, given.answer)):
         return Verdict(verdict.status, verdict.score, {**verdict.parts, SUSPECT: 1.0}, one_line(reason))
@@ -86,7 +83,7 @@ def judge_batch(rewarder: Any, given: list[wire.ScoreInput]) -> list[Verdict]:
 
 
 def checked(verdict: Any) -> Verdict:
-    """Convert a verdict to plain types, without NumPy's floats and NaN. ValueError if that fails."""
+    """Convert a verdict to plain types. ValueError if that fails, such as for NaN."""
     verdict = Verdict.of(verdict)
     if verdict.status not in get_args(VerdictStatus):
         raise ValueError(f"unknown verdict status {verdict.status!r}")
@@ -167,7 +164,6 @@ async def _serve_async(sock: socket.socket, rewarder: Rewarder) -> None:
 def _understood(
     sock: socket.socket, items: Iterable[wire.ScoreRequest]
 ) -> Iterator[tuple[wire.ScoreRequest, wire.ScoreInput]]:
-    """Yield each request with its arguments; answer malformed ones."""
     for item in items:
         try:
             given = wire.SCORE_INPUT.unpack(item.input)

@@ -1,6 +1,6 @@
 """Alarms of a run, from its metrics: engine against trainer, entropy, scores that collapse, steps that teach nothing.
 
-They are rules of thumb over the steps so far. Except for `algorithm.bounds`, a run itself does nothing about them.
+They are rules of thumb. Except for `algorithm.bounds`, a run does nothing about them.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from spmd_rl.config.sections.algorithm import BoundsConfig
 from spmd_rl.track.run_reader import RunData
 
 WINDOW = 5
-"""Number of steps of each mean."""
+"""Steps of each mean."""
 LOW, HIGH = 0.2, 3.0
-"""Shares of the first steps' entropy, in the mean of the last ones, below and above which there is an alarm."""
+"""Alarms if the mean entropy leaves this band of shares of its first mean."""
 SIGNIFICANT = 3.0
-"""Number of standard errors by which a score must have fallen."""
+"""Standard errors by which a score must have fallen."""
 SLOW = 3.0
-"""Number of median times after which a step is slow."""
+"""Median times after which a step is slow."""
 
 
 def alarms(run: RunData) -> dict[str, str]:
-    """Return the alarms of a run as of its last step, by name; empty without any."""
+    """Return the alarms of a run's last step, by name."""
     if not run.lines:
         return {}
     last, entropy = run.lines[-1], _values(run, "actor/entropy")
@@ -55,7 +55,7 @@ def _collapse(scores: Sequence[float]) -> str:
 
 
 def slow_step(run: RunData, seconds: float) -> str:
-    """Describe a running step that takes much longer than the others did; else return nothing."""
+    """Describe a running step that takes much longer than earlier ones."""
     times = _values(run, "time/total")
     usual = median(times[-20:]) if len(times) >= WINDOW else 0.0
     return f"the step has run for {seconds:.0f} s, usual are {usual:.0f} s" if 0 < SLOW * usual < seconds else ""

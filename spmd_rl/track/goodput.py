@@ -1,16 +1,14 @@
 """Goodput, or ETTR (effective training time ratio): the share of a run's wall time spent on steps that count.
 
-`run.dir/goodput.jsonl` has a line at the end of each stretch of time. Each line is a single write, so that a kill loses
-at most the current stretch, which is lost work in any case:
+`run.dir/goodput.jsonl` has a line at the end of each stretch of time:
 
     {"t": 1731.2, "event": "start"}             the job has started
     {"t": 1740.8, "event": "resume", "step": 0} it continues after step 0: work on later steps is repeated
-    {"t": 1752.4, "event": "step", "step": 1}   so far it worked on step 1: written at its end, and when it is saved
+    {"t": 1752.4, "event": "step", "step": 1}   it worked on step 1: written at its end, and when it is saved
     {"t": 1790.0, "event": "end"}               the run is complete
 
-A stretch is useful if it ends in a `step` that counts. All others are not: starting, restoring, the part of a step
-before the job died, repeated steps, and waiting to be restarted, after a kill or after the planned steps. Evaluations
-and checkpoints belong to their step. Times are those of one clock (`time.time`), whose steps backward are ignored.
+A stretch is useful if it ends in a `step` that counts. Not useful are starting, restoring, the part of a step before
+the job died, repeated steps, and waiting for a restart. Evaluations and checkpoints belong to their step.
 """
 
 import os
@@ -29,34 +27,33 @@ class Line(msgspec.Struct, omit_defaults=True):
     """A line of the file; see the module's docstring."""
 
     t: float
-    """Seconds since the epoch (`time.time`)."""
     event: Literal["start", "resume", "step", "end"]
     step: int = -1
 
 
 @dataclass(slots=True)
 class Account:
-    """The time of a run, useful and total. Pure arithmetic over lines."""
+    """The time of a run, useful and total."""
 
     wall: float = 0.0
-    """Seconds from the first start to the last line."""
+    """Time from the first start to the last line."""
     starts: int = 0
     _steps: dict[int, float] = field(default_factory=dict)
-    """Seconds of each step that counts, by step."""
+    """Seconds of each step that counts."""
     _last: Line | None = None
 
     @property
     def useful(self) -> float:
-        """Seconds of steps that count, each once."""
+        """Seconds of steps that count."""
         return sum(self._steps.values())
 
     @property
     def goodput(self) -> float:
-        """Useful time over wall time, from 0 to 1; 0 before any time has passed."""
+        """Useful time over wall time, from 0 to 1."""
         return min(1.0, self.useful / self.wall) if self.wall > 0 else 0.0
 
     def add(self, line: Line) -> None:
-        """Count the time from the previous line to this one."""
+        """Count the time since the previous line."""
         before, self._last = self._last, line
         # A clock that was set back must not make time negative.
         seconds = max(0.0, line.t - before.t) if before is not None else 0.0
@@ -71,7 +68,7 @@ class Account:
 
 
 def read(directory: Path) -> Account:
-    """Return the account of a run directory; an empty one without a file. Torn lines are skipped."""
+    """Return a run directory's account; empty without a file. Torn lines are skipped."""
     account, path = Account(), directory / FILE
     decode = msgspec.json.Decoder(Line).decode
     for text in path.read_bytes().split(b"\n") if path.exists() else ():
@@ -87,7 +84,7 @@ class Goodput:
     """The account of a run, on the one rank that writes it."""
 
     def __init__(self, directory: Path, began: float, clock: Callable[[], float] = time.time) -> None:
-        """Record the start of the job, at `began` if it is the run's first start. OSError if it cannot be written."""
+        """Record the start of the job, at `began` in a new run. OSError if it cannot be written."""
         self.account = read(directory)
         self._path, self._clock = directory / FILE, clock
         # A torn last line of a killed run must not swallow the next line.
@@ -99,7 +96,7 @@ class Goodput:
         self._note("resume", last)
 
     def step(self, step: int) -> float:
-        """Count the time since the last line as work on `step`; return the goodput of the whole run so far."""
+        """Count the time since the last line as work on `step`; return the goodput so far."""
         self._note("step", step)
         return self.account.goodput
 

@@ -1,4 +1,4 @@
-"""The present of a run: its state, the phase of every rank, and alarms, from the ends of its journals."""
+"""The present of a run: its state, each rank's phase, and alarms, from the ends of its journals."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from spmd_rl.track.timeline import NAMES, read_tail
 
 TAIL_BYTES = 1 << 15
 GONE_SECONDS = 5.0
-"""Seconds without a line of any rank after which a process that does not exist counts as gone."""
+"""Silence of all ranks after which a process that does not exist counts as gone."""
 
 
 def live(run: RunData, now: float | None = None) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""Peak memory of each phase: the accelerator's allocator, else this process's resident set.
+"""Peak memory of each phase, nested ones included: the accelerator's allocator, else this process's resident set.
 
-The peak of a phase includes nested phases. Other processes (the sidecars) and, on an accelerator, the memory of the
-host are not counted.
+Other processes (the sidecars) and, on an accelerator, host memory are not counted.
 """
 
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 
 
 class PhaseMemory:
-    """Watcher of a journal's phases that records the peak memory of each, in bytes."""
+    """Watcher of a journal's phases and their peak memory in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._peak_of_late = resident_peak if device.type == "cpu" else accelerator_peak
@@ -18,7 +17,7 @@ class PhaseMemory:
         self._peaks: dict[str, int] = {}
 
     def enter(self, phase: str) -> None:
-        """Begin a phase, inside those that are open."""
+        """Begin a phase, inside open ones."""
         self._update()
         self._open.append(phase)
 
@@ -41,16 +40,16 @@ class PhaseMemory:
 
 
 def accelerator_peak() -> int:
-    """Return the peak of allocated accelerator memory since the last call, in bytes."""
+    """Return the peak of allocated bytes since the last call."""
     peak = torch.accelerator.max_memory_allocated()
     torch.accelerator.reset_peak_memory_stats()
     return peak
 
 
 def resident_peak() -> int:
-    """Return the peak resident set of this process since the last call, in bytes.
+    """Return this process's peak resident bytes since the last call.
 
-    Without permission to reset the peak it is the present resident set, and 0 without `/proc`.
+    Without permission to reset the peak the present value, and 0 without `/proc`.
     """
     try:
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -20,11 +20,11 @@ from spmd_rl.track.metrics import read_lines
 from spmd_rl.track.results import RESULTS
 
 LOADERS = {"ForSequenceClassification": "SequenceClassification", "ForConditionalGeneration": "ImageTextToText"}
-"""Ends of the auto classes of transformers for architectures other than causal language models."""
+"""Architecture names and auto classes of transformers, other than causal language models."""
 
 
 def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
-    """Describe the run: model, ranks, directory; for generating pipelines also prompts and the arithmetic of a step."""
+    """Describe the run: model, ranks, directory; for generating pipelines also the arithmetic of a step."""
     axes = ", ".join(f"{axis}={size}" for axis, size in cfg.train.used_axes.items())
     ranks, nodes = world_size(), -(-world_size() // world.local_size)
     layout, model, dtype = f"({cfg.train.name}, {axes})", Path(cfg.policy.model), cfg.policy.dtype
@@ -88,9 +88,9 @@ def _evaluation(num_eval: int, eval: EvaluationConfig, steps: int = 0) -> tuple[
 
 
 def footer(run_dir: Path, steps: int) -> str:
-    """Return text on the report and the last checkpoint, how to continue, and how to load the model.
+    """Return text on the report and the last checkpoint, and how to continue and load the model.
 
-    steps: of the run if it has done them all, else 0.
+    steps: of a complete run, else 0.
     """
     lines = [("report", str(run_dir / "report.html"))]
     if (run_dir / RESULTS).exists():
@@ -114,8 +114,7 @@ def footer(run_dir: Path, steps: int) -> str:
 
 
 def interrupted(run_dir: Path) -> str:
-    """Return text on the finished but unsaved steps of an interrupted run, or on the answers that an evaluation keeps,
-    and how to continue it."""
+    """Return text on an interrupted run: unsaved steps or kept answers, and how to continue."""
     if (run_dir / "answers").is_dir():
         return "the answers that have a score are kept\nthe same command asks for the others"
     latest = run_dir / "checkpoints" / "latest"

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one line a step, in step order, reduced over ranks; and one line a step for the terminal."""
+"""`metrics.jsonl`: one line a step, reduced over ranks; and one line a step for the terminal."""
 
 import os
 import time
@@ -11,7 +11,7 @@ import msgspec
 Reduce = Literal["sum", "mean", "max"]
 Values = dict[str, float]
 WARMUP_SCORE = "warmup/score/mean"
-"""Mean score of a warm-up step's demonstrations, kept apart from the policy's own"""
+"""Mean score of a warm-up step's demonstrations"""
 COLUMNS = (
     ("score", "critic/score/mean", "{:.3f}"),
     ("demonstrated score", WARMUP_SCORE, "{:.3f}"),
@@ -31,27 +31,26 @@ COLUMNS = (
     ("tokens/s", "system/tps", "{:.0f}"),
     ("seconds", "time/total", "{:.1f}"),
 )
-"""Numbers of a step's line on the terminal: name, metric and format"""
+"""Name, metric and format of a step's numbers on the terminal"""
 
 
 class MetricsFile:
-    """The metrics file, on rank 0. Example of a line: `{"step":3,"critic/score/mean":0.4,"time/total":12.1}`.
-
-    NaN is written as `null`.
+    """The metrics file, on rank 0, with lines such as `{"step":3,"critic/score/mean":0.4,"time/total":12.1}`; NaN is
+    `null`.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Write one line, in one system call, so that a reader never sees half of it."""
+        """Write one line, in one system call."""
         line = msgspec.json.encode({"step": step} | dict(values)) + b"\n"
         # Unbuffered append: a kill leaves at most whole lines.
         with open(self.path, "ab", buffering=0) as file:
             file.write(line)
 
     def truncate(self, last: int) -> bool:
-        """Drop every line after step `last` and an incomplete last line; return True if the line of `last` exists."""
+        """Drop lines after step `last` and an incomplete last line; return True if the line of `last` exists."""
         if not self.path.exists():
             return False
         kept = [line for line in read_lines(self.path) if line["step"] <= last]
@@ -65,7 +64,7 @@ class MetricsFile:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file up to the first incomplete line; none without a file."""
+    """Yield the objects of a JSONL file up to the first incomplete line."""
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(dict)
@@ -78,8 +77,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def combine(reduce: Reduce, records: Iterable[Mapping[str, float]]) -> Values:
-    """Reduce each key over the ranks that have it, in rank order, so that sums are reproducible."""
+    """Reduce each key over the ranks that have it."""
     columns: dict[str, list[float]] = {}
+    # In rank order, so that sums are reproducible.
     for record in records:
         for key, value in record.items():
             columns.setdefault(key, []).append(value)
@@ -90,16 +90,13 @@ def combine(reduce: Reduce, records: Iterable[Mapping[str, float]]) -> Values:
 
 
 def with_warmup_named(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a step's values; the score of a warm-up step is renamed to that of demonstrations."""
+    """Return a step's values; a warm-up step's score is renamed to that of demonstrations."""
     names = {"critic/score/mean": WARMUP_SCORE} if "warmup/loss" in values else {}
     return {names.get(key, key): value for key, value in values.items()}
 
 
 def describe(step: int, num_steps: int, values: Mapping[str, float | None]) -> str:
-    """Describe a step in one line.
-
-    Example: `14:02:11  step  3/12  score 0.412  val 0.350  greedy 0.812  over 64 prompts  seconds 12.3`.
-    """
+    """Describe a step in one line: `14:02:11  step  3/12  score 0.412  val 0.350  over 64 prompts  seconds 12.3`."""
     values = with_warmup_named(values)
     shown = [f"{name} {form.format(values[key])}" for name, key, form in COLUMNS if values.get(key) is not None]
     width = len(str(num_steps))

@@ -1,7 +1,7 @@
-"""The data of the page of a run: replies to the requests of its script, or all of them embedded in `report.html`.
+"""The data of a run's page: replies to its script's requests, or all of them embedded in `report.html`.
 
-The script's requests are `runs`, `run`, `overview`, `series`, `step`, `trajectories` and `compare`; a server also
-answers `live`.
+The requests are `runs`, `run`, `overview`, `series`, `step`, `trajectories` and `compare`; a server also answers
+`live`.
 """
 
 import re
@@ -25,20 +25,20 @@ TILES = {
     "critic/score/mean": "score, training",
     "val/loss": "loss, held-out",
 }
-"""Metrics shown with their first and last value"""
+"""Metrics with their first and last value"""
 MEANS: dict[str, tuple[str, Callable[[float], str]]] = {
     "time/total": ("per step, mean", duration),
     "system/tps": ("tokens per second, mean", lambda speed: f"{speed:,.0f}"),
     "system/generated_tps": ("generated tokens per second, mean", lambda speed: f"{speed:.3g}"),
     "system/overhead": ("coordination between ranks", lambda share: f"{100 * share:.1f} %"),
 }
-"""Metrics shown with their mean over the steps"""
+"""Metrics with their mean over the steps"""
 _TIMELINE_STEPS = 3
 _SAMPLE_STEPS = 8
 _SAMPLE_BYTES = 256 << 20
-"""Bytes of samples files, all together, among which a report looks for the best and the worst"""
+"""Bytes of samples files that a report reads"""
 _TOKENS = 100_000
-"""Number of tokens whose ids, logprobs and versions a report holds; of further samples it has the texts"""
+"""Tokens whose ids, logprobs and versions a report holds; further samples are texts"""
 
 
 def title(run: RunData) -> str:
@@ -47,14 +47,14 @@ def title(run: RunData) -> str:
 
 
 def files(run: RunData, kind: str) -> dict[int, Path]:
-    """Return the sample files of a run by step. KeyError for a kind outside of `KINDS`."""
+    """Return a run's sample files by step. KeyError for a kind outside of `KINDS`."""
     if kind not in KINDS:
         raise KeyError(f"no kind {kind!r} of samples")
     return dict(merged_files(run.directory / "samples", kind))
 
 
 def summary(name: str, run: RunData) -> dict[str, Any]:
-    """Return the entry of a run in the list of runs."""
+    """Return a run's entry in the list of runs."""
     scores = [points[-1][1] for key in ("val/score/mean", "critic/score/mean") if (points := run.series(key))]
     return {
         "run": name,
@@ -77,7 +77,7 @@ def outline(name: str, run: RunData) -> dict[str, Any]:
 
 
 def overview(run: RunData) -> dict[str, Any]:
-    """Return the reply to `overview`: what the page shows of a run apart from its curves and samples."""
+    """Return the reply to `overview`: all but curves and samples."""
     started = run.launch.get("t")
     return {
         "pipeline": run.about.get("pipeline", "run"),
@@ -106,7 +106,7 @@ def _tiles(run: RunData) -> Iterator[tuple[str, str]]:
 
 
 def samples(run: RunData, kind: str, step: int, limit: int | None = None) -> dict[str, Any]:
-    """Return the reply to `step`: its trajectories, their mean score, and the (ticket, answer) of the marked ones.
+    """Return the reply to `step`: its trajectories, their mean score, and the (ticket, answer) of marked ones.
 
     KeyError if the step has no samples. `limit`: see `rows`.
     """
@@ -122,7 +122,7 @@ def samples(run: RunData, kind: str, step: int, limit: int | None = None) -> dic
 def trajectories(
     run: RunData, kind: str, step: int, places: Collection[tuple[int, int]], limit: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return the reply to `trajectories`: those of a step whose (ticket, answer) is among `places`, in full."""
+    """Return the reply to `trajectories`: those at `places`, (ticket, answer), in full."""
     path = files(run, kind)[step]
     texts = TokenTexts(run.setting("policy.model"))
     chosen = [row for row in rows(path, limit) if (row.ticket, row.answer) in places]
@@ -130,7 +130,6 @@ def trajectories(
 
 
 def _shown(trajectory: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Add numbers of tokens and the pictures, which the log names by their paths in the run directory."""
     contents = (message["content"] for message in trajectory["messages"])
     for part in (part for content in contents if isinstance(content, list) for part in content if "path" in part):
         part["url"] = _picture(folder / "samples", part["path"])
@@ -146,16 +145,15 @@ def _shown(trajectory: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _picture(folder: Path, path: str) -> str | None:
-    """Return the `data:` URL of a picture in a folder of a run; None if the text is no path of one."""
     if not re.fullmatch(r"pictures/[\w-]+\.(png|jpg)", path) or not (folder / path).is_file():
         return None
     return ImagePart.of((folder / path).read_bytes()).url
 
 
 def embedded(run: RunData, steps: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return all replies that a report of a run holds, by request and name of the run.
+    """Return all replies in a report, by request and name of the run.
 
-    steps: those whose samples it has; by default some, evenly spread over the run.
+    steps: those with samples; by default some, evenly spread.
     """
     name, by_step, by_trajectory, room = ".", {}, {}, _TOKENS
     found = outline(name, run)
@@ -183,7 +181,7 @@ def embedded(run: RunData, steps: Sequence[int] | None = None) -> dict[str, Any]
 
 
 def _trim(trajectory: dict[str, Any], room: int) -> int:
-    """Shorten the logprobs of a trajectory, or drop its tokens if there is no room; return the tokens of room left."""
+    """Shorten logprobs, or drop tokens without room. Return the tokens of room left."""
     fits = trajectory["tokens"] <= room
     for segment in trajectory["segments"]:
         for turn in segment["turns"]:
@@ -195,7 +193,7 @@ def _trim(trajectory: dict[str, Any], room: int) -> int:
 
 
 def spread(steps: Sequence[int], count: int) -> list[int]:
-    """Return at most `count` of some steps, evenly spread, with the first and the last."""
+    """Return at most `count` steps, evenly spread, with the first and the last."""
     if len(steps) <= count:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]

@@ -1,7 +1,6 @@
 """`PhaseReporter`: a line on rank 0 during a long phase, such as `starting the engine (35 s)`.
 
-A thread watches the main thread's phase; it meets no other rank, and counts as no progress. It prints nothing while a
-`WaitMessage` is open, which is more specific.
+A thread watches the main thread's phase; it counts as no progress. It prints nothing while a `WaitMessage` is open.
 """
 
 import threading
@@ -18,13 +17,13 @@ WAITS = {
     "save": "writing the checkpoint",
     "eval": "evaluating",
 }
-"""Phases that are always announced when they take long."""
+"""Phases that are announced if long."""
 FIRST_WAITS = {
     "generate": "generating; an engine may compile in the first step",
     "logprobs": "computing logprobs; the trainer may compile in the first step",
     "update": "training; the trainer may compile in the first step",
 }
-"""Phases that are announced in the first step of this process."""
+"""Phases that are announced in this process's first step."""
 
 
 class PhaseReporter:
@@ -36,10 +35,10 @@ class PhaseReporter:
         self._printed = 0.0
         self._closed = threading.Event()
         self.first_step = True
-        """True until the first step of this process ends."""
+        """True until this process's first step ends."""
 
     def start(self, where: Callable[[], str]) -> None:
-        """Start the thread. `where` names the collective that the rank is in, or nothing."""
+        """Start the thread. where: returns the collective that the rank is in, or nothing."""
 
         def look() -> None:
             while not self._closed.wait(1.0):
@@ -54,15 +53,15 @@ class PhaseReporter:
         self._closed.set()
 
     def enter(self, phase: str) -> None:
-        """Begin a phase, inside those that are open."""
+        """Begin a phase, inside open ones."""
         self._open.append((phase, self._clock()))
 
     def exit(self, phase: str) -> None:
-        """End the innermost phase that is open."""
+        """End the innermost open phase."""
         self._open.pop()
 
     def due(self, where: str = "") -> str | None:
-        """Return the line that is due at this moment, if any."""
+        """Return the line that is due now."""
         known = WAITS | FIRST_WAITS if self.first_step else WAITS
         now = self._clock()
         # A copy of the list, since the main thread changes it meanwhile.

@@ -1,7 +1,7 @@
-"""The page that shows runs: one static file, and `report.html`, which is that page with the data of one run inside.
+"""The page that shows runs: one static file, and `report.html`, that page with the data of one run inside.
 
-The page's own script draws everything. Text from a model is data: the script puts it into text nodes, and the content
-security policy allows no other script and no other server.
+The page's script draws everything. Text from a model is data: the script puts it into text nodes, and the content
+security policy allows no other script or server.
 """
 
 import base64
@@ -27,8 +27,8 @@ SCRIPTS = ("dom.js", "charts.js", "overview.js", "trajectory.js", "samples.js", 
 def write_report(directory: Path, steps: Sequence[int] | None = None) -> Path:
     """Write `directory/report.html`, completely or not at all, and return its path.
 
-    steps: those whose samples it shows; by default some, evenly spread over the run. OSError if it cannot be written;
-    ValueError for an invalid file of samples.
+    steps: those with samples; by default some, evenly spread. OSError if it cannot be written; ValueError for an
+    invalid file of samples.
     """
     run, path = read_run(directory), directory / "report.html"
     # The name has process and thread: an exit callback may write the report at the same time.
@@ -42,7 +42,7 @@ def write_report(directory: Path, steps: Sequence[int] | None = None) -> Path:
 
 
 def page(name: str, data: Mapping[str, Any] | None = None) -> str:
-    """Return the page, with its data inside or, without data, as one that asks its server."""
+    """Return the page, with data inside or asking its server."""
     style, script = _parts()
     # Samples could end the script element; as an escape, `<` is the same to a reader of JSON.
     inside = "" if data is None else msgspec.json.encode(data).decode().replace("<", "\\u003c")
@@ -52,7 +52,7 @@ def page(name: str, data: Mapping[str, Any] | None = None) -> str:
 
 
 def policy(asks: bool) -> str:
-    """Return the content security policy of a page that asks its server, or of one with its data inside."""
+    """Return the content security policy of such a page."""
     style, script = map(_source, _parts())
     connect = "connect-src 'self'; " * asks
     return (
@@ -63,11 +63,9 @@ def policy(asks: bool) -> str:
 
 @cache
 def _parts() -> tuple[str, str]:
-    """Return the page's style and its script."""
     script = '"use strict";\n' + "\n".join((FOLDER / name).read_text("utf-8") for name in SCRIPTS)
     return (FOLDER / "page.css").read_text("utf-8"), script
 
 
 def _source(text: str) -> str:
-    """Return the hash by which a policy names a text inside the page: nothing in a sample can have it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

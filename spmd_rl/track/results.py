@@ -1,4 +1,4 @@
-"""Results of an evaluation: `evaluation.json` in its run directory, and a table on the terminal."""
+"""Results of an evaluation: `evaluation.json` in its run directory, and a table."""
 
 import os
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ RESULTS = "evaluation.json"
 
 
 def write_results(directory: Path, found: Mapping[str, Values], about: Mapping[str, Any]) -> None:
-    """Write the numbers by domain, those of all domains as `all`, with `about`: completely or not at all.
+    """Write the numbers by domain, those of all as `all`, with `about`: completely or not at all.
 
-    The numbers of an evaluation with another `about.key` are kept, in a file named by that key.
+    Those of an evaluation with another `about.key` are kept, in a file named by that key.
     """
     draft = (directory / RESULTS).with_suffix(".tmp")
     # No earlier file, or an unreadable one, needs no backup.
@@ -35,7 +35,7 @@ def write_results(directory: Path, found: Mapping[str, Values], about: Mapping[s
 def table(found: Mapping[str, Values]) -> str:
     """Return a line for each domain, and one for all if there are several.
 
-    Columns: domain, prompts, means of greedy and of sampled answers with their 95 % intervals, then `eval.metrics`.
+    Columns: domain, prompts, means of greedy and sampled answers with 95 % intervals, then `eval.metrics`.
     """
     counted = [key for key in found[""] if key.startswith(("pass@", "maj@"))]
     domains = [domain for domain in found if domain] + [""] * (len(found) != 2)

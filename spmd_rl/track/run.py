@@ -40,16 +40,16 @@ from spmd_rl.track.timeline import NAMES
 from spmd_rl.track.trackers import Tracker, check, open_trackers
 
 _CLOSE_TIMEOUT = 3.0
-"""Seconds for which the report and the trackers may delay the end of a failed run."""
+"""Delay of a failed run's end by the report and the trackers, at most."""
 _PARTS_TIMEOUT = 1.0
-"""Seconds for which the end of a failed run waits for the samples of other ranks."""
+"""Wait of a failed run's end for samples of other ranks."""
 PHASES = ("generate", "score", "logprobs", "train", "publish", "checkpoint", "eval", "coordination")
 """Phases whose `time/*` is in every line."""
 _REDUCTIONS: tuple[Reduce, ...] = ("sum", "mean", "max")
 
 
 class Run:
-    """Metrics, samples, trackers and report of one run. `Stateful`: a checkpoint holds the line of its step."""
+    """Metrics, samples, trackers and report of one run. State: the line of the step."""
 
     def __init__(self, cfg: JobConfig, world: World, run_id: str) -> None:
         self.directory = Path(cfg.run.dir)
@@ -65,8 +65,7 @@ class Run:
         self._step: int | None = None
         self._latest = 0
         self.stop_signal = 0
-        """Number of the signal that asked for the end of the run, as of the last step's end; 0 without one. Equal on
-        all ranks."""
+        """Signal that asked for the end of the run, as of the last step's end; 0 without one. Equal on all ranks."""
         self._merging = threading.Lock()
         self._num_started = 0
         self._step_start: float | None = None
@@ -79,8 +78,8 @@ class Run:
     def open(cls, cfg: JobConfig, world: World) -> Iterator["Run"]:
         """[all] Open the run directory: make it, or clean up after a killed run.
 
-        Leaving the context, with or without an exception, writes the report and meets no other rank. UserError if the
-        directory cannot be written or another job uses it.
+        Leaving the context writes the report and meets no other rank. UserError if the directory cannot be written or
+        another job uses it.
         """
         with ExitStack() as stack:
             opened = world.broadcast("track: open", _prepare(cfg, world, stack) if world.rank == 0 else None)  # [all]
@@ -104,7 +103,7 @@ class Run:
                 track._close(clean)
 
     def announce(self, num_train: int, num_eval: int) -> None:
-        """Describe the run on rank 0's terminal, with the numbers of its prompts for training and evaluation."""
+        """Describe the run on rank 0's terminal, with the numbers of its prompts."""
         if self._world.rank == 0:
             tell(messages.header(self._cfg, self._world, num_train, num_eval), lines=True)
 
@@ -122,22 +121,22 @@ class Run:
         self._end(step)  # [all]
 
     def add(self, values: Mapping[str, float], reduce: Reduce | None = None) -> None:
-        """Add values to the step's line. No key may be added twice in a step.
+        """Add values to the step's line, each key once a step.
 
-        With `reduce=None` the values must be equal on all ranks; otherwise they are reduced over the ranks that have
-        the key. The step's `tokens` and `generated_tokens` become `system/tps` and `system/generated_tps`.
+        With `reduce=None` values are equal on all ranks; otherwise they are reduced over the ranks that have the key.
+        `tokens` and `generated_tokens` become `system/tps` and `system/generated_tps`.
         """
         target = self.line if reduce is None else self._local.setdefault(reduce, {})
         assert not target.keys() & values.keys(), f"added twice in a step: {sorted(target.keys() & values.keys())}"
         target.update({key: float(value) for key, value in values.items()})
 
     def log_samples(self, step: int, rows: Iterable[SampleRow]) -> None:
-        """Write this rank's samples of `step`; at most once a step. The end of the step merges those of all ranks."""
+        """Write this rank's samples of `step`, once a step; its end merges those of all ranks."""
         with self._world.phase("track"):
             self._samples.write(step, rows)
 
     def log_eval(self, step: int, rows: Iterable[SampleRow]) -> None:
-        """Write this rank's held-out answers of `step`, as `log_samples` does."""
+        """Write this rank's held-out answers, as `log_samples` does."""
         with self._world.phase("track"):
             self._held_out.write(step, rows)
 
@@ -147,7 +146,7 @@ class Run:
     ) -> Iterator[None]:
         """[all] Log `rows()`, this rank's samples of `step`, after the code inside, even if it raises.
 
-        failure: the reason, alike on all ranks, why the run ends with this step; raised once the samples are saved.
+        failure: why the run ends with this step, alike on all ranks; raised once the samples are saved.
         """
         try:
             yield
@@ -162,7 +161,7 @@ class Run:
             raise failure
 
     def state(self) -> dict[str, Any]:
-        """[all] Return the state for a checkpoint in a step or after it, with the step's line so far."""
+        """[all] Return the state for a checkpoint, with the step's line so far."""
         self._reduce()  # [all]
         if self._goodput:
             # A run that is killed after the save and before the step's end does not repeat the step.
@@ -172,19 +171,17 @@ class Run:
         return {"run": self._cfg.run.name, "id": self._id, "step": self._latest, "line": line}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """[all] Cut metrics and samples back to the checkpoint's step.
-
-        A missing line of that step is written from the state, without times: the process that measured them was killed
-        before it wrote the line.
-        """
+        """[all] Cut metrics and samples back to the checkpoint's step."""
         # Another run may begin from this one's checkpoint, with a new tracker id.
         if state["run"] == self._cfg.run.name:
             self._id = state["id"]
+        # A missing line of that step is written from the state, without times: the process that measured them was
+        # killed before it wrote the line.
         if self._world.rank == 0:
             self._truncate(state["step"], state["line"])
 
     def write_report(self) -> None:
-        """Write `report.html` from the files of the run directory. Any thread may call it; only rank 0 writes."""
+        """Write `report.html`; any thread may call it, only rank 0 writes."""
         if self._world.rank == 0 and self._metrics.path.exists():
             write_report(self.directory)
 
@@ -232,7 +229,7 @@ class Run:
         self._phase_reporter.first_step = False
 
     def _reduce(self) -> None:
-        """[all] Reduce the values of all ranks into the line, and agree on the signal, with one collective."""
+        """[all] Reduce all ranks' values into the line, and agree on the signal, with one collective."""
         asked = self._world.stop.asked() if self._world.rank == 0 else 0
         gathered = self._world.gather("track: metrics", [asked, self._local])
         self.stop_signal, records = gathered[0][0], [local for _, local in gathered]
@@ -253,7 +250,7 @@ class Run:
             line["system/efficiency"] = seconds / (line["time/total"] - line["time/eval"] - line["time/checkpoint"])
 
     def _truncate(self, last: int, line: Values | None) -> None:
-        """Remove everything after step `last`, and write a missing line of `last`; on rank 0."""
+        """Remove everything after step `last`, and write its missing line; on rank 0."""
         self._goodput.resume(last)
         has_line = self._metrics.truncate(last)
         for log in (self._samples, self._held_out):
@@ -262,7 +259,6 @@ class Run:
             self._metrics.append(last, {key: value for key, value in line.items() if key != "tokens"})
 
     def _merge_last(self) -> None:
-        """Merge the samples of an unfinished step, once all ranks have written theirs; on rank 0."""
         if self._world.rank == 0 and (step := self._step) is not None:
             deadline = time.monotonic() + _PARTS_TIMEOUT
             while not self._samples.complete(step) and time.monotonic() < deadline:
@@ -292,7 +288,7 @@ class Run:
 
 
 def _prepare(cfg: JobConfig, world: World, stack: ExitStack) -> dict[str, str | None]:
-    """Make, lock and clean up the run directory; on rank 0. Returns the tracker id of a new run, or an error."""
+    """Make, lock and clean up the run directory; on rank 0. Return the tracker id of a new run, or an error."""
     directory = Path(cfg.run.dir)
     try:
         check(cfg.track)
@@ -331,7 +327,6 @@ def _lock(directory: Path, stack: ExitStack) -> None:
 
 @contextmanager
 def _trace(path: Path) -> Iterator[None]:
-    """Profile the code inside on the CPU and the accelerator, and write the trace, except after an exception."""
     with torch.profiler.profile() as profiler:
         yield
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -346,14 +341,14 @@ def _times(phases: Mapping[str, float], total: float) -> Values:
 
 
 def command_line() -> str:
-    """Return the command line of this run. Example: `torchrun --nproc-per-node 2 -m spmd_rl.rlvr steps=20`."""
+    """Return this run's command line, such as `torchrun --nproc-per-node 2 -m spmd_rl.rlvr steps=20`."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["-m", spec.name] if spec else [sys.argv[0]]
     return shlex.join([*_launcher(), *program, *sys.argv[1:]])
 
 
 def machine() -> str:
-    """Describe this machine. Example: `2 x Intel(R) Xeon(R) Processor, 24 GiB`, with accelerators in front."""
+    """Describe this machine: `2 x Intel(R) Xeon(R) Processor, 24 GiB`, accelerators first."""
     parts = []
     if torch.accelerator.is_available():
         parts.append(f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}")

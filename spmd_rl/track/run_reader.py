@@ -1,4 +1,4 @@
-"""Reads a run directory for the page and for comparisons, during the run or later."""
+"""Reads a run directory for the page and for comparisons."""
 
 import mmap
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from spmd_rl.track.metrics import read_lines, with_warmup_named
 
 Point = tuple[float, float]
 MAX_POINTS = 300
-"""Largest number of points of a curve; a longer one has means over equal ranges of steps."""
+"""Points of a curve; a longer one has means over equal ranges of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +25,24 @@ class RunData:
     directory: Path
     lines: Sequence[dict[str, Any]]
     settings: dict[str, Any]
-    """Settings in `config.yaml`, without `about`"""
+    """`config.yaml` without `about`"""
     about: dict[str, Any]
-    """Pipeline, git revision and package versions"""
     launch: dict[str, Any]
-    """Command, machine and time of the last start; empty if the journal lacks them"""
+    """Command, machine and time of the last start, if in the journal"""
     process: dict[str, Any] = field(default_factory=dict)
-    """Process of rank 0 in the last start: time, host, pid and the number of ranks; empty if the journal lacks it"""
+    """Time, host, pid of rank 0 and number of ranks in the last start, if in the journal"""
 
     def series(self, key: str) -> list[Point]:
-        """Return (step, value) of each line that has a number under `key`."""
+        """Return (step, value) of each line with a number under `key`."""
         return [(line["step"], line[key]) for line in self.lines if isinstance(line.get(key), int | float)]
 
     def curves(self, last: int) -> dict[str, list[Point]]:
-        """Return all series by key for a drawing of steps up to `last`, with six digits; all of them at equal steps."""
+        """Return all series by key, for a drawing of steps up to `last`, with six digits."""
         keys = sorted({key for line in self.lines for key in line} - {"step"})
         return {key: thin(points, last) for key in keys if (points := self.series(key))}
 
     def setting(self, key: str) -> Any:
-        """Return a setting by its dotted key; None if it is missing."""
+        """Return a setting by its dotted key, or None."""
         value: Any = self.settings
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -51,7 +50,7 @@ class RunData:
 
 
 def thin(points: Sequence[Point], last: int) -> list[Point]:
-    """Return a series as at most `MAX_POINTS` means over equal ranges of the steps from 0 to `last`."""
+    """Return a series as at most `MAX_POINTS` means over equal ranges of steps."""
     width = 1 + last // MAX_POINTS
     ranges: dict[float, list[float]] = {}
     for step, value in points:
@@ -60,7 +59,7 @@ def thin(points: Sequence[Point], last: int) -> list[Point]:
 
 
 def read_run(directory: Path) -> RunData:
-    """Read a run directory. UserError, in one line, if it has no run or cannot be read."""
+    """Read a run directory. UserError if it has no run or cannot be read."""
     try:
         settings = saved_config(directory)
     except OSError as error:
@@ -74,7 +73,7 @@ def read_run(directory: Path) -> RunData:
 
 
 def plain_text(content: str | Sequence[dict[str, Any]]) -> str:
-    """Return the content of a logged message as text, with a word for each image."""
+    """Return a logged content as text, with a word for each image."""
     return content if isinstance(content, str) else "\n".join(part.get("text", "[image]") for part in content)
 
 

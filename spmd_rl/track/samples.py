@@ -1,11 +1,8 @@
 """`samples/step-000001.jsonl`: every sample of a step, one JSON object a line, in (ticket, answer) order.
 
-`samples/eval-000010.jsonl` has the held-out answers of an evaluation in the same form. An agent's trajectory is one
-line with all its turns and the environment's replies. If its turns do not continue each other, it is several lines
-(segments), the last of which has the verdict that counts. `python -m spmd_rl view` shows them.
-
-Each rank writes its own samples into a hidden part file, and rank 0 merges the parts once every rank has written. Each
-of these files appears completely or not at all: the next start merges (`recover`) or removes those of a killed run.
+`samples/eval-000010.jsonl` has held-out answers. An agent's trajectory is one line, or several (segments) if its turns
+do not continue each other; the last has the verdict that counts. Each rank writes a hidden part file, and rank 0 merges
+the parts. A file appears completely or not at all: the next start merges (`recover`) or removes those of a killed run.
 """
 
 import heapq
@@ -23,61 +20,52 @@ from msgspec.structs import replace
 from spmd_rl.types import FinishReason, ImagePart, Message
 
 KINDS = ("step", "eval")
-"""Kinds of sample files: samples that a step trains on, and held-out answers."""
+"""Samples that a step trains on, and held-out answers."""
 PICTURES = "pictures"
-"""Folder of the pictures beside the files of samples, each named by a hash of its bytes."""
+"""Folder of pictures, each named by a hash of its bytes."""
 FILES_AT_ONCE = 256
-"""Number of parts that are merged in one pass: a process may open about a thousand files."""
+"""Parts that are merged in one pass: a process may open about a thousand files."""
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class StepRow(msgspec.Struct, omit_defaults=True):
-    """An environment's reply to one answer of an agent, see `AgentStep`."""
+    """An environment's reply, see `AgentStep`."""
 
     observation: str
     reward: float
     state: str
-    """Hash of the state before the answer, as 16 hex digits."""
+    """16 hex digits."""
     action: str | None
-    """Action passed to the environment; None if the answer held none, or more than one."""
     board: str = ""
-    """Drawing of the state after the action, for people alone."""
     metrics: Mapping[str, float] = {}
 
 
 class TurnRow(msgspec.Struct, omit_defaults=True):
-    """One turn of a `SampleRow`: the engine's input and its sampled tokens, as ids and as text.
-
-    The input is never trained on; all sampled tokens are, if the sample is kept.
-    """
+    """One turn of a `SampleRow`. Its input is never trained on; its sampled tokens are, if the sample is kept."""
 
     text: str
     prompt_ids: Sequence[int] | msgspec.Raw
-    """Token ids before the sampled ones, or their JSON."""
+    """Input ids, or their JSON."""
     token_ids: list[int]
-    """Token ids that the engine sampled."""
     logprobs: list[float]
-    """Logprob of each sampled token in the engine, in nats."""
+    """Values of the engine, in nats."""
     versions: list[int]
-    """Policy version that sampled each token."""
     finish_reason: FinishReason
     step: StepRow | None = None
-    """Reply of the environment; None without one."""
     advantage: float | None = None
-    """Advantage of this turn's tokens; None if the sample's applies."""
+    """None if the sample's applies."""
     # Any: msgspec decodes no union of bytes and str.
     pictures: Sequence[Any] = ()
-    """Pictures in the input: encoded bytes, which the log writes as files and names by their paths."""
+    """Encoded pictures of the input, which the log writes as files and names by path."""
 
 
 class SampleRow(msgspec.Struct, omit_defaults=True):
-    """One line of the sample log: a sample from its prompt to its advantage, and why it was trained on or not."""
+    """One line of the sample log."""
 
     ticket: int
     answer: int
     id: str
-    """Id of the sample's prompt."""
     domain: str
     messages: Sequence[Message] | msgspec.Raw
     """Messages of the prompt, or their JSON."""
@@ -85,22 +73,18 @@ class SampleRow(msgspec.Struct, omit_defaults=True):
     turns: list[TurnRow]
     verdict: Mapping[str, Any]
     advantage: float | None
-    """Advantage of the whole answer, or the mean over its tokens if turns have their own; None without one."""
+    """Value of the whole answer, or the mean over its tokens if turns have their own."""
     kept: bool
-    """True if the sample was trained on."""
     reject_reason: str | None
-    """Reason for which it was not; None for a kept sample."""
+    """None for a kept sample."""
     greedy: bool = False
-    """True if it was drawn at temperature 0; written only then."""
     unit: int | None = None
-    """Unit as in `Sample.unit`; written only if it is not the answer's number."""
+    """See `Sample.unit`; written only if it differs from the answer's number."""
     last: bool = True
-    """False, and written, only for a segment of a trajectory that continues in another line."""
+    """False, and written, only for a segment before a trajectory's last."""
 
 
 class _Key(msgspec.Struct, order=True):
-    """The two fields by which lines are sorted."""
-
     ticket: int
     answer: int
 
@@ -109,20 +93,20 @@ _decode_key = msgspec.json.Decoder(_Key).decode
 
 
 class SampleLog:
-    """The files of one kind in the `samples/` directory of a run, as one of `num_ranks` ranks writes them."""
+    """The files of one kind in a run's `samples/`, as one of `num_ranks` ranks writes them."""
 
     def __init__(self, root: Path, rank: int, num_ranks: int, kind: str = "step") -> None:
-        """Take the kind: `step` for the samples that a step trains on, `eval` for held-out answers."""
+        """kind: see `KINDS`, the kinds of sample files."""
         self.root, self._kind = root, kind
         self._rank = rank
         self._num_ranks = num_ranks
 
     def path(self, step: int) -> Path:
-        """Return the path of the file that holds all samples of a step."""
+        """Return the path of a step's samples."""
         return self.root / f"{self._kind}-{step:06d}.jsonl"
 
     def write(self, step: int, rows: Iterable[SampleRow]) -> None:
-        """Write this rank's samples of a step, given in any order, into its part file."""
+        """Write this rank's samples of a step, in any order, into its part file."""
         lines = sorted([(row.ticket, row.answer, _encode(self._with_files(row))) for row in rows])
         part = self._part(step, self._rank)
         draft = part.with_suffix(".tmp")
@@ -131,7 +115,6 @@ class SampleLog:
         os.replace(draft, part)
 
     def _with_files(self, row: SampleRow) -> SampleRow:
-        """Return a row with the paths of its pictures, each of which is written once a run."""
         for turn in row.turns:
             turn.pictures = tuple(self._file(one) if isinstance(one, bytes) else one for one in turn.pictures)
         if not isinstance(row.messages, msgspec.Raw):
@@ -159,20 +142,17 @@ class SampleLog:
         return f"{PICTURES}/{path.name}"
 
     def merge(self, step: int) -> None:
-        """Merge the parts of all ranks into the step's file; on rank 0, after all ranks have written.
-
-        A step without logged samples gets no file.
-        """
+        """Merge all ranks' parts into the step's file; on rank 0, after all have written. No file without samples."""
         parts = [part for rank in range(self._num_ranks) if (part := self._part(step, rank)).exists()]
         if parts:
             self._merge(step, parts)
 
     def complete(self, step: int) -> bool:
-        """Return True if all ranks have written their samples of a step, and none is merged yet."""
+        """Return True if all ranks have written a step's samples, and none is merged."""
         return all(self._part(step, rank).exists() for rank in range(self._num_ranks))
 
     def recover(self) -> None:
-        """Merge each complete set of parts of a killed run, and remove all others; on rank 0, before writing."""
+        """Merge complete sets of parts of a killed run, and remove others; on rank 0, before writing."""
         left: dict[tuple[int, int], list[Path]] = {}
         for path in self.root.glob(f".{self._kind}-*"):
             match = re.fullmatch(rf"\.{self._kind}-(\d+)\.rank-(\d+)-of-(\d+)\.part", path.name)
@@ -187,7 +167,7 @@ class SampleLog:
                 _remove(parts)
 
     def truncate(self, last: int) -> None:
-        """Remove the files of every step after `last`; on rank 0."""
+        """Remove the files after step `last`; on rank 0."""
         for step, path in merged_files(self.root, self._kind):
             if step > last:
                 path.unlink()
@@ -211,7 +191,7 @@ class SampleLog:
 
 
 def merged_files(root: Path, kind: str) -> list[tuple[int, Path]]:
-    """Return the steps and files of all samples of a kind (see `SampleLog`), in step order."""
+    """Return (step, file) of all samples of a kind."""
     found = ((re.fullmatch(rf"{kind}-(\d+)\.jsonl", path.name), path) for path in root.glob(f"{kind}-*.jsonl"))
     return sorted((int(match[1]), path) for match, path in found if match)
 

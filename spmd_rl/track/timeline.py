@@ -1,7 +1,7 @@
-"""The phases of each rank over the last steps, read from the ends of `journal/rank-N.jsonl`, for a timeline.
+"""The phases of each rank over the last steps, from the ends of `journal/rank-N.jsonl`.
 
-Each moment of a phase is of one kind: compute, wait (for other ranks, or idle) or copy. Waits inside a library's own
-collectives (FSDP's, the engine's) are invisible to a journal, and count as compute.
+A moment is compute, wait (for other ranks, or idle) or copy. Waits inside a library's collectives count as compute: a
+journal does not see them.
 """
 
 import re
@@ -14,12 +14,11 @@ from typing import Any
 import msgspec
 
 KINDS = ("compute", "wait", "copy")
-"""Kinds of time"""
 NAMES = {"update": "train", "save": "checkpoint"}
-"""Phases of the journal that have another name in metrics"""
+"""Phases with another name in metrics"""
 MAX_RANKS = 16
 SPANS_ACROSS = 2000
-"""Largest number of spans that a drawing has room for"""
+"""Spans that a drawing has room for"""
 _TAIL_BYTES = 1 << 20
 _BOUNDS = ("start", "step", "enter", "exit", "collective", "collective_done", "kind", "kind_done")
 _decode = msgspec.json.Decoder(dict).decode
@@ -42,7 +41,7 @@ class Span:
 
 
 def read_journals(directory: Path, num_steps: int) -> dict[int, list[Span]]:
-    """Return the spans of the last `num_steps` steps by rank, for at most `MAX_RANKS` ranks."""
+    """Return the spans of the last `num_steps` steps by rank, of at most `MAX_RANKS`."""
     ranks: dict[int, list[Span]] = {}
     found = ((re.fullmatch(r"rank-(\d+)", path.stem), path) for path in directory.glob("rank-*.jsonl"))
     for rank, path in sorted((int(match[1]), path) for match, path in found if match)[:MAX_RANKS]:
@@ -53,7 +52,7 @@ def read_journals(directory: Path, num_steps: int) -> dict[int, list[Span]]:
 
 
 def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
-    """Turn the events of a journal into spans. A nested phase, or kind of time, interrupts the outer one."""
+    """Turn a journal's events into spans. A nested phase, or kind, interrupts the outer one."""
     result: list[Span] = []
     phases: list[str] = []
     kinds: list[str] = []
@@ -77,7 +76,7 @@ def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
 
 
 def seconds_by_kind(row: Iterable[Span]) -> dict[str, float]:
-    """Return the seconds of each kind of time."""
+    """Return the seconds of each kind."""
     seconds = dict.fromkeys(KINDS, 0.0)
     for span in row:
         seconds[span.kind] += span.seconds
@@ -85,9 +84,9 @@ def seconds_by_kind(row: Iterable[Span]) -> dict[str, float]:
 
 
 def timeline_data(directory: Path, num_steps: int) -> list[dict[str, Any]]:
-    """Return the last `num_steps` steps of each rank for the page, with seconds since the first span.
+    """Return each rank's last `num_steps` steps for the page, in seconds since the first span.
 
-    A span is a list of its phase, kind, step, begin and end. One too short to be seen joins the previous one.
+    A span is [phase, kind, step, begin, end]. One too short to be seen joins the previous one.
     """
     ranks = read_journals(directory, num_steps)
     begin = min((row[0].begin for row in ranks.values()), default=0.0)
@@ -106,7 +105,7 @@ def timeline_data(directory: Path, num_steps: int) -> list[dict[str, Any]]:
 
 
 def coalesce(row: Iterable[Span], shortest: float) -> list[Span]:
-    """Join neighbours of one phase and kind; a span shorter than `shortest` seconds joins the previous one."""
+    """Join neighbours of one phase and kind; a span under `shortest` seconds joins the previous one."""
     result: list[Span] = []
     for span in row:
         last = result[-1] if result else None
@@ -119,7 +118,7 @@ def coalesce(row: Iterable[Span], shortest: float) -> list[Span]:
 
 
 def read_tail(path: Path, num_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
-    """Return the events of the last start in the last bytes of a journal."""
+    """Return the events of the last start in a journal's last bytes."""
     with open(path, "rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - num_bytes))

@@ -1,4 +1,4 @@
-"""The text of each token id, from a local `tokenizer.json` of the run's model."""
+"""The text of each token id, from a local `tokenizer.json`."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -16,21 +16,21 @@ BROKEN = "\ufffd"
 
 
 class TokenTexts:
-    """Texts of the tokens of one model. If the tokenizer is missing, `missing` is the reason."""
+    """Texts of one model's tokens. `missing`: why there is no tokenizer."""
 
     def __init__(self, model: str | None) -> None:
         """Load the tokenizer of `model`, a directory or a name of the hub, without downloading."""
         self._tokenizer, self.missing = _load(str(model)) if model else (None, "the run names no model")
 
     def texts(self, ids: Sequence[int]) -> list[str] | None:
-        """Return one text for each id, special tokens too; joined, they are the text of all. None without a tokenizer.
+        """Return one text per id, special tokens included. None without a tokenizer.
 
-        A character of several tokens is given to the last of them.
+        A character of several tokens belongs to the last of them.
         """
         return None if self._tokenizer is None else list(_texts(self._tokenizer, ids))
 
     def add(self, trajectory: dict[str, Any]) -> dict[str, Any]:
-        """Give each turn of a trajectory (`trajectories.whole`) its `prompt` and its `tokens` as texts, or None."""
+        """Give each turn of a trajectory (`trajectories.whole`) its `prompt` and `tokens` as texts, or None."""
         for segment in trajectory["segments"]:
             for turn in segment["turns"]:
                 prompt = self.texts(turn["prompt_ids"])

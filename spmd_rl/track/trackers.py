@@ -1,8 +1,7 @@
 """Experiment trackers, which get each line of `metrics.jsonl` on rank 0. None by default.
 
-`track.wandb=offline` and `track.swanlab=offline` need no account: `wandb sync` and `swanlab sync` send `run.dir/wandb`
-and `run.dir/swanlab` later. `tensorboard --logdir RUN_DIR/tensorboard` shows TensorBoard's event files, and `trackio
-show --project spmd_rl` what `track.trackio=true` has kept.
+`wandb sync` and `swanlab sync` send an offline run's `run.dir/wandb` and `run.dir/swanlab` later. `tensorboard --logdir
+RUN_DIR/tensorboard` shows event files, `trackio show --project spmd_rl` the runs of `track.trackio=true`.
 """
 
 import os
@@ -24,13 +23,12 @@ class Tracker:
     """A service or file format that receives metrics."""
 
     log: Callable[[int, Mapping[str, float], Sequence[Path]], object]
-    """Send the metrics and the PNGs of a finished step: `log(step, values, pictures)`."""
+    """`log(step, values, pictures)`: send a step's metrics and PNGs."""
     close: Callable[[], object]
-    """Flush buffered data and close it."""
 
 
 def check(cfg: TrackConfig) -> None:
-    """Raise a `UserError` if the package of a chosen tracker is not installed."""
+    """Raise UserError if a chosen tracker is not installed."""
     for name in cfg.chosen:
         if find_spec(name) is None:
             raise UserError(f"track.{name} needs a package that is not installed: pip install 'spmd-rl[{name}]'")
@@ -39,7 +37,7 @@ def check(cfg: TrackConfig) -> None:
 def open_trackers(
     cfg: TrackConfig, run_dir: Path, run_id: str, first_step: int, settings: Mapping[str, Any]
 ) -> list[Tracker]:
-    """Open the chosen trackers. `run_id` stays the same after a resume, which begins with `first_step`."""
+    """Open the chosen trackers. run_id: the same after a resume, which begins with `first_step`."""
     trackers = []
     if cfg.wandb != "off":
         trackers.append(wandb(cfg.wandb, run_dir, run_id, settings))
@@ -53,7 +51,7 @@ def open_trackers(
 
 
 def wandb(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> Tracker:
-    """Open a Weights & Biases run, or continue the one of this id."""
+    """Open a Weights & Biases run, or continue this id."""
     import wandb
 
     given = _run(run_dir, run_id, settings) | {"project": os.environ.get("WANDB_PROJECT") or PROJECT}
@@ -62,7 +60,7 @@ def wandb(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) ->
 
 
 def swanlab(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> Tracker:
-    """Open a SwanLab experiment, or continue the one of this id."""
+    """Open a SwanLab experiment, or continue this id."""
     import swanlab
 
     options = {
@@ -77,7 +75,7 @@ def swanlab(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) 
 
 
 def trackio(run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> Tracker:
-    """Open a trackio run, or continue the one of this id: on this machine, or where trackio's variables say."""
+    """Open a trackio run, or continue this id, where trackio's variables say."""
     import trackio
 
     # Its runs have names alone, and those of two directories may be equal.
@@ -93,7 +91,7 @@ def trackio(run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> Tracker:
 
 
 def tensorboard(run_dir: Path, first_step: int) -> Tracker:
-    """Open TensorBoard event files; a resume hides what an earlier process wrote from its first step on."""
+    """Open TensorBoard event files; a resume hides steps from its first on."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard import SummaryWriter
 
@@ -113,7 +111,6 @@ def tensorboard(run_dir: Path, first_step: int) -> Tracker:
 
 
 def _media(image: Callable[[str], Any], values: Mapping[str, float], pictures: Sequence[Path]) -> dict[str, Any]:
-    """Return the line of a step with its pictures, as wandb and SwanLab take them."""
     return {**values, PICTURES: [image(str(path)) for path in pictures]} if pictures else dict(values)
 
 

@@ -1,7 +1,6 @@
 """Reads a file of the sample log: a short entry for each trajectory, and complete trajectories.
 
-A trajectory is one or several lines of the file: its segments (`Sample.last`), the last of which has the verdict. The
-file is read once for the list; complete lines are then read from their offsets.
+A trajectory is one or several lines: its segments (`Sample.last`), the last of which has the verdict.
 """
 
 from collections import defaultdict
@@ -16,13 +15,13 @@ import msgspec
 from spmd_rl.types import SCORED, SUSPECT
 
 STOP = "stop/"
-"""Prefix of a verdict's part whose name, `stop/<reason>`, gives the reason of an episode's end."""
+"""Prefix of a verdict's parts for an episode's end: `stop/<reason>`."""
 SEGMENT = ("answer", "advantage", "kept", "reject_reason", "turns")
-"""Fields of a line that may differ between the segments of a trajectory."""
+"""Fields that may differ between a trajectory's segments."""
 MARKED = 3
-"""Number of the best, of the worst and of the suspect samples of a step."""
+"""Number of best, worst and suspect samples of a step."""
 PREVIEW = 160
-"""Number of characters of a prompt and of an answer in the list."""
+"""Characters of a prompt and of an answer in the list."""
 
 
 class _Step(msgspec.Struct):
@@ -44,8 +43,6 @@ class _Verdict(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """Fields of a line that the list needs."""
-
     ticket: int
     answer: int
     domain: str
@@ -65,35 +62,35 @@ class TrajectoryRow(msgspec.Struct, frozen=True):
 
     ticket: int
     answer: int
-    """Answer number of its first segment."""
+    """Number of its first segment."""
     domain: str
     status: str
     score: float | None
-    """Score of the verdict; None without one."""
+    """None without a score."""
     end: str
-    """Reason of its end: the environment's or the episode's, or that of its last turn."""
+    """Reason of its end: the environment's, the episode's, or its last turn's."""
     turns: int
     tokens: int
-    """Number of tokens that the policy sampled."""
+    """Sampled tokens of the policy."""
     segments: int
     advantage: float | None
-    """Advantage of the whole; for several, the mean over the tokens of all turns."""
+    """Mean over the tokens of all turns."""
     kept: bool
     reject_reason: str | None
     greedy: bool
     suspect: bool
     """True if it was paid and looks like a cheat."""
     version: int | None
-    """Latest policy version that sampled a token."""
+    """Latest version that sampled a token."""
     prompt: str
     text: str
     """Beginning of the last answer, or of an agent's actions; `prompt` is that of the prompt's last message."""
     offsets: tuple[int, ...]
-    """Byte offsets of its segments' lines in the file."""
+    """Byte offsets of its segments' lines."""
 
 
 def rows(path: Path, limit: int | None = None) -> Sequence[TrajectoryRow]:
-    """Return all trajectories of a file, in (ticket, answer) order; with `limit`, those of its first bytes.
+    """Return a file's trajectories, in (ticket, answer) order; with `limit`, those of its first bytes.
 
     OSError; ValueError for an invalid file.
     """
@@ -102,7 +99,7 @@ def rows(path: Path, limit: int | None = None) -> Sequence[TrajectoryRow]:
 
 
 def stamp(path: Path) -> tuple[int, int] | None:
-    """Return modification time and size of a file, which identify its content; None without a file."""
+    """Return a file's modification time and size, which identify its content; None without a file."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -128,7 +125,7 @@ def _rows(path: Path, _: object, limit: int | None) -> Sequence[TrajectoryRow]:
 
 
 def mean_score(listed: Sequence[TrajectoryRow]) -> float | None:
-    """Return the mean score of sampled answers, or of greedy ones if there are no others; None without any score."""
+    """Return the mean score of sampled answers, or of greedy ones if there are no others."""
     scores = [(row.score, row.greedy) for row in listed if row.score is not None]
     # The mean is that of the metrics, which count greedy answers apart.
     counted = [score for score, greedy in scores if not greedy] or [score for score, _ in scores]
@@ -136,9 +133,9 @@ def mean_score(listed: Sequence[TrajectoryRow]) -> float | None:
 
 
 def marked(listed: Sequence[TrajectoryRow]) -> dict[str, list[TrajectoryRow]]:
-    """Return the `best` and the `worst` samples by score, of which none is in both, and `suspect` ones.
+    """Return the `best` and the `worst` samples by score, none of them in both, and `suspect` ones.
 
-    If all scores are equal, `some` has samples in place of the two.
+    If all scores are equal, `some` has samples instead.
     """
     scored = [(row.score, row) for row in listed if row.score is not None]
     falling = sorted(scored, key=lambda pair: -pair[0])
@@ -155,7 +152,7 @@ def marked(listed: Sequence[TrajectoryRow]) -> dict[str, list[TrajectoryRow]]:
 
 
 def _trajectories(lines: Sequence[tuple[int, _Line]]) -> Iterator[list[tuple[int, _Line]]]:
-    """Group the segments of each trajectory. Samples of one unit that are all `last` stay separate: a pair."""
+    """Group each trajectory's segments. Samples of one unit that are all `last` stay separate: a pair."""
     begun: dict[tuple[int, int], list[tuple[int, _Line]]] = defaultdict(list)
     # Lines are in (ticket, answer) order, in which segments of one unit follow each other.
     for offset, line in lines:
@@ -206,7 +203,6 @@ def _advantage(segments: Sequence[tuple[int, _Line]]) -> float | None:
 
 
 def _prompt(line: _Line) -> str:
-    """Return the last message of the prompt; empty for a task of an environment."""
     content = line.messages[-1].get("content") if line.messages else ""
     return _begin(
         content if isinstance(content, str) else " ".join(str(part.get("text", "")) for part in content or [])
@@ -224,8 +220,8 @@ def _begin(text: str) -> str:
 
 
 def whole(path: Path, row: TrajectoryRow) -> dict[str, Any]:
-    """Return everything that the log has of a trajectory: its row, its task, its verdict, and the `segments`, each with
-    its `turns` as in `SampleRow`.
+    """Return everything that the log has of a trajectory: row, task, verdict, and `segments` with their `turns` as in
+    `SampleRow`.
     """
     lines = []
     with open(path, "rb") as file:

@@ -1,6 +1,5 @@
 """The vocabulary of the package: data that passes between stages (`data`) and the interfaces of plug-ins (`plugins`).
-
-Free of torch, so that rewards, environments and sidecars can import it.
+Torch-free.
 """
 
 # ruff: noqa: F401  imported here to be had from `spmd_rl.types`

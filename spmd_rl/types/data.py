@@ -1,7 +1,6 @@
-"""The data vocabulary, from a dataset row to a judged answer.
+"""The data vocabulary, from a dataset row to a judged answer: frozen `msgspec` structs, torch-free.
 
-Frozen `msgspec` structs. Free of torch, so that rewards, environments and sidecars can import them. Ids and floats are
-`array`s. Tensors live in `batch.py`.
+Ids and floats are `array`s. Tensors live in `batch.py`.
 
     Prompt -> Request -> Completion -> Turn (AgentStep) -> Sample -> Group
                                         `-> AnswerInfo -> Verdict
@@ -19,26 +18,24 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 FinishReason = Literal["stop", "length", "abort"]
-"""`stop`: an end-of-sequence token or a stop string came; `length`: the token limit was reached; `abort`: given up."""
+"""`stop`: an end-of-sequence token or a stop string; `length`: the token limit; `abort`: given up."""
 
 VerdictStatus = Literal["ok", "wrong_format", "timeout", "error", "rejected", "unsupported"]
-"""Statuses of a verdict. Only `ok` and `wrong_format` carry a score; the others exclude the sample from its baseline.
-"""
+"""Only `ok` and `wrong_format` carry a score; the others exclude the sample from its baseline."""
 
 MISSING_PACKAGE = "missing_package"
-"""Verdict part that marks an answer as failed for want of a package, which `detail` names."""
+"""Verdict part of an answer that failed for want of a package, named in `detail`."""
 
 UNPROVEN = "unproven"
-"""Verdict part that marks an answer as able to have made the verdict itself."""
+"""Verdict part of an answer that could have made the verdict itself."""
 
 SUSPECT = "suspect"
-"""Verdict part that marks a paid answer as a likely cheat; `detail` says why."""
+"""Verdict part of a paid answer that is a likely cheat; `detail` says why."""
 
 SPEAKER_FIELDS = ("name", "tool_call_id", "tools")
-"""Message fields that are no part of the speaker's text."""
+"""Message fields outside of the speaker's text."""
 
 PICTURE = "<image>"
-"""Mark of a picture in a text, as in verl's and ROLL's rows."""
 
 SCORED: frozenset[str] = frozenset({"ok", "wrong_format"})
 
@@ -52,10 +49,9 @@ class TextPart(Struct, frozen=True, gc=False, tag="text"):
 
 
 class ImagePart(Struct, frozen=True, gc=False, tag="image"):
-    """An image as one part of a message: its encoded bytes, or the path of a file that every rank can read."""
+    """An image as one part of a message: encoded bytes, or a file's path on every rank."""
 
     media_type: str
-    """MIME type such as `image/png`."""
     data: bytes = b""
     path: str = ""
 
@@ -66,25 +62,23 @@ class ImagePart(Struct, frozen=True, gc=False, tag="image"):
 
     @property
     def url(self) -> str:
-        """`data:` URL of the encoded bytes."""
+        """`data:` URL of the bytes."""
         return f"data:{self.media_type};base64,{b64encode(self.data).decode()}"
 
 
 class Message(Struct, frozen=True, gc=False, omit_defaults=True):
-    """One chat message in the form that chat templates take."""
+    """One chat message, as chat templates take it."""
 
     role: str
     content: str | tuple[TextPart | ImagePart, ...]
     fields: str = ""
-    """JSON object with its other fields, which the chat template gets too. The conversation's `tools` are among those
-    of the first message.
-    """
+    """JSON object with its other fields for the chat template. The first message has the conversation's `tools`."""
     is_learnt: bool = True
     """False for an answer that is not trained on (`weight: 0`)."""
 
     @property
     def others(self) -> dict[str, Any]:
-        """Fields other than role and content, by name."""
+        """Fields other than role and content."""
         return json.loads(self.fields) if self.fields else {}
 
     def with_fields(self, fields: Mapping[str, Any]) -> "Message":
@@ -93,14 +87,14 @@ class Message(Struct, frozen=True, gc=False, omit_defaults=True):
         return replace(self, fields=text)
 
     def saying(self, content: str) -> "Message":
-        """Return a message of the same speaker that says `content` and nothing else."""
+        """Return a message of the same speaker with this content alone."""
         about = {name: value for name, value in self.others.items() if name in SPEAKER_FIELDS}
         # Tool calls and reasoning belong to the old content.
         return replace(self, content=content).with_fields(about)
 
     @property
     def text(self) -> str:
-        """Joined text of all parts. ValueError if one of them is an image."""
+        """Joined text of all parts. ValueError for an image."""
         if isinstance(self.content, str):
             return self.content
         if any(isinstance(part, ImagePart) for part in self.content):
@@ -109,7 +103,7 @@ class Message(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def plain_text(self) -> str:
-        """Text of all parts, with `<image>` for each picture."""
+        """Text of all parts, `<image>` for pictures."""
         if isinstance(self.content, str):
             return self.content
         return "".join([part.text if isinstance(part, TextPart) else PICTURE for part in self.content])
@@ -122,7 +116,7 @@ class Message(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def openai_content(self) -> str | list[dict[str, Any]]:
-        """Content in OpenAI's form: a text, or parts in which a picture is a `data:` URL."""
+        """Content in OpenAI's form: a text, or parts with pictures as `data:` URLs."""
         if isinstance(self.content, str):
             return self.content
         return [
@@ -137,17 +131,17 @@ class Prompt(Struct, frozen=True):
     """One problem of a dataset. Example: `Prompt("9f..", (Message("user", "2+2?"),), "math", "4")`."""
 
     id: str
-    """32 hex digits: blake2b-128 of the normalised content (`data.prompts.content_id`), or the row's own `id`."""
+    """32 hex digits: blake2b-128 of the normalised content (`data.prompts.content_id`), or the row's `id`."""
     messages: tuple[Message, ...]
     domain: str
     """Name of the rewarder: `reward.<domain>`."""
     ground_truth: str
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Other values of the row or generator (plain JSON), which the rewarder gets unchanged."""
+    """Other values of the row (plain JSON), passed to the rewarder."""
     priority: float = 0.0
-    """Priority within a step: higher values are generated first."""
+    """Higher values are generated first."""
     where: str = ""
-    """File and line, or name and index, of its row, for error messages."""
+    """Source of its row, for error messages."""
 
     @property
     def pictures(self) -> tuple[ImagePart, ...]:
@@ -156,15 +150,15 @@ class Prompt(Struct, frozen=True):
 
 
 class Conversation(Struct, frozen=True, gc=False):
-    """A whole conversation, or a text and its context. Only the assistant's messages are trained on."""
+    """A conversation, or a text and its context. Only the assistant's messages are trained on."""
 
     messages: tuple[Message, ...]
     num_given: int = 0
-    """Number of leading messages that form the prompt and are never trained on, even the assistant's."""
+    """Number of leading messages that form the prompt and are never trained on."""
     is_plain: bool = False
-    """True for texts that are concatenated without a chat template."""
+    """True for texts without a chat template."""
     borders: tuple[int, ...] = ()
-    """Character offsets in the last message at which its second and later steps begin."""
+    """Character offsets of the second and later steps in the last message."""
 
     @property
     def prompt(self) -> tuple[Message, ...]:
@@ -172,21 +166,19 @@ class Conversation(Struct, frozen=True, gc=False):
         return self.messages[: self.num_given]
 
     def in_steps(self, separator: str) -> "Conversation":
-        """Return the conversation with a step boundary after each separator in its last message."""
+        """Set a step boundary after each separator in the last message."""
         found = re.finditer(f"(?:{re.escape(separator)})+(?=.)", self.messages[-1].text, re.DOTALL)
         return replace(self, borders=tuple(one.end() for one in found))
 
 
 class Example(Struct, frozen=True, gc=False):
-    """One row of a supervised dataset: the conversations that belong together."""
+    """One row of a supervised dataset."""
 
     conversations: tuple[Conversation, ...]
     values: tuple[float, ...] = (0.0,)
-    """Margin by which the first of a pair should be better. For a single answer, 1 for each right step and 0 for each
-    wrong one.
-    """
+    """Margin of a pair; for a single answer, 1 or 0 for each right or wrong step."""
     first: int = 0
-    """Answer number of the first conversation. In pairs, 0 is chosen and 1 is rejected."""
+    """Answer number of the first conversation: in pairs, 0 is chosen and 1 rejected."""
 
 
 class Request(Struct, frozen=True, gc=False):
@@ -196,38 +188,35 @@ class Request(Struct, frozen=True, gc=False):
     prompt_ids: array  # 'i'
     max_new_tokens: int
     temperature: float
-    """Sampling temperature; 0 is greedy, with the logprobs of temperature 1."""
+    """0 is greedy, with the logprobs of temperature 1."""
     seed: int
     """64-bit seed. Token t of the answer, counted from its first partial token, is drawn from (seed, t), so that
     neither batching, placement nor interruptions change it. (vLLM draws from a stream for each request.)
     """
     order: tuple[int, ...] = ()
-    """(ticket, answer, turn): waiting requests are admitted in this order."""
+    """(ticket, answer, turn), the order of admission."""
     stop_ids: tuple[int, ...] = ()
-    """Token ids that end the answer; the sampled stop token is kept as its last token."""
+    """Token ids that end the answer; the sampled one is kept."""
     stop: tuple[str, ...] = ()
-    """Texts that end the answer; the token that completes one is kept as its last token."""
+    """Texts that end the answer; the completing token is kept."""
     num_begun: int = 0
-    """Number of trailing `prompt_ids` that already belong to the interrupted answer; a stop string may begin in them.
-    """
+    """Number of trailing `prompt_ids` that belong to the interrupted answer; a stop string may begin in them."""
     top_k: int = 0
-    """Number of most likely tokens to draw from; 0: all. Unused in greedy requests."""
+    """Most likely tokens to draw from; 0: all. Ignored if greedy."""
     top_p: float = 1.0
-    """Probability share: after `min_p` and `top_k`, draw from the fewest tokens that reach it. Below 1 only with a
-    `top_k`.
-    """
+    """After `min_p` and `top_k`, draw from the fewest tokens that reach this probability. Below 1 only with `top_k`."""
     min_p: float = 0.0
-    """Least probability of a candidate relative to the most likely token. Above 0 only with a `top_k`."""
+    """Least probability relative to the most likely token. Above 0 only with `top_k`."""
     priority: float = 0.0
-    """Admission priority, compared before `order`; higher is earlier."""
+    """Compared before `order`; higher is earlier."""
     cache: str = ""
-    """Name of the prefix cache: only requests of one name share keys and values of equal prompt beginnings."""
+    """Only requests with the same name share a prefix cache."""
     pictures: tuple[bytes, ...] = ()
-    """Encoded pictures of `prompt_ids`, in the order of their ids (`types.pictures`)."""
+    """Encoded pictures of `prompt_ids`, in order (`types.pictures`)."""
 
     @property
     def queue_key(self) -> tuple[float, tuple[int, ...]]:
-        """Sort key of the admission queue; the least is next."""
+        """Sort key of admission, ascending."""
         return -self.priority, self.order
 
     @property
@@ -237,12 +226,12 @@ class Request(Struct, frozen=True, gc=False):
 
     @property
     def truncated(self) -> bool:
-        """True if candidates are cut off; logprobs are then those of the renormalised rest."""
+        """True if candidates are cut off; logprobs are then renormalised."""
         return self.top_k > 0 and self.temperature > 0
 
 
 class CandidateIds(Struct, frozen=True, gc=False):
-    """The candidates that each sampled token was drawn from, where `top_k`, `top_p` or `min_p` cut off all others."""
+    """The candidates of each sampled token after `top_k`, `top_p` or `min_p`."""
 
     counts: array  # 'i', one per sampled token
     ids: array  # 'i', token ids, ascending for each sampled token, end to end
@@ -260,15 +249,15 @@ class Completion(Struct, frozen=True, gc=False):
     versions: array  # 'i', policy version that sampled each token
     finish_reason: FinishReason
     candidate_ids: CandidateIds | None = None
-    """Candidates of each token; None if each was drawn from the whole vocabulary."""
+    """None: the whole vocabulary."""
     experts: array | None = None  # 'h', equally many for each of `token_ids`
-    """Experts of a mixture, layer by layer, to which each sampled token was routed when fed; -1 for the last token,
-    which was never fed. None: not recorded.
+    """Experts of a mixture, layer by layer, to which each sampled token was routed; -1 for the last token, which was
+    never fed. None: not recorded.
     """
 
 
 class Turn(Struct, frozen=True, gc=False):
-    """One exchange of a rollout: the tokens added to the context since the last turn, and the policy's answer."""
+    """One exchange of a rollout: tokens added to the context, and the policy's answer."""
 
     prompt_ids: array  # 'i': tokens appended by us (turn 0: the rendered prompt); never trained on
     token_ids: array  # 'i': tokens the policy sampled, trained on
@@ -276,36 +265,29 @@ class Turn(Struct, frozen=True, gc=False):
     versions: array  # 'i'
     finish_reason: FinishReason
     text: str = ""
-    """Text of the sampled tokens without special ones; includes a stop string that ended the turn."""
+    """Sampled text without special tokens; includes a stop string."""
     candidate_ids: CandidateIds | None = None
-    """Candidates of each token, as in `Completion.candidate_ids`."""
     step: "AgentStep | None" = None
-    """Environment's reply to this answer; None outside of environments."""
     experts: array | None = None  # 'h'
-    """Experts of each token, as in `Completion.experts`."""
     pictures: tuple[bytes, ...] = ()
-    """Encoded pictures of `prompt_ids`, in the order of their ids (`types.pictures`)."""
 
 
 class AgentStep(Struct, frozen=True, gc=False):
-    """An environment's reply to one answer, reduced to the fields of training, metrics and the sample log."""
+    """An environment's reply to one answer, for training, metrics and the sample log."""
 
     observation: str
-    """Text returned by the environment."""
     reward: float
-    """Reward of this step, penalties included."""
     state: int
-    """64-bit hash of the state before the answer; GiGPO groups equal states by it."""
+    """64-bit hash of the state before the answer, for GiGPO."""
     action: str | None = None
-    """Action passed to the environment; None if the answer held none, or more than one."""
+    """None without exactly one in the answer."""
     metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """`info["metrics"]` of the environment, such as `action_is_valid`."""
     board: str = ""
-    """View of the world after the step for people, if it differs from the observation."""
+    """View of the world for people, if it differs from the observation."""
 
 
 class AnswerInfo(Struct, frozen=True, gc=False):
-    """Facts about an answer that a rewarder gets with its text."""
+    """Facts about an answer for its rewarder."""
 
     num_tokens: int
     finish_reason: FinishReason
@@ -318,19 +300,15 @@ class Verdict(Struct, frozen=True, gc=False):
     status: VerdictStatus
     score: float = 0.0
     parts: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """Named terms of the score, logged for each domain."""
     detail: str = ""
-    """One-line reason for `timeout`, `error`, `rejected` and `unsupported`; optional for scored verdicts."""
+    """One-line reason of a status without a score; else optional."""
     traceback: str = ""
-    """Traceback of the rewarder's exception, for `error`: several lines."""
     answer: str = ""
-    """Normalised result that was judged, on which answers vote in `maj@k`. Empty without such a result, or if it cannot
-    occur twice.
-    """
+    """Normalised result, on which answers vote in `maj@k`; empty without one, or if it cannot occur twice."""
 
     @classmethod
     def of(cls, found: Any) -> "Verdict":
-        """Convert a rewarder's return value to a verdict: a `Verdict`, a number, or a dict with `score`.
+        """Convert a rewarder's return value: a `Verdict`, a number, or a dict with `score`.
 
         A dict's other numbers become `parts`, its `answer` the verdict's. TypeError for anything else.
         """
@@ -353,38 +331,36 @@ class Verdict(Struct, frozen=True, gc=False):
 
 
 class Sample(Struct, frozen=True, gc=False):
-    """One finished rollout: all its turns and its verdict."""
+    """One finished rollout: its turns and verdict."""
 
     ticket: int
     answer: int
     turns: tuple[Turn, ...]
     verdict: Verdict
     greedy: bool = False
-    """True for a sample drawn at temperature 0: a baseline for the others, never trained on."""
+    """True for a baseline drawn at temperature 0, never trained on."""
     unit: int | None = None
-    """Number shared by samples of a ticket that train in one micro-batch of one data shard: the answers of a preference
-    pair, or the segments of one trajectory. None: the sample's `answer`.
+    """Number shared by samples of a ticket that train in one micro-batch of one data shard: a preference pair, or the
+    segments of one trajectory. None: the sample's `answer`.
     """
     last: bool = True
-    """False for all segments of a trajectory except the last, which counts as its answer and score."""
+    """False for a trajectory's segments before the last, which counts as its answer and score."""
     targets: tuple[float, ...] = ()
-    """Numbers of a written row that its loss compares with: the reference's logprob of the answer, in nats; the margin
-    of a chosen answer; or a label for each turn.
-    """
+    """Numbers of a written row for its loss: the reference's logprob in nats, a margin, or a label for each turn."""
 
     @property
     def key(self) -> tuple[int, int]:
-        """Sort key (ticket, answer) of all samples, independent of rank and arrival."""
+        """Sort key (ticket, answer), independent of rank."""
         return (self.ticket, self.answer)
 
     @property
     def unit_number(self) -> int:
-        """Unit of the sample: `unit`, else `answer`."""
+        """`unit`, by default the sample's `answer`."""
         return self.answer if self.unit is None else self.unit
 
 
 class Group(Struct, frozen=True):
-    """The samples of one prompt that are compared with each other, in answer order."""
+    """The samples of one prompt, in answer order."""
 
     prompt: Prompt
     ticket: int
@@ -392,7 +368,7 @@ class Group(Struct, frozen=True):
 
 
 def concat(arrays: Sequence[array], typecode: str) -> array:
-    """Return one array of all elements in order."""
+    """Return one array of all elements."""
     out = array(typecode)
     for part in arrays:
         out.extend(part)
@@ -407,7 +383,7 @@ _FIELD = re.compile(
 
 
 def unknown_fields(template: str, known: Sequence[str]) -> list[str]:
-    """Return each field `{name}` of a template, with its braces, that is not among the `known` names, once.
+    """Return each field `{name}` of a template that is not among the `known` names, with braces, once.
 
     Other braces, LaTeX's included, are plain text.
     """

@@ -34,9 +34,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(payload: bytes | memoryview, kind: Any) -> Any:
-    """Decode the output of `pack` as a `kind`. Other bytes raise a `MsgspecError`, ValueError, TypeError or
-    LookupError.
-    """
+    """Decode the output of `pack`. MsgspecError, ValueError, TypeError or LookupError for other bytes."""
     # msgspec reports its own mistakes as MsgspecError, but `_decode_array` indexes and builds arrays: bad typecodes and
     # empty payloads raise built-in errors.
     return _decoder(kind).decode(payload)

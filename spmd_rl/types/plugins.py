@@ -1,4 +1,4 @@
-"""Interfaces of plug-ins and of the sidecar services that they use: rewarders, environments, the sandbox, HTTP."""
+"""Interfaces of plug-ins and of their sidecar services: rewarders, environments, the sandbox, HTTP."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,11 @@ from spmd_rl.types.data import AnswerInfo, Prompt, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A rank's position on its node, for sidecar clients."""
+    """A rank's position on its node."""
 
     rank: int
     local_rank: int
     address: str
-    """ZMQ address of the node's sidecar host, the same on every rank of the node."""
 
 
 class Rewarder(Protocol):
@@ -25,27 +24,25 @@ class Rewarder(Protocol):
     `score` may also return a number, or a dict with `score`. See `rewards/` for examples. Optional methods:
 
     * `cheats(prompt)` yields (name, answer) pairs that solve nothing and `gold(prompt)` returns the right answer; an
-      audit scores both. `suspect(prompt, answer)` returns why a paid answer looks like a cheat, or an empty text; a run
-      counts these.
+      audit scores both. `suspect(prompt, answer)` returns why a paid answer looks like a cheat, or an empty text.
     * `unsupported(prompt)` returns why no answer to a row can be judged, or an empty text. A run skips such rows.
     * `score_batch(prompts, answers, infos)` scores up to `max_batch` answers at once.
-    * `start()` loads what is heavy. It runs only in the process that scores; the checks of settings call the
-      constructor.
+    * `start()` loads what is heavy. It runs only in the process that scores, unlike the constructor.
     """
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Judge one answer. An exception becomes an `error` verdict, never a zero."""
+        """Judge one answer. An exception becomes an `error` verdict, not a zero."""
         ...
 
     @classmethod
     def examples(cls) -> Iterable[tuple[Prompt, str, float]]:
-        """Gold and wrong answers with the score each must get; a test runs them."""
+        """Gold and wrong answers with their expected scores, for a test."""
         ...
 
 
 LostReason = Literal["timeout", "error", "lost"]
-"""Reasons for the loss of a session: a deadline passed; the environment raised or returned no valid reply; or its
-worker, host or lease is gone.
+"""Reasons of a lost session: a deadline passed; the environment raised or returned no valid reply; its worker, host or
+lease is gone.
 """
 
 
@@ -57,9 +54,7 @@ class EnvReply(Struct, frozen=True, gc=False):
     terminated: bool = False
     truncated: bool = False
     info: Mapping[str, Any] = {}
-    """Plain JSON values listed in `Environment`."""
     pictures: tuple[bytes, ...] = ()
-    """Pictures of the observation, as PNG or JPEG."""
 
     @property
     def done(self) -> bool:
@@ -68,29 +63,27 @@ class EnvReply(Struct, frozen=True, gc=False):
 
 
 class SessionLost(Exception):
-    """Failure of an environment before its episode was over. The trajectory can be played again."""
+    """Failure of an environment within an episode, which can be played again."""
 
     def __init__(self, reason: LostReason, detail: str, traceback: str = "") -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
-        """Reason of the failure, one line."""
         self.traceback = traceback
-        """Traceback of the environment's own code, if it raised."""
 
 
 class Session(Protocol):
-    """One episode of an environment in this or another process."""
+    """One episode of an environment."""
 
     reply: EnvReply
-    """Latest reply of `reset` or `step`. `info["exhausted"]`: a finite set of tasks is used up."""
+    """Latest reply. `info["exhausted"]`: a finite set of tasks is used up."""
 
     async def step(self, action: str) -> EnvReply:
-        """Act. SessionLost if the environment fails, hangs or is gone; from then on each step raises it."""
+        """Act. SessionLost, from then on in each step, if the environment fails, hangs or is gone."""
         ...
 
     async def close(self) -> None:
-        """End the episode and free its place. May be called twice; never raises."""
+        """End the episode and free its place; idempotent, never raises."""
         ...
 
 
@@ -100,14 +93,14 @@ class Environment(Protocol):
     `reset(seed)` makes the same world for the same seed in every process and leaves global generators alone. `info` may
     hold these plain JSON values:
 
-    * at reset: `instruction`, the rules, shown before the first observation; `tools`, a list of functions in OpenAI's
-      schema, whose calls are then the actions; `suffix`, shown once with the observation and not kept;
+    * at reset: `instruction`, the rules, shown before the first observation; `tools`, functions in OpenAI's schema,
+      whose calls are then the actions; `suffix`, shown once with the observation and not kept;
     * at each step: `metrics` by name (`success`, `action_is_valid`, `action_is_effective`), and `metrics_agg_mode`, the
-      aggregation of each over the episode (`mean`, `last`, `sum`, `max`; default `mean`); `role` of the message that
-      shows the observation (default: `tool` if there are tools, else `user`);
-    * at both: `state_key`, equal for equal states (default: the observation), `board`, a text for people alone, and
-      `pictures`, a list of pictures that are part of the observation: the bytes of a file, or an array of 8-bit RGB,
-      [height, width, 3]. They are shown where the observation has `<image>`, else before it.
+      aggregation of each over the episode (`mean`, `last`, `sum`, `max`; default `mean`); `role` of the message with
+      the observation (default: `tool` if there are tools, else `user`);
+    * at both: `state_key`, equal for equal states (default: the observation), `board`, a text for people, and
+      `pictures` of the observation: the bytes of files, or arrays of 8-bit RGB, [height, width, 3], shown at `<image>`
+      in the observation, else before it.
     """
 
     def reset(self, seed: int) -> tuple[str | None, dict[str, Any]]:
@@ -117,7 +110,7 @@ class Environment(Protocol):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Act: (observation, reward, terminated, truncated, info).
 
-        An empty action means an answer without a valid one. An exception ends this trajectory alone.
+        An empty action: the answer held no valid one. An exception ends this trajectory alone.
         """
         ...
 
@@ -126,13 +119,13 @@ class Environment(Protocol):
         ...
 
     def solution(self) -> list[str] | None:
-        """Return actions that lead from here to the goal, or None. Optional: for demonstrations."""
+        """Return actions that lead to the goal, or None. Optional: for demonstrations."""
         ...
 
 
 RunEnd = Literal["exit", "signal", "cpu", "wall", "output"]
 """Ends of untrusted code: by itself, by a signal, or over its limit of processor time, wall time or output. `wall` ends
-code that sleeps; `cpu` ends code that computes.
+code that sleeps; `cpu` code that computes.
 """
 
 
@@ -143,17 +136,17 @@ class RunLimits:
     cpu_seconds: int = 4
     """Processor time of each process."""
     wall_seconds: float = 9.0
-    """Seconds that the code may sleep. Code that computes may take five times as long, for a machine under load."""
+    """Time that the code may sleep. Code that computes may take five times as long, for a machine under load."""
     memory_bytes: int = 512 << 20
-    """Address space of each process beyond the interpreter's own."""
+    """Address space beyond the interpreter's."""
     disk_bytes: int = 16 << 20
-    """Size of all files together, which live in memory for the run; 0: no file can be written."""
+    """Size of all files, which are in memory; 0: none can be written."""
     processes: int = 1
-    """Number of processes, threads included, each with its own memory. 1: no second process, but up to 64 threads."""
+    """Processes, threads included, each with its own memory. 1: no second process, but up to 64 threads."""
     output_bytes: int = 16 << 20
     """Limit of stdout, and of stderr, each."""
     message_bytes: int = 64 << 20
-    """Size of a return value that the code may pass to its tests, as JSON. A larger one fails the test."""
+    """JSON size of a return value to the tests. A larger one fails the test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +159,9 @@ class RunResult:
     stdout: str
     stderr: str
     seconds: float
-    """Wall time of the run, in seconds."""
     cpu_seconds: float = 0.0
-    """Processor time of all its ended processes."""
     is_text: bool = True
-    """A mark that stdout is UTF-8. Other bytes are U+FFFD in it."""
+    """True if stdout is UTF-8; other bytes are U+FFFD."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,26 +169,23 @@ class CheckResult:
     """Result of tests of untrusted code."""
 
     end: RunEnd
-    """End of the untrusted code. `exit` too if it outlived the tests; `wall` if there is no verdict."""
+    """`exit` too if the code outlived the tests; `wall` if there is no verdict."""
     passed: tuple[bool, ...]
-    """Outcome of each test, or of each source of code that did not load. Empty if the tests timed out or are
-    unsupported.
-    """
+    """Outcome of each test, or of each source that did not load. Empty if the tests timed out or are unsupported."""
     detail: str = ""
-    """One-line reason for the first failed test."""
     unsupported: str = ""
-    """Feature of the tests' text that no plain value can provide; the same for every code."""
+    """Feature of the tests that no plain value can provide; the same for every code."""
 
 
 class Sandbox(Protocol):
     """An isolated system for untrusted Python, without host files, network, environment or other processes.
 
-    RuntimeError from a method means that the sandbox or the tests failed, never the code: its failures are failed tests
-    or runs. All methods block. See `sandbox/` for the isolation.
+    RuntimeError from a method: the sandbox or the tests failed, not the code, whose failures are failed tests or runs.
+    All methods block. See `sandbox/` for the isolation.
     """
 
     def use(self, python: str) -> None:
-        """Run code with another interpreter from now on, given by path or name. RuntimeError if it cannot be used."""
+        """Run code with another interpreter from now on, by path or name. RuntimeError if unusable."""
         ...
 
     def run(self, code: str, stdin: str = "", limits: RunLimits = ...) -> RunResult:
@@ -218,8 +206,8 @@ class Sandbox(Protocol):
         `tests`: sources, each a script (one test) or a file of pytest or unittest. Names that they neither define nor
         import from elsewhere than `solution` are the code's. They run in a separate process, which gets only plain
         values from the code; a test that needs more fails. `prelude`: trusted source that both run first. `entry`: a
-        name that is the code's even if the prelude or a builtin has it too. A source that uses nothing of the code is a
-        RuntimeError. `unproven`: run the tests in the code's process, where it can forge their outcome.
+        name that is the code's even if the prelude or a builtin has it too. RuntimeError for a source that uses nothing
+        of the code. `unproven`: run the tests in the code's process, where it can forge their outcome.
         """
         ...
 
@@ -231,28 +219,27 @@ class Http(Protocol):
         """Return the reply's JSON. Retries, with growing pauses, while the server is unreachable or busy (429, 5xx).
 
         TimeoutError: no reply in time. ConnectionError: none after all attempts. ValueError: the server refused the
-        request (another status), or its reply is too long or not JSON.
+        request, or its reply is too long or not JSON.
         """
         ...
 
 
 class Environments(Protocol):
-    """Non-blocking sessions with the sidecar's environments, for the rollout."""
+    """Non-blocking sessions with the sidecar's environments."""
 
     outstanding: int
-    """Number of resets and steps without a reply yet."""
 
     async def reset(self, tag: str, seed: int, held_out: bool = False, solve: bool = False) -> Session:
-        """Begin an episode of `env.<tag>`; may wait until another ends. SessionLost if that fails.
+        """Begin an episode of `env.<tag>`; may wait for a free place. SessionLost if that fails.
 
-        held_out: use its `eval_args`. solve: add the environment's `solution()` to each reply as `info["solution"]`.
+        held_out: use `eval_args`. solve: add `solution()` to each reply as `info["solution"]`.
         """
         ...
 
 
 class Scorer(Protocol):
-    """Non-blocking judgement of one answer by the sidecar, for the rollout."""
+    """Non-blocking judgement of answers by the sidecar."""
 
     async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Judge one answer. Failures of the sample or the sidecar are verdicts, never exceptions."""
+        """Judge one answer. Failures of the sample or the sidecar are verdicts."""
         ...

@@ -1,4 +1,4 @@
-"""Advantage estimators by name: for whole answers, for steps of agents and for tokens. Each name is in one of these."""
+"""Advantage estimators by name: for whole answers, for steps of agents and for tokens."""
 
 from spmd_rl.algo.advantages.group import (
     dr_grpo,

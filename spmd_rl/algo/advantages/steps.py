@@ -1,7 +1,7 @@
 """Advantages of agents, where each step of a trajectory is a sample with a separate reward.
 
-`Scored.scores` are the rewards of the steps; `trajectories` and `steps` hold where each belongs. Where these are None,
-a sample is a trajectory of one step. Steps without a score are skipped; discounts use the true distance of the others.
+`Scored.scores` are the rewards of the steps. Where `trajectories` and `steps` are None, a sample is a trajectory of one
+step. Steps without a score are skipped; discounts use the true distance of the others.
 """
 
 from dataclasses import replace
@@ -15,15 +15,15 @@ from spmd_rl.algo.inputs import Scored
 
 
 def starpo(scored: Scored, *, norm_std: bool, norm_over_steps: bool) -> Tensor:
-    """Compare the return of a trajectory with the other trajectories of its group, for all of its steps. The authors'
-    runs also have `kl_coef=0.001` and `entropy_coef=0.001`, which are 0 by default.
+    """Compare a trajectory's return with those of its group, for all of its steps. The authors' runs also have
+    `kl_coef=0.001` and `entropy_coef=0.001`; the defaults are 0.
 
         R(tau) = sum_t r_t;   A = (R - mean(R_g)) / (std(R_g) + 1e-6)
 
     Source: RAGEN (arXiv 2504.20073, StarPO with GRPO).
-    Keys: `norm_std`: divide by the standard deviation; `norm_over_steps`: a trajectory counts in mean and deviation as
-    often as it has steps (false: once, so that long ones do not weigh more).
-    Use: agentic runs with a reward at the end. A group of one trajectory gets 0.
+    Keys: `norm_std`: divide by the standard deviation; `norm_over_steps`: in mean and deviation a trajectory counts
+    once per step (false: once).
+    Use: a reward at the end. A group of one gets 0.
     """
     trajectories, index = torch.unique(_trajectories(scored), return_inverse=True)
     totals = torch.zeros(len(trajectories), dtype=scored.scores.dtype).index_add(0, index, scored.scores)
@@ -34,13 +34,13 @@ def starpo(scored: Scored, *, norm_std: bool, norm_over_steps: bool) -> Tensor:
 
 
 def step_reinforce(scored: Scored, *, step_reward_gamma: float) -> Tensor:
-    """Take the discounted return from each step on, without a baseline.
+    """Use the discounted return from each step on, without a baseline.
 
         R_t = sum_{s >= t} gamma^(s - t) r_s
 
-    Source: Simple Statistical Gradient-Following Algorithms (Williams 1992, REINFORCE), over steps.
-    Keys: `step_reward_gamma`: the discount from one step to the next.
-    Use: agentic runs with rewards on the way; whiten the advantages.
+    Source: REINFORCE (Williams 1992), over steps.
+    Keys: `step_reward_gamma`: discount per step.
+    Use: rewards on the way; whiten the advantages.
     """
     trajectories = _trajectories(scored)
     steps = torch.zeros_like(trajectories) if scored.steps is None else scored.steps
@@ -59,16 +59,16 @@ def gigpo(
     episode_reward_weight: float,
     step_reward_weight: float,
 ) -> Tensor:
-    """Compare trajectories within their group, and steps with all steps of the group from the same state. The authors'
-    scripts also have `kl_coef=0.01` and `norm_over_steps=true`; the defaults are 0 and false.
+    """Compare trajectories in their group, and steps with the group's steps from the same state. The authors' scripts
+    also have `kl_coef=0.01` and `norm_over_steps=true`; the defaults are 0 and false.
 
         A = w_e * GRPO(R(tau) in the group) + w_s * GRPO(R_t among equal states),   R_t as in `step_reinforce`
 
-    Source: Group-in-Group Policy Optimization (arXiv 2505.10978, A = A^E + w A^S).
-    Keys: `episode_reward_weight`, `step_reward_weight`: w_e and w_s; `step_reward_gamma`: the discount of R_t;
-    `norm_std`: divide by the standard deviations (false: the paper's F_norm = 1); `norm_over_steps`: as in `starpo`
-    (true: verl-agent's and ROLL's default).
-    Use: agentic runs of many steps, where single steps need credit. The step part of a state that occurs once is 0.
+    Source: GiGPO (arXiv 2505.10978, A = A^E + w A^S).
+    Keys: `episode_reward_weight`, `step_reward_weight`: w_e and w_s; `step_reward_gamma`: discount of R_t; `norm_std`:
+    divide by deviations (false: the paper's F_norm = 1); `norm_over_steps`: as in `starpo` (true: verl-agent's and
+    ROLL's default).
+    Use: many steps, of which single ones need credit. A state that occurs once has a step part of 0.
     """
     assert scored.states is not None, (
         "gigpo needs the states before the steps, which only python -m spmd_rl.agentic records"

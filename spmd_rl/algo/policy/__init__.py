@@ -1,7 +1,7 @@
 """Policy losses by name: pure functions from `Tokens` to a loss per token and metrics per token.
 
-`POLICY_LOSSES[name](tokens, **keys) -> (loss [N], {metric: [N]})`; the keyword names are keys of `algorithm`.
-`POLICY_TERMS` can be added to any of them. No result depends on how whole samples are split over calls.
+`POLICY_LOSSES[name](tokens, **keys) -> (loss [N], {metric: [N]})`; the keywords are keys of `algorithm`. `POLICY_TERMS`
+can be added to any of them.
 """
 
 from spmd_rl.algo.policy.clipped import dual_clip, gspo, gspo_token, ppo_clip, raft_pp, segment_clip

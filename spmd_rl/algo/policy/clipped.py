@@ -1,7 +1,7 @@
 """Clipped losses, the family of PPO: a token has no gradient where its importance ratio leaves a band.
 
 Every loss takes `Tokens` (N tokens of whole samples) and returns the loss per token, float [N], and metrics per token,
-float [N] each (see `ratios.quantities`). The caller weights and sums them (see `aggregation.py`).
+float [N] each (see `ratios.quantities`).
 """
 
 from dataclasses import replace
@@ -27,21 +27,20 @@ def ppo_clip(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
 
         L_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t),    r_t = pi(t) / pi_old(t)
 
-    Source: Proximal Policy Optimization (arXiv 1707.06347, eq. 7); clip-higher: DAPO (arXiv 2503.14476, eq. 8 and 10).
-    Keys: `clip_low`, `clip_high`: the band of the ratio is [1 - clip_low, 1 + clip_high].
-    Use: the default. GRPO averages it with `seq-mean-token-mean`, DAPO with `token-mean`, Dr.GRPO with
-    `seq-mean-token-sum-norm`.
+    Source: PPO (arXiv 1707.06347, eq. 7); clip-higher: DAPO (arXiv 2503.14476, eq. 8 and 10).
+    Keys: `clip_low`, `clip_high`: the ratio's band.
+    Use: the default. GRPO has `seq-mean-token-mean`, DAPO `token-mean`, Dr.GRPO `seq-mean-token-sum-norm`.
     """
     return _clipped(tokens, token_ratios(tokens), clip_low, clip_high)
 
 
 def dual_clip(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float) -> Loss:
-    """Clipped surrogate with a floor where the advantage is negative, so that one huge ratio cannot rule the batch.
+    """Clipped surrogate with a floor for negative advantages, against huge ratios.
 
         L_t = -max(S_t, c A_t) where A_t < 0, else -S_t;    S_t = min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)
 
-    Source: Mastering Complex Control in MOBA Games with Deep Reinforcement Learning (arXiv 1912.09729, Dual-clip PPO).
-    Keys: `clip_low`, `clip_high`: as in `ppo_clip`; `dual_clip`: c > 1, the largest ratio of a token with A < 0.
+    Source: Dual-clip PPO (arXiv 1912.09729).
+    Keys: `clip_low`, `clip_high`: as in `ppo_clip`; `dual_clip`: c > 1, the largest ratio where A < 0.
     Use: several updates on one batch, or samples of an older policy.
     """
     ratio = token_ratios(tokens)
@@ -52,13 +51,13 @@ def dual_clip(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: f
 
 
 def segment_clip(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
-    """Clipped surrogate on one ratio per segment: the geometric mean over a contiguous run of sampled tokens (a turn).
+    """Clipped surrogate on one ratio per segment (turn), the geometric mean of its tokens' ratios.
 
         L_t = -min(s_k A_t, clip(s_k, 1 - clip_low, 1 + clip_high) A_t),    s_k = exp(mean over t in k of log r_t)
 
-    Source: Let It Flow (arXiv 2512.24873), whose unit of credit is the interaction chunk; the ratio is GSPO's
-    (arXiv 2507.18071, eq. 7) with the segment in the place of the sequence.
-    Keys: `clip_low`, `clip_high`: the band of s_k; as narrow as GSPO's where turns are long.
+    Source: Let It Flow (arXiv 2512.24873, interaction chunks); the ratio is GSPO's (arXiv 2507.18071, eq. 7), by
+    segment.
+    Keys: `clip_low`, `clip_high`: the band of s_k; for long turns as narrow as GSPO's.
     Use: multi-turn agents. On single-turn samples it is `gspo`.
     """
     return _clipped(tokens, safe_exp(run_means(log_ratios(tokens), tokens.segments)), clip_low, clip_high)
@@ -69,43 +68,41 @@ def gspo(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
 
         L_t = -min(s_i A_t, clip(s_i, 1 - clip_low, 1 + clip_high) A_t),    s_i = exp(mean over t in i of log r_t)
 
-    The sample's value is repeated at each of its tokens, so `seq-mean-token-mean` gives the paper's objective;
-    the gradient of s_i reaches every token of the sample.
+    Each token has the sample's value, so `seq-mean-token-mean` gives the paper's objective.
 
-    Source: Group Sequence Policy Optimization (arXiv 2507.18071, eq. 5 and 7).
+    Source: GSPO (arXiv 2507.18071, eq. 5 and 7).
     Keys: `clip_low`, `clip_high`: the band of s_i, far narrower than a token's; the paper takes 3e-4 and 4e-4.
-    Use: rewards are of whole samples; mixtures of experts, whose token ratios jump with the routing.
+    Use: rewards of whole samples; mixtures of experts, whose token ratios jump with the routing.
     """
     return _clipped(tokens, safe_exp(run_means(log_ratios(tokens), tokens.samples)), clip_low, clip_high)
 
 
 def gspo_token(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
-    """GSPO's ratio and clip with the gradient of each token's own logprob, so that advantages may differ by token.
+    """GSPO's ratio and clip with each token's gradient, so that advantages may differ by token.
 
         L_t = -min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t),    s_t = sg[s_i] pi(t) / sg[pi(t)]
 
     With one advantage per sample, value and gradient are those of `gspo` under `seq-mean-token-mean`.
 
-    Source: Group Sequence Policy Optimization (arXiv 2507.18071, eq. 13 and 14).
+    Source: GSPO (arXiv 2507.18071, eq. 13 and 14).
     Keys: `clip_low`, `clip_high`: as in `gspo`.
-    Use: sequence ratios together with token advantages (a critic, step rewards).
+    Use: sequence ratios with token advantages (a critic, step rewards).
     """
     sample_ratio = safe_exp(run_means(log_ratios(tokens).detach(), tokens.samples))
     return _clipped(tokens, sample_ratio * (tokens.logprobs - tokens.logprobs.detach()).exp(), clip_low, clip_high)
 
 
 def raft_pp(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
-    """RAFT++: rejection sampling with importance weights; only tokens with a positive advantage teach.
+    """RAFT++: rejection sampling with importance weights; only positive advantages count.
 
         L_t = -max(A_t, 0) min(r_t, clip(r_t, 1 - clip_low, 1 + clip_high))
 
-    The paper's weight is 1 for an answer of the highest reward and 0 else: that is A = the raw score in {0, 1}. With
-    group-relative advantages a solved group weighs nothing. The recipe follows the paper; the authors' code averages
-    over tokens and adds a KL: `loss_agg=token-mean kl_coef=0.001`.
+    The paper has A = the raw score in {0, 1}; with group-relative advantages a solved group weighs nothing. The
+    authors' code also has `loss_agg=token-mean kl_coef=0.001`.
 
-    Source: A Minimalist Approach to LLM Reasoning (arXiv 2504.11343, RAFT++), under `seq-mean-token-mean`.
-    Keys: `clip_low`, `clip_high`: as in `ppo_clip`; only the upper bound ever binds.
-    Use: binary rewards and a simple, hard-to-break baseline; entropy falls faster than under GRPO.
+    Source: RAFT++ (arXiv 2504.11343), under `seq-mean-token-mean`.
+    Keys: `clip_low`, `clip_high`: as in `ppo_clip`; only the upper bound binds.
+    Use: binary rewards, a simple baseline; entropy falls faster than under GRPO.
     """
     positive = replace(tokens, advantages=tokens.advantages.clamp(min=0))
     return _clipped(positive, token_ratios(tokens), clip_low, clip_high)

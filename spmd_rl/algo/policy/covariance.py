@@ -1,7 +1,7 @@
 """Losses that restrain the few tokens which lower the entropy most.
 
-These tokens are selected over the *global* batch before the update (`algo/selection.py`) and given as `Tokens.marked`.
-Shapes are those of `clipped.py`.
+`Tokens.marked` selects them over the *global* batch before the update (`algo/selection.py`). Shapes are those of
+`clipped.py`.
 """
 
 from spmd_rl.algo.inputs import Tokens
@@ -14,13 +14,13 @@ def clip_cov(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
 
         L_t = 0 where t is marked, else -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
 
-    Marked is a random `clip_cov_ratio` of all tokens, among those whose covariance lies in
-    (`clip_cov_low`, `clip_cov_high`). They are marked once a step, by the old logprobs. The authors mark in every
-    forward pass by the current ones, and leave out what the clip took; in the first update of a step both are the same.
+    Marked is a random `clip_cov_ratio` of all tokens, among those with a covariance in (`clip_cov_low`,
+    `clip_cov_high`). They are marked once a step, by the old logprobs. The authors mark in every forward pass, and skip
+    clipped tokens: the same in a step's first update.
 
-    Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models (arXiv 2505.22617, Clip-Cov).
+    Source: Clip-Cov (arXiv 2505.22617).
     Keys: `clip_low`, `clip_high`: as in `ppo_clip`; the authors set 1 and 1.
-    Use: entropy collapses early and scores stop rising with it.
+    Use: entropy collapses early, and scores stop rising.
     """
     assert tokens.marked is not None, "clip-cov needs its tokens marked"
     ratio = token_ratios(tokens)
@@ -29,17 +29,16 @@ def clip_cov(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
 
 
 def kl_cov(tokens: Tokens, *, kl_cov_coef: float) -> Loss:
-    """KL-Cov: the importance-weighted policy gradient, with a pull to the old policy on the marked tokens.
+    """KL-Cov: the importance-weighted policy gradient, with a pull to the old policy on marked tokens.
 
         L_t = -r_t A_t + kl_cov_coef |log r_t| where t is marked, else -r_t A_t
 
-    Marked are the `kl_cov_ratio` of all tokens with the largest covariance. |log r_t| is the authors' estimate of the
-    divergence. Tokens are marked once a step, by the old logprobs; the authors mark in every forward pass by the
-    current ones, which is the same in the first update of a step.
+    Marked are the `kl_cov_ratio` of all tokens with the largest covariance, once a step as in `clip_cov`. |log r_t| is
+    the authors' estimate of the divergence.
 
-    Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models (arXiv 2505.22617, KL-Cov).
+    Source: KL-Cov (arXiv 2505.22617).
     Keys: `kl_cov_coef`: weight of the pull, >= 0; the paper takes 1.
-    Use: as `clip_cov`, with less variance between runs; the first update of a step is the plain policy gradient.
+    Use: as `clip_cov`, with less variance between runs; a step's first update is the policy gradient.
     """
     assert tokens.marked is not None, "kl-cov needs its tokens marked"
     ratio = token_ratios(tokens)

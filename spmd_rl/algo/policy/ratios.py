@@ -1,7 +1,7 @@
 """Importance ratios of the policy losses, per token and over runs of tokens (samples, segments).
 
-A ratio is exp(log ratio) with the log ratio clamped to +-20, so it lies within
-[2e-9, 5e8] and nothing overflows, in float32 either; a token beyond the clamp passes no gradient through its ratio.
+A ratio is exp(log ratio), the log clamped to +-20: it lies within [2e-9, 5e8] and does not overflow in float32. A token
+beyond the clamp passes no gradient through its ratio.
 """
 
 import torch
@@ -18,7 +18,7 @@ def log_ratios(tokens: Tokens) -> Tensor:
 
 
 def safe_exp(log_ratio: Tensor) -> Tensor:
-    """Return exp of the log ratio clamped to +-20, of any shape."""
+    """Return exp of the clamped log ratio, of any shape."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
@@ -28,7 +28,7 @@ def token_ratios(tokens: Tokens) -> Tensor:
 
 
 def run_sums(values: Tensor, runs: Tensor) -> Tensor:
-    """Sum values over each run, and return the sum at each of its tokens.
+    """Return the sum over each token's run.
 
     values: float [N]; runs: int64 [N], equal neighbours are one run (`Tokens.samples` or `.segments`). Returns [N].
     """
@@ -37,7 +37,7 @@ def run_sums(values: Tensor, runs: Tensor) -> Tensor:
 
 
 def run_means(values: Tensor, runs: Tensor) -> Tensor:
-    """Average values over each run, and return the mean at each of its tokens. Shapes are those of `run_sums`."""
+    """Return the mean over each token's run. Shapes are those of `run_sums`."""
     sums, index, counts = _sums(values, runs)
     return (sums / counts)[index]
 
@@ -52,12 +52,12 @@ def _sums(values: Tensor, runs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantities(tokens: Tokens, ratio: Tensor, clipped: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the metrics that every policy loss reports per token, float [N] each, without gradient.
+    """Return the metrics of every policy loss, float [N] each, without gradient.
 
-    `actor/approxkl`: k3 of the old policy against the new, r - 1 - log r; `actor/ratio`: the ratio that the loss used;
+    `actor/approxkl`: k3 of the old policy against the new, r - 1 - log r; `actor/ratio`: the loss's ratio;
     `actor/clipfrac`: 1 where a bound took the token's gradient, or cut its weight.
 
-    ratio: float [N]; clipped: bool [N], or None where a loss clips nothing.
+    ratio: float [N]; clipped: bool [N], or None.
     """
     with torch.no_grad():
         safe = log_ratios(tokens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -1,7 +1,7 @@
 """Losses of the form -(detached weight) A log pi: the policy gradient and its importance-weighted variants.
 
-No clip removes the gradient of a token; its weight is bounded instead. Only the gradient of such a loss has a meaning,
-not its value. Shapes are those of `clipped.py`.
+A token's weight is bounded instead of its gradient clipped. Only the gradient of such a loss has a meaning. Shapes are
+those of `clipped.py`.
 """
 
 import torch
@@ -17,9 +17,8 @@ def vanilla_pg(tokens: Tokens) -> Loss:
 
         L_t = -A_t log pi(t)
 
-    Source: Simple Statistical Gradient-Following Algorithms (Williams 1992, REINFORCE); Policy Gradient Methods for
-    Reinforcement Learning (Sutton et al. 2000, theorem 1).
-    Use: exactly one update per batch of fresh samples; the yardstick of every other loss.
+    Source: REINFORCE (Williams 1992); Sutton et al. 2000, theorem 1.
+    Use: exactly one update per batch of fresh samples.
     """
     return -tokens.advantages * tokens.logprobs, quantities(tokens, token_ratios(tokens))
 
@@ -29,9 +28,8 @@ def tis(tokens: Tokens) -> Loss:
 
         L_t = -sg[min(r_t, 1)] A_t log pi(t)
 
-    Source: IMPALA (arXiv 1802.01561, eq. 1, truncation at 1); for language models: TOPR (arXiv 2503.14286), which
-    compares with it.
-    Use: samples of an older policy, where no token should gain weight from having become likelier.
+    Source: IMPALA (arXiv 1802.01561, eq. 1, truncation at 1); for language models: TOPR (arXiv 2503.14286).
+    Use: samples of an older policy; no token gains weight by becoming likelier.
     """
     ratio = token_ratios(tokens).detach()
     weight = ratio.clamp(max=1)
@@ -46,9 +44,9 @@ def cispo(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     The paper's optional token mask (its eq. 7) makes the gradient PPO's: that is `ppo_clip`.
 
     Source: MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5), under `token-mean`.
-    Keys: `clip_low`, `clip_high`: the band of the weight; the paper leaves the lower bound off (`clip_low` 1) and tunes
-    the upper; ScaleRL (arXiv 2510.13786) caps the weight at 5 (`clip_high` 4).
-    Use: rare, decisive tokens (forks of the reasoning) move far in one update and PPO would cut them first.
+    Keys: `clip_low`, `clip_high`: the band of the weight; the paper has no lower bound (`clip_low` 1); ScaleRL (arXiv
+    2510.13786) caps at 5 (`clip_high` 4).
+    Use: rare, decisive tokens move far in one update, and PPO would cut them first.
     """
     ratio = token_ratios(tokens).detach()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -61,11 +59,8 @@ def topr(tokens: Tokens) -> Loss:
         L_t = -A_t log pi(t)                        where A_t >= 0
         L_t = -sg[min(R_i, 1)] A_t log pi(t)        where A_t < 0;    R_i = product over t in i of r_t
 
-    R_i is the ratio of the whole sample, not length-normalised: it is computed as exp(min(sum of log r_t, 0)).
-
-    Source: Tapered Off-Policy REINFORCE (arXiv 2503.14286, eq. 8), under `seq-mean-token-sum`.
-    Use: off-policy or offline samples, wrong answers included, without a KL term. The baseline in A sets the balance
-    of right and wrong answers.
+    Source: TOPR (arXiv 2503.14286, eq. 8), under `seq-mean-token-sum`.
+    Use: off-policy or offline samples, without a KL term. The baseline in A balances right and wrong answers.
     """
     sample = run_sums(log_ratios(tokens).detach(), tokens.samples)
     weight = torch.where(tokens.advantages < 0, sample.clamp(max=0).exp(), torch.ones_like(sample))
@@ -74,18 +69,17 @@ def topr(tokens: Tokens) -> Loss:
 
 
 def dppo_tv(tokens: Tokens, *, clip_low: float, clip_high: float, dppo_cap: float) -> Loss:
-    """DPPO: a token is left out where its probability, not its ratio, has moved too far in the way it is pushed.
+    """DPPO: a token is left out if its probability has moved too far in the direction of its update.
 
         L_t = -M_t sg[min(r_t, dppo_cap)] A_t log pi(t);    M_t = 0 where A_t > 0 and pi(t) - pi_old(t) > clip_high,
         or A_t < 0 and pi_old(t) - pi(t) > clip_low, else 1
 
-    |pi(t) - pi_old(t)| is the total variation of "this token or another". Rare tokens, whose ratio jumps with the
-    slightest noise, stay in; frequent ones, whose ratio cannot leave PPO's band, can be left out.
+    |pi(t) - pi_old(t)| is the total variation of "this token or another". Rare tokens, whose ratios are noisy, stay in;
+    frequent ones can be left out.
 
-    Source: Rethinking the Trust Region in LLM Reinforcement Learning (arXiv 2602.04879, DPPO-Binary-TV); the trust
-    region is that of the policy that sampled: `old_logprobs=engine`.
-    Keys: `clip_low`, `clip_high`: bounds of the difference of probabilities, such as 0.15; `dppo_cap`: largest ratio.
-    Use: samples of an older policy, or an engine of lower precision, with large vocabularies.
+    Source: DPPO-Binary-TV (arXiv 2602.04879); its trust region is the sampling policy's: `old_logprobs=engine`.
+    Keys: `clip_low`, `clip_high`: bounds of the difference, such as 0.15; `dppo_cap`: largest ratio.
+    Use: an older policy or an engine of lower precision, with large vocabularies.
     """
     probability, old = tokens.logprobs.detach().exp(), tokens.old_logprobs.exp()
     moved = probability - old
@@ -93,16 +87,15 @@ def dppo_tv(tokens: Tokens, *, clip_low: float, clip_high: float, dppo_cap: floa
 
 
 def dppo_kl(tokens: Tokens, *, clip_low: float, clip_high: float, dppo_cap: float) -> Loss:
-    """DPPO with the KL divergence of "this token or another" in the place of the total variation.
+    """DPPO with the KL divergence of "this token or another".
 
         L_t = -M_t sg[min(r_t, dppo_cap)] A_t log pi(t);    M_t = 0 where A_t > 0, pi(t) > pi_old(t), D_t > clip_high,
         or A_t < 0, pi(t) < pi_old(t), D_t > clip_low, else 1;
         D_t = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
 
-    Source: Rethinking the Trust Region in LLM Reinforcement Learning (arXiv 2602.04879, DPPO-Binary-KL); the trust
-    region is that of the policy that sampled: `old_logprobs=engine`.
+    Source: DPPO-Binary-KL (arXiv 2602.04879); trust region as in `dppo_tv`.
     Keys: `clip_low`, `clip_high`: bounds of the divergence in nats, such as 0.05; `dppo_cap`: largest ratio.
-    Use: as `dppo_tv`; stricter on tokens that were nearly certain.
+    Use: as `dppo_tv`; stricter on nearly certain tokens.
     """
     new, old = tokens.logprobs.detach().double(), tokens.old_logprobs.double()
     others_new, others_old = _log_of_others(new), _log_of_others(old)
@@ -111,12 +104,12 @@ def dppo_kl(tokens: Tokens, *, clip_low: float, clip_high: float, dppo_cap: floa
 
 
 def _log_of_others(logprobs: Tensor) -> Tensor:
-    """log(1 - p), finite where p is 1."""
+    # Clamped: the result is finite where p is 1.
     return torch.log1p(-logprobs.exp().clamp(max=1 - torch.finfo(logprobs.dtype).eps))
 
 
 def _dppo(tokens: Tokens, above: Tensor, below: Tensor, cap: float) -> Loss:
-    """above, below: bool [N]: where the token's probability has left its region upwards or downwards."""
+    """above, below: bool [N]: the token's probability has left its region."""
     left_out = (above & (tokens.advantages > 0)) | (below & (tokens.advantages < 0))
     ratio = token_ratios(tokens).detach()
     weight = ratio.clamp(max=cap).masked_fill(left_out, 0)

@@ -2,5 +2,5 @@
 
 `main` reads the job. A check has two processes, and a `link` between them that carries plain `values`: `testing` runs
 the tests, which see a `remote` for each object of the program, and `serve` runs the program. `survey` decides from the
-text of tests if that is enough for them.
+text of tests if that is enough.
 """

@@ -1,4 +1,4 @@
-"""Execution of a program as a module, and the names that LiveCodeBench imports for programs and function calls."""
+"""Execution of a program as a module, and the names that LiveCodeBench imports for programs."""
 
 import builtins
 import importlib
@@ -33,7 +33,7 @@ def common(source):
 
 
 def execute(job, name):
-    """Execute the program of a job as a module and return its names."""
+    """Execute a job's program as a module and return its names."""
     module = sys.modules[name] = types.ModuleType(name)
     namespace = vars(module)
     if job["lends"]:

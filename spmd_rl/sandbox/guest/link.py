@@ -1,4 +1,4 @@
-"""The socket between tests and the program that they test: frames of a length and a body of JSON."""
+"""The socket between tests and their program: frames of a length and a JSON body."""
 
 import os
 import struct
@@ -10,14 +10,14 @@ _CHUNK = 1 << 16
 
 
 class Gone(Exception):
-    """The other side has gone, or sent a message that cannot be read."""
+    """Error if the other side has gone, or sent an unreadable message."""
 
 
 class Link:
-    """One end of the socket. The other side may go at any time, and may send anything."""
+    """One end of the socket. The other side may go at any time, and send anything."""
 
     def __init__(self, fd, most):
-        """Take a descriptor and the limit of a message in bytes."""
+        """most: limit of a message in bytes."""
         self._fd, self._most = fd, most
 
     def send(self, message):
@@ -33,7 +33,7 @@ class Link:
             raise Gone("the program is gone") from None
 
     def receive(self):
-        """Return the next message. Gone if none comes, or one that is too long or malformed."""
+        """Return the next message. Gone if none comes, or a too long or malformed one."""
         (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
         if size > self._most:
             raise Gone(f"a message of {size} bytes; it has at most {self._most}")

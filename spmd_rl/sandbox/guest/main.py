@@ -1,13 +1,10 @@
 """The entry point of a confined process: it reads the job, then becomes the program, the tested code or its tests.
 
-It has three descriptors after the program's 0, 1 and 2: `job`, JSON to read; `report`, which gets one byte when the
-process is ready, then the report of the tests; `rpc`, a socket between tested code and its tests.
+Descriptors after the program's 0, 1 and 2: `job`, JSON to read; `report`, which gets one byte when the process is
+ready, then the report of the tests; `rpc`, a socket between tested code and its tests.
 
-Mode `run` executes the job's code as `__main__`, `serve` as the module `solution`, which the tests call; both close the
-report descriptor first. Mode `test` has the tests alone. In mode `beside` code and tests share the process, so the
-report proves nothing.
-
-    main(job=3, report=4, rpc=5)  # ends the process
+Mode `run` executes the job's code as `__main__`, `serve` as the module `solution`, which the tests call. Mode `test`
+has the tests alone. In mode `beside` code and tests share the process, so the report proves nothing.
 """
 
 import builtins
@@ -24,7 +21,7 @@ THREADS = 64  # of a program that may not fork
 
 
 def main(job, report, rpc):
-    """Do the job and end the process. The arguments are descriptors."""
+    """Do the job and end the process; arguments are descriptors."""
     with open(job, "rb") as file:
         job = json.load(file)
     set_limits(job["limits"])
@@ -50,7 +47,7 @@ def main(job, report, rpc):
 
 
 def set_limits(limits):
-    """Set limits that cannot be raised again. `processes` 0 leaves the limit of the user."""
+    """Set limits that cannot be raised again. `processes` 0 leaves the user's limit."""
     processes = THREADS if limits["processes"] == 1 else limits["processes"]
     for name, soft, hard in [
         ("CPU", limits["cpu"], limits["cpu"] + 1),

@@ -1,7 +1,4 @@
-"""The execution of a program with standard input and output, as under `python solution.py`.
-
-run({"code": "print(input())"})  # ends the process
-"""
+"""The execution of a program with standard input and output, as under `python solution.py`."""
 
 import atexit
 import builtins
@@ -21,7 +18,7 @@ from spmd_rl.sandbox.guest.common import common
 NAME = "solution.py"
 STREAMS = {f"/dev/{name}": i for i, name in enumerate(("stdin", "stdout", "stderr"))}
 STREAMS.update((f"{folder}/{i}", i) for folder in ("/dev/fd", "/proc/self/fd") for i in range(3))
-"""Descriptors by the file names that Linux has for them; a sandbox has no `/proc`."""
+"""Descriptors by Linux's file names; a sandbox has no `/proc`."""
 
 
 def run(job):
@@ -99,7 +96,6 @@ def _report(error):
 
 
 def _finish(status, namespace):
-    """Do what an interpreter does at its end, and return the exit status."""
     for step in (threading._shutdown, atexit._run_exitfuncs):
         try:
             step()
@@ -123,7 +119,7 @@ def _writers():
 
 
 def _flush(streams, status):
-    """Flush streams, and return the status, or 120 as an interpreter does if that failed."""
+    # An interpreter ends with 120 if it cannot flush.
     for stream in streams:
         try:
             if stream is not None and not getattr(stream, "closed", False):

@@ -1,7 +1,7 @@
 """The tests' side of a check: the questions to the program.
 
 A function, class or object of the program is a `Remote`: a number that can be called and has attributes. Every other
-use raises `Refused`, which no test can expect, and its test has failed even if it catches that.
+use raises `Refused`, which no test can expect, and fails the test.
 """
 
 import sys
@@ -13,7 +13,7 @@ from spmd_rl.sandbox.guest.values import FAULTS, decode, encode
 ENDS = StopIteration, StopAsyncIteration
 """Exceptions that end a loop of the tests."""
 LIBRARY = {"builtins", "json.decoder", "decimal", "binascii", "statistics", "re", "struct", "zlib", "dataclasses"}
-"""Modules whose exceptions do not steer what runs the tests, as those of pytest do."""
+"""Modules whose exceptions do not steer the test runner, unlike pytest's."""
 _KINDS = object, int, float, dict, set, list, str, types.GeneratorType, types.CoroutineType
 _MORE = """bool index complex bytes fspath aiter anext enter exit aenter aexit reversed length_hint missing copy
 deepcopy buffer delete instancecheck subclasscheck mro_entries"""
@@ -24,15 +24,15 @@ REFUSED = {name for kind in _KINDS for name in dir(kind) if name.startswith("__"
 REFUSED |= {f"__{name}__" for name in _MORE.split()}
 REFUSED |= {f"__{sort}{name}__" for name in _OPERATORS.split() for sort in ("", "r", "i")}
 REFUSED -= _KEPT
-"""Names of all special methods that an operator, a statement or a builtin function may call."""
+"""Special methods that an operator, a statement or a builtin function may call."""
 
 
 class Refused(BaseException):
-    """A test has asked for more than a plain value, or the program has no answer: the test has failed."""
+    """Error if a test asks for more than a plain value, or the program has no answer: the test has failed."""
 
 
 class Beyond(Exception):
-    """The tests pass a value to the program that is not plain: their row is unsupported."""
+    """Error if tests pass a value that is not plain."""
 
 
 class Remote:
@@ -77,7 +77,7 @@ for _name in REFUSED:
 
 
 class Client:
-    """The asker of the program, whose answers are plain values, numbers of objects and names of exceptions."""
+    """The asker of the program. Answers are plain values, numbers of objects and names of exceptions."""
 
     def __init__(self, link):
         self._link, self._errors, self._first = link, {}, {}
@@ -96,7 +96,7 @@ class Client:
             self.gone = f"the program does not load: {error}"
 
     def name(self, name):
-        """Return the object of a name of the program. Refused if it has none."""
+        """Return the object of a name of the program, or raise Refused."""
         if name in self._errors:
             return self._errors[name]
         if name not in self._first:
@@ -109,7 +109,7 @@ class Client:
         return self._first[name]
 
     def call(self, number, args, names):
-        """Call an object of the program, and change the arguments as it has changed them."""
+        """Call an object of the program, and change the arguments as it did."""
         result, after = self._ask("call", number, [self.encoded(arg) for arg in args], names)
         try:
             for index, node in after:
@@ -123,7 +123,7 @@ class Client:
         return self._ask(*question)[0]
 
     def encoded(self, value):
-        """Return the JSON form of a value for the program. Refused if it is not plain."""
+        """Return a value's JSON form. Refused if it is not plain."""
         try:
             return encode(value, self._handle)
         except (Beyond, RecursionError) as error:
@@ -131,7 +131,7 @@ class Client:
             self.refuse(self.beyond)
 
     def refuse(self, why):
-        """Raise Refused, and keep the reason for the test that runs."""
+        """Raise Refused, and keep the reason for the running test."""
         self.refused = self.refused or why or "it is refused"
         raise Refused(why)
 
@@ -178,7 +178,7 @@ class Client:
 
 
 class OwnError(type):
-    """The metaclass of the program's exceptions, which can be caught by their class or a base, and nothing else."""
+    """The metaclass of the program's exceptions, which can only be caught by their class or a base."""
 
     def __call__(cls, *_, **__):
         cls.client_of_spmd.refuse(f"more of {cls.__name__} than its name")

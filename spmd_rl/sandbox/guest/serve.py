@@ -4,12 +4,11 @@
 |---|---|
 | name, TEXT | the value of a name of the program |
 | get, NUMBER, TEXT | an attribute of an object |
-| set, NUMBER, TEXT, VALUE | None; sets an attribute |
+| set, NUMBER, TEXT, VALUE | None |
 | call, NUMBER, ARGUMENTS, NAMES | that of a call; the last arguments have these names |
 
-The answer is [`=`, result, [[index, value] of each argument that has changed]], [`!`, names of the class of an
-exception and of its bases, text] or [`?`, reason why there is none]. Before the first question comes `ready`, with the
-name and the names of the bases of each class of exceptions. `remote.py` trusts none of it.
+The answer is [`=`, result, [[index, value] of each changed argument]], [`!`, names of an exception's class and bases,
+text] or [`?`, reason]. First comes `ready`, with name and bases' names of each exception class.
 """
 
 import sys
@@ -41,7 +40,7 @@ def serve(job, rpc):
 
 
 class Program:
-    """The program, with each object that the tests have a number for."""
+    """The program, and each object that the tests have a number for."""
 
     def __init__(self, names):
         self._names, self._objects, self._numbers = names, [], {}
@@ -49,12 +48,12 @@ class Program:
         self._errors = {kind: name for name, kind in kinds.items() if self._path(kind) is None}
 
     def errors(self):
-        """Return [name, names of its bases] of each class of exceptions of the program, the bases first."""
+        """Return [name, names of its bases] of each exception class of the program, bases first."""
         own = sorted(self._errors.items(), key=lambda it: len(it[0].__mro__))
         return [[name, [self._errors.get(base) or self._path(base) for base in kind.__bases__]] for kind, name in own]
 
     def answer(self, verb, target, *given):
-        """Return the answer to a question. An exception if it cannot travel."""
+        """Return the answer to a question. An exception if it cannot be sent."""
         try:
             if verb == "name":
                 result = self._names[target]

@@ -1,5 +1,6 @@
-"""Test functions and classes in memory under the real pytest: with its fixtures, without plug-ins, files of settings or
-rewriting of assertions."""
+"""Test functions and classes in memory under the real pytest, without plug-ins, files of settings or rewriting of
+assertions.
+"""
 
 import functools
 import importlib
@@ -11,13 +12,13 @@ from spmd_rl.sandbox.guest.survey import BadTests
 
 PLUGINS = "cacheprovider terminal junitxml pastebin doctest faulthandler stepwise legacypath setuponly setupplan"
 PLUGINS += " unraisableexception threadexception warnings"
-"""Plug-ins of pytest that tests do not need."""
+"""Plug-ins of pytest that are switched off."""
 OPTIONS = ["--noconftest", "--assert=plain", "--capture=no", "--rootdir=.", "-c", os.devnull]
 
 
 @functools.lru_cache(None)
 def prepare():
-    """Return a session of pytest. The fork server calls this before it forks, since it takes long."""
+    """Return a session of pytest, which the fork server makes before it forks, since it takes long."""
     pytest, config = importlib.import_module("pytest"), importlib.import_module("_pytest.config")
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     settings = config._prepareconfig([*(word for name in PLUGINS.split() for word in ("-p", "no:" + name)), *OPTIONS])
@@ -32,9 +33,9 @@ def prepare():
 
 
 def run(names, client):
-    """Run the tests among these names, and return the name of each and why it failed, or an empty text.
+    """Run the tests among these names; return each one's name and why it failed, or an empty text.
 
-    BadTests if pytest cannot collect or prepare them and the program, which they ask by `client`, has no part in it.
+    BadTests if pytest cannot collect or prepare them and the program (`client`) has no part in it.
     """
     session, before = prepare(), client.asked
     module = types.ModuleType("tests")
@@ -64,7 +65,6 @@ def text_of(error):
 
 
 def _plugin(pytest, module, client):
-    """Return a plug-in that collects a module in memory, and notes how its tests end."""
     in_memory = type("InMemory", (pytest.Module,), {"_getobj": lambda self: module})
 
     class Plugin:

@@ -1,7 +1,7 @@
-"""The decision from the text of tests, before any answer, if plain values are enough to judge them.
+"""The decision from the text of tests if plain values are enough to judge them.
 
 The reason begins with its subject: `process` (effects that only a process shared with the program shows), `values` (of
-no plain type, or identity) or `objects` (more than methods and attributes of an object). Gold answers show the rest.
+no plain type, or identity) or `objects` (more than methods and attributes of an object).
 """
 
 import ast
@@ -35,7 +35,7 @@ FIXTURES = _words(
     "cache caplog capsys capfd capsysbinary capfdbinary doctest_namespace monkeypatch pytestconfig pytester"
     " record_property recwarn request testdir tmp_path tmp_path_factory tmpdir tmpdir_factory mocker"
 )
-"""Builtin functions, attributes of modules and fixtures that reach into the process of the program, or its identity."""
+"""Builtin functions, attributes of modules and fixtures that reach into the program's process, or its identity."""
 OF_OBJECTS = _words("hasattr getattr setattr assertIsNone assertIsNotNone")
 """Functions that take an object."""
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
@@ -45,15 +45,16 @@ ONE = "values: the tests ask whether two are one"
 
 
 class BadTests(Exception):
-    """The tests have a mistake in which the program has no part."""
+    """Error for a mistake of the tests in which the program has no part."""
 
 
 class Survey:
-    """The `reason` why a source of tests is unsupported, `names` of the program and those of them that it does not
-    import (`lent`), the names that it has `bound`, and its `plain_tests`."""
+    """The `reason` why a source of tests is unsupported, `names` of the program and those that it does not import
+    (`lent`), the names that it has `bound`, and its `plain_tests`.
+    """
 
     def __init__(self, source, known=frozenset(), entry=""):
-        """Read a source that runs after one with the names `known`. BadTests if it cannot compile or import."""
+        """known: names of the source before. BadTests if it cannot compile or import."""
         try:
             tree = ast.parse(source)
             self.code = compile(tree, "<tests>", "exec")
@@ -105,7 +106,7 @@ class Survey:
         return name_of(node) in self.own or key_of(node) in self.made
 
     def makes(self, node):
-        """Return True if an expression makes an object of a class of the program, or names one."""
+        """Return True if an expression makes an object of a program's class, or names one."""
         return (isinstance(node, ast.Call) and name_of(node.func) in self._classes) or key_of(node) in self.made
 
     def _misused(self, node, parent):
@@ -208,12 +209,12 @@ class Survey:
 
 
 def name_of(node):
-    """Return the name in a node, else an empty text."""
+    """Return the name in a node, or an empty text."""
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def key_of(node):
-    """Return the name in a node, or that of an attribute of `self`, else an empty text."""
+    """Return the name in a node, or of an attribute of `self`."""
     is_own = isinstance(node, ast.Attribute) and name_of(node.value) == "self"
     return f"self.{node.attr}" if is_own else name_of(node)
 

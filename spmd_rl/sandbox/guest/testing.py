@@ -16,14 +16,14 @@ from spmd_rl.sandbox.guest.remote import Client, Remote
 from spmd_rl.sandbox.guest.survey import BadTests, Survey
 
 CHECKS = "assert", "fail", "raise", "return False"
-"""Words of which a source has at least one, or it checks nothing."""
+"""A source without any of these words checks nothing."""
 
 
 def test(job, rpc):
     """Test the program at the other end of `rpc`, or in this process, and return a report as JSON.
 
-    It has `error`, a mistake of the tests; `unsupported`, why they need more than plain values; and `sources`, what
-    `Tester.judge` returns for each.
+    It has `error`, a mistake of the tests; `unsupported`, why they need more than plain values; and `sources`, results
+    of `Tester.judge`.
     """
     sys.stdin = None
     found = {"error": "", "unsupported": "", "sources": []}
@@ -52,7 +52,7 @@ def same(left, right):
 
 
 def type_of(thing):
-    """Return the class of a plain value, in place of `type`; an object refuses."""
+    """Return the class of a plain value, like `type`; an object refuses."""
     return type(thing) if type(thing) is not Remote else thing.__class__
 
 
@@ -60,7 +60,7 @@ class Tester:
     """The runner of sources of tests. `client` asks the program."""
 
     def __init__(self, job, client, base):
-        """Load the program. `base`: the names of the prelude."""
+        """Load the program. base: names of the prelude."""
         self._client, self._base, self._beside, self._entry = client, base, None, job["entry"]
         if job["mode"] == "beside":
             try:
@@ -76,7 +76,7 @@ class Tester:
         self._base = {"type": type_of, **base}
 
     def judge(self, survey, source):
-        """Return a list with True for each test of a source that passed, and why the first that failed did."""
+        """Return each test's outcome, and why the first one failed."""
         client = self._client
         if client.gone:
             return [False], client.gone
@@ -97,7 +97,6 @@ class Tester:
         return self._client.name(name)
 
     def _outcomes(self, survey):
-        """Return the name of each test, and why it failed or an empty text. A script is one test."""
         module = sys.modules["tests"] = types.ModuleType("tests")
         namespace = vars(module)
         namespace.update(self._base, __name__="tests" if survey.is_file else "__main__")

@@ -1,4 +1,4 @@
-"""Plain values as JSON. They alone travel between a program and its tests, by value, and are of exactly these types.
+"""Plain values as JSON, the only ones that travel between a program and its tests; their types are exactly these.
 
 None, booleans, `int`, `float` and `str` are themselves. Every other value is a list that begins with a letter:
 
@@ -24,11 +24,10 @@ LEAVES = {
     Fraction: lambda it: ["F", it.numerator, it.denominator],
 }
 FAULTS = ValueError, TypeError, ArithmeticError, LookupError, RecursionError, MemoryError
-"""Exceptions from a malformed message."""
 
 
 def encode(value, other):
-    """Return the JSON form of a value, with `other(value)` for one that is not plain. RecursionError if it is deep."""
+    """Return a value's JSON form; `other(value)` for one that is not plain. RecursionError if deep."""
     kind = type(value)
     if kind in SCALARS:
         return value
@@ -44,7 +43,7 @@ def encode(value, other):
 
 
 def decode(node, other):
-    """Return the value of a JSON form, with `other(number)` for an object of the program. `FAULTS` if it has none."""
+    """Return the value of a JSON form; `other(number)` for an object. `FAULTS` if malformed."""
     if type(node) is not list:
         return node
     letter, *items = node
@@ -75,13 +74,13 @@ def decode(node, other):
 
 
 def dumps(message):
-    """Return a message as JSON bytes. ValueError if an integer in it has more digits than this interpreter allows."""
+    """Return a message as JSON bytes. ValueError for an integer with too many digits."""
     # two halves of a character stay two
     return _ENCODER.encode(message).encode("utf-8", "surrogatepass")
 
 
 def loads(body):
-    """Return the message of JSON bytes. `FAULTS` if they have none."""
+    """Return the message of JSON bytes. `FAULTS` if malformed."""
     return _DECODER.decode(body.decode("utf-8", "surrogatepass"))
 
 
