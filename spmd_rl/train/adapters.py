@@ -182,7 +182,8 @@ class Adapters(SavedScaling):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Initialise the adapters once weights are loaded."""
+        """Return a reader of unsharded parameters by region: from `read`, by names without adapters, or initial
+        values."""
         for name, p in self._model.named_parameters():
             if name.endswith((OWN_A, OWN_B)):
                 local(p).copy_(first_value(name, p.shape)[owned_region(p)])

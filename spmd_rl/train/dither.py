@@ -53,7 +53,8 @@ def merged(adapter: Adapter, weight: Tensor, name: str, num_rows: int, rows: sli
 
 
 def _places(shape: Sequence[int], region: Region, device: torch.device, offset: int) -> Callable[[int, int], Tensor]:
-    """Return a function from a region's elements, as (begin, count), to `offset` plus their flat indices in the whole."""
+    """Return a function from a region's elements, as (begin, count), to `offset` plus their flat indices in the
+    whole."""
     sizes = [part.stop - part.start for part in region]
 
     def places(begin: int, count: int) -> Tensor:

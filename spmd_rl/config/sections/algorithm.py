@@ -105,7 +105,7 @@ BOUNDS = {
 
 @dataclass
 class BoundsConfig:
-    """Bounds on the distance between samples and trained policy: `algorithm.bounds`. Null: no bound."""
+    """Weight above which tokens, segments or samples are masked in the loss."""
 
     max_abs_diff: float | None = 1.0
     """Largest `train_infer/abs_diff/mean`, in nats, between engine and trainer, lag included. Usual with an engine in
