@@ -168,7 +168,8 @@ class Adapters(SavedScaling):
             self._model.set_submodule(name, layer)
 
     def reading(self, read: Fill) -> Fill:
-        """Return a reader of unsharded parameters by region: from `read`, by names without adapters, or initial values."""
+        """Return a reader of unsharded parameters by region: from `read`, by names without adapters, or initial
+        values."""
 
         def fill(name: str, region: Region, target: Tensor) -> None:
             layer, _, kind = name.rpartition(f"{BASE}.")
@@ -182,8 +183,7 @@ class Adapters(SavedScaling):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Return a reader of unsharded parameters by region: from `read`, by names without adapters, or initial
-        values."""
+        """Initialise the adapters once weights are loaded."""
         for name, p in self._model.named_parameters():
             if name.endswith((OWN_A, OWN_B)):
                 local(p).copy_(first_value(name, p.shape)[owned_region(p)])

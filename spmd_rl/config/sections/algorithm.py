@@ -87,7 +87,7 @@ class CorrectionConfig:
     mask_low: float | None = None
     """Weight below which tokens, segments or samples are masked in the loss; divisors still count them."""
     mask_high: float | None = None
-    """Weight above which they are masked."""
+    """Weight above which tokens, segments or samples are masked in the loss."""
 
     def __post_init__(self) -> None:
         one_of(self, level=LEVELS)
@@ -105,7 +105,7 @@ BOUNDS = {
 
 @dataclass
 class BoundsConfig:
-    """Weight above which tokens, segments or samples are masked in the loss."""
+    """Bounds on the distance between samples and trained policy: `algorithm.bounds`. Null: no bound."""
 
     max_abs_diff: float | None = 1.0
     """Largest `train_infer/abs_diff/mean`, in nats, between engine and trainer, lag included. Usual with an engine in
