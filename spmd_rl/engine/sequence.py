@@ -13,7 +13,7 @@ from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.types import CandidateIds, Completion, FinishReason, Request
 
 TextOf = Callable[[Iterable[int]], str]
-"""From token ids to text, without special tokens"""
+"""Function from token ids to text, without special tokens"""
 
 SPARE_TOKENS = 8
 """Tokens decoded before those that may hold a stop string: special tokens have no text, and a text's first token may

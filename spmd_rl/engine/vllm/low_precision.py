@@ -86,7 +86,7 @@ class Outputs:
         """dtype: of the layers' outputs."""
         (self._held, self._largest), self._dtype = W8A8[form], dtype
         self._wanted: dict[str, tuple[Tensor, Tensor]] = {}
-        """By layer: each matrix's expected output, and the sum of its terms' sizes, which bounds the rounding"""
+        """Expected output of each layer's matrices, and the sum of its terms' sizes, which bounds the rounding"""
 
     def noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights and record outputs; a matrix comes before its factors."""
