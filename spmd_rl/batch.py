@@ -40,7 +40,7 @@ class Ragged:
     """Lists of different lengths, end to end."""
 
     values: Tensor
-    """Concatenated items, [V, ...]"""
+    """Concatenated items of all lists, [V, ...]"""
     offsets: Tensor
     """int64 [N+1]: list i is values[offsets[i] : offsets[i + 1]]"""
 

@@ -1,8 +1,7 @@
 """Trainable model types, by `config.json`: checked before torch, and before weights are fetched.
 
-Training packs sequences into one row and attends within each (`model/attention.py`); a model that mixes tokens
-otherwise would silently train on wrong logprobs. So this is a list of tested types: `tests/dist/test_architectures.py`
-compares packed logprobs, gradients and weights with plain transformers.
+A model that mixes packed sequences would silently train on wrong logprobs. So types are listed once tested:
+`tests/dist/test_architectures.py` compares packed logprobs, gradients and weights with plain transformers.
 """
 
 import json

@@ -38,9 +38,9 @@ class Backend:
     """[all] Constructor of the `train.base.Role`, from the role's settings (`role.model` is a folder), its `Layout`
     and a `stored_model.Source` for a module of transformers"""
     axes: tuple[str, ...] = ()
-    """Supported axes among `AXES`"""
+    """Supported axes, some of `AXES`"""
     settings: tuple[str, ...] = ()
-    """Supported settings among `OWN`"""
+    """Supported settings, some of `OWN`"""
     optimizers: tuple[str, ...] = ("adamw",)
     adapters: bool = False
     """True if it trains adapters of `policy.lora`"""

@@ -110,10 +110,8 @@ def check_shapes(plan: PlanConfig, roles: list, placement: PlacementConfig | Non
 
 
 def stay_offline(roles: list, reward: RewardsConfig, data: DataConfig | None = None) -> None:
-    """Keep libraries from asking the hub about local files, unless a setting names a model or dataset of it.
-
-    Judges and reward models count. A pipeline without rewards may load models that no setting names.
-    """
+    """Keep libraries from asking the hub about local files, unless a setting names a model or dataset of it."""
+    # Models of judges and reward models count. A pipeline without rewards may load models that no setting names.
     models = [role.own.model for role in loaded_roles(roles)]
     models += [str(one.args["model"]) for one in reward.domains.values() if "model" in one.args]
     rows = [*sources(data.train), *sources(data.eval)] if data else []
@@ -237,10 +235,8 @@ def check_heads(key: str, tp: int, path: Path, engine: bool = False, with_units:
 
 
 def check_models(roles: list, engine: EngineConfig | None = None, rollout: SamplingConfig | None = None) -> None:
-    """Check the models to load: the policy's, and other roles' separate ones.
-
-    Hub names get their resolved commit, so that all ranks, and a resumed run, load the same weights.
-    """
+    """Check the models to load: the policy's, and other roles' separate ones. Hub names get their commit."""
+    # All ranks, and a resumed run, must load the same weights.
     longest = tokens_per_turn(rollout, rollout.max_prompt_tokens) if rollout else 0
     for role in loaded_roles(roles):
         key = role.model_key

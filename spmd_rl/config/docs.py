@@ -27,7 +27,7 @@ class SettingEntry:
     key: str
     type: str
     value: str
-    """YAML value, or `required`"""
+    """Value as YAML, or `required`"""
     doc: str
 
 

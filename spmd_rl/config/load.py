@@ -2,9 +2,8 @@
 
     cfg = load("rlvr", RlvrConfig, ["rollout.temperature=0.9", "+experiment=two_digit_sums"])
 
-Only Hydra's Compose API is used, which changes no directory and writes nothing. Without multirun the grammar is more
-lenient: a new key needs no `+`, and a value that Hydra refuses, or takes for a sweep (`~/models/x`, `a.jsonl,b.jsonl`),
-is a string. Every mistake is a one-line `UserError`.
+The grammar is more lenient than Hydra's, without multirun: a new key needs no `+`, and a value that Hydra refuses, or
+takes for a sweep (`~/models/x`, `a.jsonl,b.jsonl`), is a string. Every mistake is a one-line `UserError`.
 """
 
 import difflib

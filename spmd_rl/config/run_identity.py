@@ -1,8 +1,8 @@
 """Identity of a run: name, directory, and the settings it was started with.
 
 The same command, or one with more `steps`, resumes its run; settings that change samples or gradients give another
-name. `resume.py` decides about changes in an explicit directory. Its `config.yaml` has the settings as a user writes
-them, and under `about` package versions and git revision.
+name. `resume.py` decides about changes in an explicit directory. `config.yaml` has the settings as a user writes them,
+and `about`: package versions and git revision.
 """
 
 import hashlib

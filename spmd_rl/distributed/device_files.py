@@ -15,8 +15,9 @@ HIDING = {
 
 Not Intel's: integrated graphics have the same files.
 """
+# AMD's integrated GPUs have a /dev/kfd too, with at most 80; a slice of an Instinct has 128.
 INTEGRATED_SIMDS = 96
-"""Most SIMD units of an integrated GPU. AMD's have a /dev/kfd too, with at most 80; a slice of an Instinct has 128"""
+"""Most SIMD units of an integrated GPU"""
 
 
 def device_file() -> tuple[str, tuple[str, ...]] | None:

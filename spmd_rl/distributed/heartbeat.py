@@ -1,7 +1,6 @@
 """Heartbeats through the store: each rank's position, and one progress counter.
 
-A beat costs the same at any world size; all are read only after a failure. Ages are on the reader's clock, corrected by
-clock differences at the start.
+They are read only after a failure. Ages are on the reader's clock, corrected by differences at the start.
 """
 
 import time

@@ -55,7 +55,7 @@ class Journal:
         self._fd = _open(self.path)
         self._hashes = directory / f"hashes-{rank}.jsonl"
         self.hashes = False
-        """True if `record` writes"""
+        """True if `record` writes hashes"""
         self._phases: list[str] = []
         self._times: dict[str, float] = {}
         self._watchers: list[PhaseWatcher] = []
@@ -165,10 +165,8 @@ class Journal:
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """Journal a wait on the store before the next collective.
-
-        Neither numbered nor written, since its count differs by rank; only for a hang report.
-        """
+        """Journal a wait on the store before the next collective, for a hang report alone."""
+        # Neither numbered nor written, since its count differs by rank.
         outer, self.inside = self.inside, CollectiveCall(name, self._numbers[""] + 1)
         try:
             yield
@@ -192,10 +190,7 @@ class Journal:
         return times
 
     def note(self, event: str, **fields: Any) -> None:
-        """Write a line by one unbuffered write, which survives this process but not the machine.
-
-        On a full disk the line is lost: other writers will report it.
-        """
+        """Write a line by one unbuffered write, which survives this process but not the machine."""
         self.progress += 1
         self._write(event, **fields)
 

@@ -167,10 +167,8 @@ class Layout:
         return [rank for rank in range(self.world.size) if self._places(rank, AXES) | {axis: 0} == mine]
 
     def collective(self, name: str, kind: str = "compute") -> AbstractContextManager[int]:
-        """[stage] Journal a collective of this pipeline stage; see `World.collective`.
-
-        Numbered by stage, because stages run different micro-batches at the same time.
-        """
+        """[stage] Journal a collective of this pipeline stage; see `World.collective`."""
+        # Numbered by stage, because stages run different micro-batches at the same time.
         if self.size("pp") == 1:
             return self.world.collective(name, kind)  # [all]
         stage = self.rank("pp")

@@ -124,9 +124,8 @@ class Supervisor:
     ) -> None:
         """Announce the exception to other ranks, as a block's `__exit__`, and let it propagate.
 
-        Only the first call counts. A mere consequence of another rank's end (a broken connection) ends the process here
-        with one line that names that rank. A mistake of all ranks propagates on all. If a rank was killed, `RunFailed`
-        names it.
+        Only the first call counts. A consequence of another rank's end (a broken connection) ends the process here with
+        a line that names that rank. If a rank was killed, `RunFailed` names it.
         """
         if kind is None or self._announced:
             return

@@ -4,8 +4,7 @@ A stall is `stall_seconds` without progress of *any* rank. A long call is fine w
 library calls report `World.progress`.
 
 The watchdog waits for the store, which never answers if packets are lost. A second thread, the clock, ends the process
-after `stall_seconds` without an answer. It counts only time in which it ran: a rank that was stopped, or whose main
-thread kept the GIL, is not cut off.
+after `stall_seconds` without an answer, not counting pauses of the process.
 """
 
 import threading

@@ -187,8 +187,8 @@ class World(Collectives):
         """[all] Exchange rows, uint8 [n, bytes], sorted by destination, on the CPU by one all-to-all; return them by
         rank.
 
-        sent, received: rows to and from each rank, perhaps 0. agreed: data that determines them, equal on all ranks
-        (see `agree`) like the bytes of a row; else RunFailed on all, before any is read.
+        sent, received: rows to and from each rank, perhaps 0. agreed: data that determines them; RunFailed on all ranks
+        if it, or the bytes of a row, differ.
         """
         # An all-to-all with sizes that differ would hang or read foreign bytes.
         self.agree(name, [rows.shape[1], agreed])  # [all]

@@ -34,7 +34,7 @@ class EngineCounts:
     cached: int = 0
     """Prompt tokens found in the cache"""
     verified: int = 0
-    """Drafts verified so far"""
+    """Drafts that were verified so far"""
     accepted: int = 0
     """Drafted tokens accepted so far"""
 
@@ -47,8 +47,8 @@ class EngineCounts:
 class Engine(Protocol):
     """One replica's engine in a rank's process, request by request.
 
-    In a replica of several ranks all make the same calls in the same order, except inside `driven()`, where only the
-    first rank calls. The default `driven` and `joined` are for one rank.
+    All ranks of a replica make the same calls in the same order, except inside `driven()`, where only the first calls.
+    The default `driven` and `joined` are for one rank.
     """
 
     capacity: Capacity
@@ -99,7 +99,7 @@ class Engine(Protocol):
 
         Cached keys and values are dropped, except those of requests in progress, which continue with them; an engine
         that cannot do so asserts `num_unfinished == 0`. Tensors are valid until the next. All are read, since other
-        ranks gather with this one; then RunFailed for missing, unknown, repeated or misshapen ones.
+        ranks gather too; then RunFailed for missing, unknown, repeated or misshapen ones.
         """
         ...
 

@@ -92,11 +92,9 @@ def check_args(
 
 @contextmanager
 def as_world(replica: dist.ProcessGroup) -> Iterator[None]:
-    """Make the group the default one inside.
-
-    Engines form groups over the default group's ranks, for all possible replicas and with collectives of all ranks:
-    tens of thousands in a large job, of which a replica needs only its own.
-    """
+    """Make the group the default one inside."""
+    # Engines form groups over the default group's ranks, for all possible replicas and with collectives of all ranks:
+    # tens of thousands in a large job, of which a replica needs only its own.
     default = distributed_c10d._get_default_group()
     distributed_c10d._update_default_pg(replica)
     try:

@@ -15,9 +15,9 @@ from spmd_rl.types import CandidateIds, Completion, FinishReason, Request
 TextOf = Callable[[Iterable[int]], str]
 """Function from token ids to text, without special tokens"""
 
+# Special tokens have no text, and a text's first token may decode differently.
 SPARE_TOKENS = 8
-"""Tokens decoded before those that may hold a stop string: special tokens have no text, and a text's first token may
-decode differently"""
+"""Tokens decoded before those that may hold a stop string"""
 
 
 @dataclass(eq=False, slots=True)

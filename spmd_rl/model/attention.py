@@ -1,12 +1,12 @@
 """Packed attention: segments end to end in one row, each seeing itself and the segments it continues.
 
-Registered with transformers as `spmd_packed`; forwards get `packing=Packing.of(starts)`, passed to every layer. A
-segment without a parent is a sequence. One with a parent continues it: its tokens see the whole path from the root, and
-themselves causally, so samples share the computation of prefixes.
+Registered with transformers as `spmd_packed`; forwards get `packing=Packing.of(starts)`. A segment without a parent is
+a sequence. One with a parent continues it: its tokens see the path from the root, and themselves causally, so samples
+share prefixes.
 
 Two kernels: variable-length flash attention on an accelerator, elsewhere a scatter into right-padded rows, where causal
-attention needs a mask only for parents. Ranks may split a row (`context.py`). Left out: key-value caches, dropout,
-sliding windows that would cut a sequence.
+attention needs a mask only for parents. Ranks may split a row (`context.py`). Left out: sliding windows that would cut
+a sequence.
 """
 
 from collections import defaultdict

@@ -5,9 +5,8 @@
     matcher.fill_next_token_bitmask(words, 0)       # a bit for each token of the vocabulary
     accept(matcher, [token])
 
-Engines draw among these tokens, and the trainer's logprobs are over the same, recomputed by following the answer. The
-matcher is xgrammar's (Dong et al., arXiv 2411.15100). Special tokens are not allowed, except those that end a complete
-answer.
+Engines draw among these tokens, and the trainer's logprobs are over the same, recomputed from the answer. The matcher
+is xgrammar's (Dong et al., arXiv 2411.15100). The only special tokens allowed end a complete answer.
 """
 
 import json

@@ -4,10 +4,9 @@
     mine = context.tokens(num_tokens)                  # which tokens of the row this rank computes
     packing = context.packing(starts, parents, device, dtype)
 
-`Ulysses` (Jacobs et al., arXiv 2309.14509), used if heads divide, exchanges tokens for heads, so that a rank attends
-over the whole row with its share of heads. `GatherKeys` (Llama 3, arXiv 2407.21783) gathers keys and values, for any
-number of heads; a rank gets an early and a late chunk, for balance. Both work on trees of segments. No ring: it would
-only save one layer's keys, small compared with other activations.
+`Ulysses` (Jacobs et al., arXiv 2309.14509), used if heads divide, exchanges tokens for heads. `GatherKeys` (Llama 3,
+arXiv 2407.21783) gathers keys and values, for any number of heads. Both work on trees of segments. A ring would save
+only one layer's keys.
 """
 
 from typing import Protocol

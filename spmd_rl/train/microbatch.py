@@ -1,7 +1,7 @@
 """Cut a rank's batch into micro-batches under a token budget. Pure.
 
 The cut depends on samples' keys, lengths and common prefixes alone. The most expensive micro-batch comes first: ranks
-synchronise in every layer, so the i-th ones of all ranks should cost the same.
+synchronise in every layer, so their i-th ones should cost the same.
 """
 
 from collections import defaultdict

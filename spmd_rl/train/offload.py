@@ -3,9 +3,8 @@
     weights = Offload(model.parameters())
     weights.to_host(); ...; weights.to_device()
 
-Storages are freed and allocated again; tensor objects stay valid (in FSDP, the optimizer) but must not be read while
-offloaded. Accelerators copy asynchronously on the current stream, with pinned host memory; only `to_host` waits, once,
-before it frees.
+Tensor objects stay valid (in FSDP, the optimizer) but must not be read while offloaded. Accelerators copy
+asynchronously on the current stream; only `to_host` waits, once, before it frees.
 """
 
 from collections.abc import Iterable, Iterator

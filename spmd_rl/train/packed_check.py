@@ -1,8 +1,8 @@
 """Check before the first step that a model does not mix packed sequences.
 
-A sequence is computed between two others, and between the same two exchanged. Shapes and each expert's tokens stay the
-same, so a CPU gives equal bits; elsewhere rounding noise is measured with both others after it. A model that mixes in
-any order, or counts positions along the row, differs from the sequence alone.
+A sequence is computed between two others, and between these exchanged. Shapes stay the same, so a CPU gives equal bits;
+elsewhere rounding noise is allowed for. A model that mixes in any order, or counts positions along the row, differs
+from the sequence alone.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Order of a pipeline stage's forwards and backwards: one forward, one backward (1F1B). Pure.
 
-PipeDream-Flush (Narayanan et al., arXiv 2006.09503), as in torch.distributed.pipelining, but with micro-batches of any
-shapes. Several chunks are interleaved (Narayanan et al., arXiv 2104.04473): stage s of S holds chunks s, s + S, ...,
-and micro-batches go through in groups of S or more.
+PipeDream-Flush (Narayanan et al., arXiv 2006.09503), with micro-batches of any shapes. Several chunks are interleaved
+(Narayanan et al., arXiv 2104.04473): stage s of S holds chunks s, s + S, ..., and micro-batches go through in groups of
+S or more.
 """
 
 from collections.abc import Iterator

@@ -5,8 +5,8 @@
     ... = replay.choose(place, own)            # by each router
     metrics = replay.metrics()                 # [all]
 
-Small numerical differences can change chosen experts, hence a token's probability by a lot. Routing weights, their
-gradient, and experts of tokens not sampled come from the trainer's router (R3: Ma et al., arXiv 2510.11370).
+Small differences can change chosen experts, hence probabilities by a lot. Routing weights, and experts of tokens not
+sampled, are the trainer's (R3: Ma et al., arXiv 2510.11370).
 """
 
 import torch

@@ -1,11 +1,11 @@
-"""Prefix sharing: the samples of a ticket become a tree of segments, so that common prefixes are computed once.
+"""Prefix sharing: a ticket's samples become a tree of segments, whose common prefixes are computed once.
 
     tree = share_prefixes(batch)
     logits = model(tree.token_ids, ..., packing=Packing.of(tree.starts, tree.parents))
     logits[tree.gather_index]                # one row for every token of the batch
 
-Answers share their prompt, trajectories their common history. This is exact: each segment attends to one copy of the
-path before it, where gradients of all samples add up. Only samples of a micro-batch share.
+Answers share their prompt, trajectories their common history, within a micro-batch. This is exact: each segment attends
+to one copy of the path before it, where all samples' gradients add up.
 """
 
 from collections import defaultdict

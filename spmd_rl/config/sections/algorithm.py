@@ -74,8 +74,7 @@ LEVELS = ("off", "token", "segment", "sequence", "geometric")
 class CorrectionConfig:
     """Importance weights that correct the mismatch between engine and trainer: `algorithm.correction`.
 
-    The engine's kernels, and often its precision, differ from the trainer's, and so do logprobs of the same tokens. The
-    metric `train_infer/abs_diff/mean` measures this.
+    The engine's kernels and precision give other logprobs of the same tokens: `train_infer/abs_diff/mean`.
     """
 
     level: str = "off"
@@ -190,7 +189,7 @@ class AlgorithmConfig:
     """DAPO's soft penalty of answers near the token limit: `rollout.max_new_tokens`, times `rollout.max_turns` if
     given."""
     overlong_tokens: int | None = None
-    """Tokens before the limit over which that penalty rises. Default: a fifth of the limit."""
+    """Tokens before the limit over which the overlong penalty rises. Default: a fifth of the limit."""
     norm_mean_type: str = "none"
     """Mean that is subtracted from scores: over the `batch`, `group`, `domain` (agents: environment tag) or run so far
     (`running`), or `none`. With `step_reinforce`, of the steps' returns."""
@@ -203,7 +202,7 @@ class AlgorithmConfig:
     max_len_mask: bool = False
     """Mask truncated answers in the loss; they stay in their group's baseline."""
     difficulty_mask: bool = False
-    """Mask groups in the loss whose mean score is outside the two thresholds."""
+    """Mask groups in the loss whose mean score is outside the difficulty thresholds."""
     difficulty_low_threshold: float = 0.0
     """Mean score that `difficulty_mask` requires groups to exceed."""
     difficulty_high_threshold: float = 1.0
@@ -212,7 +211,7 @@ class AlgorithmConfig:
     """Share of the summed standard deviations of all groups' scores: only the groups with the largest, which together
     hold it, train. RAGEN-2's code has 0.9 (null: all train)."""
     variance_eps: float = 0.01
-    """Tolerance of that share, in units of the deviations; a step with less variance trains on nothing."""
+    """Tolerance of `variance_top_p`, in units of the deviations; a step with less variance trains on nothing."""
     error_max_len_clip: bool = False
     """Mask long wrong answers (score below `pass_score`) in the loss."""
     error_max_len_threshold: int = 4096

@@ -130,13 +130,13 @@ class RewardConfig:
     CUDA_VISIBLE_DEVICES and free of ranks, or `cpu`. The rewarder's `url` is then its address with `/v1`. Default: no
     server."""
     server: str = "vllm serve {model} --host 127.0.0.1 --port {port} --tensor-parallel-size {num_devices}"
-    """Command of that server, run without a shell; it answers at `/health` once up. `{model}` is `args.model`, `{port}`
+    """Command of the server, run without a shell; it answers at `/health` once up. `{model}` is `args.model`, `{port}`
     a free port, `{num_devices}` the number of `devices`."""
     sandbox: str = "auto"
     """Sandbox for the code of answers: `forkserver` (needs root), `bwrap` (bubblewrap), `auto` (the first that works;
     the run does not start without one), or `none` (no isolation)."""
     packages: list[str] = field(default_factory=list)
-    """Installed packages that this code may import, with their dependencies, read-only: `[numpy, sympy]`. Default: the
+    """Installed packages that answers' code may import, with their dependencies, read-only: `[numpy, sympy]`. Default: the
     standard library."""
 
     def __post_init__(self) -> None:

@@ -105,7 +105,7 @@ class EnvConfig:
     sandbox: str = "auto"
     """Sandbox for untrusted code, see `reward.<domain>.sandbox`."""
     packages: list[str] = field(default_factory=list)
-    """Packages that this code may import, see `reward.<domain>.packages`."""
+    """Packages that untrusted code may import, see `reward.<domain>.packages`."""
     cpus: str | None = None
     """CPUs of the workers, as `0-3,8`. Default: those of the run."""
 

@@ -44,7 +44,7 @@ class TrainedModelConfig(ModelConfig):
     norms, biases). Steps are scaled to AdamW's size, so `lr` and `weight_decay` suit both. Half of AdamW's state; all
     matrices are gathered once an update."""
     lr: float = 1e-6
-    """Peak learning rate."""
+    """Peak learning rate of the schedule."""
     schedule: str = "constant"
     """Learning rate after warm-up: `constant`, or a `linear` or `cosine` decay to 0 at `steps`."""
     warmup_steps: int = 0
@@ -163,8 +163,8 @@ class BackendConfig:
     weight, two gathers fewer per update. Default: `true` on devices, `false` on CPU and in pipelines, where it saves
     two gathers per micro-batch."""
     compile: bool = False
-    """Compile decoder layers with `torch.compile`: first steps take minutes, later ones less. Needs a C++ compiler on
-    CPU, Triton on GPU."""
+    """Compile decoder layers with `torch.compile`: first steps take a minute or more longer, later ones less. Needs
+    a C++ compiler on CPU, Triton on GPU."""
     offload: bool = False
     """Keep idle roles' weights in host memory, optimizer state outside its step too, and the engine's weights while it
     does not generate. No effect on CPU."""

@@ -2,7 +2,7 @@
 
 A request's *table* lists its blocks; token t is in slot `table[t // BLOCK] * BLOCK + t % BLOCK`. A full block is cached
 under a hash of all tokens up to its end, and shared by requests with that prefix: a group's answers, an agent's next
-turn. Unreferenced blocks are evicted when memory is needed, least recently used first.
+turn. Unreferenced blocks are evicted least recently used first.
 """
 
 from array import array

@@ -1,8 +1,7 @@
 """Sampling as a pure function: token t of a request depends only on its logits, temperature and (seed, t).
 
 Inverse CDF, so no generator has a state. `sample` draws among all tokens, `sample_truncated` among those left by min-p,
-top-k and top-p, in vLLM's order. These candidates are recorded: the trainer's logits differ by rounding and learning,
-so it cannot recompute them.
+top-k and top-p, in vLLM's order. These candidates are recorded, since the trainer's logits differ.
 """
 
 import hashlib

@@ -1,10 +1,4 @@
-"""`SglangEngine`: SGLang behind `Engine`, in this rank's process, request by request and turn by turn.
-
-    engine = SglangEngine(start(path, ...), expected_shapes(path), replica)
-    engine.load(model.named_parameters(), version=0)
-    engine.add(Request("a", prompt_ids, max_new_tokens=12, temperature=1.0, seed=7))
-    while engine.num_unfinished:
-        for completion in engine.step(): ...
+"""`SglangEngine`: SGLang behind `Engine`, in this rank's process, as `NativeEngine`.
 
 Requests are admitted in order of `add`.
 """

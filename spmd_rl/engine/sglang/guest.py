@@ -19,9 +19,10 @@ from spmd_rl.engine.guest import undisturbed
 
 FORCED = {"cpu": {"SGLANG_USE_CPU_ENGINE": "1"}}
 """Variables by device type. Without this one SGLang looks for vLLM's kernels on the CPU"""
+# Without it SGLang needs a NUMA node per rank of a replica. Nothing is bound: only `sgl_kernel`, which is not
+# installed, reads the value.
 DEFAULTS = {"cpu": {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * 64)}}
-"""Defaults by device type; a user's value wins. Without it SGLang needs a NUMA node per rank of a replica. Nothing
-is bound: only `sgl_kernel`, not installed, reads the value"""
+"""Defaults by device type; a user's value wins"""
 
 NOT_NEEDED = ("torchvision", "sgl_kernel")
 """Packages that SGLang imports but that have no CPU build, or no use there"""

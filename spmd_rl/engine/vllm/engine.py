@@ -1,10 +1,4 @@
-"""`VllmEngine`: vLLM behind `Engine`, in this rank's process, request by request and step by step.
-
-    engine = VllmEngine(start(path, ...), expected_shapes(path))
-    engine.load(model.named_parameters(), version=0)
-    engine.add(Request("a", prompt_ids, max_new_tokens=12, temperature=1.0, seed=7))
-    while engine.num_unfinished:
-        for completion in engine.step(): ...
+"""`VllmEngine`: vLLM behind `Engine`, in this rank's process, as `NativeEngine`.
 
 Requests are admitted in order of `add`.
 """
@@ -39,9 +33,9 @@ from spmd_rl.types import Completion, FinishReason, Request
 if TYPE_CHECKING:
     from spmd_rl.engine.vllm.pictures import VllmPictures
 
+# vLLM silently raises lower ones to the first number, and so reports logprobs of another temperature.
 TEMPERATURES = (0.01, 2.0)
-"""Range of temperatures besides 0. vLLM silently raises lower ones to the first number, and so reports logprobs of
-another temperature"""
+"""Range of temperatures besides 0"""
 
 
 class VllmEngine(HostedEngine):
@@ -224,21 +218,17 @@ def _candidate_ids(ids: Sequence[int], logprobs: Sequence[float]) -> list[int]:
 
 
 def repack_heads(model: nn.Module) -> None:
-    """Refresh output heads from their tied embedding.
-
-    A reload skips a layer without a stored name, and on the CPU a head computes with a packed copy.
-    """
+    """Refresh output heads from their tied embedding."""
+    # A reload skips a layer without a stored name, and on the CPU a head computes with a packed copy.
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
 
 
 def unpack_experts(model: nn.Module) -> None:
-    """Make the next reload pack a mixture's experts again: vLLM does so only the first time.
-
-    On the CPU reloaded plain weights would be mistaken for packed ones. Elsewhere weights are copied in place, where
-    captured graphs expect them.
-    """
+    """Make the next reload pack a mixture's experts again."""
+    # vLLM does so only the first time; on the CPU it would mistake reloaded plain weights for packed ones. Elsewhere
+    # weights are copied in place, where captured graphs expect them.
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod) and module.w13_weight.device.type == "cpu":

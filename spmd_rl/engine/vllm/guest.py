@@ -22,11 +22,9 @@ DEFAULTS = {
 }
 """Defaults of variables; a user's value wins"""
 
+# With `pp` above 1 it is the older one: the newer sends no drawn tokens to the first stages.
 RUNNERS = {name: {"VLLM_USE_V2_MODEL_RUNNER": value} for name, value in (("cuda", "1"), ("cpu", "0"))}
-"""Model runner by device type, else dependent on Triton being installed; like `DEFAULTS`.
-
-With `pp` above 1 it is the older one: the newer sends no drawn tokens to the first stages.
-"""
+"""Model runner by device type; otherwise it depends on Triton"""
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Layer matrices in INT8 or FP8 in vLLM, and the check that it computes with them.
 
-Kernels store them in other layouts, so bytes cannot be compared; each layer's output for a fixed input is, with that of
-the published numbers.
+Kernels store them in other layouts, so instead of bytes each layer's output for a fixed input is compared.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,8 +1,8 @@
 """Serves the page and its data: HTTP on the loopback address, for this machine's user.
 
 Readers need the address, which holds a random key, and a name of this machine (`Host`), so that no other site's page
-can read through a DNS name that points here. A model's text is data: the page puts it into text nodes, and its content
-security policy allows no other script or server.
+can read through a DNS name that points here. A model's text only fills text nodes; the content security policy allows
+no other script or server.
 """
 
 import hmac

@@ -38,11 +38,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class GatedAdamW(AdamW):
-    """AdamW over the flat float32 shards with which DeepSpeed replaces parameters.
+    """AdamW over the flat float32 shards with which DeepSpeed replaces parameters; a step has no effect without
+    `open`."""
 
-    DeepSpeed computes norm, clips and steps in one call, and masks a norm that is not finite. Here it only supplies
-    gradients, which a step uses only after `open`.
-    """
+    # DeepSpeed computes norm, clips and steps in one call, and masks a norm that is not finite. Here it only supplies
+    # gradients.
 
     def __init__(self, parameters: Iterable[Tensor], own: TrainedModelConfig) -> None:
         betas = own.betas[0], own.betas[1]

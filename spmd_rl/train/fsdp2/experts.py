@@ -2,8 +2,8 @@
 
 spread_experts(model, layout) # [all] before FSDP shards the model
 
-An expert's gradient includes the tokens of all `ep` ranks, so it is summed only over `expert_fsdp` and copies.
-Tensor-parallel ranks have different tokens outside attention, so to experts they are ranks like any others.
+An expert's gradient includes all `ep` ranks' tokens, so it is summed only over `expert_fsdp` and copies.
+Tensor-parallel ranks, with different tokens outside attention, count as any others.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Whole weights from shards, for publishing: few large gathers in the compute dtype through reused buffers.
 
-FSDP's gather costs several times as much: it allocates for every layer, and touching new memory is slower than copying.
-Casting first halves the traffic, and rounds as the forward pass does.
+FSDP's gather costs several times as much, by allocating for every layer. Casting first halves the traffic, and rounds
+as the forward pass does.
 """
 
 import math

@@ -7,8 +7,7 @@
 Muon trains layers' matrices, in mixtures those of each expert; AdamW embeddings, output embedding, norms and biases.
 Steps have AdamW's root mean square, so one learning rate serves both (Liu et al., arXiv 2502.16982).
 
-A copy's ranks gather matrices in bfloat16, orthogonalise every n-th one each, and broadcast it. So all layouts take
-equal steps, up to the rounding of gradients.
+A copy's ranks gather matrices in bfloat16, orthogonalise every n-th one each, and broadcast it.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Cut a Hugging Face causal LM into pipeline stages, in place.
 
 Other stages' modules become pass-through modules, so the model's forward and parameter names stay. Later stages get
-`inputs_embeds`. A stage of several chunks is one model; each forward computes one, see `Chunks`.
+`inputs_embeds`. A forward computes one chunk of several, see `Chunks`.
 """
 
 import re

@@ -5,8 +5,8 @@
     adapters.attach(chunks, shapes, groups.tp, head_dim)
 
 Each linear layer of the checkpoint has an `A` and a `B`, replicated on tensor-parallel ranks and stored as in other
-backends. The input is multiplied by all `A` in one product, whose few columns ranks exchange, then by the rows of `B`
-for this rank's outputs. So each rank has a term of their gradients, which Megatron sums like those of norms.
+backends. The input is multiplied by all `A` at once, whose few columns ranks exchange, then by this rank's rows of `B`.
+Megatron sums ranks' terms of the gradients like those of norms.
 """
 
 import re

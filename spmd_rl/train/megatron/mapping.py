@@ -3,8 +3,8 @@
     NAMES = {"decoder.layers.{}.mlp.linear_fc1.weight": Stacked("...gate_proj.weight", "...up_proj.weight"), ...}
     for piece in rule.pieces(shapes, TensorShare(tp_rank, tp_size)): ...
 
-`architectures/` gives each parameter a rule, which lists the pieces of stored tensors in a rank's part. Reading
-checkpoints, publishing, saving and loading states are loops over pieces.
+`architectures/` gives each parameter a rule, which lists the pieces of stored tensors in a rank's part. Reading,
+publishing and saving loop over pieces.
 """
 
 from abc import ABC, abstractmethod

@@ -1,7 +1,7 @@
 """Megatron's distributed data parallelism and optimizer: gradients and AdamW state, sharded over data shards.
 
-Built from their classes with the layout's groups: the library's factory pickles, and runs collectives of all ranks of
-the job, some of which may only generate. AdamW is torch's.
+Built without the library's factory, which pickles, and runs collectives of all ranks, some of which may only generate.
+AdamW is torch's.
 """
 
 from collections.abc import Mapping, Sequence

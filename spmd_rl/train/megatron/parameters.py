@@ -46,7 +46,7 @@ class Experts(NamedTuple):
     """Mixture layers of a model."""
 
     count: int
-    """experts per mixture layer"""
+    """number of experts per mixture layer"""
     size: int
     """ranks that share the experts"""
     first: int = 0

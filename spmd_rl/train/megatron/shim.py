@@ -37,11 +37,10 @@ _REPLACED = {
 
 
 class _Messages:
-    """Messages between pipeline stages, sent without waiting for the receiver, as devices do with short ones.
+    """Messages between pipeline stages, sent without waiting for the receiver, as on devices."""
 
-    Gloo's sends block, so an interleaved schedule, whose stages pair sends and receives differently, would deadlock.
-    Each direction has its tag: with two stages both are between the same ranks.
-    """
+    # Gloo's sends block, so an interleaved schedule, whose stages pair sends and receives differently, would deadlock.
+    # Each direction has its tag: with two stages both are between the same ranks.
 
     def __init__(self) -> None:
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []

@@ -1,8 +1,7 @@
 """Megatron-core's `GPTModel` from a transformers configuration, with five replaced parts.
 
-Layers are Megatron's local ones (no Transformer Engine). Attention is `packed_attention`, for packing, prefix trees and
-context parallelism; rotary positions are the row's; norms round as in transformers; the output embedding returns
-logprob and entropy of targets.
+Layers are Megatron's local ones (no Transformer Engine). Attention is `packed_attention`; rotary positions are the
+row's; norms round as in transformers; the output embedding returns logprob and entropy of targets.
 """
 
 from collections.abc import Mapping, Sequence
