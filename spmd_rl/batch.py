@@ -30,7 +30,6 @@ class Column:
     shape: tuple[int, ...] = ()
     """Shape of an entry, or of a ragged list's item"""
     unit: str = ""
-    """Unit of the numbers, for readers"""
     ragged: bool = False
     """True if the column is a `Ragged`"""
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 HOME = _HERE if (_HERE / "configs").is_dir() else _HERE.parents[1]
-"""Parent folder of the four"""
 PLUGINS = ("rewards", "envs")
 """Folders that settings name without this package: `rewards.math_verify:MathReward`"""
 

@@ -305,7 +305,6 @@ def check_sidecar(sidecar: SidecarConfig, debug: bool) -> None:
 
 
 MAX_RANK = 512
-"""Largest rank of vLLM's adapters"""
 
 
 def check_adapters(engine: EngineConfig, policy: ServedModelConfig, placement: PlacementConfig | None = None) -> None:

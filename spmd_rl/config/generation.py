@@ -14,11 +14,9 @@ class GenerationSettings:
     reward: RewardsConfig
     seed: int
     kv_tokens: int
-    """Value of `engine.kv_tokens`, of the KV cache"""
     uses_greedy: bool = False
     """True if a group has one more, greedy answer"""
     evaluates: bool = False
-    """True if held-out prompts are evaluated"""
     patience: float = 0.0
     """Value of `placement.patience`, in seconds"""
     data: DataConfig | None = None

@@ -33,8 +33,9 @@ from spmd_rl.config.schema import HostConfig, JobConfig
 from spmd_rl.config.shrink import GROUP as SHRINK
 from spmd_rl.config.shrink import shrink
 
+# Only the command line may set it, never a file shared with a run.
 REMOTE_CODE = "policy.trust_remote_code"
-"""Key that allows a model directory's Python code; only the command line may set it, no shared file"""
+"""Key that allows a model directory's Python code"""
 CONFIGS = HOME / "configs"
 
 EXPERIMENT = "experiment"

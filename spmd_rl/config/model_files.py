@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from spmd_rl.base.errors import UserError, one_line
 from spmd_rl.config.run_identity import saved_config
 
+# If only holes follow this first part of a file, it has no weights.
 WRITTEN_BYTES = 2**20
-"""Size of a file's first part, after which only holes mean missing weights"""
 
 
 def trained_model(key: str, name: str) -> tuple[str, str | None]:

@@ -17,8 +17,9 @@ from spmd_rl.config.sections.data import GENERATORS, DataConfig, RewardConfig, R
 from spmd_rl.config.sections.env import EnvConfig, EnvsConfig
 from spmd_rl.config.sections.run import JournalConfig
 
+# Most of them wait: rewarders for servers, environments for turns.
 REWARDERS_PER_CORE, ENVIRONMENTS_PER_CORE = 64, 1024
-"""Most workers per core. Most wait: rewarders for servers, environments for turns"""
+"""Most workers per core of a machine"""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.config.vocabulary import digest
 
 FOLDER, ABOUT = "rollouts", "about.json"
-"""Folder in a run directory, and its file"""
 
 
 def about_samples(

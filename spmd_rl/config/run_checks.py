@@ -13,7 +13,6 @@ from spmd_rl.config.sections.run import CheckpointConfig, RunConfig, TrackConfig
 
 FOLDERS = ("checkpoints", "journal", "rollouts", "samples", "traces")
 FILES = ("config.yaml", "metrics.jsonl", "report.html")
-"""Folders and files of a run directory"""
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 

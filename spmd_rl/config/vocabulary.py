@@ -36,7 +36,6 @@ def _tokens(text: bytes) -> dict[int, str]:
 
 
 def _sizes(one: Path, other: Path) -> str:
-    """Return text on two vocabularies' sizes; empty if equal or unreadable."""
     try:
         sizes = [vocabulary_size(folder) for folder in (other, one)]
     except (OSError, ValueError):

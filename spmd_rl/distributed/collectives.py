@@ -42,8 +42,6 @@ _encode_arrays = msgspec.msgpack.Encoder(order="deterministic", enc_hook=_plain)
 
 
 class _Brief(reprlib.Repr):
-    """`repr` of a value's beginning; an array looks like a list."""
-
     def repr_ndarray(self, array: np.ndarray, level: int) -> str:
         """Return an array's beginning as a list."""
         return self.repr1(array[: self.maxlist + 1].tolist(), level)

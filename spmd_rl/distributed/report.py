@@ -25,7 +25,6 @@ class RankState(msgspec.Struct, array_like=True, frozen=True):
     """A rank's last self-reported position."""
 
     clock: float
-    """its monotonic clock in seconds"""
     step: int
     phase: str
     inside: CollectiveCall | None

@@ -24,7 +24,7 @@ from spmd_rl.base.errors import RunFailed
 from spmd_rl.base.process import running
 
 ALIGNMENT = 64
-"""Alignment of published tensors in bytes"""
+"""Alignment of published tensors, in bytes"""
 # sem_t has 32 bytes in 64-bit glibc; one cache line for each keeps ranks from sharing lines.
 _SEMAPHORE_BYTES = 64
 _LEAST_BYTES = 1 << 16

@@ -31,7 +31,6 @@ class Watchdog:
         self._progress = -1
         self._moved = self._ticked = self._beaten = time.monotonic()
         self._answered = 0
-        """Number of the store's answers"""
         self._tick_seconds = TICK_SECONDS * max(1.0, len(heartbeats.peers) / 1024)
         self._stopped = threading.Event()
         self.leaving = False

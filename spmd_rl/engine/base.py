@@ -18,7 +18,6 @@ class Capacity:
     """Limits of an engine's requests and cache."""
 
     max_running: int
-    """Requests decoded at the same time"""
     kv_tokens: int
     """Tokens of KV cache over all running requests"""
     max_tokens: int

@@ -20,7 +20,6 @@ class HostedEngine(Engine):
     `_restore` and `_stop`."""
 
     model: nn.Module
-    """Package's module in this process"""
 
     def __init__(
         self,
@@ -35,7 +34,6 @@ class HostedEngine(Engine):
         self.capacity, self.shapes, self.slot = capacity, shapes, slot
         self._sleeps, self.text_of = sleeps, text_of
         self.under_way: dict[str, SequenceState] = {}
-        """Requests in progress, by id"""
         self.version: int | None = None
         """Version of the weights; None while missing or incomplete"""
         self.token_counts = EngineCounts()
@@ -126,7 +124,6 @@ class HostedEngine(Engine):
         self._cache_sleeps = self._cache_sleeps and tag != "kv_cache"
 
     def _sleep(self) -> None:
-        """Copy weights bitwise to host memory, and drop the KV cache."""
         # A package may count as asleep until all parts are awake, and would then refuse to offload the weights.
         if self._cache_sleeps:
             self._wake("kv_cache")

@@ -32,11 +32,9 @@ class SequenceState:
     experts: array = field(default_factory=lambda: array("h"))
     """experts of the tokens fed so far, see `Completion.experts`"""
     num_experts: int = 0
-    """experts recorded per token; 0: none"""
     matcher: Any = None
     """xgrammar's matcher of a constrained answer, after its first request"""
     num_matched: int = 0
-    """answer tokens consumed by the matcher"""
 
     def append(self, token: int, logprob: float, version: int, candidate_ids: Sequence[int] = ()) -> None:
         """Add a sampled token. RunFailed for a non-finite logprob."""

@@ -171,8 +171,6 @@ def _size(num_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A segment, or this rank's part of it."""
-
     before: tuple[range, ...]
     """tokens of the row that it sees before itself"""
     own: range

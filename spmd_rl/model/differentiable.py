@@ -54,8 +54,6 @@ def collect(values: Tensor, places: Tensor, num_places: int, group: dist.Process
 
 
 class _Undoable(torch.autograd.Function):
-    """A linear function with its adjoint."""
-
     @staticmethod
     def forward(ctx, x: Tensor, function: Callable[[Tensor], Tensor], undo: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.undo = undo

@@ -30,7 +30,6 @@ class MappedFiles:
     """Safetensors files of a directory, readable by parts."""
 
     def __init__(self, folder: Path) -> None:
-        """Open nothing yet; files open on demand."""
         self.folder, self.bytes_read = folder, 0
         self._opened: dict[str, Any] = {}
         self._mapped = 0

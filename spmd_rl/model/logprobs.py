@@ -22,8 +22,8 @@ from spmd_rl.base.devices import kind
 from spmd_rl.config.architectures import LOGIT_FACTORS
 from spmd_rl.model.load import owned_region
 
+# Logits at a time: 8 MiB in float32 on the CPU, for its caches; 512 MiB on devices, for few and large products.
 CHUNK, DEVICE_CHUNK = 2**21, 2**27
-"""Logits at a time: 8 MiB in float32 on the CPU, for its caches; 512 MiB on devices, for few and large products"""
 
 # With rows of odd width cuBLAS falls back to kernels that read a number at a time: on an H100 they took four times as
 # long, a quarter of an update at 1.7B.

@@ -77,7 +77,6 @@ CONFIG = {
     "pad_token_id": 2,
     "dtype": "bfloat16",
 }
-"""Configuration of the model, from the file's metadata"""
 
 
 def default_dir() -> Path:

@@ -46,7 +46,6 @@ class Tokenizer:
 
     stop_ids: tuple[int, ...]
     name: str
-    """Model name, or path of its directory"""
     processor: "Processor | None"
     """Processor of pictures, if the model takes them"""
 

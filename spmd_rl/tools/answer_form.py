@@ -82,7 +82,6 @@ def _forms(text: str, any_tag: bool = False) -> list[str]:
 
 
 def _shown(pattern: str | re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """Yield matches that the text does not forbid."""
     return (found for found in re.finditer(pattern, text) if not NEGATED.search(text[: found.start()]))
 
 

@@ -36,7 +36,6 @@ from spmd_rl.tools.reward_audit import (
 )
 
 ROWS = 4
-"""Default number of rows per domain"""
 NAMED = 3
 """Most unjudged rows that the last line names"""
 

@@ -31,7 +31,6 @@ OF_SAMPLES = ("generate", "score", "logprobs", "prepare")
 PHASES = (*OF_SAMPLES, "update", "weights", "eval")
 """Phases in order of dependence; `weights` are those at a step's end"""
 MEASURED = ("time/", "system/", "memory/", "placement/", "publish/", "rollout/")
-"""Prefixes of metrics that depend on time"""
 AXES = ("dp_replicate", "tp", "cp", "pp", "ep", "name")
 MISSING = "missing"
 

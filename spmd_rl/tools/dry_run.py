@@ -45,7 +45,6 @@ from spmd_rl.tools.reward_audit import BARE, GOLD, UNSUPPORTED, Kind, Trial
 from spmd_rl.types import Prompt, Rewarder, Verdict
 
 SHOWN = 3
-"""Number of prompts to show"""
 RENDERED = 4000
 """Number of prompts to render for their lengths"""
 ASKED = 100

@@ -29,7 +29,6 @@ from spmd_rl.types import AgentStep, Environments, EnvReply, Message, Prompt, Sa
 OWN = {"play.policy": "false", "play.env": ""}
 """Words of the command line that are no settings, with defaults"""
 WIDTH = 132
-"""Columns if the output is no terminal"""
 
 
 async def person(

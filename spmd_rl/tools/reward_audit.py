@@ -34,7 +34,6 @@ WRONG = "I do not know."
 LEAST = 0.1
 """Share of the best form's pay beyond which another form counts as paid, not for its length alone"""
 SECONDS = 60.0
-"""Seconds that a score may take by default"""
 MAX_SECONDS = 1e6
 """Seconds that an audit may take; scores have their limits"""
 FORM_ALONE = 0.5
@@ -61,7 +60,6 @@ class Kind:
     """Reasons why the reward failed, by row id: an error, or a right answer without a score"""
 
     forms: set[str] = field(default_factory=set)
-    """Forms of the gold answers tried"""
     trials: dict[str, "Trial"] = field(default_factory=dict)
     """Trials of gold answers, by row id"""
 

@@ -32,7 +32,6 @@ from spmd_rl.train.recompute import decoder_layers
 from spmd_rl.train.state import Shard
 
 BASE, NAME = ".base_layer", "default"
-"""Parts that peft adds to parameter names"""
 OWN_A, OWN_B, OWN_MAGNITUDE = (f".lora_{kind}.{NAME}.weight" for kind in ("A", "B", "magnitude_vector"))
 ENDINGS = {OWN_A: A, OWN_B: B, OWN_MAGNITUDE: MAGNITUDE}
 """Endings of parameter names, and of peft's files"""

@@ -16,7 +16,6 @@ from spmd_rl.model.load import Region, local, owned_region
 from spmd_rl.model.lora import Adapter
 
 CHUNK = 2**22
-"""Elements processed at a time."""
 
 
 @torch.no_grad()

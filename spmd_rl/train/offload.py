@@ -22,7 +22,6 @@ class Offload:
     """Storages of some tensors; of a DTensor, its shard."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        """Take tensors that are on their device."""
         found = {storage._cdata: storage for tensor in tensors if (storage := local(tensor).untyped_storage()).nbytes()}
         self._storages = list(found.values())
         self._sizes = [storage.nbytes() for storage in self._storages]

@@ -19,10 +19,10 @@ from spmd_rl.types import Sample, Turn, Verdict
 A, ASKED, B = range(24, 34), range(30, 42), range(50, 60)
 """Token ids that any vocabulary has; 32 in all need no padding"""
 EXCHANGED, ROUNDING = 1e-6, 10.0
-"""Limits of the mean absolute difference after the exchange, of which the larger holds: nats, and multiple of the
-rounding noise"""
+"""Limits of the mean absolute difference after the exchange: nats, and a multiple of the rounding noise"""
+# Accepted models in float32 on a CPU have at most 4e-7.
 ALONE = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.2}
-"""Largest difference to the sequence alone, in nats; accepted float32 models have at most 4e-7 on a CPU"""
+"""Largest difference to the sequence alone, in nats"""
 
 
 def check_packing(model: str, role: Role, dtype: str) -> None:

@@ -37,7 +37,6 @@ DTYPES = {
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 ALIGNMENT = 8
 BROKEN = (ValueError, TypeError, KeyError, SafetensorError, msgspec.MsgspecError)
-"""Errors of readers on a foreign file"""
 
 
 class Shard(NamedTuple):

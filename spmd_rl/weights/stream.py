@@ -21,12 +21,10 @@ class WeightStream:
         self._started: dict[str, bytes | Tensor] = {}
         """Hashes of tensors; on a device not waited for until read"""
         self.repeated: list[str] = []
-        """Names that came more than once"""
         self.dtype: torch.dtype | None = None
         """Dtype of the first floating tensor, of the computation; buffers come last and may differ"""
         self.num_bytes = 0
         self.wait_seconds = 0.0
-        """Seconds of waiting for tensors to arrive"""
         self.hash_seconds = 0.0
         self._weights, self._device, self._progress = iter(weights), device, progress
 

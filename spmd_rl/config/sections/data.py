@@ -136,7 +136,7 @@ class RewardConfig:
     """Sandbox for the code of answers: `forkserver` (needs root), `bwrap` (bubblewrap), `auto` (the first that works;
     the run does not start without one), or `none` (no isolation)."""
     packages: list[str] = field(default_factory=list)
-    """Installed packages that answers' code may import, with their dependencies, read-only: `[numpy, sympy]`. Default: the
+    """Packages that answers' code may import, with their dependencies, read-only: `[numpy, sympy]`. Default: the
     standard library."""
 
     def __post_init__(self) -> None:

@@ -43,12 +43,13 @@ from spmd_rl.types import Completion, FinishReason, Request
 if TYPE_CHECKING:
     from spmd_rl.engine.native.pictures import EnginePictures
 
+# Bounds activations; a longer prompt goes alone.
 BATCH_TOKENS = 4096
-"""Tokens of one forward, which bound activations; a longer prompt goes alone"""
+# Bounds the mask of a kernel call.
 QUERIES = 256
-"""Query tokens of one kernel call, which bound its mask"""
+# Kernels are compiled and cached per shape, and would pile up.
 ROUND_FEW, ROUND_MANY = 8, 64
-"""Multiples of a forward's padded tokens: compiled kernels are cached per shape"""
+"""Multiples to which forwards are padded"""
 
 
 class NativeEngine(Engine):

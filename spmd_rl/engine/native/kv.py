@@ -12,8 +12,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+# Each request recomputes the tokens of a shared prompt beyond full blocks.
 BLOCK = 4
-"""Tokens per block; requests recompute a shared prompt's tokens beyond full blocks"""
 
 
 def blocks_for(num_tokens: int) -> int:

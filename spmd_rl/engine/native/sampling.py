@@ -16,8 +16,8 @@ from spmd_rl.base.devices import to_device
 from spmd_rl.engine.sequence import SequenceState
 from spmd_rl.model.constraint import Allowed, Constraint, accept
 
+# Partial sums: the CDF is built over chunks, then within one.
 CHUNK = 256
-"""Tokens per partial sum: the CDF is built over chunks, then within one"""
 
 
 def uniform(seed: int, index: int) -> float:

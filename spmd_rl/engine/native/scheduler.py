@@ -62,7 +62,6 @@ class Scheduler:
         self.rows: list[RunningSequence] = []
         """running requests, in order of admission"""
         self.unfinished: set[str] = set()
-        """ids of waiting and running requests"""
         self.token_counts = EngineCounts()
         self._pool, self._max_running, self._num_experts = pool, max_running, num_experts
         self._shares_prefixes = shares_prefixes

@@ -28,9 +28,8 @@ from spmd_rl.engine.sglang.start import HostedScheduler, stop
 from spmd_rl.types import Completion, FinishReason, Request
 
 FUSIONS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-"""Projections that SGLang's models fuse"""
+# The scheduler drops the last requests after one or two idle turns.
 IDLE_TURNS = 4
-"""Turns after which the scheduler has dropped the last requests; one or two suffice"""
 
 
 class SglangEngine(HostedEngine):
@@ -47,7 +46,6 @@ class SglangEngine(HostedEngine):
     ) -> None:
         """replica: group of its ranks. text_of: for stop strings. See `HostedEngine`."""
         self.scheduler = scheduler
-        """SGLang's scheduler, exposed for debugging"""
         self._replica = replica
         self._sampler = scheduler.tp_worker.model_runner.sampler
         # SGLang's names differ from ours: an id may be used again while SGLang still drops the old request.
@@ -148,14 +146,12 @@ class SglangEngine(HostedEngine):
         self.end_load(version, faults)
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Load weights by Hugging Face names; return errors."""
         checked = CheckedWeights(weights, self.shapes)
         # A model may load in threads; the trainer's own tensor is good only until the next.
         self.model.load_weights((name, tensor.clone()) for name, tensor in checked)
         return checked.end()
 
     def _flush(self, version: int) -> None:
-        """Drop all keys and values. RunFailed if SGLang refuses."""
         # SGLang refuses while a request is in progress, and after the last answer until a turn was idle.
         for _ in range(IDLE_TURNS):
             self.scheduler.turn()

@@ -42,7 +42,6 @@ def hosted(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def _plain() -> Iterator[None]:
-    """Disable `torch.compile` and pinned memory inside."""
     # On the CPU a C++ compiler would take minutes for `torch.compile`. Pinned memory: see `Unpinned`.
     compiler = torch.compile
     torch.compile = lambda function=None, **settings: function or (lambda one: one)

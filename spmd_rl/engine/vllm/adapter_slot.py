@@ -41,7 +41,6 @@ class AdapterSlot(GivenAdapters):
         self._llm = llm
         self._folder = tempfile.TemporaryDirectory(prefix="spmd_rl-adapter-", dir=MEMORY if MEMORY.is_dir() else None)
         self.request = LoRARequest("policy", 1, self._folder.name)
-        """Adapter reference in each request"""
 
     def put(self) -> list[str]:
         """Replace the adapter, see `GivenAdapters`."""

@@ -28,8 +28,6 @@ def grammar_of(request: Request) -> StructuredOutputsParams:
 
 
 class _Grammars:
-    """Replacement of vLLM's backend of grammars and masks."""
-
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
 

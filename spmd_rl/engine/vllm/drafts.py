@@ -18,8 +18,8 @@ from spmd_rl.engine.base import EngineCounts
 LENGTHS = (3, 2)
 """Numbers of last tokens to look up; the first match counts"""
 SIZE = array("i").itemsize
+# Above it drafts cost more than they save on CPUs: lab/2026-11-26-drafts-and-priorities.md
 MOST_ROWS = 8
-"""Most requests with drafts; above it they cost more than they save on CPUs: lab/2026-11-26-drafts-and-priorities.md"""
 
 
 def engine_args(num_tokens: int, cpu: bool) -> dict[str, Any]:
@@ -54,7 +54,6 @@ class Lookup:
     """Proposer of drafts for vLLM's CPU runner."""
 
     def __init__(self, config: Any) -> None:
-        """config: all of vLLM's settings."""
         self._num_tokens = config.speculative_config.num_speculative_tokens
 
     def propose(

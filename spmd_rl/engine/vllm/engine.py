@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # vLLM silently raises lower ones to the first number, and so reports logprobs of another temperature.
 TEMPERATURES = (0.01, 2.0)
-"""Range of temperatures besides 0"""
+"""Range of sampling temperatures besides 0"""
 
 
 class VllmEngine(HostedEngine):
@@ -56,7 +56,6 @@ class VllmEngine(HostedEngine):
         used. pictures: of a model that takes them. See `HostedEngine`."""
         self._is_constrained, self._outputs, self._pictures = is_constrained, outputs, pictures
         self.llm = llm
-        """vLLM's engine, exposed for debugging"""
         config = llm.vllm_config
         kv_tokens = (config.cache_config.num_gpu_blocks - 1) * config.cache_config.block_size
         capacity = Capacity(config.scheduler_config.max_num_seqs, kv_tokens, config.model_config.max_model_len)
@@ -162,7 +161,6 @@ class VllmEngine(HostedEngine):
         self.end_load(version, faults)
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Load weights by Hugging Face names; return errors."""
         checked = CheckedWeights(weights, self.shapes)
         unpack_experts(self.model)
         # vLLM keeps a tensor until its layer is whole; the trainer's own is good only until the next.

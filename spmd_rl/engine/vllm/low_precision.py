@@ -17,8 +17,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from spmd_rl.base.errors import UserError
 from spmd_rl.model.low_precision import SCALE, W8A8
 
+# So few nonzero columns per row of the test input that one wrong weight changes a sum visibly.
 COLUMNS = 64
-"""Nonzero columns per row of the test input, so few that one wrong weight changes a sum visibly"""
 
 
 def engine_args(form: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +82,6 @@ class Outputs:
     """
 
     def __init__(self, form: str, dtype: torch.dtype) -> None:
-        """dtype: of the layers' outputs."""
         (self._held, self._largest), self._dtype = W8A8[form], dtype
         self._wanted: dict[str, tuple[Tensor, Tensor]] = {}
         """Expected output of each layer's matrices, and the sum of its terms' sizes, which bounds the rounding"""

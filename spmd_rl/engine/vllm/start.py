@@ -28,13 +28,15 @@ from spmd_rl.config.sections.rollout import MAX_TOP_K
 from spmd_rl.engine.guest import as_world, check_args
 from spmd_rl.engine.vllm.drafts import engine_args
 
+# vLLM's default of 128 would round short prompts up fourfold and share none.
 CPU_BLOCK = 32
-"""Tokens of a KV block on the CPU; vLLM's 128 would round short prompts up fourfold and share none"""
+"""Tokens of a KV block on the CPU"""
 BLOCK = 16
 """Tokens of a KV block elsewhere, unless the attention kernel differs"""
 
+# vLLM keeps all tokens whose logit equals the last one's.
 TIES = 32
-"""Spare candidates beyond twice `top_k`: vLLM keeps all tokens whose logit equals the last one's"""
+"""Spare candidates beyond twice `top_k`"""
 MAX_LOGPROBS = 2 * MAX_TOP_K + TIES
 
 ALWAYS = {
@@ -55,6 +57,7 @@ ALWAYS = {
 }
 """Arguments that the engine depends on"""
 NO_VIDEO = {"video": 0}
+# vLLM asks its own processor of pictures, which needs a tokenizer, for sizes alone.
 SEEING = {
     "skip_tokenizer_init": False,
     "limit_mm_per_prompt": NO_VIDEO,
@@ -65,7 +68,7 @@ SEEING = {
     # The size of the cache is given, so nothing has to be measured.
     "skip_mm_profiling": True,
 }
-"""Further arguments for models with pictures: vLLM asks its own processor, which needs a tokenizer, for sizes alone"""
+"""Further arguments for models with pictures"""
 DEFAULTS = {"async_scheduling": False}
 """Defaults of arguments that users may change"""
 REASONS = {
@@ -90,8 +93,9 @@ OURS = {
     "quantization": "engine.quantization",
 }
 """Arguments decided by our settings"""
+# As in vLLM's offline `LLM` on large GPUs.
 DEVICE_TOKENS = 16384
-"""Most tokens of a step on a device, as in vLLM's offline `LLM` on large GPUs"""
+"""Most tokens of a step on a device"""
 
 
 def start(
@@ -172,7 +176,6 @@ def _lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[s
 
 
 def _in_stages(llm: LLMEngine) -> None:
-    """Compute one step at a time in replicas with stages."""
     # vLLM would schedule a second step before the first one's tokens are read, but with externally launched ranks the
     # two do not overlap.
     if llm.vllm_config.parallel_config.pipeline_parallel_size == 1:
@@ -187,7 +190,6 @@ def _in_stages(llm: LLMEngine) -> None:
 
 @contextmanager
 def _memory_unbound() -> Iterator[None]:
-    """Keep vLLM from binding this process's memory."""
     # On the CPU vLLM binds all memory of the process, including the trainer's, to one node.
     ops = torch.ops._C
     bind = getattr(ops, "init_cpu_memory_env", None)

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 META = torch.device("meta")
 INTEGERS = ("arange", "randint", "randperm")
-"""Operations with integer results by default"""
 KINDS = {
     "allgather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -32,7 +31,6 @@ KINDS = {
     "send": "send",
     "recv": "receive",
 }
-"""Kinds of collectives, by part of torch's name"""
 
 
 class FakeDeviceMode(TorchDispatchMode):
@@ -42,7 +40,6 @@ class FakeDeviceMode(TorchDispatchMode):
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.meeting = ""
-        """Collective to which traffic is charged"""
         self.travelled: Counter[tuple[str, str]] = Counter()
         """Bytes arriving at this rank, by collective and kind"""
 

@@ -38,7 +38,6 @@ class Allocation:
     num_bytes: int
     made_by: str
     born: int
-    """number of the event that made it"""
     died: int = ALIVE
     tag: str = ""
     """tag of its content; empty for temporary data"""

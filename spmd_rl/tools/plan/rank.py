@@ -107,7 +107,6 @@ class Trace:
 
     rank: int
     places: dict[str, int]
-    """coordinates along the axes of the policy's layout"""
     held: dict[str, int]
     """permanent bytes, by role and content"""
     phases: dict[str, list[Phase]]

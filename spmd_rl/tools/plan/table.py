@@ -26,7 +26,6 @@ class TableRow:
     phase: str
     columns: dict[str, int]
     largest: str = ""
-    """largest temporary tensor, and its operation"""
 
     @property
     def total(self) -> int:

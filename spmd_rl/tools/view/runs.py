@@ -10,7 +10,6 @@ from spmd_rl.track.run_reader import RunData, read_run
 from spmd_rl.track.trajectories import stamp
 
 MAX_DEPTH = 3
-"""Depth of the search below the named folder"""
 
 
 class RunIndex:

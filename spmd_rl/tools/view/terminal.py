@@ -27,7 +27,6 @@ from spmd_rl.track.trajectories import TrajectoryRow, mean_score, rows, whole
 
 COLORS = ("none", "logprob", "mask", "advantage", "version")
 WIDTH = 132
-"""Columns if the output is no terminal"""
 PALETTE = ("blue", "yellow", "green", "magenta", "cyan", "red")
 IMPROBABLE = ((-4.0, "bold red"), (-2.0, "red"), (-1.0, "yellow"), (-0.3, "cyan"))
 """Colours of a token by its range's largest logprob, in nats"""
@@ -38,12 +37,10 @@ class Selection:
     """The part of a run to show."""
 
     kind: str
-    """Kind of samples, one of `KINDS`"""
     step: int | None
     sample: str | None
     """`TICKET.ANSWER`, or `TICKET` for the whole group"""
     color: str
-    """Meaning of colours, one of `COLORS`"""
 
 
 def show(runs: RunIndex, place: Selection) -> None:

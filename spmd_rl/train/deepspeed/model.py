@@ -117,7 +117,6 @@ class DeepSpeedModel:
         return lambda p: init(module=nn.ParameterList([p]), dtype=self._dtype)
 
     def _fill(self, read: Fill, group: dist.ProcessGroup) -> None:
-        """[all] Read this rank's masters and weights."""
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if self._optimizer is not None:
             self._partition = Partition(self._deepspeed.utils, self._engine, trained, group)

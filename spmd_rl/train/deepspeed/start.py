@@ -28,7 +28,6 @@ class DataParallel:
     """The `mpu` that DeepSpeed expects: all ranks are data parallel."""
 
     def __init__(self, group: dist.ProcessGroup, alone: dist.ProcessGroup | None) -> None:
-        """group: ranks of a role. alone: this rank."""
         self._group, self._alone = group, alone
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:

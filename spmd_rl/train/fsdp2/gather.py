@@ -124,8 +124,6 @@ def _buckets(parameters: Mapping[str, DTensor], itemsize: int, room_bytes: int, 
 
 
 class _Buffers:
-    """Scratch tensors that grow during a publish."""
-
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
 

@@ -66,7 +66,6 @@ class Optimizer:
             shard, moments = self._shards[name], {m: local(self._moments[f"{name}.{m}"]) for m in MOMENTS}
             self._adamw.state[shard] = {"step": torch.zeros((), device=shard.device), **moments}
         self._steps = torch.zeros(())
-        """Steps of AdamW, equal everywhere"""
         self._moments |= {f"{name}.{m}": buffer for name, buffer in self._muon.buffers.items() for m in MOMENTUM}
 
     @property

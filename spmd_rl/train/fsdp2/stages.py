@@ -41,8 +41,6 @@ class PassThrough(nn.Module):
 
 
 class _End(PassThrough):
-    """Placeholder for the output embedding."""
-
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         # FSDP warns about a view as a module's output.
         return hidden_states.clone()

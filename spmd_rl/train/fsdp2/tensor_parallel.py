@@ -154,7 +154,6 @@ def _share_vocabulary(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGro
 
 
 def _share_look_up(embedding: nn.Embedding, group: dist.ProcessGroup) -> None:
-    """Make each rank look up its part of the distributed embedding."""
     own = owned_region(embedding.weight)[0]
     # The padding row gets no gradient.
     if embedding.padding_idx is not None:

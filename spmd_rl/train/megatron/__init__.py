@@ -11,7 +11,6 @@ from spmd_rl.config.sections.models import RoleConfig
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
 """Supported model types, each a module of `architectures/`"""
 LATENT = "deepseek_v3"
-"""Model type with latent attention and experts' biases"""
 MIXTURES = ("qwen3_moe", "mixtral", LATENT)
 BIASES = ("attention_bias", "mlp_bias")
 """Keys of `config.json` for biases without a mapping"""

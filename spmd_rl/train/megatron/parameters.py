@@ -39,7 +39,6 @@ class StoredPart(NamedTuple):
     shape: tuple[int, ...]
     stored: Region
     tensor: Tensor
-    """live elements of the part"""
 
 
 class Experts(NamedTuple):

@@ -16,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 
 class _NoStream:
-    """Placeholder for a device's streams and events."""
-
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: self
 
@@ -33,7 +31,6 @@ _REPLACED = {
     "current_stream": lambda *_: _NoStream(),
     "stream": lambda *_: nullcontext(),
 }
-"""Replacements in `torch.cuda`, by attribute name"""
 
 
 class _Messages:

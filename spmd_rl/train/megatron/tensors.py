@@ -40,7 +40,6 @@ class Tensors:
             assert one.rule.shape(shapes, self._share_of(one)) == found, (one.name, found)
         self._here = {local[one.name]: one for one in here}
         self.buffers = {one.rule.names[0]: local[one.name] for one in here if one.rule.is_buffer}
-        """Live buffers on this rank"""
 
     def _share_of(self, one: Parameter, rank: int | None = None) -> TensorShare:
         """Return a parameter's share on a rank along `tp`; by default this one."""

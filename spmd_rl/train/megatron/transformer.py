@@ -42,7 +42,6 @@ from spmd_rl.train.replay import Replay
 if not isinstance(multi_latent_attention.TELinear, type):
     multi_latent_attention.HAVE_TE = False
 RANDOM = "model-parallel-rng"
-"""Megatron's name of a random state"""
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,8 @@ class PackedRow:
     """bool [t], on the device: not padding"""
     chosen: Tensor | None
     """int64 [t, layers, k], on the device: the engine's experts (`train/replay.py`)"""
+    # Megatron checks the name of the format.
     qkv_format: str = "row"
-    """Format that Megatron checks; not one it knows"""
     cp_group: None = None
     local_cp_size: None = None
 

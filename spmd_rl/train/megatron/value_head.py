@@ -20,7 +20,6 @@ class ValueHead(nn.Module):
     """Value head, whole on every rank; each computes its tokens."""
 
     gives_fingerprint = False
-    """True: return fingerprints, see `ForwardArgs`"""
 
     def __init__(self, config: TransformerConfig, has_bias: bool, groups: ProcessGroupCollection) -> None:
         super().__init__()
