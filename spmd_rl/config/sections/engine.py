@@ -25,7 +25,7 @@ class EngineConfig:
     max_running: int = 64
     """Most requests that a replica decodes at once."""
     kv_tokens: int = 32768
-    """A replica's KV cache in tokens; `vllm` rounds up to whole blocks."""
+    """Size of a replica's KV cache in tokens; `vllm` rounds up to whole blocks."""
     quantization: str | None = None
     """Rounding of the weights for generation: `fp8` (blocks of 128 x 128), `int8` (rows) or `int4` (groups of 32) are
     simulated, so nothing is faster or smaller. `w8a8_int8`, `w8a8_fp8`: vLLM stores and multiplies the layers' matrices
