@@ -62,7 +62,7 @@ NO_ENVIRONMENT = (
 
 
 def check(cfg: JobConfig) -> None:
-    """Raise a `UserError` for the first impossible setting."""
+    """Raise a `UserError` for the first setting that cannot work."""
     apply(CHECKS, cfg)
 
 
@@ -85,7 +85,7 @@ def check_given_any(data: DataConfig, env: EnvsConfig) -> None:
 
 
 def check_plan(cfg: JobConfig) -> None:
-    """Raise a `UserError` for a plan's first impossible setting."""
+    """Raise a `UserError` for the first setting of a plan that cannot work."""
     apply((take_shape, check_shapes, check_mesh, check_replicas), cfg)
 
 

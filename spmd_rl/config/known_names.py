@@ -199,7 +199,7 @@ ABSENT: Mapping[str, str] = {name: told for told, names in _ABSENT.items() for n
 
 
 EARLIER: Mapping[str, str] = {"teacher.alone": "teacher.only"}
-"""Present names of settings by earlier ones."""
+"""Present names of settings, by earlier names."""
 
 
 def with_present_names(tree: Mapping[str, Any]) -> dict[str, Any]:

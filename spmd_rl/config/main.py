@@ -223,7 +223,7 @@ def record(folder: Path, line: str, report: str = "") -> bool:
 
 
 def fresh(path: Path) -> bool:
-    """Return True if a rank of this start wrote a file."""
+    """Return True if a rank of this start wrote the file."""
     return path.stat().st_mtime >= BEGAN
 
 

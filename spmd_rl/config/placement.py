@@ -103,7 +103,7 @@ def _ranks(
 
 
 def ranks_do(ranks: tuple[int, ...], what: str) -> str:
-    """Return `ranks 0-3 train` or `rank 4 generates`, for a plural verb."""
+    """Return text such as `ranks 0-3 train` or `rank 4 generates`. what: the verb in the plural."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and parts[-1][-1] == rank - 1:

@@ -1,4 +1,4 @@
-"""Checks of `run`, `checkpoint` and `track`, before the process group."""
+"""Checks of `run`, `checkpoint` and `track`, before the process group forms."""
 
 import netrc
 import os

@@ -148,7 +148,7 @@ def write_config(cfg: Any, directory: str | Path, pipeline: str) -> None:
 
 
 def _until(cfg: Any, directory: Path) -> list[dict[str, Any]]:
-    """Return the settings that `cfg` changes, each with its last step."""
+    """Return the settings of earlier steps that `cfg` changes, each with its last step."""
     saved = saved_config(directory) or {}
     latest = directory / "checkpoints" / "latest"
     digits = re.search(r"\d+", latest.read_text()) if saved and latest.exists() else None

@@ -24,9 +24,9 @@ from spmd_rl.distributed.world import World
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes of a world's ranks, the last varying fastest; torchtitan's names"""
 DENSE = ("pp", "dp_replicate", "fsdp", "tp")
-"""The same ranks for most weights: `fsdp` is `dp_shard` x `cp`"""
+"""Axes for most weights: `fsdp` is `dp_shard` x `cp`"""
 EXPERTS = ("pp", "dp_replicate", "expert_fsdp", "ep")
-"""The same ranks for experts: `expert_fsdp` x `ep` is `dp_shard` x `cp` x `tp`"""
+"""Axes for experts: `expert_fsdp` x `ep` is `dp_shard` x `cp` x `tp`"""
 # Values that leave a reduction unchanged, for ranks that are not their shard's leader.
 _NEUTRAL = {"sum": 0.0, "mean": 0.0, "max": -math.inf}
 

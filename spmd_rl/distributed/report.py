@@ -18,7 +18,7 @@ class Peer(msgspec.Struct, array_like=True, frozen=True):
     host: str
     pid: int
     clock: float
-    """its monotonic clock, in seconds, when peers met"""
+    """monotonic clock of the rank, in seconds, when peers met"""
 
 
 class RankState(msgspec.Struct, array_like=True, frozen=True):

@@ -22,7 +22,7 @@ class StopRequest:
         self._store.set(_ACCEPTED, "1")
 
     def refuse(self) -> None:
-        """End the run at once on a signal."""
+        """End the run at once on later signals."""
         self._store.delete_key(_ACCEPTED)
 
     def ask(self, signum: signal.Signals) -> int:

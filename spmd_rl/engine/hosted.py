@@ -38,7 +38,7 @@ class HostedEngine(Engine):
         """Version of the weights; None while missing or incomplete"""
         self.token_counts = EngineCounts()
         self.lost = ""
-        """Tensor that changed since the load; `add` and `load` fail from then on"""
+        """Description of a tensor that changed since the load; `add` and `load` fail from then on"""
         self._aborted: list[Completion] = []
         self.num_added = 0
         # The first request since the load must find an empty cache: a hit proves that old keys survived.

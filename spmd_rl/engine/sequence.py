@@ -33,7 +33,7 @@ class SequenceState:
     """experts of the tokens fed so far, see `Completion.experts`"""
     num_experts: int = 0
     matcher: Any = None
-    """xgrammar's matcher of a constrained answer, after its first request"""
+    """xgrammar's matcher of a constrained answer, once its first token was requested"""
     num_matched: int = 0
 
     def append(self, token: int, logprob: float, version: int, candidate_ids: Sequence[int] = ()) -> None:

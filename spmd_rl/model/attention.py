@@ -41,7 +41,7 @@ class Rows:
     tokens: Tensor
     """int64 [n]: each token's index in the packed row"""
     slots: Tensor
-    """int64 [n]: and in the padded [num_rows * length]"""
+    """int64 [n]: each token's index in the padded [num_rows * length]"""
     whole: bool
     """True if the rows are all tokens in order"""
 

@@ -249,7 +249,7 @@ class Tokenizer:
         return "".join(PICTURE if seen else self._decode(list(run), skip_special_tokens=False) for seen, run in runs)
 
     def encode(self, text: str) -> array:
-        """Return token ids ('i') of a text without special tokens around."""
+        """Return token ids ('i') of a text, without special tokens around it."""
         return array("i", self._hf(text, add_special_tokens=False).input_ids)
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -155,7 +155,7 @@ class Adapters(SavedScaling):
 
     @contextmanager
     def hidden(self, hides: bool = True) -> Iterator[None]:
-        """Hide adapters inside, in names and in computation; the model may be sharded."""
+        """Hide adapters inside this context, in names and computation; the model may be sharded."""
         # peft's own switch also sets `requires_grad`, which FSDP stores for shards and for gathered parameters
         # separately: adapters would silently stay frozen.
         modules = self._model.named_modules() if hides else ()

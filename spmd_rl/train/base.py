@@ -198,7 +198,8 @@ class MicrobatchLoop:
     """backward too, accumulating gradients; else without gradient"""
     args: ForwardArgs
     select: Callable[[int], Batch]
-    """Return micro-batch i, on the CPU: whole samples, or a filler of weight 0 beyond the shard's last."""
+    """Function that returns micro-batch i, on the CPU: whole samples, or beyond the shard's last a filler of
+    weight 0."""
     finish: Callable[[int, Batch, tuple[Tensor, ...]], Tensor]
     """Function `finish(i, micro-batch on the CPU, outputs)` of the last stage, which returns the loss to differentiate.
     Outputs, at the loss mask's tokens in order, on the device: a policy's logprob and entropy, or a critic's value,

@@ -23,8 +23,10 @@ class Replay:
     """Replacement of routers' choices by the engine's recorded ones."""
 
     def __init__(self, model: nn.Module, layout: Layout, is_on: bool) -> None:
-        """UserError if the model is no mixture, or if its routers weigh experts in an unknown way. is_on: False for no
-        replay."""
+        """Raise UserError if the model is no mixture, or if its routers weigh experts in an unknown way.
+
+        is_on: False for no replay.
+        """
         self._layout, self._kind = layout, router_class(model)
         self.places: dict[str, int] = {}
         """Positions of routers by name; empty without replay"""

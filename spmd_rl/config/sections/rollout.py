@@ -210,11 +210,11 @@ class EvaluationConfig:
     temperature: float | None = None
     """Temperature of held-out answers. Default: that of the rollout."""
     top_p: float | None = None
-    """Share for held-out answers. Default: `rollout.top_p`."""
+    """Value of `top_p` for held-out answers. Default: `rollout.top_p`."""
     top_k: int | None = None
-    """Number for held-out answers. Default: `rollout.top_k`."""
+    """Value of `top_k` for held-out answers. Default: `rollout.top_k`."""
     min_p: float | None = None
-    """Probability for held-out answers. Default: `rollout.min_p`."""
+    """Value of `min_p` for held-out answers. Default: `rollout.min_p`."""
 
     def truncation(self, rollout: SamplingConfig) -> dict[str, float]:
         """Return `top_k`, `top_p` and `min_p` for a request."""

@@ -102,7 +102,7 @@ class Scheduler:
             row.shared = False
 
     def end(self, row: RunningSequence) -> None:
-        """Remove a row; its blocks stay cached if of present weights."""
+        """Remove a row; its blocks stay cached if computed with present weights."""
         self.rows.remove(row)
         self.unfinished.remove(row.request.id)
         if row.shared:

@@ -35,7 +35,7 @@ class SglangAdapter(GivenAdapters):
         self._manager, self._shapes = manager, shapes
         self._fused = {part: (one, parts) for one, parts in fusions.items() for part in parts}
         self.ref = LoRARef(lora_id="policy", lora_name="policy", lora_path="policy", pinned=False)
-        """Reference whose id is in each request"""
+        """Adapter reference, whose id each request has"""
 
     def put(self) -> list[str]:
         """Replace the adapter, see `GivenAdapters`."""

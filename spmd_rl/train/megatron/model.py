@@ -51,7 +51,7 @@ ALONG = {
 }
 """Axes of the layout along which a Megatron group's ranks differ"""
 ALONG_EXPERTS = {"ep": ("ep",), "expt_dp": ("expert_fsdp",), "tp_ep": ("ep",), "tp_ep_pp": ("pp", "ep"), "expt_tp": ()}
-"""The same for experts, each whole on a rank"""
+"""Axes of groups for experts, each whole on a rank"""
 
 
 def groups_of(layout: Layout) -> ProcessGroupCollection:
