@@ -90,7 +90,7 @@ class Engine(Protocol):
 
     @property
     def num_unfinished(self) -> int:
-        """Requests whose completion was not returned."""
+        """Number of requests whose completion was not returned."""
         ...
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -51,7 +51,7 @@ class HostedEngine(Engine):
 
     @property
     def num_unfinished(self) -> int:
-        """Requests whose completion was not returned."""
+        """Number of requests whose completion was not returned."""
         return len(self.under_way) + len(self._aborted)
 
     def begin(self, request: Request) -> SequenceState:

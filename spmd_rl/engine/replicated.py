@@ -97,7 +97,7 @@ class ReplicatedEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests whose completion was not returned."""
+        """Number of requests whose completion was not returned."""
         return len(self._added) + self.engine.num_unfinished
 
     def add(self, request: Request) -> None:

@@ -106,7 +106,7 @@ class NativeEngine(Engine):
 
     @property
     def num_unfinished(self) -> int:
-        """Requests whose completion was not returned."""
+        """Number of requests whose completion was not returned."""
         return len(self._scheduler.unfinished) + len(self._aborted)
 
     def add(self, request: Request) -> None:
