@@ -1,7 +1,7 @@
-"""Packed columnar `Batch`: tensors of many samples end to end, without padding.
+"""The packed columnar `Batch`: tensors of many samples laid end to end, without padding.
 
-Each column declares dtype, shape and owner (token or sample); a ragged column's entry is a list. Subclasses add
-columns: selection, transfer and filling follow the declarations. Common prefixes are found before the forward pass
+Columns declare dtype, shape and owner of their entries (token or sample); an entry of a ragged column is a list.
+Subclasses add columns; selection and transfer follow the declarations. Common prefixes are found later
 (`train/sharing.py`).
 """
 
@@ -22,40 +22,39 @@ from spmd_rl.types import CandidateIds, Sample, Turn
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Layout of one `Batch` column."""
+    """Layout of one column of a `Batch`."""
 
     per: Literal["token", "sample"]
-    """Owner of an entry: one of T tokens or S samples"""
+    """Owner of an entry: one of T tokens or of S samples."""
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
-    """Shape of an entry, or of a ragged list's item"""
+    """Shape of an entry; in a ragged column, of an item of its list."""
     unit: str = ""
     ragged: bool = False
-    """True if the column is a `Ragged`"""
 
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Lists of different lengths, end to end."""
+    """Lists of different lengths, laid end to end."""
 
     values: Tensor
-    """Concatenated items of all lists, [V, ...]"""
+    """[V, ...]"""
     offsets: Tensor
     """int64 [N+1]: list i is values[offsets[i] : offsets[i + 1]]"""
 
     @property
     def owners(self) -> Tensor:
-        """List that each value belongs to, int64 [V]."""
+        """int64 [V]: list of each value"""
         lengths = self.offsets.diff()
         numbers = torch.arange(len(lengths), device=self.offsets.device)
         return numbers.repeat_interleave(lengths, output_size=len(self.values))
 
     def to(self, device: torch.device) -> "Ragged":
-        """Return a copy on the device."""
+        """Return a copy on `device`."""
         return Ragged(to_device(self.values, device), to_device(self.offsets, device))
 
     def index_select(self, dim: int, index: Tensor) -> "Ragged":
-        """Return the lists with these numbers, in order; `dim` is 0."""
+        """Return the lists with these numbers, in this order; `dim` must be 0."""
         assert dim == 0
         lengths = self.offsets.diff()[index]
         return Ragged(self.values.index_select(0, run_indices(self.offsets[index], lengths)), bounds_of(lengths))
@@ -66,102 +65,102 @@ Entries = Tensor | Ragged
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Indices of the N sampled tokens; a boolean mask would need a device synchronisation."""
+    """Indices of the N sampled tokens; a boolean mask would synchronise the device."""
 
     index: Tensor
-    """int64 [N]: position of each token of the loss mask, in order"""
+    """int64 [N]: position of each token of the loss mask"""
     samples: Tensor
-    """int64 [N]: its sample, numbered without gaps over samples with a sampled token"""
+    """int64 [N]: sample of the token, numbered without gaps"""
     runs: Tensor
-    """int64 [N]: its contiguous span of sampled tokens (a turn)"""
+    """int64 [N]: contiguous span of sampled tokens (a turn)"""
 
     def to(self, device: torch.device) -> "Sampled":
-        """Return a copy on the device."""
+        """Return a copy on `device`."""
         return Sampled(*(to_device(value, device) for value in (self.index, self.samples, self.runs)))
 
 
 def per_token(dtype: torch.dtype, unit: str = "", shape: tuple[int, ...] = (), ragged: bool = False) -> dict[str, Any]:
-    """Return field metadata of a column with entries per token."""
+    """Return the metadata of a column with one entry per token."""
     return {"column": Column("token", dtype, shape, unit, ragged)}
 
 
 def per_sample(dtype: torch.dtype, unit: str = "", shape: tuple[int, ...] = (), ragged: bool = False) -> dict[str, Any]:
-    """Return field metadata of a column with entries per sample."""
+    """Return the metadata of a column with one entry per sample."""
     return {"column": Column("sample", dtype, shape, unit, ragged)}
 
 
 class _Remembered:
-    """Cache slots of a batch, outside dataclass fields."""
-
     __slots__ = ("_sampled",)
 
 
 @dataclass(slots=True)
 class Batch(_Remembered):
-    """One rank's packed samples: S samples of T tokens in all, on one device."""
+    """Samples of one rank, packed: S samples of T tokens in all, on one device."""
 
     starts: Tensor
     """int64 [S+1]: first token of each sample, then T"""
     keys: Tensor = field(metadata=per_sample(torch.int64, shape=(2,)))
     """int64 [S, 2]: (ticket, answer); (-1, -1) for a filler"""
     units: Tensor = field(metadata=per_sample(torch.int64))
-    """int64 [S]: samples of a ticket with equal numbers share rank and micro-batch (`Sample.unit`)"""
+    """int64 [S]: samples of a ticket with equal numbers share a rank and a micro-batch (`Sample.unit`)"""
     token_ids: Tensor = field(metadata=per_token(torch.int64))
     """int64 [T], all samples end to end"""
     position_ids: Tensor = field(metadata=per_token(torch.int64))
     """int64 [T]: 0, 1, ... within each sample"""
     loss_mask: Tensor = field(metadata=per_token(torch.bool))
-    """bool [T]: sampled by the policy (with a logprob from the token before)"""
+    """bool [T]: tokens that the policy sampled"""
     rollout_logprobs: Tensor = field(metadata=per_token(torch.float32, "nats"))
     """float32 [T]: the engine's logprob of each sampled token; 0 elsewhere, and in written rows"""
     lags: Tensor = field(metadata=per_token(torch.int32, "policy versions"))
-    """int32 [T]: versions between the token's policy and the step's; 0 elsewhere"""
+    """int32 [T]: versions between the sampling policy and the step's; 0 elsewhere"""
     candidate_ids: Ragged | None = field(default=None, metadata=per_token(torch.int32, "token ids", ragged=True))
-    """T lists of int32: tokens that sampling did not cut off, the support of all logprobs. Empty list or None: all"""
+    """T lists of int32: the support of all logprobs. Empty list or None: all tokens"""
     experts: Ragged | None = field(default=None, metadata=per_token(torch.int16, "experts", ragged=True))
-    """T lists of int16: the engine's experts of each sampled token, layer by layer; -1 where unknown. Empty
-    elsewhere; None without router replay"""
+    """T lists of int16: experts to which the engine routed each sampled token, layer by layer; -1 where it did not
+    compute the token. None without router replay
+    """
     advantages: Tensor | None = field(default=None, metadata=per_token(torch.float32))
-    """float32 [T]: 0 outside the loss mask; None until planned"""
+    """float32 [T]: 0 outside the loss mask; None before the plan"""
     weights: Tensor | None = field(default=None, metadata=per_token(torch.float32))
-    """float32 [T]: weight of the token's loss in the *global* batch (token-mean: 1 / global token count), so that
-    sums over any split give the loss. None until planned"""
+    """float32 [T]: weight of the token's loss in the *global* batch (token-mean: 1 / global token count): a sum over
+    any split of the batch is the loss
+    """
     old_logprobs: Tensor | None = field(default=None, metadata=per_token(torch.float32, "nats"))
-    """float32 [T]: the trainer's logprobs before the first update; None if equal to current ones"""
+    """float32 [T]: the trainer's logprobs before the first update; None if equal to the current ones"""
     ref_logprobs: Tensor | None = field(default=None, metadata=per_token(torch.float32, "nats"))
-    """float32 [T]: the reference's logprobs; None if unneeded"""
+    """float32 [T]: the reference's logprobs"""
     teacher_logprobs: Tensor | None = field(default=None, metadata=per_token(torch.float32, "nats"))
-    """float32 [T]: the teacher's logprobs of sampled tokens, NaN where not asked; None without a teacher"""
+    """float32 [T]: the teacher's logprobs of the sampled tokens, NaN where no teacher is asked"""
     teacher_ids: Ragged | None = field(default=None, metadata=per_token(torch.int32, "token ids", ragged=True))
-    """T lists of int32: the teacher's k most likely tokens in each sampled token's place. None: not compared"""
+    """T lists of int32: the teacher's k most likely tokens in place of each sampled token. None: not compared"""
     teacher_top: Ragged | None = field(default=None, metadata=per_token(torch.float32, "nats", ragged=True))
-    """T lists of float32: their logprobs under the teacher, -inf where not asked"""
+    """T lists of float32: their logprobs under the teacher, -inf where no teacher is asked"""
     hints: Ragged | None = field(default=None, metadata=per_sample(torch.int32, "token ids", ragged=True))
-    """S lists of int32: prompt of a teacher with a hint; empty: the policy's prompt. None: no hints"""
+    """S lists of int32: prompt of a teacher with a hint; empty: the policy's"""
     values: Tensor | None = field(default=None, metadata=per_token(torch.float32, "score"))
-    """float32 [T]: the critic's estimated return before each sampled token; None without a critic"""
+    """float32 [T]: the critic's estimate of the return before each sampled token"""
     returns: Tensor | None = field(default=None, metadata=per_token(torch.float32, "score"))
-    """float32 [T]: target of the critic; None without a critic"""
+    """float32 [T]: target of the critic"""
     turns: Tensor | None = field(default=None, metadata=per_token(torch.int64))
-    """int64 [T]: equal numbers mark sampled tokens credited as one turn; None where a sample is one"""
+    """int64 [T]: equal numbers mark the sampled tokens of one turn; None: each sample is one"""
     trajectories: Tensor | None = field(default=None, metadata=per_sample(torch.int64))
-    """int64 [S]: equal numbers mark a trajectory's segments, in order; None where a sample is one"""
+    """int64 [S]: equal numbers mark the segments of one trajectory, in order; None: each sample is one"""
     marked: Tensor | None = field(default=None, metadata=per_token(torch.bool))
-    """bool [T]: tokens chosen over the global batch (clip-cov, kl-cov); None if unneeded"""
+    """bool [T]: tokens chosen over the global batch (clip-cov, kl-cov)"""
     right: Tensor | None = field(default=None, metadata=per_token(torch.float32))
-    """float32 [T]: see `Tokens.right`, 0 outside the loss mask; None if unread"""
+    """float32 [T]: see `Tokens.right`, 0 outside the loss mask"""
     reference_sums: Tensor | None = field(default=None, metadata=per_sample(torch.float32, "nats"))
-    """float32 [S]: the reference's logprob of the answer; None outside preference losses with a reference"""
+    """float32 [S]: the reference's logprob of the whole answer (preference losses)"""
     margins: Tensor | None = field(default=None, metadata=per_sample(torch.float32, "score"))
-    """float32 [S]: how much better a pair's chosen answer should be, 0 for the rejected one; None outside reward
-    models on pairs"""
+    """float32 [S]: margin of a pair's chosen answer, 0 for the rejected one (reward models on pairs)"""
     pictures: Ragged | None = field(default=None, metadata=per_sample(torch.uint8, "encoded bytes", ragged=True))
-    """S lists of bytes: each sample's encoded pictures end to end, in order of their negative ids
-    (`types.pictures`). None without pictures"""
+    """S lists of bytes: each sample's encoded pictures, in the order of their negative token ids (`types.pictures`).
+    None for a model of text alone
+    """
     picture_sizes: Ragged | None = field(default=None, metadata=per_sample(torch.int64, "bytes", ragged=True))
-    """S lists of int64: sizes of the encoded pictures"""
+    """S lists of int64: sizes of these pictures"""
     labels: Tensor | None = field(default=None, metadata=per_token(torch.float32))
-    """float32 [T]: 1 at the learnt token of each right answer or step, else 0; None outside reward models on labels"""
+    """float32 [T]: 1 at the learnt token of each right answer or step, 0 elsewhere (reward models on labels)"""
 
     @property
     def num_tokens(self) -> int:
@@ -181,17 +180,15 @@ class Batch(_Remembered):
 
     @property
     def sampled(self) -> Sampled:
-        """Indices of the loss mask's tokens; cached, computed on the CPU if the batch began there."""
+        """Indices of the loss mask's tokens; cached."""
         if not hasattr(self, "_sampled"):
             self._sampled = _sampled(self)
         return self._sampled
 
     @property
     def by_trajectory(self) -> tuple[Tensor | None, Tensor]:
-        """Order of the N sampled tokens with contiguous trajectories, and each one's trajectory in it: int64 [N], 0, 1,
-        ... without gaps. No order: contiguous already.
-
-        A micro-batch holds all segments of each trajectory.
+        """(order, number): the N sampled tokens in which each trajectory is contiguous, and each one's trajectory in
+        that order: int64 [N], 0, 1, ... without gaps. order is None if they are contiguous already.
         """
         if self.trajectories is None:
             return None, self.sampled.samples
@@ -202,6 +199,7 @@ class Batch(_Remembered):
 
     @property
     def encoded_pictures(self) -> list[tuple[bytes, ...]]:
+        """Encoded pictures of each sample."""
         if self.pictures is None:
             return [()] * self.num_samples
         data, ends = self.pictures.values.cpu().numpy().tobytes(), self.picture_sizes.values.cumsum(0).tolist()
@@ -209,7 +207,7 @@ class Batch(_Remembered):
         return [tuple(every[a:b]) for a, b in pairwise(self.picture_sizes.offsets.tolist())]
 
     def to(self, device: torch.device) -> "Batch":
-        """Return a copy on the device."""
+        """Return a copy on `device`."""
         columns = {
             name: to_device(value, device) if isinstance(value, Tensor) else value.to(device)
             for name, _, value in self.columns()
@@ -228,19 +226,19 @@ class Batch(_Remembered):
 
 
 def as_tensor(values: Sequence[float] | np.ndarray, dtype: type[np.generic] = np.int64) -> Tensor:
-    """Return `torch.tensor` of numbers, in a third of the time."""
+    """Return `torch.tensor` of plain numbers, in a third of the time."""
     return torch.from_numpy(np.array(values, dtype=dtype))
 
 
 def run_indices(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Return starts[i], ..., starts[i] + lengths[i] - 1, end to end for all i, int64."""
+    """Return starts[i], ..., starts[i] + lengths[i] - 1, end to end for all i."""
     bounds = bounds_of(lengths)
     shifts = (starts - bounds[:-1]).repeat_interleave(lengths)
     return torch.arange(int(bounds[-1]), device=starts.device) + shifts
 
 
 def bounds_of(lengths: Tensor) -> Tensor:
-    """Return starts of consecutive runs of these lengths, and the last end: int64 [len + 1]."""
+    """Return the bounds of consecutive runs of these lengths, int64 [len + 1]."""
     return F.pad(lengths.cumsum(0), (1, 0))
 
 
@@ -260,10 +258,10 @@ def pack(
     replayed: bool = False,
     seen: bool = False,
 ) -> Batch:
-    """Pack samples end to end in order, with zero advantages and weights; also none.
+    """Pack samples in order, with zero advantages and weights.
 
-    version: of the policy in this step, for lags (None: no lag). truncated, replayed, seen: True if the batch has
-    `candidate_ids`, `experts`, `pictures`, even without samples.
+    version: of the policy in this step, from which lags count (None: no lag). truncated, replayed, seen: True if the
+    batch has `candidate_ids`, `experts`, `pictures`, even without samples.
     """
     samples = list(samples)
     turns = [turn for sample in samples for turn in sample.turns]
