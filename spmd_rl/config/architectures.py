@@ -157,7 +157,6 @@ def _limits(kind: str, config: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _positions(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the types of rotary positions, with their settings."""
     found = [settings for key in ("rope_parameters", "rope_scaling") if isinstance(settings := config.get(key), dict)]
     found += [value for settings in found for value in settings.values() if isinstance(value, dict)]
     return [(settings.get("rope_type") or settings.get("type") or "default", settings) for settings in found]

@@ -115,6 +115,5 @@ def check_following(roles: list) -> None:
 
 
 def _architecture(model: str) -> dict[str, Any]:
-    """Return facts that determine a model's weights, without sizes."""
     config = json.loads((model_folder(model) / "config.json").read_text())
     return {key: config.get(key) for key in ("model_type", "attention_bias", "mlp_bias", "tie_word_embeddings")}

@@ -136,7 +136,6 @@ def experiment_doors(path: Path) -> list[str]:
 
 
 def _of_experiment(path: Path) -> tuple[set[str], set[str]]:
-    """Return the sections and groups of an experiment and those it builds on."""
     values = yaml.safe_load(path.read_text())
     defaults = values.pop("defaults", [])
     groups = {key.removeprefix("override /") for entry in defaults if isinstance(entry, dict) for key in entry}
@@ -336,7 +335,6 @@ def _type_error(error: OmegaConfBaseException, values: DictConfig, schema: type)
 
 
 def _is_single(kind: Any, given: Any) -> bool:
-    """Return True if a single value was given for a list, and can be shown on a command line."""
     lists = [part for part in (kind, *get_args(kind)) if get_origin(part) is list]
     return bool(lists) and isinstance(given, str | int | float) and "'" not in str(given)
 
@@ -346,7 +344,7 @@ def _as_list(given: str | float) -> str:
 
 
 def _no_mapping(values: DictConfig, schema: type) -> str:
-    """Return the first key with a list instead of a mapping, which OmegaConf does not name."""
+    # OmegaConf does not name the key that has a list instead of a mapping.
     lists = (leaf.key for leaf in leaves(schema, values) if get_origin(leaf.type) is dict or leaf.type is dict)
     return next((key for key in lists if OmegaConf.is_list(OmegaConf.select(values, key))), "")
 

@@ -76,7 +76,6 @@ def shapes(path: Path) -> Iterator[list[int]]:
 
 
 def _is_written(path: Path) -> bool:
-    """Return True unless only a hole follows the first mebibyte, as far as reported."""
     # An interrupted download with preallocation leaves a file of full size that is mostly a hole.
     if (size := path.stat().st_size) <= WRITTEN_BYTES:
         return True

@@ -100,10 +100,6 @@ def _check_timeout(key: str, seconds: float, journal: JournalConfig, debug: bool
 
 
 def _check_plugins(what: str, plugins: list[PluginSetting], workers: Mapping[str, int], per_core: int) -> None:
-    """Check the plug-ins' packages, build each, and check that all processes fit on this machine.
-
-    workers: processes by key.
-    """
     for plugin in plugins:
         if missing := [name for name in plugin.settings.packages if not installed(name)]:
             raise UserError(f"{plugin.section}.packages: {missing[0]} is not installed here")

@@ -68,7 +68,6 @@ def continue_run(cfg: Any, pipeline: str) -> list[str]:
 
 
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield keys that differ, if they count."""
     counted = [key for key in (*identity(now), *identity(then)) if key not in ("steps", "epochs")]
     # `steps` follows from `epochs` if these are given, so only one of them is compared.
     horizon = "epochs" if now.get("epochs") else "steps"

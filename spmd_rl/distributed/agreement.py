@@ -76,12 +76,10 @@ def _who(values: Sequence[Any]) -> str:
 
 
 def _gathered(world: World, rows: Mapping[str, list[list[str]]]) -> dict[str, list[list[list[str]]]]:
-    """[all] Return all ranks' row ids and digests, by name and rank."""
     return {name: world.gather(f"start: {name}", mine) for name, mine in rows.items()}  # [all]
 
 
 def _rows(name: str, everyone: Sequence[Sequence[Sequence[str]]]) -> str:
-    """Return the first differing row as text."""
     longest = max(map(len, everyone))
     padded = [[*theirs, *[["none", ""]] * (longest - len(theirs))] for theirs in everyone]
     index = next(i for i, column in enumerate(zip(*padded, strict=True)) if any(row != column[0] for row in column))

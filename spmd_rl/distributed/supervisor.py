@@ -149,7 +149,6 @@ class Supervisor:
             raise RunFailed(text, "".join(traceback.format_exception(error))) from error
 
     def _killed_ranks(self, seconds: float = 0.1) -> str:
-        """Return text that names this node's killed ranks, as after an out-of-memory kill."""
         peers = self._heartbeats.local_peers()
         # A dying process's connections break shortly before its pid is gone.
         time.sleep(seconds * bool(peers))

@@ -172,7 +172,6 @@ class World(Collectives):
         return world
 
     def _unique(self, what: str, ranks: tuple[int, ...]) -> str:
-        """Return a name for a group of these ranks, equal on them."""
         self._num_formed[what, ranks] += 1
         return f"{what} {self._num_formed[what, ranks]}"
 

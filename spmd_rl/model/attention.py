@@ -252,7 +252,6 @@ def _rows(rows: list[list[range]], num_tokens: int, share: Share | None = None) 
 
 
 def _among_keys(tokens: Tensor, share: Share | None) -> Tensor:
-    """Return the indices of tokens among the keys, which a split row orders differently."""
     return tokens if share is None else share.places[tokens]
 
 

@@ -56,7 +56,6 @@ def checksum(data: Tensor) -> bytes:
 
 
 def _sums(data: Tensor) -> Tensor:
-    """Return the two sums, int64 [2], on the data's device."""
     num_whole = data.numel() // 8 * 8
     parts = list(data[:num_whole].split(8 * WORDS))
     # A model has hundreds of small tensors, for which starting a kernel takes longer than its work: no empty last word.

@@ -148,7 +148,6 @@ def read_whole(tensor: Tensor, wanted: Wanted, files: WeightFiles) -> Tensor:
 
 
 def _fill(target: Tensor, own: Region, name: str, part: Part, files: WeightFiles) -> None:
-    """Copy the overlap of a stored tensor with the region `own` of a model's to `target`."""
     common = overlap(own, part.region)
     if common is not None:
         source, place = (within(common, outer) for outer in (part.region, own))

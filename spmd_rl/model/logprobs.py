@@ -306,7 +306,6 @@ def _combined(
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield parts of the vocabulary, [begin, end)."""
     most = (CHUNK if kind(hidden.device) == "cpu" else DEVICE_CHUNK) // max(1, len(hidden))
     step = max(most // WIDTH, 1) * WIDTH
     return ((begin, min(begin + step, len(weight))) for begin in range(0, len(weight), step))

@@ -71,7 +71,6 @@ def _parts(model: nn.Module, name: str, shape: torch.Size, stored: Mapping[str, 
 
 
 def _spans(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
-    """Return the parts of a parameter stored in spans of its first dimension."""
     rest = tuple(slice(0, n) for n in shape[1:])
     numbers = torch.arange(shape[0]).view(-1, *(1 for _ in rest)).expand(shape)
     found = revert_weight_conversion(model, {name: numbers})

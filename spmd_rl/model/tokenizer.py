@@ -138,7 +138,6 @@ class Tokenizer:
         return [(step[bool(number) :], one) for number, (step, one) in enumerate(zip(steps, learnt, strict=True))]
 
     def _encode_parts(self, text: str, borders: Sequence[int], messages: Sequence[Message]) -> list[array]:
-        """Return token ids between borders in a conversation's text, with the messages' pictures."""
         parts = [text[a:b] for a, b in pairwise(borders)]
         if self.processor is None:
             return [self.encode(part) for part in parts]
@@ -162,7 +161,6 @@ class Tokenizer:
         return None if pad == ending else pad
 
     def _plain_pieces(self, messages: Sequence[Message], num_given: int) -> list[tuple[array, array]]:
-        """Return concatenated texts; the last one ends with end-of-sequence."""
         pieces, given = [], ""
         for number, message in enumerate(messages):
             if number < num_given or message.role != "assistant" or not message.is_learnt:
@@ -278,7 +276,6 @@ def _text(message: Message) -> str:
 
 
 def _parts(message: Message) -> list[dict[str, str]]:
-    """Return content as chat templates with pictures take it."""
     if isinstance(message.content, str):
         return [{"type": "text", "text": message.content}]
     return [

@@ -107,7 +107,6 @@ def _marked(text: str) -> Iterator[str]:
 
 
 def _json(text: str) -> Iterator[str]:
-    """Yield JSON objects in a text, or described by field names."""
     objects = [re.findall(r"[\"'](\w+)[\"']\s*:", found[0]) for found in _shown(r"\{[^{}]*\}", text)]
     described = re.findall(r"\b(?:keys?|fields?)\b[^.\n]*", text)
     for keys in [*objects, *(re.findall(r"[\"'`](\w+)[\"'`]", words) for words in described)]:

@@ -118,7 +118,6 @@ def _lengths(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[int]:
 
 
 def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: int) -> list[tuple[str, str]]:
-    """Return the first table's lines. longest: prompt within the limit."""
     r, (shards, replicas) = cfg.rollout, shards_and_replicas(cfg)
     updates = cfg.train.updates_per_step
     samples, at_most = r.prompts_per_step * r.answers_per_prompt, tokens_per_turn(r, longest)

@@ -100,7 +100,6 @@ def _arithmetic(cfg: AgenticConfig, tasks: EnvTasks) -> list[tuple[str, str]]:
 def _show_episode(
     console: Console, task: Prompt, cfg: AgenticConfig, environments: Environments, tokenizer: Tokenizer
 ) -> str:
-    """Print an episode as the model sees it, trained tokens in colour; return why it was not played."""
     group = asyncio.run(_played(task, cfg, environments, tokenizer))
     verdict = group.samples[-1].verdict
     console.print()

@@ -63,7 +63,6 @@ def show(cfg: RowsPipelineConfig) -> None:
 
 
 def _lengths(store: RowStore, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of each first row's longest conversation. UserError names a row."""
     lengths = []
     for number in range(min(len(store), RENDERED)):
         try:

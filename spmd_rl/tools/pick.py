@@ -87,7 +87,6 @@ def _records(source: str) -> Iterator[tuple[str, Any, Folder]]:
 
 
 def _pass_rates(run: Path, pass_score: float) -> dict[str, float]:
-    """Return the passing share of sampled answers in a run's newest evaluation, by prompt id."""
     files = sorted(run.glob("samples/eval-*.jsonl"))
     if not files:
         raise UserError(f"--pass-rate: {run} has no samples/eval-*.jsonl; python -m spmd_rl.evaluate writes it")
@@ -101,7 +100,6 @@ def _pass_rates(run: Path, pass_score: float) -> dict[str, float]:
 
 
 def _candidates(asked: Any, left_out: Counter[str]) -> Iterator[_Candidate]:
-    """Yield rows that fulfil the criteria; count others by reason."""
     rates = _pass_rates(asked.pass_rate, asked.pass_score) if asked.pass_rate else {}
     conditions, seen, first = [*map(_condition, asked.where)], set(), ""
     columns = {name: None if column == "null" else column for name, column in map(_pair, asked.keys)}

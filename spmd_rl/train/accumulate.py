@@ -104,7 +104,6 @@ class BaseRole:
         return means | {"skipped": float(skipped), "num_microbatches": float(count)}
 
     def _grad_square(self, sums: Mapping[str, float]) -> float:
-        """[all] Return this rank's term of the squared norm."""
         gradients = self.model.gradients()  # [all]
         self._hash("update", lambda: {name: repr(value) for name, value in sums.items()} | of_tensors(gradients))
         counted = list(gradients.values())
@@ -148,7 +147,6 @@ class BaseRole:
         return sums if counts else {name: nothing(name) for name in sums}
 
     def _of_last_stage(self, columns: Tensor) -> Tensor:
-        """[all] Broadcast from the last pipeline stage."""
         if self.layout.size("pp") == 1:
             return columns
         # The group's collectives need tensors on its device, but columns may be on the CPU.

@@ -209,7 +209,6 @@ class Adapters(SavedScaling):
             yield name, tensor
 
     def _merged(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the merged weights of the model without adapters."""
         known: dict[str, Tensor] = {}
         for name, tensor in wholes:
             layer = name.partition(".lora_")[0].removesuffix(f"{BASE}.weight")

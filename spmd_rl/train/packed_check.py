@@ -51,7 +51,6 @@ def _answer(role: Role, row: tuple[range, ...]) -> Tensor:
 
 
 def _means(role: Role, **differences: Tensor) -> dict[str, float]:
-    """[all] Return means of absolute values, the largest over ranks."""
     means = {name: difference.abs().mean().nan_to_num(math.inf).item() for name, difference in differences.items()}
     return role.layout.world.reduce("start: packed check", means, op="max")  # [all]
 

@@ -209,7 +209,6 @@ class SavedState:
 
 
 def _head(folder: Path, file: str) -> dict[str, Any]:
-    """Read a file's name, pieces (key, dtype, size) and whole shapes."""
     opened = MappedFiles(folder).open(file)
     about = opened.metadata() or {}
     if about.get("format") != FORMAT:

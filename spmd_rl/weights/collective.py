@@ -87,7 +87,6 @@ class Buckets:
         self._broadcast(flat)  # [all]
 
     def _broadcast(self, flat: Tensor) -> None:
-        """[all] Broadcast bytes from the trainer whose turn it is."""
         source = self._world.ranks[self._trainers[self._number % len(self._trainers)]]
         with self._world.collective(BYTES, kind="copy"):  # [all]
             dist.broadcast(flat, source, group=self._group)

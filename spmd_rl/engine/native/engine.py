@@ -196,7 +196,6 @@ class NativeEngine(Engine):
         return batches
 
     def _forward(self, rows: list[RunningSequence]) -> list[Completion]:
-        """Feed pending tokens and sample one for every row; return completions."""
         rows = sorted(rows, key=_shape)
         ids, positions, slots, last = [], [], [], []
         for row in rows:

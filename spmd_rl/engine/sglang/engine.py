@@ -94,7 +94,6 @@ class SglangEngine(HostedEngine):
         self._aborted += [row.completion("abort") for row in rows]
 
     def _end(self, id: str, ended: bool = False) -> SequenceState:
-        """Forget a request. ended: SGLang already did."""
         rid = self._rids.pop(id)
         del self._sampler.rows[rid]
         if not ended:

@@ -184,7 +184,6 @@ class VllmEngine(HostedEngine):
         self.llm.wake_up([tag])
 
     def _read_what_is_scheduled(self) -> None:
-        """Read and drop a step scheduled ahead for requests that have ended."""
         while self.llm.engine_core.engine_core.batch_queue:
             self.llm.step()
 

@@ -132,7 +132,6 @@ def estimate(cfg: RlConfig, ranks: int, found: Trace) -> float:
 
 
 def _of_layer(size: ModelSize, config: Any) -> tuple[float, float]:
-    """Return the weights of a layer's experts, and of its rest."""
     per_expert = 3 * config.hidden_size * getattr(config, "moe_intermediate_size", 0)
     experts = num_experts(config) * per_expert
     layers, ends = config.num_hidden_layers, 2 * config.vocab_size * config.hidden_size

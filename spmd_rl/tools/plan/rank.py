@@ -268,7 +268,7 @@ class _Trace:
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """Make parameters plain meta tensors, in place; tied ones stay tied."""
+    """Make a model's parameters plain tensors on the meta device, in place; tied parameters stay tied."""
     # FSDP cuts plain meta tensors much faster than fake ones.
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():

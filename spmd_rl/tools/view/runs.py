@@ -54,7 +54,6 @@ def _below(folder: Path, depth: int) -> list[Path]:
 
 
 def _changed(folder: Path) -> float:
-    """Return when a run wrote its metrics, or else its settings."""
     path = folder / "metrics.jsonl"
     return (path if path.exists() else folder / "config.yaml").stat().st_mtime
 

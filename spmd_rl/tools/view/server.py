@@ -61,7 +61,6 @@ class Data:
         return self._runs.read(query["run"])
 
     def _trajectories(self, query: Query) -> list[dict[str, Any]]:
-        """Return a step's `marked` trajectories, those of a `ticket`, or that of an `answer`."""
         run, kind, step = self._run(query), query["kind"], int(query["step"])
         found = samples(run, kind, step)
         if "marked" in query:

@@ -162,7 +162,6 @@ class DeepSpeedModel:
             walk(loop, self._layout, alone(loop), forward, backward)
 
     def _outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
-        """[all] Return a micro-batch's outputs, see `MicrobatchLoop.finish`."""
         row, head = row_of(micro, self._device, self._dtype), self.module.get_output_embeddings()
         if self._role.name == "critic":
             head.gives_fingerprint = args.is_fingerprint

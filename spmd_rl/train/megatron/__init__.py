@@ -65,7 +65,6 @@ def _check_model(role: RoleConfig, model: dict[str, Any]) -> None:
 
 
 def _check_latent(role: RoleConfig, model: dict[str, Any]) -> None:
-    """Raise UserError if a model differs from DeepSeek-V3's defaults."""
     chosen, groups, of_groups = (model.get(key, n) for key, n in GROUPS.items())
     # Megatron scores a group by its best `chosen // of_groups` experts, transformers by its best two.
     limits = of_groups < groups and chosen // of_groups != 2

@@ -153,7 +153,6 @@ class MegatronModel:
         return self._adapters.trains(name) or (self._is_critic and name.startswith(HEAD))
 
     def _load(self, files: WeightFiles, role: RoleConfig) -> None:
-        """[all] Read this rank's part: masters of trained parameters, and frozen ones."""
         read = partial(self._adapters.read, files)
         fill(list(self._tensors.frozen()), read, self._world.progress)
         if self._optimizer is None:

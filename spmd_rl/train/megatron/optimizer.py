@@ -131,7 +131,6 @@ class DistributedAdamW:
 
 
 def _finalize(chunks: list[nn.Module], num_tokens: Tensor | None, **given: Any) -> None:
-    """[all] Sum gradients without dividing by the number of tokens."""
     # Token weights are global already.
     finalize_model_grads(chunks, None, **given)
 

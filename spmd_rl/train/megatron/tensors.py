@@ -42,7 +42,6 @@ class Tensors:
         self.buffers = {one.rule.names[0]: local[one.name] for one in here if one.rule.is_buffer}
 
     def _share_of(self, one: Parameter, rank: int | None = None) -> TensorShare:
-        """Return a parameter's share on a rank along `tp`; by default this one."""
         if one.owner is not None:
             return TensorShare(0, 1, self._head_dim)
         return TensorShare(self._layout.rank("tp") if rank is None else rank, self._layout.size("tp"), self._head_dim)
@@ -122,7 +121,6 @@ class Tensors:
                 yield name, self._of_stage(tensor, one.stage)  # [all]
 
     def _gathered(self, tensor: Tensor, axis: str) -> list[Tensor]:
-        """[stage] Return all ranks' parts along an axis."""
         size, group = self._layout.size(axis), getattr(self._groups, axis)
         if size == 1:
             return [tensor]
