@@ -65,11 +65,14 @@ def shards_of(prefix: str, tensor: Tensor | None, own: Region, parts: Sequence[P
 
 
 class TensorSpec(NamedTuple):
+    """Dtype and size of a tensor that does not exist yet."""
+
     dtype: torch.dtype
     size: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
+        """Size of the contents in bytes."""
         return math.prod(self.size) * self.dtype.itemsize
 
 

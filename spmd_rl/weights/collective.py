@@ -89,7 +89,7 @@ class Buckets:
     def _broadcast(self, flat: Tensor) -> None:
         source = self._world.ranks[self._trainers[self._number % len(self._trainers)]]
         with self._world.collective(BYTES, kind="copy"):  # [all]
-            dist.broadcast(flat, source, group=self._group)
+            dist.broadcast(flat, source, group=self._group)  # [all]
         self._world.progress()
         self._number += 1
 
