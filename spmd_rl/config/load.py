@@ -2,8 +2,8 @@
 
     cfg = load("rlvr", RlvrConfig, ["rollout.temperature=0.9", "+experiment=two_digit_sums"])
 
-The grammar is more lenient than Hydra's, without multirun: a new key needs no `+`, and a value that Hydra refuses, or
-takes for a sweep (`~/models/x`, `a.jsonl,b.jsonl`), is a string. Every mistake is a one-line `UserError`.
+More lenient than Hydra: a new key needs no `+`, and a value that Hydra refuses, or takes for a sweep (`~/models/x`,
+`a.jsonl,b.jsonl`), is a string. Every mistake is a one-line `UserError`.
 """
 
 import difflib

@@ -1,10 +1,10 @@
 """`shm`: a torch.distributed backend for CPU ranks of one machine over shared memory.
 
-gloo sends every byte through a loopback socket. Here a collective copies its inputs into shared memory, meets the other
-ranks, and copies or sums in place. Sums are in rank order, those of bfloat16 and float16 in float32, rounded once.
-
-Operations are complete when they return, `async_op` or not. Not implemented: send and recv.
+A collective copies its inputs into shared memory, meets the other ranks, and copies or sums in place, in rank order,
+bfloat16 and float16 in float32, rounded once. Operations are complete when they return, `async_op` or not. Not
+implemented: send and recv.
 """
+# gloo sends every byte through a loopback socket.
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta

@@ -6,7 +6,7 @@
 
 Each rank owns an anonymous file (memfd) that disappears with its last mapping, so a killed run leaves nothing behind.
 Its two halves are used in turn: a rank at a rendezvous has read all of the last one. Ranks wait in process-shared POSIX
-semaphores, and check fifty times a second that the awaited rank is alive.
+semaphores, and check that the awaited rank is alive.
 """
 
 import ctypes

@@ -1,7 +1,6 @@
 """A rank's watchdog thread: sends heartbeats, ends the process when the run ends, and the run at a stall.
 
-A stall is `stall_seconds` without progress of *any* rank. A long call is fine while another makes progress; long
-library calls report `World.progress`.
+A stall is `stall_seconds` without progress of *any* rank. Long library calls report `World.progress`.
 
 The watchdog waits for the store, which never answers if packets are lost. A second thread, the clock, ends the process
 after `stall_seconds` without an answer, not counting pauses of the process.

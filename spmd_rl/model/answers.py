@@ -1,8 +1,5 @@
 """Spans of answers in a conversation's templated text.
 
-    header, ends = header_of(chat_text), ["<|im_end|>"]
-    text, spans = answer_spans(chat_text, messages, 0, header, ends, answer_end(chat_text, ends))
-
 Templates trim answers, drop earlier thoughts, add an empty thought before the last one. So each answer is located by
 rendering again with a known word in its place. A span begins where a prompt for the answer would end, so a template's
 empty thought is learnt; it ends with the token that ends a turn. If that is the next speaker's header (GLM), the last

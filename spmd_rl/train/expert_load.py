@@ -1,14 +1,8 @@
 """`ExpertLoad`: tokens per expert, and an auxiliary loss to balance them.
 
-    load = ExpertLoad(layout, coef, num_routers)
-    load.begin(num_microbatches)
-    load.take(routed)                                          # by each layer
-    weights = load.observe(place, probabilities, chosen, weights)  # by each router
-    metrics = load.metrics()                                   # [all]
-
 The loss, summed over layers, is Switch Transformers' (Fedus et al., arXiv 2101.03961): experts x the sum over them of f
 x P, with an expert's share f of choices and mean probability P, over all ranks' tokens in one round of micro-batches.
-It is 1 at even load.
+It is 1 at even load. Calls: `begin`, `take` by each layer, `observe` by each router, `metrics`.
 """
 
 from collections.abc import Collection

@@ -1,8 +1,7 @@
 """Check before the first step that a model does not mix packed sequences.
 
-A sequence is computed between two others, and between these exchanged. Shapes stay the same, so a CPU gives equal bits;
-elsewhere rounding noise is allowed for. A model that mixes in any order, or counts positions along the row, differs
-from the sequence alone.
+A sequence is computed between two others, and between these exchanged: equal bits on a CPU, elsewhere within rounding
+noise. A model that mixes in any order, or counts positions along the row, differs from the sequence alone.
 """
 
 import math

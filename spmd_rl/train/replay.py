@@ -1,9 +1,8 @@
 """Router replay: the trainer's forward routes tokens to the experts that the engine chose.
 
-    replay = Replay(model, layout, True)       # of the whole model, before it is cut
-    chosen = replay.of_row(micro, tree)        # passed to each layer, which calls `replay.take`
-    ... = replay.choose(place, own)            # by each router
-    metrics = replay.metrics()                 # [all]
+    replay = Replay(model, layout, True)  # of the whole model, before it is cut
+    chosen = replay.of_row(micro, tree)  # passed to each layer, which calls `replay.take`
+    ... = replay.choose(place, own)  # by each router
 
 Small differences can change chosen experts, hence probabilities by a lot. Routing weights, and experts of tokens not
 sampled, are the trainer's (R3: Ma et al., arXiv 2510.11370).

@@ -80,8 +80,8 @@ def share_prefixes(batch: Batch) -> PrefixTree:
 def prefix_segments(batch: Batch) -> list[Segment]:
     """Return the batch's segments by the first sample that contains each, parents first.
 
-    Samples of a ticket share their first common tokens, but no prefix ends inside an answer. Two samples share their
-    last answer only if one continues after it. A segment ends only where samples diverge.
+    Samples of a ticket share a prefix, which never ends inside an answer. Two samples share their last answer only if
+    one continues after it. A segment ends only where samples diverge.
     """
     ids, mask = batch.token_ids.cpu().numpy(), batch.loss_mask.cpu().numpy()
     bounds = batch.starts.tolist()

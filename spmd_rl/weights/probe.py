@@ -1,8 +1,7 @@
 """A probe of published weights: the trainer must find an engine's answers as likely as the engine did.
 
-Hashes prove that the engine holds what it was given; the probe proves that it *means* the same, against names
-exchanged, a layout misread, or another version's weights. It is blunt in bfloat16, where logprobs differ anyway, and
-the only proof where an engine keeps no plain tensors.
+Hashes prove that the engine holds what it was given; the probe proves that it *means* the same, against exchanged names
+or a misread layout. It is blunt in bfloat16, and the only proof where an engine keeps no plain tensors.
 """
 
 from array import array

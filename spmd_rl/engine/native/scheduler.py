@@ -1,10 +1,8 @@
 """Admission: requests wait by priority, then (ticket, answer, turn), until a row and all their blocks are free.
 
-A request takes blocks for prompt and token limit at once, so nothing is preempted. Later requests never overtake the
-queue's first, so none starves.
-
-A prompt's blocks are cached from admission, so that a group's answers, admitted together, compute it once; an answer's
-blocks when it ends, for the agent's next turn.
+A request takes blocks for prompt and token limit at once, so nothing is preempted. Requests never overtake, so none
+starves. A prompt's blocks are cached from admission, so that a group's answers compute it once; an answer's when it
+ends, for the agent's next turn.
 """
 
 import heapq

@@ -1,9 +1,5 @@
 """`RecordedExperts`: experts of each token in SGLang's last forward, for router replay in training.
 
-with recording_experts(True):
-    ...                                 # SGLang is started
-recorded_experts().at(tokens)             # of these tokens of its last forward
-
 SGLang's own recorder keeps experts of every cache slot in pinned memory, which needs CUDA.
 """
 

@@ -1,7 +1,7 @@
 """Start and stop of SGLang's scheduler in this process, on existing process groups.
 
-Instead of its server's sockets, a list takes requests and aborts, its batches have the answers, and a step is one turn
-of its loop. Its API is private: the version is pinned, and `tests/unit/test_sglang_contract.py` checks names.
+Lists replace its server's sockets, and a step is one turn of its loop. Its API is private: the version is pinned, and
+`tests/unit/test_sglang_contract.py` checks names.
 """
 
 from collections.abc import Mapping

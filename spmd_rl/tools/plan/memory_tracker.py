@@ -5,9 +5,8 @@
             role.update(...)
     memory.peak("update").total
 
-It counts the storage of every tensor that an operation makes, until its last reference is gone or it is resized:
-requests to an allocator, without rounding, fragmentation and operations' scratch memory. It works on real and fake
-tensors.
+It counts the storage of every tensor, real or fake, that an operation makes, until its last reference is gone or it is
+resized: without an allocator's rounding and fragmentation, and operations' scratch memory.
 """
 
 import weakref

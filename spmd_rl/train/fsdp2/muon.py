@@ -1,13 +1,8 @@
 """Muon over sharded matrices: momentum whose singular values are all made about 1 (Jordan et al., 2024).
 
-    names = matrices(model)                                # of the whole model, before it is cut and sharded
-    muon = Muon(parameters, names, layout, settings)
-    muon.step(lr)                                          # [all]
-
 Muon trains layers' matrices, in mixtures those of each expert; AdamW embeddings, output embedding, norms and biases.
-Steps have AdamW's root mean square, so one learning rate serves both (Liu et al., arXiv 2502.16982).
-
-A copy's ranks gather matrices in bfloat16, orthogonalise every n-th one each, and broadcast it.
+Steps have AdamW's root mean square, so one learning rate serves both (Liu et al., arXiv 2502.16982). A copy's ranks
+gather matrices in bfloat16, orthogonalise every n-th one each, and broadcast it.
 """
 
 import math

@@ -1,8 +1,8 @@
 """`Pipeline`: this rank's stage, and the messages between stages.
 
-Hidden states go down from first to last stage, gradients up; with several chunks, from the last stage on to the first's
-next chunk. A block's ranks hold the same batch, so each knows all shapes. Each direction, and the wrap-around, has a
-process group, which keeps messages in order; sends do not block, so stages cannot deadlock.
+Hidden states go down, gradients up; with several chunks, from the last stage on to the first's next chunk. A block's
+ranks hold the same batch, so each knows all shapes. Each direction, and the wrap-around, has a process group, which
+keeps messages in order; sends do not block, so stages cannot deadlock.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,14 +1,8 @@
 """Load of a mixture's routers in transformers' modules, and two ways to even it.
 
-    routing = Routing(model, layout, settings)  # before the model is sharded
-    routing.begin(num_microbatches)
-    ...forward and backward passes, whose forwards are given `routed`...
-    routing.balance()                           # [all]
-    metrics = routing.metrics()                 # [all]
-
 One is an auxiliary loss (`train/expert_load.py`), the other a bias on each expert's score that affects only the choice:
 every update moves it by a constant, up below the mean load, else down (Wang et al., arXiv 2408.15664, as in
-DeepSeek-V3). It is a saved buffer.
+DeepSeek-V3). It is a saved buffer. `Routing` is made before the model is sharded.
 """
 
 from collections.abc import Callable

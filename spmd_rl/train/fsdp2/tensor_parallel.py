@@ -1,11 +1,9 @@
 """Tensor parallelism by transformers' plan of a model, with sequence parallelism and a sharded vocabulary.
 
 A block's ranks shard attention heads, feed-forward units and the vocabulary. In between each has a span of the row's
-tokens (Korthikanti et al., arXiv 2205.05198): norms and residuals see only that span; a block of layers all-gathers
-tokens before it and reduce-scatters its output.
-
-So each rank has a different term of the loss, and a replicated weight's gradient (norms, routers, biases of sums, value
-head) is a sum over ranks. Experts are not cut: see `experts.py`.
+tokens (Korthikanti et al., arXiv 2205.05198); a block of layers all-gathers tokens before it and reduce-scatters its
+output. So each rank has a different term of the loss, and a replicated weight's gradient (norms, routers, biases of
+sums, value head) is a sum over ranks. Experts are not cut: see `experts.py`.
 """
 
 from collections.abc import Iterator, Mapping

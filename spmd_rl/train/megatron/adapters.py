@@ -1,9 +1,5 @@
 """Adapters on Megatron, whose sharded linear layers fuse several of the checkpoint.
 
-    adapters = MegatronAdapters(role.lora, module, rules, layout.key)
-    parameters = parameters_of(adapters.rules, ...)
-    adapters.attach(chunks, shapes, groups.tp, head_dim)
-
 Each linear layer of the checkpoint has an `A` and a `B`, replicated on tensor-parallel ranks and stored as in other
 backends. The input is multiplied by all `A` at once, whose few columns ranks exchange, then by this rank's rows of `B`.
 Megatron sums ranks' terms of the gradients like those of norms.
