@@ -109,8 +109,6 @@ def suggestion(key: str, value: str, schema: type) -> str:
 
 
 def _hint(key: str, known: Sequence[str]) -> str:
-    """Return a hint on a misspelt key: the nearest one, unless another library's name fits better."""
-
     def likeness(other: str) -> float:
         # 1 is the same word in another section; whole keys decide among equals.
         words = [text.rpartition(".")[2] for text in (key, other)]

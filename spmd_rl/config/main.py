@@ -107,7 +107,6 @@ def main(
 
 
 def _evaluate(schema: type, argv: Sequence[str]) -> None:
-    """Evaluate by a command of `schema`; keys that only training has are errors."""
     own, others = ({leaf.key for leaf in leaves(one)} for one in (schema, EvaluateConfig))
     idle = next((word for word in argv if word.lstrip("+~").partition("=")[0] in own - others - {"steps"}), None)
     if idle:

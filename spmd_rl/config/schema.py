@@ -228,7 +228,6 @@ class RlvrConfig(RlConfig):
 
 
 def _keys_of_agents(cfg: RlvrConfig) -> Iterator[str]:
-    """Yield changed keys with `metadata={"agents": True}`, which need several turns."""
     for name in (section.name for section in fields(cfg) if is_dataclass(getattr(cfg, section.name))):
         section = getattr(cfg, name)
         marked = [field for field in fields(section) if "agents" in field.metadata]

@@ -243,7 +243,6 @@ def _block(rows: list[list[_Piece]], num_queries: int, num_keys: int, share: Sha
 
 
 def _rows(rows: list[list[range]], num_tokens: int, share: Share | None = None) -> Rows:
-    """Return padded rows of these spans. num_tokens: in all."""
     lengths = [_total(row) for row in rows]
     longest = -(-max(lengths) // ROUND) * ROUND
     tokens = _among_keys(_token_indices(rows), share)

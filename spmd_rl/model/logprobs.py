@@ -1,9 +1,9 @@
-"""Logprob and entropy of given tokens from hidden states, without materialising logits.
+"""Logprob and entropy of given tokens from hidden states, without materialising logits (as Wijmans et al., arXiv
+2411.09009).
 
 The projection runs in chunks of the vocabulary, with a running softmax, and again in the backward pass; two numbers per
-token are kept in between. Sums are at least float32, of logits in the model's dtype, as an engine has them. Compare
-Wijmans et al., arXiv 2411.09009. Ranks that shard the vocabulary (Megatron-LM, arXiv 1909.08053) combine four numbers
-per token.
+token are kept in between. Sums are at least float32, of logits in the model's dtype, as an engine has them. Ranks that
+shard the vocabulary (Megatron-LM, arXiv 1909.08053) combine four numbers per token.
 
 With truncated sampling the softmax is over its `Support`: recorded candidates (top-k, top-p, min-p), or the tokens that
 a constraint allows. Old, current and reference logprobs share it, so importance ratios compare the same tokens.

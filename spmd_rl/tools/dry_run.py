@@ -192,7 +192,6 @@ def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
 def _show_prompt(
     console: Console, prompt: Prompt, lines: list[str], answer: str, tokenizer: Tokenizer, limit: int
 ) -> None:
-    """Print a prompt and answer as the model sees them, trained tokens in colour, and lines on rewards."""
     ids, answer_ids = tokenizer.render(prompt.messages), tokenizer.encode(answer)
     answer_ids.extend(tokenizer.stop_ids[-1:])
     if len(answer_ids) > limit:
@@ -254,7 +253,6 @@ def _examples(rewarder: Rewarder | str) -> str:
 
 
 def _audit(rewarder: Rewarder | str, kinds: dict[str, Kind] | None, prompts: Sequence[Prompt]) -> str:
-    """Return text on worthless but paid answers to a domain's first prompts, and on rows left out."""
     if kinds is None or isinstance(rewarder, str):
         return str(rewarder)
     asked = prompts[:: math.ceil(len(prompts) / ASKED)]
@@ -284,7 +282,6 @@ def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
 
 
 def _disk(cfg: JobConfig) -> str:
-    """Return a checkpoint's size in words; empty without local weights, or for adapters."""
     count = 0 if cfg.policy.lora.rank else num_weights(model_folder(cfg.policy.model))
     exported = count * (4 if dtype(cfg.policy.dtype) == "float32" else 2)
     return f"; {12 * count / 1e9:.1f} GB each, {exported / 1e9:.1f} more for hf/" if count else ""

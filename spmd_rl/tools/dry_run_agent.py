@@ -151,7 +151,6 @@ async def _first_step(
 async def _returns(
     cfg: AgenticConfig, tag: str, tasks: EnvTasks, environments: Environments, tokenizer: Tokenizer
 ) -> list[tuple[str, str]]:
-    """Return text on rewards for the environment's own solution, and without an action."""
     env, own = cfg.env.tags[tag], [task for task in tasks.eval if task.domain == tag][:SHOWN]
     paid = [(await _played(task, cfg, environments, tokenizer)).samples[-1].verdict for task in own]
     lines = [("target", env.target)]

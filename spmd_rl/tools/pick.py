@@ -157,7 +157,6 @@ def _judged(found: Sequence[_Candidate], target: str, left_out: Counter[str]) ->
 
 
 def _classes(found: Iterable[_Candidate], by: str | None, edges: Sequence[Fraction]) -> dict[str, list[_Candidate]]:
-    """Return the rows by values of column `by`, or its intervals between `edges`."""
     by_class: dict[Any, list[_Candidate]] = {}
     for one in found:
         value = one.record.get(by, "") if by else ALL

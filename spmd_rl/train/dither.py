@@ -78,7 +78,7 @@ def _dithered(weights: Tensor, dtype: torch.dtype, places: Tensor) -> Tensor:
 
 
 def _uniform(counters: Tensor) -> Tensor:
-    """Return float32 in [0, 1), the MurmurHash3 finalizer of each int64."""
+    # MurmurHash3's finalizer of each int64, as float32 in [0, 1).
     bits = counters ^ _high(counters)
     for factor in (-0xAE502812AA7333, -0x3B314601E57A13AD):
         bits = bits * factor

@@ -153,7 +153,6 @@ def aim(head: TokenHead, micro: Batch, row: Row, args: ForwardArgs, device: torc
 
 
 def _support(micro: Batch, row: Row, constraint: Constraint | None, device: torch.device) -> Support | None:
-    """Return the tokens that the row's targets were drawn from."""
     # Recorded candidates already satisfy a constraint.
     if micro.candidate_ids is not None:
         lists = micro.candidate_ids.index_select(0, row.targets)

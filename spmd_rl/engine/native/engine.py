@@ -185,7 +185,6 @@ class NativeEngine(Engine):
         self._weights = weights_of(self.model, self._parts)
 
     def _batches(self) -> list[list[RunningSequence]]:
-        """Return running rows in order of admission, in batches of at most `BATCH_TOKENS` new tokens, or one row."""
         batches, room = [], 0
         for row in self._scheduler.rows:
             if not batches or row.num_fed > room:
@@ -245,7 +244,6 @@ class NativeEngine(Engine):
         return "length" if len(row.token_ids) == row.request.max_new_tokens else None
 
     def _buckets(self, rows: list[RunningSequence]) -> Iterator[Bucket]:
-        """Yield buckets of rows of one shape, sorted by `_shape` and cut at `QUERIES` new tokens."""
         # One long row would otherwise pad all others. Pieces of `QUERIES` tokens keep masks small.
         begin = 0
         for (num_tokens, _), run in groupby(rows, key=_shape):

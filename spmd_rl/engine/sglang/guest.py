@@ -88,8 +88,6 @@ def _without(packages: tuple[str, ...]) -> Iterator[None]:
 
 
 class _Finder:
-    """Finder of modules with any name, for these packages and submodules."""
-
     def __init__(self, packages: list[str]) -> None:
         self._packages = packages
 

@@ -100,7 +100,6 @@ class VllmEngine(HostedEngine):
         )
 
     def _num_logprobs(self, request: Request) -> int:
-        """Return the number of most likely tokens to request, enough for all candidates (see `TIES`)."""
         return min(self._num_ids, 2 * request.top_k + TIES) if request.truncated else 0
 
     def abort(self, ids: Iterable[str]) -> None:

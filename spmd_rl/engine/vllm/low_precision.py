@@ -125,6 +125,5 @@ class Outputs:
         return self._largest * (1 - 2 * (torch.arange(columns, device=device) * 7 // 5 % 2))
 
     def _input(self, columns: int, device: torch.device) -> Tensor:
-        """Return the fixed input [rows, columns], `COLUMNS` of `_numbers` per row."""
         rows = nn.functional.one_hot(torch.arange(columns, device=device) // COLUMNS).t()
         return (rows * self._numbers(columns, device)).to(self._dtype).contiguous()

@@ -114,7 +114,6 @@ def cut(model: nn.Module, layout: Layout, vpp: int = 1) -> tuple[dict[str, Held]
 
 
 def _around(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """Return modules with parameters outside the list of layers; only the input embedding may precede it."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found = next(((name, module) for name, module in lists if list(module) == layers), None)
     if found is None:

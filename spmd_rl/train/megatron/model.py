@@ -77,7 +77,6 @@ def groups_of(layout: Layout) -> ProcessGroupCollection:
 
 
 def _ranks(layout: Layout, axes: Sequence[str], along: Sequence[str]) -> list[int]:
-    """Return the ranks that differ from this one only along some of `axes`."""
     ranks = [0]
     for axis in axes:
         places = range(layout.size(axis)) if axis in along else [layout.rank(axis)]
