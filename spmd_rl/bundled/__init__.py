@@ -1,4 +1,4 @@
-"""The shipped folders, under a name that no folder of a user hides: `spmd_rl.bundled.envs.sokoban`.
+"""Shipped folders, under a name that no user's folder hides: `spmd_rl.bundled.envs.sokoban`.
 
 `rewards`, `envs`, `configs` and `launch` are here in a wheel, and at the root of a clone.
 """
@@ -7,7 +7,6 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 HOME = _HERE if (_HERE / "configs").is_dir() else _HERE.parents[1]
-"""The folder of the four"""
 PLUGINS = ("rewards", "envs")
 """Folders that settings name without this package: `rewards.math_verify:MathReward`"""
 

@@ -1,7 +1,6 @@
 """Settings: dataclasses with defaults and checks, composed by Hydra and checked before the process group forms.
 
-A pipeline imports its settings and `main`; a user's own pipeline imports `PipelineConfig` and adds its sections. Other
-modules import the dataclass that they need from `schema`.
+A user's own pipeline imports `PipelineConfig`, adds its sections, and calls `main`.
 """
 
 from spmd_rl.config.diffusion import RewardFlConfig

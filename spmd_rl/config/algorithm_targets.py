@@ -1,11 +1,11 @@
-"""A user's own loss or advantage estimator, `algorithm.loss=module:function`: imported, checked and bound.
+"""A user's loss or advantage estimator, `algorithm.loss=module:function`: imported, checked, bound.
 
     # my_loss.py, on PYTHONPATH
     def my_loss(tokens, *, clip_low, strength=1.0):  # algorithm.clip_low, algorithm.args.strength
         return -strength * tokens.logprobs * tokens.advantages, {}
 
-The first parameters are those of the functions of `algo`: `tokens` for a loss, `scored` for an advantage of whole
-answers, `rewards, values, samples` for one of tokens. The others are settings.
+First parameters are as in `algo`: `tokens` for a loss, `scored` for an advantage of answers, `rewards, values, samples`
+for one of tokens. The others are settings.
 """
 
 import inspect
@@ -19,11 +19,11 @@ from spmd_rl.config.sections.algorithm import OWN, AlgorithmConfig
 from spmd_rl.config.sections.rollout import SamplingConfig
 
 CHOICES: Mapping[str, tuple[int, ...]] = {"loss": (1,), "advantage": (1, 3)}
-"""Keys that may name a user's own function, each with the numbers of tensors that it may take."""
+"""Keys that may name a user's function, with its possible numbers of tensors"""
 
 
 def check_algorithm(algorithm: AlgorithmConfig) -> None:
-    """Check the user's own functions, if any. UserError for one that cannot be imported or called."""
+    """Check the user's functions, if any; UserError if not importable or callable."""
     own = [choice for choice in CHOICES if is_own(algorithm, choice)]
     taken = {name for choice in own for name in parameters(algorithm, choice)}
     for choice in own:
@@ -34,12 +34,12 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
 
 
 def is_own(algorithm: AlgorithmConfig, choice: str) -> bool:
-    """Return True if `algorithm.<choice>` names a user's own function."""
+    """Return True if `algorithm.<choice>` names a user's function."""
     return OWN.fullmatch(getattr(algorithm, choice)) is not None
 
 
 def num_tensors(algorithm: AlgorithmConfig, choice: str) -> int:
-    """Return the number of arguments of a user's own function before its settings."""
+    """Return the number of arguments before a function's settings."""
     function, known = _import(algorithm, choice), {**vars(algorithm), **algorithm.args}
     # Tensors come first: parameters without a default whose name is no setting.
     first = [p for p in _plain(function) if p.kind is not p.KEYWORD_ONLY and p.default is p.empty]
@@ -47,14 +47,14 @@ def num_tensors(algorithm: AlgorithmConfig, choice: str) -> int:
 
 
 def parameters(algorithm: AlgorithmConfig, choice: str) -> list[str]:
-    """Return the names of the settings that a user's own function takes."""
+    """Return the names of a user function's settings."""
     return [p.name for p in _plain(_import(algorithm, choice))[num_tensors(algorithm, choice) :]]
 
 
 def own_function(algorithm: AlgorithmConfig, choice: str) -> Callable[..., Any]:
-    """Return the user's own function with its settings filled in: from `algorithm.args`, else from `algorithm`.
+    """Return the user's function, bound to settings from `algorithm.args`, else `algorithm`.
 
-    Its exceptions become UserErrors with its file and line. UserError if it cannot be imported or called.
+    Its exceptions become UserErrors with file and line. UserError if not importable or callable.
     """
     key, target = f"algorithm.{choice}", getattr(algorithm, choice)
     function, count = _import(algorithm, choice), num_tensors(algorithm, choice)
@@ -79,7 +79,7 @@ def own_function(algorithm: AlgorithmConfig, choice: str) -> Callable[..., Any]:
 
 
 def sources(cfg: Any) -> dict[str, str]:
-    """Return a digest of the file of each user's own function that ranks run, by its name `module:function`."""
+    """Return a digest of each user function's file that ranks run, by `module:function`."""
     named = [target for found in apply((_own_functions, _own_episode), cfg) for target in found]
     return {f"source of {target}": source_digest(target) for target in named}
 

@@ -1,7 +1,6 @@
-"""Functions of sections, each called for the pipelines that have the sections named by its parameters.
+"""Functions of sections, each called for pipelines with the sections that its parameters name.
 
-def check_wandb(track: TrackConfig): ...
-apply((check_wandb, check_data), cfg)
+def check_wandb(track: TrackConfig): ... apply((check_wandb, check_data), cfg)
 """
 
 import inspect
@@ -12,10 +11,10 @@ T = TypeVar("T")
 
 
 def apply(functions: Iterable[Callable[..., T]], cfg: Any) -> list[T]:
-    """Call each function with the settings of `cfg` that its parameters name, in order, and return the results.
+    """Call each function with the settings that its parameters name, in order; return the results.
 
-    A function is skipped if a required parameter names no setting, or one of another type: `data: Rows` of a user's own
-    pipeline is not a `DataConfig`. `roles` names `PipelineConfig.roles`.
+    It is skipped if a required parameter names no setting, or one of another type: a user's `data: Rows` is no
+    `DataConfig`. `roles` is `PipelineConfig.roles`.
     """
     return [function(**given) for function in functions if (given := _given(function, cfg)) is not None]
 

@@ -1,8 +1,7 @@
 """Trainable model types, by `config.json`: checked before torch, and before weights are fetched.
 
-Training packs many sequences into one row and attends within each (`model/attention.py`). A model that mixes tokens in
-any other way would silently train on wrong logprobs. So this is a list of tested types: for each of them
-`tests/dist/test_architectures.py` compares packed logprobs, gradients and weights with those of plain transformers.
+A model that mixes packed sequences would silently train on wrong logprobs. So types are listed once tested:
+`tests/dist/test_architectures.py` compares packed logprobs, gradients and weights with plain transformers.
 """
 
 import json
@@ -18,30 +17,25 @@ FULL = (
     "jetmoe llama longcat_flash minicpm3 minimax_m2 ministral3 mistral mixtral olmo olmo2 olmoe opt persimmon phi3 "
     "phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 youtu"
 )
-"""Model types (`model_type`) that can be trained; a window, if any, is that of all layers"""
+"""Trainable types (`model_type`); a window, if any, is that of all layers"""
 SLIDING = {"afmoe": 1024, "cohere2": 4096, "cwm": 8192, "dots1": 4096, "exaone4": 4096, "exaone_moe": 4096}
 SLIDING |= {"gemma3_text": 4096, "laguna": 512, "mellum": 1024, "ministral": 4096, "olmo3": 4096}
-"""Further types, some of whose layers see a window even if `config.json` does not mention it, with the
-window's default
-"""
+"""Further types whose layers partly see a window even if `config.json` has none, with its default"""
 HYBRID = ("lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Further types, some of whose layers carry a state from token to token (`model/hybrid.py`)"""
+"""Further types whose layers partly carry a state (`model/hybrid.py`)"""
 ACCEPTED = sorted([*FULL.split(), *SLIDING, *HYBRID])
-"""All types that can be trained. A new one needs its name above and a passing test"""
+"""All trainable types. A new one needs its name above and a passing test"""
 SEEING = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
-"""Types with pictures that can be trained, whose language models are of the types above or their own"""
+"""Trainable types with pictures; language models are of the types above or their own"""
 UNLESS_ASKED = ("qwen2", "qwen2_moe", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl", "smollm3")
-"""Types that have a window only with `use_sliding_window`"""
+"""Types with a window only under `use_sliding_window`"""
 WINDOWS = {**SLIDING, **dict.fromkeys(("mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), 4096)}
 LAYERS = {"full_attention", "sliding_attention"}
-"""Layer types that `layer_types` may name"""
 STATES = {"linear_attention", "conv"}
-"""Those of hybrid models that carry a state"""
+"""Layer types of hybrid models that carry a state"""
 POSITIONS = {**dict.fromkeys(("default", "linear", "llama3", "yarn"), ""), "dynamic": "max_position_embeddings"}
 POSITIONS |= dict.fromkeys(("longrope", "su"), "original_max_position_embeddings")
-"""Rotary positions that a model may have. A sequence longer than the key's value also changes those of
-its neighbours
-"""
+"""Rotary positions that a model may have; a sequence longer than the key's value changes its neighbours' positions"""
 REASONS = {
     "has layers whose state carries over from one sequence to the next": (
         "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear mamba mamba2 minimax nemotron_h "
@@ -59,24 +53,21 @@ REASONS = {
     "has its own kind of experts": "granitemoe granitemoeshared",
     "cannot be loaded in shards": "biogpt gpt_neox",
 }
-"""Reasons for which other types cannot be trained, if known"""
+"""Reasons why other types cannot be trained, if known"""
 NO_CAUSAL_LM = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 REWARD_MODEL = "ForSequenceClassification"
 """Architecture that only a critic may start from"""
 LOGIT_FACTORS = {"cohere": ("logit_scale", 1), "cohere2": ("logit_scale", 1), "granite": ("logits_scaling", -1)}
-"""Types that multiply their logits by a number: the key of `config.json` that has it, and its exponent"""
+"""Types that scale logits: key of `config.json`, and exponent"""
 SCALES_HIDDEN_STATES = (*LOGIT_FACTORS, "afmoe", "minicpm3", "olmo")
-"""Types that scale the output of the input embedding, or the input of the output embedding, by a constant"""
+"""Types that scale the input embedding's output, or the output embedding's input"""
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Possible keys for the number of experts in each layer of a mixture"""
+"""Keys for the number of experts per mixture layer"""
 
 
 def experts_in(folder: Path) -> int | None:
-    """Return the number of experts in each layer of the model in `folder`, 0 without a mixture; None if unknown.
-
-    A directory without a readable `config.json` is refused elsewhere.
-    """
+    """Return the experts per layer of the model in `folder`, 0 without a mixture; None if unknown."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         text: dict[str, Any] = config.get("text_config") or config
@@ -86,7 +77,7 @@ def experts_in(folder: Path) -> int | None:
 
 
 def sees_pictures(folder: Path) -> bool:
-    """Return True if the model in `folder` takes pictures. A directory without a readable `config.json` does not."""
+    """Return True if the model in `folder` takes pictures."""
     try:
         return json.loads((folder / "config.json").read_text()).get("model_type") in SEEING
     except (OSError, ValueError, AttributeError):
@@ -94,9 +85,9 @@ def sees_pictures(folder: Path) -> bool:
 
 
 def check_architecture(key: str, folder: Path, longest: int, is_critic: bool = False) -> None:
-    """Raise a `UserError` if the model in `folder` cannot be trained.
+    """Raise a `UserError`, naming the setting `key`, if the model in `folder` cannot be trained.
 
-    longest: largest number of tokens of a sample. key: the setting that the error names.
+    longest: most tokens of a sample.
     """
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
@@ -125,7 +116,7 @@ def check_architecture(key: str, folder: Path, longest: int, is_critic: bool = F
 
 
 def has_windows(config: dict[str, Any]) -> bool:
-    """Return True if some layers of the model with this `config.json` have a sliding window."""
+    """Return True if some layers have a sliding window."""
     layers = config.get("layer_types") or (["sliding_attention"] if config.get("model_type") in SLIDING else ())
     return "sliding_attention" in layers
 
@@ -166,7 +157,6 @@ def _limits(kind: str, config: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _positions(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the types of rotary positions, of all layers or by type of layer, with their settings."""
     found = [settings for key in ("rope_parameters", "rope_scaling") if isinstance(settings := config.get(key), dict)]
     found += [value for settings in found for value in settings.values() if isinstance(value, dict)]
     return [(settings.get("rope_type") or settings.get("type") or "default", settings) for settings in found]

@@ -1,4 +1,4 @@
-"""Training backends as known to settings, `--plan` and `doctor`: without torch and their code.
+"""Training backends as settings, `--plan` and `doctor` know them: without torch or their code.
 
     backend(train.name).check(role, folder)
 
@@ -26,40 +26,39 @@ OWN = (
     "offload_optimizer",
     "offload_param",
 )
-"""Settings of `train` that a backend may lack; all backends have the others, axes apart."""
+"""Settings of `train` that a backend may lack; axes apart, all have the others"""
 AXES = ("tp", "cp", "ep", "pp", "vpp", "dp_replicate")
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Abilities of a backend; only `build` imports its code."""
+    """Abilities of a backend; only `build` imports code."""
 
     build: Callable[[RoleConfig, Any, Any], Any]
-    """[all] Constructor of the `train.base.Role`, from the role's settings (`role.model` is the folder, `role.train`
-    its section), its `Layout` and a `stored_model.Source`, which it may call for a module of transformers.
-    """
+    """[all] Constructor of the `train.base.Role`, from the role's settings (`role.model` is a folder), its `Layout`
+    and a `stored_model.Source` for a module of transformers"""
     axes: tuple[str, ...] = ()
-    """Axes among `AXES` that it supports"""
+    """Supported axes, some of `AXES`"""
     settings: tuple[str, ...] = ()
-    """Settings among `OWN` that it supports"""
+    """Supported settings, some of `OWN`"""
     optimizers: tuple[str, ...] = ("adamw",)
     adapters: bool = False
-    """True if it trains the adapters of `policy.lora`"""
+    """True if it trains adapters of `policy.lora`"""
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    """Dtypes in which it trains; `float16` needs a loss scale"""
+    """Dtypes of training; `float16` needs a loss scale"""
     package: str = ""
-    """Name of the package that it needs; empty without one"""
+    """Package that it needs, if any"""
     quantized_base: bool = False
-    """True if frozen weights below adapters may be held in few bits (`lora.base`)"""
+    """True if frozen weights below adapters may have few bits (`lora.base`)"""
     has_plan: bool = False
-    """True if `--plan` can trace it: its model has `state_dict` and `whole_parameters` (see `FSDP2Model`)."""
+    """True if `--plan` can trace it: its model has `state_dict` and `whole_parameters`"""
     follows: bool = False
-    """True if a reference can copy the policy's weights: the model's `state` has those of a frozen one too"""
+    """True if a reference can follow the policy: a frozen model's `state` has its weights"""
     refuse: Callable[[RoleConfig, dict[str, Any]], None] = lambda role, model: None
-    """Check of a role and its model's `config.json`; raises a UserError for further limits of this backend."""
+    """Check of a role and its model's `config.json` against further limits; raises UserError"""
 
     def check(self, role: RoleConfig, folder: Path) -> None:
-        """Raise a UserError, naming the setting, if this backend cannot do what a role asks for."""
+        """Raise UserError, naming the setting, if the backend cannot do what a role asks for."""
         train, default = role.train, {one.name: one.default for one in fields(TrainConfig)}
         for key in (key for key in (*AXES, *OWN) if key not in (*self.axes, *self.settings)):
             if getattr(train, key) != default[key]:
@@ -93,12 +92,12 @@ class Backend:
 
 
 def backend(name: str) -> Backend:
-    """Return the facts of a backend, by its name."""
+    """Return a backend's facts by its name."""
     return importlib.import_module(BACKENDS[name]).BACKEND
 
 
 def check_following(roles: list) -> None:
-    """Check that a reference can follow every trained part of the policy."""
+    """Check that a reference can follow all trained parts of the policy."""
     reference = next((role for role in roles if role.sync_steps is not None), None)
     if reference is None:
         return
@@ -116,6 +115,5 @@ def check_following(roles: list) -> None:
 
 
 def _architecture(model: str) -> dict[str, Any]:
-    """Return the facts that determine a model's weights; sizes are compared when weights are copied."""
     config = json.loads((model_folder(model) / "config.json").read_text())
     return {key: config.get(key) for key in ("model_type", "attention_bias", "mlp_bias", "tie_word_embeddings")}

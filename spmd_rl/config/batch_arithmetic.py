@@ -1,4 +1,4 @@
-"""The arithmetic of a step: numbers of prompts, answers, samples and tokens. Torch-free."""
+"""Arithmetic of a step: prompts, answers, samples and tokens. Torch-free."""
 
 from spmd_rl.base.errors import plural
 from spmd_rl.config.placement import Placement
@@ -21,7 +21,7 @@ def describe_batch(
     env: EnvsConfig | None = None,
     algorithm: AlgorithmConfig | None = None,
 ) -> list[tuple[str, str]]:
-    """Return the arithmetic of a step as names and texts."""
+    """Return a step's arithmetic as names and texts."""
     samples = rollout.prompts_per_step * rollout.answers_per_prompt
     # Training and generation may use different ranks, so shards and replicas are counted apart.
     ranks, turns = Placement.of(placement, world_size()), has_turns(rollout, plays=env is not None)
@@ -43,7 +43,7 @@ def describe_batch(
 def describe_rows(
     num_train: int, num_eval: int, data: RowsConfig, eval: ValidationConfig, train: TrainConfig, steps: int
 ) -> list[tuple[str, str]]:
-    """Return the arithmetic of a supervised run on `num_train` rows as names and texts."""
+    """Return a supervised run's arithmetic, on `num_train` rows, as names and texts."""
     shards, size = max(1, world_size() // train.ranks_per_shard), data.rows_per_step
     epochs, asked = steps * size / num_train, min(num_eval, eval.rows or num_eval)
     updates = plural(train.updates_per_step, "optimizer step")
@@ -59,13 +59,13 @@ def describe_rows(
 
 
 def describe_held_out(num_eval: int, data: SourcesConfig | None) -> str:
-    """Return text with the number of held-out rows and their source."""
+    """Return text on held-out rows and their source."""
     taken = data is not None and data.train and not data.eval and num_eval
     return f"{num_eval} held out" + (f" of data.train (data.holdout={data.holdout:g})" if taken else "")
 
 
 def describe_evaluation(eval: EvaluationConfig, steps: int, num_eval: int) -> str:
-    """Return text with the number, sampling and times of held-out prompts."""
+    """Return text on held-out prompts: number, sampling, times."""
     asked = num_eval if eval.prompts is None else min(eval.prompts, num_eval)
     if not eval.every or not asked:
         return "none"
@@ -74,10 +74,10 @@ def describe_evaluation(eval: EvaluationConfig, steps: int, num_eval: int) -> st
 
 
 def describe_tokens(rollout: RolloutConfig, turns: bool, prompt_tokens: int | None = None) -> str:
-    """Return text with the largest number of tokens of a sample and of a step.
+    """Return text on the most tokens of a sample and of a step.
 
-    turns: True if episodes may have several turns (`has_turns`). Without `rollout.max_context_tokens` only one turn is
-    bounded. prompt_tokens: the length of the longest prompt, if known.
+    turns: see `has_turns`; without `rollout.max_context_tokens` only one turn is bounded. prompt_tokens: of the longest
+    prompt, if known.
     """
     prompt = rollout.max_prompt_tokens if prompt_tokens is None else prompt_tokens
     longest, samples = tokens_per_turn(rollout, prompt), rollout.prompts_per_step * rollout.answers_per_prompt
@@ -90,17 +90,17 @@ def describe_tokens(rollout: RolloutConfig, turns: bool, prompt_tokens: int | No
 
 
 def has_turns(rollout: SamplingConfig, plays: bool) -> bool:
-    """Return True if episodes may have several turns: a user's own, or those of an environment (`plays`)."""
+    """Return True if episodes may have several turns. plays: an environment's."""
     return (plays or rollout.target is not None) and rollout.max_turns != 1
 
 
 def tokens_per_turn(rollout: SamplingConfig, prompt_tokens: int) -> int:
-    """Return the largest number of tokens of a prompt and one answer, or of a sample if the settings bound it."""
+    """Return the most tokens of a prompt and one answer, or of a bounded sample."""
     return rollout.max_context_tokens or prompt_tokens + rollout.max_new_tokens
 
 
 def describe_samples(rollout: RolloutConfig) -> str:
-    """Return text with the samples that a step trains on, and the further prompts that it may start."""
+    """Return text on a step's samples, and further prompts it may start."""
     samples = rollout.prompts_per_step * rollout.answers_per_prompt
     told = f"{rollout.prompts_per_step} prompts x {rollout.answers_per_prompt} answers = {samples} samples"
     if rollout.over_sample:

@@ -1,7 +1,7 @@
-"""Checks before the process group forms: the layout of ranks, files, targets and the run directory.
+"""Checks before the process group forms: layouts, files, targets and the run directory.
 
-They need no torch and no other rank: every rank checks for itself. Values are checked in `sections/`, the rows of a
-dataset in `data`, settings without effect in `unused.py`.
+Each rank checks for itself, without torch. `sections/` checks values, `data` the rows, `unused.py` settings without
+effect.
 """
 
 import importlib.util
@@ -42,9 +42,9 @@ from spmd_rl.config.sections.teachers import TeachersConfig
 from spmd_rl.config.vocabulary import difference
 
 SHAPES = HOME / "configs" / "shapes"
-"""Directories with only the `config.json` of a model"""
+"""Directories with only a model's `config.json`"""
 VOCABULARY_ROWS = 64
-"""Engines pad the vocabulary to a multiple of this before they shard it"""
+"""Multiple to which engines pad the vocabulary before they shard it"""
 
 
 NO_TRAINING_DATA = (
@@ -67,37 +67,37 @@ def check(cfg: JobConfig) -> None:
 
 
 def check_given_data(data: SourcesConfig, steps: int) -> None:
-    """Check that there is data to train on."""
+    """Check that there is training data."""
     if not data.train:
         raise UserError(NO_TRAINING_DATA if data.eval else data.no_data)
 
 
 def check_given_envs(env: EnvsConfig, steps: int) -> None:
-    """Check that there is an environment to play."""
+    """Check that there is an environment."""
     if not env.tags:
         raise UserError(NO_ENVIRONMENT)
 
 
 def check_given_any(data: DataConfig, env: EnvsConfig) -> None:
-    """Check that there is something to evaluate: rows, or environments."""
+    """Check that rows or environments can be evaluated."""
     if not (data.train or data.eval or env.tags):
         raise UserError(NO_ROWS)
 
 
 def check_plan(cfg: JobConfig) -> None:
-    """Raise a `UserError` for the first setting of a plan that cannot work: shapes of models, layouts."""
+    """Raise a `UserError` for the first setting of a plan that cannot work."""
     apply((take_shape, check_shapes, check_mesh, check_replicas), cfg)
 
 
 def take_shape(plan: PlanConfig, policy: ServedModelConfig) -> None:
-    """Replace `policy.model` by the path of `plan.shape`."""
+    """Replace `policy.model` by `plan.shape`'s path."""
     if plan.shape:
         known = SHAPES / plan.shape
         policy.model = str(known if known.is_dir() else Path(plan.shape).expanduser())
 
 
 def check_shapes(plan: PlanConfig, roles: list, placement: PlacementConfig | None = None) -> None:
-    """Check that each model has a `config.json`, and that `plan.rank` is one of the ranks."""
+    """Check that each model has a `config.json`, and that `plan.rank` exists."""
     if placement and placement.frozen:
         raise UserError(f"placement.{next(iter(placement.frozen))}: not supported by --plan yet; must be null")
     for role in loaded_roles(roles):
@@ -110,10 +110,8 @@ def check_shapes(plan: PlanConfig, roles: list, placement: PlacementConfig | Non
 
 
 def stay_offline(roles: list, reward: RewardsConfig, data: DataConfig | None = None) -> None:
-    """Keep libraries from asking the hub about local files, unless a setting names a model or a dataset of the hub.
-
-    Models of judges and reward models count. A pipeline without rewards may load models that no setting names.
-    """
+    """Keep libraries from asking the hub about local files, unless a setting names a model or dataset of it."""
+    # Models of judges and reward models count. A pipeline without rewards may load models that no setting names.
     models = [role.own.model for role in loaded_roles(roles)]
     models += [str(one.args["model"]) for one in reward.domains.values() if "model" in one.args]
     rows = [*sources(data.train), *sources(data.eval)] if data else []
@@ -122,7 +120,7 @@ def stay_offline(roles: list, reward: RewardsConfig, data: DataConfig | None = N
 
 
 def check_placement(placement: PlacementConfig, rollout: RolloutConfig) -> None:
-    """Check that the ranks can be split according to `placement`, and that other settings are compatible."""
+    """Check that ranks can be split by `placement`, and that other settings fit."""
     Placement.of(placement, world_size())
     if placement.is_overlapped and rollout.partial_rollout:
         raise UserError("rollout.partial_rollout: its tokens could be older than placement.max_staleness allows")
@@ -146,7 +144,7 @@ def _check_carried(rollout: RolloutConfig, placement: PlacementConfig) -> None:
 
 
 def check_mesh(roles: list, placement: PlacementConfig | None = None) -> None:
-    """Check that each role's layout divides the world size, its tensor parallelism the heads, `ep` the experts."""
+    """Check that each role's layout divides the world size, its `tp` the heads, `ep` the experts."""
     ranks = Placement.of(placement or PlacementConfig(), world_size())
     if not ranks.train:
         return  # the training job checks its own
@@ -163,7 +161,7 @@ def check_mesh(roles: list, placement: PlacementConfig | None = None) -> None:
 
 
 def check_layers(section: str, pp: int, vpp: int, path: Path) -> None:
-    """Check that each chunk of each pipeline stage gets a layer of a model; `path` is its `config.json`."""
+    """Check that each pipeline chunk gets a layer. path: the model's `config.json`."""
     try:
         model = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -178,7 +176,7 @@ def check_engine(
     rollout: SamplingConfig,
     eval: EvaluationConfig | None = None,
 ) -> None:
-    """Check that the engine is installed, that it can sample as asked, and its replicas."""
+    """Check the engine's installation, sampling and replicas."""
     temperatures = {"rollout": rollout.temperature, "eval": eval and eval.temperature}
     truncates = {"rollout": rollout.truncates, "eval": eval and eval.truncation(rollout)["top_k"]}
     facts_of(engine.name).check(engine, policy, temperatures, [section for section, cuts in truncates.items() if cuts])
@@ -186,7 +184,7 @@ def check_engine(
 
 
 def check_replicas(engine: EngineConfig, placement: PlacementConfig, policy: ServedModelConfig) -> None:
-    """Check that `engine.tp` and `engine.pp` divide the ranks and the model's dimensions."""
+    """Check that `engine.tp` and `engine.pp` divide ranks and model."""
     facts_of(engine.name).check_settings(engine)
     ranks = Placement.of(placement, world_size())
     key = "engine.tp" if engine.pp == 1 else "engine.tp x engine.pp"
@@ -203,7 +201,7 @@ def check_replicas(engine: EngineConfig, placement: PlacementConfig, policy: Ser
 
 
 def check_episode(rollout: SamplingConfig, env: EnvsConfig | None = None) -> None:
-    """Check that `rollout.target` names a coroutine function of one context, and that it is compatible with `env`."""
+    """Check that `rollout.target` is a coroutine function of one context, and fits `env`."""
     if env is not None and env.tags and rollout.thinking_budget:
         raise UserError("rollout.thinking_budget: not supported for agents, only for answers to prompts")
     if rollout.target is not None:
@@ -211,10 +209,10 @@ def check_episode(rollout: SamplingConfig, env: EnvsConfig | None = None) -> Non
 
 
 def check_heads(key: str, tp: int, path: Path, engine: bool = False, with_units: bool = True) -> None:
-    """Check that `tp` divides a model's heads and feed-forward units; `path` is its `config.json`.
+    """Check that `tp` divides a model's heads and feed-forward units. path: its `config.json`.
 
-    Several ranks may have a copy of the same key-value head. engine: it shards a padded vocabulary too. with_units:
-    False for a mixture, whose layers may all have experts instead, which are sharded in another way.
+    Ranks may share a key-value head. engine: shards a padded vocabulary too. with_units: False for a mixture, whose
+    layers may all have experts instead.
     """
     try:
         model = json.loads(path.read_text())
@@ -237,10 +235,8 @@ def check_heads(key: str, tp: int, path: Path, engine: bool = False, with_units:
 
 
 def check_models(roles: list, engine: EngineConfig | None = None, rollout: SamplingConfig | None = None) -> None:
-    """Check the models that are loaded: the policy's, and those of other roles with a separate model.
-
-    A name of the hub gets its resolved commit, so that all ranks, and a resumed run, load the same weights.
-    """
+    """Check the models to load: the policy's, and other roles' separate ones. Hub names get their commit."""
+    # All ranks, and a resumed run, must load the same weights.
     longest = tokens_per_turn(rollout, rollout.max_prompt_tokens) if rollout else 0
     for role in loaded_roles(roles):
         key = role.model_key
@@ -251,14 +247,14 @@ def check_models(roles: list, engine: EngineConfig | None = None, rollout: Sampl
 
 
 def loaded_roles(roles: list[RoleConfig]) -> list[RoleConfig]:
-    """Return the roles that load a separate model."""
+    """Return the roles with a separate model."""
     return [role for role in roles if role.own.model]
 
 
 def check_model(key: str, name: str) -> str:
-    """Check that a model is a Hugging Face directory with config, safetensors and tokenizer, or one of the hub.
+    """Check that a model is a Hugging Face directory with config, safetensors and tokenizer, or on the hub.
 
-    The small files of a model of the hub are downloaded. Returns the name, with its commit if it is one of the hub.
+    Downloads the small files of a hub model. Returns the name, with the commit of a hub model.
     """
     remedy = "or `python -m spmd_rl smollm2` makes the default one; a model of the hub is ORG/NAME"
     hub, name = hub_id(name), fetch_config(key, name, wait=local_rank() != 0)
@@ -275,14 +271,14 @@ def check_model(key: str, name: str) -> str:
 
 
 def check_vocabularies(roles: list) -> None:
-    """Check that a token id means the same to each model: some judge the answers of others."""
+    """Check that all models share token ids, since some judge others' answers."""
     for role in roles[1:]:
         if problem := difference(model_folder(roles[0].model), model_folder(role.model)):
             raise UserError(f"{role.model_key}: {role.model} has a different vocabulary from policy.model's: {problem}")
 
 
 def fetch_models(roles: list[RoleConfig]) -> None:
-    """Download the weights of the models of the hub, on local rank 0. The other ranks have waited for them before."""
+    """Download hub models' weights, on local rank 0. Other ranks have waited for them before."""
     for role in loaded_roles(roles):
         model = role.own.model
         with phase(f"{role.model_key}: fetching {model}", speaks=bool(hub_id(model)) and local_rank() == 0):
@@ -290,7 +286,7 @@ def fetch_models(roles: list[RoleConfig]) -> None:
 
 
 def check_data(data: SourcesConfig) -> None:
-    """Check that data files exist. Their rows are read later, still before the process group forms."""
+    """Check that data files exist."""
     for key, text in (("train", data.train), ("eval", data.eval)):
         for path in files(text):
             if not Path(path).is_file():
@@ -301,7 +297,7 @@ def check_data(data: SourcesConfig) -> None:
 
 
 def check_sidecar(sidecar: SidecarConfig, debug: bool) -> None:
-    """Check that the CURVE keys exist and are private; those of the host once per node, where it will start."""
+    """Check that CURVE keys exist and are private; the host's on local rank 0."""
     if sidecar.keys is not None and not debug:
         ClientKeys.load(sidecar.keys)
         if local_rank() == 0:
@@ -309,11 +305,10 @@ def check_sidecar(sidecar: SidecarConfig, debug: bool) -> None:
 
 
 MAX_RANK = 512
-"""largest rank of adapters in vLLM"""
 
 
 def check_adapters(engine: EngineConfig, policy: ServedModelConfig, placement: PlacementConfig | None = None) -> None:
-    """Check that adapters can be sent without the model's weights."""
+    """Check that adapters can be published alone."""
     if not engine.adapters:
         return
     lora, facts = policy.lora if isinstance(policy, PolicyConfig) else None, facts_of(engine.name)
@@ -340,7 +335,7 @@ def check_constraint(
     teacher: TeachersConfig | None = None,
     warmup: WarmupConfig | None = None,
 ) -> None:
-    """Check that answers can be held to their grammar."""
+    """Check that answers can follow their grammar."""
     if rollout.constraint.given is None:
         return
     key = f"rollout.constraint.{rollout.constraint.given[0]}"
@@ -374,4 +369,4 @@ CHECKS = (
     check_algorithm,
     check_diffusion,
 )
-"""Checks in order; each applies to pipelines that have its sections (`apply`)"""
+"""Checks in order, each for pipelines with its sections (`apply`)"""

@@ -1,8 +1,8 @@
-"""Documentation of the settings from the schema: keys, types, defaults, and the docstrings below the fields.
+"""Documentation of settings from the schema: keys, types, defaults, and docstrings below fields.
 
     for entry in entries(RlvrConfig, build(RlvrConfig, compose("rlvr"))): print(entry.key, entry.value, entry.doc)
 
-`tools/docs.py` makes a page of it, and `main.py` the text of `--help`.
+For `tools/docs.py` and `--help`.
 """
 
 import ast
@@ -27,14 +27,14 @@ class SettingEntry:
     key: str
     type: str
     value: str
-    """The value as YAML; `required` without one"""
+    """Value as YAML, or `required`"""
     doc: str
 
 
 def entries(schema: type, cfg: Any) -> Iterator[SettingEntry]:
-    """Yield all settings of a pipeline with their values in `cfg`, in order of declaration.
+    """Yield a pipeline's settings with their values in `cfg`, in order of declaration.
 
-    A value equal to the schema's default is shown as written there, so that `~` is not expanded to a home directory.
+    Defaults are shown as written, without `~` expanded.
     """
     defaults, values = to_dict(schema()), to_dict(cfg)
     for leaf in leaves(schema):
@@ -56,7 +56,7 @@ def _yaml(value: Any) -> str:
 
 @cache
 def field_docs(section: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass, its own or inherited, as one line."""
+    """Return each field's docstring of a dataclass and its bases, as one line."""
     docs: dict[str, str] = {}
     # Later bases first, so that earlier ones override them, as in Python's attribute lookup.
     for base in reversed(section.__bases__):
@@ -80,7 +80,7 @@ def _default(field: Any) -> str:
 
 
 def options(configs: Path) -> dict[str, dict[str, str]]:
-    """Return the options of each config group with the first comment of their YAML files."""
+    """Return each config group's options, with their YAML files' first comment."""
     found: dict[str, dict[str, str]] = {}
     for path in sorted(configs.glob("*/*.yaml")):
         comments = [line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#")]

@@ -1,4 +1,4 @@
-"""Generation engines as known to settings and tools: without torch and without their code.
+"""Generation engines as settings and tools know them: without torch or their code.
 
     facts_of(engine.name).check(engine, policy, {"rollout": rollout})
 
@@ -25,42 +25,41 @@ from spmd_rl.config.sections.models import ServedModelConfig
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Abilities of an engine; only `build` imports its code."""
+    """Abilities of an engine; only `build` imports code."""
 
     build: Callable[..., Any]
-    """[all] Function behind `engine.build`, with the same arguments"""
+    """[all] Function behind `engine.build`, with equal arguments"""
     title: str
     package: str = ""
-    """Name of its package, which is also its import name and the extra that installs it; empty without one"""
+    """Package name, also of its import and our extra; empty without one"""
     axes: tuple[str, ...] = ()
-    """Axes (`tp`, `pp`) along which a replica may span ranks"""
+    """Axes (`tp`, `pp`) along which a replica spans ranks"""
     takes_args: bool = False
     """True if `engine.args` reaches the package"""
     quantizations: tuple[str, ...] = ()
-    """Values of `engine.quantization` in which it computes, besides those that are simulated for every engine"""
+    """Values of `engine.quantization` in which it computes, besides simulated ones"""
     drafts: bool = False
-    """True if it verifies drafted tokens, but not under `top_k`, `top_p` or `min_p`"""
+    """True if it verifies drafts, except under `top_k`, `top_p` or `min_p`"""
     adapters: bool = False
-    """True if it computes with adapters on top of frozen weights"""
+    """True if it computes with adapters on frozen weights"""
     adapters_of_mixtures: bool = False
-    """True if it leaves the experts of a mixture without adapters, as training does"""
+    """True if it leaves a mixture's experts without adapters, as training does"""
     reports_experts: bool = False
-    """True if completions name the experts that the router chose"""
+    """True if completions name the router's experts"""
     temperatures: tuple[float, float] = (0, math.inf)
     """Range of sampling temperatures above 0"""
     sliding_windows: bool = False
     latent_attention: bool = False
     states: bool = False
-    """True if it keeps the states of a hybrid model's layers"""
+    """True if it keeps states of hybrid layers"""
     pictures: bool = False
-    """True if it takes pictures in prompts"""
     picture_package: str = ""
-    """Package that it imports for models with pictures"""
+    """Package that it imports for pictures"""
 
     def check(
         self, engine: EngineConfig, policy: ServedModelConfig, temperatures: Mapping[str, Any], truncated: list[str]
     ) -> None:
-        """Raise a UserError, naming the setting, for a setting that this engine cannot serve.
+        """Raise UserError, naming the setting, for what this engine cannot serve.
 
         temperatures: by section. truncated: sections with `top_k`, `top_p` or `min_p`.
         """
@@ -90,7 +89,7 @@ class EngineFacts:
             raise UserError(f"engine.drafts: engine={engine.name} cannot verify drafts while {key} cuts tokens off")
 
     def check_settings(self, engine: EngineConfig) -> None:
-        """Raise a UserError for a key of `engine` that this engine lacks."""
+        """Raise UserError for a key of `engine` that this engine lacks."""
         for axis in ("tp", "pp"):
             if getattr(engine, axis) != 1 and axis not in self.axes:
                 raise UserError(f"engine.{axis}: not supported by engine={engine.name}; must be 1")
@@ -101,7 +100,7 @@ class EngineFacts:
             raise UserError(f"engine.args: engine={engine.name} has no arguments; they are for engine={names}")
 
     def check_package(self) -> None:
-        """Raise a UserError unless the package is installed in a version that is supported."""
+        """Raise UserError unless the package is installed in a supported version."""
         if not self.package:
             return
         missing, found = importlib.util.find_spec(self.package) is None, unsupported(self.package)
@@ -116,7 +115,7 @@ class EngineFacts:
         return f"pip install --no-deps -r {pins} for the CPU, pip install 'spmd-rl[{self.package}]' for a GPU"
 
     def check_model(self, key: str, folder: Path, name: str) -> None:
-        """Raise a UserError if this engine, called `name`, cannot run the attention of the model in `folder`."""
+        """Raise UserError if engine `name` cannot run the model in `folder`."""
         # From `config.json` alone, before the weights are fetched.
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         kind = config.get("model_type")
@@ -146,10 +145,10 @@ class EngineFacts:
 
 
 def facts_of(name: str) -> EngineFacts:
-    """Return the facts of an engine, by its name."""
+    """Return an engine's facts by its name."""
     return importlib.import_module(ENGINES[name]).ENGINE
 
 
 def with_ability(able: Callable[[EngineFacts], bool]) -> str:
-    """Return the names of the engines with an ability, for a message."""
+    """Return the names of engines with an ability, for messages."""
     return " or ".join(name for name in ENGINES if able(facts_of(name)))

@@ -1,4 +1,4 @@
-"""Settings for generation, so that modules below the pipelines need not read all of them."""
+"""Settings for generation, as modules below the pipelines need them."""
 
 from dataclasses import dataclass
 
@@ -8,20 +8,18 @@ from spmd_rl.config.sections.rollout import RolloutConfig
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """Extract of a pipeline's settings for generation: `cfg.generation`."""
+    """Extract of a pipeline's settings for generation."""
 
     rollout: RolloutConfig
     reward: RewardsConfig
     seed: int
     kv_tokens: int
-    """Size of the KV cache: `engine.kv_tokens`."""
     uses_greedy: bool = False
-    """True if a group has one more answer, drawn greedily; see `AlgorithmConfig.uses_greedy`."""
+    """True if a group has one more, greedy answer"""
     evaluates: bool = False
-    """True if held-out prompts are evaluated, by `eval.every`."""
     patience: float = 0.0
-    """Value of `placement.patience`, in seconds."""
+    """Value of `placement.patience`, in seconds"""
     data: DataConfig | None = None
-    """Settings of prompts; None if prompts are tasks of environments, whose messages are known when they begin."""
+    """Settings of prompts; None for environments, whose messages come later"""
     last_ahead: int = 0
-    """Last step that is generated before the update of the step before it; 0: none."""
+    """Last step that is generated before the previous update; 0: none"""

@@ -1,8 +1,8 @@
-"""The dotted keys of a schema: its leaves, their types, and the key nearest to a misspelt one.
+"""The dotted keys of a schema: leaves, types, and the key nearest to a misspelt one.
 
-A section with inline entries (`reward.math.*`, sibling of `reward.error_budget`) holds them in a field marked
-`metadata={"inline": True}`, of type `dict[str, <section>]`. A field marked `metadata={"partial": <section>}` is a
-mapping with some keys of that section (`critic.train`); it is one setting while nothing is given.
+Inline entries of a section (`reward.math.*`, sibling of `reward.error_budget`) are in a field with `metadata={"inline":
+True}`, of type `dict[str, <section>]`. A field with `metadata={"partial": <section>}` maps some keys of that section
+(`critic.train`); it is one setting while nothing is given.
 """
 
 import difflib
@@ -15,12 +15,11 @@ from spmd_rl.base.errors import UserError
 from spmd_rl.config.known_names import EARLIER, hint
 
 TYPING_ERROR = 0.9
-"""Similarity above which a key counts as mistyped, not as another library's."""
+"""Similarity above which a key is mistyped, not another library's"""
 UNLIKE = 0.5
-"""Similarity below which no known key is suggested."""
+"""Similarity below which no key is suggested"""
 
 PLACEHOLDERS = {"reward": {"<domain>": {}}, "env": {"<tag>": {}}, "teacher": {"<domain>": {}}}
-"""Placeholders for the names of inline entries"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +29,22 @@ class Leaf:
     key: str
     type: Any
     section: type
-    """The dataclass that declares it"""
     field: Field
 
 
 def inline_field(section: type) -> Field | None:
-    """Return the field that holds the inline entries of a section; None if it has none."""
+    """Return the field of a section's inline entries, if any."""
     return next((field for field in fields(section) if "inline" in field.metadata), None)
 
 
 def partial_of(section: type, name: str) -> type | None:
-    """Return the section of which the mapping `name` holds some keys; None for other keys."""
+    """Return the section of which the mapping `name` holds some keys, if any."""
     field = next((field for field in fields(section) if field.name == name), None)
     return field.metadata.get("partial") if field else None
 
 
 def key_types(section: type, given: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the name and type of each key of a section, and of each inline entry among the names `given`.
+    """Return names and types of a section's keys, and of its inline entries among `given`.
 
     A dataclass as type is a subsection.
     """
@@ -57,10 +55,8 @@ def key_types(section: type, given: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def leaves(section: type, given: Mapping[str, Any] = PLACEHOLDERS, prefix: str = "") -> Iterator[Leaf]:
-    """Yield all settings below `section`, in order of declaration, with the inline entries that the tree `given` names.
-
-    By default they are placeholders (`reward.<domain>.target`).
-    """
+    """Yield all settings below `section` in order, with the inline entries of the tree `given`, by default
+    placeholders (`reward.<domain>.target`)."""
     by_name = {field.name: field for field in fields(section)}
     for name, kind in key_types(section, given).items():
         whole = partial_of(section, name)
@@ -76,9 +72,9 @@ def leaves(section: type, given: Mapping[str, Any] = PLACEHOLDERS, prefix: str =
 
 
 def check_keys(values: Mapping[str, Any], schema: type, pipelines: Mapping[str, type]) -> None:
-    """Raise a `UserError` for the keys of the tree `values` that `schema` lacks, naming for each the nearest known one.
+    """Raise a `UserError` for keys of the tree `values` that `schema` lacks, with the nearest known ones.
 
-    pipelines: all pipelines by name; the error names one that has the key.
+    pipelines: by name; the error names one that has the key.
     """
     unknown: list[str] = []
 
@@ -106,17 +102,15 @@ def check_keys(values: Mapping[str, Any], schema: type, pipelines: Mapping[str, 
 
 
 def suggestion(key: str, value: str, schema: type) -> str:
-    """Return the override, such as `steps=5`, that a user meant by an option `key`."""
+    """Return the override, such as `steps=5`, meant by an option `key`."""
     name, known = key.replace("-", "_"), [leaf.key for leaf in leaves(schema)]
     near = difflib.get_close_matches(name, known, 1, 0.8)
     return f"{near[0]}={value or '...'}" if near else hint(name) or "--help lists all"
 
 
 def _hint(key: str, known: Sequence[str]) -> str:
-    """Return a hint on a misspelt key: the nearest known one, unless another library's name fits better."""
-
     def likeness(other: str) -> float:
-        """Return the likeness of two keys, 1 for the same word in another section; whole keys decide among equals."""
+        # 1 is the same word in another section; whole keys decide among equals.
         words = [text.rpartition(".")[2] for text in (key, other)]
         whole = difflib.SequenceMatcher(None, key, other).ratio()
         return max(whole, difflib.SequenceMatcher(None, *words).ratio() - 0.1 + whole / 100)
@@ -130,7 +124,7 @@ def _hint(key: str, known: Sequence[str]) -> str:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of each leaf of a tree of mappings; an empty mapping has none."""
+    """Yield (dotted key, value) of a tree's leaves; an empty mapping has none."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{name}.")
@@ -139,9 +133,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def to_dict(section: Any) -> dict[str, Any]:
-    """Turn a section into a tree of plain values as a user writes it, inline entries as siblings of the section's own
-    keys.
-    """
+    """Turn a section into plain values as a user writes them, inline entries next to its keys."""
     tree: dict[str, Any] = {}
     for field in fields(section):
         value = getattr(section, field.name)
@@ -153,7 +145,7 @@ def to_dict(section: Any) -> dict[str, Any]:
 
 
 def type_name(kind: Any) -> str:
-    """Format a type for a user: `float`, `str or null`, `list of float`."""
+    """Format a type for users: `float`, `str or null`, `list of float`."""
     if get_origin(kind) is UnionType:
         return " or ".join("null" if part is NoneType else type_name(part) for part in get_args(kind))
     if get_origin(kind) is list:

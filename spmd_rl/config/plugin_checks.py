@@ -1,4 +1,4 @@
-"""Checks of `reward` and `env` before the process group forms: each plug-in is imported and built once per node."""
+"""Checks of `reward` and `env` before the process group forms: plug-ins are built once per node."""
 
 import importlib.metadata
 import importlib.util
@@ -17,15 +17,14 @@ from spmd_rl.config.sections.data import GENERATORS, DataConfig, RewardConfig, R
 from spmd_rl.config.sections.env import EnvConfig, EnvsConfig
 from spmd_rl.config.sections.run import JournalConfig
 
+# Most of them wait: rewarders for servers, environments for turns.
 REWARDERS_PER_CORE, ENVIRONMENTS_PER_CORE = 64, 1024
-"""Largest number of workers for each core of a machine. Most of them wait: rewarders for servers, environments for
-turns
-"""
+"""Most workers per core of a machine"""
 
 
 @dataclass(frozen=True)
 class PluginSetting:
-    """A plug-in to check: its section, its settings and its services."""
+    """A plug-in to check, with section, settings and services."""
 
     section: str
     settings: RewardConfig | EnvConfig
@@ -33,7 +32,7 @@ class PluginSetting:
     services: Mapping[str, Callable[[], Any]] = field(default_factory=lambda: UNPROVIDED)
 
     def build(self) -> None:
-        """Build the plug-in. UserError if that fails."""
+        """Build the plug-in; UserError if that fails."""
         variants = [self.settings.args]
         if isinstance(self.settings, EnvConfig) and self.settings.eval_args:
             variants.append({**self.settings.args, **self.settings.eval_args})
@@ -42,7 +41,7 @@ class PluginSetting:
 
 
 def check_rewards(reward: RewardsConfig, journal: JournalConfig, debug: bool, data: DataConfig | None = None) -> None:
-    """Check that each rewarder can be imported and built. Without rows none is needed."""
+    """Check that each rewarder can be built. Without rows none is needed."""
     if (
         data
         and data.needs_rewarder
@@ -71,9 +70,8 @@ def check_rewards(reward: RewardsConfig, journal: JournalConfig, debug: bool, da
 
 
 def check_reward_weights(algorithm: AlgorithmConfig, reward: RewardsConfig) -> None:
-    """Check that composite rewarders have the parts named in `algorithm.reward_weights`; the parts of others are known
-    only after a verdict.
-    """
+    """Check that composite rewarders have the parts of `algorithm.reward_weights`; others' parts are known only
+    after a verdict."""
     for domain, one in reward.domains.items():
         parts = one.args.get("parts") if one.target.endswith(":CompositeReward") else None
         for name in algorithm.reward_weights if isinstance(parts, Mapping) else ():
@@ -83,7 +81,7 @@ def check_reward_weights(algorithm: AlgorithmConfig, reward: RewardsConfig) -> N
 
 
 def check_envs(env: EnvsConfig, journal: JournalConfig, debug: bool) -> None:
-    """Check that each environment can be imported and built."""
+    """Check that each environment can be built."""
     plugins, workers = [], {}
     for tag, one in env.tags.items():
         for name in ("reset_timeout", "step_timeout"):
@@ -102,10 +100,6 @@ def _check_timeout(key: str, seconds: float, journal: JournalConfig, debug: bool
 
 
 def _check_plugins(what: str, plugins: list[PluginSetting], workers: Mapping[str, int], per_core: int) -> None:
-    """Check the packages of the plug-ins, build each, and check that the processes of all `what` fit on this machine.
-
-    workers: number of processes by key.
-    """
     for plugin in plugins:
         if missing := [name for name in plugin.settings.packages if not installed(name)]:
             raise UserError(f"{plugin.section}.packages: {missing[0]} is not installed here")
@@ -122,7 +116,7 @@ def _check_plugins(what: str, plugins: list[PluginSetting], workers: Mapping[str
 
 
 def build_plugins(plugins: Iterable[PluginSetting]) -> None:
-    """Check that each can be imported and built, in a forked process, since a plug-in may do anything there."""
+    """Check that each plug-in can be built, in a forked process, where it may do anything."""
     by_section = {plugin.section: plugin for plugin in plugins}
 
     def build(say: Callable[[str], None]) -> None:
@@ -146,7 +140,7 @@ def build_plugins(plugins: Iterable[PluginSetting]) -> None:
 
 
 def installed(name: str) -> bool:
-    """Return True if a module or a distribution of that name is installed."""
+    """Return True if a module or distribution is installed."""
     try:
         return importlib.util.find_spec(name) is not None or bool(importlib.metadata.version(name))
     except (ImportError, ValueError):  # PackageNotFoundError is an ImportError

@@ -1,4 +1,4 @@
-"""Facts about this process from torchrun: its rank, its rank on its node, and the number of ranks."""
+"""This process's rank, local rank, and number of ranks, from torchrun."""
 
 import os
 from dataclasses import dataclass
@@ -8,45 +8,44 @@ from spmd_rl.base.errors import UserError
 
 
 def rank() -> int:
-    """Return the rank of this process that torchrun set; 0 without torchrun."""
+    """Return torchrun's rank of this process, or 0."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """Return the rank of this process among those of its node; 0 without torchrun."""
+    """Return this process's rank on its node, or 0."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def world_size() -> int:
-    """Return the number of ranks; 1 without torchrun."""
+    """Return torchrun's number of ranks, or 1."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutSizes:
-    """Numbers of ranks along the axes of one role's model, see `distributed.Layout`."""
+    """Ranks along the axes of a role's model, see `distributed.Layout`."""
 
     pp: int
-    """ranks among which the layers are divided (pipeline)"""
+    """pipeline stages, which divide the layers"""
     dp_replicate: int
-    """copies of the model, each on separate ranks"""
+    """copies of the model, on separate ranks"""
     dp_shard: int
-    """data shards of a copy"""
     cp: int
-    """ranks among which the tokens of a data shard are divided (context)"""
+    """context-parallel ranks, which divide a shard's tokens"""
     tp: int
-    """ranks among which each layer is divided (tensor)"""
+    """tensor-parallel ranks, which divide each layer"""
     ep: int
-    """ranks, of dp_shard x cp x tp, among which the experts of a mixture are divided"""
+    """ranks, of dp_shard x cp x tp, that divide the experts"""
 
     @classmethod
     def of(
         cls, section: str, num_ranks: int, *, pp: int = 1, dp_replicate: int = 1, cp: int = 1, tp: int = 1, ep: int = 1
     ) -> "LayoutSizes":
-        """Return the sizes; `dp_shard` is the quotient of the ranks and the others.
+        """Return the sizes; `dp_shard` is what other axes leave.
 
-        section: the settings section that an error names, `train` or `reference.train`. UserError if they do not divide
-        the ranks.
+        section: settings section in errors, `train` or `reference.train`. UserError if the axes do not divide the
+        ranks.
         """
         left, said = num_ranks, f"{num_ranks} ranks"
         for key, size in {"tp": tp, "cp": cp, "pp": pp, "dp_replicate": dp_replicate}.items():
@@ -63,19 +62,19 @@ class LayoutSizes:
 
     @property
     def fsdp(self) -> int:
-        """Number of ranks over which FSDP shards most weights."""
+        """Number of ranks that shard most weights."""
         return self.dp_shard * self.cp
 
     @property
     def expert_fsdp(self) -> int:
-        """Number of ranks over which FSDP shards each expert."""
+        """Number of ranks that shard each expert."""
         return self.fsdp * self.tp // self.ep
 
 
 def check_experts(section: str, count: int, model: str, ep: int) -> None:
-    """Raise a UserError if `ep` does not divide `count` experts a layer, 0 for a model without a mixture.
+    """Raise UserError if `ep` does not divide `count` experts a layer (0: no mixture).
 
-    section: the settings section that the error names. model: its name of the model.
+    section, model: names in the error.
     """
     if ep > 1 and not count:
         raise UserError(f"{section}.ep: {model} has no experts; must be 1")
@@ -87,10 +86,10 @@ def check_experts(section: str, count: int, model: str, ep: int) -> None:
 
 
 def deal_layers(section: str, num_layers: int, num_stages: int, vpp: int = 1) -> list[range]:
-    """Return the layers of each chunk of a pipeline, `vpp` for each stage: neighbours, of about equal work.
+    """Return the layers of each pipeline chunk, `vpp` per stage: neighbours, of about equal work.
 
-    The input and the output embedding count as one layer each. section: as in `LayoutSizes.of`. UserError if a chunk
-    would have none, or if a single stage has several chunks.
+    Input and output embedding count as a layer each. section: as in `LayoutSizes.of`. UserError if a chunk has no
+    layer, or a single stage several chunks.
     """
     if vpp > 1 and num_stages == 1:
         raise UserError(f"{section}.vpp: {vpp} chunks a stage need several stages, {section}.pp > 1; must be 1")

@@ -1,4 +1,4 @@
-"""Dumps of rollouts (`rollout.dump`): their files, and the check that a run can replay them (`rollout.replay`)."""
+"""Dumps of rollouts (`rollout.dump`): files, and the check before a replay (`rollout.replay`)."""
 
 import json
 from pathlib import Path
@@ -14,13 +14,12 @@ from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.config.vocabulary import digest
 
 FOLDER, ABOUT = "rollouts", "about.json"
-"""Folder in a run directory, and a file in that folder"""
 
 
 def about_samples(
     rollout: RolloutConfig, algorithm: AlgorithmConfig, policy: PolicyConfig, env: EnvsConfig | None = None
 ) -> dict[str, Any]:
-    """Return the properties of all samples under these settings that training relies on."""
+    """Return properties of all samples that training relies on."""
     return {
         # Samples hold token ids, which mean nothing in another vocabulary.
         "the vocabulary of policy.model": digest(model_folder(policy.model)),
@@ -35,7 +34,7 @@ def about_samples(
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Return the file of a step, in the folder of its ranks' files."""
+    """Return a step's file in its folder."""
     return folder / f"step-{step:06d}.json"
 
 
@@ -48,7 +47,7 @@ def check_replay(
     env: EnvsConfig | None = None,
     warmup: WarmupConfig | None = None,
 ) -> None:
-    """Check that the run in `rollout.replay` has all steps, with samples that this run could have generated."""
+    """Check that `rollout.replay` has all steps, of samples that this run could generate."""
     if rollout.replay is None:
         return
     if placement.is_split:

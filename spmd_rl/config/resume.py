@@ -3,8 +3,8 @@
     for line in continue_run(cfg, "rlvr"):
         print(f"notice: {line}")
 
-Settings that may change at any time are not compared. Changes worth knowing give a notice. Changes that would make
-another experiment of the run are refused, with the way to begin that one.
+Settings that may change at any time are not compared. Other changes give a notice, or, if they make another experiment
+of the run, an error with the way to begin that one.
 """
 
 import json
@@ -25,11 +25,11 @@ MAY_CHANGE = (
     *("rollout.over_sample", "rollout.max_prompts_per_step", "rollout.claim", "reward.*.timeout"),
     *("env.*.*_timeout", "env.*.retries", "env.*.on_error"),
 )
-"""Settings that may be tuned during a run, or depend on the machine. Patterns as of a shell."""
+"""Settings that may be tuned during a run, or depend on the machine, as shell patterns"""
 
 
 def holds_run(folder: Path) -> bool:
-    """Return True if a run directory holds a training step; a run that crashed earlier may start again."""
+    """Return True if a run directory holds a training step, unlike an early crash."""
     if (folder / "checkpoints" / "latest").exists():
         return True
     try:
@@ -43,10 +43,10 @@ def holds_run(folder: Path) -> bool:
 
 
 def continue_run(cfg: Any, pipeline: str) -> list[str]:
-    """Compare the settings with those of the run in `run.dir`, and return one notice for each that has changed.
+    """Compare the settings with those of the run in `run.dir`; return a notice per change.
 
-    `policy.dtype=auto` becomes that of the run, in place. UserError for a change that is refused. A setting that the
-    older run lacks is compared with today's default.
+    `policy.dtype=auto` becomes the run's, in place. UserError for a refused change. A setting that an older run lacks
+    is compared with today's default.
     """
     folder = Path(cfg.run.dir)
     saved = saved_config(folder) if holds_run(folder) else None
@@ -68,7 +68,6 @@ def continue_run(cfg: Any, pipeline: str) -> list[str]:
 
 
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys that differ, among those that count."""
     counted = [key for key in (*identity(now), *identity(then)) if key not in ("steps", "epochs")]
     # `steps` follows from `epochs` if these are given, so only one of them is compared.
     horizon = "epochs" if now.get("epochs") else "steps"

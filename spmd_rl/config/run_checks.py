@@ -1,4 +1,4 @@
-"""Checks of `run`, `checkpoint` and `track` before the process group forms."""
+"""Checks of `run`, `checkpoint` and `track`, before the process group forms."""
 
 import netrc
 import os
@@ -13,19 +13,18 @@ from spmd_rl.config.sections.run import CheckpointConfig, RunConfig, TrackConfig
 
 FOLDERS = ("checkpoints", "journal", "rollouts", "samples", "traces")
 FILES = ("config.yaml", "metrics.jsonl", "report.html")
-"""Folders and files that a run writes in its directory"""
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 def check_run(run: RunConfig, debug: bool) -> None:
-    """Check that `run.dir` can be written, and that `debug` fits the number of ranks."""
+    """Check that `run.dir` can be written, and `debug` fits the ranks."""
     check_writable(Path(run.dir))
     if debug and world_size() != 1:
         raise UserError(f"debug: works in one process, not with {world_size()} ranks; use python -m, not torchrun")
 
 
 def check_resume(run: RunConfig, checkpoint: CheckpointConfig) -> None:
-    """Check that `checkpoint.resume` fits the contents of the directory."""
+    """Check that `checkpoint.resume` fits the directory's contents."""
     folder, resume = Path(run.dir), checkpoint.resume
     if resume == "never" and holds_run(folder):
         raise UserError(f"checkpoint.resume: never, but {folder} holds a run; choose another run.dir")
@@ -38,7 +37,7 @@ def check_resume(run: RunConfig, checkpoint: CheckpointConfig) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Check that a run directory, and the run's files in it, can be created."""
+    """Check that a run directory, and its files, can be created."""
     try:
         ancestor = next(path for path in (folder, *folder.parents) if path.exists())
         if not ancestor.is_dir():
@@ -56,7 +55,8 @@ def check_writable(folder: Path) -> None:
 
 
 def check_wandb(track: TrackConfig) -> None:
-    """Check that `track.wandb=online` finds a key; wandb itself would ask for one, or wait for twenty seconds."""
+    """Check that `track.wandb=online` finds a key."""
+    # wandb itself would ask for one, or wait for twenty seconds.
     # Only rank 0 logs to trackers.
     if track.wandb != "online" or rank() != 0 or any(os.environ.get(name) for name in WANDB_KEYS):
         return

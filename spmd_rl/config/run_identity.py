@@ -1,8 +1,8 @@
-"""The identity of a run: its name, its directory, and the settings it was started with.
+"""Identity of a run: name, directory, and the settings it was started with.
 
 The same command, or one with more `steps`, resumes its run; settings that change samples or gradients give another
-name. `resume.py` decides which changes are allowed in an explicit directory. `config.yaml` in the run directory holds
-the settings as a user writes them, and under `about` the package versions and the git revision.
+name. `resume.py` decides about changes in an explicit directory. `config.yaml` has the settings as a user writes them,
+and `about`: package versions and git revision.
 """
 
 import hashlib
@@ -32,25 +32,24 @@ CONFIG_FILE = "config.yaml"
 WITHOUT_EFFECT_ON_RESULTS = (
     *("run", "track", "publish", "checkpoint", "eval", "journal", "sidecar", "plan", "debug", "profile"),
 )
-"""Sections and settings that change neither samples nor gradients"""
+"""Sections and settings that change no samples or gradients"""
 KEYS_WITHOUT_EFFECT = ("steps", "epochs", "rollout.dump")
-"""Further keys that change neither samples nor gradients"""
 
 PACKAGES = (
     *("spmd-rl", "torch", "transformers", "safetensors", "numpy", "hydra-core", "omegaconf", "pyzmq", "msgspec"),
     *("math-verify", "reasoning-gym", "peft", "xgrammar"),
 )
-"""Packages whose versions a run records, in addition to those of engines and training backends"""
+"""Packages whose versions a run records, besides engines' and backends'"""
 
 T = TypeVar("T")
 
 
 def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a tree that change samples or gradients, by dotted key.
+    """Return the settings that change samples or gradients, by dotted key.
 
-    These are all but `WITHOUT_EFFECT_ON_RESULTS`, the machines and processes of rewarders and environments, and
-    `steps`. `steps`, or `epochs`, is included unless every `schedule` is `constant`: it is the horizon of a decaying
-    learning rate. Without training `eval` is included: it determines the answers.
+    Left out are `WITHOUT_EFFECT_ON_RESULTS`, the processes of rewarders and environments, and, if every `schedule` is
+    `constant`, `steps` or `epochs`, the horizon of a decaying learning rate. Without training `eval` is included: it
+    determines the answers.
     """
     settings = dict(flatten(tree))
     evaluates = "steps" not in settings
@@ -71,7 +70,7 @@ def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity_hash(cfg: Any) -> str:
-    """Return 8 hexadecimal digits over the `identity` of the settings."""
+    """Return 8 hexadecimal digits over the settings' `identity`."""
     # Under earlier names, so that a renamed setting leaves the names of runs as they are.
     earlier = {new: old for old, new in EARLIER.items()}
     settings = {earlier.get(key, key): value for key, value in identity(to_dict(cfg)).items()}
@@ -80,8 +79,10 @@ def identity_hash(cfg: Any) -> str:
 
 
 def answers_key(cfg: Any, prompts: str) -> str:
-    """Return 16 hexadecimal digits over everything that decides the answers of an evaluation: settings, weights and
-    `prompts`, a digest. Weight files count by name, size and time.
+    """Return 16 hexadecimal digits over all that decides an evaluation's answers: settings, weights and `prompts`, a
+    digest.
+
+    Weight files count by name, size and time.
     """
     files = [(path.name, path.stat()) for path in sorted(model_folder(cfg.policy.model).glob("*.safetensors"))]
     weights = [[name, found.st_size, found.st_mtime_ns] for name, found in files]
@@ -90,7 +91,7 @@ def answers_key(cfg: Any, prompts: str) -> str:
 
 
 def fill_run(cfg: T, pipeline: str) -> T:
-    """Fill in `pipeline`, and missing `run.name` and `run.dir` (as an absolute path); return `cfg`.
+    """Fill in `pipeline`, and missing `run.name` and `run.dir` (absolute); return `cfg`.
 
     The last part of an explicit `run.dir` is the name.
     """
@@ -104,18 +105,18 @@ def fill_run(cfg: T, pipeline: str) -> T:
 
 
 def _model_name(model: Path) -> str:
-    """Return the last part of a model's path; of a checkpoint's `hf/` the run and the step."""
+    """Return a model path's last part; of a checkpoint's `hf/`, run and step."""
     *_, run, folder, step, last = ("", "", "", *model.parts)
     return f"{run}-{step}" if (folder, last) == ("checkpoints", "hf") else model.name
 
 
 def run_dir(pipeline: str, name: str, given: str | None) -> Path:
-    """Return the absolute directory of the run called `name`; `given` is the user's `run.dir`, if any."""
+    """Return the absolute directory of run `name`. given: the user's `run.dir`, if any."""
     return Path(given or f"runs/{pipeline}/{name}").expanduser().absolute()
 
 
 def saved_config(directory: str | Path) -> dict[str, Any] | None:
-    """Return the settings that the run in a directory was started with, with `about`; None without a run."""
+    """Return the settings of the run in a directory, with `about`; None without a run."""
     path = Path(directory) / CONFIG_FILE
     try:
         tree = yaml.safe_load(path.read_text())
@@ -129,9 +130,9 @@ def saved_config(directory: str | Path) -> dict[str, Any] | None:
 
 
 def write_config(cfg: Any, directory: str | Path, pipeline: str) -> None:
-    """Write `config.yaml`, completely or not at all; on rank 0.
+    """Write `config.yaml` completely or not at all, on rank 0.
 
-    If the directory holds steps of other settings, `about.until` keeps these, with the last step under them.
+    If the directory holds steps of other settings, `about.until` keeps these, with their last step.
     """
     about = {"pipeline": pipeline, "git_revision": git_revision(), "versions": package_versions()}
     if found := sources(cfg):
@@ -147,7 +148,7 @@ def write_config(cfg: Any, directory: str | Path, pipeline: str) -> None:
 
 
 def _until(cfg: Any, directory: Path) -> list[dict[str, Any]]:
-    """Return the settings of a run directory's steps that `cfg` changes, each with their last step."""
+    """Return the settings of earlier steps that `cfg` changes, each with its last step."""
     saved = saved_config(directory) or {}
     latest = directory / "checkpoints" / "latest"
     digits = re.search(r"\d+", latest.read_text()) if saved and latest.exists() else None
@@ -164,12 +165,12 @@ def _until(cfg: Any, directory: Path) -> list[dict[str, Any]]:
 
 
 def to_yaml(tree: Mapping[str, Any]) -> str:
-    """Format a tree of plain values as YAML, in its own order."""
+    """Format plain values as YAML, in their order."""
     return yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True, width=120)
 
 
 def unused_packages(settings: Mapping[str, Any]) -> set[str]:
-    """Return the packages of a choice (engine, backend) that the settings (values by dotted key) do not use."""
+    """Return packages of choices (engine, backend) that these settings do not use."""
     chosen = {value for value in settings.values() if isinstance(value, str)}
     unused = {package for name, package in _packages_by_choice().items() if name not in chosen}
     return unused if any(value for key, value in settings.items() if key.endswith("lora.rank")) else {*unused, "peft"}
@@ -182,7 +183,7 @@ def _packages_by_choice() -> dict[str, str]:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that are installed, without importing them."""
+    """Return versions of Python and installed packages, without importing them."""
     found = {"python": platform.python_version()}
     for package in (*PACKAGES, *_packages_by_choice().values()):
         try:
@@ -193,7 +194,7 @@ def package_versions() -> dict[str, str]:
 
 
 def git_revision() -> str | None:
-    """Return the commit of the clone that holds this package, with `-dirty` if files differ; None outside a clone."""
+    """Return this clone's commit, with `-dirty` if files differ; None outside a clone."""
     git = ["git", "-C", str(Path(__file__).parent)]
     commands = (
         # In a virtual environment inside another project's clone this file is not tracked.

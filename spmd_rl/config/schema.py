@@ -1,7 +1,7 @@
-"""The settings of a pipeline: one dataclass a section, each field with its default and its meaning.
+"""Settings of a pipeline: one dataclass a section, each field with default and meaning.
 
-A section (`sections/`) checks its values when it is built (`__post_init__`); `checks.py` checks what needs files,
-imports or the number of ranks. YAML files under `configs/` hold only the differences from these defaults.
+A section (`sections/`) checks its values when built; `checks.py` checks what needs files, imports or the number of
+ranks. YAML files in `configs/` hold only differences from these defaults.
 """
 
 from collections.abc import Iterator
@@ -47,26 +47,24 @@ EVALUATE = "python -m spmd_rl.evaluate"
 
 @dataclass
 class JobConfig:
-    """The settings of every pipeline: those of a model, its run and its measurements.
+    """Settings of every pipeline: model, run and measurements.
 
-    A pipeline's settings are a subclass with further sections. The package's checks and terminal lines for a section
-    apply to every pipeline with one of this name and type: see `apply`.
+    Subclasses add sections. Checks and terminal lines apply to every pipeline with a section of that name and type: see
+    `apply`.
     """
 
     pipeline: ClassVar[str] = ""
-    """Name of the pipeline, which `load` fills in."""
     borrows: ClassVar[bool] = False
-    """True if it accepts experiments of other pipelines, of which it uses the sections that it has."""
+    """True if it accepts other pipelines' experiments, as far as it has their sections"""
     steps: ClassVar[int] = 0
 
     seed: int = 0
-    """Random seed of data order, sampling and everything else."""
+    """Random seed of data order, sampling and all else."""
     debug: bool = False
-    """Score in this process, without sidecars, so that `breakpoint()` works in a reward or an environment. One rank
-    only.
-    """
+    """Score in this process, without sidecars, so that `breakpoint()` works in rewards and environments. One rank
+    only."""
     profile: bool = False
-    """Write a torch profiler trace of the second step that this process runs into `run.dir/traces`."""
+    """Write a torch profiler trace of this process's second step into `run.dir/traces`."""
     run: RunConfig = field(default_factory=RunConfig)
     policy: ServedModelConfig = field(default_factory=ServedModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -78,16 +76,16 @@ class JobConfig:
 
     @property
     def kind(self) -> str:
-        """Part of a run's default name after its model."""
+        """Part of a run's name after its model."""
         return self.pipeline
 
     @property
     def roles(self) -> list[RoleConfig]:
-        """Settings of the pipeline's models: the policy, and in a subclass further roles."""
+        """Settings of the pipeline's models, the policy first."""
         return [self.role("policy")]
 
     def role(self, name: str, own: ModelConfig | None = None) -> RoleConfig:
-        """Return the settings of the role in section `name`. own: the section, if it has another name."""
+        """Return the settings of role `name`. own: its section, if named otherwise."""
         own, policy = own or getattr(self, name), self.policy
         return RoleConfig(
             name=name,
@@ -100,16 +98,16 @@ class JobConfig:
         )
 
     def passes(self, name: str) -> int:
-        """Return the number of times in the run that a role is trained on all samples of a step."""
+        """Return how often a role trains on all samples of a step, over the run."""
         return self.steps
 
 
 @dataclass
 class PipelineConfig(JobConfig):
-    """The settings of every pipeline that trains a model."""
+    """Settings of every pipeline that trains."""
 
     steps: int = 100
-    """Number of training steps in the run."""
+    """Number of training steps in all."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
@@ -120,7 +118,7 @@ class PipelineConfig(JobConfig):
 
 @dataclass
 class RlConfig(PipelineConfig):
-    """The settings of pipelines of reinforcement learning: they generate, score and learn from it."""
+    """Settings of reinforcement learning: generate, score, learn."""
 
     reference: FollowingReferenceConfig = field(default_factory=FollowingReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -162,17 +160,17 @@ class RlConfig(PipelineConfig):
 
     @property
     def kind(self) -> str:
-        """Part of a run's default name: the recipe."""
+        """Part of a run's name: the recipe."""
         return self.algorithm.name
 
     @property
     def num_shown(self) -> int:
-        """Number of first steps that train on demonstrations instead of rollouts."""
+        """Number of first steps on demonstrations."""
         return 0
 
     @property
     def has_turns(self) -> bool:
-        """True if an episode may have several turns: a user's own, or that of environments."""
+        """True if an episode may have several turns."""
         return self.rollout.target is not None and self.rollout.max_turns != 1
 
     @property
@@ -190,16 +188,14 @@ class RlConfig(PipelineConfig):
 
     @property
     def roles(self) -> list[RoleConfig]:
-        """Settings of the policy, and of the further roles that the algorithm needs."""
+        """Settings of the policy and other roles that the algorithm needs."""
         used = {"policy": True, "reference": self.algorithm.uses_reference, "critic": self.algorithm.uses_critic}
         constraint = self.rollout.constraint
         asked = [replace(self.role(name), constraint=constraint) for name, wanted in used.items() if wanted]
         return asked + [self.role(*teacher) for teacher in self.teacher.sections.items()]
 
     def passes(self, name: str) -> int:
-        """Return the passes as in `JobConfig.passes`: first the critic is trained alone, and demonstrations are used
-        once.
-        """
+        """Return `JobConfig.passes`: the critic first trains alone, and demonstrations are used once."""
         shown = min(self.num_shown, self.steps) if name == "policy" else 0
         alone = max(self.algorithm.critic_warmup if name == "policy" else 0, self.num_shown)
         return shown + self.algorithm.sample_epochs * max(0, self.steps - alone)
@@ -207,7 +203,7 @@ class RlConfig(PipelineConfig):
 
 @dataclass
 class RlvrConfig(RlConfig):
-    """The settings of `python -m spmd_rl.rlvr`."""
+    """Settings of `python -m spmd_rl.rlvr`."""
 
     pipeline = "rlvr"
     data: DataConfig = field(default_factory=DataConfig)
@@ -227,15 +223,11 @@ class RlvrConfig(RlConfig):
 
     @property
     def generation(self) -> GenerationSettings:
-        """Extract of the settings for generation, with those of prompts."""
+        """Extract of the settings, with those of prompts."""
         return replace(super().generation, data=self.data)
 
 
 def _keys_of_agents(cfg: RlvrConfig) -> Iterator[str]:
-    """Yield the changed keys that only have an effect with several turns, as of a user's own episode or estimator.
-
-    These are the fields with `metadata={"agents": True}`.
-    """
     for name in (section.name for section in fields(cfg) if is_dataclass(getattr(cfg, section.name))):
         section = getattr(cfg, name)
         marked = [field for field in fields(section) if "agents" in field.metadata]
@@ -244,7 +236,7 @@ def _keys_of_agents(cfg: RlvrConfig) -> Iterator[str]:
 
 @dataclass
 class AgenticConfig(RlConfig):
-    """The settings of `python -m spmd_rl.agentic`."""
+    """Settings of `python -m spmd_rl.agentic`."""
 
     pipeline = "agentic"
     env: EnvsConfig = field(default_factory=EnvsConfig)
@@ -270,13 +262,13 @@ class AgenticConfig(RlConfig):
 
     @property
     def num_shown(self) -> int:
-        """Number of first steps that train on demonstrations."""
+        """Number of first steps on demonstrations."""
         return self.warmup.steps
 
 
 @dataclass
 class HostConfig:
-    """The sections of a sidecar host that is started by hand."""
+    """Sections of a sidecar host started by hand."""
 
     reward: RewardsConfig = field(default_factory=RewardsConfig)
     env: EnvsConfig = field(default_factory=EnvsConfig)
@@ -284,7 +276,7 @@ class HostConfig:
 
 @dataclass
 class EvaluateConfig(JobConfig):
-    """The settings of `python -m spmd_rl.evaluate`."""
+    """Settings of `python -m spmd_rl.evaluate`."""
 
     pipeline = "evaluate"
     borrows = True
@@ -319,7 +311,7 @@ class EvaluateConfig(JobConfig):
 
     @property
     def envs(self) -> EnvsConfig | None:
-        """Environments that are played; None if rows are evaluated."""
+        """Environments to play; None if rows are evaluated."""
         return self.env if self.env.tags else None
 
     @property

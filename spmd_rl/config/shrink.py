@@ -1,7 +1,7 @@
-"""`+shrink=cpu`: a recipe at toy scale, which runs without a device, a download or a server.
+"""`+shrink=cpu`: a recipe at toy scale, without device, download or server.
 
-`configs/shrink/cpu.yaml` has the limits, by rules that hold for any recipe: a number is an upper limit, null is the
-default, `*` is each domain or environment. What the command line sets is kept.
+`configs/shrink/cpu.yaml` has limits for any recipe: a number is an upper limit, null the default, `*` each domain or
+environment. Keys of the command line stay.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,17 +14,16 @@ from spmd_rl.config.keys import flatten, leaves, to_dict
 
 GROUP = "shrink"
 ROWS = {path.stem: path for path in (HOME / "configs" / GROUP / "rows").glob("*.jsonl")}
-"""Files of made rows, by the name of the file or dataset whose form they have"""
+"""Made rows, by the name of the file or dataset they imitate"""
 NEEDS_MODEL = {"url", "model"}
-"""Arguments of rewarders that need a model or a server"""
 
 Tree = dict[str, Any]
 
 
 def shrink(tree: Tree, schema: type, said: Sequence[str]) -> Tree:
-    """Apply and remove the limits in the sparse settings `tree`. said: keys that the command line sets.
+    """Apply and remove the limits in the sparse settings `tree`. said: keys of the command line.
 
-    Models become the default one, rewarders that need a model or server `served`, sources that are not here made rows.
+    Models become the default one, rewarders that need a model or server `served`, missing sources made rows.
     """
     limits = tree.pop(GROUP)
     served = limits.pop("served")

@@ -1,4 +1,4 @@
-"""The settings of the pipelines that train on rows with written answers; see `schema`."""
+"""Settings of pipelines that train on written answers."""
 
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -13,13 +13,13 @@ from spmd_rl.config.values import above, at_least, one_of, require
 
 @dataclass
 class RowsPipelineConfig(PipelineConfig):
-    """The settings of supervised pipelines, which train on rows with written answers."""
+    """Settings of supervised pipelines, on rows with written answers."""
 
     row_kind: ClassVar[str] = "demonstration"
-    """Kind of the rows: a key of `data.conversations.KINDS`."""
+    """Kind of the rows, a key of `data.conversations.KINDS`"""
 
     epochs: float | None = None
-    """Passes over `data.train`, which determine `steps` and override it. Default: as many as `steps` takes."""
+    """Passes over `data.train`, which override `steps`. Default: as many as `steps` takes."""
     data: RowsConfig = field(default_factory=RowsConfig)
     eval: ValidationConfig = field(default_factory=ValidationConfig)
 
@@ -28,9 +28,7 @@ class RowsPipelineConfig(PipelineConfig):
         above(self, epochs=0)
 
     def count_rows(self, num_rows: int) -> int | None:
-        """Set `steps` to those that `epochs` of `num_rows` rows take. Return the number of rows of the run, None
-        without `epochs`.
-        """
+        """Set `steps` by `epochs` of `num_rows` rows; return the run's rows, None without `epochs`."""
         if self.epochs is None:
             return None
         # A part of an epoch ends within a step, so rows are counted, not steps.
@@ -41,7 +39,7 @@ class RowsPipelineConfig(PipelineConfig):
 
 @dataclass
 class SftConfig(RowsPipelineConfig):
-    """The settings of `python -m spmd_rl.sft`."""
+    """Settings of `python -m spmd_rl.sft`."""
 
     pipeline = "sft"
     teacher: TeachersConfig = field(default_factory=TeachersConfig)
@@ -58,7 +56,7 @@ class SftConfig(RowsPipelineConfig):
 
 @dataclass
 class DpoConfig(RowsPipelineConfig):
-    """The settings of `python -m spmd_rl.dpo`."""
+    """Settings of `python -m spmd_rl.dpo`."""
 
     pipeline = "dpo"
     data: PairsConfig = field(default_factory=PairsConfig)
@@ -67,32 +65,31 @@ class DpoConfig(RowsPipelineConfig):
 
     @property
     def kind(self) -> str:
-        """Part of a run's default name: the loss."""
+        """Part of a run's name: the loss."""
         return self.preference.loss
 
     @property
     def row_kind(self) -> str:
-        """Kind of the rows: single judged answers, or preferences."""
+        """Kind of rows: judged answers, or preferences."""
         return "judged" if self.preference.is_judged else "preference"
 
     @property
     def roles(self) -> list[RoleConfig]:
-        """Settings of the policy, and of the reference if the loss needs one."""
+        """Settings of the policy, and a needed reference."""
         return [self.role("policy"), *([self.role("reference")] if self.preference.uses_reference else [])]
 
 
 @dataclass
 class RewardModelConfig(RowsPipelineConfig):
-    """The settings of `python -m spmd_rl.reward_model`; `policy` is its initial model."""
+    """Settings of `python -m spmd_rl.reward_model`; `policy` is its initial model."""
 
     pipeline = "reward_model"
     data: LabelledConfig = field(default_factory=LabelledConfig)
     head: str = "pairwise"
-    """Source of the rewards: `pairwise`, which of two answers is better; `outcome`, whether an answer is right;
-    `process`, whether each of its steps is.
-    """
+    """Source of rewards: `pairwise`, the better of two answers; `outcome`, a right answer; `process`, each right
+    step."""
     center_coef: float = 0.0
-    """Weight of the square of the sum of a pair's rewards, which keeps rewards around 0 (`pairwise`)."""
+    """Weight of the squared sum of a pair's rewards, which keeps them around 0 (`pairwise`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,7 +106,7 @@ class RewardModelConfig(RowsPipelineConfig):
 
     @property
     def separator(self) -> str | None:
-        """Text at which answers are divided into steps with a reward each; None: they are not."""
+        """Text between an answer's steps, if each has a reward."""
         return self.data.separator if self.head == "process" else None
 
     @property

@@ -1,9 +1,9 @@
-"""Settings without effect under the other settings: each is a warning, none is an error.
+"""Settings without effect under the others: warnings, not errors.
 
     for line in unused_settings(cfg, load("rlvr", RlvrConfig), chosen("rlvr", overrides)):
         print(f"warning: {line}")
 
-Settings that contradict each other are errors: see `sections/` and `checks.py`.
+Contradictions are errors: see `sections/` and `checks.py`.
 """
 
 import json
@@ -48,17 +48,17 @@ NEEDED = (
     ("critic.lora.rank", "critic.lora"),
     ("reference.sync_steps", "reference.mixup"),
 )
-"""Settings, each with those that have no effect while it is off"""
+"""Settings, with those that need them"""
 
 Idle = list[tuple[Any, str, str]]
-"""Condition under which keys or sections have an effect, the reason why they have none, and the keys, in one text"""
+"""Condition for an effect, the reason without one, and keys or sections in one text"""
 
 
 def unused_settings(cfg: Any, shipped: Any, chosen: Mapping[str, Any] = MappingProxyType({})) -> Iterator[str]:
-    """Yield one line for each setting without effect that the user changed.
+    """Yield a line for each setting without effect that the user changed.
 
-    A changed setting differs from the schema's default, from `shipped`, the settings of a command without overrides,
-    and from `chosen`, a tree of the experiment, recipe or data that the user chose by name.
+    Changed: unlike the schema's default, `shipped` (a command without overrides), and `chosen`, a tree of the user's
+    experiment, recipe or data.
     """
     trees = [to_dict(shipped), to_dict(type(cfg)()), chosen, *apply((_bare_rewards,), cfg)]
     defaults = [dict(flatten(tree)) for tree in trees]
@@ -135,11 +135,11 @@ def _of_sidecar(reward: RewardsConfig, debug: bool) -> Idle:
 
 
 IDLE = (*(_of_algorithm, _of_generation, _of_teacher, _of_data, _of_evaluation, _of_preference, _of_sidecar),)
-"""Functions of sections; each applies to pipelines that have its sections (`apply`)"""
+"""Functions of sections, for pipelines with these (`apply`)"""
 
 
 def unread_algorithm_keys(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
-    """Yield each key of `algorithm` that none of the chosen functions reads, with the reason."""
+    """Yield keys of `algorithm` that no chosen function reads, with the reason."""
     for choice, known in (("advantage", ADVANTAGES), ("loss", LOSSES), ("loss", CHOICES), ("loss_agg", LOSS_AGGS)):
         # `gamma` and `pass_score` are read by other functions too.
         for key in {key for keys in known.values() for key in keys} - {"gamma", "pass_score"}:

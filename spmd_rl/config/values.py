@@ -1,7 +1,7 @@
-"""Checks of single values, for the `__post_init__` of the dataclasses in `sections/`.
+"""Checks of single values, for `__post_init__` in `sections/`.
 
-Each check takes the section and `key=bound` pairs, accepts None (the key is optional), and raises a `UserError` whose
-message begins with the key; the loader puts the name of the section before it.
+They take a section and `key=bound` pairs, accept None (an optional key), and raise a `UserError` that begins with the
+key; the loader prepends the section.
 """
 
 import math
@@ -16,9 +16,9 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 def one_of(section: Any, **known: Sequence[str]) -> None:
-    """Check that each key holds one of the known names.
+    """Check that each key holds a known name.
 
-    YAML reads a bare `off` or `on` as false or true, which is reverted for names.
+    YAML's bare `off` or `on`, a boolean, becomes a name again.
     """
     for key, names in known.items():
         value = getattr(section, key)
@@ -30,7 +30,7 @@ def one_of(section: Any, **known: Sequence[str]) -> None:
 
 
 def at_least(section: Any, **bounds: float) -> None:
-    """Check that each key holds a finite number that is at least its bound."""
+    """Check that each key is finite and at least its bound."""
     for key, bound in bounds.items():
         value = getattr(section, key)
         if value is not None and not bound <= value < math.inf:
@@ -38,7 +38,7 @@ def at_least(section: Any, **bounds: float) -> None:
 
 
 def above(section: Any, **bounds: float) -> None:
-    """Check that each key holds a finite number greater than its bound."""
+    """Check that each key is finite and above its bound."""
     for key, bound in bounds.items():
         value = getattr(section, key)
         if value is not None and not bound < value < math.inf:
@@ -46,7 +46,7 @@ def above(section: Any, **bounds: float) -> None:
 
 
 def within(section: Any, **bounds: tuple[float, float]) -> None:
-    """Check that each key holds a number between its two bounds, both included."""
+    """Check that each key is between its bounds, inclusive."""
     for key, (low, high) in bounds.items():
         value = getattr(section, key)
         if value is not None and not low <= value <= high:
@@ -54,13 +54,13 @@ def within(section: Any, **bounds: tuple[float, float]) -> None:
 
 
 def require(holds: bool, message: str) -> None:
-    """Raise a `UserError` with `message`, which begins with the key, unless `holds`."""
+    """Raise a `UserError` unless `holds`; `message` begins with the key."""
     if not holds:
         raise UserError(message)
 
 
 def check_fields(section: Any, **known: Sequence[str]) -> None:
-    """Check that each key holds a template whose `{fields}` are all among the known ones."""
+    """Check that each template has only known `{fields}`."""
     for key, names in known.items():
         if unknown := unknown_fields(getattr(section, key), names):
             told = ", ".join(f"{{{name}}}" for name in names)
@@ -68,10 +68,10 @@ def check_fields(section: Any, **known: Sequence[str]) -> None:
 
 
 def numbers_in(key: str, text: str, count: int, what: str, like: str) -> list[int]:
-    """Return the numbers in a text such as `0-3,8`, ascending.
+    """Return the ascending numbers of a text such as `0-3,8`.
 
-    UserError, before any range is expanded, unless all of them rise and stay below `count`. what: a singular noun, and
-    like: an example, for the error.
+    UserError, before ranges expand, unless all rise and stay below `count`. what: a singular noun, like: an example,
+    both for the error.
     """
     found: set[int] = set()
     for part in text.replace(" ", "").split(","):

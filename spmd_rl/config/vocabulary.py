@@ -1,4 +1,4 @@
-"""Comparison of the vocabularies of model directories, without torch or a tokenizer library."""
+"""Comparison of model directories' vocabularies, without tokenizer libraries."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def difference(one: Path, other: Path) -> str:
-    """Return text on the tokens in which two model directories differ; empty if they agree, or are unreadable."""
+    """Return text on tokens in which two models differ; empty if they agree, or are unreadable."""
     files = [folder / "tokenizer.json" for folder in (one, other)]
     if one == other or not all(file.is_file() for file in files):
         return _sizes(one, other)
@@ -22,8 +22,7 @@ def difference(one: Path, other: Path) -> str:
 
 
 def digest(folder: Path) -> str:
-    """Return 16 hexadecimal digits over the token of each id of a model directory, or over their number if that is all
-    that can be read."""
+    """Return 16 hexadecimal digits over a model's tokens by id, or, if unreadable, their number."""
     file = folder / "tokenizer.json"
     known = sorted(_tokens(file.read_bytes()).items()) if file.is_file() else vocabulary_size(folder)
     return hashlib.blake2b(json.dumps(known).encode(), digest_size=8).hexdigest()
@@ -37,7 +36,6 @@ def _tokens(text: bytes) -> dict[int, str]:
 
 
 def _sizes(one: Path, other: Path) -> str:
-    """Return text on the sizes of two vocabularies; empty if they agree, or are unreadable."""
     try:
         sizes = [vocabulary_size(folder) for folder in (other, one)]
     except (OSError, ValueError):
@@ -46,6 +44,6 @@ def _sizes(one: Path, other: Path) -> str:
 
 
 def vocabulary_size(folder: Path) -> int | None:
-    """Return the number of token ids in a directory's `config.json`."""
+    """Return the number of token ids in `config.json`."""
     config = json.loads((folder / "config.json").read_text())
     return (config.get("text_config") or config).get("vocab_size")

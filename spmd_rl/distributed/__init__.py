@@ -1,4 +1,4 @@
-"""The world of ranks: meshes, named collectives, the progress journal, and one common end after a failure."""
+"""The world of ranks: meshes, collectives, progress journal, and a common end after failures."""
 
 from spmd_rl.distributed.agreement import agree_on_start
 from spmd_rl.distributed.dtype import agree_on_dtype

@@ -2,8 +2,7 @@
 
     agree_on_start(world, cfg, {"data.train": prompts.train})  # [all]
 
-Ranks that differ would train on, each with its own settings, until two checkpoints do not match. No key may differ by
-rank.
+Ranks that differ would train on until two checkpoints do not match. No key may differ by rank.
 """
 
 import hashlib
@@ -20,16 +19,16 @@ from spmd_rl.config.run_identity import package_versions, unused_packages
 from spmd_rl.distributed.world import World
 
 NAMED = 3
-"""Maximum number of differences that an error names."""
+"""Most differences that an error names"""
 FOLLOW = ("run.name", "run.dir")
-"""Settings derived from others by default, so that they differ as a consequence."""
+"""Settings derived from others, which differ as a consequence"""
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
 def agree_on_start(world: World, cfg: Any, data: Mapping[str, Sequence[Any]]) -> None:
-    """[all] Raise Disagreement on all ranks, naming the keys that differ, their values and ranks; else return.
+    """[all] Raise Disagreement on all ranks, naming differing keys, values and ranks; else return.
 
-    data: rows by the name of their setting. A row has an `id` and can be encoded by msgspec.
+    data: rows by setting; each has an `id` and can be encoded by msgspec.
     """
     values = agreed_values(cfg)
     rows = {name: [[row.id, _digest(row)] for row in found] for name, found in data.items()}
@@ -51,7 +50,7 @@ def agree_on_start(world: World, cfg: Any, data: Mapping[str, Sequence[Any]]) ->
 
 
 def agreed_values(cfg: Any) -> dict[str, Any]:
-    """Return what all ranks must have alike: settings by key, versions of packages and digests of sources by name."""
+    """Return what must be equal on all ranks: settings, package versions and digests of sources, by name."""
     settings = dict(flatten(to_dict(cfg)))
     unused = unused_packages(settings)
     versions = {f"package {name}": version for name, version in package_versions().items() if name not in unused}
@@ -59,7 +58,7 @@ def agreed_values(cfg: Any) -> dict[str, Any]:
 
 
 def _source() -> str:
-    """Return a digest of this package's own files, without those that only a wheel bundles."""
+    """Return a digest of this package's files, without those only a wheel bundles."""
     root = Path(__file__).parents[1]
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(path for path in root.rglob("*.py") if root / "bundled" not in path.parents):
@@ -77,12 +76,10 @@ def _who(values: Sequence[Any]) -> str:
 
 
 def _gathered(world: World, rows: Mapping[str, list[list[str]]]) -> dict[str, list[list[list[str]]]]:
-    """[all] Return ids and digests of all ranks' rows, by name and rank."""
     return {name: world.gather(f"start: {name}", mine) for name, mine in rows.items()}  # [all]
 
 
 def _rows(name: str, everyone: Sequence[Sequence[Sequence[str]]]) -> str:
-    """Return the first row that differs, as text."""
     longest = max(map(len, everyone))
     padded = [[*theirs, *[["none", ""]] * (longest - len(theirs))] for theirs in everyone]
     index = next(i for i, column in enumerate(zip(*padded, strict=True)) if any(row != column[0] for row in column))

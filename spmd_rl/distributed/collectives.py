@@ -1,6 +1,6 @@
-"""Named collectives over metadata, as msgpack, never pickle. No tensors.
+"""Named collectives over metadata as msgpack, never pickle. No tensors.
 
-Every record carries the name of its rank's current collective, so that an error can name ranks that have come apart.
+Each record names its rank's collective, so that an error can name ranks that have come apart.
 """
 
 import reprlib
@@ -25,7 +25,7 @@ Reduction = Literal["sum", "max", "mean"]
 _HEAD = struct.Struct("<q64s")
 _LENGTH = struct.Struct("<Q")
 _FRAME = 1024
-"""Size of a record, in bytes, up to which one all-gather suffices; longer ones need a second."""
+"""Record size in bytes up to which one all-gather suffices"""
 # A deterministic order of keys: equal values must have equal digests on all ranks.
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 _decode = msgspec.msgpack.decode
@@ -42,18 +42,16 @@ _encode_arrays = msgspec.msgpack.Encoder(order="deterministic", enc_hook=_plain)
 
 
 class _Brief(reprlib.Repr):
-    """A `repr` of the beginning of a value; an array looks like a list."""
-
     def repr_ndarray(self, array: np.ndarray, level: int) -> str:
-        """Return the array's beginning as a list."""
+        """Return an array's beginning as a list."""
         return self.repr1(array[: self.maxlist + 1].tolist(), level)
 
 
 class Collectives:
-    """Metadata collectives, each of which involves all ranks. Records are msgpack values; tuples arrive as lists."""
+    """Metadata collectives of all ranks. Records are msgpack values; tuples arrive as lists."""
 
     def __init__(self, group: dist.ProcessGroup | None, meeting: Meeting) -> None:
-        """`group` takes tensors on the CPU; None for one rank alone. `meeting` journals a name, and numbers it."""
+        """group: takes CPU tensors; None for one rank. meeting: journals and numbers a name."""
         self._group, self._meeting = group, meeting
         self._rank, self._size = (group.rank(), group.size()) if group is not None else (0, 1)
 
@@ -64,13 +62,13 @@ class Collectives:
         return [decode(payload) for payload in payloads]
 
     def broadcast(self, name: str, record: Any, src: int = 0) -> Any:
-        """[all] Return the record of rank `src`; the other ranks' records are ignored."""
+        """[all] Return rank `src`'s record; others are ignored."""
         payload = _encode(record) if self._rank == src else b""
         return _decode(self._meet("broadcast", name, payload)[src])
 
     def agree(self, name: str, value: Any) -> None:
-        """[all] Raise RunFailed on all ranks unless their values, which may include arrays, are equal; name the ranks
-        that differ from the most common value."""
+        """[all] Raise RunFailed on all ranks unless values, perhaps with arrays, are equal; name the ranks that
+        differ from the most common."""
         digests = self.gather(name, _digest(value) if self._size > 1 else b"")
         common = max(digests, key=lambda d: (digests.count(d), -digests.index(d)))
         odd = [rank for rank, digest in enumerate(digests) if digest != common]
@@ -81,7 +79,7 @@ class Collectives:
             raise RunFailed(f"{name}: ranks {odd} differ from the others: {found} instead of {expected}")
 
     def reduce(self, name: str, values: Mapping[str, float], op: Reduction = "sum") -> dict[str, float]:
-        """[all] Reduce element by element, in float64 and in rank order; every rank must bring the same keys."""
+        """[all] Reduce element by element, in float64 and rank order; ranks must bring the same keys."""
         keys = sorted(values)
         digest = _digest(keys)
         records = self.gather(name, [digest, [float(values[key]) for key in keys]])
@@ -99,7 +97,6 @@ class Collectives:
         self._meet("barrier", name, b"")
 
     def _meet(self, kind: str, name: str, payload: bytes) -> list[bytes]:
-        """[all] Return every rank's payload."""
         with self._meeting(name) as seq:
             if self._group is None:
                 return [payload]
@@ -110,7 +107,7 @@ class Collectives:
             return [record[_HEAD.size :] for record in records]
 
     def _fail_apart(self, places: list[tuple[int, bytes]]) -> NoReturn:
-        """Raise RunFailed, alike on all ranks, that names the collective of each rank."""
+        """Raise RunFailed, alike on all ranks, that names each rank's collective."""
         parts = []
         for seq, label in dict.fromkeys(places):
             ranks = [rank for rank, place in enumerate(places) if place == (seq, label)]
@@ -123,7 +120,7 @@ def _digest(value: Any) -> bytes:
 
 
 def _gather(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
-    """[all] Return the payload of each rank, by rank, in one operation if all fit a frame."""
+    """[all] Return payloads by rank, in one operation if all fit a frame."""
     inline = _FRAME - _LENGTH.size
     # One fixed-size operation for short records: a first exchange of sizes would double the latency.
     frames = _all_gather(group, _LENGTH.pack(len(payload)) + payload[:inline], _FRAME)

@@ -1,4 +1,4 @@
-"""Detection of accelerators by their drivers' files, independent of torch's build. Torch-free."""
+"""Accelerators by their drivers' files, independent of torch's build. Torch-free."""
 
 import os
 import re
@@ -11,18 +11,17 @@ HIDING = {
     "kfd": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     "davinci[0-9]*": ("ASCEND_RT_VISIBLE_DEVICES",),
 }
-"""Files of accelerators in /dev, with the variables by which a user hides them, the usual one first.
+"""Accelerators' files in /dev, with the variables that hide them, the usual one first.
 
-Intel's are left out: integrated graphics have the same files.
+Not Intel's: integrated graphics have the same files.
 """
+# AMD's integrated GPUs have a /dev/kfd too, with at most 80; a slice of an Instinct has 128.
 INTEGRATED_SIMDS = 96
-"""Upper bound of SIMD units of an integrated GPU. AMD's have a /dev/kfd too, with at most 80; a slice of an Instinct
-has 128.
-"""
+"""Most SIMD units of an integrated GPU"""
 
 
 def device_file() -> tuple[str, tuple[str, ...]] | None:
-    """Return the file of an accelerator and the variables that hide it; None if there is no visible one."""
+    """Return a visible accelerator's file and the variables that hide it, if any."""
     for pattern, names in HIDING.items():
         files = sorted((ROOT / "dev").glob(pattern))
         if files and not any(map(_hides, names)) and (pattern != "kfd" or _has_large_gpu()):
@@ -31,12 +30,12 @@ def device_file() -> tuple[str, tuple[str, ...]] | None:
 
 
 def _hides(name: str) -> bool:
-    """Return True if a variable selects no device at all, by CUDA's rules."""
+    """Return True if a variable selects no device, by CUDA's rules."""
     return name in os.environ and os.environ[name].split(",")[0].strip() in ("", "-1")
 
 
 def _has_large_gpu() -> bool:
-    """Return True if one of AMD's GPUs is not integrated, or if their sizes are unknown."""
+    """Return True if an AMD GPU is not integrated, or sizes are unknown."""
     sizes = []
     for path in (ROOT / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
         # Devices that were not assigned to this container or job are unreadable.
@@ -46,7 +45,7 @@ def _has_large_gpu() -> bool:
 
 
 def driver() -> str:
-    """Return the version of NVIDIA's kernel driver, in brackets, or an empty string if unknown."""
+    """Return NVIDIA's driver version in brackets, or an empty string."""
     path = ROOT / "proc/driver/nvidia/version"
     found = re.search(r"\d{3,}\.\d+(\.\d+)?", path.read_text() if path.is_file() else "")
     return f" (driver {found[0]})" if found else ""

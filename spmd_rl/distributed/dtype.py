@@ -1,6 +1,6 @@
-"""`policy.dtype=auto`: bfloat16 if the hardware of all ranks supports it natively, else float32.
+"""`policy.dtype=auto`: bfloat16 if all ranks' hardware supports it, else float32.
 
-A CPU without such instructions multiplies bfloat16 matrices at about a quarter of float32's speed.
+A CPU without such instructions multiplies bfloat16 at about a quarter of float32's speed.
 """
 
 import os
@@ -14,13 +14,13 @@ from spmd_rl.config.sections.models import ServedModelConfig
 from spmd_rl.distributed.world import World
 
 CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
-"""Flags in /proc/cpuinfo of instructions that multiply bfloat16; the last is that of ARM."""
+"""Flags in /proc/cpuinfo of bfloat16 products; the last is ARM's"""
 
 
 def agree_on_dtype(world: World, policy: ServedModelConfig) -> None:
-    """[all] Replace `policy.dtype=auto` by bfloat16 or float32, alike on all ranks; rank 0 prints the reason.
+    """[all] Replace `policy.dtype=auto`, alike on all ranks; rank 0 prints the reason.
 
-    The settings must be agreed already: all ranks have `auto`, or none does.
+    Settings must be agreed already: all ranks have `auto`, or none.
     """
     if policy.dtype != "auto":
         return
@@ -34,7 +34,7 @@ def agree_on_dtype(world: World, policy: ServedModelConfig) -> None:
 
 
 def choose_dtype(device: torch.device) -> tuple[str, str]:
-    """Return the faster of `bfloat16` and `float32` on a device, and the reason in a few words."""
+    """Return a device's faster dtype of `bfloat16` and `float32`, and a short reason."""
     if device.type == "cpu":
         path = Path("/proc/cpuinfo")
         flags = cpu_flags(path.read_text()) if path.exists() else frozenset()
@@ -47,7 +47,7 @@ def choose_dtype(device: torch.device) -> tuple[str, str]:
 
 
 def cpu_flags(cpuinfo: str) -> frozenset[str]:
-    """Return the flags of the first processor in the text of /proc/cpuinfo, on x86 and on ARM."""
+    """Return the first processor's flags in the text of /proc/cpuinfo, on x86 and ARM."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     return next(
         (frozenset(value.split()) for name, _, value in lines if name.strip() in ("flags", "Features")), frozenset()
@@ -55,9 +55,9 @@ def cpu_flags(cpuinfo: str) -> frozenset[str]:
 
 
 def choose_cpu_dtype(flags: frozenset[str], max_isa: str = "") -> tuple[str, str]:
-    """Return the dtype and the reason for a CPU with these flags.
+    """Return dtype and reason for a CPU with these flags.
 
-    max_isa: `ONEDNN_MAX_CPU_ISA`, oneDNN's own limit on the instructions that it uses.
+    max_isa: `ONEDNN_MAX_CPU_ISA`, oneDNN's limit on instructions.
     """
     found = next((flag for flag in CPU_FLAGS if flag in flags), None)
     if found is None:

@@ -1,7 +1,6 @@
-"""Heartbeats through the store: each rank's position, and one progress counter for all.
+"""Heartbeats through the store: each rank's position, and one progress counter.
 
-A beat costs the store the same at any world size; all beats are read only after a failure. Ages are measured on the
-reader's clock, corrected by the clock differences at the start.
+They are read only after a failure. Ages are on the reader's clock, corrected by differences at the start.
 """
 
 import time
@@ -14,16 +13,16 @@ from spmd_rl.distributed.journal import Journal
 from spmd_rl.distributed.report import Heartbeat, Peer, RankState
 
 BEAT_SECONDS = 0.25
-"""Seconds between beats, for up to 256 ranks. It grows with larger worlds, so that one store can serve them."""
+"""Seconds between beats, for up to 256 ranks; more in larger worlds, for the store's sake"""
 SILENT_BEATS = 6
-"""Number of missed beats after which a rank counts as stopped, dead or cut off."""
+"""Missed beats after which a rank counts as stopped, dead or cut off"""
 
 
 class Heartbeats:
-    """One rank's heartbeats. `store` must be a private clone: other threads must not wait on it."""
+    """One rank's heartbeats. store: a private clone, on which other threads must not wait."""
 
     def __init__(self, store: dist.Store, me: Peer, peers: list[Peer], journal: Journal) -> None:
-        """Keep `peers`: all ranks, by rank, `me` included, whose clocks were read together."""
+        """peers: all ranks, by rank, `me` included, with clocks read together."""
         self._store, self._journal = store, journal
         self.me, self.peers = me, peers
         self.beat_seconds = BEAT_SECONDS * max(1.0, len(peers) / 256)
@@ -31,7 +30,7 @@ class Heartbeats:
         self._reported = 0
 
     def beat(self) -> int:
-        """Publish this rank's position; return the total progress of all ranks since the start."""
+        """Publish this rank's position; return all ranks' progress since the start."""
         journal = self._journal
         self._store.set(f"beat/{self.me.rank}", msgspec.msgpack.encode(self.own_heartbeat().state))
         # A rank that may be slow counts as progress, so that no watchdog sees a stall.
@@ -47,7 +46,7 @@ class Heartbeats:
         return Heartbeat(self.me, state, 0.0, True)
 
     def read(self, peers: Sequence[Peer] | None = None) -> list[Heartbeat]:
-        """Return the last heartbeats of these ranks, by rank; of all ranks by default."""
+        """Return these ranks' last heartbeats, by rank; of all by default."""
         peers = self.peers if peers is None else peers
         now = time.monotonic() - self.me.clock
         keys = [f"beat/{peer.rank}" for peer in peers]
@@ -63,7 +62,7 @@ class Heartbeats:
         return heartbeats
 
     def live(self, peers: Sequence[Peer]) -> set[int]:
-        """Return the ranks among these with a recent heartbeat."""
+        """Return which of these ranks have a recent heartbeat."""
         return {heartbeat.peer.rank for heartbeat in self.read(peers) if heartbeat.live}
 
     def local_peers(self) -> list[Peer]:

@@ -1,11 +1,11 @@
-"""A rank's phases, named collectives and progress counter, in memory and in `journal/rank-N.jsonl`.
+"""A rank's phases, collectives and progress counter, in memory and in `journal/rank-N.jsonl`.
 
-The file feeds the hang report, the timeline in `report.html` and `view`; the watchdog sends the memory to the other
-ranks. `watchdog.py` decides when a run has stalled.
+The file feeds the timeline in `report.html` and `view`; the watchdog sends the memory to other ranks, for the hang
+report.
 
     {"t": 1731.25, "event": "enter", "phase": "update", "step": 3}
 
-With `journal.hashes=true`, `journal/hashes-N.jsonl` has what the phases of a rank computed, for `bisect`:
+With `journal.hashes=true`, `journal/hashes-N.jsonl` has hashes of what phases computed, for `bisect`:
 
     {"step": 3, "phase": "update", "of": "policy 2", "found": {"loss": "0.25", "norm.weight": "9f3c0a..."}}
 """
@@ -25,14 +25,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PhaseWatcher(Protocol):
-    """Callbacks at each phase of the main thread; see `Journal.watch`."""
+    """Callbacks at the main thread's phases; see `Journal.watch`."""
 
     def enter(self, phase: str) -> None:
         """Handle the beginning of a phase."""
         ...
 
     def exit(self, phase: str) -> None:
-        """Handle the end of the innermost phase."""
+        """Handle the innermost phase's end."""
         ...
 
 
@@ -41,22 +41,21 @@ class CollectiveCall(NamedTuple):
 
     name: str
     number: int
-    """sequence number, equal on all ranks of the collective"""
+    """sequence number, equal on all its ranks"""
     ranks: tuple[int, ...] = ()
-    """ranks of the collective; empty: all"""
 
 
 class Journal:
-    """One rank's journal. Phases and collectives belong to the main thread; other threads only read, or `note`."""
+    """One rank's journal. Phases and collectives are the main thread's; other threads only read, or `note`."""
 
     def __init__(self, directory: Path, rank: int, **start: Any) -> None:
-        """Open `directory/rank-N.jsonl` for appending and write a `start` line with the fields of `start`."""
+        """Open `directory/rank-N.jsonl` for appending; write a `start` line with these fields."""
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"rank-{rank}.jsonl"
         self._fd = _open(self.path)
         self._hashes = directory / f"hashes-{rank}.jsonl"
         self.hashes = False
-        """True if `record` writes."""
+        """True if `record` writes hashes"""
         self._phases: list[str] = []
         self._times: dict[str, float] = {}
         self._watchers: list[PhaseWatcher] = []
@@ -66,13 +65,12 @@ class Journal:
         self._slow_until = self._expected_until = 0.0
         self.step = 0
         self.progress = 0
-        """Progress counter: engine steps, micro-batches, bytes, collectives and notes. Phases are left out, since a
-        waiting rank may enter them repeatedly.
-        """
+        """Engine steps, micro-batches, bytes, collectives and notes; not phases, which a waiting rank may enter
+        repeatedly"""
         self.inside: CollectiveCall | None = None
-        """Collective that this rank is in."""
+        """Collective that this rank is in"""
         self.last: CollectiveCall | None = None
-        """Collective that this rank entered last."""
+        """Collective that this rank entered last"""
         self.note("start", rank=rank, **start)
 
     @property
@@ -83,7 +81,7 @@ class Journal:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charge the time inside to `name`, except that of nested phases."""
+        """Charge the time inside to `name`, except for nested phases."""
         self._charge()
         self._phases.append(name)
         self._write("enter", phase=name)
@@ -104,10 +102,10 @@ class Journal:
     def collective(
         self, name: str, kind: str = "wait", subset: str = "", ranks: tuple[int, ...] = (), written: bool = True
     ) -> Iterator[int]:
-        """Journal a collective of all ranks, numbered alike on all of them; one that raises is never marked as done.
+        """Journal a collective of all ranks, numbered alike; one that raises is never marked as done.
 
-        kind: of the time inside; see `kind`. subset, ranks: for a collective of some ranks; each subset has its own
-        numbers. written: to the file, which counts as progress; otherwise only a hang report shows it.
+        kind: of the time inside. subset, ranks: for a collective of some ranks, numbered by subset. written: to the
+        file, which counts as progress; else only for a hang report.
         """
         self._numbers[subset] += 1
         name = f"{subset}: {name}" if subset else name
@@ -126,10 +124,9 @@ class Journal:
 
     @contextmanager
     def kind(self, kind: str) -> Iterator[None]:
-        """Mark the time inside as `compute` (the default), `copy` (bytes in transfer) or `wait`, except in nested
-        kinds.
+        """Mark the time inside as `compute` (default), `copy` (bytes in transfer) or `wait`, except in nested kinds.
 
-        Only the timeline uses it; the phase is charged in any case.
+        For the timeline only; the phase is charged in any case.
         """
         self._write("kind", kind=kind)
         try:
@@ -138,7 +135,7 @@ class Journal:
             self._write("kind_done")
 
     def idle(self, idle: bool) -> None:
-        """Mark this rank as idle, which is a `wait`, or busy. Only changes are written, so frequent calls are fine."""
+        """Mark this rank as idle (a `wait`) or busy; only changes are written."""
         if idle != self._idle:
             self._idle = idle
             if idle:
@@ -148,10 +145,7 @@ class Journal:
 
     @contextmanager
     def extend_timeout(self, limit_seconds: float) -> Iterator[None]:
-        """Allow the code inside `limit_seconds` without progress: loading a model, starting a server, compiling.
-
-        No rank's watchdog counts this time as a stall.
-        """
+        """Allow the code inside `limit_seconds` without progress: loading, starting a server, compiling."""
         outer = self._slow_until
         self._slow_until = max(outer, time.monotonic() + limit_seconds)
         try:
@@ -161,20 +155,18 @@ class Journal:
             self.progress += 1
 
     def expect(self, seconds: float) -> None:
-        """Allow idling for `seconds` from now, while a result from outside of the ranks (a verdict) is pending."""
+        """Allow idling for `seconds` while a result from elsewhere (a verdict) is pending."""
         self._expected_until = time.monotonic() + seconds
 
     def excused(self) -> bool:
-        """Return True if this rank may be without progress now; see `extend_timeout` and `expect`."""
+        """Return True if this rank may be without progress; see `extend_timeout` and `expect`."""
         now = time.monotonic()
         return now < self._slow_until or (self._idle and now < self._expected_until)
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """Journal a wait on the store before the next collective, called `name`.
-
-        It is neither numbered nor written, since its count differs by rank; only a hang report shows it.
-        """
+        """Journal a wait on the store before the next collective, for a hang report alone."""
+        # Neither numbered nor written, since its count differs by rank.
         outer, self.inside = self.inside, CollectiveCall(name, self._numbers[""] + 1)
         try:
             yield
@@ -182,7 +174,7 @@ class Journal:
             self.inside = outer
 
     def watch(self, watcher: PhaseWatcher) -> None:
-        """Report every later phase to `watcher`. Called outside of any phase."""
+        """Report later phases to `watcher`. Called outside any phase."""
         assert not self._phases
         self._watchers.append(watcher)
 
@@ -192,23 +184,20 @@ class Journal:
         self.note("step")
 
     def take_times(self) -> dict[str, float]:
-        """Return exclusive seconds per phase since the last call, the running phase included, and reset them."""
+        """Return exclusive seconds per phase since the last call, the running one included; reset them."""
         self._charge()
         times, self._times = self._times, {}
         return times
 
     def note(self, event: str, **fields: Any) -> None:
-        """Write one line by a single unbuffered write, which survives this process but not the machine.
-
-        On a full disk the line is lost: other writers will report it.
-        """
+        """Write a line by one unbuffered write, which survives this process but not the machine."""
         self.progress += 1
         self._write(event, **fields)
 
     def record(self, step: int, phase: str, of: str, find: Callable[[], Mapping[str, str]]) -> None:
-        """Write the hashes that `find` returns, by name, if `hashes` is set; otherwise do not call it.
+        """Write the hashes that `find` returns, if `hashes` is set; else do not call it.
 
-        of: what they are hashes of, such as a role and its update.
+        of: the hashed object, such as a role and its update.
         """
         if self.hashes:
             with self.phase("hashes"):
@@ -220,7 +209,7 @@ class Journal:
         _append(self._fd, {"t": time.time(), "event": event, **fields, "step": self.step})
 
     def close(self) -> None:
-        """Close the file of this journal."""
+        """Close this journal's open file."""
         os.close(self._fd)
 
     def _charge(self) -> None:

@@ -3,10 +3,10 @@
     layout = Layout(world, tp=2)                                  # [all] 4 ranks: two data shards on two ranks each
     lengths = layout.data.gather("lengths", [len(x) for x in mine])  # [all] one record per data shard
 
-The ranks of a block (`pp` x `cp` x `tp`) compute one model together on one data shard. All of them hold the shard, and
-its leader alone counts in sums over samples. Weights are sharded over `fsdp`: the data shards of one copy of the model
-times `cp`. With `dp_replicate` there are several copies (hybrid sharding, HSDP). The experts of a mixture are sharded
-over `ep` of the ranks of a copy, and each expert over the remaining ones (`expert_fsdp`).
+The ranks of a block (`pp` x `cp` x `tp`) compute one model on one data shard. All hold the shard; its leader alone
+counts in sums over samples. Weights are sharded over `fsdp`: one copy's data shards times `cp`. With `dp_replicate`
+there are several copies (HSDP). Experts are sharded over `ep` of a copy's ranks, each over the remaining ones
+(`expert_fsdp`).
 """
 
 import math
@@ -22,42 +22,39 @@ from spmd_rl.distributed.collectives import Reduction
 from spmd_rl.distributed.world import World
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Axes of a world's ranks, the last one varying fastest; torchtitan's names."""
+"""Axes of a world's ranks, the last varying fastest; torchtitan's names"""
 DENSE = ("pp", "dp_replicate", "fsdp", "tp")
-"""Axes of the same ranks for most weights: `fsdp` is `dp_shard` x `cp`."""
+"""Axes for most weights: `fsdp` is `dp_shard` x `cp`"""
 EXPERTS = ("pp", "dp_replicate", "expert_fsdp", "ep")
-"""Axes of the same ranks for experts: `expert_fsdp` x `ep` is `dp_shard` x `cp` x `tp`."""
+"""Axes for experts: `expert_fsdp` x `ep` is `dp_shard` x `cp` x `tp`"""
 # Values that leave a reduction unchanged, for ranks that are not their shard's leader.
 _NEUTRAL = {"sum": 0.0, "mean": 0.0, "max": -math.inf}
 
 
 class DataShard:
-    """One rank's part of the batch, and the collectives of data shards. Made by `Layout`."""
+    """One rank's part of the batch, and collectives of data shards."""
 
     def __init__(self, world: World, ranks: Sequence[Sequence[int]]) -> None:
-        """Take the ranks of each shard, the leader first. `rank` is -1 on a rank without a shard."""
+        """ranks: of each shard, leader first. `rank` is -1 on a rank without a shard."""
         self._world, self._ranks = world, ranks
         self.rank = next((shard for shard, members in enumerate(ranks) if world.rank in members), -1)
         self.size = len(ranks)
         self.is_leader = world.rank == ranks[self.rank][0]
-        """True if this rank counts for its shard, as exactly one rank of each does."""
+        """True on one rank of each shard, which counts for it"""
 
     def ranks_of(self, shard: int) -> Sequence[int]:
-        """Return the ranks, in the layout's world, of data shard number `shard`; the leader comes first."""
+        """Return a data shard's ranks in the layout's world, leader first."""
         return self._ranks[shard]
 
     def gather(self, name: str, record: Any, type: Any = Any) -> list[Any]:
-        """[all] Return the record of each data shard's leader, by shard; other ranks' records are ignored.
-
-        Records and `type` are as in `World.gather`.
-        """
+        """[all] Return each data shard leader's record, by shard; see `World.gather`."""
         found = self._world.gather(name, record, type)
         return [found[ranks[0]] for ranks in self._ranks]
 
     def reduce(self, name: str, values: Mapping[str, float], op: Reduction = "sum") -> dict[str, float]:
-        """[all] Reduce the leaders' values by `sum`, `max` or `mean`, key by key, in float64; equal on all ranks.
+        """[all] Reduce leaders' values by `sum`, `max` or `mean`, key by key, in float64.
 
-        The other ranks' values are ignored, but their keys must be the same: else RunFailed.
+        Other ranks' values are ignored, but RunFailed if keys differ.
         """
         # All ranks of a block hold the same shard: without it each shard would count several times.
         counted = values if self.is_leader else dict.fromkeys(values, _NEUTRAL[op])
@@ -66,7 +63,7 @@ class DataShard:
 
 
 class Layout:
-    """A world's ranks as meshes with the axes `AXES`, `DENSE` and `EXPERTS`."""
+    """A world's ranks as meshes over `AXES`, `DENSE` and `EXPERTS`."""
 
     def __init__(
         self,
@@ -79,9 +76,9 @@ class Layout:
         ep: int = 1,
         key: str = "train",
     ) -> None:
-        """[all] Lay out the ranks; `dp_shard` is the quotient of their number and the other axes.
+        """[all] Lay out the ranks; `dp_shard` is what other axes leave.
 
-        key: the settings section that an error names. UserError if the axes do not divide the ranks.
+        key: settings section in errors. UserError if the axes do not divide the ranks.
         """
         sizes = LayoutSizes.of(key, world.size, pp=pp, dp_replicate=dp_replicate, cp=cp, tp=tp, ep=ep)
         self.world, self.key = world, key
@@ -100,7 +97,7 @@ class Layout:
                 self._cp_group = world.process_group("cp", ranks=self.ranks("cp"))  # [block]
 
     def share_experts(self) -> bool:
-        """[all] Form the experts' mesh if their sharding differs from that of other weights; return True if it does."""
+        """[all] Form the experts' mesh if sharded unlike other weights; return True if so."""
         if self._expert_mesh is None and (self.size("ep") > 1 or self.size("tp") > 1):
             self._expert_mesh = self._mesh_of(EXPERTS, "expert_fsdp")  # [all]
             self._expert_group = self.group("fsdp")
@@ -113,7 +110,7 @@ class Layout:
 
     @property
     def shares_experts(self) -> bool:
-        """True if experts have a separate mesh: `expert_mesh`."""
+        """True if experts have a separate mesh."""
         return self._expert_mesh is not None
 
     def _mesh_of(self, axes: Sequence[str], always: str) -> DeviceMesh:
@@ -128,52 +125,50 @@ class Layout:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Torch mesh with the axis `fsdp` and the other axes of `DENSE` larger than 1."""
+        """Torch mesh of `fsdp` and the other `DENSE` axes above 1."""
         assert self._mesh is not None, "a world without process groups has no mesh"
         return self._mesh
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """Part of `mesh` over which gradients are summed, as `fully_shard` takes it."""
+        """Part of `mesh` that sums gradients, as `fully_shard` takes it."""
         return self.mesh["dp_replicate", "fsdp"] if self.size("dp_replicate") > 1 else self.mesh["fsdp"]
 
     @property
     def expert_mesh(self) -> DeviceMesh:
-        """Torch mesh of experts with the axis `expert_fsdp` and the other axes of `EXPERTS` larger than 1."""
+        """Torch mesh of `expert_fsdp` and the other `EXPERTS` axes above 1."""
         assert self._expert_mesh is not None, "experts are not sharded over ranks"
         return self._expert_mesh
 
     @property
     def expert_group(self) -> dist.ProcessGroup | None:
-        """Process group of the ranks that together hold the experts of a copy: `expert_fsdp` x `ep`, in order."""
+        """Process group of ranks with a copy's experts: `expert_fsdp` x `ep`, in order."""
         assert self.shares_experts, "experts are sharded like other weights"
         return self._expert_group
 
     @property
     def expert_data_mesh(self) -> DeviceMesh:
-        """Part of `expert_mesh` over which gradients of experts are summed."""
+        """Part of `expert_mesh` that sums experts' gradients."""
         several = self.size("dp_replicate") > 1
         return self.expert_mesh["dp_replicate", "expert_fsdp"] if several else self.expert_mesh["expert_fsdp"]
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along one of `AXES`, `DENSE` and `EXPERTS`."""
+        """Return the number of ranks along an axis."""
         return self._sizes[axis]
 
     def rank(self, axis: str) -> int:
-        """Return this rank's coordinate along such an axis."""
+        """Return this rank's coordinate along an axis."""
         axes = next(axes for axes in (AXES, DENSE, EXPERTS) if axis in axes)
         return self._places(self.world.rank, axes)[axis]
 
     def ranks(self, axis: str) -> list[int]:
-        """Return the ranks, in the layout's world, that differ from this one along one of `AXES` alone, in order."""
+        """Return the ranks, in order, that differ from this one along one of `AXES` alone."""
         mine = self._places(self.world.rank, AXES) | {axis: 0}
         return [rank for rank in range(self.world.size) if self._places(rank, AXES) | {axis: 0} == mine]
 
     def collective(self, name: str, kind: str = "compute") -> AbstractContextManager[int]:
-        """[stage] Journal a collective of this pipeline stage, numbered apart from other stages; see `World`.
-
-        With one stage, of all ranks. Stages run different micro-batches at the same time.
-        """
+        """[stage] Journal a collective of this pipeline stage; see `World.collective`."""
+        # Numbered by stage, because stages run different micro-batches at the same time.
         if self.size("pp") == 1:
             return self.world.collective(name, kind)  # [all]
         stage = self.rank("pp")
@@ -182,7 +177,7 @@ class Layout:
         return self.world.collective(name, kind, f"stage {stage}", ranks)  # [all] of the stage
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks that differ from this one along `axis` alone; None if its size is 1.
+        """Return the group of ranks that differ along `axis` alone; None if its size is 1.
 
         `dp_shard` has none: weights are sharded over `fsdp`.
         """

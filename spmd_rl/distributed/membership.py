@@ -1,6 +1,6 @@
-"""A rank's identity and rendezvous: torchrun's environment, the store, the process groups.
+"""A rank's identity and rendezvous: torchrun's environment, store, process groups.
 
-Without torchrun it is a world of one over an in-process store. Nothing here watches or ends a process.
+Without torchrun it is a world of one over an in-process store.
 """
 
 import math
@@ -23,8 +23,8 @@ from spmd_rl.base.waits import waiting
 from spmd_rl.distributed import shared_group
 from spmd_rl.distributed.device_files import device_file, driver
 
+# The watchdog alone decides on stalls, never a library's timeout.
 FOREVER = timedelta(days=365)
-"""Timeout of stores and groups. The watchdog alone decides on stalls, never a library's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Membership:
     local_rank: int
     local_size: int
     node: str
-    """Name equal on the ranks of one torchrun agent, which share a pid namespace."""
+    """Name equal on ranks of one torchrun agent, which share a pid namespace"""
     launched: bool
-    """True if torchrun, or another launcher that sets its variables, started this process."""
+    """True if torchrun, or a launcher with its variables, started this process"""
     device: torch.device
 
 
@@ -59,7 +59,7 @@ def membership() -> Membership:
 
 
 def _device(local_rank: int) -> torch.device:
-    """Return this rank's accelerator, made current, or the CPU if there is no visible one."""
+    """Return this rank's accelerator, made current, or the CPU without a visible one."""
     if not torch.accelerator.is_available():
         if fault := unusable_device():
             raise UserError(": ".join(fault))
@@ -72,7 +72,7 @@ def _device(local_rank: int) -> torch.device:
 
 
 def unusable_device() -> tuple[str, str] | None:
-    """Return why torch cannot use this machine's accelerator, and the remedy; None without such a problem."""
+    """Return why torch cannot use this machine's accelerator, and the remedy; None if it can."""
     if (found := device_file()) is None:
         return None
     path, hiding = found
@@ -87,14 +87,13 @@ def unusable_device() -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The store and groups that a rank shares with the others."""
+    """Store and groups that ranks share."""
 
     store: dist.Store
-    """store of this start alone"""
     nonce: str
     """random name that only this start's ranks know"""
     host: dist.ProcessGroup | None
-    """group of all ranks for metadata and samples in host memory; None at size 1"""
+    """all ranks, for metadata and samples in host memory; None at size 1"""
 
 
 def join(me: Membership) -> Rendezvous:
@@ -129,15 +128,15 @@ def _join(me: Membership) -> Rendezvous:
 
 
 def host_backend(me: Membership) -> str:
-    """Return the torch.distributed backend for tensors in host memory."""
+    """Return the backend for tensors in host memory."""
     shared = sys.platform == "linux" and 1 < me.size == me.local_size
     return shared_group.NAME if shared else "gloo"
 
 
 def form_group(name: str, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """[ranks] Form a process group of these ranks of the job, which alone call this.
+    """[ranks] Form a process group of these ranks, which alone call this.
 
-    name: unique to these ranks in this start. backend: by default that of the default group.
+    name: unique to them in this start. backend: the default group's by default.
     """
     default = distributed_c10d._get_default_group()
     default_backend, store = distributed_c10d._world.pg_map[default]
@@ -156,7 +155,7 @@ def form_group(name: str, ranks: Sequence[int], backend: str | None = None) -> d
 
 
 def _agree_on_nonce(store: dist.Store, rank: int, size: int) -> str:
-    """[all] Return a random name that all ranks of this start share, and no other start."""
+    """[all] Return a random name of this start alone."""
     # A restarting agent gives its ranks the store of the last attempt, addresses of the dead included, and not always a
     # new restart count. So each rank asks under a random name, which only a living rank 0 can answer.
     word = secrets.token_hex(8)
@@ -176,10 +175,9 @@ def _agree_on_nonce(store: dist.Store, rank: int, size: int) -> str:
 
 
 def mesh(name: str, ranks: Sequence[int], rank: int, device: torch.device, axes: dict[str, int]) -> DeviceMesh:
-    """[ranks] Form a mesh over these ranks of the job, the last axis varying fastest. UserError if it cannot be laid
-    out.
+    """[ranks] Form a mesh of these ranks, the last axis varying fastest. UserError if impossible.
 
-    name: unique to these ranks in this start. rank: this rank's index among them.
+    name: unique to them in this start. rank: this rank's index among them.
     """
     product = math.prod(axes.values())
     if not axes or min(axes.values()) < 1 or product != len(ranks):

@@ -1,4 +1,4 @@
-"""The hang report: ranks that arrived, ranks that did not, and their positions. Pure text from the last heartbeats."""
+"""The hang report, from last heartbeats: ranks that arrived, ranks that did not, their positions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,32 +10,29 @@ from spmd_rl.distributed.journal import CollectiveCall
 
 
 class Peer(msgspec.Struct, array_like=True, frozen=True):
-    """Constant facts of a rank."""
+    """Constant facts about one rank."""
 
     rank: int
     node: str
-    """name equal on ranks that share a pid namespace"""
+    """name equal on ranks of a pid namespace"""
     host: str
     pid: int
     clock: float
-    """monotonic clock of the rank, in seconds, when the peers met"""
+    """monotonic clock of the rank, in seconds, when peers met"""
 
 
 class RankState(msgspec.Struct, array_like=True, frozen=True):
-    """Last self-reported position of a rank."""
+    """A rank's last self-reported position."""
 
     clock: float
-    """monotonic clock of the rank, in seconds"""
     step: int
     phase: str
     inside: CollectiveCall | None
-    """collective that the rank is in"""
     last: CollectiveCall | None
-    """collective that the rank entered last"""
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """A rank's last heartbeat as seen from this rank."""
+    """A rank's last heartbeat as seen from here."""
 
     peer: Peer
     state: RankState | None
@@ -45,7 +42,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 
 def hang_report(heartbeats: Sequence[Heartbeat], stall_seconds: float, stacks: str) -> str:
-    """Return the report of a stall, on several lines. `stacks`: the path of the stacks, for the reader."""
+    """Return the report of a stall. stacks: path of the stacks, for the reader."""
     live = [heartbeat for heartbeat in heartbeats if heartbeat.live]
     dead = [heartbeat for heartbeat in heartbeats if not heartbeat.live]
     awaited = _awaited(live, [heartbeat.peer.rank for heartbeat in heartbeats])
@@ -70,7 +67,7 @@ def hang_report(heartbeats: Sequence[Heartbeat], stall_seconds: float, stacks: s
 
 
 def cut_off_report(heartbeat: Heartbeat, silent_seconds: float, stall_seconds: float, stacks: str) -> str:
-    """Return the report of a rank whose store does not answer; it knows only its own position."""
+    """Return the report of a rank whose store does not answer; only its own position is known."""
     return "\n".join(
         [
             f"spmd_rl: rank {heartbeat.peer.rank} is cut off: the store is out of reach, without an answer for "

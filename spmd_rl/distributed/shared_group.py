@@ -1,12 +1,10 @@
 """`shm`: a torch.distributed backend for CPU ranks of one machine over shared memory.
 
-gloo, the other backend for CPU tensors, sends every byte through a loopback socket and wakes threads for it. Here a
-collective copies its inputs into shared memory, meets the other ranks, and copies or sums in place. Sums are taken in
-rank order, those of bfloat16 and float16 in float32 and rounded once.
-
-Every operation is complete when it returns, `async_op` or not, and meets all ranks of the group. Not implemented: send
-and recv.
+A collective copies its inputs into shared memory, meets the other ranks, and copies or sums in place, in rank order,
+bfloat16 and float16 in float32, rounded once. Operations are complete when they return, `async_op` or not. Not
+implemented: send and recv.
 """
+# gloo sends every byte through a loopback socket.
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -31,12 +29,12 @@ def _work() -> dist.Work:
 
 
 class SharedGroup(dist.ProcessGroup):
-    """A process group over shared memory. `torch.distributed.all_reduce` and the like call these methods."""
+    """A process group over shared memory, called by `torch.distributed.all_reduce` and the like."""
 
     _device_types = (torch.device("cpu"),)
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        """[all] Map the group's memory. `timeout` is not used: waits are unlimited."""
+        """[all] Map the group's memory. `timeout` is unused: waits are unlimited."""
         super().__init__(rank, size)
         self._index, self._count = rank, size
         self._peers = [peer for peer in range(size) if peer != rank]
@@ -60,7 +58,7 @@ class SharedGroup(dist.ProcessGroup):
 
     @torch.no_grad()
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> dist.Work:
-        """[all] Gather each rank's tensor on the root alone."""
+        """[all] Gather tensors on the root alone."""
         self._gather(output_tensors[0] if self._index == opts.rootRank else (), input_tensors[0])
         return self._done
 
@@ -147,7 +145,7 @@ class SharedGroup(dist.ProcessGroup):
         return self._done
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        """[all] Gather several tensors at a time."""
+        """[all] Gather several tensors at once."""
         for output, tensor in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, tensor)
         return self._done
@@ -155,7 +153,7 @@ class SharedGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """[all] Reduce and scatter several tensors at a time."""
+        """[all] Reduce and scatter several tensors."""
         for output, tensor in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, tensor, opts)
         return self._done
@@ -172,11 +170,11 @@ class SharedGroup(dist.ProcessGroup):
         self._memory.close()
 
     def size(self) -> int:
-        """Return the number of ranks in the group."""
+        """Return the group's number of ranks."""
         return self._count
 
     def rank(self) -> int:
-        """Return this rank's index in the group."""
+        """Return this rank's group index."""
         return self._index
 
     def getBackendName(self) -> str:
@@ -202,7 +200,7 @@ class SharedGroup(dist.ProcessGroup):
         return self
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return False: the group allocates no memory for callers."""
+        """Return False: no memory for callers."""
         return False
 
     def _gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
@@ -222,7 +220,7 @@ class SharedGroup(dist.ProcessGroup):
 
 
 class _Contiguous:
-    """A contiguous tensor to write to, which is copied to the given one on exit."""
+    """A contiguous tensor to write, copied to the given one on exit."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -246,7 +244,7 @@ _COMBINE: dict[Any, Callable[..., Tensor]] = {
 
 
 def combine(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
-    """Write the parts' sum (or mean, product, ...), in their order, to `out`, which must not alias a part."""
+    """Write the parts' sum (or mean, product, ...), in order, to `out`, which aliases none."""
     apply = next((function for known, function in _COMBINE.items() if op == known), None)
     if apply is None:
         raise NotImplementedError(f"the {NAME} backend knows no {op}")

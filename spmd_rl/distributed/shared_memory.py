@@ -1,13 +1,12 @@
-"""Shared memory between the ranks of one machine, and their rendezvous: the base of the `shm` backend.
+"""Shared memory between a machine's ranks, and their rendezvous: base of the `shm` backend.
 
     memory = SharedMemory(store, rank, size)   # [all]
     memory.publish(tensors)                    # [all] copies them into shared memory; returns when all ranks have
     memory.read(peer, offset, like)            # a peer's published tensor
 
-Each rank owns an anonymous file (memfd) that grows as needed and disappears with its last mapping, so a killed run
-leaves nothing behind. It has two halves, used in turn: a rank that arrives at a rendezvous has read all of the last
-one. Ranks wait in process-shared POSIX semaphores, hence in the kernel, and check fifty times a second that the awaited
-rank is alive.
+Each rank owns an anonymous file (memfd) that disappears with its last mapping, so a killed run leaves nothing behind.
+Its two halves are used in turn: a rank at a rendezvous has read all of the last one. Ranks wait in process-shared POSIX
+semaphores, and check that the awaited rank is alive.
 """
 
 import ctypes
@@ -25,7 +24,7 @@ from spmd_rl.base.errors import RunFailed
 from spmd_rl.base.process import running
 
 ALIGNMENT = 64
-"""Alignment of published tensors, in bytes."""
+"""Alignment of published tensors, in bytes"""
 # sem_t has 32 bytes in 64-bit glibc; one cache line for each keeps ranks from sharing lines.
 _SEMAPHORE_BYTES = 64
 _LEAST_BYTES = 1 << 16
@@ -39,7 +38,7 @@ class _Timespec(ctypes.Structure):
 
 
 class Semaphores:
-    """Semaphores for each ordered pair of ranks, in memory that all of them map."""
+    """Semaphores of each ordered pair of ranks, in shared memory."""
 
     def __init__(self, memory: Tensor, rank: int, pids: Sequence[int]) -> None:
         self._memory, self._pids, size = memory, pids, len(pids)
@@ -55,7 +54,7 @@ class Semaphores:
         self._deadline = _Timespec()
 
     def create(self) -> None:
-        """Initialise the semaphores: on one rank, before the others use them."""
+        """Initialise the semaphores, on one rank before others use them."""
         for semaphore in self._all:
             if self._libc.sem_init(semaphore, 1, 0):
                 raise OSError(ctypes.get_errno(), "sem_init")
@@ -80,10 +79,10 @@ class Semaphores:
 
 
 class SharedMemory:
-    """One rank's view of a group's shared memory."""
+    """One rank's view of the shared memory."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        """[all] Map the group's memory. `store` must be private to this group."""
+        """[all] Map the group's memory. store: private to this group."""
         self._rank, self._size = rank, size
         semaphore_bytes = _SEMAPHORE_BYTES * size * size
         num_bytes = semaphore_bytes + 8 * size * 2 * _FIELDS
@@ -110,9 +109,9 @@ class SharedMemory:
             os.close(fd)
 
     def publish(self, tensors: Sequence[Tensor]) -> None:
-        """[all] Copy `tensors`, one behind the other, into shared memory, readable until the next call but one.
+        """[all] Copy `tensors` end to end into shared memory, readable until the next call but one.
 
-        Returns when all ranks have published. The number and the shapes may differ by rank.
+        Number and shapes may differ by rank.
         """
         self._turn += 1
         offsets, need = layout(tensors)
@@ -130,7 +129,7 @@ class SharedMemory:
         self._outgrown.clear()
 
     def read(self, peer: int, offset: int, like: Tensor) -> Tensor:
-        """Return the tensor of `peer` at `offset`, in the shape and dtype of `like`, without a copy."""
+        """Return a peer's tensor at `offset`, in the shape and dtype of `like`, without a copy."""
         if not like.numel():
             return like
         num_files, fd, capacity = self._said[self._turn % 2, peer].tolist()
@@ -139,7 +138,7 @@ class SharedMemory:
         return _view(self._files[peer][1][self._turn % 2], offset, like)
 
     def close(self) -> None:
-        """Close this rank's files; existing mappings stay valid."""
+        """Close this rank's files; mappings stay valid."""
         for fd in [*self._outgrown, *([] if self._fd is None else [self._fd])]:
             os.close(fd)
         self._outgrown, self._fd = [], None
@@ -156,7 +155,7 @@ class SharedMemory:
 
 
 def layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Return the offset of each published tensor, and their total size in bytes."""
+    """Return offsets of published tensors, and their bytes in all."""
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
     ends = np.cumsum([0, *sizes]).tolist()
     return ends[:-1], ends[-1]

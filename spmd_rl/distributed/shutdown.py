@@ -1,7 +1,7 @@
-"""The premature end of a rank's process: for one reason on all ranks, and quickly.
+"""The premature end of a rank's process, quickly and for one reason on all ranks.
 
-The first rank that fails, sees a stall or receives a signal writes the reason to the store; the others read it within a
-second. Nothing here meets other ranks. A process that ends here does not unwind: its `with` blocks are not left.
+The first rank that fails, stalls or gets a signal writes the reason to the store; others read it within a second.
+Nothing meets other ranks, and no `with` block is left.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ from spmd_rl.distributed.stop import StopRequest
 _CALLBACK_SECONDS = 3.0
 _PEER_SECONDS = _STORE_SECONDS = 1.0
 _END_SECONDS = 10.0
-"""Time in seconds after which no callback, disk or lock delays the exit."""
+"""Seconds after which no callback, disk or lock delays the exit"""
 GRACE_SECONDS = 0.5
-"""Two ticks of the watchdog, in seconds: by then the other ranks have read the reason."""
+"""Seconds until other ranks have read the reason: two watchdog ticks"""
 _KEY = "end"
 T = TypeVar("T")
 
 
 class End(msgspec.Struct, frozen=True):
-    """The reason for the end of the run, written by the first rank to know it."""
+    """Reason for the run's end, from the first rank to know it."""
 
     kind: Literal["error", "stall", "signal", "cut off"]
     rank: int
@@ -43,7 +43,7 @@ class End(msgspec.Struct, frozen=True):
 
 
 class Shutdown:
-    """The end of this process, by at most one thread: the one whose `claim` is granted."""
+    """The end of this process, by the one thread whose `claim` is granted."""
 
     def __init__(self, store: dist.Store, heartbeats: Heartbeats, journal: Journal, run_dir: Path) -> None:
         self._store, self._heartbeats, self._journal, self._run_dir = store, heartbeats, journal, run_dir
@@ -52,11 +52,11 @@ class Shutdown:
         self.callbacks: list[Callable[[], None]] = []
 
     def claim(self) -> bool:
-        """Return True if the caller is the one to end this process."""
+        """Return True if the caller ends this process."""
         return self._claimed.acquire(blocking=False)
 
     def announce(self, end: End) -> End:
-        """Write the reason for all ranks. Return the first reason written, which may be another rank's."""
+        """Write the reason for all ranks; return the first one written, perhaps another rank's."""
 
         def write() -> End:
             found = self._store.compare_set(_KEY, "", msgspec.msgpack.encode(end))
@@ -66,15 +66,15 @@ class Shutdown:
         return _within(_STORE_SECONDS, write, end)
 
     def ask_to_stop(self, signum: signal.Signals) -> int:
-        """Ask the run to save its step and end; see `StopRequest.ask`. Return 0 if the store does not answer."""
+        """Ask the run to save its step and end, see `StopRequest.ask`; 0 if the store does not answer."""
         return _within(_STORE_SECONDS, lambda: StopRequest(self._store).ask(signum), 0)
 
     def announced(self) -> End | None:
-        """Return the announced reason for the end of the run, if any."""
+        """Return the announced reason, if any."""
         return msgspec.msgpack.decode(self._store.get(_KEY), type=End) if self._store.check([_KEY]) else None
 
     def end_with(self, end: End) -> NoReturn:
-        """End this process because of another rank's announcement, a stall, or a lost store."""
+        """End this process after another rank's announcement, a stall, or a lost store."""
         if end.kind in ("stall", "cut off"):
             faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=2)
             self._dump_stacks()
@@ -90,7 +90,7 @@ class Shutdown:
         self.exit(1, text, end)
 
     def exit(self, code: int, text: str, end: End | None = None) -> NoReturn:
-        """Report `text` to journal and torchrun, run rank 0's callbacks briefly, kill this node's ranks, exit."""
+        """Report `text` to journal and torchrun, briefly run rank 0's callbacks, kill this node's ranks, exit."""
         began = time.monotonic()
         # The disk may be unreachable as well: from here on a timer ends the process in any case.
         faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=2)
@@ -121,8 +121,7 @@ class Shutdown:
 
 
 def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
-    """Return the result of `call` on a new thread; `otherwise` if it is late, raises (which is printed), or the store
-    is lost."""
+    """Return `call`'s result from a new thread; `otherwise` if it is late, raises, or the store is lost."""
     found = [otherwise]
 
     def run() -> None:
@@ -136,7 +135,7 @@ def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
 
 
 def print_error(text: str) -> None:
-    """Write directly to stderr."""
+    """Write directly to stderr, unbuffered."""
     # Not `sys.stderr`: a hanging thread may hold its lock.
     with contextlib.suppress(OSError):
         # One system call below Python's buffered stream.

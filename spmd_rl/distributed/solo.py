@@ -1,4 +1,4 @@
-"""`solo()`: a world of one for unit tests, without process groups, watchdog or signals."""
+"""`solo()`: a world of one for unit tests, without groups, watchdog or signals."""
 
 import tempfile
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from spmd_rl.distributed.world import World
 
 @contextmanager
 def solo(directory: Path | None = None) -> Iterator[World]:
-    """Yield a World of rank 0 of 1 on the CPU over an in-process store. It has no `mesh`.
+    """Yield a World of rank 0 of 1 on the CPU, without a `mesh`.
 
-    The journal goes to `directory`/journal; by default to a temporary directory.
+    The journal goes to `directory`/journal, by default temporary.
     """
     me = Membership(0, 1, 0, 1, node="0", launched=False, device=torch.device("cpu"))
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,7 +1,4 @@
-"""`Supervisor`: heartbeats, a watchdog and signals, so that no rank ends or hangs silently.
-
-It exists as long as its world is open, and meets the other ranks once, when it is made.
-"""
+"""`Supervisor`: heartbeats, watchdog and signals, so that no rank ends or hangs silently."""
 
 import faulthandler
 import os
@@ -29,17 +26,16 @@ from spmd_rl.distributed.watchdog import Watchdog
 
 
 def _leave_it_to_the_pipe(signum: int, frame: object) -> None:
-    """Do nothing; runs in the main thread, at any later time."""
+    """Do nothing, in the main thread, at any later time."""
 
 
 class SignalThread:
-    """A thread that calls `act(signum)` for each of `signals`, so that a rank deep in C++ ends at once instead of after
-    its call. Children start with the default handlers.
+    """A thread that calls `act(signum)` for each of `signals`, so that a rank deep in C++ ends at once. Children
+    start with default handlers."""
 
-    Not `sigwait`: libraries start threads at import (OpenBLAS does) that do not mask the signals, and the kernel may
-    deliver SIGTERM to one of those, which kills the process. Python's C-level handler instead writes the signal's
-    number to a pipe from any thread; our thread reads the pipe.
-    """
+    # Not `sigwait`: libraries start threads at import (OpenBLAS does) that do not mask the signals, and the kernel may
+    # deliver SIGTERM to one of those, which kills the process. Python's C-level handler instead writes the signal's
+    # number to a pipe from any thread; our thread reads the pipe.
 
     def __init__(self, signals: Iterable[signal.Signals], act: Callable[[signal.Signals], None]) -> None:
         """Install the handlers. Main thread only."""
@@ -65,7 +61,7 @@ class SignalThread:
         os.close(self._read)
 
     def _forked(self) -> None:
-        """Keep a child that does not exec from ending its parent by a write to our pipe."""
+        # A child that does not exec would end its parent by a write to our pipe.
         if not self._closed:
             signal.set_wakeup_fd(-1)
             for signum in self._signals:
@@ -79,13 +75,13 @@ class SignalThread:
 
 _UNWIND_SECONDS = 5
 _TORCHRUN_SECONDS = 30
-"""Default of torchrun's --shutdown-timeout, after which it kills its ranks."""
+"""Default of torchrun's --shutdown-timeout, after which it kills ranks"""
 _SAME_SECONDS = 2.0
-"""Time in seconds within which a rank receives one signal from both its launcher and the scheduler."""
+"""Seconds within which one signal comes from both launcher and scheduler"""
 
 
 class Supervisor:
-    """One rank's supervisor, over a clone of the world's store."""
+    """One rank's supervisor, over a clone of the store."""
 
     def __init__(
         self,
@@ -97,8 +93,8 @@ class Supervisor:
         stall_seconds: float,
         signals: Sequence[signal.Signals],
     ) -> None:
-        """[all] Start watching; main thread only. `stall_seconds` may be infinity; `signals` ask the run to
-        save and end; a second one, or one that comes before the first step, ends it at once."""
+        """[all] Start watching; main thread only. stall_seconds: may be infinite. signals: ask the run to save and
+        end; a second one, or one before the first step, ends it at once."""
         self._me = me
         # The barrier lets all ranks read their clocks within a moment, from which ages of heartbeats are computed.
         collectives.barrier("start: clocks")
@@ -114,11 +110,11 @@ class Supervisor:
         self._signals = SignalThread(signals, self._signalled)
 
     def leaving(self) -> None:
-        """Accept the loss of the store from now on: its process may leave before this one."""
+        """Accept the store's loss from now on: its process may leave first."""
         self._watchdog.leaving = True
 
     def close(self) -> None:
-        """Stop watching, and restore the default effect of signals."""
+        """Stop watching, and restore signals' default effect."""
         if not self.shutdown.claim():
             _wait_for_the_end()
         self._stop()
@@ -126,11 +122,10 @@ class Supervisor:
     def on_exception(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Announce the exception to the other ranks, as the `__exit__` of a block, and let it propagate.
+        """Announce the exception to other ranks, as a block's `__exit__`, and let it propagate.
 
-        Only the first call has an effect. A mere consequence of another rank's end (a broken connection) prints no
-        traceback: the process ends here with one line that names that rank. A mistake that all ranks make alike
-        propagates on all of them. If a rank was killed, `RunFailed` names it.
+        Only the first call counts. A consequence of another rank's end (a broken connection) ends the process here with
+        a line that names that rank. If a rank was killed, `RunFailed` names it.
         """
         if kind is None or self._announced:
             return
@@ -154,7 +149,6 @@ class Supervisor:
             raise RunFailed(text, "".join(traceback.format_exception(error))) from error
 
     def _killed_ranks(self, seconds: float = 0.1) -> str:
-        """Return text that names the killed ranks of this node, for example after an out-of-memory kill."""
         peers = self._heartbeats.local_peers()
         # A dying process's connections break shortly before its pid is gone.
         time.sleep(seconds * bool(peers))

@@ -1,11 +1,9 @@
-"""The watchdog thread of a rank: sends heartbeats, ends the process when the run ends, and ends the run at a stall.
+"""A rank's watchdog thread: sends heartbeats, ends the process when the run ends, and the run at a stall.
 
-A stall means that *no rank's* progress counter moves for `stall_seconds`. A long call is fine while any rank makes
-progress; long library calls must report `World.progress`.
+A stall is `stall_seconds` without progress of *any* rank. Long library calls report `World.progress`.
 
-The watchdog waits for the store, which never answers if packets are lost. A second thread, the clock, uses no store: it
-ends the process after `stall_seconds` without an answer. It counts only time in which it ran: a rank that was stopped,
-or whose main thread kept the GIL, has not been cut off.
+The watchdog waits for the store, which never answers if packets are lost. A second thread, the clock, ends the process
+after `stall_seconds` without an answer, not counting pauses of the process.
 """
 
 import threading
@@ -19,24 +17,23 @@ from spmd_rl.distributed.shutdown import GRACE_SECONDS, End, Shutdown
 
 STOP_SECONDS = 5.0
 TICK_SECONDS = 0.25
-"""Seconds between checks for an announced end, for up to 1024 ranks; one second for 4096."""
+"""Seconds between checks for an announced end, for up to 1024 ranks"""
 
 
 class Watchdog:
-    """The watchdog of a rank. It starts on construction; `stop` it before the groups are destroyed."""
+    """A rank's watchdog, started on construction; `stop` it before the groups are destroyed."""
 
     def __init__(self, heartbeats: Heartbeats, shutdown: Shutdown, stall_seconds: float, stacks: str) -> None:
-        """Start the threads. With infinite `stall_seconds` stalls are ignored."""
+        """Start the threads. Infinite `stall_seconds` ignore stalls."""
         self._heartbeats, self._shutdown = heartbeats, shutdown
         self._stall_seconds, self._stacks = stall_seconds, stacks
         self._progress = -1
         self._moved = self._ticked = self._beaten = time.monotonic()
         self._answered = 0
-        """Number of the store's answers."""
         self._tick_seconds = TICK_SECONDS * max(1.0, len(heartbeats.peers) / 1024)
         self._stopped = threading.Event()
         self.leaving = False
-        """True if this rank is about to leave, when the loss of the store is no error."""
+        """True if this rank is leaving, when losing the store is no error"""
         # Sent before the thread starts, so that a rank that is stopped at once has a heartbeat.
         heartbeats.beat()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -44,7 +41,7 @@ class Watchdog:
         threading.Thread(target=self._run_clock, name="watchdog clock", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop the thread; return when it has ended, or soon if it waits for a store that does not answer."""
+        """Stop the thread, and wait for its end, briefly if the store does not answer."""
         self._stopped.set()
         self._thread.join(STOP_SECONDS)
 

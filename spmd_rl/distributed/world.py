@@ -1,9 +1,9 @@
-"""`World`: one rank's view of all ranks: its identity, its collectives, and their common end.
+"""`World`: one rank's view of all ranks: identity, collectives, and their common end.
 
     with World.open(Path(cfg.run.dir), cfg.journal.stall_seconds) as world:
         lengths = world.gather("plan: lengths", [len(x) for x in mine])  # [all]
 
-It knows no model, batch or algorithm. Methods marked [all] meet the other ranks: no rank-local condition around them.
+Methods marked [all] meet other ranks: no rank-local condition around them.
 """
 
 import faulthandler
@@ -40,7 +40,7 @@ ExitCallback = Callable[[type[BaseException] | None, BaseException | None, Trace
 
 @dataclass(frozen=True, slots=True)
 class Subset:
-    """Ranks of the job that belong to a world."""
+    """Ranks of the job in a world."""
 
     name: str
     ranks: tuple[int, ...]
@@ -51,10 +51,8 @@ ALL = Subset("", (), True)
 
 
 class World(Collectives):
-    """A rank's identity and its collectives. Made by `World.open`, or by `solo` in tests.
-
-    It covers all ranks of the job, or some of them: see `subset`. Metadata travels by the methods of `Collectives`.
-    """
+    """A rank's identity and collectives, over all ranks of the job or a `subset`. Made by `World.open`, or `solo` in
+    tests."""
 
     _num_formed: ClassVar[Counter[tuple[str, tuple[int, ...]]]] = Counter()
 
@@ -62,15 +60,15 @@ class World(Collectives):
         super().__init__(rendezvous.host, partial(self.collective, kind="wait"))
         self._me, self._rendezvous, self._subset = me, rendezvous, subset
         self.ranks = subset.ranks or tuple(range(me.size))
-        """Numbers of these ranks in the job, indexed by `rank`."""
+        """Job's ranks in this world, indexed by `rank`"""
         self.rank, self.size = self.ranks.index(me.rank), len(self.ranks)
         self.local_rank, self.local_size = me.local_rank, me.local_size
-        """Index of this rank on its machine, and the number of the job's ranks there."""
+        """Index on this machine, and number of the job's ranks there"""
         self.device = me.device
         self.store = dist.PrefixStore(f"world/{subset.name}", rendezvous.store)
-        """Keys of this start. For the main thread; another thread takes a `clone_store()`."""
+        """Keys of this start, for the main thread; others take a `clone_store()`"""
         self.stop = StopRequest(dist.PrefixStore(f"world/{ALL.name}", rendezvous.store))
-        """Signal that asked the job to save and end."""
+        """Signal that asked the job to save and end"""
         self.journal = journal
         sockets = Path(tempfile.gettempdir()) / f"spmd-rl-{rendezvous.nonce}-{me.node}"
         # torchrun numbers the ranks of a machine consecutively.
@@ -83,11 +81,11 @@ class World(Collectives):
     @classmethod
     @contextmanager
     def open(cls, run_dir: Path, stall_seconds: float, debug: bool = False) -> Iterator["World"]:
-        """[all] Form the world; leave it in order, or, with an exception pending, without meeting other ranks.
+        """[all] Form the world; leave it in order, or, on an exception, without meeting other ranks.
 
-        A stall, another rank's error, or a signal that `stop` does not accept ends the process from within, without
-        unwinding. UserError if this node has too few devices. debug: tolerate a debugger that stops this rank, and
-        leave Ctrl-C to it.
+        A stall, another rank's error, or a signal that `stop` does not accept ends the process without unwinding.
+        UserError if this node has too few devices. debug: tolerate a debugger that stops this rank, and leave Ctrl-C to
+        it.
         """
         me = membership()
         if me.launched:
@@ -123,9 +121,9 @@ class World(Collectives):
 
     @contextmanager
     def resources(self) -> Iterator[ExitStack]:
-        """Yield an `ExitStack` for the run that reports an exception to the other ranks before it unwinds.
+        """Yield an `ExitStack` that reports an exception to other ranks before it unwinds.
 
-        Its contents may be slow to close: the other ranks have ended by then, and this one has a few seconds.
+        Its contents may close slowly, within a few seconds after the other ranks' end.
         """
         with ExitStack() as stack, ExitStack() as first:
             first.push(self._failed)
@@ -134,8 +132,8 @@ class World(Collectives):
     def on_exit(self, callback: Callable[[], None]) -> None:
         """Let rank 0 call `callback` when a signal, a stall or another rank's error ends the process.
 
-        `with` blocks are not left then. The callback runs on a new thread, concurrently with the main thread, has three
-        seconds, and must not meet other ranks. On other ranks, and at an orderly end, it is not called.
+        `with` blocks are not left then. It runs on a new thread, concurrently, has three seconds, and must not meet
+        other ranks.
         """
         self._callbacks.append(callback)
 
@@ -146,19 +144,19 @@ class World(Collectives):
     def process_group(
         self, name: str, backend: str | None = None, ranks: Sequence[int] | None = None
     ) -> dist.ProcessGroup | None:
-        """[all] Form a torch process group for a library; return None in a world without groups.
+        """[all] Form a torch process group for a library; None in a world without groups.
 
-        backend: by default that of the default group. ranks: indices, like `rank`, of its members, which alone call
-        this; all by default.
+        backend: the default group's by default. ranks: its members' indices, like `rank`, which alone call this; all by
+        default.
         """
         members = self.ranks if ranks is None else tuple(self.ranks[rank] for rank in ranks)
         return form_group(self._unique(name, members), members, backend) if dist.is_initialized() else None
 
     def subset(self, name: str, ranks: Sequence[int], written: bool = True) -> "World | None":
-        """[ranks] Return a world of some of these ranks (indices, like `rank`) on those; None on the others.
+        """[ranks] Return a world of these ranks (indices, like `rank`) on them; None on others.
 
-        The subset of all ranks is this world itself. name: for reports; two subsets of one name must not share ranks.
-        written: journal its collectives in the file, which counts as progress; a hang report shows them in any case.
+        The subset of all ranks is this world. name: for reports; subsets of one name must not share ranks. written:
+        collectives go to the journal's file, which counts as progress; a hang report has them in any case.
         """
         members = tuple(self.ranks[rank] for rank in ranks)
         if written and members == self.ranks:
@@ -174,7 +172,6 @@ class World(Collectives):
         return world
 
     def _unique(self, what: str, ranks: tuple[int, ...]) -> str:
-        """Return a name for a group of these ranks, the same on all of them."""
         self._num_formed[what, ranks] += 1
         return f"{what} {self._num_formed[what, ranks]}"
 
@@ -186,11 +183,11 @@ class World(Collectives):
     def exchange(
         self, name: str, rows: Tensor, sent: Sequence[int], received: Sequence[int], agreed: Any = None
     ) -> Tensor:
-        """[all] Exchange rows, uint8 [n, bytes], on the CPU by one all-to-all; this rank's are sorted by destination.
+        """[all] Exchange rows, uint8 [n, bytes], sorted by destination, on the CPU by one all-to-all; return them by
+        rank.
 
-        sent, received: number of rows to and from each rank; any may be 0. Returns the received rows, by rank. agreed:
-        data from which those numbers follow, equal on all ranks (see `agree`), like the bytes of a row: else RunFailed
-        on all ranks, before any row is read.
+        sent, received: rows to and from each rank, perhaps 0. agreed: data that determines them; RunFailed on all ranks
+        if it, or the bytes of a row, differ.
         """
         # An all-to-all with sizes that differ would hang or read foreign bytes.
         self.agree(name, [rows.shape[1], agreed])  # [all]
@@ -211,10 +208,10 @@ class World(Collectives):
         ranks: Sequence[int] | None = None,
         written: bool = True,
     ) -> AbstractContextManager[int]:
-        """[all] Journal a collective inside a library (FSDP, checkpoints), so that a report can name it.
+        """[all] Journal a collective inside a library (FSDP, checkpoints), for reports.
 
-        kind: of most of the time inside; see `Journal.kind`. part, ranks: for a collective of these ranks (indices,
-        like `rank`) alone, which has its own numbers under this name. written: as in `subset`.
+        kind: see `Journal.kind`. part, ranks: for a collective of these ranks alone, with its own numbers. written: as
+        in `subset`.
         """
         subset, members = self._subset, self._subset.ranks
         if ranks is not None:
@@ -227,12 +224,12 @@ class World(Collectives):
         return self.journal.phase(name)
 
     def progress(self, n: int = 1) -> None:
-        """Count progress (an engine step, a micro-batch, bytes), which is no stall."""
+        """Count progress: an engine step, a micro-batch, bytes."""
         self.journal.progress += n
 
 
 def _add_in_order() -> None:
-    """Make the gradients of equal rows (`x[index]`) sum in a fixed order, in our code and in libraries."""
+    """Make gradients of equal rows (`x[index]`) sum in a fixed order, in libraries too."""
     # By default several threads add in the order of their timing, and no rerun is exact. On the CPU the fixed order
     # costs nothing.
     torch.use_deterministic_algorithms(True, warn_only=True)

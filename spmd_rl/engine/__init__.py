@@ -1,4 +1,4 @@
-"""Engines, one folder each; `build` makes the one that `engine=...` selects. Torch-free until it builds."""
+"""Engines, one folder each; `build` makes the one of `engine=...`. Torch-free until it builds."""
 
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,9 @@ def build(
     world: "World",
     constraint: ConstraintConfig = ConstraintConfig(),  # noqa: B008  none
 ) -> "Engine":
-    """[all] Return the engine of this rank, without weights yet: it refuses requests until the first publish.
+    """[all] Return this rank's engine, which refuses requests until the first publish.
 
-    sleeps: offload the weights when it does not generate. constraint: grammar of all its answers.
+    sleeps: offload idle weights. constraint: grammar of all answers.
     """
     facts = facts_of(settings.name)
     facts.check_package()

@@ -1,6 +1,6 @@
-"""`Engine`: the interface of inference engines for rollout and weight publishing, without datasets or rewards.
+"""`Engine`: the interface of inference engines, for rollout and weight publishing.
 
-Every engine passes `tests/unit/test_engine_parity.py` against plain Hugging Face + torch in fp32.
+`tests/unit/test_engine_parity.py` compares each with plain Hugging Face + torch in float32.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,102 +18,97 @@ class Capacity:
     """Limits of an engine's requests and cache."""
 
     max_running: int
-    """Requests decoded at the same time."""
     kv_tokens: int
-    """Tokens of KV cache over all running requests."""
+    """Tokens of KV cache over all running requests"""
     max_tokens: int
-    """Tokens of one request, prompt and answer together."""
+    """Tokens of one request, prompt and answer together"""
 
 
 @dataclass(slots=True)
 class EngineCounts:
-    """Counts of prompt tokens, of cached ones among them, and of drafts."""
+    """Counts of prompt tokens, cached ones, and drafts."""
 
     asked: int = 0
-    """Prompt tokens of all requests started; the caller may reset all four counts to 0."""
+    """Prompt tokens of all started requests; callers may reset the four counts"""
     cached: int = 0
-    """Prompt tokens found in the cache, from an earlier turn or another answer to the same prompt."""
+    """Prompt tokens found in the cache"""
     verified: int = 0
-    """Number of drafts that were verified."""
+    """Drafts that were verified so far"""
     accepted: int = 0
-    """Number of drafted tokens that were accepted."""
+    """Drafted tokens accepted so far"""
 
     def count(self, asked: int, cached: int) -> None:
-        """Add the prompt of one request."""
+        """Add one request's prompt tokens."""
         self.asked += asked
         self.cached += cached
 
 
 class Engine(Protocol):
-    """The engine of one replica, in the rank's process, request by request.
+    """One replica's engine in a rank's process, request by request.
 
-    In a replica of several ranks each has an `Engine`, and all make the same calls in the same order, except inside
-    `driven()`, where only the first rank calls. The default `driven` and `joined` are for a replica of one rank.
+    All ranks of a replica make the same calls in the same order, except inside `driven()`, where only the first calls.
+    The default `driven` and `joined` are for one rank.
     """
 
     capacity: Capacity
-    """Limits of the engine, fixed at construction."""
     processor: Any = None
-    """`model.pictures.Processor` of a model that takes pictures"""
+    """`model.pictures.Processor`, if the model takes pictures"""
     leads: bool = True
-    """True if this rank is the first of its replica."""
+    """True on the first rank of a replica"""
     token_counts: EngineCounts
-    """Counts over all requests since construction, or since the caller reset them."""
 
     def driven(self, join: Callable[[bytes], None] | None = None) -> AbstractContextManager[None]:
-        """[replica] Make all ranks follow the first rank's requests and steps inside.
+        """[replica] Make all ranks follow the first one's requests and steps inside.
 
-        On the first rank the body runs at once and drives the engine. On the others, entering the block replays the
-        first rank's calls until it leaves; then their body runs. No request may be in progress at the end. join: called
-        on the others with the message of `joined`.
+        The first rank's body runs at once. On others, entering the block replays its calls until it leaves; then their
+        body runs. No request may be in progress at the end. join: called on the others with the message of `joined`.
         """
         return nullcontext()
 
     def joined(self, message: bytes) -> AbstractContextManager[None]:
-        """[first rank, in `driven`] Context for a call that every rank makes itself, such as a load in the middle of a
-        generation: the other ranks run `join(message)` meanwhile. Requests in progress must not be advanced."""
+        """[first rank, in `driven`] Context for a call that every rank makes, such as a load during generation: the
+        others run `join(message)` meanwhile. Requests must not be advanced."""
         return nullcontext()
 
     def add(self, request: Request) -> None:
-        """Queue a request. AssertionError before the first `load`, and for a duplicate id.
-
-        ValueError for a request longer than `capacity.max_tokens`.
-        """
+        """Queue a request. ValueError if longer than `capacity.max_tokens`; AssertionError before the first `load`
+        and for a duplicate id."""
         ...
 
     def abort(self, ids: Iterable[str]) -> None:
-        """Stop these requests; the next `step` returns each with `finish_reason='abort'` and its tokens so far."""
+        """Stop requests; the next `step` returns each with `finish_reason='abort'` and its tokens so far. Finished
+        ids are ignored."""
         ...
 
     def step(self) -> list[Completion]:
-        """Admit waiting requests that fit, in the order of `Request.queue_key`, then of `add`; compute one token for
-        each running request, and return the finished ones. No-op when idle.
+        """Admit waiting requests that fit, by `Request.queue_key`, then order of `add`; compute one token for each
+        running request, and return finished ones. No-op when idle.
 
-        A replica of several ranks may compute a few tokens each. Prompts of new requests may take a separate step.
+        A replica of several ranks may compute a few tokens each. New prompts may take a separate step.
         """
         ...
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requests waiting and running."""
+        """Number of requests whose completion was not returned."""
         ...
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load all weights (Hugging Face names, each once); later tokens carry `version`.
 
-        Cached keys and values are dropped, except those of requests in progress, which continue with them. An engine
-        that cannot do that asserts `num_unfinished == 0`. A tensor is valid until the next one. Read all of them, since
-        other ranks gather with this one; then raise RunFailed for a missing, unknown, repeated or misshapen one.
+        Cached keys and values are dropped, except those of requests in progress, which continue with them; an engine
+        that cannot do so asserts `num_unfinished == 0`. Tensors are valid until the next. All are read, since other
+        ranks gather too; then RunFailed for missing, unknown, repeated or misshapen ones.
         """
         ...
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the engine's tensor for every name given to `load`; None if it is packed, rounded or split over ranks,
-        so that it cannot be compared."""
+        """Yield the engine's tensor for each published name; None if packed, rounded or split over ranks, hence not
+        comparable."""
         ...
 
     def awake(self) -> AbstractContextManager[None]:
-        """Keep weights and KV cache on the device inside; outside they may be offloaded. No-op on a CPU."""
+        """Keep weights and KV cache on the device inside; outside they may be offloaded. Nests."""
         ...
 
     def close(self) -> None:

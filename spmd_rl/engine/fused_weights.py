@@ -1,7 +1,7 @@
-"""Shapes of the weights that an engine expects, and its tensors under their Hugging Face names.
+"""Weights that an engine expects, and its tensors under Hugging Face names.
 
-Engines fuse projections of the same input, and may pack matrices in another layout. Plain tensors can be compared bit
-by bit with the published ones; the rest is checked by the probe (`weights/probe.py`).
+Engines fuse projections of the same input, and may pack matrices. Plain tensors are compared bit by bit with published
+ones; the probe checks the rest (`weights/probe.py`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,8 +17,7 @@ from spmd_rl.model.build import auto_class, weights_of
 
 
 def expected_shapes(path: Path | str, trust: bool = False) -> dict[str, torch.Size]:
-    """Return the shape of each weight by Hugging Face name, from `path/config.json` alone; tied ones under the
-    first."""
+    """Return each weight's shape by Hugging Face name, from `path/config.json`; tied ones under the first."""
     folder = model_folder(path)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
     with torch.device("meta"), no_init_weights():
@@ -30,9 +29,9 @@ def expected_shapes(path: Path | str, trust: bool = False) -> dict[str, torch.Si
 def plain_weights(
     model: nn.Module, shapes: Mapping[str, torch.Size], dtype: torch.dtype, fusions: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the engine's tensor for each Hugging Face name if it is plain and whole, else None. Only for tp=1.
+    """Yield the engine's tensor by Hugging Face name if plain and whole, else None; tp=1 only.
 
-    fusions: engine name of a fused projection -> names of its parts, in the order of their rows.
+    fusions: engine name of a fused projection -> its parts, in order of rows.
     """
     fused = {part: (one, parts) for one, parts in fusions.items() for part in parts}
     named = model.named_parameters(remove_duplicate=False)
@@ -49,7 +48,7 @@ def plain_weights(
 
 
 class CheckedWeights:
-    """Iterator over the valid weights: each expected name once, in its shape. Iterate once, then call `end`."""
+    """Iterator over valid weights: each expected name once, in its shape. Iterate once, then call `end`."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> None:
         self._weights, self._shapes = iter(weights), shapes
@@ -69,7 +68,7 @@ class CheckedWeights:
                 yield name, tensor
 
     def end(self) -> list[str]:
-        """Read the rest, because other ranks may be gathering it with us; return all errors."""
+        """Read the rest, since other ranks may gather it too; return all errors."""
         for _ in self:
             pass
         return self._faults + [f"{name} is missing" for name in self._missing]

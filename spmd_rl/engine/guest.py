@@ -1,6 +1,5 @@
-"""Start of the engines of other packages: isolation of state that a package may not change permanently, a check of
-`engine.args`, and a replica's process group in place of the default one.
-"""
+"""Start of other packages' engines: isolation of process state, a check of `engine.args`, and a replica's group as
+the default one."""
 
 import gc
 import inspect
@@ -26,8 +25,8 @@ from spmd_rl.base.errors import UserError
 def undisturbed(prefix: str) -> Iterator[None]:
     """Import and start a package inside; on exit restore the process, except for its variables and modules.
 
-    Restored are environment variables (those that begin with `prefix` stay), signal handlers, the start method of
-    processes, the number of threads, random generators, the heap, the float32 precision and logging.
+    Restored are environment variables (without those that begin with `prefix`), signal handlers, the start method of
+    processes, number of threads, random generators, heap, float32 precision and logging.
     """
     environment = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
@@ -75,10 +74,10 @@ def check_args(
     required: Mapping[str, Any],
     reasons: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise a UserError for an argument that is unknown, that another setting sets, or that this program fixes.
+    """Raise UserError for an argument that is unknown, that a setting decides, or that this program fixes.
 
-    of: class of the arguments. ours: argument -> the setting that decides it. required: argument -> required value.
-    reasons: argument -> reason for that value.
+    of: class of the arguments. ours: argument -> deciding setting. required: argument -> fixed value. reasons: argument
+    -> reason for it.
     """
     known = inspect.signature(of).parameters
     for name in args:
@@ -93,11 +92,9 @@ def check_args(
 
 @contextmanager
 def as_world(replica: dist.ProcessGroup) -> Iterator[None]:
-    """Make the group the default one inside.
-
-    Engines form groups over the default group's ranks, for all possible replicas and with collectives of all ranks:
-    tens of thousands in a large job, of which a replica needs only its own.
-    """
+    """Make the group the default one inside."""
+    # Engines form groups over the default group's ranks, for all possible replicas and with collectives of all ranks:
+    # tens of thousands in a large job, of which a replica needs only its own.
     default = distributed_c10d._get_default_group()
     distributed_c10d._update_default_pg(replica)
     try:

@@ -1,7 +1,4 @@
-"""`HostedEngine`: base of engines over other packages: requests in progress, sleep, lost tensors.
-
-A subclass sends requests to the package, and puts tensors into its model.
-"""
+"""`HostedEngine`: base of engines over other packages: requests in progress, sleep, lost tensors."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,11 +16,10 @@ from spmd_rl.types import Completion, Request
 
 
 class HostedEngine(Engine):
-    """An `Engine` over a package. Subclasses define `model`, the other methods of `Engine`, and `_reload`, `_release`,
+    """An `Engine` over a package. Subclasses define `model`, other methods of `Engine`, and `_reload`, `_release`,
     `_restore` and `_stop`."""
 
     model: nn.Module
-    """Module of the package in this process."""
 
     def __init__(
         self,
@@ -33,24 +29,20 @@ class HostedEngine(Engine):
         text_of: TextOf,
         slot: GivenAdapters | None = None,
     ) -> None:
-        """shapes: of the weights that `load` must bring, by Hugging Face name. sleeps: offload outside `awake`.
-
-        slot: adapters of the engine; with it `load` may bring adapters alone after the first load.
-        """
+        """shapes: weights that `load` must bring, by Hugging Face name. sleeps: offload outside `awake`. slot: with
+        it, `load` may bring adapters alone after the first."""
         self.capacity, self.shapes, self.slot = capacity, shapes, slot
         self._sleeps, self.text_of = sleeps, text_of
         self.under_way: dict[str, SequenceState] = {}
-        """State of each request in progress, by id."""
         self.version: int | None = None
-        """Version of the weights; None before the first load and while they are incomplete."""
+        """Version of the weights; None while missing or incomplete"""
         self.token_counts = EngineCounts()
         self.lost = ""
-        """Description of a tensor that changed since the load; `add` and `load` fail from then on."""
+        """Description of a tensor that changed since the load; `add` and `load` fail from then on"""
         self._aborted: list[Completion] = []
         self.num_added = 0
         # The first request since the load must find an empty cache: a hit proves that old keys survived.
         self._first: str | None = None
-        """Id of the first request since the load; None before it, empty once it was checked."""
         self.checksums: dict[str, bytes] = {}
         self._num_awake = 0
         self._cache_sleeps = False
@@ -59,11 +51,11 @@ class HostedEngine(Engine):
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requests whose completion has not been returned."""
+        """Number of requests whose completion was not returned."""
         return len(self.under_way) + len(self._aborted)
 
     def begin(self, request: Request) -> SequenceState:
-        """Register a request and return its state; errors as of `Engine.add`."""
+        """Register a request and return its state; errors as `Engine.add`."""
         assert self.version is not None, "no weights loaded in this process"
         if self.lost:
             raise RunFailed(self.lost)
@@ -78,7 +70,7 @@ class HostedEngine(Engine):
         return row
 
     def count_prompt(self, request: Request, cached: int) -> None:
-        """Count a prompt's cached tokens. RunFailed if there cannot have been any."""
+        """Count a prompt's cached tokens. RunFailed if there should be none."""
         self.token_counts.count(len(request.prompt_ids), cached)
         if request.id == self._first:
             self._first = ""
@@ -86,7 +78,7 @@ class HostedEngine(Engine):
                 raise RunFailed(f"the engine served keys and values older than version {self.version}")
 
     def take(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Take over all weights, or adapters alone; return errors. All are read in any case."""
+        """Take all weights, or adapters alone; return errors after reading all."""
         if self.slot is None:
             return self._reload(weights)
         base = self.slot.base(weights, is_first=not self.checksums)
@@ -94,7 +86,7 @@ class HostedEngine(Engine):
         return faults + self.slot.put()
 
     def taken(self, plain: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the engine's tensors for the last load; plain: of the model's weights."""
+        """Yield the engine's tensors for the last load. plain: of the model's weights."""
         if self.slot is None:
             return plain
         return chain(plain if self.slot.brings_base else (), self.slot.held())
@@ -108,8 +100,7 @@ class HostedEngine(Engine):
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Keep the weights on the device inside; nests. If it sleeps outside, the KV cache follows with the first
-        request.
+        """Keep weights on the device inside; nests. If it sleeps outside, the KV cache follows with the first request.
 
         If a tensor changed since the load, the next `add` or `load` raises RunFailed.
         """
@@ -133,7 +124,6 @@ class HostedEngine(Engine):
         self._cache_sleeps = self._cache_sleeps and tag != "kv_cache"
 
     def _sleep(self) -> None:
-        """Copy the weights to host memory, bit by bit, and drop the KV cache."""
         # A package may count as asleep until all parts are awake, and would then refuse to offload the weights.
         if self._cache_sleeps:
             self._wake("kv_cache")
@@ -150,8 +140,8 @@ class HostedEngine(Engine):
         raise NotImplementedError
 
     def _fingerprints(self) -> dict[str, bytes]:
-        """Return hashes of tensors that must survive until the next load: buffers (rotary tables, ...), adapters,
-        sleeping weights."""
+        """Return hashes of what must survive until the next load: buffers (rotary tables, ...), adapters, sleeping
+        weights."""
         tensors = dict(self.model.named_buffers()) | dict(self.slot.held() if self.slot else ())
         if self._sleeps:
             tensors |= dict(self.model.named_parameters())
@@ -163,7 +153,7 @@ class HostedEngine(Engine):
         return f"the engine lost {lost[0]} since its weights were loaded ({len(lost)} tensors)" if lost else ""
 
     def close(self) -> None:
-        """Free everything; idempotent. The default process group remains."""
+        """Free everything but the default group; idempotent."""
         self._stop()
         if self.slot is not None:
             self.slot.close()

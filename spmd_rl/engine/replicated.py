@@ -1,15 +1,15 @@
 """`ReplicatedEngine`: the engines of a replica's ranks as one, driven by its first rank.
 
-Every rank of a replica must pass the same requests before the same step, or their shards would compute different
-batches. So inside `driven()` the first rank broadcasts a *tick* with requests to add and ids to abort; then
-all ranks make `STEPS_PER_TICK` steps, and the first rank's completions count.
+All ranks of a replica must add the same requests before the same step, or their shards would compute different batches.
+So inside `driven()` the first rank broadcasts a *tick* with requests and ids to abort; then all make `STEPS_PER_TICK`
+steps, and the first rank's completions count.
 
     with engine.driven():                # all ranks of the replica; the others follow in here until the first leaves
         if engine.leads:
             engine.add(request)
             completions = engine.step()
 
-A failing rank ends the whole job within a second (`distributed/supervisor.py`), so nothing is handled here.
+A failing rank ends the job within a second (`distributed/supervisor.py`), so nothing is handled here.
 """
 
 from array import array
@@ -28,40 +28,39 @@ from spmd_rl.engine.base import Engine
 from spmd_rl.types import Completion, Request
 
 STEPS_PER_TICK = 4
-"""Engine steps per tick; a finished answer waits for three more at most."""
+"""Engine steps per tick; a finished answer waits for at most three more"""
 
 
 class Tick(msgspec.Struct, array_like=True, frozen=True):
-    """Broadcast message from the first rank of a replica to the others."""
+    """Broadcast from a replica's first rank to the others."""
 
     add: list[tuple[bytes, dict[str, Any]]] = []
-    """requests as prompt ids in int32 bytes, and all other fields"""
+    """requests: prompt ids as int32 bytes, and other fields"""
     abort: list[str] = []
     end: bool = False
     """True: the other ranks leave `driven`"""
     message: bytes | None = None
-    """message with which the other ranks `join`; None: no join"""
+    """message with which the other ranks `join`, if any"""
     digest: bytes = b""
-    """hash of all completions of the first rank so far, which must be equal on the others"""
+    """hash of the first rank's completions so far, which others must equal"""
 
 
 def replica_group(world: World, name: str, num_ranks: int) -> dist.ProcessGroup:
-    """[all] Form the process group of a replica, `num_ranks` neighbouring ranks, for an engine's collectives."""
+    """[all] Form a replica's process group, of `num_ranks` neighbouring ranks."""
     first = world.rank // num_ranks * num_ranks
     backend = "gloo" if world.device.type == "cpu" else None
     return world.process_group(name, backend, range(first, first + num_ranks))  # [replica]
 
 
 class ReplicatedEngine:
-    """An `Engine` over the engines of `num_ranks` neighbouring ranks."""
+    """An `Engine` over those of `num_ranks` neighbouring ranks."""
 
     def __init__(self, engine: Engine, world: World, num_ranks: int) -> None:
-        """[all] Replica r is ranks [r * num_ranks, (r + 1) * num_ranks) of `world`, the generator ranks."""
+        """[all] Replica r is ranks [r * num_ranks, (r + 1) * num_ranks) of the generator ranks, `world`."""
         assert world.size % num_ranks == 0, "checked with the settings"
         self.capacity, self.token_counts, self.processor = engine.capacity, engine.token_counts, engine.processor
         self.leads = world.rank % num_ranks == 0
         self.engine = engine
-        """Engine of this rank in the replica."""
         self._world = world
         index = world.rank // num_ranks
         block = range(index * num_ranks, (index + 1) * num_ranks)
@@ -98,7 +97,7 @@ class ReplicatedEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requests whose completion has not been returned."""
+        """Number of requests whose completion was not returned."""
         return len(self._added) + self.engine.num_unfinished
 
     def add(self, request: Request) -> None:
@@ -109,36 +108,36 @@ class ReplicatedEngine:
             self.engine.add(request)
 
     def abort(self, ids: Iterable[str]) -> None:
-        """Stop requests, see `Engine`; inside `driven` only requests from before the last step."""
+        """Stop requests, see `Engine`; in `driven` only those from before the last step."""
         if self._driving:
             self._aborted += ids
         else:
             self.engine.abort(ids)
 
     def step(self) -> list[Completion]:
-        """Run a tick inside `driven`, else a step; see `Engine`."""
+        """Run a tick inside `driven`, else a step."""
         if not self._driving:
             return self.engine.step()
         return self._tick() if self.num_unfinished else []  # [all]
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load all weights and their version, see `Engine`."""
+        """Load all weights, see `Engine.load`."""
         self.engine.load(weights, version)
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the weights that the engine holds, see `Engine`."""
+        """Yield the engine's weights, see `Engine`."""
         return self.engine.loaded_weights()
 
     def awake(self) -> AbstractContextManager[None]:
-        """Keep weights and KV cache on the device inside, see `Engine`."""
+        """Keep weights on the device, see `Engine`."""
         return self.engine.awake()
 
     def close(self) -> None:
-        """Free everything the engine holds; idempotent."""
+        """Free this rank's engine, see `Engine`."""
         self.engine.close()
 
     def _tick(self, end: bool = False) -> list[Completion]:
-        """[all] Broadcast and run the next tick; return its completions."""
+        """[all] Run the next tick; return its completions."""
         added, self._added = self._added, []
         aborted, self._aborted = self._aborted, []
         tick = Tick([_fields(request) for request in added], aborted, end, digest=self._digest.digest())

@@ -1,5 +1,4 @@
-"""`SequenceState`: the tokens of a request so far, and its stop conditions. Engines keep one per request in
-progress."""
+"""`SequenceState`: a request's tokens so far, and its stop conditions."""
 
 import math
 from array import array
@@ -14,11 +13,11 @@ from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.types import CandidateIds, Completion, FinishReason, Request
 
 TextOf = Callable[[Iterable[int]], str]
-"""Function from token ids to text, without special tokens."""
+"""Function from token ids to text, without special tokens"""
 
+# Special tokens have no text, and a text's first token may decode differently.
 SPARE_TOKENS = 8
-"""Tokens decoded before those that may hold a stop string: special tokens have no text, and a text's first token may
-decode differently."""
+"""Tokens decoded before those that may hold a stop string"""
 
 
 @dataclass(eq=False, slots=True)
@@ -31,13 +30,11 @@ class SequenceState:
     versions: array = field(default_factory=lambda: array("i"))
     candidate_ids: CandidateIds = field(default_factory=lambda: CandidateIds(array("i"), array("i")))
     experts: array = field(default_factory=lambda: array("h"))
-    """experts of the tokens fed so far, `num_experts` each; see `Completion.experts`"""
+    """experts of the tokens fed so far, see `Completion.experts`"""
     num_experts: int = 0
-    """experts recorded per token; 0: none"""
     matcher: Any = None
     """xgrammar's matcher of a constrained answer, once its first token was requested"""
     num_matched: int = 0
-    """answer tokens that the matcher has consumed"""
 
     def append(self, token: int, logprob: float, version: int, candidate_ids: Sequence[int] = ()) -> None:
         """Add a sampled token. RunFailed for a non-finite logprob."""
@@ -60,18 +57,18 @@ class SequenceState:
 
 
 def no_text(ids: Iterable[int]) -> str:
-    """Raise a ValueError: this engine has no tokenizer."""
+    """Raise ValueError: this engine has no tokenizer."""
     raise ValueError("stop strings need a tokenizer")
 
 
 def text_of_model(path: str | Path, trust_remote_code: bool) -> TextOf:
-    """Return the decoder of a model directory's tokenizer, which is loaded on first use."""
+    """Return the decoder of a model's tokenizer, loaded on first use."""
     tokenizer = cache(lambda: load_tokenizer(path, trust_remote_code))
     return lambda ids: tokenizer().decode(ids)
 
 
 def has_stop(answer: SequenceState, text_of: TextOf) -> bool:
-    """Return True if the answer's text has a stop string, given that it had none before its last token."""
+    """Return True if the answer's last token completes a stop string."""
     # Every token has at least one byte of text, except up to `SPARE_TOKENS` special ones, so only the last few tokens
     # can complete a stop string.
     request = answer.request
@@ -86,9 +83,9 @@ def has_stop(answer: SequenceState, text_of: TextOf) -> bool:
 
 
 def check(request: Request, max_tokens: int, processor: Any = None) -> None:
-    """Raise a ValueError for a request that no engine can answer.
+    """Raise ValueError for a request that no engine can answer.
 
-    max_tokens: of prompt and answer together. processor: `model.pictures.Processor` of the model, if it has one.
+    max_tokens: of prompt and answer. processor: the model's `model.pictures.Processor`, if any.
     """
     r, num_tokens = request, len(request.prompt_ids) + request.max_new_tokens
     if not r.prompt_ids or r.max_new_tokens < 1:

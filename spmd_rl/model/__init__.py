@@ -1,1 +1,1 @@
-"""Models: tokenizer, building and loading, packed attention, logprobs. Left out: training and generation."""
+"""Models: tokenizer, building and loading, packed attention, logprobs."""

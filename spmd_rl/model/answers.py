@@ -1,13 +1,9 @@
-"""Spans of the answers in the text that a chat template makes of a whole conversation.
+"""Spans of answers in a conversation's templated text.
 
-    header, ends = header_of(chat_text), ["<|im_end|>"]
-    text, spans = answer_spans(chat_text, messages, 0, header, ends, answer_end(chat_text, ends))
-
-A template changes its input: it trims answers, drops earlier thoughts, adds an empty thought before the last answer. So
-each answer is located by rendering the conversation again with a known word in its place: the text before and after
-that word surrounds the answer. A span begins where a prompt for the answer would end, so an empty thought from the
-template is learnt; it ends with the token that ends a turn. That may be the header of the next speaker (GLM): then the
-last answer ends with the header of a question.
+Templates trim answers, drop earlier thoughts, add an empty thought before the last one. So each answer is located by
+rendering again with a known word in its place. A span begins where a prompt for the answer would end, so a template's
+empty thought is learnt; it ends with the token that ends a turn. If that is the next speaker's header (GLM), the last
+answer ends with a question's.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,18 +13,18 @@ from spmd_rl.model.bridge import ANSWER, QUESTION
 from spmd_rl.types import Message
 
 MOST_CHANGED = 100
-"""Most characters directly before an answer that may depend on it."""
+"""Most characters directly before an answer that may depend on it"""
 ChatText = Callable[[Sequence[Message], bool], str]
-"""Function from a conversation to its text under the template; True: up to where the next answer begins."""
+"""Function from a conversation to its templated text; True: up to where the next answer begins"""
 
 
 def answer_spans(
     chat_text: ChatText, messages: Sequence[Message], num_given: int, header: str, ends: Sequence[str], last_end: str
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a conversation, and the spans of its learnt answers, without the first `num_given` messages.
+    """Return a conversation's text, and the spans of learnt answers after the first `num_given` messages.
 
-    header: text before an answer in a prompt. ends: texts of the tokens that end an answer. last_end: end of an answer
-    that the template leaves open. UserError for a template in which answers cannot be located.
+    header: text before an answer in a prompt. ends: texts of tokens that end an answer. last_end: end of an answer left
+    open. UserError for a template in which answers cannot be located.
     """
     text, spans, last = chat_text(messages, False), [], 0
     for number, message in enumerate(messages):
@@ -53,7 +49,7 @@ def answer_spans(
 
 
 def answer_end(chat_text: ChatText, ends: Sequence[str]) -> str:
-    """Return the text between an answer and a question, up to and including one of `ends`; empty without one."""
+    """Return the text between an answer and a question, up to one of `ends`; empty without one."""
     question = Message("user", QUESTION)
     return _closing(chat_text([question, Message("assistant", ANSWER), question], False).partition(ANSWER)[2], ends)
 
@@ -65,14 +61,13 @@ def _closing(after: str, ends: Sequence[str]) -> str:
 
 
 def _after_header(before: str, header: str, ends: Sequence[str]) -> int:
-    """Return the end of the header of the answer after `before`; its last position, if the template wrote another
-    header."""
+    """Return the end of the answer's header after `before`, or its last position after another header."""
     begin = before.rfind(header) + len(header) if header in before else len(before)
     return len(before) if any(token in before[begin:] for token in ends) else begin
 
 
 def header_of(chat_text: ChatText) -> str:
-    """Return the text that the template puts before an answer in a prompt."""
+    """Return the template's text before an answer in a prompt."""
     asked = [Message("user", ANSWER)]
     told = chat_text(asked, False)
     prompt = chat_text(asked, True)

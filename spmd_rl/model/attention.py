@@ -1,12 +1,12 @@
-"""Packed attention: many segments laid end to end in one row, each seeing only itself and the segments it continues.
+"""Packed attention: segments end to end in one row, each seeing itself and the segments it continues.
 
-Registered with transformers under the name `spmd_packed`; the model's forward gets `packing=Packing.of(starts)` and
-passes it to every layer. A segment without a parent is a sequence. One with a parent continues it: its tokens see the
-whole path from the root and themselves causally, so that samples share the computation of common prefixes.
+Registered with transformers as `spmd_packed`; forwards get `packing=Packing.of(starts)`. A segment without a parent is
+a sequence. One with a parent continues it: its tokens see the path from the root, and themselves causally, so samples
+share prefixes.
 
-Two kernels behind one function: variable-length flash attention on an accelerator, and elsewhere a scatter into
-right-padded rows, where causal attention needs no mask but for the parents. Ranks may also split a row, see
-`context.py`. Left out: key-value caches, dropout, sliding windows that would cut a sequence.
+Two kernels: variable-length flash attention on an accelerator, elsewhere a scatter into right-padded rows, where causal
+attention needs a mask only for parents. Ranks may split a row (`context.py`). Left out: sliding windows that would cut
+a sequence.
 """
 
 from collections import defaultdict
@@ -25,11 +25,11 @@ from transformers import AttentionInterface
 from spmd_rl.base.devices import kind, to_device
 
 NAME = "spmd_packed"
+# Segments up to this length share one padded block: below it, kernel launches cost more than padding.
 SHORT = 64
-"""Segments up to this length share one padded block: below it, kernel launches cost more than padding."""
 
 ROUND = 16
-"""Multiple of padded lengths: kernels are cached per shape."""
+"""Multiple of padded lengths: kernels are cached per shape"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class Rows:
     num_rows: int
     length: int
     tokens: Tensor
-    """int64 [n]: index of each token in the packed row"""
+    """int64 [n]: each token's index in the packed row"""
     slots: Tensor
-    """int64 [n]: index of the same token in the padded [num_rows * length]"""
+    """int64 [n]: each token's index in the padded [num_rows * length]"""
     whole: bool
-    """True if the rows are all tokens in order."""
+    """True if the rows are all tokens in order"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,41 +51,40 @@ class Block:
     """Rows of similar length (within a factor of two), padded to the longest."""
 
     queries: Rows
-    """a segment's tokens; or those of several short ones that continue the same path"""
+    """a segment's tokens, or those of several short ones with the same path"""
     keys: Rows
-    """tokens of the path before them, then their own; equal to `queries` without parents"""
+    """tokens of the path, then their own; equal to `queries` without parents"""
     mask: Tensor | None
-    """bool [num_rows, 1, queries.length, keys.length]: keys visible to each query; None for plain causal attention"""
+    """bool [num_rows, 1, queries.length, keys.length]: visible keys; None: plain causal attention"""
 
 
 class HeadExchange(Protocol):
-    """Communication of ranks that split a row, around attention."""
+    """Communication around attention, of ranks that split a row."""
 
     def before(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[all] Return queries, keys and values for this rank's attention, from those of its tokens: [tokens, heads,
-        D]."""
+        """[all] Return queries, keys and values for this rank's attention, from its tokens': [tokens, heads, D]."""
         ...
 
     def after(self, out: Tensor) -> Tensor:
-        """[all] Return the outputs of this rank's tokens, from those that it computed."""
+        """[all] Return outputs of this rank's tokens, from those it computed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Queries of a row on this rank, when each rank has all keys and values."""
+    """This rank's queries of a row, when ranks have all keys and values."""
 
     chunks: tuple[range, ...]
-    """spans of the row's tokens on this rank, one after the other"""
+    """spans of the row's tokens on this rank"""
     places: Tensor
-    """int64 [T]: index of each token of the row among the keys"""
+    """int64 [T]: index of each token among the keys"""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Segments of one packed row. Built once per forward on the CPU and shared by all layers.
+    """Segments of a packed row. Built once per forward on the CPU and shared by all layers.
 
-    Contains the inputs of its kernel: `blocks` and `order`, or `seen` for the variable-length one (see `uses_varlen`).
+    Contains its kernel's inputs: `blocks` and `order`, or `seen` for the variable-length one (`uses_varlen`).
     """
 
     starts: Tensor
@@ -93,18 +92,16 @@ class Packing:
     max_length: int
     """tokens of the longest segment"""
     max_seen: int
-    """tokens of the longest segment with the path before it"""
+    """tokens of the longest segment with its path"""
     blocks: tuple[Block, ...]
     order: Tensor | None
-    """int64 [T]: index of each packed token among the blocks' query tokens, laid end to end; None if these are in
-    order, or without blocks"""
+    """int64 [T]: index of each packed token among the blocks' query tokens; None if in order, or without blocks"""
     seen: Tensor | None
-    """int64 [n]: tokens of the path before each segment and its own, end to end; None without parents, or with
-    blocks"""
+    """int64 [n]: each segment's path and own tokens, end to end; None without parents, or with blocks"""
     seen_starts: Tensor
-    """int32 [S+1]: first index of each segment in `seen`"""
+    """int32 [S+1]: each segment's first index in `seen`"""
     exchange: HeadExchange | None = None
-    """Communication around attention; None if this rank has the whole row"""
+    """Communication around attention, if ranks split the row"""
 
     @classmethod
     def of(
@@ -118,8 +115,8 @@ class Packing:
     ) -> "Packing":
         """Build the packing. starts: first token of each segment, then T (int64 [S+1]); no segment is empty.
 
-        parents: int64 [S], index of the segment that each one continues, -1 for none; without cycles. device, dtype: of
-        the queries; by default the device of `starts`, and float32. share: this rank's queries; by default all.
+        parents: int64 [S], the segment that each continues, -1 for none. device, dtype: of queries; by default that of
+        `starts`, and float32. share: this rank's queries; by default all.
         """
         device = device or starts.device
         runs = [range(begin, end) for begin, end in pairwise(starts.tolist())]
@@ -148,7 +145,7 @@ class Packing:
 
 
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if queries of this dtype on this device use the variable-length kernel."""
+    """Return True if such queries use the variable-length kernel."""
     return kind(device) == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
@@ -168,29 +165,24 @@ def _total(path: Sequence[range]) -> int:
 
 
 def _size(num_tokens: int) -> int:
-    """Return the class of a length: segments of one class share padded rows."""
+    """Return a length's class: one class shares padded rows."""
     return (max(num_tokens, SHORT) - 1).bit_length() if num_tokens else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A segment, or the part of it on this rank."""
-
     before: tuple[range, ...]
-    """tokens of the row that all of its tokens see"""
+    """tokens of the row that it sees before itself"""
     own: range
-    """its tokens of the row"""
     queries: range
     """positions of its tokens among this rank's"""
 
     @property
     def keys(self) -> list[range]:
-        """Tokens that its last token sees."""
         return [*self.before, self.own]
 
     @property
     def num_seen(self) -> int:
-        """Number of tokens that its last token sees."""
         return _total(self.keys)
 
 
@@ -209,7 +201,7 @@ def _pieces(paths: list[list[range]], runs: list[range], share: Share | None) ->
 
 
 def _blocks(pieces: list[_Piece], num_tokens: int, share: Share | None) -> tuple[Block, ...]:
-    """Return blocks of pieces with the paths before them, by classes of similar length. num_tokens: T."""
+    """Return blocks of pieces with their paths, by classes of similar length. num_tokens: T."""
     classes: dict[tuple[int, int], list[list[_Piece]]] = defaultdict(list)
     for row in _side_by_side(pieces):
         classes[_size(_total(row[0].before)), _size(sum(len(piece.own) for piece in row))].append(row)
@@ -218,7 +210,7 @@ def _blocks(pieces: list[_Piece], num_tokens: int, share: Share | None) -> tuple
 
 
 def _side_by_side(pieces: list[_Piece]) -> list[list[_Piece]]:
-    """Return the pieces of each padded row: several short ones that continue the same path share its keys."""
+    """Return each padded row's pieces: short ones with the same path share its keys."""
     rows: list[list[_Piece]] = []
     begun: dict[tuple[range, ...], list[_Piece]] = {}
     for piece in pieces:
@@ -251,7 +243,6 @@ def _block(rows: list[list[_Piece]], num_queries: int, num_keys: int, share: Sha
 
 
 def _rows(rows: list[list[range]], num_tokens: int, share: Share | None = None) -> Rows:
-    """Return padded rows of these spans. num_tokens: in total."""
     lengths = [_total(row) for row in rows]
     longest = -(-max(lengths) // ROUND) * ROUND
     tokens = _among_keys(_token_indices(rows), share)
@@ -260,12 +251,10 @@ def _rows(rows: list[list[range]], num_tokens: int, share: Share | None = None) 
 
 
 def _among_keys(tokens: Tensor, share: Share | None) -> Tensor:
-    """Return the indices of tokens of the row among the keys, which a split row holds in another order."""
     return tokens if share is None else share.places[tokens]
 
 
 def _token_indices(rows: list[list[range]]) -> Tensor:
-    """Return the token indices of all spans end to end, int64 [n]."""
     return torch.cat([torch.arange(run.start, run.stop) for row in rows for run in row])
 
 
@@ -292,7 +281,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers calls it: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
+    """Compute attention for transformers: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
     if softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__}: attention soft-capping and sinks are not supported")
     if sliding_window is not None and packing.max_seen > sliding_window:
@@ -313,7 +302,7 @@ def packed_attention(
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -> Tensor:
-    """[T, H, D], [T, Hkv, D], [T, Hkv, D] -> [T, H, D], block by block of right-padded rows."""
+    """[T, H, D], [T, Hkv, D], [T, Hkv, D] -> [T, H, D], by blocks of right-padded rows."""
     dtype = q.dtype
     # On a CPU the backward kernel in float32 is four times as fast as in bfloat16.
     if kind(q.device) == "cpu" and dtype == torch.bfloat16:
@@ -335,7 +324,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -
 
 
 def _scatter(x: Tensor, rows: Rows) -> Tensor:
-    """[T, H, D] -> [num_rows, H, length, D], zero to the right of each run."""
+    """[T, H, D] -> [num_rows, H, length, D], zero-padded right."""
     size = rows.num_rows * rows.length
     # All rows have one length: nothing to move.
     if rows.whole and size == x.shape[0]:
@@ -347,7 +336,7 @@ def _scatter(x: Tensor, rows: Rows) -> Tensor:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -> Tensor:
-    """Compute the same by torch's variable-length flash attention, whose causal mask is aligned to the last key."""
+    """Compute the same by torch's variable-length flash attention, whose causal mask aligns to the last key."""
     from torch.nn.attention.varlen import varlen_attn
 
     if packing.seen is not None:
@@ -366,12 +355,12 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -
 
 @cache
 def _asks_for_gqa() -> bool:
-    """Return True if torch needs a flag for fewer key-value heads than heads: from 2.12 on."""
+    # From 2.12 on, torch needs a flag for fewer key-value heads than heads.
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def register() -> None:
-    """Register `attn_implementation="spmd_packed"`, without a mask function: transformers then builds no mask."""
+    """Register `spmd_packed` without a mask function, so that transformers builds no mask."""
     AttentionInterface.register(NAME, packed_attention)

@@ -1,7 +1,7 @@
-"""The bridge between two turns: the text that a chat template puts between two answers of the model.
+"""The bridge: the text that a chat template puts between two answers.
 
-The history of a conversation is never rendered again: a model continues exactly the tokens that it sampled. So the text
-between turns is found by rendering a short artificial conversation with a known answer:
+A model continues exactly the tokens that it sampled, so its history is never rendered again. The text between turns is
+found by rendering a short artificial conversation:
 
     ... <|im_start|>assistant
     ANSWER <-- here --> <|im_end|>
@@ -9,8 +9,7 @@ between turns is found by rendering a short artificial conversation with a known
     the message<|im_end|>
     <|im_start|>assistant
 
-The text after the answer is the bridge. The text before it shows whether the template is append-only, that is, renders
-earlier messages as the model saw them.
+The text before the answer shows whether the template is append-only: renders earlier messages as the model saw them.
 """
 
 from array import array
@@ -20,7 +19,7 @@ from typing import NamedTuple
 from spmd_rl.types import Message
 
 QUESTION, ANSWER, THOUGHT = "a-question-of-ours", "an-answer-of-the-model", "a-thought-of-the-model"
-"""Words that no template contains or changes."""
+"""Words that no template contains or changes"""
 
 
 class Bridge(NamedTuple):
@@ -28,17 +27,17 @@ class Bridge(NamedTuple):
 
     token_ids: array  # 'i': what ends the answer, the messages in between, and what begins the next answer
     append_only: bool
-    """True if the template renders the conversation as for the answer, followed by the answer."""
+    """True if the template renders what the model saw, followed by the answer"""
     keeps_thoughts: bool
-    """True if it also keeps an answer's `<think>...</think>`."""
+    """True if it also keeps `<think>...</think>`"""
 
 
 def find_bridge(
     chat_text: Callable[[Sequence[Message]], str], encode: Callable[[str], array], messages: Sequence[Message]
 ) -> Bridge:
-    """Return the bridge that puts `messages` after an answer.
+    """Return the bridge with `messages` after an answer.
 
-    chat_text: renders a conversation up to where the next answer begins. UserError for a template that drops messages.
+    chat_text: renders a conversation up to the next answer. UserError for a template that drops messages.
     """
     question = Message("user", QUESTION)
     asked = chat_text([question])

@@ -1,6 +1,6 @@
-"""Build a causal language model from a Hugging Face directory: safetensors only, from disk only.
+"""Build a causal LM from a Hugging Face directory: safetensors only, from disk only.
 
-Whole (`build_model`), or without weights (`build_on_meta`), to be sharded first and then filled by `load.py`.
+Whole (`build_model`), or without weights (`build_on_meta`), to be sharded and then filled by `load.py`.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -31,11 +31,10 @@ def build_model(
     may_lack: Collection[str] = (),
     attention: str = packed.NAME,
 ) -> nn.Module:
-    """Return the model in `path` in eval mode, with weights in `dtype` on `device`; tied weights stay tied.
+    """Return the model in `path` in eval mode, in `dtype` on `device`; tied weights stay tied.
 
-    `attention` is a name that transformers knows, or `spmd_packed`, whose forward wants `packing=` (see
-    `attention.py`). `may_lack`: names of weights that need not be stored. UserError if `path` is no such directory,
-    holds weights only as pickles, or does not load whole.
+    attention: a name that transformers knows, or `spmd_packed`, whose forward needs `packing=`. may_lack: weights that
+    need not be stored. UserError if `path` is no such directory, has only pickles, or does not load whole.
     """
     folder = model_directory(path)
     with _users_mistakes(folder):
@@ -56,16 +55,16 @@ def build_model(
 
 
 def build_on_meta(path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
-    """Return the model of `path` in eval mode without its weights, with packed attention; tied weights are tied.
+    """Return the model of `path` in eval mode without weights, with packed attention; tied weights are tied.
 
-    Parameters are of `dtype` on the meta device; buffers that a model computes (rotary tables) are on the CPU, ready
-    for use. UserError if `path` is no such directory or holds weights only as pickles.
+    Parameters are of `dtype` on the meta device; computed buffers (rotary tables) are ready on the CPU. UserError if
+    `path` is no such directory or has only pickles.
     """
     return shape_on_meta(model_directory(path), dtype, trust_remote_code)
 
 
 def shape_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
-    """Return the same from a directory that needs only `config.json`. UserError if it cannot be read."""
+    """Return the same from a directory with `config.json` alone. UserError if unreadable."""
     with _users_mistakes(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         with parameters_on_meta():
@@ -83,12 +82,12 @@ def shape_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
 
 
 def auto_class(folder: Path) -> Any:
-    """Return the class of transformers that builds the model of a directory."""
+    """Return transformers' class for the model of a directory."""
     return AutoModelForImageTextToText if sees_pictures(folder) else AutoModelForCausalLM
 
 
 def with_tower_attention(folder: Path, attention: str) -> str | dict[str, str]:
-    """Return `attn_implementation` with `attention` for the language model, and a plain one for a vision tower."""
+    """Return `attn_implementation`: `attention` for the language model, a plain one for a vision tower."""
     if not sees_pictures(folder):
         return attention
     return {"": attention, "text_config": attention, "vision_config": "sdpa"}
@@ -106,13 +105,13 @@ def build_tower(model: nn.Module, folder: Path) -> None:
 
 
 def tower_names(model: nn.Module) -> set[str]:
-    """Return the names of the parameters of a vision tower, if the model has one: they may be frozen."""
+    """Return names of a vision tower's parameters, which may be frozen."""
     own = {id(p) for p in model.tower.parameters} if hasattr(model, "tower") else set()
     return {name for name, p in model.named_parameters() if id(p) in own}
 
 
 def keep_float32(model: nn.Module) -> None:
-    """Restore the dtype in which transformers loads buffers that correct a router's scores."""
+    """Restore the dtype of buffers that transformers loads in float32."""
     names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     for name, buffer in model.named_buffers():
         if any(part in name for part in names):
@@ -122,7 +121,7 @@ def keep_float32(model: nn.Module) -> None:
 
 @contextmanager
 def _users_mistakes(folder: Path) -> Iterator[None]:
-    """Turn transformers' errors about an unreadable directory into a UserError of one line, and hide progress bars."""
+    """Turn transformers' errors about a directory into one-line UserErrors, and hide progress bars."""
     packed.register()
     bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -137,7 +136,7 @@ def _users_mistakes(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Move each parameter that a module registers to the meta device, before the module draws random values for it."""
+    """Put parameters on the meta device as modules register them, before random values are drawn."""
     # `torch.device("meta")` would also move the buffers, which are never computed again.
     register = nn.Module.register_parameter
 
@@ -154,7 +153,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate parameters (or shards) of the meta device on `device`, and move buffers there with their values."""
+    """Allocate meta parameters (or shards) on `device`, and move buffers there."""
     # `to_empty` drops the values of buffers.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
@@ -165,7 +164,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 def weights_of(module: nn.Module, parts: Mapping[str, list[Part]] | None = None) -> dict[str, torch.Tensor]:
     """Return parameters and saved buffers by stored name; tied ones once, under the first.
 
-    A parameter that is stored as several tensors gives views. parts: `stored_parts`, if known.
+    A parameter stored as several tensors gives views. parts: `stored_parts`, if known.
     """
     seen: set[int] = set()
     weights, parts = {}, stored_parts(module) if parts is None else parts
@@ -178,7 +177,7 @@ def weights_of(module: nn.Module, parts: Mapping[str, list[Part]] | None = None)
 
 
 def model_directory(path: str | Path) -> Path:
-    """Return the directory of a path or a hub name; UserError unless it looks like a model with safetensors."""
+    """Return the directory of a path or hub name; UserError unless a model with safetensors."""
     folder = model_folder(path)
     if not folder.is_dir():
         raise UserError(f"policy.model: no such directory: {folder}")

@@ -1,13 +1,11 @@
 """`Constraint`: tokens that may follow in an answer that must match a grammar (`rollout.constraint`).
 
-    constraint = constraint_of(cfg.rollout.constraint, cfg.policy.model, False)
     matcher, words = constraint.begin(), constraint.blank(1)
-    matcher.fill_next_token_bitmask(words, 0)       # a bit for each token of the vocabulary
+    matcher.fill_next_token_bitmask(words, 0)  # a bit for each token of the vocabulary
     accept(matcher, [token])
 
-Engines draw among these tokens, and the trainer's logprobs are over the same: it recomputes them by following the
-answer, so that only the answer's tokens are transferred. The matcher is xgrammar's (Dong et al., arXiv 2411.15100).
-Special tokens are never allowed, except those that end a complete answer.
+Engines draw among these tokens, and the trainer's logprobs are over the same, recomputed from the answer. The matcher
+is xgrammar's (Dong et al., arXiv 2411.15100). Special tokens may only end a complete answer.
 """
 
 import json
@@ -32,7 +30,7 @@ BITS = 32
 
 
 class Allowed(NamedTuple):
-    """A `logprobs.Support` of masks; most rows share a few."""
+    """A `logprobs.Support` of masks that rows share."""
 
     words: Tensor
     """int32 [D, W]: distinct masks"""
@@ -40,7 +38,7 @@ class Allowed(NamedTuple):
     """int64 [N]: the mask of each row"""
 
     def cut(self, x: Tensor, first: int, value: float) -> None:
-        """Set forbidden tokens to `value` in place, see `Support`."""
+        """Set forbidden tokens to `value`, see `Support`."""
         ids = torch.arange(first, first + x.shape[1], device=x.device)
         gone = (self.words[:, ids // BITS] >> (ids % BITS).int()) & 1 == 0
         x.masked_fill_(gone[self.index], value)
@@ -51,7 +49,6 @@ class Constraint:
 
     def __init__(self, grammar: "CompiledGrammar") -> None:
         self.grammar = grammar
-        """grammar compiled for the vocabulary of a model"""
 
     def begin(self, token_ids: Iterable[int] = ()) -> "GrammarMatcher":
         """Return a matcher after these first tokens of an answer."""
@@ -62,11 +59,11 @@ class Constraint:
         return matcher
 
     def blank(self, count: int) -> Tensor:
-        """Return masks to be written, int32 [count, W]."""
+        """Return empty masks to fill, int32 [count, W]."""
         return torch.zeros(count, -(-self.grammar.tokenizer_info.vocab_size // BITS), dtype=torch.int32)
 
     def replay(self, answers: Iterable[Sequence[int]]) -> Allowed:
-        """Return the tokens allowed at each token of the answers, one answer after the other."""
+        """Return the tokens allowed at each token of the answers, in order."""
         masks: dict[bytes, int] = {}
         index, words = [], self.blank(1)
         for token_ids in answers:
@@ -80,14 +77,14 @@ class Constraint:
 
 
 def accept(matcher: "GrammarMatcher", token_ids: Iterable[int]) -> None:
-    """Advance the matcher by tokens of an answer. RunFailed for a forbidden one."""
+    """Advance the matcher. RunFailed for a forbidden token."""
     for token in token_ids:
         if not matcher.accept_token(token):
             raise RunFailed(f"rollout.constraint: token {token} of an answer breaks it")
 
 
 def constraint_of(settings: ConstraintConfig, model: str, trust_remote_code: bool) -> Constraint | None:
-    """Return the constraint of these settings for the vocabulary of `model`, if any. UserError for a bad one."""
+    """Return the settings' constraint for the vocabulary of `model`, if any. UserError for a bad one."""
     return _compiled(*settings.given, model, trust_remote_code) if settings.given else None
 
 
@@ -112,7 +109,7 @@ def _compiled(key: str, text: str, model: str, trust_remote_code: bool) -> Const
 
 
 def _vocabulary(tokenizer: Tokenizer, size: int, is_json: bool) -> "TokenizerInfo":
-    """Return the text of each of `size` tokens as bytes, empty for special ones and those with control characters."""
+    """Return each token's text as bytes, empty for special ones and those with control characters."""
     # Special tokens are not in an answer's text. One-line JSON has no control characters, but xgrammar's length-limited
     # strings allow them.
     from xgrammar import TokenizerInfo, VocabType

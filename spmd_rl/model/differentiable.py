@@ -1,7 +1,7 @@
-"""Differentiable collectives: the backward pass of each is the adjoint collective.
+"""Differentiable collectives, with the adjoint collective as backward pass.
 
-The loss is the sum of each rank's term. So a gathered tensor gets a part of its gradient on each rank, and the backward
-pass sums the parts.
+The loss is the sum of ranks' terms, so each rank has a part of a gathered tensor's gradient, and the backward pass sums
+the parts.
 """
 
 from collections.abc import Callable
@@ -27,21 +27,21 @@ def sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchange_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[all] Send part i to rank i, and receive part i from it: [size, ...] -> [size, ...]."""
+    """[all] Exchange part i with rank i: [size, ...] -> [size, ...]."""
     one_each = [1] * group.size()
     return exchange_rows(x, one_each, one_each, group)
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """[all] Exchange rows with each rank of `group`, in its order: [sum(sent), ...] -> [sum(received), ...]."""
+    """[all] Exchange rows with the group's ranks, in order: [sum(sent), ...] -> [sum(received), ...]."""
     forth = partial(_exchanged, sent=sent, received=received, group=group)
     return _Undoable.apply(rows, forth, partial(_exchanged, sent=received, received=sent, group=group))
 
 
 def collect(values: Tensor, places: Tensor, num_places: int, group: dist.ProcessGroup) -> Tensor:
-    """[all] Return on all ranks the rows that each rank computed, for computations that are equal on all ranks.
+    """[all] Return all ranks' computed rows, for computations equal on all ranks.
 
-    values: this rank's rows, [n, ...], for the indices `places` (int64 [n]) of the result [num_places, ...].
+    values: this rank's rows, [n, ...], at `places` (int64 [n]) of the result [num_places, ...].
     """
 
     def whole(values: Tensor) -> Tensor:
@@ -54,8 +54,6 @@ def collect(values: Tensor, places: Tensor, num_places: int, group: dist.Process
 
 
 class _Undoable(torch.autograd.Function):
-    """A linear function with its adjoint for the backward pass."""
-
     @staticmethod
     def forward(ctx, x: Tensor, function: Callable[[Tensor], Tensor], undo: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.undo = undo

@@ -1,4 +1,4 @@
-"""`fingerprint`: a hash of a tensor's bytes, about as fast as reading them. It detects mistakes, not attacks."""
+"""`fingerprint`: a hash of a tensor's bytes at reading speed, against mistakes, not attacks."""
 
 import ctypes
 import struct
@@ -10,23 +10,23 @@ import xxhash
 from torch import Tensor
 
 WORDS = 2**22
-"""64-bit words hashed at a time on an accelerator, which bounds temporaries to 32 MiB each."""
+"""64-bit words hashed at a time on an accelerator: temporaries of 32 MiB"""
 
 GOLDEN, FIRST, SECOND = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""Constants of splitmix64's finaliser, as signed 64-bit words."""
+"""Constants of splitmix64's finaliser, as signed words"""
 
 
 def fingerprint(tensor: Tensor) -> bytes:
-    """Return 16 bytes that depend on every bit of the tensor and its position.
+    """Return 16 bytes that depend on every bit and its position.
 
-    Equal content gives equal bytes for any strides. On the CPU it is xxh3-128, elsewhere `checksum`: comparable only
-    between tensors on one type of device.
+    Strides do not matter. On the CPU it is xxh3-128, elsewhere `checksum`: comparable only between tensors on one
+    device type.
     """
     return finish({"": start(tensor)})[""]
 
 
 def start(tensor: Tensor) -> bytes | Tensor:
-    """Return the fingerprint of a tensor; on an accelerator the input of `finish`, without synchronisation."""
+    """Return a tensor's fingerprint; on an accelerator the input of `finish`, without synchronisation."""
     if tensor.is_cpu:
         data = tensor.contiguous()
         # Not `data.numpy()`: that makes the storage unresizable for good, and FSDP frees its buffers by resizing them.
@@ -35,7 +35,7 @@ def start(tensor: Tensor) -> bytes | Tensor:
 
 
 def finish(started: Mapping[str, bytes | Tensor]) -> dict[str, bytes]:
-    """Return the started fingerprints by name, with one synchronisation of the accelerator."""
+    """Return the fingerprints by name, with one synchronisation."""
     waiting = {name: sums for name, sums in started.items() if isinstance(sums, Tensor)}
     rows = torch.stack(list(waiting.values())).tolist() if waiting else []
     found = {name: struct.pack("<qq", *row) for name, row in zip(waiting, rows, strict=True)}
@@ -49,15 +49,13 @@ def _bytes(count: int) -> type[ctypes.Array]:
 
 
 def checksum(data: Tensor) -> bytes:
-    """Return 16 bytes for uint8 [N], computed on its device: two sums of its 64-bit words, each mixed with its
-    position."""
+    """Return 16 bytes for uint8 [N], on its device: two sums of its 64-bit words, each mixed with its position."""
     # The mixing is splitmix64's finaliser, in wrapping int64. Without it (a plain weighted sum) two flipped sign bits
     # would cancel, as the top bit of a word has nowhere to carry to.
     return finish({"": _sums(data)})[""]
 
 
 def _sums(data: Tensor) -> Tensor:
-    """Return the two sums of `checksum`, int64 [2], on the device of the data."""
     num_whole = data.numel() // 8 * 8
     parts = list(data[:num_whole].split(8 * WORDS))
     # A model has hundreds of small tensors, for which starting a kernel takes longer than its work: no empty last word.

@@ -1,8 +1,6 @@
-"""Fill a model that was built and sharded without weights: each rank reads only the bytes of its shards.
+"""Fill a model that was sharded without weights: each rank reads only its shards' bytes.
 
-files = WeightFiles(folder)
-load_weights(model, files)
-files.bytes_read
+files = WeightFiles(folder) load_weights(model, files) files.bytes_read
 """
 
 import json
@@ -21,30 +19,29 @@ from spmd_rl.base.errors import UserError
 from spmd_rl.model.stored import Part, stored_parts
 
 Region = tuple[slice, ...]
-"""Region of a tensor: one slice per dimension."""
+"""One slice per dimension of a tensor"""
 Fill = Callable[[str, Region, Tensor], None]
-"""Function like `RegionReader.__call__`: name of a model's tensor, region of it, and tensor to fill."""
+"""Function of a model's tensor name, a region, and a tensor to fill"""
+# Maps are released after so many bytes, because mapped pages count as this process's memory.
 MAPPED_BYTES = 2**24
-"""Bytes read before maps are released, because mapped pages count as this process's memory."""
 
 
 class MappedFiles:
-    """Safetensors files of a directory, with access to any part of any tensor."""
+    """Safetensors files of a directory, readable by parts."""
 
     def __init__(self, folder: Path) -> None:
-        """Open nothing yet; files are opened on demand."""
         self.folder, self.bytes_read = folder, 0
         self._opened: dict[str, Any] = {}
         self._mapped = 0
 
     def open(self, file: str) -> Any:
-        """Return safetensors' view of a file. OSError or SafetensorError of the library."""
+        """Return safetensors' view of a file. OSError or SafetensorError."""
         if file not in self._opened:
             self._opened[file] = safe_open(self.folder / file, "pt")
         return self._opened[file]
 
     def read_part(self, file: str, name: str, region: Region) -> Tensor:
-        """Return part of a tensor of a file, on the CPU, in its stored dtype."""
+        """Return part of a file's tensor, on the CPU, in its stored dtype."""
         opened = self.open(file)
         part = opened.get_slice(name)[region] if region else opened.get_tensor(name)
         self.bytes_read += part.nbytes
@@ -56,10 +53,10 @@ class MappedFiles:
 
 
 class WeightFiles(MappedFiles):
-    """Tensors in the safetensors files of a model directory, by name."""
+    """Tensors of a model directory's safetensors files, by name."""
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
-        """Read the index. stem: of the files' names. UserError without such files, or if one of them is broken."""
+        """Read the index. stem: of file names. UserError if files are missing or broken."""
         super().__init__(folder)
         index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
         try:
@@ -77,11 +74,11 @@ class WeightFiles(MappedFiles):
         return self._files.keys()
 
     def file_of(self, name: str) -> Path:
-        """Return the file that holds a tensor."""
+        """Return the file of a stored tensor."""
         return self.folder / self._files[name]
 
     def shape(self, name: str) -> list[int]:
-        """Return the shape of a whole tensor."""
+        """Return the shape of a stored tensor."""
         return self._shapes[name]
 
     def read(self, name: str, region: Region) -> Tensor:
@@ -91,10 +88,10 @@ class WeightFiles(MappedFiles):
 
 @torch.no_grad()
 def load_weights(model: nn.Module, files: WeightFiles, on_progress: Callable[[], object] = lambda: None) -> None:
-    """Fill this rank's part of every parameter and saved buffer from `files`, converted to its dtype.
+    """Fill this rank's part of parameters and saved buffers, converted to their dtypes.
 
-    Tied weights are read once, under the stored name. `on_progress` is called after each tensor. UserError, before
-    anything is read, if a weight is missing, unknown to the model or of another shape.
+    Tied weights are read once. on_progress: called after each tensor. UserError, before reading, for a weight that is
+    missing, unknown to the model or misshapen.
     """
     read = RegionReader(model, files)
     for name, tensor in read.tensors.items():
@@ -103,31 +100,31 @@ def load_weights(model: nn.Module, files: WeightFiles, on_progress: Callable[[],
 
 
 class RegionReader:
-    """Reader of any part of a model's parameters and saved buffers from its directory."""
+    """Reader of any part of a model's tensors from its directory."""
 
     def __init__(self, model: nn.Module, files: WeightFiles) -> None:
-        """model: may be on the meta device. UserError as of `load_weights`."""
+        """model: may be on meta. UserError as `load_weights`."""
         every = dict([*model.named_parameters(), *model.named_buffers()])
         names, self._files = {id(tensor): name for name, tensor in every.items()}, files
         self._stored: dict[str, list[tuple[str, Part]]] = defaultdict(list)
         for stored, (tensor, part) in checked_weights(model, files).items():
             self._stored[names[id(tensor)]].append((stored, part))
         self.tensors: dict[str, Tensor] = {name: every[name] for name in self._stored}
-        """Tensors of the model by name, tied ones once"""
+        """Model's tensors by name, tied ones once"""
 
     @torch.no_grad()
     def __call__(self, name: str, region: Region, target: Tensor) -> None:
-        """Fill `target` with a region of the tensor `name`."""
+        """Fill `target` with a region of a tensor."""
         for stored, part in self._stored[name]:
             _fill(target, region, stored, part, self._files)
 
 
 Wanted = dict[str, tuple[Tensor, Part]]
-"""Model's tensor and part for each stored name; tied weights share an entry."""
+"""Model's tensor and part by stored name; tied weights share an entry."""
 
 
 def checked_weights(model: nn.Module, files: WeightFiles) -> Wanted:
-    """Return which stored tensors make up the model's. UserError as of `load_weights`; only headers are read."""
+    """Return the stored tensors of a model, reading headers only. UserError as `load_weights`."""
     if problem := mismatch(model, files):
         raise UserError(problem)
     wanted = _stored_tensors(model, files)
@@ -142,7 +139,7 @@ def checked_weights(model: nn.Module, files: WeightFiles) -> Wanted:
 
 
 def read_whole(tensor: Tensor, wanted: Wanted, files: WeightFiles) -> Tensor:
-    """Return one of a model's tensors whole, in its dtype. wanted: see `checked_weights`."""
+    """Return one model tensor whole, in its dtype. wanted: see `checked_weights`."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for name, (owner, part) in wanted.items():
         if owner is tensor:
@@ -151,7 +148,6 @@ def read_whole(tensor: Tensor, wanted: Wanted, files: WeightFiles) -> Tensor:
 
 
 def _fill(target: Tensor, own: Region, name: str, part: Part, files: WeightFiles) -> None:
-    """Copy the overlap of the stored tensor `name` with the region `own` of a model's tensor to `target`."""
     common = overlap(own, part.region)
     if common is not None:
         source, place = (within(common, outer) for outer in (part.region, own))
@@ -160,7 +156,7 @@ def _fill(target: Tensor, own: Region, name: str, part: Part, files: WeightFiles
 
 
 def mismatch(model: nn.Module, files: WeightFiles) -> str:
-    """Return a message about a weight that is not stored, or a stored name unknown to the model; empty if all fit."""
+    """Return a message about a missing or unknown weight; empty if all fit."""
     wanted = _stored_tensors(model, files)
     if missing := sorted(wanted.keys() - files.names):
         return f"policy.model: {files.folder} lacks {len(missing)} weights, among them {missing[0]}"
@@ -172,19 +168,19 @@ def mismatch(model: nn.Module, files: WeightFiles) -> str:
 
 
 def is_ignored(model: nn.Module, name: str) -> bool:
-    """Return True if transformers ignores this stored tensor, which the model lacks."""
+    """Return True if transformers ignores this stored tensor."""
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     return any(re.search(pattern, name) for pattern in ignored)
 
 
 def overlap(one: Region, other: Region) -> Region | None:
-    """Return the common part of two regions of a tensor; None if it is empty."""
+    """Return two regions' common part; None if empty."""
     common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
     return common if all(piece.stop > piece.start for piece in common) else None
 
 
 def within(region: Iterable[slice], outer: Region) -> Region:
-    """Return the region relative to the beginning of `outer`."""
+    """Return the region relative to `outer`'s beginning."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(region, outer, strict=True))
 
 
@@ -206,10 +202,9 @@ def _whole(name: str, tensor: Tensor) -> Part:
 
 
 def owned_region(tensor: Tensor) -> Region:
-    """Return this rank's region of the whole tensor; all of an unsharded one.
+    """Return this rank's region of the whole tensor.
 
-    Mesh axes are applied from the last to the first: tensor parallelism before FSDP, which splits the rest like
-    `torch.chunk`.
+    Mesh axes apply from last to first: tensor parallelism, then FSDP, which splits the rest like `torch.chunk`.
     """
     region = [slice(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
@@ -223,12 +218,12 @@ def owned_region(tensor: Tensor) -> Region:
 
 
 def share(whole: slice, num_ranks: int, rank: int) -> slice:
-    """Return a rank's part of a dimension, split like `torch.chunk`: equal sizes except for the last ones."""
+    """Return a rank's part of a dimension, split like `torch.chunk`: equal but for the last ones."""
     piece = -(-(whole.stop - whole.start) // num_ranks)
     begin = min(whole.stop, whole.start + rank * piece)
     return slice(begin, min(whole.stop, begin + piece))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

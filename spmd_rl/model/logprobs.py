@@ -1,14 +1,12 @@
-"""Logprob and entropy of given tokens from hidden states, without materialising logits.
+"""Logprob and entropy of given tokens from hidden states, without materialising logits (as Wijmans et al., arXiv
+2411.09009).
 
-The projection runs in chunks of the vocabulary, forward with a running softmax, and again backward; two numbers per
-token are kept between them. Sums are at least float32, and a chunk's logits are first rounded to the model's dtype, as
-the model and an engine do. Peak memory does not grow with tokens times vocabulary (Wijmans et al., arXiv 2411.09009, in
-one GPU kernel). Ranks that shard the vocabulary (Megatron-LM, arXiv 1909.08053) combine four numbers per token, never a
-logit.
+The projection runs in chunks of the vocabulary, with a running softmax, and again in the backward pass; two numbers per
+token are kept in between. Sums are at least float32, of logits in the model's dtype, as an engine has them. Ranks that
+shard the vocabulary (Megatron-LM, arXiv 1909.08053) combine four numbers per token.
 
-With truncated sampling the distribution is the softmax over its `Support`: the candidates that the engine recorded
-(top-k, top-p, min-p), or the tokens that a constraint allows. Old, current and reference logprobs use the same support,
-so importance ratios compare the same tokens.
+With truncated sampling the softmax is over its `Support`: recorded candidates (top-k, top-p, min-p), or the tokens that
+a constraint allows. Old, current and reference logprobs share it, so importance ratios compare the same tokens.
 """
 
 from collections.abc import Iterator
@@ -24,24 +22,24 @@ from spmd_rl.base.devices import kind
 from spmd_rl.config.architectures import LOGIT_FACTORS
 from spmd_rl.model.load import owned_region
 
+# Logits at a time: 8 MiB in float32 on the CPU, for its caches; 512 MiB on devices, for few and large products.
 CHUNK, DEVICE_CHUNK = 2**21, 2**27
-"""Logits at a time: 8 MiB in float32 on the CPU, for its caches; 512 MiB on devices, for few and large products."""
 
 # With rows of odd width cuBLAS falls back to kernels that read a number at a time: on an H100 they took four times as
 # long, a quarter of an update at 1.7B.
 WIDTH = 128
-"""Logits in a row of a chunk are a multiple of this number."""
+"""Divisor of a chunk's row length"""
 
 
 CUT = -1e20
-"""Logit of a cut-off token: finite, so that no difference of two is NaN."""
+"""Logit of a cut-off token; finite, so that no difference is NaN"""
 
 
 class Support(Protocol):
-    """Tokens among which each row is drawn."""
+    """Tokens that each row is drawn from."""
 
     def cut(self, x: Tensor, first: int, value: float) -> None:
-        """Set cut-off tokens to `value`, in place: x [N, C], of token ids from `first` on."""
+        """Set cut-off tokens to `value` in place: x [N, C], of ids from `first` on."""
         ...
 
 
@@ -49,12 +47,11 @@ class Candidates(NamedTuple):
     """A `Support` of listed tokens."""
 
     rows: Tensor
-    """int64 [M]: row of each candidate; a row without any is drawn from all tokens"""
+    """int64 [M]: row of each candidate; a row without any has all tokens"""
     ids: Tensor
-    """int64 [M]: token of each candidate"""
 
     def cut(self, x: Tensor, first: int, value: float) -> None:
-        """Set tokens outside the list to `value` in place, see `Support`."""
+        """Set unlisted tokens to `value`, see `Support`."""
         (num_rows, width), places = x.shape, self.ids - first
         # The additional last column takes the ids outside this part.
         gone = torch.zeros(num_rows, width + 1, dtype=torch.bool, device=x.device)
@@ -64,10 +61,9 @@ class Candidates(NamedTuple):
 
 
 class VocabularyShare(NamedTuple):
-    """This rank's part of a vocabulary that the ranks of a group shard in order."""
+    """This rank's part of a vocabulary sharded in order."""
 
     first: int
-    """token id of its first row"""
     group: dist.ProcessGroup
 
 
@@ -79,14 +75,14 @@ def token_logprobs(
     support: Support | None = None,
     share: VocabularyShare | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return logprob of each target and entropy of each row, of softmax(hidden @ weight.T / temperature).
+    """Return each target's logprob and each row's entropy, of softmax(hidden @ weight.T / temperature).
 
-    hidden: [N, h]; weight: [V, h] of the same dtype; targets: int64 [N], or [N, m] for several a row. support: of the
-    softmax, includes the targets. Returns float32 of the targets' shape and [N] (float64 for float64), both with
-    gradients to `hidden` and `weight`; the entropy's gradient is free if no loss uses it.
+    hidden: [N, h]; weight: [V, h] of the same dtype; targets: int64 [N], or [N, m] for several a row; support: includes
+    the targets. Returns float32 of the targets' shape and [N] (float64 for float64), with gradients to `hidden` and
+    `weight`; an unused entropy costs no gradient.
 
-    share: `weight` is this rank's part of the vocabulary, token ids are global. [all] The ranks have the same rows and
-    results; each rank's gradient to `hidden` is a term of the sum over ranks.
+    share: `weight` is this rank's part of the vocabulary; token ids are global. [all] Ranks have equal rows and
+    results; each one's gradient to `hidden` is a term of the sum over ranks.
     """
     assert temperature > 0
     several = targets if targets.dim() > 1 else targets[:, None]
@@ -103,10 +99,10 @@ def top_logprobs(
     num_ids: int | None = None,
     share: VocabularyShare | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the k most likely tokens of each row and their logprobs, of softmax(hidden @ weight.T / temperature).
+    """Return each row's k most likely tokens and logprobs: int64 [N, k], float32 [N, k], most likely first.
 
-    num_ids: only tokens below it are returned, but all count in the softmax. Parameters otherwise as `token_logprobs`.
-    Returns int64 [N, k] and float32 [N, k], most likely first; fewer than k of a smaller vocabulary.
+    num_ids: only tokens below it, though all count in the softmax. A smaller vocabulary gives fewer than k. Otherwise
+    as `token_logprobs`.
     """
     first, dtype = share.first if share else 0, torch.promote_types(hidden.dtype, torch.float32)
     best = hidden.new_empty((len(hidden), 0), dtype=dtype)
@@ -133,8 +129,7 @@ def _best(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _gathered(columns: Tensor, k: int, group: dist.ProcessGroup) -> Tensor:
-    """[all] Concatenate the columns of all ranks; a rank with fewer than k is padded with values that are never
-    chosen."""
+    """[all] Concatenate all ranks' columns, padded to k with values that are never chosen."""
     blank = -torch.inf if columns.is_floating_point() else 0
     mine = torch.nn.functional.pad(columns, (0, k - columns.shape[1]), value=blank).contiguous()
     parts = [torch.empty_like(mine) for _ in range(group.size())]
@@ -152,10 +147,10 @@ def head_outputs(
     share: VocabularyShare | None,
     id_factor: float = 1.0,
 ) -> Tensor:
-    """Return a policy's outputs: logprob and entropy, logprobs of further targets, and k ids with their logprobs.
+    """Return a policy's outputs, float32 [N, 2 + m + 2 k]: logprob, entropy, logprobs of further targets, k exact ids
+    and their logprobs.
 
-    top: (k, num_ids), see `top_logprobs`; None: no ids. id_factor: multiplies them. Parameters otherwise as
-    `token_logprobs`. Returns float32 [N, 2 + m + 2 k], in which ids are exact.
+    top: (k, num_ids) of `top_logprobs`; None: no ids. id_factor: multiplies ids. Otherwise as `token_logprobs`.
     """
     logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, support, share)  # [all]
     logprobs = logprobs if logprobs.dim() > 1 else logprobs[:, None]
@@ -167,22 +162,22 @@ def head_outputs(
 
 
 def logit_factor(config: PreTrainedConfig) -> float:
-    """Return the factor of a model's logits after the output embedding; mostly 1. config: of the text model."""
+    """Return the factor of logits after the output embedding. config: of the text model."""
     key, exponent = LOGIT_FACTORS.get(config.model_type, ("", 0))
     return getattr(config, key) ** exponent if key else 1.0
 
 
 class TokenHead(nn.Module):
-    """Replacement of a model's output embedding that returns logprob and entropy of `targets`.
+    """Output embedding that returns logprob and entropy of `targets`.
 
-    It replaces the projection inside the model, whose forward, shards and parameter names do not change. The weight may
-    be a DTensor, sharded by rows over a one-dimensional mesh.
+    It replaces the projection, and leaves the model's forward, shards and parameter names. The weight may be a DTensor,
+    sharded by rows over a one-dimensional mesh.
     """
 
     def __init__(self, head: nn.Linear, factor: float = 1.0) -> None:
-        """factor: by which the model multiplies the head's output, taking it for logits.
+        """factor: by which the model multiplies the head's output, as if it were logits.
 
-        ValueError for a head with a bias, which no supported family has.
+        ValueError for a head with a bias.
         """
         super().__init__()
         self._factor = factor
@@ -190,15 +185,15 @@ class TokenHead(nn.Module):
             raise ValueError("an output embedding with a bias is not supported")
         self.weight = head.weight
         self.targets: Tensor | None = None
-        """int64 [N], or [N, 1 + m] with m other tokens after each; set before each forward"""
+        """int64 [N], or [N, 1 + m] with m further tokens; set before each forward"""
         self.temperature = 1.0
         self.support: Support | None = None
         self.top: tuple[int, int] | None = None
-        """(k, num_ids), see `top_logprobs`; None: no ids"""
+        """(k, num_ids) of `top_logprobs`, if wanted"""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return logprob and entropy, float32 [1, N, 2], from [1, N, h]; further columns are the logprobs of the other
-        m tokens, or, with `top`, k ids and their logprobs. [all] of the mesh that shards the weight, if any."""
+        """Return `head_outputs`, float32 [1, N, 2 or more], from [1, N, h]. [all] of the mesh that shards the
+        weight, if any."""
         weight, share = self.weight, None
         if isinstance(weight, DTensor):
             share = VocabularyShare(owned_region(weight)[0].start, weight.device_mesh.get_group())
@@ -282,9 +277,9 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Return logits over a temperature, in at least float32 unless that is 1.
+    """Return logits over a temperature, in at least float32 unless it is 1.
 
-    What subtracts a float32 column from them widens them in the same pass over memory.
+    Subtracting a float32 column widens them in the same pass.
     """
     x = hidden @ weight.T
     return x if temperature == 1 else x.to(torch.promote_types(x.dtype, torch.float32)).div_(temperature)
@@ -299,8 +294,8 @@ def _moved(top: Tensor, higher: Tensor, total: Tensor, spread: Tensor) -> tuple[
 def _combined(
     top: Tensor, total: Tensor, spread: Tensor, chosen: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[all] Return the statistics over the whole vocabulary from each rank's: four numbers per row are exchanged, and
-    one per further target."""
+    """[all] Return statistics over the whole vocabulary: four numbers per row are exchanged, and one per further
+    target."""
     # All ranks rescale their sums to the same maximum before the sum over ranks.
     highest = top.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
@@ -311,13 +306,12 @@ def _combined(
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield parts of the vocabulary as [begin, end)."""
     most = (CHUNK if kind(hidden.device) == "cpu" else DEVICE_CHUNK) // max(1, len(hidden))
     step = max(most // WIDTH, 1) * WIDTH
     return ((begin, min(begin + step, len(weight))) for begin in range(0, len(weight), step))
 
 
 def _inside(targets: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """Return a mask of rows whose target is in this part of the vocabulary, and its index there; else any index."""
+    """Return a mask of rows whose target is in this part of the vocabulary, and its index there, else any."""
     # A list of rows instead of a mask would need a synchronisation with the device for its length.
     return (targets >= begin) & (targets < end), (targets - begin).clamp(0, end - begin - 1)

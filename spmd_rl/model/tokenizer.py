@@ -1,13 +1,10 @@
-"""Text to token ids and back for the rollout: render a prompt, decode an answer, know its stop tokens.
+"""Text to token ids and back: render a prompt, decode an answer, know its stop tokens.
 
     tokenizer = load_tokenizer("~/.cache/spmd_rl/models/smollm2-135m-instruct")
     ids = tokenizer.render([Message("user", "2+2?")])
 
-The model's chat template is followed exactly, including SmolLM2's default system message. A model without a template (a
-base model) gets the concatenated contents of the messages, after the tokens that its tokenizer puts before a text
-(often BOS).
-
-Left out: padding (nothing here is padded), and several templates in one model.
+The chat template is followed exactly, including SmolLM2's default system message. A model without one gets the
+messages' concatenated contents, after its tokenizer's first tokens (often BOS).
 """
 
 import json
@@ -34,25 +31,23 @@ if TYPE_CHECKING:
     from spmd_rl.model.pictures import Processor
 
 RENDERED = 4096
-"""Cache size: conversations whose token ids are kept."""
+"""Conversations whose token ids are cached"""
 MAX_CHARACTERS = 1 << 24
-"""Most characters that a chat template may make of one prompt."""
+"""Most characters of a templated prompt"""
 SHOWN_FIELDS = ("tools", "tool_calls", "reasoning_content")
-"""Fields of messages that a model reads or writes: a chat template that ignores them is refused."""
+"""Message fields that a model reads or writes: a chat template must use them"""
 UNSEEN = "a-message-of-this-role"
-"""A word that no template contains or changes."""
 TEMPLATE_FAILURES = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
-"""Exceptions raised by faulty chat templates."""
+"""Exceptions of faulty chat templates"""
 
 
 class Tokenizer:
-    """Wrapper of a Hugging Face tokenizer. `stop_ids`: sorted ids of the tokens that end an answer."""
+    """Wrapper of a Hugging Face tokenizer. stop_ids: sorted ids of tokens that end an answer."""
 
     stop_ids: tuple[int, ...]
     name: str
-    """Name of the model, or path of its directory."""
     processor: "Processor | None"
-    """Processor of pictures; None for a model of text alone."""
+    """Processor of pictures, if the model takes them"""
 
     def __init__(
         self,
@@ -82,25 +77,24 @@ class Tokenizer:
 
     @property
     def hf(self) -> "PreTrainedTokenizerBase":
-        """Hugging Face tokenizer, for packages that need one."""
+        """Hugging Face tokenizer, for other packages."""
         return self._hf
 
     def render(self, messages: Sequence[Message]) -> array:
-        """Return token ids ('i') of a conversation, up to the beginning of the model's answer. UserError of the
-        template.
+        """Return token ids ('i') of a conversation, up to the model's answer. UserError of the template.
 
-        The result is cached for the samples of a group, which must not change it.
+        The result is cached, and must not be changed.
         """
         return self._rendered(tuple(messages))
 
     def bridge(self, messages: Sequence[Message]) -> Bridge:
-        """Return the text between an answer of the model and its next one, with `messages` in between."""
+        """Return the text between two answers, with `messages` in between."""
         return self._bridge(tuple(messages))
 
     def pieces(self, conversation: Conversation) -> list[tuple[array, array]]:
         """Return token ids ('i') of a conversation: given and learnt parts in turns. UserError of the template.
 
-        Each part is encoded separately, so that no token crosses a border, as with a prompt.
+        Parts are encoded separately, so that no token crosses a border.
         """
         messages, num_given = conversation.messages, conversation.num_given
         if conversation.is_plain or not self._hf.chat_template:
@@ -123,10 +117,9 @@ class Tokenizer:
         return pieces
 
     def scored_pieces(self, conversation: Conversation) -> list[tuple[array, array]]:
-        """Return a whole conversation for a reward model, and one token after it, before which the value is the reward.
+        """Return a conversation for a reward model, and one token after it, before which the value is the reward.
 
-        For an answer in steps, each step's reward is before the first token of the next. Each part is encoded
-        separately.
+        For an answer in steps, each step's reward is before the next one's first token. Parts are encoded separately.
         """
         messages, borders = conversation.messages, conversation.borders
         answer, ends = _text(messages[-1]), array("i", self.stop_ids[:1] or [0])
@@ -145,7 +138,6 @@ class Tokenizer:
         return [(step[bool(number) :], one) for number, (step, one) in enumerate(zip(steps, learnt, strict=True))]
 
     def _encode_parts(self, text: str, borders: Sequence[int], messages: Sequence[Message]) -> list[array]:
-        """Return the token ids between the borders in a conversation's text, with the pictures of its messages."""
         parts = [text[a:b] for a, b in pairwise(borders)]
         if self.processor is None:
             return [self.encode(part) for part in parts]
@@ -153,7 +145,6 @@ class Tokenizer:
         return [self._encode(part, tuple(islice(pictures, part.count(self._placeholder)))) for part in parts]
 
     def _encode(self, text: str, pictures: tuple[bytes, ...]) -> array:
-        """Return the token ids of a text inside a conversation, with its pictures."""
         if self.processor is None:
             return self.encode(text)
         expanded = self.processor.expand(text, self._placeholder, pictures)
@@ -164,13 +155,12 @@ class Tokenizer:
 
     @property
     def pad_id(self) -> int | None:
-        """Token that pads texts, if there is one that ends none of them."""
+        """Token that only pads texts, if any."""
         pad = self._hf.pad_token_id
         ending = self.scored_pieces(Conversation((Message("user", ANSWER), Message("assistant", ANSWER))))[0][0][-1]
         return None if pad == ending else pad
 
     def _plain_pieces(self, messages: Sequence[Message], num_given: int) -> list[tuple[array, array]]:
-        """Return concatenated texts; the last one ends with the end-of-sequence token."""
         pieces, given = [], ""
         for number, message in enumerate(messages):
             if number < num_given or message.role != "assistant" or not message.is_learnt:
@@ -191,8 +181,8 @@ class Tokenizer:
         return self._encode(text, pictures_of(messages))
 
     def _chat_text(self, messages: Sequence[Message], prompts: bool = True) -> str:
-        """Return a conversation, by default up to the beginning of the model's answer. UserError: the template refuses
-        it, or drops a message or its tools."""
+        """Return a conversation's text, by default up to the model's answer. UserError if the template refuses it,
+        or drops a message or its tools."""
         if any(message.fields for message in messages):
             self._check_fields(messages)
         if not self._hf.chat_template:
@@ -252,17 +242,17 @@ class Tokenizer:
         self._shown_roles.add((role, number == 0))
 
     def visible(self, ids: Iterable[int]) -> str:
-        """Return the text of token ids, special tokens included, and `<image>` for a picture."""
+        """Return text with special tokens, and `<image>` for a picture."""
         runs = groupby(ids, lambda id: id < 0)
         return "".join(PICTURE if seen else self._decode(list(run), skip_special_tokens=False) for seen, run in runs)
 
     def encode(self, text: str) -> array:
-        """Return token ids ('i') of a text inside a conversation, without special tokens around it."""
+        """Return token ids ('i') of a text, without special tokens around it."""
         return array("i", self._hf(text, add_special_tokens=False).input_ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of token ids for rewards and stop strings. Special tokens are left out, except those added
-        for the model to write (`<answer>`)."""
+        """Return text for rewards and stop strings, without special tokens but those added for the model to write
+        (`<answer>`)."""
         # Cleanup of spaces would change code and mathematics.
         if self._hidden is None:
             return self._decode(list(ids), skip_special_tokens=True)
@@ -270,8 +260,8 @@ class Tokenizer:
 
 
 def _hidden_ids(hf: "PreTrainedTokenizerBase", stop_ids: Sequence[int]) -> set[int] | None:
-    """Return the special tokens that are not part of an answer's text: all but additional ones without another purpose
-    that do not end an answer. None: all are hidden."""
+    """Return the special tokens that are no answer text: all but additional ones without another purpose. None: all
+    are hidden."""
     special = {id for id, token in hf.added_tokens_decoder.items() if token.special}
     used = {*hf.convert_tokens_to_ids([*hf.special_tokens_map.values()]), *stop_ids}
     shown = set(hf.convert_tokens_to_ids([*hf.extra_special_tokens])) & special - used
@@ -286,7 +276,6 @@ def _text(message: Message) -> str:
 
 
 def _parts(message: Message) -> list[dict[str, str]]:
-    """Return a message's content as chat templates with pictures take it."""
     if isinstance(message.content, str):
         return [{"type": "text", "text": message.content}]
     return [
@@ -298,9 +287,9 @@ def _parts(message: Message) -> list[dict[str, str]]:
 def load_tokenizer(
     path: str | Path, trust_remote_code: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> Tokenizer:
-    """Return the tokenizer of a model; never downloads. UserError: no directory, no tokenizer, or a broken one.
+    """Return a model's tokenizer; never downloads. UserError: no directory, no tokenizer, or a broken one.
 
-    `chat_template_kwargs`: variables of the chat template (`enable_thinking`); unused ones are an error.
+    chat_template_kwargs: variables of the template (`enable_thinking`); unused ones are an error.
     """
     from transformers import AutoTokenizer
 
@@ -347,7 +336,7 @@ def _check_size(hf: "PreTrainedTokenizerBase", folder: Path) -> None:
 
 
 def render_prompt(tokenizer: Tokenizer, prompt: Prompt) -> array:
-    """Return the token ids ('i') of a prompt. UserError of the template, naming the row."""
+    """Return a prompt's token ids ('i'). UserError of the template, naming the row."""
     try:
         return tokenizer.render(prompt.messages)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""A critic's model: a causal language model whose output embedding returns one number per token."""
+"""A critic's model: a causal LM whose output embedding returns a number per token."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -10,11 +10,11 @@ from spmd_rl.base.errors import UserError
 from spmd_rl.model.load import Region, WeightFiles
 
 SCORE = "score.weight"
-"""Name of the head of a reward model in transformers"""
+"""Name of a reward model's head in transformers"""
 
 
 def with_value_head(model: nn.Module, bias: bool = True) -> nn.Module:
-    """Replace a causal language model's output embedding, in place, with a value head: [.., hidden] -> [.., 1]."""
+    """Replace the output embedding, in place, with a value head: [.., hidden] -> [.., 1]."""
     # The head starts at 0, so that the first advantages are plain returns, without random numbers.
     embedding = model.get_output_embeddings().weight
     head = _ValueHead(embedding.shape[1], 1, bias, device=embedding.device, dtype=embedding.dtype)
@@ -25,16 +25,16 @@ def with_value_head(model: nn.Module, bias: bool = True) -> nn.Module:
 
 
 def head_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a model's value head by name, which no stored language model has."""
+    """Return the value head's parameters by name."""
     own = [*model.get_output_embeddings().parameters()]
     return {name: p for name, p in model.named_parameters() if any(p is one for one in own)}
 
 
 class ValueHeadFiles:
-    """Files of a language model plus a value head: zeros, or that of a stored reward model."""
+    """A language model's files plus a value head: zeros, or a stored reward model's."""
 
     def __init__(self, files: WeightFiles, head: dict[str, nn.Parameter]) -> None:
-        """head: see `head_weights`; by stored names. UserError if several outputs are stored."""
+        """head: see `head_weights`. UserError if several outputs are stored."""
         self.folder, self.head, self._files = files.folder, head, files
         self._scores = {name: SCORE for name in head if name.endswith("weight") and SCORE in files.names}
         self._zeros = head.keys() - self._scores.keys()
@@ -52,12 +52,12 @@ class ValueHeadFiles:
         return self._files.file_of(self._scores.get(name, name))
 
     def shape(self, name: str) -> list[int]:
-        """Return the whole shape of a tensor, see `WeightFiles`."""
+        """Return a tensor's whole shape, see `WeightFiles`."""
         return list(self.head[name].shape) if name in self._zeros else self._files.shape(self._scores.get(name, name))
 
     @torch.no_grad()
     def fill(self, model: nn.Module, bias: bool) -> nn.Module:
-        """Replace a whole model's output embedding with its value head, in place."""
+        """Replace a whole model's output embedding with its value head."""
         for name, p in head_weights(with_value_head(model, bias)).items():
             p.copy_(self.read(name, tuple(slice(0, size) for size in p.shape)))
         return model

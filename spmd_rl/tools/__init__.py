@@ -1,1 +1,1 @@
-"""Programs for people, on the top floor: `python -m spmd_rl` lists them. Nothing imports them."""
+"""Programs for people: `python -m spmd_rl` lists them. Nothing imports them."""

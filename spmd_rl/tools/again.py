@@ -3,9 +3,8 @@
     python -m spmd_rl again runs/rlvr/a --step 12                     # the same bits, where a rerun is exact
     python -m spmd_rl again runs/rlvr/a --step 12 policy.lr=1e-5      # and what another setting would have done
 
-Steps between the checkpoint and this one run as they were. The result is a run directory, `RUN_DIR/again/...`, with the
-step's samples, metrics and checkpoint; `bisect` then says where it parts from the run. It uses as many processes of
-this machine as the run had ranks; `--print` prints the commands instead, for another machine or launcher.
+Steps in between run unchanged. The result is a run directory, `RUN_DIR/again/...`, compared as by `bisect`. It uses as
+many processes here as the run had ranks; `--print` prints the commands for elsewhere.
 """
 
 import hashlib
@@ -25,11 +24,11 @@ from spmd_rl.track.run_reader import RunData, read_run
 
 TRACKERS = ("wandb=off", "swanlab=off", "tensorboard=false", "trackio=false")
 ALWAYS = ("checkpoint.every=0", *(f"track.{tracker}" for tracker in TRACKERS))
-"""Settings without effect on a step's bits: only the step is saved, and no tracker sees it twice."""
+"""Settings that save only the step, and keep it from trackers"""
 
 
 def commands(run: RunData, step: int, ranks: int, changed: Sequence[str], out: Path) -> list[list[str]]:
-    """Return the commands: one up to the step before, if no checkpoint is that of it, and one of the step itself."""
+    """Return the commands: one up to the step before, unless a checkpoint is there, and one of the step."""
     directory, words = run.directory.absolute(), shlex.split(run.launch.get("command", ""))
     # The pipeline may be the user's own: a module, or a script.
     module = ["-m", words[words.index("-m") + 1]] if "-m" in words else [word for word in words if word.endswith(".py")]

@@ -1,10 +1,11 @@
-"""The form in which a prompt asks for its answer, derived from its text, to be filled with a known answer.
+"""The form in which a prompt asks for its answer, to be filled with a known one.
 
-    asked_forms(prompt, "{question}\\nPut the final answer in \\\\boxed{}.")  # ["\\\\boxed{\\0}"]
+    asked_forms(prompt, "{question}\
+Put the final answer in \\\\boxed{}.")  # ["\\\\boxed{\\0}"]
     fill("\\\\boxed{\\0}", "18")  # "\\\\boxed{18}"
 
-Patterns in the instruction are recognised: boxes, `#### n`, tags, quoted or labelled lines (`"The answer is X."`,
-`Answer: $Answer`), `[[X]]`, fenced blocks and JSON objects. If it asks for thoughts, these come first.
+Recognised are boxes, `#### n`, tags, quoted or labelled lines (`"The answer is X."`, `Answer: $Answer`), `[[X]]`,
+fenced blocks and JSON objects, after thoughts if asked for.
 """
 
 import json
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from spmd_rl.types import Prompt, TextPart
 
 SLOT, JSON_SLOT = "\0", "\1"
-"""Placeholders of the answer in a form: unchanged, and as a value of JSON."""
+"""Placeholders in a form: the answer, and the answer as JSON"""
 THOUGHT = "Let me think step by step."
 NAMES = r"answer|solution|result|output|final|response|verdict|rating|score|choice|\bans\b"
 THINKS = re.compile(
@@ -29,11 +30,11 @@ MARKED = {
     r"(?<!#)####(?!#)": "#### \0",
     r"\[\[[A-Za-z ]+\]\]": "[[\0]]",
 }
-"""Forms that are recognised by a single mark"""
+"""Forms recognised by a single mark"""
 FENCE = re.compile(r"```(\w*)|\bfenced|\bcode block|triple backticks")
 QUOTED = re.compile("(?<!\\w)[\"'`\u201c\u2018]([^\"'`\u201d\u2019\n]{1,80})[\"'`\u201d\u2019](?!\\w)")
 BLANK = r"\$\w+|<[^<>\n]+>|\[[^\[\]\n]+\]|\{[^{}\n]*\}|\.{3}|\u2026|_{2,}|\\boxed(?:\{[^{}\n]*\})?|\bX\b|\b[A-Z]{2,}\b"
-"""Placeholders of the answer in a line"""
+"""Placeholders of an answer in a line"""
 LABEL = r"(?:[#*]+ ?)?(?:the )?(?:(?:final|correct) )?(?:answer|result|solution)(?:\**\s*[:=]\**|\s+is:?)\s*"
 LABELLED = re.compile(rf"((?i:{LABEL})\(?)({BLANK})(\)?)")
 LEAD = re.compile(r"(.*(?::|=|->|\bis\b)[ *(]*)(.*)", re.DOTALL)
@@ -43,7 +44,7 @@ THINKING = re.compile(r"think|reason|thought|scratch|work|analysis|explanation|p
 
 
 def asked_forms(prompt: Prompt, template: str = "{question}") -> list[str]:
-    """Return the forms that the prompt asks for, any of which is valid; none if its text names no form.
+    """Return the forms that the prompt asks for, any of which is valid; none if it names none.
 
     `template` (`data.format`) and system messages come first; the row's text counts only if these name no form.
     """
@@ -56,14 +57,14 @@ def asked_forms(prompt: Prompt, template: str = "{question}") -> list[str]:
 
 
 def fill(form: str, answer: str) -> str:
-    """Return an answer in a form; unchanged if it has such a mark already."""
+    """Return an answer in a form; unchanged if already so marked."""
     if any(mark in form and mark in answer for mark in ("\\boxed", "####", "<answer>")) or "```" in answer:
         return answer
     return form.replace(SLOT, answer).replace(JSON_SLOT, json.dumps(answer))
 
 
 def shown(form: str) -> str:
-    """Return a form with dots for the answer, and without thoughts before it."""
+    """Return a form with dots for the answer, without thoughts."""
     return form.removeprefix(f"{THOUGHT}\n").replace(SLOT, "...").replace(JSON_SLOT, '"..."')
 
 
@@ -81,7 +82,6 @@ def _forms(text: str, any_tag: bool = False) -> list[str]:
 
 
 def _shown(pattern: str | re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """Yield the matches, except those that the text forbids."""
     return (found for found in re.finditer(pattern, text) if not NEGATED.search(text[: found.start()]))
 
 
@@ -107,7 +107,6 @@ def _marked(text: str) -> Iterator[str]:
 
 
 def _json(text: str) -> Iterator[str]:
-    """Yield the JSON objects in a text, or described there by the names of their fields."""
     objects = [re.findall(r"[\"'](\w+)[\"']\s*:", found[0]) for found in _shown(r"\{[^{}]*\}", text)]
     described = re.findall(r"\b(?:keys?|fields?)\b[^.\n]*", text)
     for keys in [*objects, *(re.findall(r"[\"'`](\w+)[\"'`]", words) for words in described)]:
@@ -119,9 +118,9 @@ def _json(text: str) -> Iterator[str]:
 
 
 def _tags(text: str, any_tag: bool) -> str:
-    """Return the tags in a text, filled with a thought or the slot; empty without any.
+    """Return the text's tags, filled with a thought or the slot.
 
-    any_tag: accept any name for the answer's tag; else only a telling one, since a question may be full of HTML.
+    any_tag: accept any name for the answer's tag, not only a telling one; a question may be full of HTML.
     """
     tags = {found[1]: "\n" * ("\n" in found[2]) for found in (*_shown(NAMED_TAG, text), *_shown(PAIR, text))}
     names = sorted(tags, key=lambda name: text.index(f"<{name}>"))

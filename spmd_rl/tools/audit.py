@@ -2,9 +2,9 @@
 
     python -m spmd_rl audit [rows=4] +experiment=demo key=value ...
 
-It takes the run's own command line (`rlvr --help` lists its settings), writes nothing and loads no weights. The exit
-code is 1 if a cheat is paid, if rows cannot be judged (the reward raises an error, a right answer gets no score, or the
-tests of a row check nothing), or if the right answer is not paid in the form that the prompt asks for.
+It takes the run's command line (`rlvr --help` lists its settings), writes nothing and loads no weights. The exit code
+is 1 if a cheat is paid, if rows cannot be judged (the reward fails, a right answer gets no score, or a row's tests
+check nothing), or if a right answer is not paid in the prompt's form.
 """
 
 import sys
@@ -36,15 +36,14 @@ from spmd_rl.tools.reward_audit import (
 )
 
 ROWS = 4
-"""Rows of each domain, by default"""
 NAMED = 3
-"""Largest number of unjudged rows that the last line names."""
+"""Most unjudged rows that the last line names"""
 
 
 def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
-    """Print a table for each domain.
+    """Print a table per domain.
 
-    RunFailed, which names them, if worthless answers are paid, or if the reward fails to judge some.
+    RunFailed, naming them, if worthless answers are paid, or the reward fails on some.
     """
     loaded = Prompts.load(cfg.data)
     prompts, template = asked_about(loaded), with_line_breaks(cfg.data.format)
@@ -92,7 +91,7 @@ def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the command line. UserError, by way of `main`, for an invalid number of rows."""
+    """Run the command line. UserError for an invalid number of rows."""
     if not {"-h", "--help"}.isdisjoint(argv):
         return print(f"usage: {program('audit')} [rows=N] [key=value ...]\n\n{__doc__}", end="")
     given = [word for word in argv if word.startswith("rows=")]

@@ -2,9 +2,8 @@
 
     python -m spmd_rl bisect runs/rlvr/a runs/rlvr/b
 
-It compares what both run directories have of the same steps: samples, verdicts, advantages and metrics. With
-`journal.hashes=true` in both runs it also compares logprobs to the bit, gradients and weights by tensor. Exit code 0:
-no difference; 1: one was found.
+It compares what both run directories have: samples, verdicts, advantages and metrics; with `journal.hashes=true` in
+both also logprobs to the bit, gradients and weights by tensor. Exit code 0: no difference; 1: one was found.
 """
 
 import base64
@@ -30,14 +29,13 @@ from spmd_rl.track.tokens import TokenTexts
 
 OF_SAMPLES = ("generate", "score", "logprobs", "prepare")
 PHASES = (*OF_SAMPLES, "update", "weights", "eval")
-"""Phases of a step in the order in which one depends on those before; `weights` are those at its end."""
+"""Phases in order of dependence; `weights` are those at a step's end"""
 MEASURED = ("time/", "system/", "memory/", "placement/", "publish/", "rollout/")
-"""Prefixes of metrics that depend on time."""
 AXES = ("dp_replicate", "tp", "cp", "pp", "ep", "name")
 MISSING = "missing"
 
 Values = dict[str, Any]
-"""Values of a phase by name. Those of samples begin with `TICKET.ANSWER`; a list has an entry for each token."""
+"""A phase's values by name; a sample's begin with `TICKET.ANSWER`, and a list has an entry per token."""
 
 
 class _Place(msgspec.Struct):
@@ -48,21 +46,21 @@ class _Place(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place in which two runs differ."""
+    """First place in which two runs differ."""
 
     step: int
     phase: str
     name: str
     token: int | None
-    """Index of the first token that differs, in its sample; None if it is not known."""
+    """Index of the first differing token in its sample, if known"""
     values: tuple[str, str]
 
 
 class RunTrace:
-    """The values of one run by step and phase, read when they are asked for."""
+    """One run's values by step and phase, read on demand."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the metrics, and the places of hashes. UserError if there is no run."""
+        """Read metrics, and places of hashes. UserError without a run."""
         self.run = read_run(directory)
         self.files = {kind: dict(merged_files(directory / "samples", kind)) for kind in ("step", "eval")}
         self._lines = {line["step"]: line for line in self.run.lines}
@@ -83,12 +81,12 @@ class RunTrace:
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """Properties on which a rank's part of a tensor depends."""
+        """Properties that determine a rank's part of a tensor."""
         train = self.run.setting("train") or {}
         return self.ranks, *(train.get(axis) for axis in AXES)
 
     def values(self, step: int, phase: str, tensors: bool) -> Values:
-        """Return the values of a phase. tensors: also gradients, weights and sums of this layout."""
+        """Return a phase's values. tensors: also gradients, weights and sums of this layout."""
         found: Values = {}
         if path := self.files["eval" if phase == "eval" else "step"].get(step):
             found |= _logged(path).get(phase, {})
@@ -147,7 +145,7 @@ def _logged(path: Path) -> dict[str, Values]:
 
 
 def first_difference(one: RunTrace, other: RunTrace, steps: Collection[int]) -> Difference | None:
-    """Return the first difference in some steps; None if all that both runs have of them is equal."""
+    """Return the first difference in some steps, of what both runs have; None if all is equal."""
     tensors = one.layout == other.layout
     for step in sorted(steps):
         for phase in PHASES:
@@ -190,14 +188,14 @@ def _shown(value: Any, token: int | None) -> str:
 
 
 def describe(difference: Difference, one: RunTrace) -> str:
-    """Describe a difference in two lines: its place, and the values of both runs."""
+    """Describe a difference in two lines: place, and both values."""
     where = f"step {difference.step}, {difference.phase}: {printable(difference.name, lines=False)}"
     token = "" if difference.token is None else f", token {difference.token}{one.token(difference)}"
     return f"{where}{token}\n  {difference.values[0]} | {difference.values[1]}"
 
 
 def differing(runs: Sequence[RunData]) -> list[str]:
-    """Return a line for each setting, package and revision in which two runs differ."""
+    """Return a line per setting, package and revision that differs."""
     left, right = (
         identity(run.settings) | {"revision": run.about.get("git_revision")} | (run.about.get("versions") or {})
         for run in runs

@@ -3,8 +3,8 @@
     python -m spmd_rl compare runs/rlvr/a runs/rlvr/b runs/rlvr/c
     python -m spmd_rl compare runs/rlvr/* --keys val/math/score/mean actor/entropy --out compare.html
 
-The page needs no network, and has an overview of each run too. Runs whose settings differ only in the seed are drawn as
-one line, their mean, in a band from minimum to maximum; it ends with the shortest of them.
+The page needs no network, and has each run's overview. Runs that differ only in the seed are drawn as their mean, in a
+band from minimum to maximum that ends with the shortest.
 """
 
 import json
@@ -39,13 +39,13 @@ DIFFERENCE = "settings that differ"
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One line of each chart: a run, or the seeds of the same settings."""
+    """One line of each chart: a run, or seeds of equal settings."""
 
     name: str
     runs: Sequence[RunData]
 
     def points(self, key: str) -> tuple[list[Point], list[Point], list[Point]]:
-        """Return mean, minimum and maximum of a metric at the steps that all runs have."""
+        """Return a metric's mean, minimum and maximum at steps that all runs have."""
         by_run = [dict(run.series(key)) for run in self.runs]
         # A mean over fewer seeds at later steps would jump where a run ends.
         steps = sorted(set.intersection(*map(set, by_run)))
@@ -55,7 +55,7 @@ class Lane:
 
 
 def lanes(runs: Sequence[RunData]) -> list[Lane]:
-    """Group runs whose settings differ only in the seed, and give each lane a distinct name.
+    """Group runs that differ only in the seed, with distinct names.
 
     A second run with the same seed begins another lane.
     """
@@ -76,9 +76,7 @@ def lanes(runs: Sequence[RunData]) -> list[Lane]:
 
 
 def _settings(run: RunData) -> dict[str, Any]:
-    """Return the settings that change samples or gradients, without the seeds; a changed setting with
-    all its values.
-    """
+    """Return settings that change samples or gradients, without seeds; a changed one with all its values."""
     found = {key: value for key, value in identity(run.settings).items() if key not in SEEDS}
     before: dict[str, str] = {}
     for until in run.about.get("until", ()):
@@ -96,7 +94,7 @@ def _name(group: Sequence[RunData]) -> str:
 
 
 def differences(found: Sequence[Lane]) -> list[str]:
-    """Return for each lane the settings in which the lanes differ. Example: `policy.lr=1e-05`."""
+    """Return the settings in which lanes differ, by lane, as `policy.lr=1e-05`."""
     pipelines = [lane.runs[0].about.get("pipeline") for lane in found]
     settings = [_settings(lane.runs[0]) for lane in found]
     keys = sorted(set().union(*settings))
@@ -111,9 +109,9 @@ def differences(found: Sequence[Lane]) -> list[str]:
 
 
 def comparison(found: Mapping[str, RunData], keys: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the reply to the page's `compare`: lanes of runs, which are known by name, and a table.
+    """Return the page's reply `compare`: lanes of runs by name, and a table.
 
-    keys: metrics that are drawn; by default the page chooses.
+    keys: metrics to draw; by default the page chooses.
     """
     names = {id(run): name for name, run in found.items()}
     some = lanes(list(found.values()))
@@ -129,7 +127,7 @@ def comparison(found: Mapping[str, RunData], keys: Sequence[str] = ()) -> dict[s
 
 
 def page_of_all(found: Mapping[str, RunData], keys: Sequence[str]) -> str:
-    """Return the page with the data of all runs: their comparison, and the overview of each."""
+    """Return the page with all runs' data: comparison, and overviews."""
     last = max(summary(name, run)["last"] for name, run in found.items())
     data = {
         "runs": [summary(name, run) for name, run in found.items()],
@@ -142,9 +140,9 @@ def page_of_all(found: Mapping[str, RunData], keys: Sequence[str]) -> str:
 
 
 def values(found: Sequence[Lane], keys: Sequence[str] = ()) -> tuple[list[str], list[list[str]]]:
-    """Return names of columns, and a row of text for each lane: last and best mean values, the best with its step.
+    """Return names of columns, and a row of text per lane: last and best mean values, with the best's step.
 
-    keys: metrics; by default the scores and losses that the runs have.
+    keys: metrics; by default scores and losses.
     """
     keys = keys or [key for key in TABLE_KEYS if any(lane.points(key)[0] for lane in found)]
     pairs = [(f"{printable(key, lines=False)}\nlast", "\nbest (step)") for key in keys]
@@ -160,7 +158,7 @@ def values(found: Sequence[Lane], keys: Sequence[str] = ()) -> tuple[list[str], 
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool) -> Table:
-    """Return rows of text for the terminal. numbers: all but the first column hold numbers."""
+    """Return rows of text for the terminal. numbers: in all but the first column."""
     shown = Table(box=None, pad_edge=False)
     for place, name in enumerate(columns):
         shown.add_column(Text(name), justify="right" if numbers and place else "left", overflow="fold")
@@ -179,7 +177,7 @@ def _best(point: Point) -> str:
 
 
 def begun(directories: Sequence[Path]) -> Sequence[Path]:
-    """Return the directories with a run, and print which are left out; all directories if there is no run."""
+    """Return directories with a run, printing the others; all if there is none."""
     found = [directory for directory in directories if (directory / CONFIG_FILE).exists() or not directory.is_dir()]
     for directory in [directory for directory in directories if found and directory not in found]:
         tell(f"{directory}: left out, no run has begun in it")

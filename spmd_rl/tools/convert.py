@@ -4,10 +4,9 @@
     python -m spmd_rl convert to-peft RUN_DIR/checkpoints/step-000010 OUT
     python -m spmd_rl convert from-hf HF_DIR RUN_DIR/checkpoints/step-000010 OUT
 
-`to-hf` equals the run's own export byte for byte; adapters are merged, and `to-peft` writes them alone. `from-hf`
-writes a new checkpoint: the given one with its policy's weights replaced by those of HF_DIR; the rest (AdamW's moments,
-the critic, counters, prompts) stays. One process, no device, and memory for a few times the largest parameter: tensors
-are read, cut or merged, and written one after the other. A checkpoint's content is verified before it is used.
+`to-hf` equals the run's export byte for byte, with adapters merged; `to-peft` writes adapters alone. `from-hf` writes
+the given checkpoint with the policy's weights of HF_DIR; the rest (AdamW's moments, critic, counters, prompts) stays.
+Needs no device, and memory of a few times the largest parameter. Checkpoints are verified first.
 """
 
 import shutil
@@ -35,25 +34,25 @@ from spmd_rl.train.adapted import AdaptedFiles, write_adapter
 from spmd_rl.train.state import MODEL, SavedState, TensorSpec, head_of, key_of, write_safetensors
 
 ROLE = "policy"
-"""Folder of a checkpoint that is converted."""
+"""Folder of the role to convert in a checkpoint"""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Checkpoint(NamedTuple):
-    """A verified checkpoint and the model of its weights."""
+    """A verified checkpoint and its weights' model."""
 
     directory: Path
     manifest: Manifest
     saved: SavedState
     model: nn.Module
-    """on the meta device, in float32 as the masters are"""
+    """on the meta device, in float32 like the masters"""
     model_dir: Path
 
 
 def open_checkpoint(directory: Path, run: dict[str, Any], model: str | None, trust: bool = False) -> Checkpoint:
-    """Verify every byte, then compare names and shapes with the model's. UserError for any that is torn or foreign.
+    """Verify every byte, then names and shapes against the model. UserError if torn or foreign.
 
-    trust: allow Python code of the model directory. A run's own settings cannot allow it: others may write them.
+    trust: allow Python code of the model directory; a run's settings cannot, since others may write them.
     """
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory")
@@ -91,7 +90,7 @@ def open_checkpoint(directory: Path, run: dict[str, Any], model: str | None, tru
 
 
 def to_hf(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write the new directory `out`: the policy's weights in `dtype` under Hugging Face's names, config, tokenizer."""
+    """Write the new directory `out`: policy weights in `dtype` by Hugging Face names, config, tokenizer."""
     parts, tensors = stored_parts(checkpoint.model), dict(checkpoint.model.named_parameters())
     tensors |= {name: buffer for name, buffer in checkpoint.model.named_buffers() if name in parts}
     shapes = {
@@ -119,7 +118,7 @@ def to_hf(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, max_shard_bytes
 
 
 def to_peft(checkpoint: Checkpoint, out: Path, dtype: torch.dtype) -> None:
-    """Write the new directory `out`: the policy's adapters in `dtype`, which peft loads. UserError if it has none."""
+    """Write the new directory `out`: the policy's adapters in `dtype`, for peft. UserError without any."""
     if SCALING not in checkpoint.saved.tensors:
         raise UserError(f"{checkpoint.directory} holds whole weights, no adapters; use to-hf")
     with _new(out) as draft:
@@ -127,9 +126,7 @@ def to_peft(checkpoint: Checkpoint, out: Path, dtype: torch.dtype) -> None:
 
 
 def from_hf(weights_dir: Path, checkpoint: Checkpoint, out: Path) -> None:
-    """Write the new directory `out`: the checkpoint with the weights in `weights_dir`, which must be of
-    the same model.
-    """
+    """Write the new directory `out`: the checkpoint with weights from `weights_dir`, of the same model."""
     if SCALING in checkpoint.saved.tensors:
         raise UserError(f"{checkpoint.directory} holds only adapters, which whole weights cannot replace")
     files, model, saved = WeightFiles(weights_dir), checkpoint.model, checkpoint.saved
@@ -164,7 +161,7 @@ def from_hf(weights_dir: Path, checkpoint: Checkpoint, out: Path) -> None:
 
 
 def saved_buffers(model: nn.Module, saved: SavedState, parts: Mapping[str, Sequence[Part]]) -> dict[str, Tensor]:
-    """Return the buffers that training changes, hence in a checkpoint: biases of routers."""
+    """Return the buffers that training changes: biases of routers."""
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in parts)
     return {name: buffer for name, buffer in buffers if all(MODEL + part.name in saved.tensors for part in parts[name])}
 
@@ -185,7 +182,7 @@ def _new(out: Path) -> Iterator[Path]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line and return the exit code: 2, after one line, if something cannot be converted."""
+    """Run the command line and return the exit code: 2, after one line, if nothing can be converted."""
     parser = Parser(program("convert"), description=__doc__.splitlines()[0])
     ways = parser.add_subparsers(dest="way", required=True)
     to, alone, back = (ways.add_parser(way) for way in ("to-hf", "to-peft", "from-hf"))

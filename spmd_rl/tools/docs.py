@@ -2,7 +2,7 @@
 
     python -m spmd_rl docs > settings.md
 
-The meaning of a setting is the string below its field in `spmd_rl/config/sections/`.
+A setting's meaning is the string below its field in `spmd_rl/config/sections/`.
 """
 
 from collections.abc import Iterator

@@ -3,9 +3,8 @@
     python -m spmd_rl dry_run rlvr data.train=openai/gsm8k:main
     torchrun --nproc-per-node 8 -m spmd_rl.rlvr --dry-run data.train=openai/gsm8k:main
 
-Nothing is written, no weights are loaded, and torch is imported only for a model that takes pictures. A mistake ends it
-as it would end the run, and so does a reward that fails, or that does not pay the right answer in the form that the
-prompt asks for.
+Nothing is written, no weights are loaded, and torch is imported only for a model that takes pictures. It ends at a
+mistake as the run would, and at a reward that fails, or does not pay the right answer in the prompt's form.
 """
 
 import math
@@ -46,17 +45,16 @@ from spmd_rl.tools.reward_audit import BARE, GOLD, UNSUPPORTED, Kind, Trial
 from spmd_rl.types import Prompt, Rewarder, Verdict
 
 SHOWN = 3
-"""Number of prompts that are shown"""
 RENDERED = 4000
-"""Number of prompts that are rendered for their lengths"""
+"""Number of prompts to render for their lengths"""
 ASKED = 100
-"""Number of rows of a domain that its reward is checked against"""
+"""Rows of a domain to check its reward with"""
 MAX_CHARACTERS = 1500
-"""Maximum number of characters shown of each part of a prompt"""
+"""Most characters shown of a prompt's part"""
 
 
 def show(cfg: RlvrConfig) -> None:
-    """Print the preview of a run. UserError for mistakes that would end it before its first step."""
+    """Print a run's preview. UserError for mistakes that would end it before its first step."""
     with phase("reading the prompts"):
         prompts = Prompts.load(cfg.data)
     sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
@@ -100,7 +98,7 @@ def show(cfg: RlvrConfig) -> None:
 
 @contextmanager
 def without_torch(model: str) -> Iterator[None]:
-    """Hide torch from transformers, which takes seconds to import it, unless the model takes pictures and needs it."""
+    """Hide torch from transformers, which takes seconds to import it, unless pictures need it."""
     if "torch" in sys.modules or sees_pictures(model_folder(model)):
         yield
         return
@@ -120,7 +118,6 @@ def _lengths(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[int]:
 
 
 def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: int) -> list[tuple[str, str]]:
-    """Return the lines of the first table. `longest`: length of the longest prompt within the limit."""
     r, (shards, replicas) = cfg.rollout, shards_and_replicas(cfg)
     updates = cfg.train.updates_per_step
     samples, at_most = r.prompts_per_step * r.answers_per_prompt, tokens_per_turn(r, longest)
@@ -156,7 +153,7 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
 
 
 def roles_and_ranks(cfg: RlConfig) -> list[tuple[str, str]]:
-    """Return the first lines of all pipelines: the models, their dtype and the ranks' tasks."""
+    """Return all pipelines' first lines: models, dtype and ranks' tasks."""
     placement, (shards, replicas) = Placement.of(cfg.placement, world_size()), shards_and_replicas(cfg)
     ranks = f"{placement.held}{len(placement.train)}"
     if cfg.placement.is_split:
@@ -174,7 +171,7 @@ def roles_and_ranks(cfg: RlConfig) -> list[tuple[str, str]]:
 
 
 def shards_and_replicas(cfg: RlConfig) -> tuple[int, int]:
-    """Return the numbers of data shards and of the engine's replicas."""
+    """Return the numbers of data shards and engine replicas."""
     placement = Placement.of(cfg.placement, world_size())
     shards, replicas = len(placement.train) // cfg.train.ranks_per_shard, len(placement.generate) // cfg.engine.ranks
     # A job with only one of the two tasks belongs to another job that has at least one.
@@ -182,7 +179,7 @@ def shards_and_replicas(cfg: RlConfig) -> tuple[int, int]:
 
 
 def dtype(name: str) -> str:
-    """Return text on the meaning of `policy.dtype`."""
+    """Return text on `policy.dtype`'s meaning."""
     return "auto: bfloat16 if the hardware of all ranks supports it, else float32" if name == "auto" else name
 
 
@@ -195,7 +192,6 @@ def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
 def _show_prompt(
     console: Console, prompt: Prompt, lines: list[str], answer: str, tokenizer: Tokenizer, limit: int
 ) -> None:
-    """Print a prompt and its answer as the model sees them, trained tokens in colour, and lines about the rewards."""
     ids, answer_ids = tokenizer.render(prompt.messages), tokenizer.encode(answer)
     answer_ids.extend(tokenizer.stop_ids[-1:])
     if len(answer_ids) > limit:
@@ -214,9 +210,8 @@ def _show_prompt(
 
 
 def _rewards(rewarder: Rewarder | str, prompt: Prompt, kinds: dict[str, Kind]) -> tuple[list[str], str]:
-    """Return the rewarder's scores of the right answer and of a wrong one as lines, and the right one in the model's
-    form, or in the form that is paid.
-    """
+    """Return the scores of a right and a wrong answer as lines, and the right one in the model's form, or the paid
+    one."""
     if isinstance(rewarder, str):
         return [f"The rewarder {rewarder}."], prompt.ground_truth
     if UNSUPPORTED in kinds and (reason := kinds[UNSUPPORTED].unsupported.get(prompt.id)):
@@ -258,9 +253,6 @@ def _examples(rewarder: Rewarder | str) -> str:
 
 
 def _audit(rewarder: Rewarder | str, kinds: dict[str, Kind] | None, prompts: Sequence[Prompt]) -> str:
-    """Return text on the worthless answers to the first prompts of a domain that are paid, and on the number of rows
-    left out.
-    """
     if kinds is None or isinstance(rewarder, str):
         return str(rewarder)
     asked = prompts[:: math.ceil(len(prompts) / ASKED)]
@@ -276,7 +268,7 @@ def _audit(rewarder: Rewarder | str, kinds: dict[str, Kind] | None, prompts: Seq
 
 
 def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
-    """Return the files and trackers that the run would write."""
+    """Return files and trackers that the run would write."""
     folder, c = Path(cfg.run.dir), cfg.checkpoint
     steps = [*range(c.every, cfg.steps, c.every)[:4], cfg.steps] if c.every else [cfg.steps]
     held = sorted(path.name for path in folder.glob("checkpoints/step-*"))
@@ -290,21 +282,20 @@ def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
 
 
 def _disk(cfg: JobConfig) -> str:
-    """Return the size of a checkpoint in words; empty without local weights, or if only adapters are saved."""
     count = 0 if cfg.policy.lora.rank else num_weights(model_folder(cfg.policy.model))
     exported = count * (4 if dtype(cfg.policy.dtype) == "float32" else 2)
     return f"; {12 * count / 1e9:.1f} GB each, {exported / 1e9:.1f} more for hf/" if count else ""
 
 
 def short(text: str) -> str:
-    """Return a long text, made printable, without its middle."""
+    """Return a long text, printable, without its middle."""
     text = printable(text)
     half, cut = MAX_CHARACTERS // 2, len(text) - MAX_CHARACTERS
     return text if cut <= 0 else f"{text[:half]}\n... {cut} characters ...\n{text[-half:]}"
 
 
 def table(console: Console, title: str, lines: Sequence[tuple[str, str]]) -> None:
-    """Print a title, and below it names and texts in two columns."""
+    """Print a title, and names and texts in two columns."""
     console.print()
     console.print(Text(title, "bold"))
     width = max(len(name) for name, _ in lines)

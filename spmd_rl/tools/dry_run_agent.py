@@ -2,9 +2,8 @@
 
     torchrun --nproc-per-node 8 -m spmd_rl.agentic --dry-run +experiment=demo_frozen_lake
 
-Nothing is written and no weights are loaded. The environments run in this process, and are played by their own
-`solution()`; without one, the first prompt is shown. A mistake ends it as it would end the run, and so does an
-environment that fails.
+Nothing is written and no weights are loaded. Environments run in this process, and are played by their `solution()`;
+without one, the first prompt is shown. It ends at a mistake as the run would, and at a failing environment.
 """
 
 import asyncio
@@ -29,11 +28,11 @@ from spmd_rl.tools.dry_run import outputs, roles_and_ranks, short, table, withou
 from spmd_rl.types import Environments, EnvReply, Group, Prompt, SessionLost, Verdict
 
 SHOWN = 3
-"""Number of episodes that are shown, at least one of each environment"""
+"""Episodes to show, at least one per environment"""
 
 
 def show(cfg: AgenticConfig) -> None:
-    """Print the preview of a run. UserError for mistakes that would end it before its first step."""
+    """Print a run's preview. UserError for mistakes that would end it before its first step."""
     strict = {tag: replace(env, retries=0, on_error="raise") for tag, env in cfg.env.tags.items()}
     # Failures must show at once, not after retries.
     cfg = replace(cfg, env=replace(cfg.env, tags=strict))
@@ -65,7 +64,7 @@ def show(cfg: AgenticConfig) -> None:
 
 @contextmanager
 def _told_later(console: Console, failed: dict[str, UserError], tag: str) -> Iterator[None]:
-    """Print an environment's first failure, and continue: it ends the preview at the end."""
+    """Print an environment's first failure, and continue: the preview ends with it."""
     try:
         yield
     except UserError as error:
@@ -101,9 +100,6 @@ def _arithmetic(cfg: AgenticConfig, tasks: EnvTasks) -> list[tuple[str, str]]:
 def _show_episode(
     console: Console, task: Prompt, cfg: AgenticConfig, environments: Environments, tokenizer: Tokenizer
 ) -> str:
-    """Print an episode as the model sees it, trained tokens in colour; return why it was not played,
-    empty if it was.
-    """
     group = asyncio.run(_played(task, cfg, environments, tokenizer))
     verdict = group.samples[-1].verdict
     console.print()
@@ -142,7 +138,7 @@ def _reason(verdict: Verdict) -> str:
 async def _first_step(
     tag: str, seed: int, cfg: AgenticConfig, environments: Environments, held_out: bool = False
 ) -> tuple[EnvReply, EnvReply]:
-    """Return an environment's replies to a reset, and to an answer without an action. UserError if it fails."""
+    """Return an environment's replies to a reset and to an answer without an action. UserError if it fails."""
     try:
         session = await environments.reset(tag, seed, held_out)
         start, reply = session.reply, await session.step("")
@@ -155,7 +151,6 @@ async def _first_step(
 async def _returns(
     cfg: AgenticConfig, tag: str, tasks: EnvTasks, environments: Environments, tokenizer: Tokenizer
 ) -> list[tuple[str, str]]:
-    """Return text on an environment's rewards for its own solution, and for answers without an action."""
     env, own = cfg.env.tags[tag], [task for task in tasks.eval if task.domain == tag][:SHOWN]
     paid = [(await _played(task, cfg, environments, tokenizer)).samples[-1].verdict for task in own]
     lines = [("target", env.target)]

@@ -23,11 +23,11 @@ from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.tools.dry_run import SHOWN, dtype, outputs, short, table, without_torch
 
 RENDERED = 1000
-"""Number of rows that are rendered for their lengths"""
+"""Number of rows to render for their lengths"""
 
 
 def show(cfg: RowsPipelineConfig) -> None:
-    """Print the preview of a run. UserError for mistakes that would end it before its first step."""
+    """Print a run's preview. UserError for mistakes that would end it before its first step."""
     with phase("reading the rows"):
         examples = Examples.load(cfg.data, cfg.row_kind)
         cfg.count_rows(len(examples.train))
@@ -63,7 +63,6 @@ def show(cfg: RowsPipelineConfig) -> None:
 
 
 def _lengths(store: RowStore, tokenizer: Tokenizer) -> list[int]:
-    """Return the length in tokens of the longest conversation of each of the first rows. UserError names a row."""
     lengths = []
     for number in range(min(len(store), RENDERED)):
         try:

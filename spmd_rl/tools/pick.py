@@ -4,9 +4,8 @@
         --domain math --out data/deepmath_5000.jsonl
     python -m spmd_rl pick rows.jsonl --pass-rate runs/evaluate/NAME --where 'pass_rate>0' 'pass_rate<1' --by pass_rate
 
-Rows are ordered by a hash of the seed and their content, and each class of `--by` gives its first ones. So neither
-another machine, another order of the files nor further rows change which of two rows is preferred. Without `--out`
-nothing is written.
+Rows are ordered by a hash of seed and content, and each class of `--by` gives its first ones. So neither the machine,
+the files' order nor further rows change which of two rows is preferred. Without `--out` nothing is written.
 """
 
 import json
@@ -57,7 +56,7 @@ class _Candidate(NamedTuple):
 
 
 def _condition(text: str) -> Callable[[Mapping[str, Any]], str]:
-    """Return a function from a record to the reason why it does not fulfil a condition, empty if it does."""
+    """Return a function from a record to why it misses a condition, empty if not."""
     if not (found := CONDITION.fullmatch(text.strip())):
         raise UserError(f"--where: {text!r} is no condition; write COLUMN, one of {' '.join(COMPARISONS)}, VALUE")
     column, compare, wanted = found[1], COMPARISONS[found[2]], found[3]
@@ -88,7 +87,6 @@ def _records(source: str) -> Iterator[tuple[str, Any, Folder]]:
 
 
 def _pass_rates(run: Path, pass_score: float) -> dict[str, float]:
-    """Return the share of sampled answers that pass in the newest evaluation of a run, by prompt id."""
     files = sorted(run.glob("samples/eval-*.jsonl"))
     if not files:
         raise UserError(f"--pass-rate: {run} has no samples/eval-*.jsonl; python -m spmd_rl.evaluate writes it")
@@ -102,7 +100,6 @@ def _pass_rates(run: Path, pass_score: float) -> dict[str, float]:
 
 
 def _candidates(asked: Any, left_out: Counter[str]) -> Iterator[_Candidate]:
-    """Yield the rows that fulfil the criteria, and count the others by reason."""
     rates = _pass_rates(asked.pass_rate, asked.pass_score) if asked.pass_rate else {}
     conditions, seen, first = [*map(_condition, asked.where)], set(), ""
     columns = {name: None if column == "null" else column for name, column in map(_pair, asked.keys)}
@@ -160,7 +157,6 @@ def _judged(found: Sequence[_Candidate], target: str, left_out: Counter[str]) ->
 
 
 def _classes(found: Iterable[_Candidate], by: str | None, edges: Sequence[Fraction]) -> dict[str, list[_Candidate]]:
-    """Return the rows by class: values of the column `by`, or its intervals between `edges`."""
     by_class: dict[Any, list[_Candidate]] = {}
     for one in found:
         value = one.record.get(by, "") if by else ALL
@@ -181,7 +177,7 @@ def _classes(found: Iterable[_Candidate], by: str | None, edges: Sequence[Fracti
 
 
 def allot(available: Mapping[str, int], shares: Mapping[str, Fraction], rows: int) -> dict[str, int]:
-    """Return the number of rows of each class: by its share, or all that it has, and then the others get more."""
+    """Return the rows of each class by its share; if it has fewer, others get more."""
     drawn = dict.fromkeys(available, 0)
     open_, left = {name: share for name, share in shares.items() if share > 0}, min(rows, sum(available.values()))
     while open_ and left:
@@ -279,7 +275,7 @@ def _parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line and return the exit code: 2, after one line, for a mistake in it or in the rows."""
+    """Run the command line and return the exit code: 2, after one line, for a mistake in it or the rows."""
     asked = _parser().parse_args(arguments)
     try:
         if asked.out and asked.out.exists():

@@ -3,9 +3,8 @@
     python -m spmd_rl play env.lake.target=envs.frozen_lake:FrozenLake seed=7
     python -m spmd_rl play +experiment=demo_frozen_lake play.policy=true policy.model=runs/x/checkpoints/step-000010/hf
 
-It takes the settings of an agentic run (`agentic --help` lists them) and shows the policy's prompts, word by word.
-`play.env=TAG` chooses among several environments. Actions are typed bare, without the tags of an answer; Ctrl-D ends
-the game.
+It takes the settings of an agentic run (`agentic --help` lists them) and shows the policy's prompts. `play.env=TAG`
+chooses an environment. Actions are typed without the tags of an answer; Ctrl-D ends the game.
 """
 
 import asyncio
@@ -28,17 +27,16 @@ from spmd_rl.sidecar.local import LocalEnvironments, LocalScorer
 from spmd_rl.types import AgentStep, Environments, EnvReply, Message, Prompt, Sample, SessionLost
 
 OWN = {"play.policy": "false", "play.env": ""}
-"""Words of the command line that are no settings of a run, with their defaults."""
+"""Words of the command line that are no settings, with defaults"""
 WIDTH = 132
-"""Number of columns if the output is no terminal."""
 
 
 async def person(
     cfg: AgenticConfig, tag: str, environments: Environments, ask: Callable[[str], str | None], console: Console
 ) -> float:
-    """Let a person play environment `tag` with the seed of the settings; return the sum of the rewards.
+    """Let a person play environment `tag` with the settings' seed; return the sum of rewards.
 
-    ask: gets the text before an action and returns the action, or None at the end. SessionLost as in `Environments`.
+    ask: from the text before an action to the action, None at the end. SessionLost as in `Environments`.
     """
     env, limit = cfg.env.tags[tag], cfg.rollout.max_turns
     session = await environments.reset(tag, cfg.seed)
@@ -68,7 +66,7 @@ async def person(
 
 
 def show_turn(console: Console, told: Sequence[Message], reply: EnvReply) -> None:
-    """Print the messages for the policy, and the board if they do not contain it."""
+    """Print the policy's messages, and the board if they lack it."""
     for message in told:
         console.print(_block(message.text, "dim" if message.role == "system" else ""))
     board = str(reply.info.get("board", ""))
@@ -77,7 +75,7 @@ def show_turn(console: Console, told: Sequence[Message], reply: EnvReply) -> Non
 
 
 def show_outcome(console: Console, action: str | None, reward: float, metrics: dict[str, float]) -> None:
-    """Print the reward and metrics of an action."""
+    """Print an action's reward and metrics."""
     line = Text("no action" if action is None else printable(action), "bold")
     line.append(f"  reward {reward:+.3g}", "green" if reward > 0 else "red" if reward < 0 else "not bold")
     line.append("".join(f"  {printable(str(name))} {value:g}" for name, value in metrics.items()), "not bold dim")
@@ -85,13 +83,13 @@ def show_outcome(console: Console, action: str | None, reward: float, metrics: d
 
 
 def show_end(console: Console, reply: EnvReply, reason: str, total: float) -> None:
-    """Print the last observation, the reason of the episode's end and its return."""
+    """Print the last observation, why the episode ended, and its return."""
     console.print(_block(str(reply.info.get("board", "")) or reply.observation))
     console.print(Text(f"{reason}, return {total:+.3g}", "bold"))
 
 
 def show_sample(console: Console, samples: Sequence[Sample], visible: Callable[[Sequence[int]], str]) -> None:
-    """Print an episode of the policy turn by turn. visible: the text of token ids."""
+    """Print the policy's episode turn by turn. visible: token ids to text."""
     for sample in samples:
         for turn in sample.turns:
             console.print(_block(visible(turn.prompt_ids), "dim"), _block(turn.text), sep="\n")
@@ -111,7 +109,7 @@ def _block(text: str, style: str = "") -> Padding:
 
 
 def build_policy(cfg: AgenticConfig, tag: str, environments: Environments) -> Callable[[Console], None]:
-    """Load the policy into the engine; return a function that plays one episode and prints it."""
+    """Load the policy into the engine; return a function that plays and prints an episode."""
     import torch
 
     from spmd_rl import engine
@@ -144,7 +142,7 @@ def build_policy(cfg: AgenticConfig, tag: str, environments: Environments) -> Ca
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code: 2 for a mistake in it, 1 for an environment that fails."""
+    """Run the command line and return the exit code: 2 for a mistake in it, 1 for a failing environment."""
     own = OWN | dict(word.split("=", 1) for word in argv if word.partition("=")[0] in OWN and "=" in word)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     try:

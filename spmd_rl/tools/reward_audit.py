@@ -1,7 +1,7 @@
-"""Scores of a run's rewards for answers that are known to be right or wrong, for the dry run and `audit`.
+"""Scores of rewards for answers known to be right or wrong, for dry run and `audit`.
 
-For each row: its gold answer, bare and in the form that the prompt asks for, an empty one, the prompt itself, the gold
-answer of another row, and the reward's own `cheats(prompt)`: answers that try to be paid for nothing.
+For each row: its gold answer, bare and in the prompt's form, an empty one, the prompt itself, another row's gold
+answer, and the reward's `cheats(prompt)`: answers that try to be paid for nothing.
 """
 
 import asyncio
@@ -29,16 +29,15 @@ from spmd_rl.types import AnswerInfo, Prompt, Rewarder, Verdict
 
 BARE = SLOT
 FORMS = (BARE, "\\boxed{\0}", "#### \0", "<answer>\0</answer>", "<think></think><answer>\0</answer>")
-"""Forms in which answers state a result"""
+"""Forms in which answers state results"""
 WRONG = "I do not know."
 LEAST = 0.1
-"""Share of the best form's pay beyond which another form counts as paid too, and not for its length alone"""
+"""Share of the best form's pay beyond which another form counts as paid, not for its length alone"""
 SECONDS = 60.0
-"""Seconds that a score may take without a setting"""
 MAX_SECONDS = 1e6
-"""Seconds that a whole audit may take; its scores have their own limits"""
+"""Seconds that an audit may take; scores have their limits"""
 FORM_ALONE = 0.5
-"""Largest score that another row's gold answer may get, for its form."""
+"""Largest score of another row's gold answer, for its form"""
 GOLD, ASKED = "gold answer", "gold answer as the prompt asks"
 GOLDEN = (GOLD, ASKED)
 UNSUPPORTED = "not supported"
@@ -48,27 +47,26 @@ NEVER = "no form of the ground truth is rewarded or scores more than a wrong ans
 
 @dataclass(slots=True)
 class Kind:
-    """The verdicts on one kind of answer to some rows of a domain."""
+    """Verdicts on a kind of answer to a domain's rows."""
 
     scores: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    """Status and detail of each verdict without a score."""
+    """Status and detail of verdicts without a score"""
     wrong: int = 0
-    """Number of rows with a wrong score."""
+    """Number of rows with wrong scores"""
     unsupported: dict[str, str] = field(default_factory=dict)
-    """Reasons for which the reward cannot judge any answer to a row, by id of the row."""
+    """Reasons why the reward cannot judge a row at all, by row id"""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """Reasons for which the reward failed, by id of the row: its own error, or a right answer without a score."""
+    """Reasons why the reward failed, by row id: an error, or a right answer without a score"""
 
     forms: set[str] = field(default_factory=set)
-    """Forms in which gold answers were stated."""
     trials: dict[str, "Trial"] = field(default_factory=dict)
-    """Trials of gold answers, by id of the row."""
+    """Trials of gold answers, by row id"""
 
     def add(
         self, row: str, verdict: Verdict, below: float = float("-inf"), above: float = float("inf"), form: str = BARE
     ) -> None:
-        """Count a verdict; it is wrong if its score is less than `below` or more than `above`."""
+        """Count a verdict; it is wrong if scored below `below` or above `above`."""
         self.forms.add(form)
         if not verdict.scored:
             self.failures.append(f"{verdict.status}: {verdict.detail}")
@@ -80,35 +78,35 @@ class Kind:
 
     @property
     def mean(self) -> float | None:
-        """Mean score; None if no answer got one."""
+        """Mean score; None without any score."""
         return fmean(self.scores) if self.scores else None
 
 
 @dataclass(slots=True)
 class Trial:
-    """A reward's scores of a row's gold answer and of a wrong answer, in each form."""
+    """Scores of a row's gold answer and a wrong one, in each form."""
 
     gold: str
     other: str
-    """Wrong answer: another row's gold answer, if there is one."""
+    """Wrong answer: another row's gold answer, if any"""
     asked: list[str]
-    """Forms that the prompt asks for; empty if it names none."""
+    """Forms that the prompt asks for, if any"""
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     wrong: dict[str, Verdict] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
-        """True if all forms were tried: a `timeout` ends the trial."""
+        """True if all forms were tried, without a `timeout`."""
         return all(verdict.status != "timeout" for verdict in self.verdicts.values())
 
     def best(self, forms: Iterable[str] = ()) -> str:
-        """Return the form with the best verdict among those tried of `forms`, or among all."""
+        """Return the form with the best verdict among those tried of `forms`, or all."""
         tried = [form for form in forms if form in self.verdicts] or self.verdicts
         return max(tried, key=lambda form: (self._margin(form), self._score(form)))
 
     @property
     def problem(self) -> str:
-        """Fault of the reward, in a line; empty if it pays the answer that the prompt asks for."""
+        """Fault of the reward, in a line; empty if it pays the asked form."""
         best = self.best()
         asked = self.best(self.asked) if self.asked else best
         if not self.verdicts[best].scored or self._margin(asked) > LEAST * self._margin(best) > 0:
@@ -129,13 +127,13 @@ class Trial:
 
 
 def asked_about(prompts: Prompts) -> Sequence[Prompt]:
-    """Return the prompts for an audit: those for training, and held-out ones of other domains."""
+    """Return prompts to audit: for training, and held-out ones of other domains."""
     trained = {prompt.domain for prompt in prompts.train}
     return [*prompts.train, *(prompt for prompt in prompts.eval if prompt.domain not in trained)]
 
 
 def build_rewarder(domain: str, reward: RewardConfig) -> Rewarder | str:
-    """Build and start a rewarder as its worker would; if it cannot run here, return the reason."""
+    """Build and start a rewarder as its worker would, or return why it cannot run here."""
     if reward.devices or {"url", "model"} & reward.args.keys():
         return "is not audited: it needs a model or a server"
     section = f"reward.{domain}"
@@ -146,7 +144,7 @@ def build_rewarder(domain: str, reward: RewardConfig) -> Rewarder | str:
 
 
 def score(rewarder: Rewarder, prompt: Prompt, answer: str, seconds: float = SECONDS) -> Verdict:
-    """Score one answer as a worker would, with the same limit of time."""
+    """Score one answer within a worker's time limit."""
     given = wire.ScoreInput(prompt, answer, AnswerInfo(max(1, len(answer) // 4), "stop"))
     try:
         # An `async def` has its own time limit, which must strike first.
@@ -157,13 +155,13 @@ def score(rewarder: Rewarder, prompt: Prompt, answer: str, seconds: float = SECO
 
 
 def gold_answer(rewarder: Rewarder, prompt: Prompt) -> str:
-    """Return the right answer known to the reward (`gold(prompt)`) or the row; empty without any."""
+    """Return the right answer by the reward (`gold(prompt)`) or the row, if any."""
     known = guarded(rewarder.gold, "gold() of the reward fails", {})(prompt) if hasattr(rewarder, "gold") else ""
     return known or prompt.ground_truth
 
 
 def attempt(judged: Callable[[Prompt, str], Verdict], prompt: Prompt, gold: str, other: str, template: str) -> Trial:
-    """Score a gold answer and a wrong one in all forms, until a `timeout`."""
+    """Score a gold and a wrong answer in all forms, until a `timeout`."""
     trial, judged = Trial(gold, other or WRONG, asked_forms(prompt, template)), cache(partial(judged, prompt))
     for form in dict.fromkeys((BARE, *trial.asked, *FORMS)):
         trial.verdicts[form] = trial.wrong[form] = judged(fill(form, gold))
@@ -176,9 +174,7 @@ def attempt(judged: Callable[[Prompt, str], Verdict], prompt: Prompt, gold: str,
 def audit_apart(
     domain: str, reward: RewardConfig, rewarder: Rewarder, prompts: Sequence[Prompt], rows: int, template: str
 ) -> dict[str, Kind]:
-    """Run `audit` in a forked process and return its result. UserError, which names the row, if the reward ends that
-    process.
-    """
+    """Run `audit` in a forked process. UserError, naming the row, if the reward ends that process."""
 
     def work(say: Callable[[str], None]) -> None:
         def named() -> Iterator[Prompt]:
@@ -211,12 +207,11 @@ def audit(
     seconds: float = SECONDS,
     asked: Iterable[Prompt] = (),
 ) -> dict[str, Kind]:
-    """Score answers of each kind to the first `rows` prompts of a domain; the kinds are in the order of first use.
+    """Score answers of each kind to a domain's first `rows` prompts; kinds are in order of first use.
 
-    A gold answer is stated in the form that scores best, and in the best of those that the prompt asks for (template:
-    `data.format`). Another answer is wrong if it scores more than 0, and more than the gold answer of another row,
-    which may be paid up to `FORM_ALONE` for its form. seconds: `reward.<domain>.timeout`. asked: the prompts to iterate
-    over.
+    A gold answer counts in its best form, and in the best that the prompt asks for (template: `data.format`). Another
+    answer is wrong if it scores more than 0, and more than another row's gold answer, which may get up to `FORM_ALONE`
+    for its form. seconds: `reward.<domain>.timeout`. asked: the prompts to iterate over.
     """
     kinds: dict[str, Kind] = defaultdict(Kind)
     judged = partial(score, rewarder, seconds=seconds)
@@ -257,21 +252,21 @@ def _last_text(prompt: Prompt) -> str:
 
 
 def paid_cheats(kinds: dict[str, Kind]) -> list[str]:
-    """Return the names of the cheats, the empty answer included, with too high a score.
+    """Return the cheats, the empty answer included, that score too high.
 
-    Excluded are the prompt, which may hold its answer, and another row's answer, which may be right here too.
+    Not the prompt, which may hold its answer, or another row's answer, which may be right.
     """
     return [name for name, kind in kinds.items() if kind.wrong and name not in (*GOLDEN, PROMPT, OTHER)]
 
 
 def cheats_asked(kinds: dict[str, Kind]) -> tuple[int, int]:
-    """Return the numbers of worthless answers with and without a score."""
+    """Return the numbers of worthless answers with and without score."""
     own = [kind for name, kind in kinds.items() if name not in (*GOLDEN, PROMPT, OTHER, UNSUPPORTED)]
     return sum(len(kind.scores) for kind in own), sum(len(kind.failures) for kind in own)
 
 
 def unjudged(kinds: dict[str, Kind]) -> list[str]:
-    """Return a line for each row on which the reward failed: its id, the first kind of answer, and the reason."""
+    """Return a line for each row on which the reward failed: id, first kind of answer, reason."""
     found: dict[str, str] = {}
     for name, kind in kinds.items():
         for row, reason in kind.unjudged.items():
@@ -280,9 +275,7 @@ def unjudged(kinds: dict[str, Kind]) -> list[str]:
 
 
 def unpaid(kinds: dict[str, Kind]) -> list[str]:
-    """Return a line for each row whose right answer is not paid in the prompt's form, or one line if no row's is paid
-    at all.
-    """
+    """Return a line for each row whose right answer is not paid in the prompt's form, or one line if none is paid."""
     told = {row: trial.problem for row, trial in kinds[GOLD].trials.items()} if GOLD in kinds else {}
     if set(told.values()) == {NEVER}:
         return [NEVER]
@@ -290,7 +283,7 @@ def unpaid(kinds: dict[str, Kind]) -> list[str]:
 
 
 def describe(kinds: dict[str, Kind]) -> Iterable[tuple[str, str]]:
-    """Yield a line for each kind of answer: its name, its mean score and its faults."""
+    """Yield each kind of answer with its mean score and faults."""
     for name, kind in kinds.items():
         if kind.unsupported:
             yield (

@@ -1,6 +1,6 @@
-"""Training: policy, reference, critic, each built from its own settings, behind the Protocols of `base`.
+"""Training roles, each built from its own settings, behind the Protocols of `base`.
 
-Torch-free until it builds, so that settings a backend refuses (`config/backends.py`) fail before torch is imported.
+Torch-free until it builds, so that settings a backend refuses fail before torch is imported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 
 
 class Roles(NamedTuple):
-    """Roles of a run, each a model on its layout."""
+    """Models of a run, one per role."""
 
     policy: "PolicyRole | None"
-    """The trained policy; None for a reward model, which is a critic."""
+    """The trained policy; None for a reward model, which is a critic"""
     reference: "PolicyRole | None" = None
-    """Frozen copy without an optimizer; None where the algorithm has no KL penalty."""
+    """Frozen copy; None without a KL penalty"""
     critic: "CriticRole | None" = None
-    """Model of values; None where the algorithm reads none."""
+    """Model of values; None where the algorithm reads none"""
     teachers: "Mapping[str, PolicyRole]" = MappingProxyType({})
-    """Frozen teachers by domain; '' is for all other domains."""
+    """Frozen teachers by domain; '' is all other domains"""
 
     @property
     def trained(self) -> "dict[str, Role]":
-        """Roles by name whose weights a checkpoint must hold, including a reference that follows the policy."""
+        """Roles whose weights a checkpoint holds: also a reference that follows the policy."""
         follows = self.reference is not None and self.reference.sync_steps is not None
         roles = {"policy": self.policy, "reference": self.reference if follows else None, "critic": self.critic}
         return {name: role for name, role in roles.items() if role is not None}
 
 
 def build_roles(roles: Sequence[RoleConfig], world: "World") -> Roles:
-    """[all] Build the policy and the pipeline's other roles. UserError if a model does not load, fit, or pack."""
+    """[all] Build all roles of a pipeline, the policy first. UserError if a model does not load, fit, or pack."""
     from spmd_rl.train.accumulate import AdapterOff
 
     own = [role for role in roles if not role.is_base_of(roles[0])]
@@ -49,7 +49,7 @@ def build_roles(roles: Sequence[RoleConfig], world: "World") -> Roles:
 
 
 def build_own(roles: Sequence[RoleConfig], world: "World") -> dict[str, Any]:
-    """[all] Build each role with a separate model, by name. UserError as of `build_roles`."""
+    """[all] Build each role with a separate model, by name; see `build_roles`."""
     from spmd_rl.train.packed_check import check_packing
 
     built = {role.name: build_role(role, world) for role in roles}  # [all]
@@ -59,7 +59,7 @@ def build_own(roles: Sequence[RoleConfig], world: "World") -> dict[str, Any]:
 
 
 def build_role(role: RoleConfig, world: "World", source: "Source | None" = None) -> Any:
-    """[all] Build the role over `world`. source: loads the model; by default `stored_model`, or `checkpoint_model`."""
+    """[all] Build a role. source: loads the model; by default `stored_model`, or `checkpoint_model`."""
     from spmd_rl.distributed import Layout
     from spmd_rl.train.stored_model import checkpoint_model, stored_model
 
@@ -70,7 +70,7 @@ def build_role(role: RoleConfig, world: "World", source: "Source | None" = None)
 
 
 def build_denoisers(roles: Sequence[RoleConfig], world: "World", source: "Source") -> Roles:
-    """[all] Build the policy of a diffusion model, and its reference if `roles` has one. source: loads the model."""
+    """[all] Build a diffusion model's policy, and its reference if `roles` has one. source: loads the model."""
     from spmd_rl.train.denoising import BaseDenoising
 
     policy, *others = roles

@@ -1,8 +1,7 @@
-"""`Policy` and `Critic`: the code common to all backends, on top of a `base.ShardedModel`.
+"""`Policy` and `Critic`: roles over any backend's `base.ShardedModel`.
 
-All ranks run equally many micro-batches; ranks with fewer run dummies of weight 0. Token weights are global, so the
-gradient is a sum over data shards and does not depend on the split into ranks and micro-batches. Norm, averages and the
-decision to skip an update are equal on all ranks.
+All ranks run equally many micro-batches, some of them dummies of weight 0. Token weights are global, so gradients are
+sums over data shards. Norm, averages and skipped updates are equal on all ranks.
 """
 
 import math
@@ -29,14 +28,13 @@ from spmd_rl.train.pipeline import Step, forward_only, one_forward_one_backward
 from spmd_rl.train.state import MODEL, SavedState, Shard, key_of, read_state, staged, write_state
 
 AnyLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
-"""A `BoundLoss` or a `BoundValueLoss`, called with a forward's outputs and the micro-batch on the device."""
+"""A `BoundLoss` or `BoundValueLoss`, called with a forward's outputs and the micro-batch."""
 
 
 class BaseRole:
-    """Shared implementation of policy, reference and critic; a frozen role has no optimizer and no `update`."""
+    """Code shared by policy, reference and critic; a frozen role has no optimizer and no `update`."""
 
     def __init__(self, model: ShardedModel, layout: Layout, role: RoleConfig) -> None:
-        """Wrap `model`, sharded over `layout` by the settings `role`."""
         self.model, self.layout, self.lr_factor = model, layout, 1.0
         self.hidden_size, self.size, self.sees = model.hidden_size, model.size, sees_pictures(Path(role.model))
         self._role, self._settings, self._world = role, role.optimizer, layout.world
@@ -44,7 +42,7 @@ class BaseRole:
 
     @torch.no_grad()
     def evaluate(self, name: str, batch: Batch, args: ForwardArgs, num_columns: int) -> list[Tensor]:
-        """[all] Return the model's outputs over the whole batch: float32 [T] each, 0 outside of the loss mask."""
+        """[all] Return the model's outputs over the batch: float32 [T] each, 0 outside the loss mask."""
         bins = plan(batch, self._role.train.tokens_per_microbatch)
         found = []
 
@@ -77,8 +75,7 @@ class BaseRole:
     def conclude(self, sums: dict[str, float], count: int) -> Metrics:
         """[all] Update by the gradients of `count` micro-batches, or skip; see `optimize`.
 
-        sums: this rank's sums of `loss`, `num_tokens` and each quantity, which is divided by `num_tokens`; changed in
-        place.
+        sums: this rank's sums of `loss`, `num_tokens` and quantities to divide by it; changed in place.
         """
         settings = self._settings
         assert settings is not None, "a frozen role has no update"
@@ -107,7 +104,6 @@ class BaseRole:
         return means | {"skipped": float(skipped), "num_microbatches": float(count)}
 
     def _grad_square(self, sums: Mapping[str, float]) -> float:
-        """[all] Return this rank's term of the squared gradient norm."""
         gradients = self.model.gradients()  # [all]
         self._hash("update", lambda: {name: repr(value) for name, value in sums.items()} | of_tensors(gradients))
         counted = list(gradients.values())
@@ -115,8 +111,7 @@ class BaseRole:
         return float(torch.stack(torch._foreach_norm(counted)).double().square().sum()) if counted else 0.0
 
     def accumulate(self, batch: Batch, args: ForwardArgs, loss: AnyLoss) -> tuple[dict[str, float], int]:
-        """[all] Accumulate gradients; return loss, metrics and tokens of this data shard (see `joined`), and
-        micro-batches run."""
+        """[all] Accumulate gradients; return this data shard's sums (see `joined`) and the number of micro-batches."""
         bins = plan(batch, self._role.train.tokens_per_microbatch)
         count = max(1, self._agree_on_count("update", len(bins)))
         sums: dict[str, Tensor | float] = {}
@@ -140,8 +135,8 @@ class BaseRole:
             return {name: float(value) for name, value in sums.items()}, count
 
     def _of_block(self, sums: dict[str, float]) -> dict[str, float]:
-        """[all] Return a data shard's sums on one rank of its last stage, and zeros on the block's others: then a sum
-        over all ranks counts each shard once."""
+        """[all] Return a data shard's sums on one rank of its last stage, zeros on the block's others."""
+        # A sum over all ranks then counts each shard once.
         # Only the last stage computes the loss, and so knows the names of its metrics.
         if self.layout.size("pp") > 1:
             src = self._world.size - 1
@@ -152,7 +147,6 @@ class BaseRole:
         return sums if counts else {name: nothing(name) for name in sums}
 
     def _of_last_stage(self, columns: Tensor) -> Tensor:
-        """[all] Broadcast columns from the last pipeline stage to all stages."""
         if self.layout.size("pp") == 1:
             return columns
         # The group's collectives need tensors on its device, but columns may be on the CPU.
@@ -173,22 +167,22 @@ class BaseRole:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Keep the weights on the device inside; the optimizer's state only in its step, `save` and `load`."""
+        """Keep weights on the device inside; optimizer state only in its step, `save` and `load`."""
         self.model.wake()
         yield
         # Not in a `finally`: an error ends the job, and copying from a broken device would hang or hide it.
         self.model.sleep()
 
     def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight whole, see `PolicyRole`. adapters: see `Adapters.published`, of backends with adapters."""
+        """Yield every weight whole, see `PolicyRole`. adapters: see `Adapters.published`."""
         return self.model.weights() if adapters == "merged" else self.model.weights(adapters)
 
     def save(self, folder: Path) -> list[Path]:
-        """Write all tensors that training changes, see `Role`."""
+        """Write the state, see `Role`."""
         return self._write(folder, self.model.state(), self._world.progress)
 
     def stage(self, folder: Path) -> Callable[[Callable[[], object]], list[Path]]:
-        """Copy the state to the host and return its writer, see `Role`."""
+        """Copy the state to the host, see `Role`."""
         return partial(self._write, folder, staged(self.model.state()))
 
     def _write(self, folder: Path, state: Iterable[Shard], on_progress: Callable[[], object]) -> list[Path]:
@@ -196,20 +190,20 @@ class BaseRole:
         return write_state(folder / f"{self._world.rank:05d}.safetensors", state, about, on_progress)
 
     def load(self, folder: Path) -> None:
-        """Restore the state from a verified folder, see `Role`."""
+        """Restore the state, see `Role`."""
         read_state(self.model.state(), SavedState.open(folder, self._world), self._world.progress)  # [all]
         self.model.on_state_loaded()
 
     def counters(self) -> dict[str, int]:
-        """Return `updates` (with skipped ones, as the schedule follows steps) and `skipped_in_a_row`."""
+        """Return `updates`, skipped ones included, and `skipped_in_a_row`."""
         return {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
-        """Restore the numbers that `counters` returned."""
+        """Restore what `counters` returned earlier."""
         self._updates, self._skipped_in_a_row = counters["updates"], counters["skipped_in_a_row"]
 
     def hashes(self) -> dict[str, str]:
-        """Return a hash of each tensor of this rank that training changes, see `Role`."""
+        """Return hashes of this rank's state, see `Role`."""
         with self.awake():
             mine = [one for one in self.model.state() if one.is_mine and one.tensor is not None]
             return of_tensors({key_of(one.name, one.begin): one.tensor for one in mine})
@@ -219,26 +213,26 @@ class BaseRole:
         journal.record(journal.step, phase, f"{self._role.name} {self._updates}", find)
 
     def close(self) -> None:
-        """Free everything the role holds; idempotent."""
+        """Free the model, see `Role.close`."""
         self.model.close()
 
 
 class Policy(BaseRole):
-    """The policy, or its frozen reference: see `train.base.PolicyRole`."""
+    """The policy or its reference: see `PolicyRole`."""
 
     @cached_property
     def constraint(self) -> Constraint | None:
-        """Grammar that the policy's answers must match, if any."""
+        """Grammar of the policy's answers, if any."""
         return constraint_of(self._role.constraint, self._role.model, self._role.trust_remote_code)
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return logprob and entropy of sampled tokens, see `PolicyRole`."""
+        """Return logprob and entropy, see `PolicyRole`."""
         args = ForwardArgs(temperature, constraint=self.constraint)
         logprobs, entropy = self.evaluate("logprobs", batch, args, 2)  # [all]
         return logprobs, entropy
 
     def top_logprobs(self, batch: Batch, temperature: float, k: int, num_ids: int) -> tuple[Tensor, Ragged, Ragged]:
-        """Return the k most likely tokens with logprobs, see `PolicyRole`."""
+        """Return the most likely tokens, see `PolicyRole`."""
         columns = self.evaluate("logprobs", batch, ForwardArgs(temperature, top=(k, num_ids)), 2 + 2 * k)  # [all]
         tops = torch.stack(columns[2:], 1)[batch.sampled.index]
         lists = (tops[:, :k].round().int(), tops[:, k:])
@@ -246,16 +240,16 @@ class Policy(BaseRole):
 
     @property
     def sync_steps(self) -> int | None:
-        """Steps between syncs with the policy, see `PolicyRole`."""
+        """Steps between syncs, see `PolicyRole`."""
         return self._role.sync_steps
 
     def follow(self, policy: PolicyRole) -> None:
-        """Move the weights towards the policy's, see `PolicyRole`."""
+        """Move towards the policy, see `PolicyRole`."""
         move(self.model.state(), policy.weights(), self._role.own.mixup, self._role.model_key)  # [all]
         self.model.on_state_loaded()
 
     def packing_fingerprint(self, batch: Batch) -> Tensor:
-        """Return a number per token that exposes packing leaks, see `Role`."""
+        """Return a packing fingerprint, see `Role`."""
         return self.evaluate("logprobs", batch, ForwardArgs(), 2)[0]  # [all]
 
     def update(self, batch: Batch, loss: BoundLoss, temperature: float) -> Metrics:
@@ -265,14 +259,14 @@ class Policy(BaseRole):
 
 
 class Critic(BaseRole):
-    """The critic, which predicts scores: see `train.base.CriticRole`."""
+    """The critic, which predicts scores: see `CriticRole`."""
 
     def values(self, batch: Batch) -> Tensor:
-        """Return the values before sampled tokens, see `CriticRole`."""
+        """Return values of sampled tokens, see `CriticRole`."""
         return self.evaluate("values", batch, ForwardArgs(), 1)[0]
 
     def packing_fingerprint(self, batch: Batch) -> Tensor:
-        """Return a number per token that exposes packing leaks, see `Role`."""
+        """Return a packing fingerprint, see `Role`."""
         return self.evaluate("values", batch, ForwardArgs(is_fingerprint=True), 1)[0]
 
     def update(self, batch: Batch, loss: BoundValueLoss) -> Metrics:
@@ -285,13 +279,13 @@ def _selected(batch: Batch, bins: list[list[int]]) -> Callable[[int], Batch]:
 
 
 class Pace:
-    """Limit of the CPU's lead over the device to one micro-batch, so that progress reports stay truthful."""
+    """Limit of the CPU's lead over the device to one micro-batch, for truthful progress reports."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, None
 
     def keep(self) -> None:
-        """Wait for the device's work up to the previous call; no-op on a CPU."""
+        """Wait for the device's work up to the previous call."""
         if self._device.type == "cpu" or not torch.accelerator.is_available():
             return
         event = torch.Event(self._device)
@@ -309,8 +303,8 @@ def walk(
     backward: Callable[[Step], object],
     beside: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """[all] Run and journal the steps of a pass on this rank. steps: `alone(loop)` for a backend without a pipeline.
-    beside: context of each step."""
+    """[all] Run and journal a pass's steps on this rank. steps: `alone(loop)` without a pipeline. beside: context of
+    each step."""
     pace, steps = Pace(layout.world.device), list(steps)
     several = any(step.chunk for step in steps)
     for step in steps:
@@ -326,7 +320,7 @@ def walk(
 
 
 def alone(loop: MicrobatchLoop) -> Iterator[Step]:
-    """Yield the steps of a backend without a pipeline: each forward is followed by its backward."""
+    """Yield steps without a pipeline: each forward, then its backward."""
     return one_forward_one_backward(0, 1, loop.count) if loop.is_trained else forward_only(1, loop.count)
 
 
@@ -334,10 +328,9 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 def learning_rate(update: int, *, peak: float, schedule: str, warmup: int, total: int) -> float:
-    """Return the learning rate of update number `update` (from 0) out of `total`.
+    """Return the learning rate of update `update` (from 0) of `total`.
 
-    The warm-up rises linearly from 0 and reaches `peak` in its last update, number `warmup` - 1; `linear` and `cosine`
-    then fall from `peak` towards 0, which they reach after the last update. Past `total` they stay at 0.
+    It rises linearly from 0 to `peak` at update `warmup` - 1; `linear` and `cosine` then fall to 0 after the last.
     """
     if update < warmup:
         return peak * (update + 1) / warmup
@@ -354,10 +347,10 @@ def learning_rate(update: int, *, peak: float, schedule: str, warmup: int, total
 
 @torch.no_grad()
 def move(state: Sequence[Shard], weights: Iterable[tuple[str, Tensor]], share: float, key: str) -> None:
-    """[all] Set the weights in `state` to share * `weights` + (1 - share) * present values, in place.
+    """[all] Set `state` to share * `weights` + (1 - share) * itself, in place.
 
-    weights: whole, by stored name; buffers that `state` lacks are skipped. A share of 1 copies them, bit for bit in
-    equal dtypes. UserError, on every rank, where names or shapes differ, naming the setting `key`.
+    weights: whole, by stored name; buffers that `state` lacks are skipped. A share of 1 copies bit for bit in equal
+    dtypes. UserError, on every rank, naming the setting `key`, if names or shapes differ.
     """
     shards = defaultdict[str, list[Shard]](list)
     for one in state:
@@ -380,17 +373,17 @@ def move(state: Sequence[Shard], weights: Iterable[tuple[str, Tensor]], share: f
 # Per-token metrics are accumulated as sums, or as extremes under names that end in `/max` or `/min`. A minimum is the
 # maximum of negated values, so that one max-reduction joins all extremes.
 def is_extreme(name: str) -> bool:
-    """Return True for metrics reduced by max or min, not by mean."""
+    """Return True for metrics reduced by max or min."""
     return name.endswith(("/max", "/min"))
 
 
 def nothing(name: str) -> float:
-    """Return the value of a sum, or of an extreme, over no tokens."""
+    """Return the sum or extreme over no tokens."""
     return -math.inf if is_extreme(name) else 0.0
 
 
 def joined(name: str, before: Tensor | float | None, values: Tensor | None) -> Tensor | float:
-    """Return the sum or extreme `before` joined with more `values`, [N] or a single sum; without values, `before`."""
+    """Return the sum or extreme `before` joined with `values`, [N] or a single sum."""
     before = nothing(name) if before is None else before
     if values is None or not values.numel():
         return before
@@ -403,19 +396,17 @@ def joined(name: str, before: Tensor | float | None, values: Tensor | None) -> T
 
 
 def extremes(found: Mapping[str, float]) -> dict[str, float]:
-    """Return extremes with the sign of their names (see above), without those over no tokens."""
+    """Return extremes with their names' sign, without those over no tokens."""
     return {name: -v if name.endswith("/min") else v for name, v in found.items() if v > -math.inf}
 
 
 class AdapterOff:
-    """The reference of a policy with adapters: the same weights with the adapters off. Never trained, saved or
-    loaded."""
+    """The policy with its adapters off, as its reference. Never trained, saved or loaded."""
 
     sync_steps: int | None = None
-    """None, because a reference that follows the policy needs separate weights."""
+    """None: following the policy needs separate weights"""
 
     def __init__(self, policy: Policy) -> None:
-        """policy: has adapters, which each call turns on again."""
         self.policy = policy
         self.layout, self.hidden_size, self.size = policy.layout, policy.hidden_size, policy.size
         self.sees = policy.sees
@@ -425,13 +416,13 @@ class AdapterOff:
         return self.policy.awake()
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """[all] Return logprob and entropy of sampled tokens, see `PolicyRole`."""
+        """[all] Return logprob and entropy, see `PolicyRole`."""
         args = ForwardArgs(temperature, is_base=True, constraint=self.policy.constraint)
         logprobs, entropy = self.policy.evaluate("logprobs", batch, args, 2)  # [all]
         return logprobs, entropy
 
     def packing_fingerprint(self, batch: Batch) -> Tensor:
-        """[all] Return a number per token that exposes packing leaks, see `Role`."""
+        """[all] Return a packing fingerprint, see `Role`."""
         return self.policy.evaluate("logprobs", batch, ForwardArgs(is_base=True), 2)[0]  # [all]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

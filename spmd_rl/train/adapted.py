@@ -1,4 +1,4 @@
-"""Weights of a checkpoint that holds only adapters, merged into the model's files."""
+"""Checkpoints with adapters only, merged into the model's files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from spmd_rl.train.state import MODEL, SavedState
 
 
 def adapters_of(saved: SavedState, dtype: torch.dtype = torch.float32) -> dict[str, Adapter]:
-    """Return the adapters of a saved state in `dtype`, by layer name; none if it holds whole weights."""
+    """Return a saved state's adapters in `dtype`, by layer; none if it holds whole weights."""
     if SCALING not in saved.tensors:
         return {}
     head, scaling = MODEL + PREFIX, float(saved.read(SCALING))
@@ -35,17 +35,17 @@ def adapters_of(saved: SavedState, dtype: torch.dtype = torch.float32) -> dict[s
 
 
 class AdaptedFiles(WeightFiles):
-    """Weights of a model's directory, each merged with the checkpoint's adapter."""
+    """Weights of a model's directory, merged with a checkpoint's adapters."""
 
     def __init__(
         self, folder: Path, saved: SavedState, parts: Mapping[str, Sequence[Part]], dtype: torch.dtype
     ) -> None:
-        """parts: `stored_parts` of the model. dtype: of the layers' computation. UserError if it is another model."""
+        """parts: `stored_parts` of the model. dtype: of computation. UserError if it is another model."""
         super().__init__(folder)
         self._saved, self._dtype = saved, dtype
         self._adapters: dict[str, Adapter] = {}
         self._layers: dict[str, str] = {}
-        """Trainer's name of each layer, by stored name."""
+        """Trainer's weight of each layer, by stored name"""
         for layer, adapter in adapters_of(saved, dtype).items():
             weight = f"{layer}.weight"
             stored = (weight, *(part.name for part in parts.get(weight, ())))
@@ -57,7 +57,7 @@ class AdaptedFiles(WeightFiles):
             self._adapters[name], self._layers[name] = adapter, f"{layer}.weight"
 
     def read(self, name: str, region: Region) -> torch.Tensor:
-        """Return a region of a merged weight, see `WeightFiles`."""
+        """Return a region of a merged weight."""
         # Weights that were trained in addition to the adapters, such as a value head.
         if MODEL + name in self._saved.tensors:
             return self._saved.read(MODEL + name, region)
@@ -72,7 +72,7 @@ class AdaptedFiles(WeightFiles):
 
 
 def write_adapter(saved: SavedState, model_dir: Path, path: Path, dtype: torch.dtype) -> None:
-    """Write a checkpoint's adapters into the existing folder `path`, as peft's `save_pretrained` does."""
+    """Write adapters into the folder `path`, as peft's `save_pretrained` does."""
     adapters, head = adapters_of(saved, dtype), len(MODEL)
     one = next(iter(adapters.values()))
     config = {

@@ -1,16 +1,15 @@
 """`Adapters`: peft's LoRA layers inside of a model that a backend shards.
 
-    adapters = Adapters(model, settings, layout.key)   # before the model is cut and sharded; no-op with lora.rank=0
-    with adapters.hidden():                                 # the model under its original names
+    adapters = Adapters(model, settings, layout.key)  # before the model is cut and sharded; no-op with lora.rank=0
+    with adapters.hidden():  # the model under its original names
         load(model)
     adapters.initialize()
     for name, tensor in adapters.published(whole_parameters, "merged"): ...
 
-A backend that reads regions one by one uses `reading` instead of `hidden` and `initialize`.
-
-peft wraps a linear layer and freezes its weight as `X.base_layer.weight`. Adapters are float32 shards like all trained
-parameters. Initial values follow from names, so they are equal in every layout and backend.
+A backend that reads by region uses `reading` instead of `hidden` and `initialize`. Adapters are float32 shards, with
+initial values by name, equal in every layout and backend.
 """
+# peft wraps a linear layer and freezes its weight as `X.base_layer.weight`.
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,14 +31,13 @@ from spmd_rl.train.recompute import decoder_layers
 from spmd_rl.train.state import Shard
 
 BASE, NAME = ".base_layer", "default"
-"""Parts that peft adds to parameter names: of a frozen layer, and of adapters."""
 OWN_A, OWN_B, OWN_MAGNITUDE = (f".lora_{kind}.{NAME}.weight" for kind in ("A", "B", "magnitude_vector"))
 ENDINGS = {OWN_A: A, OWN_B: B, OWN_MAGNITUDE: MAGNITUDE}
-"""Endings of parameter names, with those in peft's files."""
+"""Endings of parameter names, and of peft's files"""
 
 
 class SavedScaling:
-    """LoRA scaling in a checkpoint, saved so that a checkpoint with another scaling is refused."""
+    """LoRA scaling in a checkpoint; another run's scaling is refused."""
 
     def __init__(self, settings: LoraConfig) -> None:
         self.settings = settings
@@ -47,34 +45,34 @@ class SavedScaling:
         self._saved_scaling = torch.tensor(settings.scaling if settings.rank else 0.0, dtype=torch.float64)
 
     def state(self, is_mine: bool) -> list[Shard]:
-        """Return the numbers saved in addition to the adapters: the scaling, and a mark of a base in NF4."""
+        """Return the scaling, and a mark of a base in NF4, as saved."""
         found = [Shard(SCALING, (), (), self._saved_scaling, is_mine)] if self.settings.rank else []
         if found and self.settings.base:
             found.append(Shard(IN_NF4, (), (), torch.ones((), dtype=torch.float64), is_mine))
         return found
 
     def check_scaling(self) -> None:
-        """Raise a ValueError if a loaded checkpoint has another scaling; restore the right one."""
+        """Raise ValueError if a loaded checkpoint has another scaling; restore the right one."""
         saved, own = float(self._saved_scaling), self.settings.scaling if self.settings.rank else 0.0
         self._saved_scaling.fill_(own)
         if saved != own:
             raise ValueError(f"its adapters are scaled by {saved:g}, this run's by {own:g} (lora.alpha, lora.rslora)")
 
     def scaled(self, b: Tensor) -> Tensor:
-        """Return `B` times the scaling, multiplied in float32."""
+        """Return `B` times the scaling, computed in float32."""
         wide = torch.promote_types(b.dtype, torch.float32)
         return (b.to(wide) * self.settings.scaling).to(b.dtype)
 
 
 class StoredAdapters(SavedScaling):
-    """Adapters of a backend that has tensors under checkpoint names and no peft layers."""
+    """Adapters of a backend without peft layers, under checkpoint names."""
 
     def __init__(self, settings: LoraConfig, layers: Iterable[str]) -> None:
         super().__init__(settings)
         self.layers = frozenset(layers)
 
     def shapes(self, files: WeightFiles) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all `A` and `B` by name. files: of the model."""
+        """Return the shapes of all `A` and `B` by name."""
         return {PREFIX + layer + kind: self._shape(files, layer, kind) for layer in self.layers for kind in (A, B)}
 
     def _shape(self, files: WeightFiles, layer: str, kind: str) -> tuple[int, ...]:
@@ -82,7 +80,7 @@ class StoredAdapters(SavedScaling):
         return (self.settings.rank, columns) if kind == A else (rows, self.settings.rank)
 
     def read(self, files: WeightFiles, name: str, region: Region) -> Tensor:
-        """Return a region of a stored tensor, or of an adapter's initial value."""
+        """Return a region of a stored tensor or an initial adapter."""
         if not name.startswith(PREFIX):
             return files.read(name, region)
         kind, ending = (A, OWN_A) if name.endswith(A) else (B, OWN_B)
@@ -90,7 +88,7 @@ class StoredAdapters(SavedScaling):
         return first_value(layer + ending, torch.Size(self._shape(files, layer, kind)))[region]
 
     def published(self, wholes: Iterable[tuple[str, Tensor]], adapters: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield as `Adapters.published` does; adapters must come before their layer's weight."""
+        """Yield as `Adapters.published`; adapters must precede their layer's weight."""
         known: dict[str, Tensor] = {}
         for name, tensor in wholes:
             layer = PREFIX + name.removesuffix(".weight")
@@ -108,12 +106,11 @@ class Adapters(SavedScaling):
     """Adapters of one model, whole or sharded."""
 
     def __init__(self, model: nn.Module, settings: LoraConfig, key: str, head: nn.Module | None = None) -> None:
-        """Put adapters into `model`, in place, and freeze all else but `head`, if given. UserError if it cannot have
-        them. key: see `targets`."""
+        """Put adapters into `model` in place and freeze the rest but `head`. UserError if it cannot have them. key: see
+        `targets`."""
         super().__init__(settings)
         self._model = model
         self.layers: dict[str, nn.Module] = {}
-        """Wrapped layers of peft by name."""
         if not settings.rank:
             return
         from peft import LoraConfig as Peft
@@ -143,7 +140,7 @@ class Adapters(SavedScaling):
                 p.data = p.data.float()
 
     def stored(self, parts: Mapping[str, list[Part]]) -> dict[str, list[Part]]:
-        """Return the parts by present parameter names, from those by names without adapters."""
+        """Return parts by present parameter names, from those by names without adapters."""
         found = {self._own_name(name): known for name, known in parts.items()}
         for name, p in self._model.named_parameters():
             if ending := next((one for one in ENDINGS if name.endswith(one)), None):
@@ -157,7 +154,7 @@ class Adapters(SavedScaling):
 
     @contextmanager
     def hidden(self, hides: bool = True) -> Iterator[None]:
-        """Hide the adapters inside this context, in names and in computation; the model may be whole or sharded."""
+        """Hide adapters inside this context, in names and computation; the model may be sharded."""
         # peft's own switch also sets `requires_grad`, which FSDP stores for shards and for gathered parameters
         # separately: adapters would silently stay frozen.
         modules = self._model.named_modules() if hides else ()
@@ -169,8 +166,8 @@ class Adapters(SavedScaling):
             self._model.set_submodule(name, layer)
 
     def reading(self, read: Fill) -> Fill:
-        """Return a reader of any region of the unsharded parameters: from `read`, by names without adapters, or an
-        adapter's initial value."""
+        """Return a reader of unsharded parameters by region: from `read`, by names without adapters, or initial
+        values."""
 
         def fill(name: str, region: Region, target: Tensor) -> None:
             layer, _, kind = name.rpartition(f"{BASE}.")
@@ -184,7 +181,7 @@ class Adapters(SavedScaling):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Initialise the adapters of a model with loaded weights."""
+        """Initialise the adapters once weights are loaded."""
         for name, p in self._model.named_parameters():
             if name.endswith((OWN_A, OWN_B)):
                 local(p).copy_(first_value(name, p.shape)[owned_region(p)])
@@ -194,7 +191,7 @@ class Adapters(SavedScaling):
                 local(p).copy_(local(layer.base_layer.weight).to(p.dtype).norm(dim=1))
 
     def published(self, wholes: Iterable[tuple[str, Tensor]], adapters: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole parameters by this model's names, which the caller makes those of the engine.
+        """Yield whole parameters under this model's names.
 
         adapters: `merged` into the weights; `apart`, under peft's names with the frozen ones; or `alone`, where
         `wholes` has no frozen ones. Unless merged, `B` is multiplied by the scaling.
@@ -211,7 +208,6 @@ class Adapters(SavedScaling):
             yield name, tensor
 
     def _merged(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of the model without adapters, each merged with its adapter, from all parameters whole."""
         known: dict[str, Tensor] = {}
         for name, tensor in wholes:
             layer = name.partition(".lora_")[0].removesuffix(f"{BASE}.weight")
@@ -234,14 +230,14 @@ class Adapters(SavedScaling):
             yield name, self.scaled(tensor) if name.endswith(OWN_B) else tensor
 
     def set_dropout(self, is_on: bool) -> None:
-        """Turn dropout of the adapters' inputs on or off; no effect without `dropout`."""
+        """Turn dropout of the adapters' inputs on or off."""
         for layer in self.layers.values() if self.settings.dropout else ():
             # Stays set until the next call, because recomputation runs a layer a second time.
             layer.lora_dropout[NAME].train(is_on)
 
     @contextmanager
     def drawn(self, num_steps: int, microbatch: int, layout: Layout) -> Iterator[None]:
-        """Seed dropout inside this context from the number of updates and this rank's part of the batch."""
+        """Seed dropout inside from the number of updates and this rank's part of the batch."""
         if not self.layers or not self.settings.dropout:
             yield
             return
@@ -252,7 +248,7 @@ class Adapters(SavedScaling):
 
 
 def first_value(name: str, shape: torch.Size) -> Tensor:
-    """Return an adapter parameter's initial value, unsharded: `A` uniform as in peft, `B` zero."""
+    """Return an adapter's unsharded initial value: `A` uniform as in peft, `B` zero."""
     if name.endswith(OWN_B):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -260,8 +256,8 @@ def first_value(name: str, shape: torch.Size) -> Tensor:
 
 
 def targets(model: nn.Module, wanted: list[str] | None, key: str) -> list[str]:
-    """Return the names of the linear layers that get an adapter. UserError, naming the setting, without any. key: of
-    the layout, `train` or `<section>.train`."""
+    """Return the names of linear layers that get an adapter. UserError, naming the setting, without any. key: the
+    layout's, `train` or `<section>.train`."""
     key = f"{'policy' if key == 'train' else key.partition('.')[0]}.lora.targets"
     inside = {module for layer in decoder_layers(model) for module in layer.modules()}
     found = [(name, module) for name, module in model.named_modules() if module in inside]
@@ -277,5 +273,5 @@ def targets(model: nn.Module, wanted: list[str] | None, key: str) -> list[str]:
 
 
 def wrapped(module: Any, adapter: str) -> list[nn.Module]:
-    """Return a layer alone, or the frozen layer and the adapter (`lora_A`, `lora_B`) of a wrapped one."""
+    """Return a layer alone, or its frozen layer and adapter (`lora_A`, `lora_B`)."""
     return [module.base_layer, getattr(module, adapter)[NAME]] if hasattr(module, "base_layer") else [module]

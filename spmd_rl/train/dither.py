@@ -1,10 +1,9 @@
-"""`dither`: master weights that start at random points of their rounding intervals, so that small steps are not lost.
+"""`dither`: master weights at random points of their rounding intervals, so that small steps are not lost.
 
-Checkpoints are stored in bfloat16. Their float32 masters start in the middle of their rounding intervals, and a rounded
-weight changes only when its master has moved half an interval: a first step of 3e-5 changes none above 0.015. With a
-constant offset per master, uniform over its interval, the rounded model starts unchanged and follows its masters
-without bias from the first step on (non-subtractive dither: Wannamaker et al., A Theory of Nonsubtractive Dither, IEEE
-Transactions on Signal Processing 48, 2000).
+A bfloat16 checkpoint's masters start mid-interval, and a rounded weight changes only once its master has moved half an
+interval: a first step of 3e-5 changes none above 0.015. A constant random offset per master leaves the rounded model as
+it is and lets it follow without bias (non-subtractive dither: Wannamaker et al., IEEE Transactions on Signal Processing
+48, 2000).
 """
 
 import zlib
@@ -17,15 +16,13 @@ from spmd_rl.model.load import Region, local, owned_region
 from spmd_rl.model.lora import Adapter
 
 CHUNK = 2**22
-"""Elements processed at a time."""
 
 
 @torch.no_grad()
 def dither(model: nn.Module, dtype: torch.dtype) -> None:
-    """Add an offset that rounding to `dtype` removes to each trained weight that `dtype` represents exactly.
+    """Add an offset that rounding to `dtype` removes to trained weights that `dtype` represents exactly.
 
-    An offset depends on the parameter's name and the element's index in the whole tensor, so it is equal in every
-    layout.
+    It depends on name and index in the whole tensor, so it is equal in every layout.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -34,7 +31,7 @@ def dither(model: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def dither_region(part: Tensor, name: str, shape: Sequence[int], region: Region, dtype: torch.dtype) -> None:
-    """Dither `part`, contiguous, the `region` of the weight `name`, whose whole shape is `shape`."""
+    """Dither `part`, contiguous, the `region` of the weight `name` of whole shape `shape`."""
     if not part.numel() or part.dtype.itemsize <= dtype.itemsize:
         return
     places = _places(shape, region, part.device, (zlib.crc32(name.encode()) & 0x7FFFFFFF) << 32)
@@ -44,7 +41,7 @@ def dither_region(part: Tensor, name: str, shape: Sequence[int], region: Region,
 
 
 def merged(adapter: Adapter, weight: Tensor, name: str, num_rows: int, rows: slice = slice(None)) -> Tensor:
-    """Return the frozen weight `name`, or some of its rows, merged with its adapter, in the weight's dtype."""
+    """Return the frozen weight `name`, or some of its rows, merged with its adapter, in its dtype."""
     # The frozen weight is on the grid of its dtype too: a small change by the adapter would be rounded away entirely,
     # and the engine would keep the old weights. With the offset it arrives on average, from the first step.
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
@@ -55,8 +52,8 @@ def merged(adapter: Adapter, weight: Tensor, name: str, num_rows: int, rows: sli
 
 
 def _places(shape: Sequence[int], region: Region, device: torch.device, offset: int) -> Callable[[int, int], Tensor]:
-    """Return a function from a region's elements, as (begin, count), to `offset` plus their flat indices
-    in the whole."""
+    """Return a function from a region's elements, as (begin, count), to `offset` plus their flat indices in the
+    whole."""
     sizes = [part.stop - part.start for part in region]
 
     def places(begin: int, count: int) -> Tensor:
@@ -71,8 +68,7 @@ def _places(shape: Sequence[int], region: Region, device: torch.device, offset: 
 
 
 def _dithered(weights: Tensor, dtype: torch.dtype, places: Tensor) -> Tensor:
-    """Return `weights` plus noise, uniform over the interval that rounds to them; unchanged where `dtype`
-    is inexact."""
+    """Return weights plus uniform noise over the interval that rounds to them, where `dtype` is exact."""
     rounded = weights.to(dtype)
     spacing = torch.ldexp(torch.ones_like(weights), torch.frexp(weights)[1]) * (torch.finfo(dtype).eps / 2)
     moved = weights + (_uniform(places).to(weights) - 0.5) * spacing
@@ -82,7 +78,7 @@ def _dithered(weights: Tensor, dtype: torch.dtype, places: Tensor) -> Tensor:
 
 
 def _uniform(counters: Tensor) -> Tensor:
-    """Return float32 in [0, 1), a hash of each int64 (the finalizer of MurmurHash3)."""
+    # MurmurHash3's finalizer of each int64, as float32 in [0, 1).
     bits = counters ^ _high(counters)
     for factor in (-0xAE502812AA7333, -0x3B314601E57A13AD):
         bits = bits * factor

@@ -1,14 +1,8 @@
-"""`ExpertLoad`: counts of tokens per expert, and an auxiliary loss that keeps the load even.
+"""`ExpertLoad`: tokens per expert, and an auxiliary loss to balance them.
 
-    load = ExpertLoad(layout, coef, num_routers)
-    load.begin(num_microbatches)
-    load.take(routed)                                          # by each layer
-    weights = load.observe(place, probabilities, chosen, weights)  # by each router
-    metrics = load.metrics()                                   # [all]
-
-The loss is that of Switch Transformers (Fedus et al., arXiv 2101.03961), summed over layers: experts x the sum over
-them of f x P, where f is an expert's share of all choices and P its mean probability, both over the tokens of all ranks
-in one round of micro-batches. It is 1 where the load is even.
+The loss, summed over layers, is Switch Transformers' (Fedus et al., arXiv 2101.03961): experts x the sum over them of f
+x P, with an expert's share f of choices and mean probability P, over all ranks' tokens in one round of micro-batches.
+It is 1 at even load. Calls: `begin`, `take` by each layer, `observe` by each router, `metrics`.
 """
 
 from collections.abc import Collection
@@ -23,10 +17,10 @@ METRICS = ("moe/load_max_mean", "moe/entropy", "moe/aux_loss")
 
 
 class ExpertLoad:
-    """Counts of this rank's routers, in forward passes that keep a graph."""
+    """Counts of this rank's routers in training forwards."""
 
     def __init__(self, layout: Layout, coef: float, num_routers: int | None) -> None:
-        """coef: of the loss. num_routers: of this rank's layers; None for a dense model."""
+        """coef: of the loss. num_routers: on this rank; None for a dense model."""
         self._layout, self._coef, self._scale = layout, coef, 0.0
         self._groups = [group for axis in ("fsdp", "tp", "dp_replicate") if (group := layout.group(axis)) is not None]
         self._is_mixture = num_routers is not None
@@ -34,11 +28,11 @@ class ExpertLoad:
         self._is_real: Tensor | None = None
 
     def begin(self, num_microbatches: int) -> None:
-        """Reset the counts before `num_microbatches` micro-batches, equally many on all ranks."""
+        """Reset the counts before equally many micro-batches on all ranks."""
         self._scale, self._totals = self._coef / num_microbatches, [0.0] * len(self._totals)
 
     def take(self, routed: Tensor | None) -> None:
-        """Set the mask of the row's tokens that count, bool [t]; called by each layer before its computation."""
+        """Set the mask of the row's tokens that count, bool [t]; each layer calls it before computing."""
         # Set again by each layer: when the backward pass recomputes a layer, the mask of a later row would be in place.
         # Between the blocks of a layer each tensor-parallel rank has a span of the tokens.
         if routed is not None:
@@ -71,13 +65,13 @@ class ExpertLoad:
         return _AddLoss.apply(weights, self._scale * loss)
 
     def _sum(self, values: Tensor) -> None:
-        """[all] Sum in place over the ranks that have the same layers and different tokens."""
+        """[all] Sum in place over ranks with the same layers and other tokens."""
         for group in self._groups:
             dist.all_reduce(values, group=group)
 
     @torch.no_grad()
     def balance(self, biases: Collection[Tensor], speed: float) -> None:
-        """[all] Move the biases, [E], of this rank's routers by their load since `begin`."""
+        """[all] Move the biases, [E], of this rank's routers by the load since `begin`."""
         if not speed or not biases:
             return
         totals = torch.stack(self._totals)
@@ -87,8 +81,8 @@ class ExpertLoad:
             bias.add_(speed * torch.sign(own.mean() - own))
 
     def metrics(self) -> dict[str, float]:
-        """[all] Return means over layers, for the tokens of all micro-batches since `begin`: `METRICS`, and the share
-        dropped. Empty for a dense model."""
+        """[all] Return means over layers and all tokens since `begin`: `METRICS` and the share dropped. Empty for a
+        dense model."""
         if not self._is_mixture:
             return {}
         sums = dict.fromkeys((*METRICS, "layers"), 0.0)
@@ -107,7 +101,7 @@ class ExpertLoad:
 
 
 class _AddLoss(torch.autograd.Function):
-    """Identity on the first argument that also propagates gradient to the second, a loss that nothing else uses."""
+    """Identity on the first argument that also propagates gradient to the second, an otherwise unused loss."""
 
     @staticmethod
     def forward(ctx, values: Tensor, loss: Tensor) -> Tensor:

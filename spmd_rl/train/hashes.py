@@ -1,4 +1,4 @@
-"""Hashes of a step's data for the journal, from which `python -m spmd_rl bisect` finds where two runs part."""
+"""Hashes of a step's data in the journal, for `python -m spmd_rl bisect`."""
 
 import base64
 from collections.abc import Mapping
@@ -17,19 +17,19 @@ PHASES = {
         *("advantages", "weights", "returns", "marked", "right", "reference_sums", "margins", "labels", "hints"),
     ),
 }
-"""Columns of a batch by the phase that computes them. Left out: numbers of samples within a rank."""
+"""Columns of a batch by the phase that computes them, without numbers of samples within a rank."""
 
 
 def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a hash of each tensor, with one synchronisation of the accelerator."""
+    """Return each tensor's hash, with one synchronisation."""
     started = {name: start(tensor.detach()) for name, tensor in tensors.items()}
     return {name: found.hex() for name, found in finish(started).items()}
 
 
 def of_batch(batch: Batch, phase: str) -> dict[str, str]:
-    """Return a hash of each sample's part of each column of a phase, by `TICKET.ANSWER COLUMN`.
+    """Return a hash of each sample's part of a phase's columns, by `TICKET.ANSWER COLUMN`.
 
-    After a colon comes a byte for each token of a dense column, in base64, so that a reader finds the token.
+    A byte per token of a dense column follows a colon, in base64, so that a reader finds the token.
     """
     columns = [(name, column, values) for name, column, values in batch.columns() if name in PHASES[phase]]
     found = {}

@@ -1,7 +1,7 @@
-"""Cut a rank's batch into micro-batches under a token budget. Pure: no rank, no collective.
+"""Cut a rank's batch into micro-batches under a token budget. Pure.
 
-The cut depends only on the samples' keys, lengths and common prefixes, not on their order or the rank. The most
-expensive micro-batch comes first: ranks synchronise in every layer, so the i-th ones of all ranks should cost the same.
+The cut depends on samples' keys, lengths and common prefixes alone. The most expensive micro-batch comes first: ranks
+synchronise in every layer, so their i-th ones should cost the same.
 """
 
 from collections import defaultdict
@@ -16,16 +16,14 @@ from spmd_rl.batch import Batch, Column, Entries, Ragged
 from spmd_rl.train.sharing import PrefixTree, prefix_segments
 
 ATTENTION_TOKENS = 2**14
-"""Context length at which attention costs as much as the rest of a layer: about twelve times a width of 1,400. A
-rougher estimate for other widths."""
+"""Context length at which attention costs as much as the rest of a layer, about 12 times a width of 1,400"""
 
 
 def plan(batch: Batch, budget: int) -> list[list[int]]:
-    """Return the samples of each micro-batch, in (ticket, answer) order: at most `budget` tokens each, every sample
-    once.
+    """Return the samples of each micro-batch in (ticket, answer) order: at most `budget` tokens, every sample once.
 
-    A prefix that several samples of a micro-batch share counts once (`sharing.py`). Samples of a unit (`Sample.unit`)
-    stay together; a unit above the budget gets a separate micro-batch. An empty batch has none.
+    A prefix shared within a micro-batch counts once. Samples of a `unit` stay together; a unit above the budget is a
+    micro-batch. An empty batch has none.
     """
     keys, units = batch.keys.tolist(), batch.units.tolist()
     paths: list[list[tuple[int, int]]] = [[] for _ in keys]
@@ -47,7 +45,7 @@ def plan(batch: Batch, budget: int) -> list[list[int]]:
 
 
 def _cost(paths: list[list[tuple[int, int]]]) -> int:
-    """Return the cost of computing samples together, each given as segments (number, tokens); shared ones cost once."""
+    """Return the cost of samples computed together, as lists of segments (number, tokens); shared ones cost once."""
     begins: dict[int, int] = {}
     longest: dict[int, int] = {}
     for path in paths:
@@ -59,15 +57,14 @@ def _cost(paths: list[list[tuple[int, int]]]) -> int:
 
 
 def token_index(batch: Batch, samples: Sequence[int]) -> Tensor:
-    """Return the index in `batch` of each token of `batch.select(samples)`: int64 [tokens of `samples`]."""
+    """Return the index in `batch` of each token of `batch.select(samples)`, int64."""
     bounds = batch.starts.tolist()
     return torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in samples]).to(batch.token_ids.device)
 
 
 def fill(items: Sequence[Mapping[Hashable, int]], budget: int) -> list[list[int]]:
-    """Return bins of indices of `items`, each in the bin with room where it adds the fewest tokens (the first of
-    equals), else in a new one. items: tokens of each segment that an item needs; segments shared in a bin count
-    once."""
+    """Return bins of indices of `items`, each put where it fits and adds the fewest tokens, first of equals. items:
+    tokens of the segments that each needs; segments shared in a bin count once."""
     bins: list[list[int]] = []
     room: list[int] = []
     held: list[dict[Hashable, int]] = []
@@ -87,7 +84,7 @@ def fill(items: Sequence[Mapping[Hashable, int]], budget: int) -> list[list[int]
 
 
 def padded(tree: PrefixTree, multiple: int) -> PrefixTree:
-    """Return the same tokens padded by a last segment to a multiple of `multiple`."""
+    """Return the tree padded by a last segment to a multiple of tokens."""
     # Kernels are compiled and cached per shape: without this, every number of tokens would add one.
     blank = -len(tree.token_ids) % multiple
     if not blank:
@@ -103,7 +100,7 @@ def padded(tree: PrefixTree, multiple: int) -> PrefixTree:
 
 
 def dummy(like: Batch) -> Batch:
-    """Return two tokens of weight 0 with the columns of `like`, for a rank without further micro-batches."""
+    """Return two tokens of weight 0 with `like`'s columns, for ranks without further micro-batches."""
     device = like.token_ids.device
     columns = {name: _zeros(column, device) for name, column, _ in like.columns()} | {
         "position_ids": torch.arange(2, device=device),
@@ -114,7 +111,6 @@ def dummy(like: Batch) -> Batch:
 
 
 def _zeros(column: Column, device: torch.device) -> Entries:
-    """Return a column of one sample of two tokens; in a ragged one every list is empty."""
     count = {"token": 2, "sample": 1}[column.per]
     values = torch.zeros(0 if column.ragged else count, *column.shape, dtype=column.dtype, device=device)
     return Ragged(values, torch.zeros(count + 1, dtype=torch.int64, device=device)) if column.ragged else values

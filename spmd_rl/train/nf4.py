@@ -3,8 +3,8 @@
     pack_layer(linear)                          # its weight is bytes from now on, [rows, bytes of a row]
     unpack(pack(weight), columns, dtype)        # the numbers that it computes with
 
-A row of bytes has the row's numbers, two a byte, then the bfloat16 factors of its blocks. So rows are sharded and moved
-like those of any parameter. A matrix is unpacked for its product, and again in the backward pass.
+A row of bytes has its numbers, two a byte, then its blocks' bfloat16 factors, so rows are sharded like any parameter's.
+A matrix is unpacked for each product, again in the backward pass.
 """
 
 from collections.abc import Callable
@@ -32,13 +32,13 @@ class Packed(nn.Linear):
     """A frozen linear layer with a packed `weight`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute the layer with its weight unpacked to the dtype of `input`."""
+        """Compute with the weight unpacked to `input`'s dtype."""
         out = _Product.apply(input, self.weight, self.in_features)
         return out if self.bias is None else out + self.bias
 
 
 class _Product(torch.autograd.Function):
-    """`input @ weight.T` that saves only the bytes for the backward pass."""
+    """`input @ weight.T` that saves only bytes for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, packed: Tensor, columns: int) -> Tensor:
@@ -54,7 +54,7 @@ class _Product(torch.autograd.Function):
 
 @torch.no_grad()
 def pack_layer(layer: nn.Linear) -> None:
-    """Pack a layer's weight in place; on the meta device only its shape changes."""
+    """Pack a layer's weight in place; on the meta device only its shape."""
     weight = layer.weight
     shape = (layer.out_features, sum(_sizes(layer.in_features)))
     packed = torch.empty(shape, dtype=torch.uint8, device="meta") if weight.is_meta else pack(weight)
@@ -82,17 +82,16 @@ def unpack(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _meanings(device: torch.device) -> Tensor:
-    """Return the two numbers of each byte value, [256, 2]."""
     return torch.tensor([[CODE[byte >> 4], CODE[byte & 15]] for byte in range(256)], device=device)
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """Return the values of a weight after packing."""
+    """Return a weight's values after packing."""
     return unpack(pack(weight), weight.shape[1], weight.dtype)
 
 
 def packing(read: RegionReader, on_progress: Callable[[], object]) -> Callable[[nn.Module], None]:
-    """Return a loader for a model whose layers were packed after `read` was made: these are read whole, then packed."""
+    """Return a loader of a model whose layers were packed after `read` was made: it reads them whole, then packs."""
 
     @torch.no_grad()
     def load(model: nn.Module) -> None:

@@ -3,9 +3,8 @@
     weights = Offload(model.parameters())
     weights.to_host(); ...; weights.to_device()
 
-A tensor's storage is freed and allocated again; tensor objects, and references to them (FSDP, the optimizer), stay
-valid but must not be read while offloaded. On an accelerator the host copy is pinned, copies are asynchronous on the
-current stream, and only `to_host` waits, once, before it frees. Copies do not overlap with compute.
+Tensor objects stay valid (in FSDP, the optimizer) but must not be read while offloaded. Accelerators copy
+asynchronously on the current stream; only `to_host` waits, once, before it frees.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,15 +14,14 @@ from torch import Tensor, UntypedStorage
 
 from spmd_rl.model.load import local
 
+# torch rounds pinned allocations up to powers of two, which would take up to twice the size of one large block.
 BLOCK_BYTES = 2**26
-"""Size of host memory blocks: torch rounds pinned allocations up to powers of two, up to twice the size."""
 
 
 class Offload:
-    """Storages under some tensors; for a DTensor, under this rank's shard."""
+    """Storages of some tensors; of a DTensor, its shard."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        """Take tensors that are on their device now."""
         found = {storage._cdata: storage for tensor in tensors if (storage := local(tensor).untyped_storage()).nbytes()}
         self._storages = list(found.values())
         self._sizes = [storage.nbytes() for storage in self._storages]
@@ -31,11 +29,11 @@ class Offload:
         self._on_host, self._changed = False, True
 
     def changed(self) -> None:
-        """Mark the tensors as changed; else the next `to_host` copies nothing."""
+        """Mark as changed; otherwise the next `to_host` copies nothing."""
         self._changed = True
 
     def to_host(self) -> None:
-        """Copy to the host, if changed, and free device memory; no-op if they are there already."""
+        """Copy to the host, if changed, and free device memory."""
         if self._on_host:
             return
         on_device = torch.accelerator.is_available()
@@ -56,8 +54,7 @@ class Offload:
         self._on_host, self._changed = True, False
 
     def to_device(self) -> None:
-        """Allocate and copy from the host; no-op if they are on the device. Does not block: later work on the stream
-        sees the copies."""
+        """Allocate, and copy from the host without blocking: later work on the stream sees the copies."""
         if not self._on_host:
             return
         for storage, size in zip(self._storages, self._sizes, strict=True):
@@ -67,8 +64,7 @@ class Offload:
         self._on_host = False
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the same bytes on the host and on the device, uint8 [n] each: storages end to end, split
-        at block ends."""
+        """Yield equal bytes on host and device, uint8 [n] each."""
         place = 0
         for storage, size in zip(self._storages, self._sizes, strict=True):
             data, done = _bytes(storage), 0

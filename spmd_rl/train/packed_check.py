@@ -1,9 +1,7 @@
 """Check before the first step that a model does not mix packed sequences.
 
-A sequence is computed between two others, and between the same two exchanged. Shapes and each expert's tokens stay the
-same, so on a CPU the results are equal to the bit. On other machines the rounding noise is measured with both others
-after the sequence. A model that mixes sequences in any order, or counts positions along the row, differs from the
-sequence alone.
+A sequence is computed between two others, and between these exchanged: equal bits on a CPU, elsewhere within rounding
+noise. A model that mixes in any order, or counts positions along the row, differs from the sequence alone.
 """
 
 import math
@@ -18,17 +16,17 @@ from spmd_rl.train.base import Role
 from spmd_rl.types import Sample, Turn, Verdict
 
 A, ASKED, B = range(24, 34), range(30, 42), range(50, 60)
-"""Token ids that any vocabulary has; 32 in all, which need no padding"""
+"""Token ids that any vocabulary has; 32 in all need no padding"""
 EXCHANGED, ROUNDING = 1e-6, 10.0
-"""Limits of the mean absolute difference of logprobs after the exchange, of which the larger holds: in nats, and as a
-multiple of the rounding noise"""
+"""Limits of the mean absolute difference after the exchange: nats, and a multiple of the rounding noise"""
+# Accepted models in float32 on a CPU have at most 4e-7.
 ALONE = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.2}
-"""Largest difference to the sequence alone; accepted models in float32 on a CPU have at most 4e-7"""
+"""Largest difference to the sequence alone, in nats"""
 
 
 def check_packing(model: str, role: Role, dtype: str) -> None:
-    """[all] Raise a UserError on all ranks if the outputs of `role` for a sequence depend on its neighbours. model:
-    name in the error. dtype: of the computation."""
+    """[all] Raise UserError on all ranks if a sequence's outputs depend on its neighbours. model: name in the error.
+    dtype: of computation."""
     limits = {"exchanged": EXCHANGED, "alone": ALONE[dtype]}
     with role.awake():
         between, exchanged, alone = (_answer(role, row) for row in ((A, ASKED, B), (B, ASKED, A), (ASKED,)))  # [all]
@@ -46,13 +44,12 @@ def check_packing(model: str, role: Role, dtype: str) -> None:
 
 
 def _answer(role: Role, row: tuple[range, ...]) -> Tensor:
-    """[all] Return the fingerprints of `ASKED` in a row: float32 [tokens - 1], as its first token has no logprob."""
+    """[all] Return fingerprints of `ASKED` in a row, float32 [tokens - 1]: its first token has no logprob."""
     first = 1 + sum(map(len, row[: row.index(ASKED)]))
     return role.packing_fingerprint(pack(starmap(_sample, enumerate(row))))[first:][: len(ASKED) - 1]  # [all]
 
 
 def _means(role: Role, **differences: Tensor) -> dict[str, float]:
-    """[all] Return the mean absolute value of each, on the rank where it is largest."""
     means = {name: difference.abs().mean().nan_to_num(math.inf).item() for name, difference in differences.items()}
     return role.layout.world.reduce("start: packed check", means, op="max")  # [all]
 

@@ -1,9 +1,8 @@
-"""The order in which a pipeline stage runs forwards and backwards: one forward, one backward (1F1B). Pure.
+"""Order of a pipeline stage's forwards and backwards: one forward, one backward (1F1B). Pure.
 
-PipeDream-Flush (Narayanan et al., arXiv 2006.09503), as in torch.distributed.pipelining, which needs micro-batches of
-one shape, however. With several chunks the schedule is interleaved (Narayanan et al., arXiv 2104.04473): stage s of S
-holds chunks s, s + S, ..., and the bubble at both ends is one chunk's work per stage. Micro-batches go through the
-chunks in groups of S or more; any number is allowed.
+PipeDream-Flush (Narayanan et al., arXiv 2006.09503), with micro-batches of any shapes. Several chunks are interleaved
+(Narayanan et al., arXiv 2104.04473): stage s of S holds chunks s, s + S, ..., and micro-batches go through in groups of
+S or more.
 """
 
 from collections.abc import Iterator
@@ -12,18 +11,18 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """One forward or backward of one micro-batch through one chunk of a stage."""
+    """One forward or backward of a micro-batch through a chunk."""
 
     microbatch: int
     is_forward: bool
     chunk: int = 0
-    """index among the stage's chunks, in the order of the layers"""
+    """index among the stage's chunks"""
 
 
 def one_forward_one_backward(stage: int, num_stages: int, count: int, num_chunks: int = 1) -> Iterator[Step]:
-    """Yield the steps of a stage over `count` micro-batches: each forward and backward once per chunk, in order.
+    """Yield a stage's steps over `count` micro-batches: each forward and backward once per chunk, in order.
 
-    At most `most_in_flight` forwards await their backward, so memory does not grow with `count`.
+    At most `most_in_flight` forwards await their backward.
     """
     forwards = list(forward_only(num_stages, count, num_chunks))
     ahead = min(len(forwards), most_in_flight(stage, num_stages, count, num_chunks) - 1)
@@ -34,7 +33,7 @@ def one_forward_one_backward(stage: int, num_stages: int, count: int, num_chunks
 
 
 def most_in_flight(stage: int, num_stages: int, count: int, num_chunks: int = 1) -> int:
-    """Return the largest number of forwards, each of one micro-batch through one chunk, that await their backward."""
+    """Return the most forwards of a micro-batch through a chunk that await their backward."""
     after = num_stages - stage - 1
     if num_chunks == 1:
         return after + 1
@@ -44,14 +43,14 @@ def most_in_flight(stage: int, num_stages: int, count: int, num_chunks: int = 1)
 
 
 def forward_only(num_stages: int, count: int, num_chunks: int = 1) -> Iterator[Step]:
-    """Yield the steps of every stage without training."""
+    """Yield every stage's steps without training."""
     for first, end in pairwise(accumulate(_groups(num_stages, count), initial=0)):
         for chunk in range(num_chunks):
             yield from (Step(i, True, chunk) for i in range(first, end))
 
 
 def _groups(num_stages: int, count: int) -> list[int]:
-    """Return the sizes of groups of micro-batches that pass a chunk in a row: the number of stages, or slightly more if
-    it does not divide `count`, so that no stage waits."""
+    """Return sizes of groups of micro-batches that pass a chunk in a row: the number of stages or, so that no stage
+    waits, slightly more."""
     rounds = max(1, count // num_stages)
     return [count // rounds + (group < count % rounds) for group in range(rounds)]

@@ -1,7 +1,7 @@
 """Activation checkpointing: recomputation of a layer's activations in the backward pass.
 
-`full` keeps only a layer's input. `selective` also keeps the output of attention and every second matrix product: most
-of a layer's work is then done once, for about half of its memory (torchtitan's `op` rule).
+`full` keeps a layer's input. `selective` also keeps attention's output and every second matrix product, which is most
+of the work for half of the memory (torchtitan's `op` rule).
 """
 
 from collections.abc import Callable, Iterator
@@ -16,11 +16,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 ATTENTION = ("aten::_scaled_dot_product", "torch_attn::_varlen_attn")
-"""Prefixes of the names of attention kernels."""
+"""Prefixes of attention kernels' names"""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that transformers marks as not to be split, in order. The model must not be sharded yet."""
+    """Return the modules, in order, that transformers marks as not to be split. The model must not be sharded yet."""
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     assert layers, f"{type(model).__name__} declares no layer class"
@@ -28,9 +28,9 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute(model: nn.Module, mode: str) -> None:
-    """Set up `mode`, `full` or `selective`, for the decoder layers; no-op for `none`.
+    """Set up `mode` for the decoder layers, after adapters.
 
-    A layer that is compiled keeps its checkpointing inside the graph. Adapters must be there already.
+    A compiled layer keeps its checkpointing inside the graph.
     """
     if mode == "none":
         return
@@ -54,8 +54,6 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
 
 
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of a layer's forward pass and of its recomputation, each with a separate count of matrix
-    products."""
     # The recomputation must skip and save the same products as the forward pass.
     numbers = {False: count(), True: count()}
     return create_selective_checkpoint_contexts(partial(_policy, numbers))

@@ -1,13 +1,11 @@
 """Router replay: the trainer's forward routes tokens to the experts that the engine chose.
 
-    replay = Replay(model, layout, True)       # of the whole model, before it is cut
-    chosen = replay.of_row(micro, tree)        # passed to each layer, which calls `replay.take`
-    ... = replay.choose(place, own)            # by each router
-    metrics = replay.metrics()                 # [all]
+    replay = Replay(model, layout, True)  # of the whole model, before it is cut
+    chosen = replay.of_row(micro, tree)  # passed to each layer, which calls `replay.take`
+    ... = replay.choose(place, own)  # by each router
 
-A small numerical difference between engine and trainer can change the chosen experts, and with them a token's
-probability by a lot. Routing weights and their gradient still come from the trainer's router, as do the experts of
-tokens that the policy did not sample (R3: Ma et al., arXiv 2510.11370).
+Small differences can change chosen experts, hence probabilities by a lot. Routing weights, and experts of tokens not
+sampled, are the trainer's (R3: Ma et al., arXiv 2510.11370).
 """
 
 import torch
@@ -21,14 +19,16 @@ from spmd_rl.train.sharing import PrefixTree
 
 
 class Replay:
-    """Replaces the choices of routers, for tokens with recorded choices of the engine."""
+    """Replacement of routers' choices by the engine's recorded ones."""
 
     def __init__(self, model: nn.Module, layout: Layout, is_on: bool) -> None:
-        """Raise a UserError if the model is no mixture, or if its routers weigh experts in an unknown way. is_on: False
-        for no replay."""
+        """Raise UserError if the model is no mixture, or if its routers weigh experts in an unknown way.
+
+        is_on: False for no replay.
+        """
         self._layout, self._kind = layout, router_class(model)
         self.places: dict[str, int] = {}
-        """Positions of the routers by name; empty without replay."""
+        """Positions of routers by name; empty without replay"""
         self._chosen: Tensor | None = None
         self._counts: Tensor | float = 0.0
         if not is_on:
@@ -42,7 +42,7 @@ class Replay:
             raise UserError(f"policy.router_replay: how {name} weighs its experts is unknown; must be false")
 
     def of_row(self, micro: Batch, tree: PrefixTree) -> Tensor | None:
-        """Return the engine's choices for each token of the tree: int64 [F, layers, k], -1 if unknown; on the CPU."""
+        """Return the engine's choices by token of the tree, int64 [F, layers, k] on the CPU, -1 if unknown."""
         if not self.places or micro.experts is None or not len(micro.experts.values):
             return None
         lengths = micro.experts.offsets.diff()
@@ -54,7 +54,7 @@ class Replay:
         return chosen
 
     def take(self, chosen: Tensor | None) -> None:
-        """Set the choices for a row's tokens, int64 [t, layers, k]; called by each layer before its computation."""
+        """Set the choices for a row's tokens, int64 [t, layers, k]; each layer calls it before computing."""
         # Not once per row: recomputation in the backward pass runs a layer again after other rows.
         # Between the blocks of a layer each tensor-parallel rank has a span of the tokens.
         if chosen is not None:
@@ -62,8 +62,8 @@ class Replay:
         self._chosen = chosen
 
     def choose(self, place: int, own: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the experts for the router of mixture number `place`, instead of `own` (int64 [T, k] each), and the
-        mask of tokens with the engine's choice (bool [T, 1]); None without any."""
+        """Return experts for router number `place` instead of `own` (int64 [T, k] each), and the mask of tokens with
+        the engine's choice (bool [T, 1]); None without any."""
         if self._chosen is None:
             return None
         forced = self._chosen[:, place]
@@ -75,8 +75,8 @@ class Replay:
         return torch.where(known, forced, own), known
 
     def metrics(self) -> dict[str, float]:
-        """[all] Return, of the forwards with gradient since the last call, the share of replayed tokens, and the share
-        of the engine's choices that the trainer's routers would not have made. Empty without replay."""
+        """[all] Return, since the last call, the share of replayed tokens, and of the engine's choices that differ from
+        the trainer's. Empty without replay."""
         if not self.places:
             return {}
         counts = self._counts.tolist() if isinstance(self._counts, Tensor) else (0.0, 0.0, 0.0)

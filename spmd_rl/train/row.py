@@ -1,4 +1,4 @@
-"""`Row`: the tokens of a micro-batch as a transformers module gets them on one rank, and their padding."""
+"""`Row`: a micro-batch's tokens as a transformers module gets them on one rank, padded."""
 
 import math
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from spmd_rl.train.sharing import PrefixTree, share_prefixes
 # Kernels and primitives are cached per shape: with free shapes, the process of a 0.2 MB model grew from 412 to 1,128 MB
 # in 300 updates.
 ROUND_TOKENS, FEW_TOKENS = 128, 32
-"""Multiples to which a forward's tokens and targets are padded; the second if there are few."""
+"""Multiples of padding, of tokens and targets; the second for few"""
 
 
 def filled_up(rows: Tensor) -> Tensor:
-    """Return [N, ..] padded with zeros to [N rounded up, ..]: kernels are cached per shape."""
+    """Return [N, ..] padded with zeros to the next `granule`."""
     return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, -len(rows) % granule(len(rows))))
 
 
@@ -37,12 +37,12 @@ def granule(count: int) -> int:
 
 
 class Row(NamedTuple):
-    """Tokens of a micro-batch for this rank's part of the model, on the CPU."""
+    """Tokens of a micro-batch for this rank, on the CPU."""
 
     token_ids: Tensor
-    """int64 [t], with padding at the end"""
+    """int64 [t], padded at the end"""
     position_ids: Tensor
-    """int64 [t], within each sample; [axes, t] for a model with several axes of positions"""
+    """int64 [t], within each sample; or [axes, t]"""
     packing: Packing
     """Segments for attention, on the device"""
     keep: Tensor
@@ -50,18 +50,18 @@ class Row(NamedTuple):
     targets: Tensor
     """int64 [n]: tokens of the micro-batch to predict"""
     own: Tensor | None
-    """int64 [n]: positions among all targets of the micro-batch; None: all, in order"""
+    """int64 [n]: positions among all targets; None: all, in order"""
     routed: Tensor
-    """bool [t]: tokens that are not padding; only these count in the load of experts"""
+    """bool [t]: not padding, so counted in experts' load"""
     chosen: Tensor | None
-    """int64 [t, layers, k]: the engine's experts, see `replay.py`; None: the model's choice"""
+    """int64 [t, layers, k]: the engine's experts; None: the model's choice"""
     tree: PrefixTree
-    """Segments of the micro-batch, with padding at the end, on the CPU"""
+    """Segments of the micro-batch, padded, on the CPU"""
     shown: Any = None
-    """Pictures of the tokens, a `model.pictures.Shown` on the CPU; None for a model of text alone"""
+    """Pictures of the tokens, a `model.pictures.Shown` on the CPU, if any"""
 
     def apart(self, is_hybrid: bool) -> dict[str, Any]:
-        """Return the keyword arguments of a module of transformers that keep the row's sequences apart."""
+        """Return the arguments that keep sequences apart in a transformers module."""
         found: dict[str, Any] = {"packing": self.packing}
         if is_hybrid:
             # The name under which transformers hands it to layers with a state.
@@ -78,9 +78,9 @@ def row_of(
     chosen_of: Callable[[Batch, PrefixTree], Tensor | None] = lambda micro, tree: None,
     processor: Any = None,
 ) -> Row:
-    """Return this rank's `Row` of a micro-batch. dtype: of attention. tp: ranks that split the tokens. context: see
-    `model.context`. chosen_of: the engine's experts, by token of the tree. processor: a `model.pictures.Processor`;
-    None for a model of text alone."""
+    """Return this rank's `Row`. dtype: of attention. tp: ranks that split tokens. context: see `model.context`.
+    chosen_of: the engine's experts by token of the tree. processor: a `model.pictures.Processor`, if pictures are seen.
+    """
     targets = micro.sampled.index
     assert bool((micro.position_ids[targets] > 0).all()), "a sequence's first token has no logprob"
     tree = share_prefixes(micro)
@@ -124,7 +124,6 @@ def row_of(
 
 
 def _shown(micro: Batch, tree: PrefixTree, processor: Any) -> tuple[PrefixTree, Any]:
-    """Return the tree with the model's ids and positions, and its pictures."""
     pieces = [micro.token_ids[begin:end] for begin, end in pairwise(micro.starts.tolist())]
     samples = list(zip(pieces, micro.encoded_pictures, strict=True))
     shown = processor.shown(samples)
@@ -139,12 +138,12 @@ def _shown(micro: Batch, tree: PrefixTree, processor: Any) -> tuple[PrefixTree, 
 
 
 def parts(found: Tensor, args: ForwardArgs) -> tuple[Tensor, ...]:
-    """Return a policy's outputs from the columns [N, n] of its head, see `MicrobatchLoop.finish`."""
+    """Return a policy's outputs (see `MicrobatchLoop.finish`) from its head's columns [N, n]."""
     return (found[:, 0], found[:, 1], found[:, 2:]) if args.compares else found.unbind(-1)
 
 
 def aim(head: TokenHead, micro: Batch, row: Row, args: ForwardArgs, device: torch.device) -> None:
-    """Set the targets of a policy's output embedding for its next forward."""
+    """Set the targets of the head's next forward."""
     targets = micro.token_ids[row.targets]
     if args.compares:
         others = micro.teacher_ids.index_select(0, row.targets).values.long()
@@ -154,7 +153,7 @@ def aim(head: TokenHead, micro: Batch, row: Row, args: ForwardArgs, device: torc
 
 
 def _support(micro: Batch, row: Row, constraint: Constraint | None, device: torch.device) -> Support | None:
-    """Return the tokens among which the row's targets were drawn. Recorded ones already satisfy a constraint."""
+    # Recorded candidates already satisfy a constraint.
     if micro.candidate_ids is not None:
         lists = micro.candidate_ids.index_select(0, row.targets)
         return Candidates(to_device(lists.owners, device), to_device(lists.values.long(), device))

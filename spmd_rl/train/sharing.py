@@ -1,12 +1,11 @@
-"""Prefix sharing: the samples of a ticket become a tree of segments, so that common prefixes are computed once.
+"""Prefix sharing: a ticket's samples become a tree of segments, whose common prefixes are computed once.
 
     tree = share_prefixes(batch)
     logits = model(tree.token_ids, ..., packing=Packing.of(tree.starts, tree.parents))
     logits[tree.gather_index]                # one row for every token of the batch
 
-Answers share their prompt, trajectories their history before they diverge, and the steps of one trajectory all of it.
-This is exact: each segment attends to one copy of the path before it, and the gradients of all samples add up in that
-copy. Only samples of one micro-batch share.
+Answers share their prompt, trajectories their common history, within a micro-batch. This is exact: each segment attends
+to one copy of the path before it, where all samples' gradients add up.
 """
 
 from collections import defaultdict
@@ -23,41 +22,40 @@ from spmd_rl.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """Tokens of a batch without those that a sample shares with an earlier one; on the batch's device."""
+    """Tokens of a batch, shared ones once; on the batch's device."""
 
     token_ids: Tensor
     """int64 [F], with F at most T"""
     position_ids: Tensor
-    """int64 [F], within each sample"""
+    """int64 [F], position within each sample"""
     starts: Tensor
     """int64 [P+1]: first token of each segment, then F"""
     parents: Tensor
-    """int64 [P]: the earlier segment that a segment continues, -1 for none"""
+    """int64 [P]: the segment that each continues, -1 for none"""
     gather_index: Tensor
-    """int64 [T]: index of each token of the batch in these"""
+    """int64 [T]: index here of each token of the batch"""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A span of tokens at the same position, after the same tokens, of one or more samples."""
+    """A span of tokens at equal positions, after equal tokens, of one or more samples."""
 
     begin: int
-    """position of its first token in the samples"""
+    """position of its first token"""
     end: int
-    """position after its last one"""
     parent: int
-    """index of the segment that it continues, -1 for none"""
+    """index of the segment it continues, -1 for none"""
     users: tuple[tuple[int, int], ...]
-    """(sample, position at which the sample leaves the segment, `end` or earlier), by sample"""
+    """(sample, position at which it leaves the segment), by sample"""
 
     @property
     def source(self) -> int:
-        """First sample that contains all of the segment."""
+        """First sample with all of the segment."""
         return next(sample for sample, end in self.users if end == self.end)
 
 
 def share_prefixes(batch: Batch) -> PrefixTree:
-    """Return the tree of the batch's segments (see `prefix_segments`), laid end to end."""
+    """Return the batch's segments, laid end to end."""
     segments, bounds = prefix_segments(batch), batch.starts.tolist()
     starts = [0, *accumulate(segment.end - segment.begin for segment in segments)]
     index = torch.empty(starts[-1], dtype=torch.int64)
@@ -80,10 +78,10 @@ def share_prefixes(batch: Batch) -> PrefixTree:
 
 
 def prefix_segments(batch: Batch) -> list[Segment]:
-    """Return the segments of the batch's samples, by the first sample that contains each, parents before children.
+    """Return the batch's segments by the first sample that contains each, parents first.
 
-    Samples of a ticket share their common first tokens, but the shared prefix never ends inside an answer. Two samples
-    share their last answer only if one continues after it. A segment ends only where samples diverge.
+    Samples of a ticket share a prefix, which never ends inside an answer. Two samples share their last answer only if
+    one continues after it. A segment ends only where samples diverge.
     """
     ids, mask = batch.token_ids.cpu().numpy(), batch.loss_mask.cpu().numpy()
     bounds = batch.starts.tolist()
@@ -103,23 +101,21 @@ def prefix_segments(batch: Batch) -> list[Segment]:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A sample of the batch, with its token ids and loss mask."""
-
     sample: int
     ids: np.ndarray
     mask: np.ndarray
 
     def bytes(self) -> bytes:
-        """Return a sort key that makes samples with equal beginnings neighbours."""
+        """Return a sort key that makes equal beginnings neighbours."""
         return self.ids.tobytes()
 
     def last_cut(self, end: int) -> int:
-        """Return the last position before `end` where a span of sampled tokens begins or ends; 0 without any."""
+        """Return the last border of a sampled span before `end`; 0 without any."""
         cuts = np.flatnonzero(self.mask[1:end] != self.mask[: end - 1])
         return int(cuts[-1]) + 1 if len(cuts) else 0
 
     def not_inside_an_answer(self, position: int) -> int:
-        """Return `position`, or the beginning of the span of sampled tokens that it would split."""
+        """Return `position`, or the beginning of the sampled span it splits."""
         inside = 0 < position < len(self.ids) and self.mask[position - 1] and self.mask[position]
         return self.last_cut(position) if inside else position
 
@@ -134,7 +130,7 @@ def _shared(a: _Row, b: _Row) -> int:
 
 
 def _tree(rows: Sequence[_Row]) -> list[Segment]:
-    """Return the segments of one ticket's samples, sorted such that any two share no more than those between them."""
+    """Return one ticket's segments, from sorted samples: any two share no more than those between them."""
     shared = [0, *(_shared(a, b) for a, b in pairwise(rows))]  # of each row with the one before it
     segments: list[Segment] = []
     todo = [(0, len(rows), 0, -1)]
@@ -153,7 +149,7 @@ def _tree(rows: Sequence[_Row]) -> list[Segment]:
 
 
 def _parting(rows: Sequence[_Row], shared: Sequence[int], first: int, last: int) -> tuple[int, list[tuple[int, int]]]:
-    """Return the end of the common part of rows first : last, and the ranges of rows that diverge there."""
+    """Return the end of the common part of rows first : last, and the ranges that diverge there."""
     if last - first == 1:
         return len(rows[first].ids), []
     end = min(shared[first + 1 : last])

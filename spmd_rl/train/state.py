@@ -1,12 +1,11 @@
-"""A role's saved state: one format for all backends and layouts, so that each reads the others' files.
+"""A role's saved state: one format for all backends and layouts.
 
     files = write_state(folder / "00000.safetensors", model.state(), {"backend": "fsdp2"}, world.progress)
     read_state(model.state(), SavedState.open(folder, world), world.progress)  # [all]; model: a `ShardedModel`
 
-Each rank writes its pieces of tensors to one safetensors file, which contains no code. Tensors have Hugging Face names:
-`model/<name>` is a weight, `optimizer/<state>/<name>` its optimizer state (such as `exp_avg`), `optimizer/<state>`
-state without a weight. A piece is called `<name>@<begin>`, like `model/lm_head.weight@128,0`; the file's metadata has
-whole shapes.
+Each rank writes its pieces to one safetensors file. Names are Hugging Face's: `model/<name>` is a weight,
+`optimizer/<state>/<name>` its optimizer state (such as `exp_avg`), `optimizer/<state>` state without a weight. A piece
+is `<name>@<begin>`, like `model/lm_head.weight@128,0`; metadata has whole shapes.
 """
 
 import json
@@ -27,7 +26,6 @@ from spmd_rl.model.stored import Part
 
 FORMAT = "spmd_rl.state.1"
 MODEL, OPTIMIZER = "model/", "optimizer/"
-"""Prefixes of the names of weights and of optimizer state"""
 DTYPES = {
     torch.int64: "I64",
     torch.float64: "F64",
@@ -35,30 +33,26 @@ DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
 }
-"""Names of dtypes in safetensors, in the order in which it writes their tensors."""
+"""Names of dtypes in safetensors, in its order of tensors"""
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 ALIGNMENT = 8
-"""Alignment of the first tensor in bytes."""
 BROKEN = (ValueError, TypeError, KeyError, SafetensorError, msgspec.MsgspecError)
-"""Errors of readers on a file that `write_state` did not write"""
 
 
 class Shard(NamedTuple):
-    """This rank's part of a saved tensor. Every rank lists every tensor of the whole model."""
+    """This rank's part of a saved tensor; every rank lists all tensors."""
 
     name: str
     shape: tuple[int, ...]
-    """shape of the whole tensor"""
     begin: tuple[int, ...]
-    """first index of the part"""
     tensor: Tensor | None
-    """Live part; None if all of it is on other ranks."""
+    """Live part; None if on other ranks"""
     is_mine: bool
-    """True if this rank writes its part: one of the ranks that hold the same part."""
+    """True if this rank writes the part, among those that hold it"""
 
 
 def shards_of(prefix: str, tensor: Tensor | None, own: Region, parts: Sequence[Part], is_mine: bool) -> Iterator[Shard]:
-    """Yield the region `own` of a model's parameter, or of its optimizer state, under stored names."""
+    """Yield the region `own` of a parameter, or of its optimizer state, under stored names."""
     for part in parts:
         shape = tuple(piece.stop - piece.start for piece in part.region)[part.is_expert :]
         common = overlap(own, part.region) if tensor is not None else None
@@ -78,15 +72,15 @@ class TensorSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor's contents in bytes."""
+        """Size of the contents in bytes."""
         return math.prod(self.size) * self.dtype.itemsize
 
 
 def write_safetensors(
     path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]], about: Mapping[str, str]
 ) -> None:
-    """Write `tensors`, in the order of `specs`, one at a time. Takes only `len(specs)` tensors from an iterator, so
-    that it can be split over several files. OSError of the file system."""
+    """Write `tensors` in the order of `specs`, one at a time, taking `len(specs)` from an iterator that may go on in
+    another file. OSError."""
     # safetensors' `save_file` needs all of them in memory. The bytes are the same: a JSON head, then the tensors, wider
     # dtypes first, by name.
     order = sorted(specs, key=lambda name: (list(DTYPES).index(specs[name].dtype), name))
@@ -111,7 +105,7 @@ def write_safetensors(
 def write_state(
     path: Path, state: Iterable[Shard], about: Mapping[str, str], on_progress: Callable[[], object] = lambda: None
 ) -> list[Path]:
-    """Write this rank's pieces into the new file `path`; return it, or nothing without pieces. OSError."""
+    """Write this rank's pieces into `path`; return it, or nothing without pieces. OSError."""
     mine = {key_of(one.name, one.begin): one for one in state if one.is_mine and one.tensor is not None}
     specs = {key: TensorSpec(one.tensor.dtype, tuple(one.tensor.shape)) for key, one in mine.items()}
     wholes = {one.name: one.shape for one in mine.values()}
@@ -128,23 +122,23 @@ def write_state(
 
 @torch.no_grad()
 def staged(state: Iterable[Shard]) -> list[Shard]:
-    """Return host copies of this rank's pieces of a state, so that training can continue before the write."""
+    """Return host copies of this rank's pieces, so that training continues before the write."""
     mine = (one for one in state if one.is_mine and one.tensor is not None)
     return [one._replace(tensor=one.tensor.detach().to("cpu", copy=True)) for one in mine]
 
 
 def head_of(wholes: Mapping[str, Sequence[int]], about: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata of a file for tensors of these whole shapes. about: the writer."""
+    """Return a file's metadata, with whole shapes. about: the writer."""
     return {"format": FORMAT, **about, "shapes": json.dumps(wholes, separators=(",", ":"))}
 
 
 def key_of(name: str, begin: Iterable[int]) -> str:
-    """Return the key, in a file, of the piece of a tensor that begins at `begin`."""
+    """Return the key of the piece that begins at `begin`."""
     return f"{name}@{','.join(map(str, begin))}"
 
 
 class StoredPiece(NamedTuple):
-    """Location of a part of a saved tensor: the file, its key there, and its region of the whole."""
+    """Location of a saved part: file, key there, region of the whole."""
 
     file: str
     key: str
@@ -152,16 +146,14 @@ class StoredPiece(NamedTuple):
 
 
 class SavedState:
-    """Tensors in a folder, readable region by region, written by any backend and layout.
+    """Saved tensors in a folder, readable by region.
 
-    saved = SavedState.open(folder)
-    saved.read("model/lm_head.weight")
+    saved = SavedState.open(folder) saved.read("model/lm_head.weight")
     """
 
     def __init__(self, folder: Path, heads: Iterable[Mapping[str, Any]]) -> None:
-        """Use `open`. heads: of all files, from `_head`."""
+        """Use `open`, which reads `heads` of all files."""
         self.tensors: dict[str, TensorSpec] = {}
-        """Specs of whole tensors by name."""
         self.folder, self._files, self._pieces = folder, MappedFiles(folder), dict[str, list[StoredPiece]]()
         for head in heads:
             for key, dtype, size in head["pieces"]:
@@ -179,8 +171,8 @@ class SavedState:
 
     @classmethod
     def open(cls, folder: Path, world: World | None = None) -> "SavedState":
-        """[all] Read the index of all files; each rank reads some of them (without a `world`, all). UserError, on all
-        ranks, for files that are no saved state or damaged; OSError if unreadable."""
+        """[all] Read the index of all files, shared out over `world` if given. UserError, on all ranks, for files that
+        are foreign or damaged; OSError if unreadable."""
         rank, size = (world.rank, world.size) if world is not None else (0, 1)
         files = sorted(path.name for path in folder.iterdir() if path.name.endswith(".safetensors"))
         error, heads = "", []
@@ -203,7 +195,7 @@ class SavedState:
         raise UserError(f"{folder} cannot be read as a saved state: {error}")
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """Return a tensor on the CPU, or its `region`. UserError if the file is damaged."""
+        """Return a tensor or its `region`, on the CPU. UserError if damaged."""
         dtype, size = self.tensors[name]
         own = tuple(slice(0, n) for n in size) if region is None else region
         found = torch.empty([piece.stop - piece.start for piece in own], dtype=dtype)
@@ -220,7 +212,6 @@ class SavedState:
 
 
 def _head(folder: Path, file: str) -> dict[str, Any]:
-    """Read a file's name, pieces (key, dtype, size) and whole shapes as plain values, without its tensors."""
     opened = MappedFiles(folder).open(file)
     about = opened.metadata() or {}
     if about.get("format") != FORMAT:
@@ -236,8 +227,7 @@ def _count(region: Region) -> int:
 
 @torch.no_grad()
 def read_state(state: Sequence[Shard], saved: SavedState, on_progress: Callable[[], object] = lambda: None) -> None:
-    """Fill the tensors of `state` in place. ValueError, on every rank, if names or shapes differ from the
-    saved ones."""
+    """Fill `state` in place. ValueError, on every rank, if names or shapes differ from saved ones."""
     ours = {one.name: tuple(one.shape) for one in state}
     theirs = {name: tuple(whole.size) for name, whole in saved.tensors.items()}
     if odd := sorted(ours.keys() ^ theirs.keys()):

@@ -1,4 +1,4 @@
-"""`stored_model`: a model directory as a module that a backend shards, with weights read as late as possible."""
+"""`stored_model`: a model directory as a module to shard, with weights read late."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -18,25 +18,24 @@ from spmd_rl.train.state import MODEL, SavedState
 
 
 class Stored(NamedTuple):
-    """A model before sharding, and the readers of its weights."""
+    """A model before sharding, and readers of its weights."""
 
     model: torch.nn.Module
     load: Callable[..., None] | None
-    """Function that fills this rank's shards; None for a whole model."""
+    """Function that fills this rank's shards; None for a whole model"""
     num_bytes: Callable[[], int]
-    """Function that returns the bytes read so far."""
+    """Function that returns the bytes read so far"""
     reader: Callable[..., RegionReader] | None = None
-    """Function from the model on the meta device to a reader of regions of its weights; None for a whole model."""
+    """Function from the model on the meta device to a reader of weight regions; None for a whole model"""
     files: WeightFiles | None = None
-    """Stored tensors by stored names, for a backend that uses only sizes of the model."""
+    """Stored tensors, for a backend that uses only the model's sizes"""
 
 
 Source = Callable[..., Stored]
-"""Function with the signature of `stored_model`."""
 
 
 def stored_model(role: RoleConfig, dtype: torch.dtype, on_progress: Callable[[], object]) -> Stored:
-    """Return the model of a role, a critic's with a value head; on the meta device if shards can be read separately."""
+    """Return a role's model, a critic's with a value head; on the meta device if shards can be read separately."""
     folder, is_critic = model_directory(role.model), role.name == "critic"
     model, files = build_on_meta(folder, dtype, role.trust_remote_code), WeightFiles(folder)
     if is_critic:
@@ -50,10 +49,10 @@ def stored_model(role: RoleConfig, dtype: torch.dtype, on_progress: Callable[[],
 
 
 class CheckpointFiles(WeightFiles):
-    """Weights of a checkpoint's policy, plus what it lacks of some, from the model's directory."""
+    """Weights of a checkpoint's policy, and from the model's directory what it lacks."""
 
     def __init__(self, folder: Path, saved: SavedState, untrained: Collection[str]) -> None:
-        """untrained: stored names of the model's saved buffers, and of weights that may be frozen."""
+        """untrained: stored names of saved buffers, and of weights that may be frozen."""
         super().__init__(folder)
         self._saved, prefix = saved, len(MODEL)
         self._trained = {name[prefix:]: spec for name, spec in saved.tensors.items() if name.startswith(MODEL)}
@@ -62,11 +61,11 @@ class CheckpointFiles(WeightFiles):
 
     @property
     def names(self) -> Collection[str]:
-        """Names of all stored tensors, see `WeightFiles`."""
+        """Names of all stored tensors."""
         return self._names
 
     def file_of(self, name: str) -> Path:
-        """Return the file that holds a tensor, see `WeightFiles`."""
+        """Return the file of a stored tensor."""
         return self._saved.folder if name in self._trained else super().file_of(name)
 
     def shape(self, name: str) -> list[int]:
@@ -74,15 +73,15 @@ class CheckpointFiles(WeightFiles):
         return list(self._trained[name].size) if name in self._trained else super().shape(name)
 
     def read(self, name: str, region: Region) -> torch.Tensor:
-        """Return a region of a stored tensor, see `WeightFiles`."""
+        """Return a region of a stored tensor."""
         return self._saved.read(MODEL + name, region) if name in self._trained else super().read(name, region)
 
 
 def checkpoint_model(
     checkpoint: str, role: RoleConfig, dtype: torch.dtype, on_progress: Callable[[], object]
 ) -> Stored:
-    """Return `stored_model` with the policy's weights from a verified checkpoint of any layout. UserError, before
-    reading, if it is of another model."""
+    """Return `stored_model` with the policy of a verified checkpoint of any layout. UserError, before reading, if it is
+    another model's."""
     folder = model_directory(role.model)
     model, saved = build_on_meta(folder, dtype, role.trust_remote_code), SavedState.open(Path(checkpoint) / "policy")
     parts = stored_parts(model)

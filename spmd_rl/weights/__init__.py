@@ -4,8 +4,7 @@
     publish = Publisher(policy, trainers, None, buckets=buckets, everyone=world)  # into engines of other ranks
     track.add(publish(version=step))  # [all]
 
-`Publisher` sends, verifies and measures. An engine of the same process gets each tensor as it is gathered;
-`WeightReceiver` is the other end of `Buckets`.
+`Publisher` sends, verifies and measures; `WeightReceiver` is the other end of `Buckets`.
 """
 
 from spmd_rl.distributed import World
@@ -21,5 +20,5 @@ __all__ = ["Buckets", "Publisher", "WeightReceiver", "build"]
 def build(
     policy: PolicyRole, engine: Engine, world: World, probe_every: int = 1, quantization: str | None = None
 ) -> Publisher:
-    """Return the publisher of a policy into the engine in the same process; see `Publisher` for the arguments."""
+    """Return the publisher of a policy into this process's engine."""
     return Publisher(policy, world, engine, probe_every, quantization)

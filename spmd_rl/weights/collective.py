@@ -4,9 +4,9 @@
     for name, tensor in buckets.send(policy.weights()): ...  # [train]: passes them on
     for name, tensor in buckets.receive(): ...               # [generate] meanwhile
 
-Every trainer streams all weights; bucket i is broadcast by trainer i mod n, so that several network cards send. Bytes
-go from device to device (NCCL; gloo on the CPU), and the host only says what is in a bucket. Besides its own part a
-rank holds one bucket, or the largest tensor, and a trainer rank also the gathered tensor.
+Every trainer streams all weights; trainer i mod n broadcasts bucket i, so that several network cards send. Bytes go
+from device to device (NCCL; gloo on the CPU), headers through the host. A rank holds one bucket, or the largest tensor,
+besides its part; a trainer rank also the gathered tensor.
 """
 
 import math
@@ -19,9 +19,9 @@ from torch import Tensor
 from spmd_rl.distributed import World
 
 BUCKET_BYTES = 512 * 2**20
-"""Size of a bucket; a larger tensor is sent alone."""
+"""Size of a bucket; larger tensors go alone"""
+# A tensor begins at a multiple of this, so that it can be viewed as any dtype.
 ALIGNED = 16
-"""Multiple of bytes at which a tensor begins, so that it can be viewed as any dtype."""
 HEADERS = "publish: bucket"
 BYTES = "publish: bytes of a bucket"
 
@@ -30,19 +30,19 @@ TensorHeader = tuple[str, str, list[int]]
 
 
 class Buckets:
-    """The broadcasts of one job."""
+    """Broadcasts of whole tensors between both sides."""
 
     def __init__(self, world: World, trainers: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> None:
-        """[all] world: of both sides. trainers: indices of the trainer ranks in it."""
+        """[all] world: both sides. trainers: indices of trainer ranks in it."""
         self._world, self._trainers, self._bucket_bytes = world, trainers, bucket_bytes
         self._group = world.process_group("weights")  # [all]
         self._number = 0
         self._broadcast(torch.zeros(ALIGNED, dtype=torch.uint8, device=world.device))  # [all] opens it
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """[train] Broadcast each tensor when it is asked for, and pass it on.
+        """[train] Broadcast each tensor when requested, and pass it on.
 
-        A tensor need be valid only until the next one is asked for.
+        A tensor need be valid only until the next is requested.
         """
         self._number, flat, size = 0, torch.empty(0, dtype=torch.uint8, device=self._world.device), 0
         headers: list[TensorHeader] = []
@@ -62,7 +62,7 @@ class Buckets:
         self._world.broadcast(HEADERS, [], src=self._trainers[0])  # [all]
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """[generate] Yield every tensor, valid until the next one is asked for; meets `send`."""
+        """[generate] Yield every tensor, valid until the next is requested; meets `send`."""
         self._number, flat = 0, torch.empty(0, dtype=torch.uint8, device=self._world.device)
         while headers := self._world.broadcast(HEADERS, None, src=self._trainers[0]):  # [all]
             sizes = [math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in headers]
@@ -87,10 +87,9 @@ class Buckets:
         self._broadcast(flat)  # [all]
 
     def _broadcast(self, flat: Tensor) -> None:
-        """[all] Broadcast the bytes of the trainer whose turn it is."""
         source = self._world.ranks[self._trainers[self._number % len(self._trainers)]]
         with self._world.collective(BYTES, kind="copy"):  # [all]
-            dist.broadcast(flat, source, group=self._group)
+            dist.broadcast(flat, source, group=self._group)  # [all]
         self._world.progress()
         self._number += 1
 

@@ -1,9 +1,7 @@
-"""A probe of the published weights: the trainer must find what an engine generates as likely as the engine did.
+"""A probe of published weights: the trainer must find an engine's answers as likely as the engine did.
 
-Hashes prove that the engine holds what it was given; the probe proves that it *means* the same: names exchanged on the
-way, a layout misread, or an engine that serves another version's weights would show. It is blunt in bfloat16, where
-the logprobs of engine and trainer differ by themselves, and the only proof where an engine keeps no plain tensors. A
-model that takes pictures is asked about one too.
+Hashes prove that the engine holds what it was given; the probe proves that it *means* the same, against exchanged names
+or a misread layout. It is blunt in bfloat16, and the only proof where an engine keeps no plain tensors.
 """
 
 from array import array
@@ -19,24 +17,25 @@ from spmd_rl.engine.base import Engine
 from spmd_rl.train.base import PolicyRole
 from spmd_rl.types import Completion, Request, Sample, Turn, Verdict, picture_ids
 
+# The first prompt is longer than an engine's KV block, so that a prefix cache that was not reset would serve it keys of
+# the last publish. Several are asked at once: a decode step of few rows costs what one of a single row costs.
 PROMPTS = (array("i", range(24, 64)), *(array("i", range(begin, begin + 4)) for begin in range(52, 64, 4)))
-"""Token ids that any vocabulary has. The first prompt is longer than an engine's KV block, so that a prefix cache that
-was not reset would serve it keys of the last publish. Several are asked at once: a decode step of few rows costs what
-one of a single row costs."""
+"""Token ids that any vocabulary has"""
 NEW_TOKENS = 2
-"""Sampled for each prompt; the second one reads the keys and values that the first one stored."""
+"""Tokens per prompt; the second reads what the first stored"""
 
+# Measured on a 135M Llama over 40 sets of weights: at most 1e-5 in float32 and 0.08 in bfloat16. Each pair of
+# neighbouring layers exchanged gives 0.1 to 10, half of them above 0.45; one update missed (lr 2e-5) gives 1e-3, which
+# only float32 can see.
 LIMITS = {torch.float32: 3e-4, torch.float16: 0.05, torch.bfloat16: 0.2}
-"""Largest mean absolute difference of logprobs, in nats, by dtype. Measured on a 135M Llama over 40 sets of weights: at
-most 1e-5 in float32 and 0.08 in bfloat16. Each pair of neighbouring layers exchanged gives 0.1 to 10, half of them
-above 0.45; one update missed (lr 2e-5) gives 1e-3, which only float32 can see."""
+"""Largest mean absolute difference of logprobs, in nats, by dtype"""
 FIRST_QUANTIZED, LATER_FACTOR = 2.0, 3.0
-"""Limits for rounded weights. The first publish, of weights from a directory or checkpoint, may differ by the first
-number of nats, which rounding alone causes; later ones by the second number times the first one's difference."""
+"""Limits for rounded weights: nats at the first publish, of stored weights, where rounding alone counts; then a
+multiple of that difference"""
 
 
 class Answer(NamedTuple):
-    """Answer of an engine to one prompt, exchanged between ranks."""
+    """An engine's answer to one prompt, exchanged between ranks."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -46,20 +45,20 @@ class Answer(NamedTuple):
 
 @cache
 def picture() -> bytes:
-    """Return the picture of the probe, whose colours change from left to right and from top to bottom."""
+    """Return the probe's picture, with colours that change in both directions."""
     size = 64
     return encode_png([bytes(v for y in range(size) for x in range(size) for v in (4 * x, 4 * y, 96))], size, size)
 
 
 def prompt(index: int, num_picture_ids: int) -> tuple[array, tuple[bytes, ...]]:
-    """Return the token ids ('i') and pictures of a prompt."""
+    """Return a prompt's token ids ('i') and pictures."""
     if not num_picture_ids:
         return PROMPTS[index], ()
     return PROMPTS[1] + picture_ids(picture(), num_picture_ids) + PROMPTS[2], (picture(),)
 
 
 def ask(engine: Engine, version: int) -> tuple[list[Answer], str]:
-    """Return the engine's greedy answers, one per prompt, and what is wrong with them (empty: nothing)."""
+    """Return the engine's greedy answers, one per prompt, and a fault, if any."""
     counts = [0] * len(PROMPTS)
     if engine.processor and (size := engine.processor.count(picture())) + 32 < engine.capacity.max_tokens:
         counts.append(size)
@@ -81,10 +80,9 @@ def ask(engine: Engine, version: int) -> tuple[list[Answer], str]:
 
 
 def judge(policy: PolicyRole, by_engine: dict[str, list[Answer]]) -> dict[str, float]:
-    """[all] Return the mean absolute difference of each engine's logprobs from the trainer's, in nats, by its name.
+    """[all] Return each engine's mean absolute difference of logprobs from the trainer's, in nats, by name.
 
-    by_engine: equal on all ranks. Each data shard of the trainer judges some of the engines, perhaps none, and returns
-    only these.
+    by_engine: equal on all ranks. Each data shard judges some engines, perhaps none, and returns only these.
     """
     data = policy.layout.data
     mine = list(by_engine)[data.rank :: data.size]

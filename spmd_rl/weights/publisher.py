@@ -1,8 +1,8 @@
 """`Publisher`: sends the trainer's weights to engines, and proves that they arrived.
 
-On every rank with an engine it checks that each name came once, with the same bytes on all ranks and in the engine, if
-that stores the tensor as given (not fused, transposed or quantized); and that the engine's logprobs are the trainer's.
-Faults are gathered, so that all ranks raise the same error together.
+Every rank with an engine checks that each name came once, with equal bytes on all ranks and in the engine, if stored as
+given (not fused, transposed or quantized); and that the engine's logprobs are the trainer's. Faults are gathered, so
+that all ranks raise together.
 """
 
 import time
@@ -21,11 +21,11 @@ from spmd_rl.weights.stream import WeightStream
 
 T = TypeVar("T")
 WEIGHTS, PROBE, VERDICT = "publish: weights", "publish: probe", "publish: verdict"
-"""Collectives of a publish after its buckets; the last is of the trainer ranks alone."""
+"""Collectives of a publish after its buckets; the last is the trainer ranks'"""
 
 
 class Publisher:
-    """Publisher of one policy's weights to engines; call it with their version."""
+    """Publisher of a policy's weights; call it with their version."""
 
     def __init__(
         self,
@@ -37,11 +37,10 @@ class Publisher:
         buckets: Buckets | None = None,
         everyone: World | None = None,
     ) -> None:
-        """world: of the trainer ranks. engine: of this process, which gets each tensor as it is gathered.
+        """world: trainer ranks. engine: of this process, which gets each tensor as it is gathered.
 
-        probe_every: the first publish is probed, and every one whose version is divisible by this; 0: only the first.
-        quantization: format of the engine's weights, see `quantized`. buckets: to engines of other ranks; None without
-        any. everyone: trainer ranks and those ranks; by default `world`.
+        probe_every: the first publish is probed, and versions divisible by this; 0: only the first. quantization: see
+        `quantized`. buckets: to engines of other ranks, if any. everyone: trainer ranks and those; by default `world`.
         """
         self._policy, self._world, self._engine, self._buckets = policy, world, engine, buckets
         self._everyone = everyone or world
@@ -49,16 +48,16 @@ class Publisher:
         self._quantization, self._limit = quantization, probe.FIRST_QUANTIZED if quantization else 0.0
 
     def is_probed(self, version: int) -> bool:
-        """Return True if the next publish, of this version, is probed."""
+        """Return True if this version's publish is probed."""
         return not self._probed_once or (self._probe_every > 0 and version % self._probe_every == 0)
 
     def __call__(self, version: int) -> Metrics:
-        """[all] Publish; later tokens are of `version`. RunFailed, on all ranks alike, if anything differs.
+        """[all] Publish; later tokens are of `version`. RunFailed, on all ranks, if anything differs.
 
-        Metrics, equal on all ranks (the slowest rank's seconds): `publish/bytes`, `publish/seconds` and its parts
-        `publish/gather_seconds` (trainer), `publish/copy_seconds` (the engine's loader, and broadcasts),
-        `publish/hash_seconds` and `publish/probe_seconds`; where it is probed, `publish/probe_abs_diff`, the largest
-        mean absolute difference of an engine's logprobs, in nats.
+        Returns metrics of the slowest rank: `publish/bytes`, `publish/seconds` with its parts `publish/gather_seconds`
+        (trainer), `publish/copy_seconds` (engine's loader, broadcasts), `publish/hash_seconds` and
+        `publish/probe_seconds`; if probed, `publish/probe_abs_diff`, the largest mean absolute difference of an
+        engine's logprobs, in nats.
         """
         probed, everyone, engine = self.is_probed(version), self._everyone, self._engine
         found: Metrics = {}
@@ -95,7 +94,7 @@ class Publisher:
             return {key: max(theirs[key] for theirs in of_ranks) for key in metrics}
 
     def _send(self, version: int) -> tuple[WeightStream, str]:
-        """[all] Send all weights; return the stream, read to its end, and a fault, or an empty string."""
+        """[all] Send all weights; return the stream, read to its end, and a fault, if any."""
         fault = ""
         with self._world.journal.kind("copy"), self._policy.awake():
             given = quantized(self._policy.weights(), self._quantization)
@@ -112,8 +111,7 @@ class Publisher:
         return stream, fault or stream.fault
 
     def _judge(self, of_ranks: list[list[probe.Answer]], limit: float) -> tuple[float, str]:
-        """[all] Return the largest difference that this rank finds between engines and trainer, and a fault, if it
-        exceeds the limit."""
+        """[all] Return this rank's largest difference between engines and trainer, and a fault above the limit."""
         by_engine = {f"rank {rank}": answers for rank, answers in enumerate(of_ranks) if answers}
         with self._policy.awake():
             differences = probe.judge(self._policy, by_engine)  # [all]
@@ -126,7 +124,7 @@ class Publisher:
 
 
 def check_digests(everyone: World, version: int, fault: str, digest: bytes) -> None:
-    """[all] Raise RunFailed on every rank if any found a fault, or if the ranks got different bytes."""
+    """[all] Raise RunFailed on every rank for a fault, or if ranks got different bytes."""
     digests = gather_or_raise(everyone, WEIGHTS, version, fault, digest, bytes)  # [all]
     odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if odd:
@@ -134,7 +132,7 @@ def check_digests(everyone: World, version: int, fault: str, digest: bytes) -> N
 
 
 def gather_or_raise(everyone: World, name: str, version: int, fault: str, record: T, type: type[T]) -> list[T]:
-    """[all] Gather every rank's record, by rank; raise RunFailed on every rank if any found a fault."""
+    """[all] Gather records by rank; raise RunFailed on every rank for a fault."""
     records = everyone.gather(name, [fault, record], tuple[str, type])  # [all]
     for rank, (found, _) in enumerate(records):
         if found:

@@ -2,10 +2,9 @@
 
     weights = quantized(policy.weights(), "fp8")
 
-`fp8`, `int8` and `int4` are simulated: values are rounded to the format, and the dtype stays. So every engine, hash and
-transport works unchanged, and the effect of low precision on training shows without a device that computes in it.
-Activations are not rounded, and nothing gets faster or smaller. `w8a8_int8` and `w8a8_fp8` are real: the engine gets
-8-bit tensors and their scales (`model/low_precision.py`).
+`fp8`, `int8` and `int4` are simulated: values are rounded, and the dtype stays. So every engine, hash and transport
+works unchanged, and low precision's effect on training shows on any device; activations are not rounded. `w8a8_int8`
+and `w8a8_fp8` are real: 8-bit tensors and scales (`model/low_precision.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -16,12 +15,11 @@ from torch import Tensor
 from spmd_rl.model.low_precision import W8A8, by_rows, is_rounded, nonzero
 
 BLOCK, GROUP = 128, 32
-"""Side of a block of FP8, as DeepSeek-V3 has it; weights of a row that share a scale in INT4"""
+"""Side of an FP8 block, as in DeepSeek-V3; weights of a row that share a scale in INT4"""
 
 
 def fp8(weight: Tensor) -> Tensor:
-    """Return a weight [rows, columns] rounded to float8 e4m3 with a scale for each block of `BLOCK` x `BLOCK`, in its
-    dtype."""
+    """Return a weight [rows, columns] rounded to float8 e4m3, a scale per `BLOCK` x `BLOCK`, in its dtype."""
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [blocks, rows, blocks, columns]
@@ -31,15 +29,13 @@ def fp8(weight: Tensor) -> Tensor:
 
 
 def int8(weight: Tensor) -> Tensor:
-    """Return a weight [rows, columns] rounded to 127 steps of a scale for each row (symmetric, per output channel), in
-    its dtype."""
+    """Return a weight [rows, columns] rounded to 127 symmetric steps of a row's scale, in its dtype."""
     scale = nonzero(weight.abs().amax(1, keepdim=True) / 127)
     return (weight / scale).round() * scale
 
 
 def int4(weight: Tensor) -> Tensor:
-    """Return a weight [rows, columns] rounded to 7 steps of a scale for each `GROUP` of a row (symmetric), in its
-    dtype."""
+    """Return a weight [rows, columns] rounded to 7 symmetric steps of a scale per `GROUP` of a row, in its dtype."""
     columns = weight.shape[1]
     groups = torch.nn.functional.pad(weight, (0, -columns % GROUP)).unflatten(1, (-1, GROUP))
     scale = nonzero(groups.abs().amax(2, keepdim=True) / 7)
@@ -50,7 +46,7 @@ FORMATS: dict[str, Callable[[Tensor], Tensor]] = {"fp8": fp8, "int8": int8, "int
 
 
 def quantized(weights: Iterator[tuple[str, Tensor]], name: str | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights, the matrices of layers rounded to the format `name`, or in it; computed in float32."""
+    """Yield the weights, layers' matrices rounded to the format `name`, or in it; computed in float32."""
     if name in W8A8:
         yield from by_rows(weights, name)
         return

@@ -1,4 +1,4 @@
-"""`WeightReceiver`: a generator rank's side of a publish (`placement.mode=split` and `lent`)."""
+"""`WeightReceiver`: a generator rank's side of a publish."""
 
 import torch
 
@@ -12,19 +12,18 @@ from spmd_rl.weights.stream import WeightStream
 
 
 class WeightReceiver:
-    """The engine of a generator rank, and the version of the policy that it holds."""
+    """A generator rank's engine, and the version it holds."""
 
     def __init__(self, engine: Engine, buckets: Buckets, everyone: World) -> None:
-        """everyone: trainer and generator ranks."""
+        """everyone: trainer and generator ranks together."""
         self._engine, self._buckets, self._everyone = engine, buckets, everyone
         self.version = -1
-        """Version that the engine holds; -1 before the first."""
+        """Version that the engine holds; -1 before the first"""
 
     def load(self, version: int, probed: bool) -> None:
-        """[all] with `Publisher`: load a version's weights into the engine, which has no requests, and take part in the
-        checks.
+        """[all] with `Publisher`: load a version into the idle engine, and take part in the checks.
 
-        probed: trainers want answers. RunFailed, on all ranks alike, if anything differs.
+        probed: trainers want answers. RunFailed, on all ranks, if anything differs.
         """
         fault = ""
         device = self._everyone.device

@@ -1,4 +1,4 @@
-"""`WeightStream`: all weights on their way through one rank, each hashed, counted and timed as it passes."""
+"""`WeightStream`: weights on their way through a rank, each hashed, counted and timed."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,21 +12,19 @@ from spmd_rl.model.fingerprint import finish, start
 
 
 class WeightStream:
-    """One pass over weights that are gathered or received. A second loop goes on where the first ended."""
+    """One pass over gathered or received weights. A second loop goes on where the first ended."""
 
     def __init__(
         self, weights: Iterable[tuple[str, Tensor]], device: torch.device, progress: Callable[[], None]
     ) -> None:
-        """Each tensor is moved to `device`, and `progress` is called, so that a long pass is no stall."""
+        """Each tensor is moved to `device`, and `progress` called, so that a long pass is no stall."""
         self._started: dict[str, bytes | Tensor] = {}
-        """Hashes of the tensors; one on a device is not waited for until it is read."""
+        """Hashes of tensors; on a device not waited for until read"""
         self.repeated: list[str] = []
-        """Names that came more than once."""
         self.dtype: torch.dtype | None = None
-        """The dtype of the first floating tensor, in which the model computes. Buffers, which may differ, come last."""
+        """Dtype of the first floating tensor, of the computation; buffers come last and may differ"""
         self.num_bytes = 0
         self.wait_seconds = 0.0
-        """Spent until each tensor was here."""
         self.hash_seconds = 0.0
         self._weights, self._device, self._progress = iter(weights), device, progress
 
@@ -49,21 +47,21 @@ class WeightStream:
 
     @property
     def fault(self) -> str:
-        """A line about a name that came twice, or nothing."""
+        """Line about a repeated name, or nothing."""
         return f"{self.repeated[0]} was given twice" if self.repeated else ""
 
     @property
     def fingerprints(self) -> dict[str, bytes]:
-        """The fingerprint of each tensor's bytes, by name, in the order of the stream; a device is waited for."""
+        """Fingerprint of each tensor's bytes by name, in order; waits for the device."""
         self._started = found = finish(self._started)
         return found
 
     def digest(self) -> bytes:
-        """Return 16 bytes over all names and fingerprints, in the order of the stream."""
+        """Return 16 bytes over all names and fingerprints, in order."""
         return xxhash.xxh3_128_digest(b"".join(name.encode() + value for name, value in self.fingerprints.items()))
 
     def difference(self, engine: Engine) -> str:
-        """Return the first difference from what an engine holds, as far as it shows that; or nothing."""
+        """Return the first difference from an engine's plain tensors; or nothing."""
         given, held = self.fingerprints, dict(engine.loaded_weights())
         found = finish({name: start(tensor.to(self._device)) for name, tensor in held.items() if tensor is not None})
         for name in held:

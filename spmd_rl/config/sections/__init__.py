@@ -1,1 +1,1 @@
-"""Sections of the settings, related ones in one file; `schema.py` combines them into pipelines."""
+"""Sections of the settings; `schema.py` combines them into pipelines."""

@@ -1,6 +1,6 @@
-"""Scores, advantages, losses and importance correction: `algorithm` and `algorithm.correction`.
+"""Scores, advantages, losses and importance correction: `algorithm`.
 
-docs/ALGORITHMS.md has the formulas, their sources and when to use which. `schema.py` checks what a pipeline needs.
+docs/ALGORITHMS.md has formulas, sources and advice.
 """
 
 import re
@@ -35,9 +35,7 @@ TOKEN_ADVANTAGES: Mapping[str, tuple[str, ...]] = {
 }
 ADVANTAGES = {**SAMPLE_ADVANTAGES, **TOKEN_ADVANTAGES}
 STEP_ADVANTAGES = ("starpo", "step_reinforce", "gigpo")
-"""Estimators that credit each step of a trajectory"""
 AGENTIC_ADVANTAGES = (*STEP_ADVANTAGES, "turn_gae")
-"""Estimators for the steps of trajectories, for agents only"""
 CLIP = ("clip_low", "clip_high")
 LOSSES: Mapping[str, tuple[str, ...]] = {
     "ppo_clip": CLIP,
@@ -59,9 +57,8 @@ LOSSES: Mapping[str, tuple[str, ...]] = {
     "kl_cov": ("kl_cov_coef",),
 }
 OWN = re.compile(r".+:.+")
-"""A loss or an advantage estimator of a user's own: `module:function`"""
 CHOICES = {"clip_cov": ("clip_cov_ratio", "clip_cov_low", "clip_cov_high"), "kl_cov": ("kl_cov_ratio",)}
-"""Losses that select tokens of the global batch, and the keys that only the selection reads"""
+"""Losses that select tokens of the global batch, and the keys of the selection"""
 LOSS_AGGS: Mapping[str, tuple[str, ...]] = {
     "token-mean": (),
     "seq-mean-token-mean": (),
@@ -75,23 +72,21 @@ LEVELS = ("off", "token", "segment", "sequence", "geometric")
 
 @dataclass
 class CorrectionConfig:
-    """Importance weights that correct the mismatch between the engine and the trainer: `algorithm.correction`.
+    """Importance weights that correct the mismatch between engine and trainer: `algorithm.correction`.
 
-    The engine computes with other kernels, and often in another precision, so its logprobs of the tokens it sampled
-    differ slightly from the trainer's. The metric `train_infer/abs_diff/mean` measures this.
+    The engine's kernels and precision give other logprobs of the same tokens: `train_infer/abs_diff/mean`.
     """
 
     level: str = "off"
     """Scope of one importance weight: `token`, `segment` (a turn), `sequence` (product over a sample), `geometric`
-    (mean over a sample) or `off`. It costs no forward pass. It is off by default, so that an algorithm is that of its
-    paper; `token` is advised if `train_infer/abs_diff/mean` is above 0.01, as with an engine in bfloat16 or FP8.
-    """
+    (mean over a sample) or `off`. Needs no forward pass. Off by default, as algorithms are published; `token` is
+    advised if `train_infer/abs_diff/mean` exceeds 0.01, as with an engine in bfloat16 or FP8."""
     upper: float | None = 2.0
-    """Upper limit at which importance weights are truncated (null: no limit)."""
+    """Limit at which importance weights are truncated (null: none)."""
     mask_low: float | None = None
-    """Weight below which tokens, segments or samples are masked in the loss; they still count in its divisors."""
+    """Weight below which tokens, segments or samples are masked in the loss; divisors still count them."""
     mask_high: float | None = None
-    """Weight above which tokens, segments or samples are masked in the loss, as with `mask_low`."""
+    """Weight above which tokens, segments or samples are masked in the loss."""
 
     def __post_init__(self) -> None:
         one_of(self, level=LEVELS)
@@ -104,26 +99,23 @@ BOUNDS = {
     "min_ess": ("train_infer/ess", "below"),
     "max_lag": ("rollout/lag/max", "above"),
 }
-"""Keys of `algorithm.bounds`: the metric, and the side on which it breaks the bound."""
+"""Metric of each key of `algorithm.bounds`, and the side that breaks it"""
 
 
 @dataclass
 class BoundsConfig:
-    """Bounds on the distance between samples and the trained policy: `algorithm.bounds`. Null: no bound."""
+    """Bounds on the distance between samples and trained policy: `algorithm.bounds`. Null: no bound."""
 
     max_abs_diff: float | None = 1.0
-    """Largest `train_infer/abs_diff/mean`, in nats: engine against trainer, lag included. An engine in bfloat16 is at
-    0.002 to 0.05; with a lag of one version, some tenths while a large learning rate moves the policy fast.
-    """
+    """Largest `train_infer/abs_diff/mean`, in nats, between engine and trainer, lag included. Usual with an engine in
+    bfloat16: 0.002 to 0.05; with a lag of one version and a large learning rate, some tenths."""
     min_ess: float | None = 0.1
-    """Smallest `train_infer/ess`: the effective share of the tokens under the raw importance weights."""
+    """Smallest `train_infer/ess`: effective share of the tokens under the raw importance weights."""
     max_lag: int | None = None
-    """Largest age of a token, in versions. `rollout.partial_rollout` and `placement.max_staleness` cause such ages."""
+    """Largest age of a token in versions, as caused by `rollout.partial_rollout` or `placement.max_staleness`."""
     on_breach: str = "warn"
-    """Effect of a step outside of a bound: `warn`, once for each run of such steps, or `stop`, on all ranks before the
-    update. `stop` computes the trainer's logprobs before each update, which is a forward pass more if a step has a
-    single update on samples of the current policy.
-    """
+    """Response to a broken bound: `warn`, once per run of such steps, or `stop`, on all ranks before the update. `stop`
+    computes the trainer's logprobs first: one more forward pass if a step has a single update on current samples."""
 
     def __post_init__(self) -> None:
         one_of(self, on_breach=("warn", "stop"))
@@ -132,7 +124,7 @@ class BoundsConfig:
         at_least(self, max_lag=0)
 
     def outside(self, metrics: Mapping[str, float | None]) -> dict[str, str]:
-        """Return a description of each bound that a step's metrics break, by its key."""
+        """Return a description of each broken bound, by key."""
         found = {}
         for key, (name, side) in BOUNDS.items():
             bound, value = getattr(self, key), metrics.get(name)
@@ -150,166 +142,151 @@ class AlgorithmConfig:
     """Scores, advantages and loss: group `algorithm`."""
 
     name: str = "grpo"
-    """Name of the recipe; it becomes a part of the default `run.name`."""
+    """Name of the recipe, part of the default `run.name`."""
 
     advantage: str = "grpo"
-    """Advantage estimator. For whole answers: `grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_pp_baseline`, `remax`,
-    `opo`, `lite_ppo`, `maxrl`, `pass_at_k`, `gdpo`; for the steps of agents: `starpo`, `step_reinforce`, `gigpo`,
-    `turn_gae` (with a critic); for tokens: `gae` (with a critic), `reinforce_returns`. Or your own function as
-    `module:function`: docs/ALGORITHMS.md.
-    """
+    """Advantage estimator. Of answers: `grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_pp_baseline`, `remax`, `opo`,
+    `lite_ppo`, `maxrl`, `pass_at_k`, `gdpo`; of agents' steps: `starpo`, `step_reinforce`, `gigpo`, `turn_gae` (with a
+    critic); of tokens: `gae` (with a critic), `reinforce_returns`. Or your own, as `module:function`."""
     norm_std: bool = True
-    """Divide centred scores by the standard deviation of their group (`false` is Dr.GRPO)."""
+    """Divide centred scores by their group's standard deviation (`false`: Dr.GRPO)."""
     gamma: float = 1.0
-    """Discount from token to token, for token-level estimators."""
+    """Discount per token, for token-level estimators."""
     lam: float = 1.0
-    """Lambda of GAE; 1 has no bias from the critic and the largest variance."""
+    """Lambda of GAE; 1: no bias from the critic, largest variance."""
     reward_weights: dict[str, float] = field(default_factory=dict)
-    """Weights of several rewards, by the name of a part of the verdict, for `gdpo`: `{correct: 1, form: 0.5}`. The
-    parts of `rewards.composite:CompositeReward` have the names given there. With other estimators the rewarder sums its
-    parts, and GRPO compares the sums.
-    """
+    """Weights of several rewards for `gdpo`, by name of the verdict's part: `{correct: 1, form: 0.5}`.
+    `rewards.composite:CompositeReward` names its parts. Other estimators use the rewarder's sum."""
     pass_k: int = 4
-    """Number k of answers in pass@k."""
+    """Number k of answers in `pass_at_k`."""
     pass_score: float = 1.0
-    """Score from which an answer counts as right (for `pass_at_k`, `error_max_len_clip` and `sft_coef`)."""
+    """Score from which an answer is right (`pass_at_k`, `error_max_len_clip`, `sft_coef`)."""
     step_reward_gamma: float = field(default=0.95, metadata={"agents": True})
-    """Discount from one step of a trajectory to the next."""
+    """Discount per step of a trajectory."""
     norm_over_steps: bool = field(default=False, metadata={"agents": True})
-    """In `starpo` and `gigpo`, count a trajectory once for each of its steps in the mean and the deviation of its
-    group, as verl-agent and ROLL do, instead of once.
-    """
+    """Count a trajectory in its group's mean and deviation once per step, as verl-agent and ROLL do (`starpo`,
+    `gigpo`)."""
     episode_reward_weight: float = field(default=1.0, metadata={"agents": True})
-    """Weight of the advantage between whole trajectories in GiGPO."""
+    """Weight of the advantage between trajectories in GiGPO."""
     step_reward_weight: float = field(default=1.0, metadata={"agents": True})
-    """Weight of the advantage between steps from the same state in GiGPO."""
+    """Weight of the advantage between steps of equal state in GiGPO."""
     whiten_advantages: bool = False
-    """Shift and scale the advantages of all tokens of the global batch to mean 0 and standard deviation 1."""
+    """Normalise the advantages of all tokens of the global batch to mean 0 and deviation 1."""
     advantage_clip: float | None = None
-    """Bound to which advantages are clipped, positive and negative, after all else (null: none)."""
+    """Bound of the final advantages, positive and negative (null: none)."""
 
     reward_scale: float = 1.0
-    """Factor by which every score is multiplied first."""
+    """Factor that multiplies every score first."""
     reward_shift: float = 0.0
     """Number added to every score after `reward_scale`."""
     format_penalty: float = 0.0
-    """Penalty subtracted from the score of an answer in the wrong format."""
+    """Penalty of an answer in the wrong format."""
     repetition_coef: float = 0.0
-    """Penalty for repetition, times the share of n-grams that repeat an earlier one."""
+    """Penalty per share of n-grams that repeat an earlier one."""
     repetition_ngram: int = 3
-    """Length in tokens of the n-grams whose repetition is penalised."""
+    """Tokens in an n-gram of `repetition_coef`."""
     overlong_coef: float = 0.0
-    """DAPO's soft overlong penalty of answers at the token limit: `rollout.max_new_tokens`, times `rollout.max_turns`
-    if given.
-    """
+    """DAPO's soft penalty of answers near the token limit: `rollout.max_new_tokens`, times `rollout.max_turns` if
+    given."""
     overlong_tokens: int | None = None
     """Tokens before the limit over which the overlong penalty rises. Default: a fifth of the limit."""
     norm_mean_type: str = "none"
-    """Subtract from scores their mean over the `batch`, the `group`, the `domain` (for agents: the tag of the
-    environment) or the run so far (`running`), or `none`. With `step_reinforce` the returns of steps are normalised.
-    """
+    """Mean that is subtracted from scores: over the `batch`, `group`, `domain` (agents: environment tag) or run so far
+    (`running`), or `none`. With `step_reinforce`, of the steps' returns."""
     norm_std_type: str = "none"
-    """Divide scores by their standard deviation in the `batch`, the `group`, the `domain` or the run so far
-    (`running`), or `none`."""
+    """Standard deviation that divides scores: over the `batch`, `group`, `domain` or run so far (`running`), or `none`.
+    """
     reward_clip: float | None = None
-    """Bound to which scores are clipped, positive and negative, after normalisation (null: none)."""
+    """Bound of normalised scores, positive and negative (null: none)."""
 
     max_len_mask: bool = False
-    """Mask answers that were truncated at the token limit in the loss; they stay in the baseline of their group."""
+    """Mask truncated answers in the loss; they stay in their group's baseline."""
     difficulty_mask: bool = False
-    """Mask groups in the loss whose mean score is outside of the two difficulty thresholds."""
+    """Mask groups in the loss whose mean score is outside the difficulty thresholds."""
     difficulty_low_threshold: float = 0.0
-    """Mean score that a group must exceed under `difficulty_mask`."""
+    """Mean score that `difficulty_mask` requires groups to exceed."""
     difficulty_high_threshold: float = 1.0
-    """Mean score that a group must stay below under `difficulty_mask`."""
+    """Mean score that `difficulty_mask` requires groups to stay below."""
     variance_top_p: float | None = None
-    """Mask all groups in the loss except those with the largest standard deviations of scores, which together hold this
-    share of the sum over all groups, as the code of RAGEN-2 does with 0.9 (null: mask none).
-    """
+    """Share of the summed standard deviations of all groups' scores: only the groups with the largest, which together
+    hold it, train. RAGEN-2's code has 0.9 (null: all train)."""
     variance_eps: float = 0.01
-    """Tolerance of that share, in units of the deviations: a step with less variance in all trains on nothing."""
+    """Tolerance of `variance_top_p`, in units of the deviations; a step with less variance trains on nothing."""
     error_max_len_clip: bool = False
     """Mask long wrong answers (score below `pass_score`) in the loss."""
     error_max_len_threshold: int = 4096
-    """Number of tokens from which `error_max_len_clip` counts a wrong answer as long."""
+    """Number of tokens that makes a wrong answer long for `error_max_len_clip`."""
     difficulty_loss_weight: bool = False
-    """Weight the loss of each group by 0.5 + 1.5 (1 - mean score), so that harder prompts count more. The mean is 1."""
+    """Weight each group's loss by 0.5 + 1.5 (1 - mean score), scaled to mean 1: hard prompts count more."""
     length_loss_weight: bool = False
-    """Weight the loss of answers from 1.5 (shortest of the step) to 0.5 (longest). The mean is 1."""
+    """Weight answers' losses from 1.5 (shortest of the step) to 0.5 (longest), scaled to mean 1."""
 
     loss: str = "ppo_clip"
     """Policy loss: `ppo_clip`, `dual_clip`, `segment_clip`, `gspo`, `gspo_token`, `raft_pp`, `vanilla_pg`, `tis`,
-    `cispo`, `topr`, `dppo_tv`, `dppo_kl`, `sapo`, `gmpo`, `kimi`, `clip_cov`, `kl_cov`. Or your own function as
-    `module:function`: docs/ALGORITHMS.md.
-    """
+    `cispo`, `topr`, `dppo_tv`, `dppo_kl`, `sapo`, `gmpo`, `kimi`, `clip_cov`, `kl_cov`. Or your own, as
+    `module:function`."""
     old_logprobs: str = "trainer"
-    """Denominator of the importance ratio: logprobs of the `trainer` before the first update of the step (the proximal
-    policy of decoupled PPO; its mismatch with the engine is left to `correction`), or those with which the `engine`
-    sampled (the behaviour policy, of any version). With `engine` the ratio itself corrects lag and mismatch,
-    `correction` has no effect, and no forward pass is needed.
-    """
+    """Denominator of the importance ratio: logprobs of the `trainer` before the step's first update (decoupled PPO's
+    proximal policy; `correction` handles its mismatch with the engine), or of the `engine` at sampling (the behaviour
+    policy). With `engine`, the ratio itself corrects lag and mismatch, `correction` has no effect, and a forward pass
+    is saved."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Settings of your own loss or advantage that are no keys of `algorithm`, by name of the parameter."""
+    """Parameters, by name, of your own loss or advantage that are no keys of `algorithm`."""
     loss_agg: str = "token-mean"
     """Loss aggregation: `token-mean`, `seq-mean-token-mean`, `seq-mean-token-sum` or `seq-mean-token-sum-norm` (divided
-    by `loss_agg_length`). Counts are those of the global batch."""
+    by `loss_agg_length`), by counts of the global batch."""
     loss_agg_length: int | None = None
-    """Constant divisor of `seq-mean-token-sum-norm`. Default: the largest length of an answer,
-    `rollout.max_new_tokens`, times `rollout.max_turns` if given.
-    """
+    """Divisor of `seq-mean-token-sum-norm`. Default: `rollout.max_new_tokens`, times `rollout.max_turns` if given."""
     clip_low: float = 0.2
-    """The importance ratio is clipped below at 1 - clip_low."""
+    """Importance ratios are clipped below at 1 - clip_low."""
     clip_high: float = 0.2
-    """The importance ratio is clipped above at 1 + clip_high."""
+    """Importance ratios are clipped above at 1 + clip_high."""
     dual_clip: float = 3.0
-    """Largest importance ratio of a token with a negative advantage, for `loss=dual_clip`."""
+    """Largest ratio of tokens with negative advantage (`loss=dual_clip`)."""
     dppo_cap: float = 20.0
-    """Largest importance ratio of a token, for `loss=dppo_tv` and `dppo_kl`."""
+    """Largest ratio of a token (`loss=dppo_tv`, `dppo_kl`)."""
     sapo_tau_pos: float = 1.0
-    """Steepness of SAPO's gate for positive advantages."""
+    """Steepness of SAPO's gate, positive advantages."""
     sapo_tau_neg: float = 1.05
-    """Steepness of SAPO's gate for negative advantages."""
+    """Steepness of SAPO's gate, negative advantages."""
     kimi_tau: float = 0.1
     """Weight of Kimi k1.5's penalty for leaving the old policy."""
     clip_cov_ratio: float = 2e-4
-    """Share of all tokens whose gradient `loss=clip_cov` removes."""
+    """Share of tokens that lose their gradient (`loss=clip_cov`)."""
     clip_cov_low: float = 1.0
-    """Covariance above which `loss=clip_cov` may select a token."""
+    """Least covariance of the tokens that `loss=clip_cov` may select."""
     clip_cov_high: float = 5.0
-    """Covariance below which `loss=clip_cov` may select a token."""
+    """Largest covariance of the tokens that `loss=clip_cov` may select."""
     kl_cov_ratio: float = 2e-3
-    """Share of all tokens, those of the largest covariance, that `loss=kl_cov` penalises."""
+    """Share of tokens, of largest covariance, that `loss=kl_cov` penalises."""
     kl_cov_coef: float = 1.0
     """Weight of the KL penalty of `loss=kl_cov`."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
     sft_coef: float = 0.0
-    """Weight of a supervised loss on right answers (`pass_score`): the mean over their tokens."""
+    """Weight of a supervised loss on right answers, the mean over their tokens."""
 
     kl_coef: float = 0.0
-    """Weight of the KL penalty to the frozen reference in the loss."""
+    """Weight of the KL to the frozen reference in the loss."""
     kl_estimator: str = "k3"
     """Estimator of the KL penalty in the loss: `k1`, `k2`, `k3` (Schulman, Approximating KL Divergence) or `abs`."""
     kl_reward_coef: float = 0.0
-    """Weight of the KL penalty to the frozen reference in the reward: of each token, or, with an advantage of answers
-    (of steps), of the whole answer (step), before its baseline. With this and `kl_coef` at 0 no reference is loaded.
-    """
+    """Weight of the KL to the frozen reference in the reward of each token; with an advantage of answers (steps), of
+    the whole answer (step), before its baseline. If this and `kl_coef` are 0, no reference is loaded."""
     kl_reward_estimator: str = "k1"
-    """Estimator of the KL penalty in the reward: as `kl_estimator`."""
+    """Estimator of the KL in the reward: as `kl_estimator`."""
     target_kl: float | None = None
-    """KL in nats per answer towards which an adaptive controller moves the KL weights (null: fixed weights)."""
+    """KL in nats per answer that an adaptive controller of the KL weights aims at (null: fixed weights)."""
     kl_horizon: float = 10000.0
-    """Number of answers over which the adaptive controller may change a KL weight by a fifth."""
+    """Answers over which the controller may change a KL weight by a fifth."""
 
     sample_epochs: int = 1
-    """Passes over a step's samples, each of `train.updates_per_step` optimizer steps. The first takes the mini-batches
-    in order, each further one in a new random order. Old logprobs, advantages and values are those from before the
-    first.
-    """
+    """Passes over a step's samples, each of `train.updates_per_step` updates. The first takes mini-batches in order,
+    later ones in new random orders. Old logprobs, advantages and values stay."""
     value_clip: float | None = None
-    """Distance from the old values to which the critic's values are clipped (null: no clipping)."""
+    """Distance from old values to which the critic's are clipped (null: no clipping)."""
     critic_warmup: int = 0
-    """Number of initial steps in which only the critic is trained."""
+    """Initial steps in which only the critic is trained."""
 
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
@@ -387,7 +364,7 @@ class AlgorithmConfig:
 
     @property
     def credits_steps(self) -> bool:
-        """True if each step of an agent gets a separate advantage, before those of tokens."""
+        """True if each step of an agent gets an advantage."""
         return self.advantage in STEP_ADVANTAGES
 
     @property
@@ -397,7 +374,7 @@ class AlgorithmConfig:
 
     @property
     def uses_greedy(self) -> bool:
-        """True if each prompt gets a greedy answer in addition to its samples, as a baseline."""
+        """True if each prompt also gets a greedy answer, as baseline."""
         return self.advantage == "remax"
 
     @property

@@ -14,35 +14,31 @@ UNREAD = (
     *("allOf", "contains", "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains", "not"),
     *("patternProperties", "propertyNames", "then", "uniqueItems"),
 )
-"""Keywords of JSON Schema that the compiler of grammars ignores, or weakens"""
+"""Keywords of JSON Schema that the grammar compiler ignores or weakens"""
 FORMATS = (
     *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference"),
     *("uri-template", "json-pointer", "relative-json-pointer"),
 )
 LOOKS = re.compile(r"\(\?[^:]|\\[1-9bB]")
-"""Syntax in a `pattern` that the compiler ignores"""
 DATA = ("const", "default", "enum", "examples", "required")
-"""Keywords whose values are data, not schemas"""
 
 
 @dataclass
 class ConstraintConfig:
-    """Grammar that every answer must match: at most one of the three. Logprobs, entropies and losses are over the
-    tokens that may follow; an answer ends only when it is complete, or at its token limit.
-    """
+    """Grammar that every answer must match: at most one of the three. Logprobs, entropies and losses cover the tokens
+    that may follow; an answer ends when complete, or at its token limit."""
 
     json_schema: str | None = None
-    """A JSON schema, or the file that holds it. Objects have their keys in the schema's order and no others, and are
-    written on one line as `json.dumps` does.
+    """A JSON schema or its file. Objects have exactly the schema's keys, in order, on one line as `json.dumps` writes.
     """
     regex: str | None = None
-    """A regular expression that the whole answer must match; without lookaround, backreferences or named groups."""
+    """A regular expression for the whole answer, without lookaround, backreferences or named groups."""
     choice: list[str] = field(default_factory=list)
-    """Texts of which the answer is one, such as `[yes,no]`."""
+    """Texts to choose the answer from, such as `[yes,no]`."""
 
     @property
     def given(self) -> tuple[str, str] | None:
-        """Name of the key that is given and its value as one text; None without any."""
+        """Given key and its value as text; None without any."""
         texts = {"json_schema": self.json_schema, "regex": self.regex, "choice": json.dumps(self.choice)}
         return next(((key, text) for key, text in texts.items() if text not in (None, "[]")), None)
 

@@ -16,11 +16,10 @@ MOST_CPUS = 10_000
 DEVICES = re.compile(r"cpu|[\w.:/-]+(,[\w.:/-]+)*")
 GENERATORS = "reasoning_gym:"
 SHAPES = "shapes:"
-"""Prefixes of the sources of prompts that are generators, not files"""
+"""Prefixes of generated sources of prompts"""
 PROBLEM_KEYS = "question", "prompt", "messages", "problem"
 COMMON = "tools", "images"
 ROW_KEYS = (*PROBLEM_KEYS, "ground_truth", "answer", "solution", "domain", "id", "priority", *COMMON)
-"""Names that `data.keys` may map"""
 SANDBOXES = ("auto", "bwrap", "forkserver", "none")
 
 
@@ -32,45 +31,38 @@ NO_DATA = (
 
 @dataclass
 class SourcesConfig:
-    """Sources of the rows of any pipeline, and their conversion to messages."""
+    """Rows of any pipeline and their conversion to messages."""
 
     known_keys: ClassVar[tuple[str, ...]] = ()
-    """Names that `data.keys` may map"""
     no_data: ClassVar[str] = ""
-    """Error message for settings without data"""
+    """Error message of settings without data"""
     needs_rewarder: ClassVar[bool] = True
-    """True if each row is judged by a rewarder"""
 
     train: str | None = None
-    """Rows to train on: files (JSON lines, a JSON array, either with gzip, or parquet; `*` is a pattern), a dataset of
-    the Hugging Face hub (`openai/gsm8k:main:train`), `reasoning_gym:<task>`, or a comma-separated list of these.
-    """
+    """Training rows: files (JSON lines, a JSON array, either with gzip, or parquet; `*` matches any), a Hugging Face
+    dataset (`openai/gsm8k:main:train`), `reasoning_gym:<task>`, or a comma-separated list of these."""
     eval: str | None = None
-    """Held-out rows in the form of `train`; all are kept. Default: the held-out share of `train`."""
+    """Held-out rows in the form of `train`. Default: the held-out share of `train`."""
     holdout: float = 0.25
-    """Share of `train` that is held out, by content hash, when `eval` is not given. 0: all rows are trained on, and
-    nothing is evaluated; 1: all are evaluated."""
+    """Share of `train` to hold out, by content hash, without `eval`. 0: train on all, evaluate none; 1: evaluate all.
+    """
     size: int = 1000
-    """Number of rows to generate, before training drops duplicates (reasoning_gym only)."""
+    """Number of rows to generate, duplicates included (reasoning_gym only)."""
     seed: int = 0
     """Seed of the generator (reasoning_gym only)."""
     args: dict[str, Any] = field(default_factory=dict)
     """Parameters of the task (reasoning_gym only)."""
     keys: dict[str, str | None] = field(default_factory=dict)
-    """Columns of the rows by their names in this package: `data.keys.question=problem data.keys.answer=result`. A dot
-    reaches into a column; null: the rows have none (`data.keys.ground_truth=null`, for rewards that need none).
-    """
+    """Columns of the rows by their names here: `data.keys.question=problem data.keys.answer=result`. A dot reaches into
+    a column; null: not in the rows (`data.keys.ground_truth=null`, for rewards without)."""
     pictures: str | None = None
-    """Folder of the pictures whose files rows name, and out of which no row may read. Default: that of the rows' file.
-    """
+    """Folder of the pictures whose files rows name; no row may read outside it. Default: that of the rows' file."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the model's chat template: `data.chat_template_kwargs.enable_thinking=false`."""
     format: str = "{question}"
-    """Template of the user message; `{question}` is replaced by the text of a row. Rows with `messages`
-    do not use it.
-    """
+    """Template of the user message; `{question}` is the row's text. Unused by rows with `messages`."""
     system: str | None = None
-    """System message that is put before every prompt without one."""
+    """System message for every prompt without one."""
 
     def __post_init__(self) -> None:
         self.train = expand_list(self.train) if self.train else None
@@ -99,14 +91,12 @@ class DataConfig(SourcesConfig):
     )
 
     overlong: str = "drop"
-    """Treatment of prompts longer than `rollout.max_prompt_tokens`: `drop` (the run prints how many) or `error`."""
+    """Treatment of prompts beyond `rollout.max_prompt_tokens`: `drop` (with their number printed) or `error`."""
     domains: dict[str, str] = field(default_factory=dict)
-    """Map from the domains (or ROLL's tags) of rows to other domains: `{deepmath_103k: math, RLVR: general}`."""
+    """Map from rows' domains (or ROLL's tags) to other domains: `{deepmath_103k: math, RLVR: general}`."""
     mix: dict[str, float] = field(default_factory=dict)
-    """Relative shares of the domains among training prompts: `{math: 0.4, code: 0.3, general: 0.3}`. They are exact: of
-    the first n tickets each domain has its share to within one. A domain with 0 is evaluated and never trained on.
-    Default: prompts in their given order.
-    """
+    """Relative shares of the domains among training prompts: `{math: 0.4, code: 0.3, general: 0.3}`, exact to within
+    one prompt at any time. A domain with 0 is only evaluated. Default: prompts in given order."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,38 +111,33 @@ class RewardConfig:
     """The rewarder of one domain: `reward.<domain>`."""
 
     target: str
-    """Class of the rewarder as `module:Class`: one of `rewards/`, or your own on PYTHONPATH. Or a function, as
-    `module:function`: docs/REWARDS.md."""
+    """Rewarder class as `module:Class`, or function as `module:function`: from `rewards/`, or yours on PYTHONPATH
+    (docs/REWARDS.md)."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of its constructor, or of each call of the function."""
+    """Arguments of the constructor, or of each call of the function."""
     workers: int = 1
     """Number of worker processes per node."""
     cpus: str | None = None
-    """CPUs to which the workers are pinned, as `0-3,8`, so that a slow domain takes no time from others or from the
-    ranks. Default: those that the run itself may use.
-    """
+    """CPUs of the workers, as `0-3,8`, so that a slow domain takes no time from others or ranks. Default: those of the
+    run."""
     timeout: float = 50.0
-    """Seconds of wall time after which an answer without a score gets the verdict `timeout`. Keep it far above a
-    rewarder's own limits, so that a busy machine decides nothing; it is meant for hanging code.
-    """
+    """Seconds after which an answer without a score gets the verdict `timeout`. For hanging code: keep it far above the
+    rewarder's own limits, so that a busy machine decides nothing."""
     start_seconds: float = 300.0
-    """Seconds within which a worker must have built the rewarder, and the domain's own server must answer."""
+    """Seconds for a worker to build the rewarder, and for the domain's server to answer."""
     devices: str | None = None
-    """Devices on which each node starts a server for this domain, such as a local judge: as in CUDA_VISIBLE_DEVICES
-    (`"2,3"`; leave them free of ranks), or `cpu`. The rewarder's `url` is then the address of the server with `/v1`.
-    Default: no server.
-    """
+    """Devices on which each node starts a server for this domain, such as a local judge: `"2,3"`, as in
+    CUDA_VISIBLE_DEVICES and free of ranks, or `cpu`. The rewarder's `url` is then its address with `/v1`. Default: no
+    server."""
     server: str = "vllm serve {model} --host 127.0.0.1 --port {port} --tensor-parallel-size {num_devices}"
-    """Command of that server, which must answer at `/health` once it is up; it runs without a shell. `{model}` is
-    replaced by `args.model`, `{port}` by a free port, `{num_devices}` by the number of `devices`.
-    """
+    """Command of the server, run without a shell; it answers at `/health` once up. `{model}` is `args.model`, `{port}`
+    a free port, `{num_devices}` the number of `devices`."""
     sandbox: str = "auto"
-    """Sandbox in which a rewarder runs the code of answers: `forkserver` (needs root), `bwrap` (bubblewrap), `auto`
-    (the first of these that works; if none does, the run does not start), or `none` (no isolation at all).
-    """
+    """Sandbox for the code of answers: `forkserver` (needs root), `bwrap` (bubblewrap), `auto` (the first that works;
+    the run does not start without one), or `none` (no isolation)."""
     packages: list[str] = field(default_factory=list)
-    """Installed packages that the code of answers may import in the sandbox, with all that they need, read-only:
-    `[numpy, sympy]`. Default: the standard library alone."""
+    """Packages that answers' code may import, with their dependencies, read-only: `[numpy, sympy]`. Default: the
+    standard library."""
 
     def __post_init__(self) -> None:
         module, _, name = self.target.partition(":")
@@ -175,7 +160,7 @@ class RewardConfig:
 
     @property
     def server_command(self) -> list[str]:
-        """Words of `server`, with `{port}` still unfilled; empty without `devices`."""
+        """Words of `server`, with `{port}` unfilled; empty without `devices`."""
         if self.devices is None:
             return []
         known = {"{model}": str(self.args.get("model")), "{num_devices}": str(self.devices.count(",") + 1)}
@@ -192,10 +177,10 @@ class RewardConfig:
 
 @dataclass
 class RewardsConfig:
-    """The rewarders of all domains: `reward`. In YAML the domains are siblings of `error_budget`."""
+    """The rewarders: `reward`. In YAML the domains are siblings of `error_budget`."""
 
     error_budget: float = 0.1
-    """Share of the answers of a step that may lack a score; above it the run stops with the reasons."""
+    """Share of a step's answers that may lack a score before the run stops with the reasons."""
     domains: dict[str, RewardConfig] = field(default_factory=dict, metadata={"inline": True})
     """Rewarders by domain: `reward.<domain>.*`"""
 
@@ -204,12 +189,12 @@ class RewardsConfig:
 
 
 def cpu_numbers(cpus: str | None) -> list[int]:
-    """Return the CPU numbers of a text such as `0-3,8`, ascending; none for None. UserError for another text."""
+    """Return the ascending CPU numbers of a text such as `0-3,8` (None: none); UserError for another text."""
     return [] if cpus is None else numbers_in("cpus", cpus, MOST_CPUS, "CPU", "like 0-3,8")
 
 
 def split_command(server: str) -> list[str]:
-    """Split a command into words as a shell does. Raises `UserError` for an unbalanced quotation mark."""
+    """Split a command as a shell does; UserError for an unbalanced quote."""
     try:
         return shlex.split(server)
     except ValueError as error:
@@ -217,14 +202,14 @@ def split_command(server: str) -> list[str]:
 
 
 def sources(source: str | None) -> list[str]:
-    """Return the parts of `data.train` or `data.eval`, each once, and the files of a pattern by name."""
+    """Return the distinct parts of `data.train` or `data.eval`, with patterns expanded."""
     parts = [part.strip() for part in source.split(",")] if source else []
     found = [name for part in parts for name in (sorted(glob(part)) if has_magic(part) else []) or [part]]
     return list(dict.fromkeys(found))
 
 
 def files(source: str | None) -> list[str]:
-    """Return the files among the sources of `data.train` or `data.eval`."""
+    """Return the files of `data.train` or `data.eval`."""
     return [name for name in sources(source) if not name.startswith((GENERATORS, SHAPES)) and not hub_dataset(name)]
 
 

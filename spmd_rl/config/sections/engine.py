@@ -6,10 +6,10 @@ from typing import Any
 from spmd_rl.config.values import at_least, one_of, require
 
 SIMULATED = ("fp8", "int8", "int4")
-"""Quantizations of the published weights, simulated by rounding, for every engine."""
+"""Quantizations that any engine simulates by rounding published weights"""
 QUANTIZATIONS = (*SIMULATED, "w8a8_fp8", "w8a8_int8")
 ENGINES = {name: f"spmd_rl.engine.{name}" for name in ("native", "vllm", "sglang")}
-"""Packages of the engines, each with its `ENGINE`; see `config/engines.py`."""
+"""Packages of the engines, each with its `ENGINE`."""
 
 
 @dataclass
@@ -17,37 +17,28 @@ class EngineConfig:
     """The generation engine: group `engine`."""
 
     name: str = "native"
-    """Generation engine: `native` is embedded and needs no package; `vllm` and `sglang` run in the process of each
-    rank.
-    """
+    """`native` (embedded, needs no package), `vllm` or `sglang`, in the process of each rank."""
     tp: int = 1
-    """Number of neighbouring ranks that share one copy of the engine (a replica) by tensor parallelism."""
+    """Neighbouring ranks that share one copy of the engine (a replica) by tensor parallelism."""
     pp: int = 1
-    """Number of pipeline stages of a replica under `engine=vllm`, of `tp` ranks each, for models that `tp` alone cannot
-    hold. Each stage has some of the layers, and stages take turns.
-    """
+    """Pipeline stages of a replica, of `tp` ranks each, for models too large for `tp` (vLLM)."""
     max_running: int = 64
-    """Largest number of requests that a replica decodes at the same time."""
+    """Most requests that a replica decodes at once."""
     kv_tokens: int = 32768
-    """Size of a replica's KV cache in tokens; `vllm` rounds it up to whole blocks."""
+    """Size of a replica's KV cache in tokens; `vllm` rounds up to whole blocks."""
     quantization: str | None = None
-    """Round the weights for generation to `fp8` (blocks of 128 x 128), `int8` (rows) or `int4` (groups of 32):
-    simulated, nothing is faster or smaller. `w8a8_int8`, `w8a8_fp8`: vLLM holds the layers' matrices in this form, by
-    row, and computes in it. Correct for any by `algorithm.correction.level=token`.
-    """
+    """Rounding of the weights for generation: `fp8` (blocks of 128 x 128), `int8` (rows) or `int4` (groups of 32) are
+    simulated, so nothing is faster or smaller. `w8a8_int8`, `w8a8_fp8`: vLLM stores and multiplies the layers' matrices
+    in this form. Combine with `algorithm.correction.level=token`."""
     drafts: int = 0
-    """Number of draft tokens under `engine=vllm`, those that followed an answer's last ones before, that are verified
-    at once in fewer steps. The tokens differ from those without drafts but have the same distribution. Large batches on
-    CPUs are faster without.
-    """
+    """Draft tokens under `engine=vllm`, taken from earlier text of the answer and verified at once. Other tokens from
+    the same distribution; large batches on CPUs get slower."""
     adapters: bool = False
-    """Answer with adapters on the frozen weights, on `vllm` and `sglang` with `policy.lora`, so that after the first
-    publish only adapters are sent. Default: each publish sends whole weights, with adapters merged into them.
-    """
+    """Publish only adapters after the first publish, and answer with them on the frozen weights (`vllm` or `sglang`,
+    with `policy.lora`). Default: publish merged weights."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's `EngineArgs`, such as `engine.args.max_num_batched_tokens=8192`, or of SGLang's
-    `ServerArgs`. Those that other settings determine, or that the engine depends on, are refused. `native` takes none.
-    """
+    """Further arguments of vLLM's `EngineArgs`, as `engine.args.max_num_batched_tokens=8192`, or SGLang's `ServerArgs`.
+    Those that other settings determine are refused."""
 
     def __post_init__(self) -> None:
         one_of(self, name=ENGINES, quantization=QUANTIZATIONS)
@@ -65,5 +56,5 @@ class EngineConfig:
 
     @property
     def axes(self) -> str:
-        """Parallel sizes of a replica as text."""
+        """Parallel sizes of a replica, as text."""
         return f"tp {self.tp}" + f" x pp {self.pp}" * (self.pp > 1)

@@ -14,14 +14,14 @@ ON_ERROR = ("mask", "zero", "raise")
 
 
 class ActionFormat(NamedTuple):
-    """The format of an action within an answer."""
+    """Format of an action within an answer."""
 
     pattern: str
-    """Regular expression that finds the action, which is its group."""
+    """Regular expression whose group is the action"""
     template: str
-    """Answer for `str.format` with an action, as demonstrations give it."""
+    """Template of an answer, for demonstrations"""
     reminder: str = ""
-    """Instruction that the policy reads about it."""
+    """Instruction to the policy about the format"""
 
 
 ACTION_FORMATS = {
@@ -42,9 +42,8 @@ ACTION_FORMATS = {
     ),
     "all": ActionFormat(r"\A(.*)\Z", "{}"),
 }
-"""Named values of `env.<tag>.pattern`. A user's own pattern needs its own instruction."""
+"""Named values of `env.<tag>.pattern`."""
 FIELDS = ("instruction", "suffix", "reminder", "history", "turn", "turns_left", "max_tokens", "observation")
-"""Fields that a template may use"""
 
 
 @dataclass
@@ -52,71 +51,63 @@ class EnvConfig:
     """Settings of one environment: `env.<tag>`."""
 
     target: str
-    """Class of the environment as `module:Class`: one of `envs/`, or your own on PYTHONPATH (docs/ENVIRONMENTS.md)."""
+    """Environment class as `module:Class`, from `envs/` or yours on PYTHONPATH (docs/ENVIRONMENTS.md)."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment's constructor."""
     eval_args: dict[str, Any] = field(default_factory=dict)
-    """Arguments that replace these in held-out episodes, such as a separate split."""
+    """Arguments that replace these in held-out episodes, as another split."""
     share: float = 1.0
-    """Relative share of this environment among the groups of a step."""
+    """Relative share of a step's groups."""
     pattern: str | None = None
-    """Format of the action in an answer: `action` (`<answer>...</answer>`), `think` (`<think>...</think>` before it),
-    `tool` (`<tool_call>...</tool_call>`), `all` (the answer itself), or a regular expression with one group. An answer
-    with no match, or several, holds none, and the environment gets an empty action. Default: `all` if the environment
-    offers tools, whose calls it finds by itself, else `action`.
-    """
+    """Format of an action: `action` (`<answer>...</answer>`), `think` (`<think>...</think>` before it), `tool`
+    (`<tool_call>...</tool_call>`), `all` (the answer itself), or a regular expression with one group. Without exactly
+    one match the action is empty. Default: `all` if the environment offers tools, else `action`."""
     format_penalty: float = 0.0
-    """Number added to the reward of a step whose action is missing or not valid: negative, or 0."""
+    """Number, at most 0, added to a step's reward if its action is missing or not valid."""
     ineffective_penalty: float = 0.0
-    """Number added to the reward of a step whose action is valid and changes nothing, such as a step into a wall:
-    negative, or 0. Environments report it as `action_is_effective` in `info["metrics"]`.
-    """
+    """Number, at most 0, added to a step's reward if its action is valid but changes nothing (`action_is_effective` in
+    the environment's `info["metrics"]`), as a step into a wall."""
     system: str = "You are a helpful assistant and good at games. Your goal is to get the highest reward."
-    """System message; if empty, none is sent."""
+    """System message; none if empty."""
     template: str = "{instruction}\n{history}\n{observation}\n{suffix}\n{reminder}"
-    """User message of the first turn. `{instruction}` and `{suffix}` come from the environment's reset, `{reminder}`
-    explains the answer's format by `pattern`, `{history}` has the earlier turns of a prompt under `history`; `{turn}`,
-    `{turns_left}` and `{max_tokens}` (of an answer) are numbers. Empty lines are left out.
-    """
+    """First user message. `{instruction}` and `{suffix}` come from the environment's reset, `{reminder}` explains
+    `pattern`, `{history}` has earlier turns; `{turn}`, `{turns_left}` and `{max_tokens}` (of an answer) are numbers.
+    Empty lines are left out."""
     next_template: str = "{observation}\n{reminder}"
     """User message of the later turns."""
     history: int | None = None
-    """Number of earlier turns that a prompt shows. Each turn then has a newly built prompt, and is trained as a
-    separate sample. By default an episode is one conversation, in which every turn continues the tokens of those before
-    it.
-    """
+    """Number of earlier turns in a prompt: every turn is then a sample with its own prompt. Default: an episode is one
+    conversation whose turns continue each other's tokens."""
     workers: int = 1
     """Number of worker processes per node."""
     mode: str = "thread"
-    """`thread`: a worker holds `envs_per_worker` environments, each in a thread. `process`: each environment has a
-    separate process, for code that is not thread-safe, hangs or crashes.
-    """
+    """`thread`: a worker has `envs_per_worker` environments in threads. `process`: one process each, for code that is
+    not thread-safe, hangs or crashes."""
     envs_per_worker: int = 64
-    """Environments that a worker holds at once; more wait until one ends."""
+    """Environments in a worker at once; more wait."""
     reset_timeout: float = 60.0
     """Seconds that a reset may take."""
     step_timeout: float = 30.0
     """Seconds that a step may take."""
     episode_timeout: float = 1800.0
-    """Seconds that an episode may take in all, the policy's time included."""
+    """Seconds that an episode may take, the policy's time included."""
     start_seconds: float = 300.0
-    """Seconds within which a worker must have imported the environment."""
+    """Seconds for a worker to import the environment."""
     memory_mb: int | None = None
-    """Memory, in MiB, that a worker may use; one that uses more ends, and its episodes are played again."""
+    """Memory limit of a worker in MiB; beyond it the worker ends, and its episodes are played again."""
     recycle_after: int | None = None
-    """Episodes after which a worker is replaced by a fresh one, for environments that leak."""
+    """Episodes after which a worker is replaced, for environments that leak."""
     retries: int = 2
-    """Number of times that an episode is restarted after its environment failed, hung or was lost."""
+    """Restarts of an episode after its environment failed, hung or was lost."""
     on_error: str = "mask"
-    """Treatment of an episode after its last retry. `mask`: it does not train and is in no baseline; `zero`: it ends
-    there, with the reward so far; `raise`: the run ends.
-    """
+    """Treatment of an episode after its last retry: `mask` (it is in no loss or baseline), `zero` (it ends with the
+    reward so far) or `raise` (the run ends)."""
     sandbox: str = "auto"
-    """Sandbox in which an environment runs untrusted code, see `reward.<domain>.sandbox`."""
+    """Sandbox for untrusted code, see `reward.<domain>.sandbox`."""
     packages: list[str] = field(default_factory=list)
-    """Installed packages that this code may import, see `reward.<domain>.packages`."""
+    """Packages that untrusted code may import, see `reward.<domain>.packages`."""
     cpus: str | None = None
-    """CPUs to which the workers are pinned, as `0-3,8`. Default: those that the run itself may use."""
+    """CPUs of the workers, as `0-3,8`. Default: those of the run."""
 
     def __post_init__(self) -> None:
         module, _, name = self.target.partition(":")
@@ -143,13 +134,11 @@ class EnvConfig:
             )
 
     def pattern_for(self, tools: bool) -> str:
-        """Return `pattern`, or its default. `tools`: True if the environment offers some."""
+        """Return `pattern` or its default. tools: the environment offers some."""
         return self.pattern or ("all" if tools else "action")
 
     def penalties(self, action: str | None, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return by name the penalties that are added to the reward of an action. `metrics`: the environment's, for
-        this step.
-        """
+        """Return the penalties of an action by name. metrics: the environment's, for this step."""
         valid, effective = bool(action and metrics.get("action_is_valid", 1)), metrics.get("action_is_effective", 1)
         return {
             "format_penalty": 0.0 if valid else self.format_penalty,
@@ -164,7 +153,7 @@ class EnvConfig:
 
 @dataclass
 class EnvsConfig:
-    """All environments: `env`. In YAML the tags are siblings of the common keys."""
+    """All environments: `env`. In YAML tags are siblings of common keys."""
 
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the model's chat template: `env.chat_template_kwargs.enable_thinking=false`."""
@@ -178,17 +167,15 @@ class EnvsConfig:
 
 @dataclass
 class WarmupConfig:
-    """Supervised steps before the first step of reinforcement, on demonstrations of the environments: `warmup`."""
+    """Supervised steps on demonstrations before reinforcement: `warmup`."""
 
     steps: int = 0
-    """Optimizer steps on demonstrations, whose actions come from the environment's `solution()`. They count among
-    `steps`.
-    """
+    """Updates on demonstrations by the environment's `solution()`; counted in `steps`."""
     episodes: int = 32
-    """Demonstrations in each of these steps, all of different seeds."""
+    """Demonstrations per such step, all of different seeds."""
 
     lr: float | None = None
-    """Learning rate of these steps. Default: `policy.lr`."""
+    """Learning rate of the warm-up. Default: `policy.lr`."""
 
     def __post_init__(self) -> None:
         at_least(self, steps=0, episodes=1)

@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of a model that is trained: `policy.lora`, `critic.lora`."""
+"""Adapters (LoRA) of a trained model: `policy.lora`, `critic.lora`."""
 
 from dataclasses import dataclass
 
@@ -7,33 +7,25 @@ from spmd_rl.config.values import above, at_least, one_of, require
 
 @dataclass
 class LoraConfig:
-    """Adapters that are trained while the model's own weights stay frozen in the compute dtype (Hu et al., arXiv
-    2106.09685). Needs the package peft.
-    """
+    """Trained adapters on frozen weights in the compute dtype (Hu et al., arXiv 2106.09685). Needs peft."""
 
     rank: int = 0
-    """Rank of the adapters; 0: none, all weights are trained. An adapter needs about ten times the learning rate."""
+    """Rank of the adapters, which need about ten times the learning rate; 0: train all weights."""
     alpha: float | None = None
     """Numerator of an adapter's factor, alpha / rank. Default: 2 x rank."""
     targets: list[str] | None = None
-    """Last parts of the names of the linear layers that get an adapter, such as `[q_proj,v_proj]`. Default: all linear
-    layers of the decoder layers, without stacked experts.
-    """
+    """Last parts of the names of adapted linear layers, such as `[q_proj,v_proj]`. Default: all in the decoder layers,
+    without stacked experts."""
     dropout: float = 0.0
-    """Share of an adapter's inputs that is dropped in updates. Their logprobs then differ from those before them. Not
-    with `train=megatron`.
-    """
+    """Share of an adapter's inputs dropped in updates, whose logprobs then differ from earlier ones. Not with
+    `train=megatron`."""
     rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead (Kalajdzievski, arXiv 2312.03732)."""
+    """Scale by alpha / sqrt(rank) instead (Kalajdzievski, arXiv 2312.03732)."""
     base: str | None = None
-    """`nf4`: hold the frozen weights under adapters in 4 bits (QLoRA: Dettmers et al., arXiv 2305.14314), 4.25 with
-    their factors, and compute with them in the compute dtype. With `train=fsdp2`, without `tp`, `pp`, `ep` and
-    `lora.dora`.
-    """
+    """`nf4`: hold frozen weights in 4 bits (4.25 with factors; QLoRA: Dettmers et al., arXiv 2305.14314) and compute in
+    the compute dtype. With `train=fsdp2`, without `tp`, `pp`, `ep` and `lora.dora`."""
     dora: bool = False
-    """Also train the length of each row of an adapted weight (DoRA: Liu et al., arXiv 2402.09353). With
-    `train=fsdp2`.
-    """
+    """Also train the row lengths of adapted weights (DoRA: Liu et al., arXiv 2402.09353). With `train=fsdp2`."""
 
     def __post_init__(self) -> None:
         at_least(self, rank=0)

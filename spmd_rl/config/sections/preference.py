@@ -13,26 +13,26 @@ LOSSES = {
     "hinge": ("length_normalised", "reference_free"),
     "kto": ("desirable_weight", "undesirable_weight"),
 }
-"""Keys of `preference` that each loss reads in addition to `beta`"""
+"""Keys of `preference` that each loss reads, besides `beta`"""
 
 
 @dataclass
 class PreferenceConfig:
-    """The preference loss: `preference`. docs/ALGORITHMS.md has the formulas."""
+    """Preference loss: `preference`. docs/ALGORITHMS.md has formulas."""
 
     loss: str = "dpo"
-    """`dpo`, `ipo`, `simpo` and `hinge` compare pairs of answers; `kto` takes single answers with a `label`, and pairs
-    as two of these."""
+    """`dpo`, `ipo`, `simpo` and `hinge` compare pairs; `kto` takes answers with a `label`, and pairs as two of these.
+    """
     beta: float = 0.1
-    """Factor of rewards; in most losses, the strength with which the policy is held to the reference."""
+    """Factor of rewards: mostly, how strongly the policy is held to the reference."""
     label_smoothing: float = 0.0
-    """Share of the labels that are assumed to be wrong, below 0.5."""
+    """Share of labels assumed wrong, below 0.5."""
     length_normalised: bool = False
-    """Use the reward of an answer's mean token instead of the whole answer. `ipo` and `simpo` always do so."""
+    """Use an answer's mean token reward, as `ipo` and `simpo` always do."""
     reference_free: bool = False
-    """Leave the reference out, as if all answers were equally likely under it. `simpo` always does so."""
+    """Omit the reference, as if all answers were equally likely under it; `simpo` always does."""
     margin: float = 0.5
-    """Margin of the chosen answer's reward over the rejected one's (`simpo`: gamma)."""
+    """Margin of the chosen over the rejected answer's reward (`simpo`: gamma)."""
     desirable_weight: float = 1.0
     """Weight of good answers (`kto`)."""
     undesirable_weight: float = 1.0
@@ -46,7 +46,7 @@ class PreferenceConfig:
 
     @property
     def is_judged(self) -> bool:
-        """True if answers are labelled singly instead of in pairs."""
+        """True if answers are labelled singly, not in pairs."""
         return self.loss == "kto"
 
     @property
@@ -57,7 +57,7 @@ class PreferenceConfig:
 
 @dataclass
 class PairsConfig(RowsConfig):
-    """The rows of a run on preferences: `data`. docs/SUPERVISED.md has their forms."""
+    """Rows of preferences: `data` (docs/SUPERVISED.md)."""
 
     known_keys = ("prompt", "chosen", "rejected", "completion", "label", "margin", "completions", "labels", *COMMON)
     no_data = NO_DATA.format(
@@ -67,7 +67,7 @@ class PairsConfig(RowsConfig):
 
 @dataclass
 class LabelledConfig(PairsConfig):
-    """The rows of a reward model: `data`. docs/SUPERVISED.md has their forms."""
+    """Rows of a reward model: `data` (docs/SUPERVISED.md)."""
 
     separator: str = "\\n\\n"
     """Text between the steps of an answer (`head=process`)."""

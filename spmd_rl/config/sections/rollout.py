@@ -1,4 +1,4 @@
-"""Generation and scoring of a step, and held-out evaluation: `rollout`, `eval`."""
+"""Generation, scoring and held-out evaluation: `rollout`, `eval`."""
 
 import re
 import sys
@@ -12,29 +12,26 @@ CLAIMS = ("store", "static")
 ACCEPTS = ("in_order", "first_finished")
 TAILS = ("none", "defer")
 HELD_OUT = 64
-"""Default number of held-out prompts without a separate file"""
 MAX_TOP_K = 1024
 DEFAULT_TOP_K = 256
-"""Value of `top_k` where `top_p` or `min_p` is used without it. Few distributions of a trained model have more likely
-tokens.
-"""
+"""Default `top_k` under `top_p` or `min_p`; few trained distributions have more likely tokens"""
 
 
 @dataclass
 class FilterConfig:
-    """Conditions for groups to qualify for training: `rollout.filter`."""
+    """Conditions that groups must meet to train: `rollout.filter`."""
 
     zero_variance: bool = False
-    """Dynamic sampling: drop groups whose scores are all equal, which have no gradient under a group baseline, and
-    generate others in their place. Recipes whose papers have it (`algorithm=dapo`, `grpo_dynamic`, ...) turn it on."""
+    """Dynamic sampling: replace groups of equal scores, which have no gradient under a group baseline. On in recipes
+    whose papers have it (`algorithm=dapo`, `grpo_dynamic`, ...)."""
     min_mean_score: float | None = None
-    """Least mean score of a group; groups below it are dropped (too hard)."""
+    """Least mean score of a group; lower groups are dropped."""
     max_mean_score: float | None = None
-    """Largest mean score of a group; groups above it are dropped (too easy)."""
+    """Largest mean score of a group; higher groups are dropped."""
     max_truncated: float | None = None
-    """Largest share of a group's answers that may be cut off at `rollout.max_new_tokens`; other groups are dropped."""
+    """Largest share of a group's answers cut off at `rollout.max_new_tokens`; other groups are dropped."""
     max_mean_tokens: float | None = None
-    """Largest mean number of tokens of a group's answers; other groups are dropped."""
+    """Largest mean tokens of a group's answers; other groups are dropped."""
 
     def __post_init__(self) -> None:
         low, high = self.min_mean_score, self.max_mean_score
@@ -46,59 +43,46 @@ class FilterConfig:
 
 @dataclass
 class SamplingConfig:
-    """Settings of episodes and of sampling."""
+    """Settings of episodes and their sampling."""
 
     target: str | None = None
-    """`module:function` of your own episode, an `async def` over a context (see `spmd_rl.rollout.episode`). By default
-    an episode asks once and scores once.
-    """
+    """Your own episode as `module:function`, an `async def` over a context (see `spmd_rl.rollout.episode`). Default:
+    one answer, one score."""
     max_prompt_tokens: int = 512
-    """Token limit of a prompt after the chat template. A longer one is an error at start."""
+    """Token limit of a prompt after the chat template; longer ones are an error at start."""
     max_new_tokens: int = 512
-    """Token limit of an answer, or of each turn of an episode with several."""
+    """Token limit of an answer, or of each turn."""
     max_context_tokens: int | None = None
-    """Token limit of a sample, with all its prompts and turns. One that reaches it ends as truncated. Default: the
-    engine's own limit.
-    """
+    """Token limit of a sample with all its turns, which ends as truncated there. Default: the engine's limit."""
     max_turns: int | None = field(default=None, metadata={"agents": True})
-    """Largest number of answers in an episode. One that asks for more ends as truncated. By default
-    there is no limit.
-    """
+    """Most answers in an episode, which ends as truncated there. Default: no limit."""
     temperature: float = 1.0
-    """Sampling temperature of training answers; it must be above 0."""
+    """Sampling temperature of training answers, above 0."""
     top_p: float = 1.0
-    """Probability share to sample from: the fewest tokens that reach it are kept; 1: off. Training then normalises
-    logprobs over the kept tokens, which are recorded for each sampled token.
-    """
+    """Probability share to sample from: the fewest tokens that reach it; 1: off. Training normalises logprobs over
+    these tokens, which are recorded."""
     top_k: int = 0
-    """Number of most likely tokens to sample from, at most 1024; 0 or -1: off, or 256 if `top_p` or `min_p` is used. A
-    large one slows vLLM down: with 256 by about 0.4 ms a token.
-    """
+    """Number of most likely tokens to sample from, at most 1024; 0 or -1: off, or 256 under `top_p` or `min_p`, which
+    costs vLLM about 0.4 ms a token."""
     min_p: float = 0.0
-    """Least probability of a token relative to the most likely one; 0: off. Applied first, then `top_k`, then `top_p`
-    to the rest, as in vLLM.
-    """
+    """Least probability relative to the most likely token; 0: off. Applied before `top_k`, then `top_p`, as in vLLM."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end an answer, such as `["</answer>"]`; a backslash and an n are a line break. The text stays in the
-    answer that is scored and trained on; nothing is sampled after the token that completes it, and the finish reason is
-    `stop`.
-    """
+    """Texts that end an answer, such as `["</answer>"]`; `\\n` is a line break. The text stays in the scored and
+    trained answer, whose finish reason is `stop`."""
 
     constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
 
     thinking_budget: int | None = None
-    """Number of tokens after which unfinished thoughts are ended by `thinking_end` (null: never). Its tokens are not
-    sampled: they have no part in the loss, and count in `max_new_tokens`. For models that think in tags, with one
-    answer to a prompt; held-out answers too.
+    """Tokens after which unfinished thoughts are ended by `thinking_end` (null: never), whose tokens are not in the
+    loss but count in `max_new_tokens`. For models that think in tags, with one answer to a prompt; in evaluation too.
     """
     thinking_end: str = "\\n</think>\\n\\n"
-    """Text that ends thoughts, such as a sentence and the closing tag; a backslash and an n are a line break. An answer
-    that contains its last closing tag has ended its thoughts by itself.
-    """
+    """Text that ends thoughts, such as a sentence and the closing tag; `\\n` is a line break. An answer with the last
+    closing tag has ended them itself."""
 
     @property
     def thinking_end_text(self) -> str:
-        """Text of `thinking_end` with its line breaks."""
+        """Text of `thinking_end` with line breaks."""
         return self.thinking_end.replace("\\n", "\n")
 
     @property
@@ -113,17 +97,17 @@ class SamplingConfig:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Texts of `stop` with line breaks, which a command line can only write as escapes."""
+        """Texts of `stop` with line breaks, which a command line escapes."""
         return tuple([text.replace("\\n", "\n") for text in self.stop])
 
     @property
     def truncates(self) -> bool:
-        """True if tokens are cut off from the distribution."""
+        """True if sampling cuts tokens off."""
         return self.truncation["top_k"] > 0
 
     @property
     def max_answer_tokens(self) -> int:
-        """Largest number of tokens of an answer over all its turns; of one turn if turns are unlimited."""
+        """Largest number of tokens over all turns of an answer; of one turn if unlimited."""
         return min(self.max_new_tokens * (self.max_turns or 1), self.max_context_tokens or sys.maxsize)
 
     def __post_init__(self) -> None:
@@ -142,62 +126,48 @@ class SamplingConfig:
 
 @dataclass
 class RolloutConfig(SamplingConfig):
-    """Generation and scoring of one step."""
+    """Generation and scoring of a step."""
 
     prompts_per_step: int = 8
-    """Number K of prompts, and so of groups of answers, that a step trains on."""
+    """Number K of prompts, hence groups, that a step trains on."""
     answers_per_prompt: int = 8
-    """Number of answers to each prompt, which form a group."""
+    """Answers to each prompt, which form a group."""
     redundancy: int = field(default=0, metadata={"agents": True})
-    """Number of spare episodes of each group: the first `answers_per_prompt` to end make the group, and the others are
-    dropped. For environments of which some are slow; biased to short episodes.
-    """
+    """Spare episodes of each group: the first `answers_per_prompt` to end make the group. For slow environments; biased
+    to short episodes."""
     claim: str = "store"
-    """Division of prompts among the replicas of the engine. `store`: a replica with room takes the next prompt from a
-    shared counter, so that a fast one does more. `static`: they are dealt out in turn, which makes reruns exact.
-    """
+    """Division of prompts among engine replicas. `store`: a replica with room takes the next from a shared counter, so
+    fast ones do more. `static`: dealt in turn, for exact reruns."""
     answers_per_claim: int | None = None
-    """Number of answers of a group that a replica takes at a time. With fewer than `answers_per_prompt` several
-    replicas may share a group. Default: the whole group.
-    """
+    """Answers of a group that a replica claims at a time; fewer than `answers_per_prompt` spread a group over replicas.
+    Default: the whole group."""
     accept: str = "in_order"
-    """Choice of the groups that a step trains on. `in_order`: the first K that qualify in the order of their prompts,
-    which has no length bias. `first_finished`: the first K to finish, which is faster with `over_sample` and biased to
-    short answers. The others come first in the next step.
-    """
+    """Groups that a step trains on. `in_order`: the first K qualified in order of prompts, without length bias.
+    `first_finished`: the first K finished, faster with `over_sample` but biased to short answers. Others come first in
+    the next step."""
     over_sample: int = 0
-    """Number of prompts that are started at once beyond K, so that dropped groups need no second round and slow ones
-    can be left behind.
-    """
+    """Prompts started at once beyond K, to replace dropped or slow groups."""
     partial_rollout: bool = False
-    """Continue answers that are unfinished at the end of a step in the next one, with the new weights, instead of
-    starting them again. Each token keeps the version of the policy that sampled it."""
+    """Continue unfinished answers in the next step with new weights, instead of restarting them. Each token keeps its
+    policy's version."""
     tail: str = "none"
-    """Treatment of slow prompts. `none`: a step waits for them. `defer`: a step trains on the first K of its K +
-    `over_sample` groups to finish, and once K groups have been left behind, a step trains on exactly these and waits
-    for the longest. So most steps do not wait for slow prompts, no prompt is lost, and none is answered by an old
-    policy.
-    """
+    """Treatment of slow prompts. `none`: wait for them. `defer`: train on the first K of K + `over_sample` groups; once
+    K groups were left behind, a step trains on exactly these. So most steps do not wait, no prompt is lost, and none is
+    answered by an old policy."""
     max_prompts_per_step: int | None = None
-    """Largest number of prompts that a step may start. If fewer than K groups qualify among them, it trains on those.
-    The default is 4 K.
-    """
+    """Most prompts that a step may start; it trains on what qualifies among them. Default: 4 K."""
     min_answers: int = 2
-    """Number of scored answers that a group needs to qualify."""
+    """Scored answers that a group needs to qualify."""
     filter: FilterConfig = field(default_factory=FilterConfig)
     dump: bool = False
-    """Write the samples of each step into `run.dir/rollouts`, as training sees them, so that another run can replay
-    them.
-    """
+    """Write each step's samples into `run.dir/rollouts` for replay."""
     replay: str | None = None
-    """Directory of a run with `dump=true`: train on its samples, step by step. There is no engine, no reward is
-    computed, and nothing is evaluated. With the other settings of that run the weights are the same to the bit
-    (float32).
-    """
+    """Directory of a run with `dump=true` whose samples are trained on, step by step, without engine, rewards and
+    evaluation. Under that run's other settings, weights are the same to the bit (float32)."""
 
     @property
     def slice_size(self) -> int:
-        """Number of answers per claim: `answers_per_claim`, or the whole group by default."""
+        """Answers per claim, by default the whole group."""
         return self.answers_per_claim or self.answers_per_prompt
 
     def __post_init__(self) -> None:
@@ -222,32 +192,29 @@ class RolloutConfig(SamplingConfig):
 
 @dataclass
 class EvaluationConfig:
-    """Held-out prompts, the sampling of their answers, and the metrics of their scores."""
+    """Held-out prompts, sampling of their answers, and metrics."""
 
     # An evaluation without training has a single step.
     every: ClassVar[int] = 1
 
     prompts: int | None = None
-    """Number of held-out prompts; all of them, if there are fewer. Default: all of `data.eval`; 64 of those held out of
-    `data.train`; 64 tasks of an agent.
-    """
+    """Number of held-out prompts. Default: all of `data.eval`; else 64 from `data.train`; 64 tasks of an agent."""
     answers: int = 1
-    """Number of sampled answers to each prompt, in addition to one greedy answer; 0: the greedy one alone."""
+    """Sampled answers to each prompt besides a greedy one; 0: greedy alone."""
     metrics: list[str] | None = None
-    """Statistics of the scores in addition to their means: `ci95`, half the width of the 95 % interval of a mean;
-    `pass@4`, the chance that at least one of 4 sampled answers is right; `maj@4`, the score of the most common result
-    of 4. Default: none in training; in an evaluation all of them, for 1, 2, 4, ... and `answers`.
-    """
+    """Statistics of scores besides means: `ci95`, half the width of the mean's 95 % interval; `pass@4`, the chance of
+    at least one right answer among 4; `maj@4`, the score of the most common of 4 results. Default: none in training; in
+    evaluation all, for 1, 2, 4, ... and `answers`."""
     pass_score: float = 1.0
-    """Score from which an answer counts as right in `pass@k`."""
+    """Score from which an answer is right in `pass@k`."""
     temperature: float | None = None
-    """Sampling temperature of held-out answers. Default: that of the rollout."""
+    """Temperature of held-out answers. Default: that of the rollout."""
     top_p: float | None = None
-    """Value for sampled held-out answers. Default: `rollout.top_p`."""
+    """Value of `top_p` for held-out answers. Default: `rollout.top_p`."""
     top_k: int | None = None
-    """Value for sampled held-out answers. Default: `rollout.top_k`."""
+    """Value of `top_k` for held-out answers. Default: `rollout.top_k`."""
     min_p: float | None = None
-    """Value for sampled held-out answers. Default: `rollout.min_p`."""
+    """Value of `min_p` for held-out answers. Default: `rollout.min_p`."""
 
     def truncation(self, rollout: SamplingConfig) -> dict[str, float]:
         """Return `top_k`, `top_p` and `min_p` for a request."""
@@ -255,7 +222,7 @@ class EvaluationConfig:
         return _truncation(**{key: getattr(rollout, key) if value is None else value for key, value in own.items()})
 
     def numbers(self, kind: str) -> list[int]:
-        """Return every k for which `metrics` has `kind` (`pass` or `maj`), ascending."""
+        """Return each k of `pass` or `maj` in `metrics`, ascending."""
         return sorted({int(name.partition("@")[2]) for name in self.metrics or () if name.startswith(f"{kind}@")})
 
     def __post_init__(self) -> None:
@@ -271,12 +238,10 @@ class EvaluationConfig:
 
 @dataclass
 class EvalConfig(EvaluationConfig):
-    """Settings of held-out evaluation: `eval`."""
+    """Held-out evaluation of a training run: `eval`."""
 
     every: int = 10
-    """Number of steps between evaluations, with one before the first step and one after the last too. 0: no
-    evaluations.
-    """
+    """Steps between evaluations, also before the first step and after the last. 0: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -284,9 +249,6 @@ class EvalConfig(EvaluationConfig):
 
 
 def _truncation(top_k: int, top_p: float, min_p: float) -> dict[str, float]:
-    """Return request values in which every truncation includes a `top_k`: the kept tokens are recorded for each sampled
-    one.
-    """
     if top_k <= 0:
         # The candidates are recorded for each token, so their number needs a bound.
         top_k = DEFAULT_TOP_K if top_p < 1 or min_p > 0 else 0

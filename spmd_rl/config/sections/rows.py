@@ -1,4 +1,4 @@
-"""Rows with written answers, and the loss on held-out ones: `data`, `eval` of supervised pipelines."""
+"""Rows with written answers, and their held-out loss: `data`, `eval` of supervised pipelines."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from spmd_rl.config.values import at_least, one_of
 
 @dataclass
 class RowsConfig(SourcesConfig):
-    """The rows of a supervised run: `data`. docs/SUPERVISED.md has their forms."""
+    """Rows of a supervised run: `data` (docs/SUPERVISED.md)."""
 
     known_keys = ("messages", "prompt", "completion", "text", *COMMON)
     no_data = NO_DATA.format(
@@ -16,17 +16,13 @@ class RowsConfig(SourcesConfig):
     )
 
     holdout: float = 0.05
-    """Share of `train` that is held out, by content hash, when `eval` is not given. 0: all rows are trained on, and
-    nothing is evaluated.
-    """
+    """Share of `train` to hold out, by content hash, without `eval`. 0: train on all, evaluate none."""
     rows_per_step: int = 32
-    """Number of rows that a step trains on. Each epoch has all rows once, in a new order."""
+    """Rows per step. Each epoch has all rows once, in a new order."""
     max_tokens: int = 1024
     """Token limit of a row, prompt and answers together."""
     overlong: str = "drop"
-    """Treatment of rows longer than `max_tokens`: `drop` (`data/overlong` counts them), `cut` (their end is left out)
-    or `error`.
-    """
+    """Treatment of rows beyond `max_tokens`: `drop` (counted in `data/overlong`), `cut` (the end) or `error`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,15 +35,13 @@ class ValidationConfig:
     """The loss on held-out rows: `eval`."""
 
     every: int = 10
-    """Number of steps between evaluations, with one before the first step and one after the last too. 0: no
-    evaluations.
-    """
+    """Steps between evaluations, also before the first step and after the last. 0: none."""
     rows: int | None = None
-    """Number of held-out rows that are evaluated, the same ones each time. Default: all."""
+    """Held-out rows to evaluate, always the same. Default: all."""
 
     def __post_init__(self) -> None:
         at_least(self, every=0, rows=1)
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Return True if there is an evaluation after `step` of `steps`."""
+        """Return True if an evaluation follows `step`."""
         return bool(self.every) and (step % self.every == 0 or step == steps)

@@ -1,10 +1,9 @@
 """Attention over the paged cache, called by the module's layers.
 
-Registered with transformers under `ATTENTION`; a name without a mask function makes models build no mask. The engine
-hands its batch to `module(..., kv=...)`, which transformers passes down to every layer. A batch has some tokens of each
-request: the rest of a prompt, or the last sampled token. Their keys and values are stored, and each token attends to
-its request's tokens up to itself. The kernel computes the same sums for any number of tokens and any batch, so that in
-float32 on a CPU (with `MKL_CBWR`, see `spmd_rl/__init__.py`) a token's bits depend only on it and the tokens before it.
+Registered with transformers under `ATTENTION`; for a name without a mask function models build no mask. Every layer
+gets the batch as `kv=`: some tokens of each request, the rest of a prompt or the last sampled token, each of which
+attends to its request's tokens up to itself. The kernel computes the same sums for any batch, so that in float32 on a
+CPU (with `MKL_CBWR`, see `spmd_rl/__init__.py`) a token's bits depend only on these.
 
 Left out: sliding windows (`module.py` refuses them), soft caps and sinks (refused at the first forward).
 """
@@ -25,15 +24,15 @@ ATTENTION = "spmd_paged"
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Rows with equal numbers of new tokens and tables of similar length."""
+    """Rows with equally many new tokens and similar tables."""
 
     tokens: slice
-    """tokens of the forward: R rows of Q tokens each, row by row"""
+    """R rows of Q tokens each, row by row"""
     tables: Tensor
     """int64 [R, N]: blocks of each row, padded with any block"""
     mask: Tensor
-    """model dtype [R, 1, Q * G, N * BLOCK], or [R, 1, 1, N * BLOCK] for Q = 1: 0 where a token reads, -inf elsewhere.
-    G: query heads per key head"""
+    """model dtype [R, 1, Q * G, N * BLOCK], or [R, 1, 1, N * BLOCK] for Q = 1: 0 where a token reads, else -inf. G:
+    query heads per key head"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +41,13 @@ class Paged:
 
     pool: KVPool
     slots: Tensor
-    """int64 [T]: slot to store each token; further tokens of the forward are padding"""
+    """int64 [T]: slot of each token; further tokens of the forward are padding"""
     buckets: tuple[Bucket, ...]
-    """buckets of all tokens, in order"""
     places: Mapping[int, int]
-    """number in the pool of each layer with attention, by its number in the model"""
+    """number in the pool of each attention layer, by number in the model"""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Store key and value [T, KVH, D] and return what query [T, H, D] reads: [T, H, D]."""
+        """Store key and value [T, KVH, D]; return what query [T, H, D] reads, [T, H, D]."""
         layer = self.places[layer]
         # Write all rows first: a row may read blocks that another row of this batch fills.
         self.pool.write(layer, self.slots, key, value)

@@ -6,7 +6,7 @@
     while engine.num_unfinished:
         for completion in engine.step(): ...
 
-The same adds and steps give bitwise the same tokens and logprobs. Left out: the choice of requests (`rollout/`).
+The same adds and steps give bitwise the same tokens and logprobs.
 """
 
 import math
@@ -43,16 +43,17 @@ from spmd_rl.types import Completion, FinishReason, Request
 if TYPE_CHECKING:
     from spmd_rl.engine.native.pictures import EnginePictures
 
+# Bounds activations; a longer prompt goes alone.
 BATCH_TOKENS = 4096
-"""Limit on the tokens of one forward, which bounds activations; a longer prompt goes alone."""
+# Bounds the mask of a kernel call.
 QUERIES = 256
-"""Limit on the query tokens of one kernel call, which bounds its mask."""
+# Kernels are compiled and cached per shape, and would pile up.
 ROUND_FEW, ROUND_MANY = 8, 64
-"""Multiples to which forwards are padded: kernels are compiled and cached per shape, and would pile up."""
+"""Multiples to which forwards are padded"""
 
 
 class NativeEngine(Engine):
-    """An `Engine` over a Hugging Face module (see `module.py`) on one device."""
+    """An `Engine` over a Hugging Face module on one device."""
 
     def __init__(
         self,
@@ -64,15 +65,14 @@ class NativeEngine(Engine):
         records_experts: bool = False,
         constraint: Constraint | None = None,
     ) -> None:
-        """offload: outside `awake()` weights go to host memory and the KV cache is freed. No effect on CPU.
+        """offload: outside `awake()` weights go to host memory and the KV cache is freed; no effect on CPU.
 
-        text_of: needed for requests with stop strings. records_experts: record the experts of each token in
-        completions; UserError for a dense model. constraint: grammar of all answers.
+        text_of: for stop strings. records_experts: completions have each token's experts; UserError for a dense model.
+        constraint: grammar of all answers.
         """
         self._constraint = constraint
         self._text_of = text_of
         self.model = module
-        """Module that the engine computes with."""
         self._parts = stored_parts(module)
         self._weights = weights_of(module, self._parts)
         config, weight = module.config.get_text_config(), next(module.parameters())
@@ -99,18 +99,18 @@ class NativeEngine(Engine):
         self._aborted: list[Completion] = []
         self._version: int | None = None
         self.offloads = offload and self._device.type != "cpu"
-        """True if weights leave the device outside `awake()`."""
+        """True if weights leave the device outside `awake()`"""
         self._num_awake = 0
         if self.offloads:
             self._sleep()
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requests whose completion has not been returned."""
+        """Number of requests whose completion was not returned."""
         return len(self._scheduler.unfinished) + len(self._aborted)
 
     def add(self, request: Request) -> None:
-        """Queue a request; ValueError if it is empty or longer than `capacity.max_tokens`."""
+        """Queue a request, see `Engine.add`."""
         assert self._version is not None, "no weights loaded in this process"
         check(request, self.capacity.max_tokens, self.processor)
         if request.temperature < 0:
@@ -118,12 +118,12 @@ class NativeEngine(Engine):
         self._scheduler.add(request)
 
     def abort(self, ids: Iterable[str]) -> None:
-        """End these requests; the next `step` returns their tokens so far. Finished ids are ignored."""
+        """End requests, see `Engine.abort`."""
         self._aborted += self._scheduler.abort(set(ids))
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Admit requests that fit, compute a token for each running request, return the finished ones."""
+        """Compute a token per request, see `Engine.step`."""
         ended, self._aborted = self._aborted, []
         self._scheduler.admit()
         for rows in self._batches():
@@ -132,10 +132,7 @@ class NativeEngine(Engine):
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy all weights, cast to the engine's dtype. RunFailed names what is missing, unknown, doubled or misshapen.
-
-        `weights` is always read to its end, because other ranks may be gathering it with us.
-        """
+        """Copy all weights, cast to the engine's dtype, see `Engine.load`."""
         # Cached keys and features belong to the old weights.
         self._scheduler.forget()
         if self._pictures:
@@ -149,12 +146,12 @@ class NativeEngine(Engine):
         self._version = version
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights unchanged, under their Hugging Face names."""
+        """Yield the weights under Hugging Face names."""
         yield from self._weights.items()
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Keep weights and KV cache on the device inside; nests. With `offload`, the outermost exit offloads them."""
+        """Keep weights and KV cache on the device inside."""
         if self.offloads and self._num_awake == 0:
             self._move(self._device)
             self.pool.wake()
@@ -188,8 +185,6 @@ class NativeEngine(Engine):
         self._weights = weights_of(self.model, self._parts)
 
     def _batches(self) -> list[list[RunningSequence]]:
-        """Return the running rows in order of admission, in batches of at most `BATCH_TOKENS` new tokens, or
-        one row."""
         batches, room = [], 0
         for row in self._scheduler.rows:
             if not batches or row.num_fed > room:
@@ -200,7 +195,6 @@ class NativeEngine(Engine):
         return batches
 
     def _forward(self, rows: list[RunningSequence]) -> list[Completion]:
-        """Feed pending tokens and sample the next one for every row; return the completions of finished rows."""
         rows = sorted(rows, key=_shape)
         ids, positions, slots, last = [], [], [], []
         for row in rows:
@@ -236,7 +230,7 @@ class NativeEngine(Engine):
         return ended
 
     def _inputs(self, rows: list[RunningSequence], ids: Tensor, positions: Tensor) -> dict[str, Any]:
-        """Return the module's inputs for the pending tokens of rows, int64 [1, T], and for their pictures."""
+        """Return the module's inputs for pending tokens, int64 [1, T], and their pictures."""
         if self._pictures:
             if (found := self._pictures.positions(rows, ids.shape[1])) is not None:
                 positions = found
@@ -250,7 +244,6 @@ class NativeEngine(Engine):
         return "length" if len(row.token_ids) == row.request.max_new_tokens else None
 
     def _buckets(self, rows: list[RunningSequence]) -> Iterator[Bucket]:
-        """Yield buckets of rows of one shape (sorted by `_shape`); rows with more than `QUERIES` new tokens are cut."""
         # One long row would otherwise pad all others. Pieces of `QUERIES` tokens keep masks small.
         begin = 0
         for (num_tokens, _), run in groupby(rows, key=_shape):
@@ -263,8 +256,7 @@ class NativeEngine(Engine):
                 begin += num_tokens * len(part)
 
     def _bucket(self, rows: Sequence[RunningSequence], positions: list[int], num: int, begin: int) -> Bucket:
-        """Return the bucket of `num` tokens of each row from these positions; the first is token `begin` of the
-        forward."""
+        """Return the bucket of `num` tokens per row from these positions; the first is token `begin` of the forward."""
         width = _width(max(positions) + num)
         tables = [(row.table + row.table[:1] * width)[: width // BLOCK] for row in rows]
         each = self._tensor(positions)[:, None, None] + torch.arange(num, device=self._device)[:, None]
@@ -288,8 +280,7 @@ def _build_pictures(module: nn.Module) -> "EnginePictures | None":
 
 
 def _shape(row: RunningSequence) -> tuple[int, int]:
-    """Return the key of a row's bucket: rows with equal keys feed equally many tokens, and have lengths within a factor
-    of two (or all at most 128)."""
+    """Return a row's bucket key: number of fed tokens, and length within a factor of two (or at most 128)."""
     return row.num_fed, (row.num_tokens - 1 >> 7).bit_length()
 
 
@@ -307,7 +298,7 @@ def _width(num_tokens: int) -> int:
 def build(
     settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World, constraint: ConstraintConfig
 ) -> NativeEngine:
-    """Return an engine of the policy's architecture and dtype on this rank's device, without weights."""
+    """Return an engine of the policy's architecture and dtype on this rank's device."""
     trust = policy.trust_remote_code
     module = empty_module(policy.model, getattr(torch, policy.dtype), world.device, trust=trust)
     text_of = text_of_model(policy.model, trust)

@@ -1,9 +1,8 @@
-"""The paged KV cache: blocks of `BLOCK` tokens, reference counts, within a fixed pool.
+"""Paged KV cache: blocks of `BLOCK` tokens with reference counts, in a fixed pool.
 
-A request's *table* lists its blocks in order; token t is in slot `table[t // BLOCK] * BLOCK + t % BLOCK`. A full block
-is cached under a hash of its tokens and all before them, and shared by requests with the same prefix: the answers of a
-group, and an agent's next turn. An unreferenced block is evicted only when its memory is needed, the least recently
-used first. Left out: the assignment of blocks (`scheduler.py`).
+A request's *table* lists its blocks; token t is in slot `table[t // BLOCK] * BLOCK + t % BLOCK`. A full block is cached
+under a hash of all tokens up to its end, and shared by requests with that prefix: a group's answers, an agent's next
+turn. Unreferenced blocks are evicted least recently used first.
 """
 
 from array import array
@@ -13,18 +12,18 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+# Each request recomputes the tokens of a shared prompt beyond full blocks.
 BLOCK = 4
-"""Tokens per block; each request recomputes the tokens of a shared prompt beyond full blocks."""
 
 
 def blocks_for(num_tokens: int) -> int:
-    """Return the number of blocks for `num_tokens` tokens."""
+    """Return the number of blocks for these tokens."""
     return -(-num_tokens // BLOCK)
 
 
 def block_keys(token_ids: array, cache: str = "") -> list[bytes]:
-    """Return the key of each full block of these tokens ('i'): 16 bytes of blake2b over the previous key, at first the
-    name of the cache, and the block's tokens."""
+    """Return a key per full block of these tokens ('i'): 16 bytes of blake2b over the previous key, at first the
+    cache's name, and the block's tokens."""
     data, size = token_ids.tobytes(), BLOCK * token_ids.itemsize
     keys = [cache.encode()]
     for end in range(size, len(data) + 1, size):
@@ -33,16 +32,16 @@ def block_keys(token_ids: array, cache: str = "") -> list[bytes]:
 
 
 class KVPool:
-    """Keys and values of all layers, reference counts of blocks, and the cache of unreferenced ones."""
+    """Keys and values of all layers, reference counts, and the cache."""
 
     def __init__(
         self, num_layers: int, num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_blocks = num_tokens // BLOCK
         self.peak = 0
-        """Most blocks ever in use at once."""
+        """Most blocks ever in use at once"""
         self.data: Tensor
-        """Keys and values: [2, num_layers, num_blocks, BLOCK, num_heads, head_dim]; empty while it sleeps."""
+        """[2, num_layers, num_blocks, BLOCK, num_heads, head_dim]: keys and values; empty while asleep"""
         self._shape = (2, num_layers, self.num_blocks, BLOCK, num_heads, head_dim)
         self._dtype, self._device = dtype, device
         self._references = [0] * self.num_blocks
@@ -54,19 +53,19 @@ class KVPool:
         self.wake()
 
     def wake(self) -> None:
-        """Allocate the memory of an empty pool."""
+        """Allocate the empty pool's memory."""
         self.data = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         self._num_clean = 0
         self.forget()
 
     def sleep(self) -> None:
-        """Free the memory. No block may be in use."""
+        """Free the memory; no block may be in use."""
         assert not any(self._references), "KV blocks in use"
         self.forget()
         self.data = torch.empty(0, dtype=self._dtype, device=self._device)
 
     def forget(self) -> None:
-        """Drop the cache, which belongs to other weights. Holders of blocks keep them."""
+        """Drop the cache, which is of other weights; blocks in use stay."""
         free = [block for block in range(self.num_blocks) if not self._references[block]]
         # A stack with the lowest block on top, so that memory pages are touched late.
         self._free = free[::-1]
@@ -76,7 +75,7 @@ class KVPool:
 
     @property
     def num_free(self) -> int:
-        """Number of unreferenced blocks, including cached ones."""
+        """Unreferenced blocks, including cached ones."""
         return len(self._free) + len(self._unused)
 
     @property
@@ -85,7 +84,7 @@ class KVPool:
         return self.num_blocks - self.num_free
 
     def take(self, num_blocks: int) -> list[int]:
-        """Return `num_blocks` blocks to write into, each with one reference."""
+        """Return blocks to write into, each with one reference."""
         assert num_blocks <= self.num_free, f"{num_blocks} blocks asked for, {self.num_free} free"
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
         for block in blocks:
@@ -95,7 +94,7 @@ class KVPool:
         return blocks
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the cached blocks of the first keys, up to the first missing one, and add a reference to each."""
+        """Return the cached blocks of the first keys, up to a missing one, each with one more reference."""
         blocks = []
         for key in keys:
             if (block := self._cached.get(key)) is None:
@@ -107,13 +106,13 @@ class KVPool:
         return blocks
 
     def keep(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Cache the first of these blocks under these keys, except keys that another block has."""
+        """Cache the first blocks under these keys, except keys of other blocks."""
         for key, block in zip(keys, blocks, strict=False):
             if self._cached.setdefault(key, block) == block:
                 self._keys[block] = key
 
     def drop(self, blocks: list[int]) -> None:
-        """Drop one reference each; of blocks without references the last ones are reused first."""
+        """Drop one reference each; of free blocks the last ones are reused first."""
         for block in reversed(blocks):
             self._references[block] -= 1
             assert self._references[block] >= 0

@@ -1,4 +1,4 @@
-"""The engine's module: a Hugging Face causal LM with unset weights and our attention."""
+"""The engine's module: a Hugging Face causal LM with paged attention and unset weights."""
 
 from pathlib import Path
 
@@ -25,8 +25,8 @@ from spmd_rl.model.hybrid import keep_apart
 def empty_module(
     path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu", trust: bool = False
 ) -> nn.Module:
-    """Return a module made from `path/config.json` alone, with correct buffers and uninitialised weights. UserError for
-    an unsupported architecture."""
+    """Return a module from `path/config.json`, with correct buffers and uninitialised weights. UserError for an
+    unsupported architecture."""
     # Buffers (rotary frequencies) are computed on the CPU, as in the trainer: a device's would differ in the last bit.
     folder = model_folder(path)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)

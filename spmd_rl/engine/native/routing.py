@@ -15,10 +15,10 @@ from spmd_rl.model.moe import router_class
 
 
 class ChosenExperts:
-    """Recorder on the routers of a module, in the order of its layers."""
+    """Recorder on a module's routers, in order of layers."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Raise a UserError if the module is no mixture with routers known to transformers."""
+        """Raise UserError if transformers knows no routers of it."""
         kind = router_class(module)
         routers = [m for m in module.modules() if kind and isinstance(m, kind)]
         if not routers:
@@ -27,12 +27,12 @@ class ChosenExperts:
         for place, router in enumerate(routers):
             router.register_forward_hook(partial(self._watch, place))
         self.per_token = len(routers) * module.config.get_text_config().num_experts_per_tok
-        """Numbers per token in `at`: the chosen experts of all layers."""
+        """Numbers per token in `at`: chosen experts of all layers"""
 
     def _watch(self, place: int, router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
         self._found[place] = output[2]
 
     def at(self, tokens: Tensor) -> list[list[int]]:
-        """Return the experts of these tokens of the last forward (int64 [n]), layer by layer."""
+        """Return the experts of these tokens, int64 [n], layer by layer."""
         found = torch.stack([chosen.index_select(0, tokens) for chosen in self._found], 1)
         return found.flatten(1).tolist()

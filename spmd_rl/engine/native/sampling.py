@@ -1,8 +1,7 @@
-"""Sampling as a pure function: token t of a request depends on its logits, its temperature and (seed, t) alone.
+"""Sampling as a pure function: token t of a request depends only on its logits, temperature and (seed, t).
 
-Inverse CDF, so that no generator has a state. `sample` draws among all tokens, `sample_truncated` among those left by
-min-p, top-k and top-p, in vLLM's order. These candidates are recorded, because the trainer cannot recompute them: its
-logits differ by rounding, and change as it learns.
+Inverse CDF, so no generator has a state. `sample` draws among all tokens, `sample_truncated` among those left by min-p,
+top-k and top-p, in vLLM's order. These candidates are recorded, since the trainer's logits differ.
 """
 
 import hashlib
@@ -17,19 +16,18 @@ from spmd_rl.base.devices import to_device
 from spmd_rl.engine.sequence import SequenceState
 from spmd_rl.model.constraint import Allowed, Constraint, accept
 
+# Partial sums: the CDF is built over chunks, then within one.
 CHUNK = 256
-"""Vocabulary tokens per partial sum: the CDF is built over chunks, then within one chunk."""
 
 
 def uniform(seed: int, index: int) -> float:
-    """Return a number in [0, 1) of 53 random bits from (seed, index): blake2b of both as 64-bit words."""
+    """Return 53 random bits of (seed, index) in [0, 1): blake2b of both as 64-bit words."""
     word = hashlib.blake2b(struct.pack("<QQ", seed, index), digest_size=8).digest()
     return (int.from_bytes(word, "little") >> 11) * 2.0**-53
 
 
 def cut_off(logits: Tensor, rows: Sequence[SequenceState], constraint: Constraint) -> None:
-    """Mask, in place, the tokens that the grammar forbids next. logits: [R, V], of the token after each row's last
-    one."""
+    """Mask, in place, tokens that the grammar forbids next. logits: [R, V], after each row's last token."""
     words = constraint.blank(len(rows))
     for number, row in enumerate(rows):
         if row.matcher is None:
@@ -42,9 +40,9 @@ def cut_off(logits: Tensor, rows: Sequence[SequenceState], constraint: Constrain
 
 
 def draw(logits: Tensor, rows: Sequence[SequenceState]) -> tuple[list[int], list[float], list[list[int]]]:
-    """Return the next token of each row, its logprob, and its candidates (none: all), from logits [R, V].
+    """Return each row's next token, logprob, and candidates (none: all), from logits [R, V].
 
-    It depends on the row's own logits, request and number of tokens alone.
+    They depend on the row's own logits, request and number of tokens.
     """
     requests, device = [row.request for row in rows], logits.device
     temperatures = torch.tensor([request.temperature for request in requests], device=device)
@@ -66,11 +64,11 @@ def draw(logits: Tensor, rows: Sequence[SequenceState]) -> tuple[list[int], list
 
 
 def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return one token per row and its logprob: int64 [R], float32 [R]; `logits` is [R, V] in any float dtype.
+    """Return one token per row, int64 [R], and logprobs, float32 [R], from `logits` [R, V] of any float dtype.
 
-    `temperatures` float32 [R]: rows at 0 take the most likely token and report logprobs of temperature 1; the others
-    take the first token whose cumulated probability exceeds `uniforms` float64 [R], and report log_softmax of
-    logits / temperature. A row with a NaN reports a NaN logprob.
+    Rows with `temperatures` (float32 [R]) of 0 take the most likely token, with logprobs of temperature 1; others the
+    first token whose cumulated probability exceeds `uniforms` (float64 [R]), with log_softmax of logits / temperature.
+    A row with a NaN reports a NaN.
     """
     num_rows, num_tokens = logits.shape
     greedy = temperatures == 0
@@ -99,8 +97,8 @@ def sample_truncated(
     """Return one token per row, its logprob among the candidates, and these: int64 [R], float32 [R], R ascending id
     lists.
 
-    `logits`, `temperatures` (above 0) and `uniforms` as in `sample`; `top_k` int64 [R] (1 or more, of equally likely
-    tokens any), `top_p` and `min_p` float64 [R] as in `Request`. Candidates are drawn from in the order of their ids.
+    As `sample`, with temperatures above 0; `top_k` int64 [R] (at least 1, any of equally likely tokens), `top_p` and
+    `min_p` float64 [R]. Candidates are drawn from in order of ids.
     """
     scaled = logits.float() / temperatures[:, None]
     values, ids = scaled.topk(min(int(top_k.max()), logits.shape[-1]), dim=-1)
@@ -121,7 +119,7 @@ def sample_truncated(
 
 
 def _draw(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index drawn by inverse CDF over unnormalised float64 [R, N], int64 [R], and the rest of the uniform,
+    """Return the index drawn by inverse CDF over unnormalised float64 [R, N], int64 [R], and the uniform's rest,
     [R]."""
     # u * total < total holds in float64 for every u <= 1 - 2**-53, and `right` finds the first sum *above* the target:
     # an index without mass is never drawn.

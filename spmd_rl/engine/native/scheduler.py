@@ -1,11 +1,8 @@
 """Admission: requests wait by priority, then (ticket, answer, turn), until a row and all their blocks are free.
 
-A request takes blocks for its prompt and token limit at admission, so nothing is ever preempted. The first in the queue
-is admitted first, even if a later one would fit: no request starves.
-
-A prompt uses its cached blocks; the rest is computed. Its blocks are cached from its admission on, so that the answers
-of a group, admitted together, compute their prompt once; an answer's blocks are cached when it ends, for the agent's
-next turn.
+A request takes blocks for prompt and token limit at once, so nothing is preempted. Requests never overtake, so none
+starves. A prompt's blocks are cached from admission, so that a group's answers compute it once; an answer's when it
+ends, for the agent's next turn.
 """
 
 import heapq
@@ -23,18 +20,16 @@ from spmd_rl.types import Completion, Request
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class RunningSequence(SequenceState):
-    """A request that has been admitted."""
+    """An admitted request with its blocks."""
 
     table: list[int]
-    """blocks for all tokens that it may store"""
+    """blocks for all tokens it may store"""
     num_stored: int
-    """tokens with keys and values in the pool"""
     states: dict[int, RowState] = field(default_factory=dict)
-    """state of each layer that carries one, by its number in the model"""
+    """state of each layer with one, by number in the model"""
     shared: bool = True
-    """whether later requests may use its blocks; False once the weights changed during it"""
+    """False once weights changed: later requests may not use its blocks"""
     positions: Any = None
-    """position ids of a prompt with pictures, see `EnginePictures`"""
 
     @property
     def num_tokens(self) -> int:
@@ -43,12 +38,12 @@ class RunningSequence(SequenceState):
 
     @property
     def num_fed(self) -> int:
-        """Number of pending tokens: known, but not yet fed to the model and stored."""
+        """Number of tokens not yet fed to the model."""
         return self.num_tokens - self.num_stored
 
     @property
     def fed(self) -> array:
-        """Ids ('i') of the tokens to feed next."""
+        """Ids ('i') of tokens to feed next."""
         begin = self.num_stored - len(self.request.prompt_ids)
         return self.token_ids[begin:] if begin >= 0 else self.request.prompt_ids[begin:] + self.token_ids
 
@@ -61,28 +56,25 @@ class Scheduler:
     """Waiting and running requests, and their blocks."""
 
     def __init__(self, pool: KVPool, max_running: int, num_experts: int = 0, shares_prefixes: bool = True) -> None:
-        """num_experts: experts recorded per token, see `SequenceState`. shares_prefixes: False: no prompt uses
-        cached blocks."""
+        """num_experts: recorded per token. shares_prefixes: False: prompts use no cached blocks."""
         self.rows: list[RunningSequence] = []
-        """running requests, in the order of their admission"""
+        """running requests, in order of admission"""
         self.unfinished: set[str] = set()
-        """ids of waiting and running requests"""
         self.token_counts = EngineCounts()
-        """counts over all admitted requests"""
         self._pool, self._max_running, self._num_experts = pool, max_running, num_experts
         self._shares_prefixes = shares_prefixes
         self._waiting: list[tuple[tuple[float, tuple[int, ...]], int, Request]] = []  # a heap
         self._num_added = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request; equal priority and order are admitted in the order of `add`."""
+        """Queue a request; equal `queue_key`s are admitted in order of `add`."""
         assert request.id not in self.unfinished, f"request {request.id} is under way already"
         self.unfinished.add(request.id)
         heapq.heappush(self._waiting, (request.queue_key, self._num_added, request))
         self._num_added += 1
 
     def admit(self) -> None:
-        """Admit requests that fit. A row may start with blocks that an earlier row is about to compute."""
+        """Admit requests that fit. A row may use blocks that an earlier row is about to compute."""
         while self._waiting and len(self.rows) < self._max_running:
             request = self._waiting[0][-1]
             num_tokens = len(request.prompt_ids)
@@ -102,13 +94,13 @@ class Scheduler:
             self.token_counts.count(num_tokens, len(found) * BLOCK)
 
     def forget(self) -> None:
-        """Drop cached keys and values of the old weights for later requests; running rows keep theirs."""
+        """Drop cached keys and values for later requests; running rows keep theirs."""
         self._pool.forget()
         for row in self.rows:
             row.shared = False
 
     def end(self, row: RunningSequence) -> None:
-        """Remove a row and free its blocks, which stay cached if computed with the present weights."""
+        """Remove a row; its blocks stay cached if computed with present weights."""
         self.rows.remove(row)
         self.unfinished.remove(row.request.id)
         if row.shared:
@@ -117,7 +109,7 @@ class Scheduler:
         self._pool.drop(row.table)
 
     def abort(self, ids: Set[str]) -> list[Completion]:
-        """End these requests, waiting or running; finished ids are ignored."""
+        """End waiting or running requests; finished ids are ignored."""
         ids = frozenset(ids)
         ended = []
         for row in [row for row in self.rows if row.request.id in ids]:

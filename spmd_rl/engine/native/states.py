@@ -12,17 +12,17 @@ from spmd_rl.model.hybrid import Call, LayerState
 
 
 class CarriedStates:
-    """Division of a forward's tokens among the requests that it feeds: each continues its own state."""
+    """Division of a forward's tokens among requests, each with its own state."""
 
     def __init__(self, rows: Sequence[RunningSequence], together: bool) -> None:
-        """rows: in the order of their tokens; those with equally many pending tokens are neighbours. together: compute
-        these in one call."""
+        """rows: in order of tokens; those with equally many pending ones are neighbours, and computed in one call if
+        `together`."""
         # The bits of a convolution on a CPU change with the number of rows.
         key = (lambda row: (row.num_fed, row.num_stored > 0)) if together else (lambda row: row.request.id)
         self._groups = [list(run) for _, run in groupby(rows, key)]
 
     def mix(self, call: Call, layer: int, hidden: Tensor) -> Tensor:
-        """Return the layer's outputs for the fed tokens and padding, [1, T, H], and keep the new states."""
+        """Return the layer's outputs for fed tokens and padding, [1, T, H]; keep new states."""
         found, begin = [], 0
         for rows in self._groups:
             end = begin + rows[0].num_fed * len(rows)

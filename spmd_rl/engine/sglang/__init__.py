@@ -1,7 +1,7 @@
-"""SGLang in the rank's process: its scheduler, driven turn by turn, one replica over `engine.tp` neighbouring ranks.
+"""SGLang in the rank's process: its scheduler, driven turn by turn, a replica over `engine.tp` ranks.
 
 Pinned to one version; `tests/unit/test_sglang_contract.py` checks its private names. Tokens are drawn by the native
-engine's rule: a token depends only on its logits, its request's seed and its position. Torch-free until it builds.
+engine's rule. Torch-free until it builds.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from spmd_rl.config.engines import EngineFacts
 
 
 def build(*args: Any) -> Any:
-    """[all] Build the engine of this rank, see `engine.build`."""
+    """[all] Build this rank's engine, see `engine.build`."""
     from spmd_rl.engine.sglang.assemble import build
 
     return build(*args)  # [all]

@@ -14,7 +14,7 @@ from spmd_rl.engine.sglang.guest import unpinned
 from spmd_rl.model.lora import PREFIX, A, B
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""All linear layers of a decoder layer, the default of `policy.lora.targets`."""
+"""Linear layers of a decoder layer, the default of `policy.lora.targets`"""
 
 
 def engine_args(lora: LoraConfig, device_type: str) -> dict[str, object]:
@@ -25,20 +25,20 @@ def engine_args(lora: LoraConfig, device_type: str) -> dict[str, object]:
 
 
 class SglangAdapter(GivenAdapters):
-    """Adapter of one SGLang engine in this process, at tp=1."""
+    """Adapter of this process's SGLang engine, at tp=1."""
 
     def __init__(
         self, manager: LoRAManager, shapes: Mapping[str, torch.Size], fusions: Mapping[str, Sequence[str]]
     ) -> None:
-        """manager: of SGLang. shapes: of the frozen weights, by Hugging Face name. fusions: see `plain_weights`."""
+        """shapes: frozen weights by Hugging Face name. fusions: see `plain_weights`."""
         super().__init__()
         self._manager, self._shapes = manager, shapes
         self._fused = {part: (one, parts) for one, parts in fusions.items() for part in parts}
         self.ref = LoRARef(lora_id="policy", lora_name="policy", lora_path="policy", pinned=False)
-        """Reference to the adapter, whose id is in each request."""
+        """Adapter reference, whose id each request has"""
 
     def put(self) -> list[str]:
-        """Replace the adapter; return what is wrong with it, if anything."""
+        """Replace the adapter, see `GivenAdapters`."""
         if fault := self.fault():
             return [fault]
         manager = self._manager
@@ -54,7 +54,7 @@ class SglangAdapter(GivenAdapters):
         return []
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that the engine computes with."""
+        """Yield tensors that the engine computes with."""
         pool = self._manager.memory_pool
         slot = pool.uid_to_buffer_id[self.ref.lora_id]
         for layer in self.layers:

@@ -1,4 +1,4 @@
-"""Construction of SGLang in this process as an engine."""
+"""Construction of an engine over SGLang."""
 
 import torch
 
@@ -14,13 +14,13 @@ from spmd_rl.engine.sglang.guest import hosted
 from spmd_rl.model.constraint import constraint_of
 
 START_SECONDS = 600
-"""Limit without progress on importing and starting SGLang, on a busy machine too."""
+"""Limit without progress on importing and starting SGLang"""
 
 
 def build(
     settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World, constraint: ConstraintConfig
 ) -> Engine:
-    """[all] Return an engine of the policy's architecture and dtype on this rank's device, without weights."""
+    """[all] Return an engine of the policy's architecture and dtype on this rank's device."""
     tp, sleeps = settings.tp, sleeps and world.device.type != "cpu"
     patience = world.journal.extend_timeout(START_SECONDS)
     with world.collective("engine: start sglang"), patience, hosted(world.device.type):  # [all]

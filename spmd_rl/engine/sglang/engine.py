@@ -1,13 +1,6 @@
-"""`SglangEngine`: SGLang behind `Engine`, in this rank's process, request by request and turn by turn.
+"""`SglangEngine`: SGLang behind `Engine`, in this rank's process, as `NativeEngine`.
 
-    engine = SglangEngine(start(path, ...), expected_shapes(path), replica)
-    engine.load(model.named_parameters(), version=0)
-    engine.add(Request("a", prompt_ids, max_new_tokens=12, temperature=1.0, seed=7))
-    while engine.num_unfinished:
-        for completion in engine.step(): ...
-
-Requests are admitted in the order of `add`. At tp > 1 all ranks of a replica make the same calls in the same order.
-Left out: the choice of requests (`rollout/`), the start of SGLang (`start.py`), tokenizers.
+Requests are admitted in order of `add`.
 """
 
 from array import array
@@ -35,13 +28,12 @@ from spmd_rl.engine.sglang.start import HostedScheduler, stop
 from spmd_rl.types import Completion, FinishReason, Request
 
 FUSIONS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-"""Projections that SGLang's models fuse."""
+# The scheduler drops the last requests after one or two idle turns.
 IDLE_TURNS = 4
-"""Turns until the scheduler has dropped the last requests; it takes one or two."""
 
 
 class SglangEngine(HostedEngine):
-    """An `Engine` over a scheduler that `start` has started."""
+    """An `Engine` over a scheduler from `start`."""
 
     def __init__(
         self,
@@ -52,12 +44,8 @@ class SglangEngine(HostedEngine):
         text_of: TextOf = no_text,
         slot: SglangAdapter | None = None,
     ) -> None:
-        """shapes: of the weights that `load` must bring, by Hugging Face name. sleeps: offload outside `awake`.
-
-        replica: the group of its ranks. text_of: needed for requests with stop strings. slot: see `HostedEngine`.
-        """
+        """replica: group of its ranks. text_of: for stop strings. See `HostedEngine`."""
         self.scheduler = scheduler
-        """SGLang's scheduler, exposed for debugging."""
         self._replica = replica
         self._sampler = scheduler.tp_worker.model_runner.sampler
         # SGLang's names differ from ours: an id may be used again while SGLang still drops the old request.
@@ -68,8 +56,7 @@ class SglangEngine(HostedEngine):
         super().__init__(capacity, shapes, sleeps, text_of, slot)
 
     def add(self, request: Request) -> None:
-        """Queue a request; ValueError if it is empty, longer than `capacity.max_tokens`, or its temperature is
-        below 0."""
+        """Queue a request, see `Engine.add`; ValueError for a negative temperature."""
         if request.temperature < 0:
             raise ValueError(f"request {request.id}: negative temperature {request.temperature}")
         row, recorder = self.begin(request), self._sampler.experts
@@ -102,12 +89,11 @@ class SglangEngine(HostedEngine):
         return f"version {self.version} {cache}"
 
     def abort(self, ids: Iterable[str]) -> None:
-        """End these requests; the next `step` returns their tokens so far. Finished ids are ignored."""
+        """End requests, see `Engine.abort`."""
         rows = [self._end(id) for id in dict.fromkeys(ids) if id in self.under_way]
         self._aborted += [row.completion("abort") for row in rows]
 
     def _end(self, id: str, ended: bool = False) -> SequenceState:
-        """Forget a request. ended: SGLang has already done so."""
         rid = self._rids.pop(id)
         del self._sampler.rows[rid]
         if not ended:
@@ -116,8 +102,7 @@ class SglangEngine(HostedEngine):
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Run one turn: compute the prompts of new requests with one token each, or one token for each running
-        request."""
+        """Run one turn: new requests' prompts with one token each, or one token for each running request."""
         ended, self._aborted = self._aborted, []
         if not self.under_way:
             return ended
@@ -150,11 +135,7 @@ class SglangEngine(HostedEngine):
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over all weights. RunFailed names what is missing, unknown, doubled or misshapen.
-
-        `weights` is always read to its end, because other ranks may be gathering it with us. Requests in progress
-        continue with their keys and values.
-        """
+        """Take over all weights, see `Engine.load`; requests in progress continue."""
         self.version = None
         faults = self.take(weights)
         if self.under_way:
@@ -164,14 +145,12 @@ class SglangEngine(HostedEngine):
         self.end_load(version, faults)
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Load weights by their Hugging Face names; return errors."""
         checked = CheckedWeights(weights, self.shapes)
         # A model may load in threads; the trainer's own tensor is good only until the next.
         self.model.load_weights((name, tensor.clone()) for name, tensor in checked)
         return checked.end()
 
     def _flush(self, version: int) -> None:
-        """Drop all keys and values. RunFailed if SGLang refuses."""
         # SGLang refuses while a request is in progress, and after the last answer until a turn was idle.
         for _ in range(IDLE_TURNS):
             self.scheduler.turn()
@@ -179,7 +158,7 @@ class SglangEngine(HostedEngine):
             raise RunFailed(f"SGLang kept keys and values older than version {version}")
 
     def _renew_cache_keys(self, version: int) -> None:
-        """Keep new requests from using keys and values of older weights. Requests in progress keep theirs."""
+        """Bar new requests from keys and values of older weights; those in progress keep theirs."""
         self.version = version
         for request in [*self.scheduler.inbox, *self.scheduler.waiting_queue]:
             row = self._sampler.rows.get(request.rid)
@@ -187,7 +166,7 @@ class SglangEngine(HostedEngine):
                 request.extra_key = self._cache_key(row.request.cache)
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield SGLang's tensors where plain and whole, at tp=1. With adapters, those of the last load."""
+        """Yield SGLang's tensors where plain and whole, at tp=1; with adapters, the last load's."""
         if dist.get_world_size(self._replica) > 1:
             return ((name, None) for name in self.shapes)
         dtype = next(self.model.parameters()).dtype

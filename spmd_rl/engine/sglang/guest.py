@@ -1,7 +1,4 @@
-"""Isolation of SGLang in our process: variables set before its import, and state restored after it.
-
-Left out: the engine itself (`start.py`). Nothing here imports SGLang.
-"""
+"""Isolation of SGLang in this process: variables set before its import, state restored after it."""
 
 import importlib.util
 import logging
@@ -21,13 +18,14 @@ from torch.overrides import TorchFunctionMode
 from spmd_rl.engine.guest import undisturbed
 
 FORCED = {"cpu": {"SGLANG_USE_CPU_ENGINE": "1"}}
-"""Variables by type of device. Without this one SGLang looks for vLLM's kernels on the CPU."""
+"""Variables by device type. Without this one SGLang looks for vLLM's kernels on the CPU"""
+# Without it SGLang needs a NUMA node per rank of a replica. Nothing is bound: only `sgl_kernel`, which is not
+# installed, reads the value.
 DEFAULTS = {"cpu": {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * 64)}}
-"""Defaults by type of device; a user's value wins. Without it SGLang needs a NUMA node for each rank of a replica. Only
-`sgl_kernel`, which is not installed, reads the value: nothing is bound."""
+"""Defaults by device type; a user's value wins"""
 
 NOT_NEEDED = ("torchvision", "sgl_kernel")
-"""Packages that SGLang always imports and that have no CPU build or are not used there."""
+"""Packages that SGLang imports but that have no CPU build, or no use there"""
 
 
 @contextmanager
@@ -44,7 +42,6 @@ def hosted(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def _plain() -> Iterator[None]:
-    """Disable `torch.compile` and pinned memory inside."""
     # On the CPU a C++ compiler would take minutes for `torch.compile`. Pinned memory: see `Unpinned`.
     compiler = torch.compile
     torch.compile = lambda function=None, **settings: function or (lambda one: one)
@@ -65,13 +62,13 @@ class Unpinned(TorchFunctionMode):
 
 
 def unpinned() -> AbstractContextManager[object]:
-    """Return a context that ignores requests for pinned memory; a no-op with a device."""
+    """Return a context that ignores requests for pinned memory, if there is no device."""
     return nullcontext() if torch.accelerator.is_available() else Unpinned()
 
 
 @contextmanager
 def _without(packages: tuple[str, ...]) -> Iterator[None]:
-    """Let imports of packages that are not installed succeed inside; calling anything in them is an error."""
+    """Let imports of missing packages succeed inside; calling anything in them is an error."""
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     finder = _Finder(absent)
     if "torchvision" in absent:
@@ -91,8 +88,6 @@ def _without(packages: tuple[str, ...]) -> Iterator[None]:
 
 
 class _Finder:
-    """Finds a module with every possible name, for these packages and their submodules."""
-
     def __init__(self, packages: list[str]) -> None:
         self._packages = packages
 
@@ -117,10 +112,10 @@ class _AbsentModule(ModuleType):
 
 
 class _Absent(type):
-    """Metaclass of placeholders for names of missing packages: classes, so that others can inherit."""
+    """Metaclass of placeholders for missing names: classes, so that others can inherit."""
 
     importing = False
-    """True during imports, which may use decorators and tables; later calls are errors."""
+    """True during imports, which may use decorators; later calls are errors"""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

@@ -1,11 +1,6 @@
 """`RecordedExperts`: experts of each token in SGLang's last forward, for router replay in training.
 
-with recording_experts(True):
-    ...                                 # SGLang is started
-recorded_experts().at(tokens)             # of these tokens of its last forward
-
-SGLang's recorder also keeps the experts of every cache slot in pinned memory, which does not exist without CUDA. Only
-the last forward is needed here.
+SGLang's own recorder keeps experts of every cache slot in pinned memory, which needs CUDA.
 """
 
 from collections.abc import Iterator
@@ -30,7 +25,7 @@ class RecordedExperts(RoutedExpertsCapturer):
     def create(
         *, model: nn.Module, model_config: Any, num_tokens: int, max_running_requests: int, device: str
     ) -> "RecordedExperts":
-        """Make the recorder; called by SGLang. UserError for a model whose layers do not expose their choices."""
+        """Make the recorder, called by SGLang. UserError if layers do not expose their choices."""
         layers = [module.layer_id for module in model.modules() if isinstance(module, TopK)]
         if not layers:
             raise UserError("policy.router_replay: for SGLang the model is not a mixture of experts; must be false")
@@ -40,29 +35,29 @@ class RecordedExperts(RoutedExpertsCapturer):
         return RecordedExperts(sorted(layers), config, most, shared, device)
 
     def __init__(self, layers: list[int], config: Any, most: int, shared: int, device: str) -> None:
-        """layers: mixture layers. most: tokens of a forward. shared: experts that SGLang adds for all tokens."""
+        """layers: mixtures. most: tokens of a forward. shared: experts that SGLang adds for all tokens."""
         self.topk_size, self.num_fused_shared_experts = config.num_experts_per_tok, shared
         sizes = config.num_hidden_layers, self.topk_size + shared
         self.device_cache = BaseDeviceCache(most, *sizes, device, name="chosen experts")
         self._layers = torch.tensor(layers, device=device)
         self.per_token = len(layers) * self.topk_size
-        """Numbers per token in `at`: the chosen experts of all mixture layers."""
+        """Numbers per token in `at`: chosen experts of all mixture layers"""
 
     def on_forward_end(self, *args: Any, **kwargs: Any) -> None:
-        """[SGLang's] Do nothing, as nothing more is kept."""
+        """[SGLang's] Do nothing: nothing more is kept."""
 
     def destroy(self) -> None:
         """[SGLang's] Do nothing: all memory is torch's."""
 
     def at(self, tokens: Tensor) -> list[list[int]]:
-        """Return the experts of these tokens of the last forward (int64 [n]), layer by layer."""
+        """Return the experts of these tokens of the last forward, int64 [n], layer by layer."""
         found = self.device_cache.buffer[tokens][:, self._layers, : self.topk_size]
         return found.flatten(1).tolist()
 
 
 @contextmanager
 def recording_experts(wanted: bool) -> Iterator[None]:
-    """Start SGLang inside; `wanted` must equal its `enable_return_routed_experts`."""
+    """Start SGLang inside; `wanted` equals its `enable_return_routed_experts`."""
     model_runner.RoutedExpertsCapturer = RecordedExperts if wanted else RoutedExpertsCapturer
     try:
         yield
@@ -71,6 +66,6 @@ def recording_experts(wanted: bool) -> Iterator[None]:
 
 
 def recorded_experts() -> RecordedExperts | None:
-    """Return the recorder of the SGLang that was started last."""
+    """Return the recorder of the last started SGLang."""
     found = get_global_experts_capturer()
     return found if isinstance(found, RecordedExperts) else None

@@ -1,7 +1,7 @@
 """`SeededSampler`: the native engine's sampling in SGLang's batches.
 
-SGLang's sampler refuses `min_p` with a seed, applies `top_k`, `top_p` and `min_p` in another order, and takes logprobs
-of a truncated draw from the whole distribution.
+SGLang's sampler refuses `min_p` with a seed, truncates in another order, and takes logprobs of a truncated draw from
+the whole distribution.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from spmd_rl.model.constraint import Constraint
 
 
 class Drawn(NamedTuple):
-    """A token, its logprob, its candidates (none: all tokens), and the experts of the token before."""
+    """A token, logprob and candidates (none: all), and the previous token's experts."""
 
     token: int
     logprob: float
@@ -27,18 +27,18 @@ class Drawn(NamedTuple):
 
 
 class SeededSampler(Sampler):
-    """Sampler that draws token t of a request from (seed, t), independent of the batch."""
+    """Sampler that draws token t of a request from (seed, t)."""
 
     def __init__(self, constraint: Constraint | None = None, experts: RecordedExperts | None = None) -> None:
-        """constraint: grammar of all answers. experts: recorder of experts, if any."""
+        """constraint: grammar of all answers. experts: their recorder, if any."""
         super().__init__()
         self._constraint, self.experts = constraint, experts
         self.rows: Mapping[str, SequenceState] = {}
-        """Requests in progress, by SGLang's name."""
+        """Requests in progress, by SGLang's name"""
         self.batch: dict[str, int] = {}
-        """Requests of the present batch, row by row, each with the index of its last token."""
+        """Requests of the present batch, by row, with their last token's index"""
         self.drawn: dict[str, Drawn] = {}
-        """Last draw of each request. SGLang drops the token after a partial prompt."""
+        """Last draw of each request. SGLang drops the token after a partial prompt"""
 
     def forward(self, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return tokens int64 [R] from logits [R, V]."""

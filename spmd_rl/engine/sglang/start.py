@@ -1,8 +1,7 @@
-"""Start and stop of SGLang's scheduler in this process, on the existing process groups.
+"""Start and stop of SGLang's scheduler in this process, on existing process groups.
 
-SGLang's server runs this object in one child process per rank. Here there are no sockets: requests and aborts go into a
-list, answers are read from its batches, and a step is one turn of its loop. Its API is private: the version is pinned,
-and `tests/unit/test_sglang_contract.py` checks the names. Left out: requests, weights.
+Lists replace its server's sockets, and a step is one turn of its loop. Its API is private: the version is pinned, and
+`tests/unit/test_sglang_contract.py` checks names.
 """
 
 from collections.abc import Mapping
@@ -49,7 +48,7 @@ ALWAYS = {
     "disaggregation_mode": "null",
     "quantization": None,
 }
-"""Arguments that the engine depends on."""
+"""Arguments that the engine depends on"""
 REASONS = {
     "disable_overlap_schedule": "or a batch would be scheduled before the last one's tokens are read",
     "disable_radix_cache": "or the answers to one prompt would compute it again and again",
@@ -71,16 +70,16 @@ OURS = {
     "enable_return_routed_experts": "policy.router_replay",
     "device": "the rank",
 }
-"""Arguments set by our settings."""
+"""Arguments decided by our settings"""
 BY_DEVICE = {"cpu": {"attention_backend": "torch_native", "disable_cuda_graph": True, "page_size": 1}}
-"""Arguments by type of device; a user's values win."""
+"""Arguments by device type; a user's values win"""
 
 
 class HostedScheduler(Scheduler):
     """SGLang's scheduler without its sockets."""
 
     def init_ipc_channels(self, port_args: PortArgs) -> None:
-        """Drop outgoing messages: the batches contain the same."""
+        """Drop outgoing messages: batches contain the same."""
         mute = SimpleNamespace(send_output=lambda output, request=None: None)
         self.ipc_channels = SimpleNamespace(
             recv_from_tokenizer=None,
@@ -92,7 +91,7 @@ class HostedScheduler(Scheduler):
         self.recv_from_tokenizer = self.load_snapshot_writer = None
 
     def init_request_receiver(self) -> None:
-        """Receive requests from a list, which must be equal on all ranks of a replica."""
+        """Receive requests from a list, equal on all ranks of a replica."""
         self.inbox: list[TokenizedGenerateReqInput | AbortReq] = []
         self.request_receiver = SimpleNamespace(recv_requests=self._received)
 
@@ -101,7 +100,7 @@ class HostedScheduler(Scheduler):
         return received
 
     def turn(self) -> ScheduleBatch | None:
-        """Run one turn of SGLang's loop; return the computed batch, or None if there was no work."""
+        """Run one turn; return its batch, or None without work."""
         # SGLang computes adapters with pinned memory.
         with unpinned() if self.enable_lora else nullcontext():
             return self._turn()
@@ -136,10 +135,9 @@ def start(
     records_experts: bool = False,
     args: Mapping[str, Any] | None = None,
 ) -> HostedScheduler:
-    """[replica] Start SGLang with unset weights over the ranks of `replica`. constraint: grammar of all answers.
+    """[replica] Start SGLang with unset weights. constraint: grammar of all answers.
 
-    records_experts: record the experts of each token in completions; UserError for a dense model. args: the user's
-    arguments of `ServerArgs`; UserError for one that is unknown, or ours.
+    records_experts: see `NativeEngine`. args: the user's `ServerArgs`; UserError if unknown, or decided elsewhere.
     """
     args = dict(args or {})
     check_args(args, ServerArgs, OURS, ALWAYS, REASONS)
@@ -180,7 +178,7 @@ def start(
 
 
 def stop(replica: dist.ProcessGroup) -> None:
-    """Leave SGLang's groups and ours for it, without communication; the default group remains."""
+    """Leave SGLang's groups without communication; the default group remains."""
     # Otherwise another mixture could not start in this process.
     set_global_expert_location_metadata(None, allow_overwrite=True)
     if not dist.is_initialized():

@@ -1,7 +1,7 @@
-"""vLLM in the rank's process: the engine for throughput, one replica over `engine.tp` x `engine.pp` neighbours.
+"""vLLM in the rank's process: the engine for throughput, a replica over `engine.tp` x `engine.pp` ranks.
 
-`tests/unit/test_vllm_contract.py` tests each behaviour of vLLM that this folder needs, and `test_vllm_surface.py`
-checks names, parameters and defaults. Torch-free until it builds.
+`tests/unit/test_vllm_contract.py` tests the behaviour needed here, `test_vllm_surface.py` names, parameters and
+defaults. Torch-free until it builds.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from spmd_rl.config.engines import EngineFacts
 
 
 def build(*args: Any) -> Any:
-    """[all] Build the engine of this rank, see `engine.build`."""
+    """[all] Build this rank's engine, see `engine.build`."""
     from spmd_rl.engine.vllm.assemble import build
 
     return build(*args)  # [all]

@@ -1,6 +1,6 @@
 """`AdapterSlot`: the only adapter in vLLM, replaced in place at each publish, over frozen weights.
 
-vLLM reads adapters (see `GivenAdapters`) from a peft directory in memory, the way that it documents.
+vLLM reads it from a peft directory in memory, as it documents.
 """
 
 import json
@@ -19,7 +19,7 @@ from spmd_rl.engine.vllm.start import model_of
 from spmd_rl.model.lora import PREFIX, A, B
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of `max_lora_rank` that vLLM accepts."""
+"""Values of `max_lora_rank` that vLLM accepts"""
 MEMORY = Path("/dev/shm")
 
 
@@ -34,17 +34,16 @@ def engine_args(rank: int) -> dict[str, object]:
 
 
 class AdapterSlot(GivenAdapters):
-    """Adapter of one vLLM engine in this process."""
+    """Adapter of this process's vLLM engine."""
 
     def __init__(self, llm: LLMEngine) -> None:
         super().__init__()
         self._llm = llm
         self._folder = tempfile.TemporaryDirectory(prefix="spmd_rl-adapter-", dir=MEMORY if MEMORY.is_dir() else None)
         self.request = LoRARequest("policy", 1, self._folder.name)
-        """Adapter reference in each request."""
 
     def put(self) -> list[str]:
-        """Replace the adapter; return what is wrong with it, if anything."""
+        """Replace the adapter, see `GivenAdapters`."""
         if fault := self.fault():
             return [fault]
         folder = Path(self._folder.name)
@@ -54,7 +53,7 @@ class AdapterSlot(GivenAdapters):
         return [] if taken else ["vLLM did not take the adapter"]
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that the engine computes with."""
+        """Yield tensors that the engine computes with."""
         model = model_of(self._llm)
         packed = getattr(model, "packed_modules_mapping", {})
         for name, module in model.named_modules():

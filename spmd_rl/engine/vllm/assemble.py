@@ -1,4 +1,4 @@
-"""Construction of vLLM in this process as an engine."""
+"""Construction of an engine over vLLM."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from spmd_rl.model.low_precision import W8A8, shapes_by_rows
 def build(
     settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World, constraint: ConstraintConfig
 ) -> Engine:
-    """[all] Return an engine of the policy's architecture and dtype on this rank's device, without weights."""
+    """[all] Return an engine of the policy's architecture and dtype on this rank's device."""
     with world.collective("engine: start vllm"), hosted(world.device.type, settings.pp):  # [all]
         from spmd_rl.engine.vllm import low_precision
         from spmd_rl.engine.vllm.adapter_slot import AdapterSlot, engine_args

@@ -1,4 +1,4 @@
-"""Constrained answers on vLLM: its structured outputs with our `Constraint` in place of its compilers.
+"""Constrained answers on vLLM: its structured outputs, with our `Constraint` as compiler.
 
 So one function decides everywhere which tokens may follow, and vLLM needs no tokenizer.
 """
@@ -16,20 +16,18 @@ from spmd_rl.types import Request
 
 
 def constrain(llm: LLMEngine, constraint: Constraint) -> None:
-    """Apply a constraint to answers of a started vLLM: those of requests with `grammar_of`."""
+    """Constrain answers of a started vLLM, in requests with `grammar_of`."""
     # With this configuration vLLM would load a tokenizer.
     llm.input_processor.structured_outputs_config = None
     llm.engine_core.engine_core.structured_output_manager.backend = _Grammars(constraint)
 
 
 def grammar_of(request: Request) -> StructuredOutputsParams:
-    """Return a request's grammar argument: the tokens that begin its answer."""
+    """Return a request's grammar argument: tokens that begin its answer."""
     return StructuredOutputsParams(grammar=json.dumps(request.begun.tolist()))
 
 
 class _Grammars:
-    """Replacement of vLLM's backend of grammars and masks."""
-
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
 
@@ -39,7 +37,7 @@ class _Grammars:
         return XgrammarGrammar(grammar.tokenizer_info.vocab_size, matcher, grammar)
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> Tensor:
-        """Return uninitialised masks for `max_num_seqs` requests."""
+        """Return uninitialised masks of requests' tokens."""
         return self._constraint.blank(max_num_seqs)
 
     def destroy(self) -> None:

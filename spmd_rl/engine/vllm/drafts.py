@@ -1,8 +1,7 @@
-"""Drafts in vLLM: tokens that followed the answer's last ones earlier in its text, verified by vLLM's sampler.
+"""Drafts in vLLM: tokens that earlier in the text followed the answer's last ones, verified by vLLM's sampler.
 
-It accepts a drafted token with its probability under the model, and else draws from the rest of the distribution: the
-distribution is the same as without drafts, and logprobs are the model's, but the tokens differ, because random draws
-are used differently.
+A drafted token is accepted with its probability under the model, else another is drawn from the rest. Distribution and
+logprobs are the model's; tokens differ, because random draws are used differently.
 """
 
 from array import array
@@ -19,13 +18,12 @@ from spmd_rl.engine.base import EngineCounts
 LENGTHS = (3, 2)
 """Numbers of last tokens to look up; the first match counts"""
 SIZE = array("i").itemsize
+# Above it drafts cost more than they save on CPUs: lab/2026-11-26-drafts-and-priorities.md
 MOST_ROWS = 8
-"""Most requests with drafts; on the CPU they cost more than they save above it:
-lab/2026-11-26-drafts-and-priorities.md."""
 
 
 def engine_args(num_tokens: int, cpu: bool) -> dict[str, Any]:
-    """Return vLLM's arguments for drafts of up to `num_tokens` tokens; none for 0."""
+    """Return vLLM's arguments for drafts of up to `num_tokens` tokens."""
     if not num_tokens:
         return {}
     lookup: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": max(LENGTHS), "prompt_lookup_min": min(LENGTHS)}
@@ -37,7 +35,7 @@ def engine_args(num_tokens: int, cpu: bool) -> dict[str, Any]:
 
 
 def count_drafts(llm: LLMEngine, counts: EngineCounts) -> None:
-    """Make the scheduler of a started vLLM count each verified draft in `counts`."""
+    """Count each draft that a started vLLM verifies, in `counts`."""
 
     def note(_: None, num_draft_tokens: int, num_accepted_tokens: int, **others: Any) -> None:
         counts.verified += num_draft_tokens > 0
@@ -53,16 +51,15 @@ def _expanded(values: Tensor, ends: Tensor, num_tokens: int, replace_from: int =
 
 
 class Lookup:
-    """Proposer of drafts for vLLM's runner on the CPU."""
+    """Proposer of drafts for vLLM's CPU runner."""
 
     def __init__(self, config: Any) -> None:
-        """config: all of vLLM's settings."""
         self._num_tokens = config.speculative_config.num_speculative_tokens
 
     def propose(
         self, sampled: Sequence[Sequence[int]], lengths: np.ndarray, token_ids: np.ndarray, **others: Any
     ) -> list[list[int]]:
-        """Return drafts of each request's next tokens. sampled: its new tokens, none while its prompt is computed."""
+        """Return drafts of each request's next tokens. sampled: new tokens, none during its prompt."""
         if len(sampled) > MOST_ROWS:
             return [[] for _ in sampled]
         texts = [token_ids[row, : lengths[row]].tobytes() if new else b"" for row, new in enumerate(sampled)]
@@ -73,9 +70,9 @@ class Lookup:
 
 
 def draft(text: bytes, most: int) -> array:
-    """Return up to `most` token ids ('i') that followed the last ones earlier in a text, given as bytes of ids.
+    """Return up to `most` ids ('i') that followed the last ones earlier in a text, given as bytes of ids.
 
-    A repetition continues. Empty without a match.
+    A repetition continues; empty without a match.
     """
     for length in LENGTHS:
         if (end := _find(text[-length * SIZE :], text)) is not None:

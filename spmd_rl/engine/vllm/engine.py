@@ -1,13 +1,6 @@
-"""`VllmEngine`: vLLM behind `Engine`, in this rank's process, request by request and step by step.
+"""`VllmEngine`: vLLM behind `Engine`, in this rank's process, as `NativeEngine`.
 
-    engine = VllmEngine(start(path, ...), expected_shapes(path))
-    engine.load(model.named_parameters(), version=0)
-    engine.add(Request("a", prompt_ids, max_new_tokens=12, temperature=1.0, seed=7))
-    while engine.num_unfinished:
-        for completion in engine.step(): ...
-
-Requests are admitted in the order of `add`. At tp > 1 all ranks of a replica make the same calls in the same order.
-Left out: the choice of requests (`rollout/`), the start of vLLM (`start.py`), tokenizers.
+Requests are admitted in order of `add`.
 """
 
 import math
@@ -40,13 +33,13 @@ from spmd_rl.types import Completion, FinishReason, Request
 if TYPE_CHECKING:
     from spmd_rl.engine.vllm.pictures import VllmPictures
 
+# vLLM silently raises lower ones to the first number, and so reports logprobs of another temperature.
 TEMPERATURES = (0.01, 2.0)
-"""Range of temperatures besides 0. vLLM silently raises a lower one to the first number, and so reports logprobs at
-another temperature."""
+"""Range of sampling temperatures besides 0"""
 
 
 class VllmEngine(HostedEngine):
-    """An `Engine` over a vLLM that `start` has started."""
+    """An `Engine` over a vLLM from `start`."""
 
     def __init__(
         self,
@@ -59,14 +52,10 @@ class VllmEngine(HostedEngine):
         outputs: Outputs | None = None,
         pictures: "VllmPictures | None" = None,
     ) -> None:
-        """shapes: of the weights that `load` must bring, by Hugging Face name. sleeps: offload outside `awake`.
-
-        text_of: needed for requests with stop strings. slot: see `HostedEngine`. is_constrained: by
-        `constrained.constrain`. outputs: of 8-bit matrices, if vLLM uses them. pictures: of a model that takes them.
-        """
+        """text_of: for stop strings. is_constrained: by `constrained.constrain`. outputs: of 8-bit matrices, if
+        used. pictures: of a model that takes them. See `HostedEngine`."""
         self._is_constrained, self._outputs, self._pictures = is_constrained, outputs, pictures
         self.llm = llm
-        """vLLM's engine, exposed for debugging."""
         config = llm.vllm_config
         kv_tokens = (config.cache_config.num_gpu_blocks - 1) * config.cache_config.block_size
         capacity = Capacity(config.scheduler_config.max_num_seqs, kv_tokens, config.model_config.max_model_len)
@@ -77,8 +66,7 @@ class VllmEngine(HostedEngine):
         count_drafts(llm, self.token_counts)
 
     def add(self, request: Request) -> None:
-        """Queue a request; ValueError if it is empty, longer than `capacity.max_tokens`, or its temperature out of
-        range."""
+        """Queue a request, see `Engine.add`; ValueError for a temperature out of range."""
         low, high = TEMPERATURES
         if request.temperature != 0 and not low <= request.temperature <= high:
             raise ValueError(f"request {request.id}: temperature {request.temperature} is not 0 or {low} to {high}")
@@ -112,17 +100,16 @@ class VllmEngine(HostedEngine):
         )
 
     def _num_logprobs(self, request: Request) -> int:
-        """Return the number of most likely tokens to request: enough for all that are not cut off (see `TIES`)."""
         return min(self._num_ids, 2 * request.top_k + TIES) if request.truncated else 0
 
     def abort(self, ids: Iterable[str]) -> None:
-        """End these requests; the next `step` returns their tokens so far. Finished ids are ignored."""
+        """End requests, see `Engine.abort`."""
         rows = [self.under_way.pop(id) for id in dict.fromkeys(ids) if id in self.under_way]
         self.llm.abort_request([row.request.id for row in rows])
         self._aborted += [row.completion("abort") for row in rows]
 
     def step(self) -> list[Completion]:
-        """Admit requests that fit, compute one token for each running request, return the finished ones."""
+        """Compute a token per request, see `Engine.step`."""
         ended, self._aborted = self._aborted, []
         if not self.under_way:
             return ended
@@ -162,10 +149,7 @@ class VllmEngine(HostedEngine):
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over all weights. RunFailed names what is missing, unknown, doubled or misshapen.
-
-        `weights` is always read to its end, because other ranks may be gathering it with us.
-        """
+        """Take over all weights, see `Engine.load`."""
         assert self.num_unfinished == 0, "load() with requests under way"
         self._read_what_is_scheduled()
         self.version = None
@@ -176,7 +160,6 @@ class VllmEngine(HostedEngine):
         self.end_load(version, faults)
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Load weights by their Hugging Face names; return errors."""
         checked = CheckedWeights(weights, self.shapes)
         unpack_experts(self.model)
         # vLLM keeps a tensor until its layer is whole; the trainer's own is good only until the next.
@@ -188,10 +171,8 @@ class VllmEngine(HostedEngine):
         return faults if self._outputs is None or faults else self._outputs.faults(self.model)
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield vLLM's tensors where plain and whole: on an accelerator at tp=1 all, on the CPU few.
-
-        With adapters, those of the last load.
-        """
+        """Yield vLLM's tensors where plain and whole: at tp=1, on an accelerator all, on the CPU few; with adapters,
+        the last load's."""
         config = self.llm.vllm_config
         if config.parallel_config.tensor_parallel_size > 1:
             return ((name, None) for name in self.shapes)
@@ -202,7 +183,6 @@ class VllmEngine(HostedEngine):
         self.llm.wake_up([tag])
 
     def _read_what_is_scheduled(self) -> None:
-        """Read and drop the step that was scheduled ahead for requests that have ended since."""
         while self.llm.engine_core.engine_core.batch_queue:
             self.llm.step()
 
@@ -222,33 +202,29 @@ class VllmEngine(HostedEngine):
 
 
 def _seed(request: Request) -> int:
-    """Return a request's seed, another one for a continued answer, which would else repeat the first draws."""
+    # Another seed for a continued answer, which would else repeat the first draws.
     seed = counter_seed(request.seed, request.num_begun) if request.num_begun else request.seed
     # vLLM takes -1 for no seed, and some of its runners store signed words.
     return seed % 2**63
 
 
 def _candidate_ids(ids: Sequence[int], logprobs: Sequence[float]) -> list[int]:
-    """Return the tokens that were not cut off, ascending; the first of `ids` may appear twice."""
+    """Return the candidates, ascending; the first of `ids` may appear twice."""
     return sorted({id for id, logprob in zip(ids, logprobs, strict=True) if logprob != -math.inf})
 
 
 def repack_heads(model: nn.Module) -> None:
-    """Refresh output heads from their tied embedding: a reload skips a layer without a stored name.
-
-    On the CPU a head computes with a packed copy, which would otherwise stay old. No-op elsewhere.
-    """
+    """Refresh output heads from their tied embedding."""
+    # A reload skips a layer without a stored name, and on the CPU a head computes with a packed copy.
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
 
 
 def unpack_experts(model: nn.Module) -> None:
-    """Make the next reload pack the experts of a mixture again: vLLM does so only the first time.
-
-    On the CPU experts compute with packed weights, and would mistake reloaded plain ones for packed. No-op elsewhere:
-    unpacked weights are copied in place, where captured graphs expect them.
-    """
+    """Make the next reload pack a mixture's experts again."""
+    # vLLM does so only the first time; on the CPU it would mistake reloaded plain weights for packed ones. Elsewhere
+    # weights are copied in place, where captured graphs expect them.
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod) and module.w13_weight.device.type == "cpu":

@@ -1,7 +1,4 @@
-"""Isolation of vLLM in our process: variables set before its import, and state restored after it.
-
-Left out: the engine itself (`start.py`). Nothing here imports vLLM.
-"""
+"""Isolation of vLLM in this process: variables set before its import, state restored after it."""
 
 import logging
 import os
@@ -13,7 +10,7 @@ from spmd_rl.base.errors import UserError, one_line
 from spmd_rl.engine.guest import undisturbed
 
 FORCED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Variables that keep vLLM in this process."""
+"""Variables that keep vLLM in this process"""
 
 DEFAULTS = {
     # Otherwise vLLM pins the threads that the trainer also computes with.
@@ -23,13 +20,11 @@ DEFAULTS = {
     # Otherwise vLLM installs log handlers, and a record factory for the whole process.
     "VLLM_CONFIGURE_LOGGING": "0",
 }
-"""Defaults of variables; a user's value wins."""
+"""Defaults of variables; a user's value wins"""
 
+# With `pp` above 1 it is the older one: the newer sends no drawn tokens to the first stages.
 RUNNERS = {name: {"VLLM_USE_V2_MODEL_RUNNER": value} for name, value in (("cuda", "1"), ("cpu", "0"))}
-"""Model runner by type of device, like `DEFAULTS`. By default it would depend on whether Triton is installed.
-
-With `pp` above 1 it is the older one: the newer one does not send the drawn tokens to the first stages.
-"""
+"""Model runner by device type; otherwise it depends on Triton"""
 
 
 @contextmanager

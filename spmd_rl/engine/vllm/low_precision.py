@@ -1,7 +1,6 @@
 """Layer matrices in INT8 or FP8 in vLLM, and the check that it computes with them.
 
-Kernels store such a matrix in other layouts, so its bytes cannot be compared. Each layer's output for a fixed input is
-compared instead with the output of the published numbers.
+Kernels store them in other layouts, so instead of bytes each layer's output for a fixed input is compared.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,12 +17,12 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from spmd_rl.base.errors import UserError
 from spmd_rl.model.low_precision import SCALE, W8A8
 
+# So few nonzero columns per row of the test input that one wrong weight changes a sum visibly.
 COLUMNS = 64
-"""Number of nonzero columns in each row of the test input: so few that one wrong weight changes a sum visibly."""
 
 
 def engine_args(form: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's further arguments for the format of `model.low_precision.by_rows`."""
+    """Return vLLM's arguments for the format of `low_precision.by_rows`."""
     kind = form.removeprefix("w8a8_").rstrip("8").replace("fp", "float")
     numbers = {"num_bits": 8, "type": kind, "symmetric": True}
     group = {
@@ -42,7 +41,7 @@ def engine_args(form: str, args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_int8() -> None:
-    """Raise a UserError on a CPU without VNNI, where oneDNN's INT8 sums of two products saturate."""
+    """Raise UserError on a CPU without VNNI, where oneDNN's INT8 sums of two products saturate."""
     largest = torch.full((64, 64), 127, dtype=torch.int8)
     packed = ops.create_onednn_scaled_mm(largest.t(), torch.ones(64, 1), torch.float32, True, False, 32)
     given, factors, _ = ops.onednn_scaled_int8_quant(largest.float(), None, None, True)
@@ -56,10 +55,10 @@ def check_int8() -> None:
 
 
 class Int8Kernel(CPUInt8ScaledMMLinearKernel):
-    """vLLM's INT8 kernel on the CPU, extended to float32 outputs and to reloaded weights."""
+    """vLLM's INT8 kernel on the CPU, extended to float32 outputs and reloads."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Pack the weights of a layer for its dtype, and keep the factors of its rows."""
+        """Pack a layer's weights for its dtype, and keep its rows' factors."""
         # vLLM takes the default dtype for the layer's, and a reload does not set it.
         with set_default_torch_dtype(layer.params_dtype):
             # The AMX kernel supports only bfloat16 and float16.
@@ -79,17 +78,16 @@ _POSSIBLE_INT8_KERNELS[PlatformEnum.CPU] = [Int8Kernel]
 class Outputs:
     """Output of each 8-bit matrix for a fixed input: recorded on publish, then compared with vLLM's.
 
-    The inputs fit 8 bits, so that a kernel rounds none of them; each row has `COLUMNS` of them.
+    Inputs fit 8 bits, so that no kernel rounds them.
     """
 
     def __init__(self, form: str, dtype: torch.dtype) -> None:
-        """dtype: of the layers' outputs."""
         (self._held, self._largest), self._dtype = W8A8[form], dtype
         self._wanted: dict[str, tuple[Tensor, Tensor]] = {}
-        """By layer: the expected output of each matrix, and the sum of its terms' sizes, which bounds the rounding."""
+        """Expected output of each layer's matrices, and the sum of its terms' sizes, which bounds the rounding"""
 
     def noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights unchanged and record outputs; each matrix comes before its rows' factors."""
+        """Yield the weights and record outputs; a matrix comes before its factors."""
         self._wanted.clear()
         of_matrix: dict[str, Tensor] = {}
         for name, tensor in weights:
@@ -104,7 +102,7 @@ class Outputs:
             yield name, tensor
 
     def faults(self, model: nn.Module) -> list[str]:
-        """Return the matrices whose outputs in vLLM differ from the recorded ones."""
+        """Return matrices whose outputs in vLLM differ from the recorded ones."""
         found = []
         fusions = getattr(model, "packed_modules_mapping", {})
         for name, module in model.named_modules():
@@ -127,6 +125,5 @@ class Outputs:
         return self._largest * (1 - 2 * (torch.arange(columns, device=device) * 7 // 5 % 2))
 
     def _input(self, columns: int, device: torch.device) -> Tensor:
-        """Return the fixed input [rows, columns]: `_numbers`, `COLUMNS` of them per row."""
         rows = nn.functional.one_hot(torch.arange(columns, device=device) // COLUMNS).t()
         return (rows * self._numbers(columns, device)).to(self._dtype).contiguous()

@@ -1,7 +1,7 @@
-"""Start and stop of vLLM's engine in this process, on the existing process groups.
+"""Start and stop of vLLM's engine in this process, on existing process groups.
 
-The executor is vLLM's `external_launcher`. It gets as arguments what it would read from torchrun's environment, so that
-it runs under plain Python too. Left out: requests, weights.
+The executor is vLLM's `external_launcher`, given as arguments what it would read from torchrun's environment, so that
+plain Python works too.
 """
 
 import secrets
@@ -28,13 +28,15 @@ from spmd_rl.config.sections.rollout import MAX_TOP_K
 from spmd_rl.engine.guest import as_world, check_args
 from spmd_rl.engine.vllm.drafts import engine_args
 
+# vLLM's default of 128 would round short prompts up fourfold and share none.
 CPU_BLOCK = 32
-"""Tokens of a KV block on the CPU; vLLM's default of 128 would round short prompts up fourfold and share none."""
+"""Tokens of a KV block on the CPU"""
 BLOCK = 16
-"""Tokens of a KV block elsewhere, unless the attention kernel needs another size."""
+"""Tokens of a KV block elsewhere, unless the attention kernel differs"""
 
+# vLLM keeps all tokens whose logit equals the last one's.
 TIES = 32
-"""Spare candidates beyond twice `top_k`: vLLM keeps all tokens whose logit equals the last one's."""
+"""Spare candidates beyond twice `top_k`"""
 MAX_LOGPROBS = 2 * MAX_TOP_K + TIES
 
 ALWAYS = {
@@ -53,8 +55,9 @@ ALWAYS = {
     # vLLM requires this share of memory to be free, although the cache's size is set in bytes.
     "gpu_memory_utilization": 0.01,
 }
-"""Arguments that the engine depends on."""
+"""Arguments that the engine depends on"""
 NO_VIDEO = {"video": 0}
+# vLLM asks its own processor of pictures, which needs a tokenizer, for sizes alone.
 SEEING = {
     "skip_tokenizer_init": False,
     "limit_mm_per_prompt": NO_VIDEO,
@@ -65,10 +68,9 @@ SEEING = {
     # The size of the cache is given, so nothing has to be measured.
     "skip_mm_profiling": True,
 }
-"""Further arguments for a model with pictures: vLLM asks its own processor of pictures, which needs a tokenizer, for
-sizes alone."""
+"""Further arguments for models with pictures"""
 DEFAULTS = {"async_scheduling": False}
-"""Defaults of arguments that the user may change."""
+"""Defaults of arguments that users may change"""
 REASONS = {
     "enable_expert_parallel": "as vLLM's CPU kernel crashes with it, and it is untested on GPUs",
     "enable_prefix_caching": "or the answers to one prompt would compute it again and again",
@@ -90,9 +92,10 @@ OURS = {
     "speculative_config": "engine.drafts",
     "quantization": "engine.quantization",
 }
-"""Arguments set by our settings."""
+"""Arguments decided by our settings"""
+# As in vLLM's offline `LLM` on large GPUs.
 DEVICE_TOKENS = 16384
-"""Most tokens of a step on a device, as in vLLM's offline `LLM` on large GPUs."""
+"""Most tokens of a step on a device"""
 
 
 def start(
@@ -111,7 +114,8 @@ def start(
     drafts: int = 0,
     args: Mapping[str, Any] | None = None,
 ) -> LLMEngine:
-    """[replica] Start vLLM with unset weights. args: the user's `EngineArgs`; UserError for one unknown, or ours."""
+    """[replica] Start vLLM with unset weights. args: the user's `EngineArgs`; UserError if unknown, or decided
+    elsewhere."""
     always = ALWAYS | (SEEING if sees_pictures(model_folder(path)) else {})
     check_args(args := dict(args or {}), EngineArgs, OURS, always, REASONS)
     cpu = device.type == "cpu"
@@ -133,12 +137,11 @@ def start(
     config.cache_config.kv_cache_memory_bytes = num_blocks * block * _bytes_per_token(config)
 
     class Executor(ExecutorWithExternalLauncher):
-        """vLLM's executor without torchrun's variables.
+        """vLLM's executor without torchrun's variables."""
 
-        The address is unused, as the default group exists. On the CPU vLLM would reduce through shared memory named
-        after its last part: it busy-waits, and its files stay behind. Ranks with different names reduce over gloo
-        instead, so each rank and start uses a new one.
-        """
+        # The address is unused, as the default group exists. On the CPU vLLM would reduce through shared memory named
+        # after its last part: it busy-waits, and its files stay behind. Ranks with different names reduce over gloo
+        # instead, so each rank and start uses a new one.
 
         world = replica
 
@@ -173,7 +176,6 @@ def _lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[s
 
 
 def _in_stages(llm: LLMEngine) -> None:
-    """Compute one step at a time in a replica with pipeline stages."""
     # vLLM would schedule a second step before the first one's tokens are read, but with externally launched ranks the
     # two do not overlap.
     if llm.vllm_config.parallel_config.pipeline_parallel_size == 1:
@@ -188,7 +190,6 @@ def _in_stages(llm: LLMEngine) -> None:
 
 @contextmanager
 def _memory_unbound() -> Iterator[None]:
-    """Keep vLLM from binding this process's memory to a NUMA node."""
     # On the CPU vLLM binds all memory of the process, including the trainer's, to one node.
     ops = torch.ops._C
     bind = getattr(ops, "init_cpu_memory_env", None)

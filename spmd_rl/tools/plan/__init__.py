@@ -29,9 +29,9 @@ __all__ = ["show", "trace"]
 
 
 def show(cfg: RlConfig) -> None:
-    """Print the map of the ranks, the memory of the planned ones, and whether it fits; if not, a layout that would.
+    """Print the ranks' map, the planned ones' memory, and whether it fits; if not, a layout that would.
 
-    If `run.dir` holds steps of a run, their measured peaks are shown next to the planned ones.
+    If `run.dir` holds a run, its measured peaks are shown too.
     """
     console, placement = Console(highlight=False, markup=False, soft_wrap=True, width=140), _placement(cfg)
     train, generate = planned_ranks(cfg, placement)
@@ -59,7 +59,7 @@ def _placement(cfg: RlConfig) -> Placement:
 
 
 def planned_ranks(cfg: RlConfig, placement: Placement) -> tuple[list[int], list[str]]:
-    """Return the training ranks to trace, and the names of generator ranks to estimate."""
+    """Return trainer ranks to trace, and names of generator ranks to estimate."""
     apart = [rank for rank in placement.generate if rank not in placement.train]
     if (one := cfg.plan.rank) is not None:
         return ([], [f"Rank {one}"]) if one in apart else ([one], [])
@@ -83,12 +83,12 @@ def _engine(cfg: RlConfig) -> EngineBytes:
 
 
 def room(plan: PlanConfig) -> float:
-    """Return the bytes that a plan may fill."""
+    """Return the bytes a plan may fill."""
     return (plan.device_gb - plan.reserve_gb) * GB
 
 
 def verdict(plan: PlanConfig, worst: TableRow) -> str:
-    """Return text on the fullest phase and whether it fits."""
+    """Return text on the fullest phase and its fit."""
     says = "fits" if worst.total <= room(plan) else "does not fit"
     return (
         f"{worst.total / GB:.1f} GB in {worst.phase} + {plan.reserve_gb:g} GB in reserve: {says} {plan.device_gb:g} GB "
@@ -104,9 +104,9 @@ def _fits(cfg: RlConfig) -> bool:
 
 
 def measured_peaks(run_dir: Path) -> dict[str, int]:
-    """Return the peak of memory of any rank and step by phase, in bytes; empty without any step.
+    """Return any rank's and step's peak memory by phase, in bytes.
 
-    On a device it is the allocator's peak; on the CPU the whole process' resident set.
+    On a device it is the allocator's peak; on the CPU the process's resident set.
     """
     peaks: dict[str, int] = {}
     phases = {name: phase for phase, name in NAMES.items()}

@@ -1,4 +1,4 @@
-"""Memory of an engine on a rank, estimated from the model's shape: it allocates by itself, and is not traced."""
+"""Memory of an engine on a rank, estimated from the model's shape."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,36 +10,35 @@ from spmd_rl.model.moe import num_experts
 from spmd_rl.model.size import ModelSize, num_kv_heads
 
 STEP_TOKENS = 16384
-"""Largest number of prompt tokens in an engine's step on a device."""
+"""Most prompt tokens in an engine's step on a device"""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineBytes:
-    """Bytes of an engine on each rank of a replica."""
+    """Bytes of an engine on each rank."""
 
     weights: int
     kv: int
-    """bytes of the cache of keys and values"""
     working: int
-    """rough bytes of a step's computation: hidden states of the longest prompt, logits in float32, twice"""
+    """rough bytes of a step: hidden states of the longest prompt, logits in float32, twice"""
 
 
 NOTHING = EngineBytes(0, 0, 0)
 
 
 def beside_training(cfg: RlConfig, size: ModelSize, config: Any) -> EngineBytes:
-    """Return the engine's memory on a training rank: none if other ranks generate."""
+    """Return the engine's memory on a trainer rank."""
     apart = cfg.placement.is_split and not cfg.placement.is_lent
     return NOTHING if apart else engine_bytes(cfg.engine, size, config, dtype_of(cfg.policy))
 
 
 def dtype_of(policy: PolicyConfig) -> str:
-    """Return the dtype of the engine's weights."""
+    """Return the engine's weight dtype by name."""
     return "bfloat16" if policy.dtype == "auto" else policy.dtype
 
 
 def engine_bytes(engine: EngineConfig, size: ModelSize, config: Any, dtype: str) -> EngineBytes:
-    """Return the memory of an engine. config: of the text model. dtype: of weights and cache."""
+    """Return an engine's memory. config: of the text model. dtype: of weights and cache."""
     width, tp = getattr(torch, dtype).itemsize, engine.tp
     # With latent attention each rank holds all of a token's latent vector, whatever `tp` is.
     if latent := getattr(config, "kv_lora_rank", None):

@@ -1,8 +1,7 @@
 """`FakeDeviceMode`: tensors on a rank's device are fake, those on its host are real.
 
-Within this mode tensors that the device would compute (floating, and everything derived from them) have shapes, but no
-memory; token ids, positions and lengths of the batch, which are made and read on the host, are real. Three results that
-only a device could give are assumed:
+Tensors that the device would compute (floating, and what derives from them) have no memory; token ids, positions and
+lengths of the batch, made and read on the host, are real. Three results of the device are assumed:
 
 * a number that is read back from the device is 1 (a loss, a norm);
 * the experts of a mixture get equally many tokens;
@@ -23,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 META = torch.device("meta")
 INTEGERS = ("arange", "randint", "randperm")
-"""Operations whose results are integers by default."""
 KINDS = {
     "allgather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -33,19 +31,17 @@ KINDS = {
     "send": "send",
     "recv": "receive",
 }
-"""Kinds of collectives by a part of torch's name."""
 
 
 class FakeDeviceMode(TorchDispatchMode):
-    """A mode that must be entered before a `MemoryTracker`."""
+    """A mode to enter before a `MemoryTracker`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.meeting = ""
-        """Collective to which traffic is charged."""
         self.travelled: Counter[tuple[str, str]] = Counter()
-        """Bytes that arrive at this rank, by collective and kind."""
+        """Bytes arriving at this rank, by collective and kind"""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -105,7 +101,7 @@ def _makes_floats(func: Any, kwargs: Any) -> bool:
 
 
 def _even(count: int, num_places: int) -> Tensor:
-    """Return int64 [num_places]: `count` things divided as evenly as possible."""
+    """Return int64 [num_places]: `count` divided as evenly as possible."""
     counts = torch.full((num_places,), count // num_places, dtype=torch.int64)
     counts[: count % num_places] += 1
     return counts

@@ -1,6 +1,6 @@
-"""The nearest layout that fits: settings near those that do not, ordered by the size of the change.
+"""The nearest layout that fits, by the size of the change.
 
-Candidates are estimated (`estimate`), which takes no time; the first that seem to fit are then traced, one by one.
+Candidates are estimated (`estimate`); the first that seem to fit are traced, one by one.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,15 +23,15 @@ from spmd_rl.train.pipeline import most_in_flight
 
 AXES = ("tp", "pp", "cp", "ep", "dp_replicate")
 KEPT = {"none": 1.0, "selective": 0.5, "full": 0.0}
-"""Share of a layer's activations that is kept from the forward to the backward pass."""
+"""Share of a layer's activations kept for the backward pass"""
 LADDER = ("none", "selective", "full")
 MOST_TRACED = 4
 MOST_TP = 8
-"""Largest tensor parallelism that is proposed: beyond a node it is slow."""
+"""Largest proposed tensor parallelism: beyond a node it is slow"""
 
 
 def nearest(cfg: RlConfig, ranks: int, found: Trace, room: float, fits: Callable[[RlConfig], bool]) -> Iterator[str]:
-    """Yield the overrides with which training ranks fit; else a line on the failed search."""
+    """Yield the overrides with which trainer ranks fit, else a line on the failed search."""
     with phase("looking for a layout that fits"):
         candidates = [other for other in _candidates(cfg, ranks, found) if estimate(other, ranks, found) <= room]
     # The smallest change first; among equal ones the one with most room.
@@ -47,14 +47,14 @@ def nearest(cfg: RlConfig, ranks: int, found: Trace, room: float, fits: Callable
 
 
 def changes(cfg: RlConfig, other: RlConfig) -> list[str]:
-    """Return the overrides that lead from one to the other."""
+    """Return the overrides from one to the other."""
     keys = (*AXES, "activation_checkpointing", "tokens_per_microbatch", "offload")
     found = [f"train.{key}={getattr(other.train, key)}" for key in keys if differ(cfg.train, other.train, key)]
     return [f"engine.tp={other.engine.tp}"] * (cfg.engine.tp != other.engine.tp) + found
 
 
 def differ(one: TrainConfig, other: TrainConfig, key: str) -> bool:
-    """Return True if a setting differs between the two."""
+    """Return True if this setting differs."""
     return getattr(one, key) != getattr(other, key)
 
 
@@ -109,7 +109,7 @@ def _distance(cfg: RlConfig, other: RlConfig) -> float:
 
 
 def estimate(cfg: RlConfig, ranks: int, found: Trace) -> float:
-    """Return the bytes of a rank at its peak, roughly: an estimate of a trace from the model's sizes alone."""
+    """Return a rank's rough peak in bytes, from sizes alone."""
     train, config, size = cfg.train, found.config, found.size
     sizes, width = LayoutSizes.of("train", ranks, **train.axes), 4 if dtype_of(cfg.policy) == "float32" else 2
     engine = beside_training(cfg, size, config)
@@ -132,7 +132,6 @@ def estimate(cfg: RlConfig, ranks: int, found: Trace) -> float:
 
 
 def _of_layer(size: ModelSize, config: Any) -> tuple[float, float]:
-    """Return the number of weights of all experts of a layer, and of the rest of it."""
     per_expert = 3 * config.hidden_size * getattr(config, "moe_intermediate_size", 0)
     experts = num_experts(config) * per_expert
     layers, ends = config.num_hidden_layers, 2 * config.vocab_size * config.hidden_size
@@ -140,7 +139,7 @@ def _of_layer(size: ModelSize, config: Any) -> tuple[float, float]:
 
 
 def _activations(config: Any) -> float:
-    """Return the numbers that a layer keeps of a token: norms, projections, outputs of the feed-forward units."""
+    """Return the numbers that a layer keeps per token: norms, projections, feed-forward outputs."""
     units = config.intermediate_size
     if num_experts(config):
         units = (config.moe_intermediate_size + config.hidden_size) * (config.num_experts_per_tok + 1)

@@ -5,9 +5,8 @@
             role.update(...)
     memory.peak("update").total
 
-It counts the storage under every tensor that an operation makes, until the last reference to it is gone or it is
-resized: the requests to an allocator, without its rounding and fragmentation. It works on real and on fake tensors.
-Operations' internal scratch memory is not counted.
+It counts the storage of every tensor, real or fake, that an operation makes, until its last reference is gone or it is
+resized: without an allocator's rounding and fragmentation, and operations' scratch memory.
 """
 
 import weakref
@@ -28,18 +27,16 @@ from torch.utils._pytree import tree_leaves
 ALIVE = 2**62
 RESIZED = "resize_"
 GATHERED = "gathered weights"
-"""Tag of resized storages: weights that FSDP gathers, frees, and gathers again."""
+"""Tag of resized storages: weights that FSDP gathers and frees"""
 
 
 @dataclass(slots=True)
 class Allocation:
-    """One storage, from its allocation to its release."""
+    """One storage, from allocation to release."""
 
     num_bytes: int
     made_by: str
-    """operation that made the storage"""
     born: int
-    """number of the event that made it"""
     died: int = ALIVE
     tag: str = ""
     """tag of its content; empty for temporary data"""
@@ -47,14 +44,13 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The live storages at the moment of largest use."""
+    """The live storages at largest use."""
 
     total: int
-    """live bytes at the peak"""
     by_tag: Counter[str]
     """bytes by tag; untagged ones are `activations`, which outlive the collective, or `temporary`"""
     largest: tuple[int, str]
-    """bytes of the largest untagged storage, and the operation that made it"""
+    """bytes of the largest untagged storage, and its operation"""
     meeting: str
     """collective in or after which the peak was"""
 
@@ -67,14 +63,13 @@ class _Window:
 
 @dataclass
 class MemoryTracker(TorchDispatchMode):
-    """A mode within which storages are counted."""
+    """A mode that counts storages inside."""
 
     entries: list[Allocation] = field(default_factory=list)
     _alive: dict[int, tuple[Any, Allocation]] = field(default_factory=dict)
     _windows: dict[str, _Window] = field(default_factory=dict)
     _meetings: list[tuple[int, str]] = field(default_factory=list)
     now: int = 0
-    """number of the last event"""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -134,9 +129,7 @@ class MemoryTracker(TorchDispatchMode):
         del self._alive[key]
 
     def tag(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Set the tag of these tensors' storages (for DTensors, of their local parts); uncounted ones are counted from
-        now on.
-        """
+        """Tag these tensors' storages (of DTensors, the local parts); uncounted ones count from now on."""
         for tensor in tensors:
             storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
             self._seen(storage, "")
@@ -144,30 +137,28 @@ class MemoryTracker(TorchDispatchMode):
                 self._alive[storage._cdata][1].tag = name
 
     def meeting(self, name: str) -> None:
-        """Record a collective at this moment."""
+        """Record a collective at this time."""
         self._meetings.append((self.now, name))
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
-        """Record the events inside under this name."""
+        """Record events inside under this name."""
         self._windows[name] = window = _Window(self.now)
         yield
         window.end = self.now
 
     def split(self, window: str, meeting: str) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return a window as two spans of events: until a collective whose name begins with `meeting`,
-        and from there.
-        """
+        """Return a window as two spans of events, split at a collective whose name begins with `meeting`."""
         begin, end = self._windows[window].begin, self._windows[window].end
         at = next((when for when, name in self._meetings if begin <= when and name.startswith(meeting)), end)
         return (begin, min(at, end)), (min(at, end), end)
 
     def span(self, window: str) -> tuple[int, int]:
-        """Return the span of a whole window."""
+        """Return the span of a window."""
         return self._windows[window].begin, self._windows[window].end
 
     def peak(self, span: tuple[int, int], without: Iterable[str] = ()) -> Peak:
-        """Return the peak within a span of events, without storages of the tags `without`."""
+        """Return a span's peak, without storages of the tags `without`."""
         begin, end = span
         entries = [e for e in self.entries if e.born <= end and e.died > begin and e.tag not in set(without)]
         changes: Counter[int] = Counter()

@@ -1,10 +1,10 @@
-"""`trace`: memory and traffic of one rank of a run in each phase, found by running its code without its tensors.
+"""`trace`: one rank's memory and traffic in each phase, from running its code without tensors.
 
     found = trace(cfg, rank=0, size=256)
     found.phases["update"].peak.total
 
-The roles are those of a run, built by the same function over a `PlannedWorld`; their computation is faked
-(`fake_device.py`) and counted (`memory_tracker.py`). The memory of an engine is estimated (`engine.py`).
+Roles are built as in a run, over a `PlannedWorld`; computation is faked (`fake_device.py`) and counted
+(`memory_tracker.py`). An engine's memory is estimated (`engine.py`).
 """
 
 import math
@@ -41,9 +41,7 @@ from spmd_rl.train.stored_model import Stored
 
 
 def num_microbatches(rollout: RolloutConfig, updates: int, num_shards: int, tokens_per_microbatch: int) -> int:
-    """Return the number of micro-batches of each of a step's updates on each data shard, if all samples have maximum
-    length.
-    """
+    """Return the micro-batches per update and data shard if all samples have maximum length."""
     longest = tokens_per_turn(rollout, rollout.max_prompt_tokens)
     samples = rollout.prompts_per_step * rollout.answers_per_prompt / updates / num_shards
     per_microbatch = max(1, tokens_per_microbatch // longest)
@@ -53,9 +51,9 @@ def num_microbatches(rollout: RolloutConfig, updates: int, num_shards: int, toke
 def full_batch(
     algorithm: AlgorithmConfig, longest: int, count: int, tokens_per_microbatch: int, vocabulary: int
 ) -> Batch:
-    """Return a batch of `count` micro-batches, each filled to the last token with samples of one unit.
+    """Return a batch of `count` micro-batches, each full of samples of one unit.
 
-    Every token but the first of a sample counts as sampled, and no two samples begin alike: nothing is saved.
+    Every token but a sample's first counts as sampled, and no two samples begin alike.
     """
     whole, rest = divmod(max(tokens_per_microbatch, longest), longest)
     lengths = [longest] * whole + ([rest] if rest > 1 else [])
@@ -86,47 +84,43 @@ def full_batch(
 
 
 ACCUMULATED = "update: results"
-"""Collective after the last backward pass of an update."""
+"""Collective after an update's last backward pass"""
 SUMS = "update: names of averages"
-"""Broadcast from the last stage of a pipeline to the others."""
+"""Broadcast from the last pipeline stage to the others"""
 WEIGHTS, OPTIMIZER, GRADIENTS = "weights", "optimizer", "gradients"
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Memory and traffic of a role in a phase of a step."""
+    """A role's memory and traffic in a phase."""
 
     role: str
     peak: Peak
-    """peak without other roles that are off the device then"""
+    """peak without other roles that are off the device"""
     travelled: Counter[str]
-    """bytes that arrive at this rank in a step, by kind of collective"""
+    """bytes arriving at this rank in a step, by kind of collective"""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The plan of one rank, by phase."""
+    """The plan of one rank."""
 
     rank: int
     places: dict[str, int]
-    """coordinates along the axes of the policy's layout"""
     held: dict[str, int]
     """permanent bytes, by role and content"""
     phases: dict[str, list[Phase]]
     size: Any
-    """sizes of the policy, a `ModelSize`"""
     config: Any
-    """configuration of its text model"""
     microbatches: int
-    """number in an update of each data shard"""
+    """number per update and data shard"""
     longest: int
-    """tokens of the longest sample"""
 
 
 def trace(cfg: RlConfig, rank: int, size: int) -> Trace:
     """Return the plan of rank `rank` of `size`. UserError if the layout is impossible.
 
-    It runs at most as many micro-batches as can be in flight, and one more, which accumulates gradients.
+    It runs at most as many micro-batches as are in flight, and one that accumulates gradients.
     """
     offload, cfg = cfg.train.offload and cfg.plan.device != "cpu", planned(cfg)
     with ExitStack() as stack:
@@ -142,7 +136,7 @@ def trace(cfg: RlConfig, rank: int, size: int) -> Trace:
 
 
 def planned(cfg: RlConfig) -> RlConfig:
-    """Return settings for a plan: every tensor stays on its device, and nothing is drawn at random."""
+    """Return a plan's settings: tensors stay on their device, and nothing is random."""
     policy = cfg.policy
     if policy.dtype == "auto":
         dtype = "bfloat16" if cfg.plan.device != "cpu" else choose_dtype(torch.device("cpu"))[0]
@@ -160,12 +154,10 @@ def _met(memory: MemoryTracker, fake: FakeDeviceMode, name: str) -> None:
 
 
 class _Trace:
-    """The roles of a run, and their work in a step."""
-
     def __init__(
         self, cfg: RlConfig, offload: bool, world: PlannedWorld, memory: MemoryTracker, fake: FakeDeviceMode
     ) -> None:
-        """Keep the planned objects. offload: weights and moments leave the device while they are unused."""
+        """offload: weights and moments leave the device while unused."""
         self._offload, self._cfg, self._world, self._memory, self._fake = offload, cfg, world, memory, fake
         self._models: dict[str, nn.Module] = {}
         self._phases: dict[str, list[Phase]] = {}
@@ -221,7 +213,7 @@ class _Trace:
         self._memory.tag(f"{name} {OPTIMIZER}", moments.values())
 
     def _batch(self, name: str, vocabulary: int) -> tuple[Batch, int, int]:
-        """Return a batch for a role, its number of micro-batches, and their number in a step."""
+        """Return a role's batch, its number of micro-batches, and that of a step."""
         cfg, layout = self._cfg, self._roles[name].layout
         train, rollout, updates = cfg.role(name).train, cfg.rollout, cfg.train.updates_per_step
         longest, budget = tokens_per_turn(rollout, rollout.max_prompt_tokens), train.tokens_per_microbatch
@@ -264,7 +256,7 @@ class _Trace:
         self._phases.setdefault(phase, []).append(found)
 
     def _peak(self, phase: str, name: str, window: str) -> Peak:
-        """Return the peak of a window; with offload, without weights that are off the device."""
+        """Return a window's peak; with offload, without weights off the device."""
         if not self._offload:
             return self._memory.peak(self._memory.span(window))
         off = [f"{other} {what}" for other in self._roles for what in (WEIGHTS, OPTIMIZER) if other != name]
@@ -289,7 +281,7 @@ def _plain(model: nn.Module) -> nn.Module:
 
 
 def _times(meeting: str, count: int) -> int:
-    """Return how many collectives of a step one of the trace represents: the first micro-batches represent the rest."""
+    """Return how many collectives of a step one of the trace represents: first micro-batches represent the rest."""
     _, found, place = meeting.partition("micro-batch ")
     if not found:
         return 1

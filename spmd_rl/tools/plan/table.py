@@ -1,4 +1,4 @@
-"""The plan of a rank as tables: its memory in each phase, its incoming traffic in a step, and its coordinates."""
+"""A rank's plan as tables: memory in each phase, incoming traffic, coordinates."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,22 +21,20 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """The memory of a phase on one rank."""
+    """A phase's memory on one rank."""
 
     phase: str
     columns: dict[str, int]
-    """bytes by column, of `COLUMNS`"""
     largest: str = ""
-    """largest temporary tensor, and its operation"""
 
     @property
     def total(self) -> int:
-        """Total number of bytes in this phase."""
+        """Bytes of all columns in sum."""
         return sum(self.columns.values())
 
 
 def rows(cfg: RlConfig, found: Trace) -> list[TableRow]:
-    """Return the phases of a training rank's step in order, each with the memory at its peak."""
+    """Return a trainer rank's phases in order, with peak memory."""
     engine, sleeps, made = beside_training(cfg, found.size, found.config), sleeps_while_idle(cfg.train, cfg.plan), []
     for phase in ("publish", GENERATE, "prepare", "update", SAVE):
         parts = [_columns(part) for part in found.phases.get(phase, ())]
@@ -59,7 +57,7 @@ def engine_rows(engine: EngineBytes, sleeps: bool) -> list[TableRow]:
 
 
 def sleeps_while_idle(train: TrainConfig, plan: PlanConfig) -> bool:
-    """Return True if idle roles are off the device."""
+    """Return True if idle roles leave the device."""
     return train.offload and plan.device != "cpu"
 
 
@@ -88,7 +86,7 @@ def _columns(part: Phase) -> tuple[dict[str, int], str]:
 
 
 def show_map(console: Console, cfg: RlConfig, placement: Placement, found: Sequence[Trace]) -> None:
-    """Print the ranks along each axis, and those that generate."""
+    """Print ranks along each axis, and generator ranks."""
     if found:
         _show_axes(console, cfg, placement.train, found[0])
     where = f"{ranks_do(placement.generate, 'generate')}: " if cfg.placement.is_split else ""
@@ -117,7 +115,7 @@ def _show_axes(console: Console, cfg: RlConfig, ranks: Sequence[int], found: Tra
 
 
 def show_rank(console: Console, found: Trace, table: Sequence[TableRow], measured: Mapping[str, int]) -> None:
-    """Print a rank's memory and incoming traffic. measured: bytes by phase of an earlier run."""
+    """Print a rank's memory and incoming traffic. measured: an earlier run's bytes by phase."""
     place = ", ".join(f"{axis} {at}" for axis, at in found.places.items())
     show_table(console, f"Rank {found.rank} ({place})", table, measured)
     for row in table:

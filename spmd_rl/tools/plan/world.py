@@ -3,8 +3,7 @@
     with planned_world(rank=0, size=256) as world:
         layout = Layout(world, ep=8)
 
-Its process groups are torch's fake ones, of the right sizes, without traffic. Every collective returns as if all ranks
-had sent this rank's data.
+Its process groups are torch's fake ones, without traffic: collectives return as if all ranks had sent this rank's data.
 """
 
 import tempfile
@@ -26,22 +25,22 @@ from spmd_rl.distributed.membership import Membership, Rendezvous
 
 
 class PlannedWorld(World):
-    """A rank of a planned world. Made by `planned_world`."""
+    """A rank of a planned world, made by `planned_world`."""
 
     def __init__(self, me: Membership, rendezvous: Rendezvous, journal: Journal) -> None:
         super().__init__(me, rendezvous, journal)
         self.on_meeting: Callable[[str], None] = lambda name: None
-        """Callback for the name of each collective that the journal would show."""
+        """Callback for each collective's name"""
         self.told: dict[str, Any] = {}
-        """Data that only other ranks have, by the name of the broadcast or reduction that delivers it."""
+        """Data of other ranks, by name of the broadcast or reduction"""
 
     def subset(self, name: str, ranks: Sequence[int], written: bool = True) -> "PlannedWorld":
-        """Return this world: no plan uses only some of its ranks."""
+        """Return this world: no plan uses some ranks only."""
         assert len(ranks) == self.size
         return self
 
     def gather(self, name: str, record: Any, type: Any = Any) -> list[Any]:
-        """[all] Return this rank's record, as if each rank had sent it."""
+        """[all] Return this rank's record for each rank."""
         return [msgspec.convert(msgspec.to_builtins(record), type)] * self.size
 
     def broadcast(self, name: str, record: Any, src: int = 0) -> Any:
@@ -49,15 +48,15 @@ class PlannedWorld(World):
         return self.told.get(name, record)
 
     def agree(self, name: str, value: Any) -> None:
-        """[all] Do nothing, since one rank agrees with itself."""
+        """[all] Do nothing: one rank agrees with itself."""
 
     def reduce(self, name: str, values: Mapping[str, float], op: Reduction = "sum") -> dict[str, float]:
-        """[all] Reduce as if each rank had these values, except for those in `told`."""
+        """[all] Reduce as if each rank had these values, but for `told`."""
         values = {**values, **self.told.get(name, {})}
         return {key: value * (self.size if op == "sum" else 1) for key, value in values.items()}
 
     def barrier(self, name: str) -> None:
-        """[all] Return at once, since there are no other ranks."""
+        """[all] Return at once: there are no other ranks."""
 
     def collective(self, name: str, *args: Any, **kwargs: Any) -> AbstractContextManager[int]:
         """[all] Report the collective to `on_meeting`, and journal it."""
@@ -67,9 +66,9 @@ class PlannedWorld(World):
 
 @contextmanager
 def planned_world(rank: int, size: int) -> Iterator[PlannedWorld]:
-    """Yield the world of rank `rank` of `size`, on the CPU. This process must not be in a process group.
+    """Yield the world of rank `rank` of `size`, on the CPU, in a process without a group.
 
-    The journal goes to a temporary directory.
+    The journal is temporary.
     """
     me = Membership(rank, size, 0, 1, node="0", launched=False, device=torch.device("cpu"))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)

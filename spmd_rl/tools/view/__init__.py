@@ -3,5 +3,5 @@
     python -m spmd_rl view RUN           # a page on this machine: one process, no network, no other files
     python -m spmd_rl view RUN --text    # the same on a terminal
 
-RUN is a run directory, or a folder of them. Torch-free, and nothing is written.
+RUN is a run directory, or a folder of them. Nothing is written.
 """

@@ -1,4 +1,4 @@
-"""The last metrics of runs in the text format OpenMetrics, which Prometheus and others read."""
+"""Last metrics of runs as OpenMetrics, for Prometheus and others."""
 
 import math
 import re
@@ -14,8 +14,8 @@ Labels = Mapping[str, Any]
 def open_metrics(runs: Mapping[str, tuple[RunData, Mapping[str, Any]]]) -> str:
     """Return the gauges of runs: name -> (its files, its reply to `live`).
 
-    Each metric of `metrics.jsonl` is `spmd_rl_<metric>`; further ones are `spmd_rl_running`, `spmd_rl_step`,
-    `spmd_rl_phase_seconds` of each rank, and `spmd_rl_alarm`, which is 1.
+    Metrics of `metrics.jsonl` are `spmd_rl_<metric>`; further ones are `spmd_rl_running`, `spmd_rl_step`, each rank's
+    `spmd_rl_phase_seconds`, and `spmd_rl_alarm`, which is 1.
     """
     families: dict[str, list[tuple[Labels, float]]] = {}
     for name, (run, live) in runs.items():

@@ -1,4 +1,4 @@
-"""Finds run directories, and reads them again when they change, so a run can be followed while it is being written."""
+"""Finds run directories, and reads them again when they change, to follow a run."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -10,14 +10,13 @@ from spmd_rl.track.run_reader import RunData, read_run
 from spmd_rl.track.trajectories import stamp
 
 MAX_DEPTH = 3
-"""Depth of the search for runs below the named folder."""
 
 
 class RunIndex:
-    """The runs in a folder, by name: the path of their directory below it, or `.` for the folder itself."""
+    """Runs in a folder by name: their path below it, or `.`."""
 
     def __init__(self, root: Path) -> None:
-        """Find the runs. UserError if the folder has no run."""
+        """Find the runs. UserError without any."""
         self.root = root
         if not root.is_dir():
             raise UserError(f"{root}: no such directory")
@@ -25,13 +24,13 @@ class RunIndex:
             raise UserError(f"{root}: no run in it: neither config.yaml with metrics or samples, nor folders with them")
 
     def names(self) -> list[str]:
-        """Return the current names of all runs, the most recently written first."""
+        """Return all runs' names, the most recently written first."""
         folders = [self.root] if _is_run(self.root) else _below(self.root, MAX_DEPTH)
         found = sorted(folders, key=lambda folder: (-_changed(folder), folder))
         return [folder.relative_to(self.root).as_posix() for folder in found]
 
     def read(self, name: str) -> RunData:
-        """Read a run by its name. KeyError for an unknown name."""
+        """Read a run. KeyError for an unknown name."""
         if name not in self.names():
             raise KeyError(f"no run {name!r}")
         return read(self.root / name)
@@ -55,13 +54,12 @@ def _below(folder: Path, depth: int) -> list[Path]:
 
 
 def _changed(folder: Path) -> float:
-    """Return the time at which a run wrote its metrics, or else its settings."""
     path = folder / "metrics.jsonl"
     return (path if path.exists() else folder / "config.yaml").stat().st_mtime
 
 
 def read(folder: Path) -> RunData:
-    """Read a run directory, again if its metrics or settings have changed."""
+    """Read a run directory, again if metrics or settings changed."""
     # The stamps are part of the cache's key, so a changed file is read again.
     return _read(folder, tuple(stamp(folder / name) for name in ("config.yaml", "metrics.jsonl")))
 

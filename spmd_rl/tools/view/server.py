@@ -1,8 +1,8 @@
-"""Serves the page and its data: HTTP on the loopback address, for this machine's user alone.
+"""Serves the page and its data: HTTP on the loopback address, for this machine's user.
 
-Readers need the address, which holds a random key, and must use a name of this machine (`Host`), so that no other
-site's page can read through a DNS name that points here. Text from a model is data: the page puts it into text nodes,
-and its content security policy allows no other script and no other server.
+Readers need the address, which holds a random key, and a name of this machine (`Host`), so that no other site's page
+can read through a DNS name that points here. A model's text only fills text nodes; the content security policy allows
+no other script or server.
 """
 
 import hmac
@@ -37,7 +37,7 @@ Query = Mapping[str, str]
 
 
 class Data:
-    """Data requests of the page, by name. A missing or unknown argument raises KeyError or ValueError."""
+    """Data requests of the page, by name. KeyError or ValueError for arguments missing or unknown."""
 
     def __init__(self, runs: RunIndex) -> None:
         self._runs = runs
@@ -53,7 +53,7 @@ class Data:
         }
 
     def open_metrics(self) -> str:
-        """Return the last metrics of all runs, see `open_metrics`."""
+        """Return all runs' last metrics, see `open_metrics`."""
         runs = {name: self._runs.read(name) for name in self._runs.names()}
         return open_metrics({name: (run, live(run)) for name, run in runs.items()})
 
@@ -61,7 +61,6 @@ class Data:
         return self._runs.read(query["run"])
 
     def _trajectories(self, query: Query) -> list[dict[str, Any]]:
-        """Return the `marked` trajectories of a step, all of a `ticket`, or that of one `answer`."""
         run, kind, step = self._run(query), query["kind"], int(query["step"])
         found = samples(run, kind, step)
         if "marked" in query:
@@ -74,12 +73,12 @@ class Data:
 
 
 class ViewServer(ThreadingHTTPServer):
-    """The server; `url` is the address of the page. OSError if the port is taken."""
+    """The server; `url` is the page's address. OSError if the port is taken."""
 
     daemon_threads = True
 
     def __init__(self, runs: RunIndex, port: int = 0, metrics: bool = False) -> None:
-        """Bind the port; 0 means any free one. metrics: serve numbers at `/metrics` without the key."""
+        """Bind the port; 0: any. metrics: serve numbers at `/metrics` without the key."""
         # Loopback only; samples may hold private data.
         super().__init__(("127.0.0.1", port), Handler)
         self.key = secrets.token_urlsafe(16)
@@ -94,13 +93,13 @@ class ViewServer(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """The handler of one request. Only GET is supported."""
+    """Handler of one request; only GET is supported."""
 
     server: ViewServer
     server_version, sys_version = "spmd_rl", ""
 
     def do_GET(self) -> None:
-        """Answer with the page, with JSON, or with an error as JSON."""
+        """Answer with the page, JSON, or an error as JSON."""
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
         address = urlsplit(self.path)
         key, _, rest = address.path.removeprefix("/").partition("/")
@@ -139,4 +138,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: requests are no news on the terminal."""
+        """Log nothing: requests are no news."""

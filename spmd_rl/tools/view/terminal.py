@@ -1,4 +1,4 @@
-"""The terminal view: tables of runs, steps and samples, and trajectories turn by turn with tokens in colours.
+"""Terminal view: tables of runs, steps and samples, and trajectories by turns with coloured tokens.
 
 Control characters in a model's text are escaped, so that no terminal acts on them.
 """
@@ -27,10 +27,9 @@ from spmd_rl.track.trajectories import TrajectoryRow, mean_score, rows, whole
 
 COLORS = ("none", "logprob", "mask", "advantage", "version")
 WIDTH = 132
-"""Number of columns if the output is no terminal."""
 PALETTE = ("blue", "yellow", "green", "magenta", "cyan", "red")
 IMPROBABLE = ((-4.0, "bold red"), (-2.0, "red"), (-1.0, "yellow"), (-0.3, "cyan"))
-"""Colours of a token by the largest logprob of their range, in nats."""
+"""Colours of a token by its range's largest logprob, in nats"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +37,10 @@ class Selection:
     """The part of a run to show."""
 
     kind: str
-    """Kind of samples, one of `KINDS`."""
     step: int | None
     sample: str | None
-    """Sample as `TICKET.ANSWER`, or `TICKET` for its whole group."""
+    """`TICKET.ANSWER`, or `TICKET` for the whole group"""
     color: str
-    """Meaning of the colours, one of `COLORS`."""
 
 
 def show(runs: RunIndex, place: Selection) -> None:

@@ -1,4 +1,4 @@
-"""The backend `deepspeed`: ZeRO 1, 2 and 3 over all ranks of a role. Torch-free until it builds."""
+"""Backend `deepspeed`: ZeRO 1, 2 and 3 over a role's ranks. Torch-free until it builds."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ ROUTING = ("router_replay", "router_aux_coef", "router_bias_update_speed")
 
 
 def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
-    """Raise a UserError for settings that this backend does not support."""
+    """Raise UserError for settings that are not supported."""
     train, kind = role.train, model.get("model_type")
     if kind in SEEING:
         raise UserError(

@@ -1,6 +1,6 @@
 """`DeepSpeedModel`: a transformers module sharded by ZeRO; or frozen and forward-only.
 
-Stage 3 gathers each parameter for the module that uses it; with stages 1 and 2 each rank has all weights.
+Stage 3 gathers each parameter for the module that uses it; under 1 and 2 each rank has all weights.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -38,27 +38,25 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class GatedAdamW(AdamW):
-    """AdamW over the flat float32 shards with which DeepSpeed replaces the parameters.
+    """AdamW over the flat float32 shards with which DeepSpeed replaces parameters; a step has no effect without
+    `open`."""
 
-    DeepSpeed computes the norm, clips and steps in one call, and masks a norm that is not finite. Here it only supplies
-    gradients: `open` sets their factor, and without `open` a step changes nothing.
-    """
+    # DeepSpeed computes norm, clips and steps in one call, and masks a norm that is not finite. Here it only supplies
+    # gradients.
 
     def __init__(self, parameters: Iterable[Tensor], own: TrainedModelConfig) -> None:
-        """Take the settings of `policy` or `critic`."""
         betas = own.betas[0], own.betas[1]
         super().__init__(parameters, lr=own.lr, betas=betas, eps=own.eps, weight_decay=own.weight_decay, fused=True)
         self._scale: float | None = None
 
     def begin(self, shards: Iterable[Tensor]) -> None:
-        """Create the state of the flat shards, which must exist before the first step so that a checkpoint can be
-        loaded."""
+        """Create the flat shards' state before the first step, for loading a checkpoint."""
         for shard in shards:
             zeros = {name: torch.zeros_like(shard, requires_grad=False) for name in MOMENTS}
             self.state[shard] = {"step": torch.zeros((), device=shard.device), **zeros}
 
     def open(self, lr: float, scale: float | None) -> None:
-        """Let DeepSpeed's next call update at this rate with gradients times `scale`; None: it changes nothing."""
+        """Let DeepSpeed's next call update at this rate with gradients times `scale`; None: not at all."""
         self._scale = scale
         for group in self.param_groups:
             group["lr"] = lr
@@ -119,7 +117,6 @@ class DeepSpeedModel:
         return lambda p: init(module=nn.ParameterList([p]), dtype=self._dtype)
 
     def _fill(self, read: Fill, group: dist.ProcessGroup) -> None:
-        """[all] Read this rank's part of masters and weights."""
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if self._optimizer is not None:
             self._partition = Partition(self._deepspeed.utils, self._engine, trained, group)
@@ -144,7 +141,7 @@ class DeepSpeedModel:
             self._partition.refresh()  # [all]
 
     def run(self, loop: MicrobatchLoop) -> None:
-        """Run all micro-batches of `loop`, see `ShardedModel`."""
+        """Run all micro-batches, see `ShardedModel`."""
         losses: list[Tensor] = []
         num_steps = int(self._steps)
 
@@ -165,7 +162,6 @@ class DeepSpeedModel:
             walk(loop, self._layout, alone(loop), forward, backward)
 
     def _outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
-        """[all] Return the outputs of a micro-batch, see `MicrobatchLoop.finish`."""
         row, head = row_of(micro, self._device, self._dtype), self.module.get_output_embeddings()
         if self._role.name == "critic":
             head.gives_fingerprint = args.is_fingerprint
@@ -185,18 +181,18 @@ class DeepSpeedModel:
         return self._partition.gradients()
 
     def step(self, lr: float, norm: float | None) -> None:
-        """Clip the gradients and update the weights, see `ShardedModel`."""
+        """Clip and update, see `ShardedModel.step`."""
         most = self._role.optimizer.max_grad_norm
         self._optimizer.open(lr, None if norm is None else min(1.0, most / max(norm, most)))
         self._engine.step()  # [all]
         self._steps += norm is not None
 
     def metrics(self) -> Metrics:
-        """Return further metrics of the last update."""
+        """Return no metrics, see `ShardedModel`."""
         return {}
 
     def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight whole, see `ShardedModel`. adapters: see `Adapters.published`."""
+        """Yield every weight whole. adapters: see `Adapters.published`."""
         for name, tensor in self._adapters.published(self._wholes(adapters == "alone"), adapters):  # [all]
             yield from ((part.name, part.of(tensor)) for part in self._parts[name])
         if adapters == "alone":
@@ -205,7 +201,7 @@ class DeepSpeedModel:
             yield from ((part.name, part.of(buffer)) for part in self._parts.get(name, ()))
 
     def _wholes(self, trained_alone: bool) -> Iterator[tuple[str, Tensor]]:
-        """[all] Yield whole parameters in the compute dtype, each valid until the next one."""
+        """[all] Yield whole parameters in the compute dtype, each valid until the next."""
         for name, p in self.module.named_parameters():
             if trained_alone and not p.requires_grad:
                 continue
@@ -232,7 +228,7 @@ class DeepSpeedModel:
         return found
 
     def on_state_loaded(self) -> None:
-        """Refresh what is derived from the tensors of `state`."""
+        """Refresh what derives from `state`."""
         self._adapters.check_scaling()
         if self._partition is not None:
             for kept in self._optimizer.state.values():
@@ -240,15 +236,15 @@ class DeepSpeedModel:
             self._partition.refresh()  # [all]
 
     def wake(self) -> None:
-        """Do nothing: DeepSpeed decides what is offloaded."""
+        """Do nothing: DeepSpeed decides about offloading."""
 
     def sleep(self) -> None:
-        """Offload weights and optimizer state if the settings say so."""
+        """Offload weights and optimizer state, if set."""
         if self._partition is not None:
             self._partition.forget()
 
     def close(self) -> None:
-        """Free all device and host memory; idempotent."""
+        """Free device and host memory; idempotent."""
         if self._engine is not self.module:
             self._engine.destroy()
         self._engine = self.module = nn.Module()
@@ -256,7 +252,7 @@ class DeepSpeedModel:
 
 
 def role_of(module: nn.Module, layout: Layout, role: RoleConfig, read: Fill | None = None) -> Policy | Critic:
-    """[all] Return the role of a model, see `DeepSpeedModel`; a critic's is one `with_value_head`."""
+    """[all] Return a model's role; a critic's is one `with_value_head`."""
     return (Critic if role.name == "critic" else Policy)(DeepSpeedModel(module, layout, role, read), layout, role)
 
 

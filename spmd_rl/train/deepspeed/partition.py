@@ -1,6 +1,6 @@
-"""The flat part of each parameter in this rank's ZeRO optimizer: float32 master, moments and gradient.
+"""Flat part of each parameter in this rank's ZeRO optimizer: float32 master, moments and gradient.
 
-A flat part is a union of a few rectangles (`boxes`), so each rank saves and loads its part without communication.
+It is a union of a few rectangles (`boxes`), so ranks save and load it without communication.
 """
 
 import math
@@ -17,20 +17,20 @@ from spmd_rl.model.load import Fill, Region
 
 
 class Partition:
-    """This rank's flat parts of the masters, moments and gradients of a model's trained parameters."""
+    """This rank's flat parts of trained parameters."""
 
     def __init__(
         self, utils: ModuleType, engine: Any, parameters: Mapping[str, Parameter], group: dist.ProcessGroup
     ) -> None:
-        """utils: `deepspeed.utils`. engine: DeepSpeed's, over the ranks of `group`, of the trained `parameters`."""
+        """utils: `deepspeed.utils`. engine: DeepSpeed's, over the ranks of `group`."""
         self._utils, self._group, self._parameters = utils, group, parameters
         self._zero, self._optimizer = engine.optimizer, engine.basic_optimizer
         self._is_whole = not any(hasattr(p, "ds_id") for p in self._parameters.values())
         self._copies: list[tuple[Parameter, str, Tensor]] = []
         self.held = {name: self._held(p) for name, p in self._parameters.items()}
-        """Flat elements of each parameter with their masters on this rank"""
+        """Flat elements of each parameter whose masters are on this rank"""
         self.flats: list[Tensor] = [p for group in self._optimizer.param_groups for p in group["params"]]
-        """Float32 tensors that the optimizer steps: masters end to end"""
+        """Float32 masters end to end, which the optimizer steps"""
         if not self._is_whole:
             self.flats = list(self._zero.fp32_partitioned_groups_flat)
 
@@ -44,7 +44,7 @@ class Partition:
         return slice(address.start, address.start + address.numel)
 
     def tensor(self, name: str, moment: str = "") -> Tensor:
-        """Return the live elements `held` of a master, or of one of its moments; see `refresh`."""
+        """Return the live elements `held` of a master or moment; see `refresh`."""
         p, own = self._parameters[name], self.held[name]
         if self._is_whole:
             if own.start == own.stop:
@@ -60,7 +60,7 @@ class Partition:
         return found[: own.stop - own.start]
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return this rank's flat part of each summed gradient, between the last backward pass and the step."""
+        """Return this rank's flat part of each summed gradient, between the last backward and the step."""
         found = {}
         for name, own in self.held.items():
             p = self._parameters[name]
@@ -76,7 +76,7 @@ class Partition:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """[all] Copy what was written into `tensor` to the optimizer and, rounded, to the weights."""
+        """[all] Copy what was written into `tensor` to optimizer and, rounded, weights."""
         for p, moment, found in self._copies:
             if moment:
                 self._utils.safe_set_local_optimizer_state(p, found, moment)
@@ -95,7 +95,7 @@ class Partition:
 
 
 def weights_here(p: Parameter, group: dist.ProcessGroup) -> tuple[slice, Tensor]:
-    """Return the range of a parameter's flat elements on this rank in the compute dtype, and the live elements."""
+    """Return the flat elements of a parameter on this rank in the compute dtype, as range and live tensor."""
     if not hasattr(p, "ds_id"):
         return slice(0, p.numel()), p.data.view(-1)
     # Stage 3 partitions each parameter into equal parts; the last ones are padded.
@@ -106,7 +106,7 @@ def weights_here(p: Parameter, group: dist.ProcessGroup) -> tuple[slice, Tensor]
 
 
 def whole(module: nn.Module) -> Fill:
-    """Return a reader of the module's present weights that stays valid when the module changes."""
+    """Return a reader of present weights that stays valid when the module changes."""
     held = {name: tensor.detach() for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
     return lambda name, region, target: target.copy_(held[name][region])
 
@@ -124,7 +124,7 @@ def spread(module: nn.Module, dtype: torch.dtype, device: torch.device, share: C
 
 
 def pieces(shape: Sequence[int], own: slice, flat: Tensor) -> Iterator[tuple[Region, Tensor]]:
-    """Yield the elements `own` of a tensor of this shape as regions of it, with views of `flat`."""
+    """Yield the elements `own` of a tensor of this shape as regions, with views of `flat`."""
     begin = 0
     for region in boxes(shape, own.start, own.stop):
         sizes = [part.stop - part.start for part in region]
@@ -133,8 +133,7 @@ def pieces(shape: Sequence[int], own: slice, flat: Tensor) -> Iterator[tuple[Reg
 
 
 def boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[Region]:
-    """Yield the flat elements [begin, end) of a tensor as rectangular regions in order, each contiguous in the
-    tensor."""
+    """Yield the flat elements [begin, end) of a tensor as contiguous rectangular regions in order."""
     if begin >= end:
         return
     if not shape:

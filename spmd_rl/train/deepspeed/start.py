@@ -1,6 +1,6 @@
-"""DeepSpeed itself: imported late and quietly, on this program's process groups, compiling nothing.
+"""DeepSpeed, imported late and quietly, on existing process groups, compiling nothing.
 
-`tests/unit/test_deepspeed_contract.py` checks the undocumented behaviour of DeepSpeed that this folder needs.
+`tests/unit/test_deepspeed_contract.py` checks the undocumented behaviour used here.
 """
 
 import logging
@@ -19,46 +19,45 @@ from spmd_rl.config.sections.models import TrainConfig
 from spmd_rl.distributed import World
 
 IMPORT_SECONDS = 600.0
-"""Limit without progress on importing DeepSpeed, which many ranks of a machine read at once."""
+"""Limit without progress on the import, read by many ranks of a machine at once"""
 BUCKET = 2**26
-"""Gradient elements per reduction, for which DeepSpeed allocates buffers."""
+"""Gradient elements per reduction, which have buffers"""
 
 
 class DataParallel:
-    """The `mpu` that DeepSpeed expects; all ranks are data parallel."""
+    """The `mpu` that DeepSpeed expects: all ranks are data parallel."""
 
     def __init__(self, group: dist.ProcessGroup, alone: dist.ProcessGroup | None) -> None:
-        """group: ranks of a role, which may be a subset of the job's. alone: this rank."""
         self._group, self._alone = group, alone
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """Return the group over which state is partitioned and gradients are summed."""
+        """Return the group that shards state and sums gradients."""
         return self._group
 
     def get_data_parallel_world_size(self) -> int:
-        """Return the size of the data-parallel group."""
+        """Return the data-parallel group's size."""
         return dist.get_world_size(self._group)
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's position in the data-parallel group."""
+        """Return this rank's data-parallel position."""
         return dist.get_rank(self._group)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return a group of this rank alone; with None, DeepSpeed would use all ranks of the job, some of which may not
-        train."""
+        """Return a group of this rank alone."""
+        # With None, DeepSpeed would use all ranks of the job, some of which may not train.
         return self._alone
 
     def get_model_parallel_world_size(self) -> int:
-        """Return 1: no two ranks share a layer."""
+        """Return 1: ranks share no layer."""
         return 1
 
     def get_model_parallel_rank(self) -> int:
-        """Return 0, the rank in a group of one."""
+        """Return 0, the only rank there."""
         return 0
 
 
 def start(world: World) -> ModuleType:
-    """Import DeepSpeed and let it use the existing process groups."""
+    """Import DeepSpeed on existing process groups."""
     # Without it DeepSpeed searches for devices, and warns.
     os.environ.setdefault("DS_ACCELERATOR", kind(world.device))
     # A run of one rank has no launcher that sets it.
@@ -82,7 +81,7 @@ def start(world: World) -> ModuleType:
 
 @contextmanager
 def meeting_in(deepspeed: ModuleType, group: dist.ProcessGroup) -> Iterator[None]:
-    """Restrict the barriers of stage 3's setup, which are over all ranks of the job, to `group`."""
+    """Restrict the barriers of stage 3's setup from all ranks of the job to `group`."""
     barrier = deepspeed.comm.barrier
     deepspeed.comm.barrier = lambda *_, **__: dist.barrier(group)  # [all]
     try:
@@ -92,7 +91,7 @@ def meeting_in(deepspeed: ModuleType, group: dist.ProcessGroup) -> Iterator[None
 
 
 def settings(train: TrainConfig, dtype: torch.dtype, on_device: bool) -> dict[str, Any]:
-    """Return DeepSpeed's settings, without clipping and micro-batch counts, which this program handles."""
+    """Return DeepSpeed's settings, without clipping and micro-batch counts."""
     host = {"device": "cpu", "pin_memory": on_device}
     zero = {
         "stage": train.stage,

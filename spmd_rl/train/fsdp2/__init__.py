@@ -1,4 +1,4 @@
-"""The backend `fsdp2`: `fully_shard` over all ranks, and every axis of a layout. Torch-free until it builds."""
+"""Backend `fsdp2`: `fully_shard`, and every axis of a layout. Torch-free until it builds."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from spmd_rl.config.sections.models import OPTIMIZERS, RoleConfig
 
 
 def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
-    """Raise a UserError for settings that this backend does not support."""
+    """Raise UserError for settings that are not supported."""
     train = role.train
     if model.get("model_type") in SEEING:
         _refuse_with_pictures(role, model["model_type"])

@@ -1,4 +1,4 @@
-"""The policy, its frozen reference and the critic on `FSDP2Model`: their outputs, and `build`."""
+"""Policy, frozen reference and critic on `FSDP2Model`, and `build`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,36 +29,36 @@ class FSDP2Policy(FSDP2Model):
         super().__init__(model, *args)
 
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
-        """Return the outputs of the last chunk, see `FSDP2Model`."""
+        """Return the last chunk's outputs, see `FSDP2Model`."""
         row = self.row(micro)
         aim(self.module.get_output_embeddings(), micro, row, args, self.device)
         return parts(self.predictions(micro, row), args)
 
 
 class FSDP2Value(FSDP2Model):
-    """A language model `with_value_head` that returns the value before each token."""
+    """A language model `with_value_head` that returns values before tokens."""
 
     trains_head = True
 
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
-        """Return the outputs of the last chunk, see `FSDP2Model`."""
+        """Return the last chunk's outputs, see `FSDP2Model`."""
         self.module.get_output_embeddings().gives_fingerprint = args.is_fingerprint
         return (self.predictions(micro, self.row(micro))[:, 0].float(),)
 
 
 def policy_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable[..., None] | None = None) -> Policy:
-    """[all] Return the policy or reference of a causal language model; see `FSDP2Model`."""
+    """[all] Return the policy or reference of a causal LM."""
     made = FSDP2Policy(model, layout, role.train, getattr(torch, role.dtype), role.optimizer, load)
     return Policy(made, layout, role)
 
 
 def critic_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable[..., None] | None = None) -> Critic:
-    """[all] Return the critic of a model `with_value_head`; see `FSDP2Model`."""
+    """[all] Return the critic of a model `with_value_head`."""
     return Critic(FSDP2Value(model, layout, role.train, getattr(torch, role.dtype), role.optimizer, load), layout, role)
 
 
 def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
-    """[all] Build the role on FSDP2. The journal's line `loaded` counts the bytes that this rank read."""
+    """[all] Build the role; the journal's `loaded` counts bytes read."""
     if role.train.deterministic:
         fix_workspace()
     held = getattr(torch, role.held_dtype)

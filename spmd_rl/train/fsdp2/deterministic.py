@@ -1,4 +1,4 @@
-"""`train.deterministic`: forward and backward passes with a fixed summation order, also on a GPU."""
+"""`train.deterministic`: passes with a fixed summation order, also on a GPU."""
 
 import os
 from collections.abc import Iterator
@@ -8,13 +8,13 @@ import torch
 
 
 def fix_workspace() -> None:
-    """Make cuBLAS use fixed-size workspaces; call before the first matrix product of the process."""
+    """Fix the size of cuBLAS workspaces; call before the process's first matrix product."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Make torch use deterministic algorithms inside, and raise for operations without one."""
+    """Use torch's deterministic algorithms inside; operations without one raise."""
     # Not for the whole process: the engine samples with `cumsum`, which has no deterministic GPU algorithm in torch.
     chosen, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)

@@ -1,10 +1,9 @@
-"""Expert parallelism: each rank along `ep` holds some experts of every layer, sharded by FSDP over the other ranks.
+"""Expert parallelism: each rank along `ep` holds some experts of every layer, sharded by FSDP over other ranks.
 
-    spread_experts(model, layout)  # [all] before FSDP shards the model
+spread_experts(model, layout) # [all] before FSDP shards the model
 
-An expert's gradient already includes the tokens of all `ep` ranks, so it is summed only over `expert_fsdp` and the
-model's copies. Tensor-parallel ranks have different tokens outside attention, so experts treat them like any other
-ranks: each expert is whole on one of `ep` ranks.
+An expert's gradient includes all `ep` ranks' tokens, so it is summed only over `expert_fsdp` and copies.
+Tensor-parallel ranks, with different tokens outside attention, count as any others.
 """
 
 import torch
@@ -19,9 +18,9 @@ from spmd_rl.model.moe import is_supported, num_experts, spread, stacked_experts
 
 @torch.no_grad()
 def spread_experts(model: nn.Module, layout: Layout) -> None:
-    """[all] Keep only this rank's experts, in place, and add the exchange of tokens to each layer's forward.
+    """[all] Keep this rank's experts, in place, and exchange tokens in each layer's forward.
 
-    UserError, naming the setting, if the layout does not fit the model's experts, or if it has no experts.
+    UserError, naming the setting, if the layout does not fit the experts, or there are none.
     """
     ep, name = layout.size("ep"), model.config.name_or_path or type(model).__name__
     count = num_experts(model.config.get_text_config())

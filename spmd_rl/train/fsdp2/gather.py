@@ -1,7 +1,7 @@
 """Whole weights from shards, for publishing: few large gathers in the compute dtype through reused buffers.
 
-FSDP's gather costs several times as much: it allocates for every layer, and touching fresh memory is slower than
-copying. Casting before the gather halves the traffic, and rounds as the forward pass does.
+FSDP's gather costs several times as much, by allocating for every layer. Casting first halves the traffic, and rounds
+as the forward pass does.
 """
 
 import math
@@ -17,9 +17,9 @@ from spmd_rl.distributed import Layout
 from spmd_rl.train.fsdp2.tensor_parallel import shape_of_share, whole
 
 BUCKET_BYTES = 2**25
-"""Bytes per gather on the CPU; a larger parameter goes alone."""
+"""Bytes per gather on the CPU; larger parameters go alone"""
 DEVICE_BUCKET_BYTES = 2**28
-"""Bytes per gather on devices, where launch latency dominates and grows with the number of ranks."""
+"""Bytes per gather on devices, where launch latency grows with ranks"""
 
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,9 +29,9 @@ Bucket = list[tuple[str, DTensor]]
 
 
 class Gather:
-    """The gather of one model's parameters, each sharded in one dimension over one mesh axis by `fully_shard`.
+    """Gather of parameters, each sharded in one dimension over one mesh axis by `fully_shard`.
 
-    Gathers stay inside one copy of the model. Tensor-parallel parameters are joined in a second stage, one by one.
+    Gathers stay inside a copy of the model. Tensor-parallel parameters are joined afterwards, one by one.
     """
 
     def __init__(self, parameters: Mapping[str, DTensor], dtype: torch.dtype, layout: Layout) -> None:
@@ -44,7 +44,7 @@ class Gather:
 
     @torch.no_grad()
     def whole(self, parameters: Mapping[str, DTensor]) -> Iterator[tuple[str, Tensor]]:
-        """[all] Yield each parameter whole: name and contiguous tensor, valid until the next one."""
+        """[all] Yield each parameter whole and contiguous, valid until the next."""
         buffers = _Buffers()
         for names in self._names:
             bucket = [(name, parameters[name]) for name in names]
@@ -74,7 +74,7 @@ class Gather:
 
 
 def _whole(column: Tensor, parameter: DTensor, layout: Layout) -> Tensor:
-    """Return the tensor that all ranks of a copy hold together, from their pieces [ranks, piece]."""
+    """Return the tensor of a copy's ranks from their pieces [ranks, piece]."""
     axis, dim, shape = _axis(parameter), _dim(parameter), shape_of_share(parameter, layout)
     # Ranks along `ep` are neighbours, and each of them has experts of its own, which it shares with those of other `ep`
     parts = column.view(layout.size(axis), -1, column.shape[1]).transpose(0, 1)
@@ -87,7 +87,7 @@ def _whole(column: Tensor, parameter: DTensor, layout: Layout) -> Tensor:
 
 
 def _group(parameter: DTensor, layout: Layout) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that together hold a parameter, or all experts of a layer."""
+    """Return the group of ranks that hold a parameter, or a layer's experts."""
     return layout.group("fsdp") if _axis(parameter) == "fsdp" else layout.expert_group
 
 
@@ -100,7 +100,7 @@ def _dim(parameter: DTensor) -> int:
 
 
 def _piece(parameter: DTensor, layout: Layout) -> int:
-    """Return the elements of the largest shard: FSDP splits a dimension like `torch.chunk`."""
+    """Return the largest shard's elements: FSDP splits like `torch.chunk`."""
     shape, dim, size = list(shape_of_share(parameter, layout)), _dim(parameter), layout.size(_axis(parameter))
     if _axis(parameter) == "expert_fsdp":
         # Expert parallelism split the first dimension before FSDP.
@@ -109,7 +109,7 @@ def _piece(parameter: DTensor, layout: Layout) -> int:
 
 
 def _buckets(parameters: Mapping[str, DTensor], itemsize: int, room_bytes: int, layout: Layout) -> Iterator[Bucket]:
-    """Yield buckets in order, at most `room_bytes` each unless of a single parameter, each of one group."""
+    """Yield buckets in order, each of one group and at most `room_bytes`, or one parameter."""
     bucket: Bucket = []
     room = room_bytes
     for name, parameter in parameters.items():
@@ -124,8 +124,6 @@ def _buckets(parameters: Mapping[str, DTensor], itemsize: int, room_bytes: int, 
 
 
 class _Buffers:
-    """Flat scratch tensors that grow, kept for the whole publish."""
-
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
 

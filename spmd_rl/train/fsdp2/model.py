@@ -1,7 +1,6 @@
-"""`FSDP2Model`: a module sharded over its layout's ranks, with an optimizer; or frozen and forward-only.
+"""`FSDP2Model`: a module sharded over its layout, with an optimizer; or frozen and forward-only.
 
-Trainable parameters are float32 shards, gathered in the compute dtype layer by layer. `backend.py` defines the outputs
-of the policy and the critic.
+Trainable parameters are float32 shards, gathered in the compute dtype layer by layer.
 """
 
 import zlib
@@ -48,29 +47,28 @@ from spmd_rl.train.row import Row, filled_up, row_of
 from spmd_rl.train.state import MODEL, OPTIMIZER, Shard, shards_of
 
 FIRST, GROWS_AFTER = 2.0**15, 200
-"""Initial factor, and good updates after which it doubles."""
+"""Initial factor, and good updates before it doubles"""
 
 
 class LossScale:
-    """A factor on the loss that keeps float16 gradients in range (Micikevicius et al., arXiv 1710.03740); equal on all
+    """Factor on the loss that keeps float16 gradients in range (Micikevicius et al., arXiv 1710.03740); equal on all
     ranks.
 
-    An overflowing gradient skips its update, like any non-finite one, and halves the factor; many good ones double it.
-    In other dtypes it is always 1.
+    An overflow skips its update and halves the factor; many good updates double it. In other dtypes it is 1.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.is_used = dtype == torch.float16
         self.state: Tensor = torch.tensor([FIRST if self.is_used else 1.0, 0.0])
-        """float32 [2], live: the factor, and good updates since its last change"""
+        """float32 [2], live: factor, and good updates since its last change"""
 
     @property
     def factor(self) -> float:
-        """Present factor, a power of two, so that it rounds nothing."""
+        """Present factor, a power of two, which rounds nothing."""
         return float(self.state[0])
 
     def update(self, skipped: bool) -> None:
-        """Adapt the factor after an update. skipped: its gradient was not finite."""
+        """Adapt the factor. skipped: the gradient was not finite."""
         if not self.is_used:
             return
         self.state[1] = 0 if skipped else self.state[1] + 1
@@ -79,7 +77,7 @@ class LossScale:
 
 
 def watch(replay: Replay, model: nn.Module) -> None:
-    """Hook this rank's layers and routers, before FSDP shards them."""
+    """Hook this rank's layers and routers before FSDP shards them."""
     for layer in decoder_layers(model) if replay.places else ():
         layer.register_forward_pre_hook(partial(_before, replay), with_kwargs=True)
     for name, module in model.named_modules():
@@ -102,7 +100,7 @@ def _replace(
 
 
 def freeze(model: nn.Module, optimizer: TrainedModelConfig | None) -> None:
-    """Freeze a model without an optimizer, and a vision tower that is not trained, in place."""
+    """Freeze a model without optimizer, or a vision tower not to train."""
     if optimizer is None:
         model.requires_grad_(False)
     elif hasattr(model, "tower") and optimizer.freeze_vision_tower:
@@ -110,17 +108,17 @@ def freeze(model: nn.Module, optimizer: TrainedModelConfig | None) -> None:
             p.requires_grad_(False)
 
 
+# Seconds without progress that compiling one shape may take.
 COMPILE_SECONDS = 3600.0
-"""Limit without progress on compiling one shape."""
 
 
 class FSDP2Model(ABC):
     """A `train.base.ShardedModel` on FSDP2."""
 
     size_of = staticmethod(ModelSize.of)
-    """Function that counts the weights of a model that is not sharded yet"""
+    """Function that counts an unsharded model's weights"""
     trains_head = False
-    """True if the output embedding is trained in addition to adapters, as a value head that starts at 0 must be"""
+    """True if adapters leave the output embedding trained: a value head starts at 0"""
 
     def __init__(
         self,
@@ -133,7 +131,7 @@ class FSDP2Model(ABC):
     ) -> None:
         """[all] Take over `model`: whole, or on the meta device with `load` to fill this rank's shards.
 
-        dtype: compute dtype. Trained parameters are float32, frozen ones of any dtype; all without `optimizer`.
+        dtype: of computation. Trained parameters are float32, frozen ones (all without `optimizer`) of any dtype.
         """
         self._layout, self._world, self._train, self._dtype = layout, layout.world, train, dtype
         self.device = layout.world.device
@@ -184,7 +182,7 @@ class FSDP2Model(ABC):
         self.sleep()
 
     def run(self, loop: MicrobatchLoop) -> None:
-        """Run all micro-batches of `loop`, see `ShardedModel`."""
+        """Run all micro-batches, see `ShardedModel`."""
         stage, scales = self._pipeline, loop.is_trained and self._loss_scale.is_used
         num_steps = self._optimizer.num_steps if loop.is_trained else 0
         if loop.is_trained:
@@ -221,7 +219,7 @@ class FSDP2Model(ABC):
 
     @abstractmethod
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
-        """[stage] Return the outputs of the last chunk for a micro-batch: see `MicrobatchLoop.finish`."""
+        """[stage] Return the last chunk's outputs, see `MicrobatchLoop.finish`."""
 
     def gradients(self) -> dict[str, Tensor]:
         """Return this rank's gradients, see `ShardedModel`."""
@@ -230,7 +228,7 @@ class FSDP2Model(ABC):
         return self._optimizer.counted_grads(1 / self._loss_scale.factor)  # [all]
 
     def step(self, lr: float, norm: float | None) -> None:
-        """Clip the gradients and update the weights, see `ShardedModel`."""
+        """Clip and update, see `ShardedModel.step`."""
         self._changed = 0.0
         if norm is not None:
             self._changed = self._optimizer.step(lr, norm)
@@ -245,7 +243,7 @@ class FSDP2Model(ABC):
                 self._moments.to_host()
 
     def metrics(self) -> Metrics:
-        """Return further metrics of the last update."""
+        """Return metrics of the last update."""
         found: Metrics = {}
         # Equal on all ranks, so the collective is safe.
         if self._optimizer.rounds:
@@ -256,13 +254,12 @@ class FSDP2Model(ABC):
         return found | self._routing.metrics() | self._replay.metrics()  # [all]
 
     def row(self, micro: Batch) -> Row:
-        """Return this rank's row of a micro-batch."""
+        """Return a micro-batch as this rank's row."""
         tp, processor = self._layout.size("tp"), self._tower and self._tower.processor
         return row_of(micro, self.device, self._dtype, tp, self._context, self._replay.of_row, processor)
 
     def _run(self, row: Row, kept: Tensor | int) -> Tensor:
-        """[stage] Run the step's chunk of the model on a row; return its output, at the end for the `kept` tokens: [1,
-        n, ..]."""
+        """[stage] Run the step's chunk on a row; return its output, at the end for `kept` tokens, [1, n, ..]."""
         device = self.device
         if self._pipeline.is_first:
             tokens = {"input_ids": to_device(row.token_ids[None], device)}
@@ -280,9 +277,9 @@ class FSDP2Model(ABC):
             return self.module(**tokens, **common, logits_to_keep=kept).logits
 
     def predictions(self, micro: Batch, row: Row) -> Tensor:
-        """[stage] Return the output embedding's results for the tokens of the loss mask: [N, ..].
+        """[stage] Return the output embedding's results for the loss mask's tokens, [N, ..]; last chunk only.
 
-        Last chunk only. Its input is the kept hidden states of `row`, in order, padded by `filled_up`.
+        Its input is hidden states of `row.keep`, padded by `filled_up`.
         """
         device = self.device
         # The output's projection runs only where a target is predicted.
@@ -294,13 +291,13 @@ class FSDP2Model(ABC):
 
     @contextmanager
     def _around(self) -> Iterator[None]:
-        """Enter the context of each forward and backward pass: any new shape may have to be compiled."""
+        # Any new shape may have to be compiled.
         patience = self._world.journal.extend_timeout(COMPILE_SECONDS) if self._train.compile else nullcontext()
         with patience, deterministic() if self._train.deterministic else nullcontext():
             yield
 
     def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight whole, bitwise equal to the forward pass's. adapters: see `Adapters.published`."""
+        """Yield every weight whole, bitwise as in the forward pass. adapters: see `Adapters.published`."""
         wholes = self.whole_parameters(trained_alone=adapters == "alone")
         for name, tensor in self._adapters.published(wholes, adapters):  # [all]
             yield from ((part.name, part.of(tensor)) for part in self._parts[name])
@@ -310,7 +307,7 @@ class FSDP2Model(ABC):
             yield from ((part.name, part.of(buffer)) for part in self._parts.get(name, ()))
 
     def whole_parameters(self, trained_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """[all] Yield the same by parameter, whole, including parameters that are stored in parts."""
+        """[all] Yield whole parameters, also those stored in parts."""
         shard.reshard(self.module)
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad or not trained_alone}
         if trained_alone not in self._gathers:  # [all] like this whole method
@@ -323,7 +320,7 @@ class FSDP2Model(ABC):
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return the live tensors of `state` by parameter: unfrozen ones under `model`, and `optimizer`.
 
-        A frozen model has all parameters there, since a reference may follow the policy.
+        A frozen model has all there: a reference may follow the policy.
         """
         shard.reshard(self.module)
         frozen = self._optimizer is None
@@ -360,7 +357,7 @@ class FSDP2Model(ABC):
         return found
 
     def on_state_loaded(self) -> None:
-        """Refresh what is derived from the tensors of `state`."""
+        """Refresh what derives from `state`."""
         self._adapters.check_scaling()
         self._weights.changed()
         self._moments.changed()
@@ -372,7 +369,7 @@ class FSDP2Model(ABC):
         self._weights.to_device()
 
     def sleep(self) -> None:
-        """Offload weights and optimizer state if the settings say so."""
+        """Offload weights and optimizer state, if set."""
         if self.offloads:
             shard.reshard(self.module)
             with self._world.journal.kind("copy"):
@@ -380,7 +377,7 @@ class FSDP2Model(ABC):
                 self._moments.to_host()
 
     def close(self) -> None:
-        """Free all device and host memory; idempotent."""
+        """Free device and host memory; idempotent."""
         self.module, self._optimizer = nn.Module(), None
         self._weights = self._moments = Offload(())
 

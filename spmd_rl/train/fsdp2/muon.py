@@ -1,15 +1,8 @@
 """Muon over sharded matrices: momentum whose singular values are all made about 1 (Jordan et al., 2024).
 
-    names = matrices(model)                                # of the whole model, before it is cut and sharded
-    muon = Muon(parameters, names, layout, settings)
-    muon.step(lr)                                          # [all]
-
-Muon trains the two-dimensional weights of layers and each expert's matrices; AdamW trains embeddings, output embedding,
-norms and biases. A step has the root mean square of AdamW's, so one learning rate serves both (Liu et al., arXiv
-2502.16982). A mixture's matrices are those of its checkpoint, one per expert.
-
-The ranks of a copy gather the matrices in bfloat16 and orthogonalise every n-th one each, then broadcast it. So every
-layout takes the same steps, up to the rounding of the gradients.
+Muon trains layers' matrices, in mixtures those of each expert; AdamW embeddings, output embedding, norms and biases.
+Steps have AdamW's root mean square, so one learning rate serves both (Liu et al., arXiv 2502.16982). A copy's ranks
+gather matrices in bfloat16, orthogonalise every n-th one each, and broadcast it.
 """
 
 import math
@@ -28,16 +21,16 @@ from spmd_rl.train.fsdp2.gather import Gather
 from spmd_rl.train.fsdp2.shard import decoder_layers
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the odd polynomial of degree five that, iterated, moves all singular values near 1."""
+"""Coefficients of the odd polynomial that moves singular values near 1 when iterated"""
 ITERATIONS, EPS = 5, 1e-7
 ADAMW_RMS = 0.2
-"""Root mean square of AdamW's usual step, in units of the learning rate."""
+"""Root mean square of AdamW's step, in learning rates"""
 
 
 def matrices(model: nn.Module) -> dict[str, int]:
-    """Return the names of the parameters that Muon trains, each with its number of stacked matrices.
+    """Return the parameters that Muon trains, with their numbers of stacked matrices.
 
-    The model must not be sharded yet. Stacked experts count once: their gate and up projections are two matrices.
+    The model must be unsharded. Stacked experts count once; gate and up projections are two.
     """
     stacked = {
         id(p): (experts, key) for experts in stacked_experts(model).values() for key, p in experts.named_parameters()
@@ -52,7 +45,7 @@ def matrices(model: nn.Module) -> dict[str, int]:
 
 
 def orthogonalized(stack: Tensor) -> Tensor:
-    """Return each matrix of [n, A, B] with singular values near 1, by Newton-Schulz iteration; in bfloat16."""
+    """Return the matrices of [n, A, B] with singular values near 1, by Newton-Schulz iteration, in bfloat16."""
     a, b, c = COEFFICIENTS
     is_tall = stack.shape[1] > stack.shape[2]
     x = stack.bfloat16()
@@ -65,7 +58,7 @@ def orthogonalized(stack: Tensor) -> Tensor:
 
 
 class Muon:
-    """Muon on some of a model's parameters, which FSDP has sharded."""
+    """Muon on some parameters, sharded by FSDP."""
 
     def __init__(
         self,
@@ -74,15 +67,15 @@ class Muon:
         layout: Layout,
         settings: TrainedModelConfig,
     ) -> None:
-        """pieces: see `matrices`. The momentum of each parameter exists from the start."""
+        """pieces: see `matrices`. Momentum exists from the start."""
         self._parameters, self._pieces, self._layout = parameters, pieces, layout
         self._momentum, self._weight_decay = settings.muon_momentum, settings.weight_decay
         self.buffers = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        """Running means of the gradients, sharded like the parameters."""
+        """Running means of gradients, sharded as parameters"""
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """[all] Update from the gradients, which are replaced by this step's direction."""
+        """[all] Update from gradients, which become the step's direction."""
         known = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         for name, grad in known.items():
             buffer = local(self.buffers[name]).lerp_(local(grad), 1 - self._momentum)
@@ -95,7 +88,7 @@ class Muon:
             local(p).detach().mul_(1 - lr * self._weight_decay).add_(direction[owned_region(p)], alpha=-rate)
 
     def _directions(self, gradients: Mapping[str, DTensor]) -> Iterator[tuple[str, Tensor]]:
-        """[all] Yield each gradient whole and orthogonalised, in bfloat16; the ranks of a copy share the work."""
+        """[all] Yield gradients whole and orthogonalised, in bfloat16; a copy's ranks share the work."""
         group, size, rank = self._layout.group("fsdp"), self._layout.size("fsdp"), self._layout.rank("fsdp")
         gather = Gather(gradients, torch.bfloat16, self._layout)
         turn: list[tuple[str, torch.Size]] = []
@@ -112,8 +105,7 @@ class Muon:
     def _dealt_out(
         self, turn: list[tuple[str, torch.Size]], mine: Tensor, group: dist.ProcessGroup | None, rank: int
     ) -> Iterator[tuple[str, Tensor]]:
-        """[all] Yield the parameters of one turn, at most one per rank, each broadcast from the rank that
-        orthogonalised it."""
+        """[all] Yield one turn's parameters, at most one per rank, broadcast by the rank that orthogonalised each."""
         device = self._layout.world.device
         if rank < len(turn):
             name, shape = turn[rank]

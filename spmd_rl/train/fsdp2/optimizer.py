@@ -1,7 +1,6 @@
-"""AdamW, optionally with Muon, over sharded parameters: clipping by the global norm, state that exists from the start.
+"""AdamW, optionally with Muon, over sharded parameters, with state from the start.
 
-AdamW works on this rank's shards as plain tensors, so parameters on different meshes need no special case. Muon needs
-whole matrices, see `muon.py`.
+AdamW works on local shards as plain tensors, so meshes may differ. Muon needs whole matrices, see `muon.py`.
 """
 
 from collections.abc import Mapping
@@ -19,21 +18,20 @@ from spmd_rl.train.fsdp2.tensor_parallel import complete_gradients, is_repeated
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = ("momentum_buffer",)
-"""Names of AdamW's and Muon's state in a checkpoint, as in torch."""
+"""State names in a checkpoint, as in torch"""
 LARGE, SAMPLED = 2**15, 2**12
-"""Size above which changed weights are estimated for a shard, and the least number of elements sampled."""
+"""Size above which changed weights are sampled, and the least sample"""
 
 
 def counts_once(name: str, parameter: Tensor, layout: Layout, pipeline: Pipeline, copy: int) -> bool:
-    """Return True if a parameter's elements on this rank count in sums over all ranks; `copy` is the one that
-    counts."""
+    """Return True if a parameter's elements here count in sums over all ranks. copy: the one that counts."""
     if layout.rank("dp_replicate") != copy or not pipeline.counts_here(name):
         return False
     return layout.rank("tp") == 0 or not is_repeated(parameter)
 
 
 class Optimizer:
-    """The optimizer of a model's trainable parameters; settings from `policy` or `critic`."""
+    """Optimizer of a model's trainable parameters."""
 
     def __init__(
         self,
@@ -44,13 +42,13 @@ class Optimizer:
         pipeline: Pipeline,
         matrices: Mapping[str, int],
     ) -> None:
-        """dtype: compute dtype. matrices: the whole model's parameters for Muon; none for AdamW alone."""
+        """dtype: of computation. matrices: whole-model parameters for Muon."""
         self._layout, self._dtype, self._pipeline, self._matrices = layout, dtype, pipeline, matrices
         self._max_norm = settings.max_grad_norm
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._shards = {name: local(p).detach() for name, p in self._parameters.items()}
         self.rounds = any(dtype.itemsize < shard.dtype.itemsize for shard in self._shards.values())
-        """True if the compute dtype is narrower than the masters', so that a step may leave weights unchanged."""
+        """True if the compute dtype is narrower than the masters', so that steps may leave weights unchanged"""
         others = {name: p for name, p in self._parameters.items() if name not in matrices}
         self._muon = Muon({n: p for n, p in self._parameters.items() if n in matrices}, matrices, layout, settings)
         self._moments = {f"{name}.{m}": torch.zeros_like(p) for name, p in others.items() for m in MOMENTS}
@@ -68,18 +66,17 @@ class Optimizer:
             shard, moments = self._shards[name], {m: local(self._moments[f"{name}.{m}"]) for m in MOMENTS}
             self._adamw.state[shard] = {"step": torch.zeros((), device=shard.device), **moments}
         self._steps = torch.zeros(())
-        """Steps of AdamW, equal for all its parameters and on all ranks"""
         self._moments |= {f"{name}.{m}": buffer for name, buffer in self._muon.buffers.items() for m in MOMENTUM}
 
     @property
     def num_steps(self) -> int:
-        """Number of steps taken, without skipped updates."""
+        """Steps taken, without skipped updates."""
         return int(self._steps)
 
     def counted_grads(self, factor: float = 1.0) -> dict[str, Tensor]:
-        """[all] Return this rank's gradients by parameter: over all ranks each element is there once.
+        """[all] Return this rank's gradients by parameter; each element is on one rank.
 
-        factor: multiplies the gradients first, in place.
+        factor: multiplies them first, in place.
         """
         grads = self._local_grads()
         if factor != 1.0 and grads:
@@ -93,11 +90,10 @@ class Optimizer:
         return {name: grad for name, grad in grads.items() if self.counts_here(name)}
 
     def step(self, lr: float, norm: float) -> float:
-        """[all] Clip the gradients, whose global norm is `norm`, and update at learning rate `lr`.
+        """[all] Clip gradients of global norm `norm`, and update at `lr`.
 
-        Returns the number of this rank's weights that change in the compute dtype, as the engine gets them; the sum
-        over ranks counts each once. For large parameters it is an estimate from `SAMPLED` or more elements. 0 unless
-        `rounds`.
+        Returns the number of this rank's weights that change in the compute dtype, 0 unless `rounds`; ranks' numbers
+        add up. Large parameters are estimated from at least `SAMPLED` elements.
         """
         before = {name: self._sample(shard) for name, shard in self._shards.items()} if self.rounds else {}
         grads = self._local_grads()
@@ -122,12 +118,11 @@ class Optimizer:
         return shard.reshape(-1)[::stride].to(self._dtype)
 
     def counts_here(self, name: str, copy: int = 0) -> bool:
-        """Return True if a parameter's elements on this rank count in sums over all ranks, each once and on one
-        copy."""
+        """Return True if a parameter's elements here count in sums over ranks, once, on copy `copy`."""
         return counts_once(name, self._parameters[name], self._layout, self._pipeline, copy)
 
     def zero_grad(self) -> None:
-        """Free the gradients of all parameters."""
+        """Free the gradients of parameters."""
         for tensor in (*self._parameters.values(), *self._shards.values()):
             tensor.grad = None
 
@@ -135,18 +130,18 @@ class Optimizer:
         return {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return sharded tensors `<parameter>.exp_avg` etc., and one `step` for all parameters of AdamW."""
+        """Return sharded tensors `<parameter>.exp_avg` etc., and AdamW's `step`."""
         return {"step": self._steps} | self._moments
 
     def on_state_loaded(self) -> None:
-        """Restore AdamW's step counts per parameter, after the tensors of `state_dict` were overwritten."""
+        """Restore AdamW's step counts after `state_dict` was overwritten."""
         for own in self._adamw.state.values():
             own["step"].copy_(self._steps)
 
     def kinds(self, name: str) -> tuple[str, ...]:
-        """Return the names of the optimizer's state for a trained parameter of the whole model."""
+        """Return names of a trained parameter's optimizer state."""
         return MOMENTUM if name in self._matrices else MOMENTS
 
     def moments(self) -> list[Tensor]:
-        """Return the live state tensors that are as large as the parameters."""
+        """Return live state tensors of the parameters' size."""
         return list(self._moments.values())

@@ -1,9 +1,8 @@
-"""`Pipeline`: this rank's stage of a pipeline, and the messages between stages.
+"""`Pipeline`: this rank's stage, and the messages between stages.
 
-Hidden states go down from the first stage to the last one, and their gradients up; with several chunks a stage, from
-the last stage around to the first one's next chunk. All ranks of a block hold the same batch, so each knows the shape
-of every message. Each direction has a separate process group, and the wrap-around another, so that messages between two
-ranks keep one order; sends do not block, so no two stages wait for each other.
+Hidden states go down, gradients up; with several chunks, from the last stage on to the first's next chunk. A block's
+ranks hold the same batch, so each knows all shapes. Each direction, and the wrap-around, has a process group, which
+keeps messages in order; sends do not block, so stages cannot deadlock.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,21 +18,18 @@ from spmd_rl.train.pipeline import Step, forward_only, one_forward_one_backward
 
 
 class Pipeline:
-    """One stage; with `pp` 1 the only one, without messages."""
+    """One stage, without messages if `pp` is 1."""
 
     def __init__(self, model: nn.Module, layout: Layout, dtype: torch.dtype, vpp: int = 1) -> None:
-        """[all] Reduce `model`, in place, to the `vpp` chunks that this stage computes. UserError: see `cut`.
-
-        dtype: of hidden states.
-        """
+        """[all] Reduce `model`, in place, to this stage's `vpp` chunks. dtype: of hidden states. UserError: see
+        `cut`."""
         self.held: dict[str, Held]
-        """Parameters of the whole model by name."""
         self.held, self._chunks = cut(model, layout, vpp)
         self.stage, self.num_stages = layout.rank("pp"), layout.size("pp")
         self.has_end = self.stage == self.num_stages - 1
-        """True if the model's last chunk, and thus its output, is on this rank."""
+        """True if the model's output is on this rank"""
         self.elsewhere = [name for name, held in self.held.items() if self.stage not in held.stages]
-        """Names of the parameters that are not on this stage."""
+        """Names of parameters on other stages"""
         self._layout, self._dtype, self._vpp = layout, dtype, vpp
         self._width = model.config.get_text_config().hidden_size
         self._received: Tensor | None = None
@@ -58,22 +54,21 @@ class Pipeline:
         return one_forward_one_backward(self.stage, self.num_stages, count, self._vpp)
 
     def begin(self, step: Step) -> None:
-        """Set the step, and with its chunk the context of the calls until the next `begin`."""
+        """Set the step, hence the chunk of calls until the next `begin`."""
         self._chunks.current, self._received = step.chunk, None
 
     @property
     def is_first(self) -> bool:
-        """True if the step's chunk begins with the input embedding."""
+        """True if the chunk begins with the input embedding."""
         return self.stage == 0 and self._chunks.current == 0
 
     @property
     def is_last(self) -> bool:
-        """True if the step's chunk ends with the model's output."""
+        """True if the chunk ends with the model's output."""
         return self.has_end and self._chunks.current == self._vpp - 1
 
     def receive(self, num_tokens: int) -> Tensor:
-        """[stage] Return the hidden states of the next micro-batch from the previous chunk: [1, num_tokens, hidden
-        size]."""
+        """[stage] Return the next micro-batch's hidden states from the previous chunk: [1, num_tokens, hidden]."""
         hidden = torch.empty(1, num_tokens, self._width, dtype=self._dtype, device=self._layout.world.device)
         self._receive(hidden, "down")
         # A leaf of this stage's graph, whose gradient goes back to the previous chunk.
@@ -81,8 +76,7 @@ class Pipeline:
         return self._received
 
     def forwarded(self, output: Tensor) -> None:
-        """[stage] Take the output of a micro-batch's forward: the loss in the last chunk, else hidden states to
-        send."""
+        """[stage] Take a forward's output: the loss in the last chunk, else hidden states to send."""
         if torch.is_grad_enabled():
             self._in_flight[self._chunks.current].append((self._received, output))
         if not self.is_last:
@@ -90,7 +84,7 @@ class Pipeline:
             self._send(output.detach(), "down")
 
     def backward(self) -> None:
-        """[stage] Run backward for the oldest micro-batch that still awaits it in the step's chunk."""
+        """[stage] Run backward for the chunk's oldest micro-batch in flight."""
         received, output = self._in_flight[self._chunks.current].pop(0)
         gradient = None
         if not self.is_last:
@@ -103,7 +97,7 @@ class Pipeline:
             self._send(received.grad, "up")
 
     def finish(self) -> None:
-        """[stage] Wait for all sends; nothing may be in flight afterwards."""
+        """[stage] Wait for all sends; nothing may be in flight."""
         assert not any(self._in_flight)
         for work, _ in self._sends:
             work.wait()
@@ -124,10 +118,10 @@ class Pipeline:
     def of_owners(
         self, own: Iterable[tuple[str, Tensor]], dtype: torch.dtype, trained_alone: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """[all] Yield every parameter of the whole model, by name and in its order, from the first stage that holds it.
+        """[all] Yield every parameter of the model by name, in order, from the first stage that holds it; valid until
+        the next.
 
-        own: those of this stage, whole, in their order, of `dtype`. A tensor is valid until the next one.
-        trained_alone: without those that are frozen.
+        own: this stage's, whole, in order, of `dtype`. trained_alone: without frozen ones.
         """
         mine = iter(own)
         for name, held in self.held.items():
@@ -154,11 +148,11 @@ class Pipeline:
         return {name for name, held in self.held.items() if len(held.stages) > 1}
 
     def counts_here(self, name: str) -> bool:
-        """Return True if a parameter of this stage counts here in sums over all stages, not in another one."""
+        """Return True if a parameter counts on this stage in sums over stages."""
         return self.held[name].stages[0] == self.stage
 
     def sum_tied(self, gradients: Mapping[str, Tensor]) -> None:
-        """[all] Set the gradient of a weight that two stages hold to the sum over both, in place on both."""
+        """[all] Sum the gradient of a weight on two stages over both, in place."""
         # Both stages must run these collectives in the same order.
         for name in sorted(self._tied() & gradients.keys()):
             dist.all_reduce(gradients[name], group=self._tied_group)

@@ -1,14 +1,8 @@
-"""Counts of a mixture's routers in modules of transformers, and two ways to keep their load even.
-
-    routing = Routing(model, layout, settings)  # before the model is sharded
-    routing.begin(num_microbatches)
-    ...forward and backward passes, whose forwards are given `routed`...
-    routing.balance()                           # [all]
-    metrics = routing.metrics()                 # [all]
+"""Load of a mixture's routers in transformers' modules, and two ways to even it.
 
 One is an auxiliary loss (`train/expert_load.py`), the other a bias on each expert's score that affects only the choice:
-every update moves it by a constant, up for an expert below the mean load and down for one above (Wang et al., arXiv
-2408.15664, as in DeepSeek-V3). It has no gradient, and is a saved buffer of the model.
+every update moves it by a constant, up below the mean load, else down (Wang et al., arXiv 2408.15664, as in
+DeepSeek-V3). It is a saved buffer. `Routing` is made before the model is sharded.
 """
 
 from collections.abc import Callable
@@ -26,12 +20,12 @@ BIAS = "e_score_correction_bias"
 
 
 class Routing:
-    """Observer of this rank's routers, in forward passes that keep a graph."""
+    """Observer of this rank's routers in training forwards."""
 
     def __init__(self, model: nn.Module, layout: Layout, settings: TrainedModelConfig) -> None:
-        """Raise a UserError if the settings balance the load and the model has no routers, or no biases.
+        """Raise UserError if the settings balance the load of a model without routers, or biases.
 
-        model: this pipeline stage's layers.
+        model: this stage's layers.
         """
         self._speed = settings.router_bias_update_speed
         kind, name = router_class(model), model.config.name_or_path or type(model).__name__
@@ -63,9 +57,9 @@ class Routing:
         return watch
 
     def balance(self) -> None:
-        """[all] Move the biases of experts by their load since `begin`."""
+        """[all] Move experts' biases by the load since `begin`."""
         self._load.balance([getattr(router, BIAS) for router in self._biased.values()], self._speed)  # [all]
 
     def biases(self) -> dict[str, Tensor]:
-        """Return the live biases that training changes, by name; none unless `balance` moves them."""
+        """Return live biases by name; none unless `balance` moves them."""
         return {f"{key}.{BIAS}": getattr(m, BIAS) for key, m in self._biased.items()} if self._speed else {}

@@ -1,7 +1,7 @@
-"""Shard a Hugging Face model over the data-parallel ranks with FSDP2; with `dp_replicate`, over those of each copy.
+"""Shard a Hugging Face model over data-parallel ranks with FSDP2; with `dp_replicate`, over each copy's.
 
-A unit is a decoder layer, or the root with what is left (embedding, final norm, head). With expert or tensor
-parallelism the experts of a layer are another unit, sharded over `expert_fsdp`.
+Units are decoder layers, and the root with the rest (embedding, final norm, head). With expert or tensor parallelism a
+layer's experts are another unit, sharded over `expert_fsdp`.
 """
 
 from dataclasses import replace
@@ -18,11 +18,10 @@ from spmd_rl.train.recompute import decoder_layers, recompute
 
 
 def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: bool, recomputed: str = "none") -> None:
-    """[all] Shard `model` in place; forward and backward compute in `dtype`, gradients are summed in the parameters'.
+    """[all] Shard `model` in place; passes compute in `dtype`, gradients are summed in the parameters'.
 
-    Trainable parameters are of one dtype, float32 (or float64, in which a test can tell mathematics from rounding);
-    frozen ones may be of any. keep_gathered: gathered parameters stay until `reshard`. recomputed: `none`, or the mode
-    of activation checkpointing as in `recompute`.
+    Trainable parameters are all float32 (float64 in tests, where it separates mathematics from rounding); frozen ones
+    of any dtype. keep_gathered: parameters stay gathered until `reshard`. recomputed: mode of `recompute`.
     """
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
     assert trained <= {torch.float32} or trained == {torch.float64}, f"trainable parameters of {trained}"
@@ -74,8 +73,7 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
 
 
 def placement(shape: torch.Size, num_ranks: int) -> Shard | None:
-    """Return the dimension in which ranks shard stacked experts; None for the first one, as for all other
-    parameters."""
+    """Return the dimension that shards stacked experts; None for the first, as elsewhere."""
     # Experts are often fewer than ranks: with 128, each of 256 ranks would hold half of one, padded to a whole. Other
     # dimensions must divide: torch pads the first one alone.
     if len(shape) < 3 or shape[0] % num_ranks == 0:
@@ -89,14 +87,11 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free all gathered parameters. The root keeps its own gathered after a forward without backward."""
+    """Free gathered parameters, which the root keeps after a forward without backward."""
     for unit in fsdp_units(model):
         unit.reshard()
 
 
 def sum_over_copies(model: nn.Module, now: bool) -> None:
-    """Make the next backward sum gradients over the model's copies too; until then each copy accumulates separately.
-
-    No effect with one copy.
-    """
+    """Make the next backward sum gradients over copies too; until then each copy accumulates."""
     fsdp_units(model)[0].set_requires_all_reduce(now)

@@ -1,8 +1,7 @@
-"""Cut a causal language model of Hugging Face into pipeline stages, in place, without a forward of our own.
+"""Cut a Hugging Face causal LM into pipeline stages, in place.
 
-Modules of other stages are replaced by pass-through modules, so that the model's forward and its remaining parameter
-names do not change. Later stages are called with `inputs_embeds`. A stage of several chunks is one model, too; each
-forward computes one chunk, see `Chunks`.
+Other stages' modules become pass-through modules, so the model's forward and parameter names stay. Later stages get
+`inputs_embeds`. A forward computes one chunk of several, see `Chunks`.
 """
 
 import re
@@ -21,19 +20,18 @@ from spmd_rl.train.fsdp2.shard import decoder_layers
 
 
 class Held(NamedTuple):
-    """Location of a parameter of the whole model."""
+    """Location of a parameter among stages."""
 
     stages: tuple[int, ...]
-    """Stages with the parameter: the first and the last for tied embeddings."""
+    """Stages with the parameter, two for tied embeddings"""
     shape: torch.Size
     is_trained: bool
 
 
 class PassThrough(nn.Module):
-    """Placeholder for a module of another stage; keeps a weight that this stage has under another name."""
+    """Placeholder for another stage's module; keeps a weight that this stage uses under another name."""
 
     def __init__(self, weight: nn.Parameter | None = None) -> None:
-        """weight: kept, without effect on the forward."""
         super().__init__()
         self.weight = weight
 
@@ -43,21 +41,19 @@ class PassThrough(nn.Module):
 
 
 class _End(PassThrough):
-    """Placeholder for the output embedding."""
-
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         # FSDP warns about a view as a module's output.
         return hidden_states.clone()
 
 
 class Chunks:
-    """Chunks of a stage's model: a forward computes only the `current` one.
+    """Chunks of a stage's model, of which a forward computes the `current` one.
 
-    Outside of a forward all chunks are in place, for code that walks over modules and parameters.
+    Outside a forward all are in place, for walks over modules and parameters.
     """
 
     def __init__(self, model: nn.Module, chunk_of: Mapping[nn.Module, int]) -> None:
-        """chunk_of: modules that belong to exactly one chunk; not sharded yet."""
+        """chunk_of: modules of exactly one chunk; not sharded yet."""
         self.current = 0
         output = model.get_output_embeddings()
         stand_ins = [_End() if module is output else PassThrough() for module in chunk_of]
@@ -75,11 +71,11 @@ class Chunks:
 
 
 def cut(model: nn.Module, layout: Layout, vpp: int = 1) -> tuple[dict[str, Held], Chunks]:
-    """Reduce `model`, not sharded yet, to this rank's stage: `vpp` chunks of its layers.
+    """Reduce `model`, not sharded yet, to this rank's stage of `vpp` chunks.
 
-    Returns the location of each parameter of the whole model, in order and equal on all ranks; and this stage's chunks.
-    UserError, naming the setting, if there are more chunks than layers, if the model computes anything between its
-    input embedding and its layers, or if a checkpoint of it holds more than parameters.
+    Returns the location of each whole-model parameter, in order, equal on all ranks; and this stage's chunks.
+    UserError, naming the setting, if there are more chunks than layers, if anything is computed between input embedding
+    and layers, or if a checkpoint holds more than parameters.
     """
     stage, num_stages = layout.rank("pp"), layout.size("pp")
     layers = decoder_layers(model)
@@ -118,8 +114,6 @@ def cut(model: nn.Module, layout: Layout, vpp: int = 1) -> tuple[dict[str, Held]
 
 
 def _around(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """Return the modules with parameters outside the list of layers; only the input embedding may precede the
-    layers."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found = next(((name, module) for name, module in lists if list(module) == layers), None)
     if found is None:

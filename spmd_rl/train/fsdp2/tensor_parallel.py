@@ -1,11 +1,9 @@
 """Tensor parallelism by transformers' plan of a model, with sequence parallelism and a sharded vocabulary.
 
-The ranks of a block shard attention heads, feed-forward units and the vocabulary of embedding and head. Between these
-each rank has a span of the row's tokens (Korthikanti et al., arXiv 2205.05198): norms and residuals see only that span;
-a block of layers all-gathers tokens before it and reduce-scatters its output.
-
-So each rank contributes a different term of the loss: the gradient of a replicated weight (norms, routers, biases of
-sums, the value head) is the sum over ranks. Experts are not cut: see `experts.py`.
+A block's ranks shard attention heads, feed-forward units and the vocabulary. In between each has a span of the row's
+tokens (Korthikanti et al., arXiv 2205.05198); a block of layers all-gathers tokens before it and reduce-scatters its
+output. So each rank has a different term of the loss, and a replicated weight's gradient (norms, routers, biases of
+sums, value head) is a sum over ranks. Experts are not cut: see `experts.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,18 +29,17 @@ from spmd_rl.train.adapters import wrapped
 from spmd_rl.train.fsdp2.stages import PassThrough
 
 COLUMNS, ROWS = "colwise", "rowwise"
-"""transformers' names for layers with sharded outputs, and for layers that sum over sharded inputs."""
+"""transformers' names for layers with sharded outputs, and with sharded, summed inputs"""
 _WHOLE = "replicated_with_grad_allreduce"
-"""transformers' name for a replicated weight that each rank applies to its own heads."""
+"""transformers' name for a replicated weight that ranks apply to their own heads"""
 KEYS_AND_VALUES = ("k_proj", "v_proj")
 
 
 def parallelize(model: nn.Module, layout: Layout) -> None:
-    """[all] Shard the model over the `tp` axis, in place, before FSDP shards it.
+    """[all] Shard the model over the `tp` axis, in place, before FSDP.
 
-    Its forward still takes all tokens of the row, a multiple of the axis' size, and still gives hidden states and
-    outputs of all of them. UserError, naming the setting, if transformers has no plan for the model or if the model's
-    sizes do not divide.
+    Its forward takes and returns all tokens of the row, a multiple of the axis' size. UserError, naming the setting, if
+    transformers has no plan or sizes do not divide.
     """
     if layout.size("tp") == 1:
         return
@@ -90,8 +87,8 @@ def _blocks(planned: Mapping[str, str], style: str) -> set[str]:
 
 
 def _copies_of_keys(model: nn.Module, layout: Layout, planned: Mapping[str, str]) -> int:
-    """Return the number of ranks that compute the same key-value head, above 1 if heads are fewer. UserError if sizes
-    do not fit."""
+    """Return the number of ranks with the same key-value head, above 1 if heads are fewer. UserError if sizes do not
+    fit."""
     config, tp = model.config.get_text_config(), layout.size("tp")
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -118,7 +115,7 @@ def _copies_of_keys(model: nn.Module, layout: Layout, planned: Mapping[str, str]
 
 
 def _share_outputs(linear: nn.Linear, mesh: DeviceMesh, copies: int) -> None:
-    """Shard the outputs over ranks; each part goes to `copies` neighbours, with whole weights if several."""
+    """Shard outputs over ranks; `copies` neighbours share each part, with whole weights if several."""
     rows = None
     if copies == 1:
         _distribute(linear, "weight", mesh, 0)
@@ -135,9 +132,9 @@ def _share_inputs(linear: nn.Linear, mesh: DeviceMesh, group: dist.ProcessGroup)
 
 
 def _share_vocabulary(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    """Shard the rows of embedding and head over ranks, and tokens in between.
+    """Shard the rows of embedding and head over ranks, tokens in between.
 
-    Pipeline stages do what they have of this, and exchange each rank's span of tokens.
+    Pipeline stages do their share, and exchange each rank's span of tokens.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
@@ -155,7 +152,6 @@ def _share_vocabulary(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGro
 
 
 def _share_look_up(embedding: nn.Embedding, group: dist.ProcessGroup) -> None:
-    """Make each rank look up its part of the embedding, which is distributed already."""
     own = owned_region(embedding.weight)[0]
     # The padding row gets no gradient.
     if embedding.padding_idx is not None:
@@ -165,7 +161,7 @@ def _share_look_up(embedding: nn.Embedding, group: dist.ProcessGroup) -> None:
 
 
 def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
-    """Keep this rank's part of a parameter, without communication: each rank has it whole, or all have it on meta."""
+    """Keep this rank's part of a parameter, whole on each rank or on meta, without communication."""
     whole = getattr(module, name)
     part = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
     setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
@@ -194,27 +190,26 @@ def _look_up(embedding: nn.Embedding, own: slice, group: dist.ProcessGroup, toke
 
 
 def _gather_tokens(group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """[all] Replace a block's input, this rank's tokens, with all tokens."""
+    """[all] Replace a block's input, this rank's tokens, with all."""
     if args:
         return (gather_rows(args[0][0], group)[None], *args[1:]), kwargs
     return args, kwargs | {"hidden_states": gather_rows(kwargs["hidden_states"][0], group)[None]}
 
 
 def _gather_result(model: nn.Module, group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """[all] Return the hidden states of all tokens for the head; in a pipeline only in the last chunk."""
+    """[all] Return all tokens' hidden states for the head; in a pipeline only in the last chunk."""
     if not isinstance(model.get_output_embeddings(), PassThrough):
         output.last_hidden_state = gather_rows(output.last_hidden_state[0], group)[None]
     return output
 
 
 def _computed_alike(size: int, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Return an output that all ranks compute equally; each rank passes back an equal part of its gradient."""
+    """Return an output equal on all ranks, of which each passes back an equal part of the gradient."""
     return output.detach() + (output - output.detach()) / size
 
 
 @contextmanager
 def _local_weight(module: nn.Module) -> Iterator[None]:
-    """Make `module.weight` this rank's part inside."""
     # An attribute of the object hides the parameter of that name, which stays a DTensor.
     module.__dict__["weight"] = local(module.weight)
     try:
@@ -224,7 +219,7 @@ def _local_weight(module: nn.Module) -> Iterator[None]:
 
 
 def sharded_dim(parameter: Tensor) -> int | None:
-    """Return the dimension in which the ranks of a block shard a parameter; None if each has it whole."""
+    """Return the dimension in which a block's ranks shard a parameter; None if each has it whole."""
     if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
         return None
     placement = parameter.placements[parameter.device_mesh.mesh_dim_names.index("tp")]
@@ -232,14 +227,13 @@ def sharded_dim(parameter: Tensor) -> int | None:
 
 
 def is_repeated(parameter: Tensor) -> bool:
-    """Return True if all ranks of a block have the same of a parameter, as for all that is neither sharded nor an
-    expert's."""
+    """Return True if a block's ranks have equal parameters: neither sharded nor an expert's."""
     names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
     return sharded_dim(parameter) is None and "expert_fsdp" not in (names or ())
 
 
 def shape_of_share(parameter: Tensor, layout: Layout) -> torch.Size:
-    """Return the shape that this rank and its peers in other blocks hold of a parameter together."""
+    """Return the shape of a parameter that this rank and its peers in other blocks hold together."""
     shape, dim = list(parameter.shape), sharded_dim(parameter)
     if dim is not None:
         own = share(slice(0, shape[dim]), layout.size("tp"), layout.rank("tp"))
@@ -248,7 +242,7 @@ def shape_of_share(parameter: Tensor, layout: Layout) -> torch.Size:
 
 
 def whole(tensor: Tensor, parameter: Tensor, layout: Layout) -> Tensor:
-    """[all] Return a whole parameter from each rank's part; `tensor` itself if each rank has all of it."""
+    """[all] Return a whole parameter from each rank's part, or `tensor` if it is whole."""
     dim = sharded_dim(parameter)
     if dim is None:
         return tensor
@@ -264,6 +258,6 @@ def whole(tensor: Tensor, parameter: Tensor, layout: Layout) -> Tensor:
 
 
 def complete_gradients(gradients: Mapping[str, Tensor], layout: Layout) -> None:
-    """[all] Sum the gradients of replicated parameters over the ranks of a block, in place."""
+    """[all] Sum replicated parameters' gradients over a block's ranks, in place."""
     for gradient in gradients.values():
         dist.all_reduce(gradient, group=layout.group("tp"))

@@ -1,4 +1,4 @@
-"""The backend `megatron`: Megatron-core behind Hugging Face names. Torch-free until it builds."""
+"""Backend `megatron`: Megatron-core behind Hugging Face names. Torch-free until it builds."""
 
 from typing import Any
 from warnings import catch_warnings, simplefilter
@@ -9,20 +9,19 @@ from spmd_rl.config.packages import installed, unsupported
 from spmd_rl.config.sections.models import RoleConfig
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
-"""Supported model types, each a module of `architectures/` with the mapping of its weights."""
+"""Supported model types, each a module of `architectures/`"""
 LATENT = "deepseek_v3"
-"""Model type with latent attention, and a bias for each expert"""
 MIXTURES = ("qwen3_moe", "mixtral", LATENT)
 BIASES = ("attention_bias", "mlp_bias")
-"""Keys of `config.json` for biases that the mapping lacks"""
+"""Keys of `config.json` for biases without a mapping"""
 GROUPS = {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
-"""DeepSeek-V3's numbers of chosen experts, of groups, and of groups to choose from"""
+"""DeepSeek-V3's numbers of chosen experts, groups, and groups to choose from"""
 IMPORT_SECONDS = 600.0
-"""Limit without progress on importing Megatron, which is large and read by all ranks of a machine at once."""
+"""Limit without progress on the import, read by all ranks of a machine at once"""
 
 
 def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
-    """Raise a UserError for settings that this backend does not support."""
+    """Raise UserError for settings that are not supported."""
     train, kind = role.train, model.get("model_type")
     out = unsupported("megatron-core")
     if out or installed("megatron-core") is None:
@@ -66,7 +65,6 @@ def _check_model(role: RoleConfig, model: dict[str, Any]) -> None:
 
 
 def _check_latent(role: RoleConfig, model: dict[str, Any]) -> None:
-    """Raise a UserError for a DeepSeek-V3 type model with settings other than the defaults of DeepSeek-V3."""
     chosen, groups, of_groups = (model.get(key, n) for key, n in GROUPS.items())
     # Megatron scores a group by its best `chosen // of_groups` experts, transformers by its best two.
     limits = of_groups < groups and chosen // of_groups != 2
@@ -81,7 +79,7 @@ def _check_latent(role: RoleConfig, model: dict[str, Any]) -> None:
 
 
 def build(role: RoleConfig, layout: Any, source: Any) -> Any:
-    """[all] Build the role on Megatron; only sizes are read from the module of `source`."""
+    """[all] Build the role; `source` serves for sizes only."""
     with layout.world.journal.extend_timeout(IMPORT_SECONDS), catch_warnings():
         # Megatron warns of every optional package that it does not find.
         simplefilter("ignore")

@@ -1,13 +1,8 @@
-"""Adapters on Megatron, whose linear layers fuse several layers of the checkpoint, and are sharded.
+"""Adapters on Megatron, whose sharded linear layers fuse several of the checkpoint.
 
-    adapters = MegatronAdapters(role.lora, module, rules, layout.key)
-    parameters = parameters_of(adapters.rules, ...)
-    adapters.attach(chunks, shapes, groups.tp, head_dim)
-
-Each linear layer of the checkpoint has an `A` and a `B`, replicated on the tensor-parallel ranks, so that they are
-stored as in other backends. The frozen layer's input is multiplied by all `A` in one product, whose few columns the
-ranks exchange, and then by the rows of `B` for this rank's outputs. So each rank has a term of their gradients, which
-Megatron sums as it does those of norms.
+Each linear layer of the checkpoint has an `A` and a `B`, replicated on tensor-parallel ranks and stored as in other
+backends. The input is multiplied by all `A` at once, whose few columns ranks exchange, then by this rank's rows of `B`.
+Megatron sums ranks' terms of the gradients like those of norms.
 """
 
 import re
@@ -31,19 +26,19 @@ from spmd_rl.train.megatron.mapping import Piece, Rule, Shapes, TensorShare, Who
 from spmd_rl.train.megatron.parameters import LAYERS, Experts
 
 INSIDE = ".adapters."
-"""Separator in parameter names between Megatron's linear layer and our adapter"""
+"""Separator in names between Megatron's layer and the adapter"""
 
 
 class MegatronAdapters(StoredAdapters):
     """Adapters of one model; none without `settings`."""
 
     def __init__(self, settings: LoraConfig, module: nn.Module, rules: Mapping[str, Rule], key: str) -> None:
-        """module: of transformers, for the names of its layers. key: of the layout. See `train.adapters.Adapters`."""
+        """module: of transformers, for layer names. key: of the layout."""
         super().__init__(settings, targets(module, settings.targets, key) if settings.rank else [])
         self._is_on = True
         kinds = {re.sub(r"\.\d+\.", ".{}.", layer) for layer in self.layers}
         self.rules: dict[str, Rule] = {}
-        """Rules of the model, each after those of its adapters"""
+        """Rules of the model, each after its adapters'"""
         for name, rule in rules.items():
             for layer, _, kind in (stored.rpartition(".") for stored in rule.names):
                 if name.startswith(LAYERS) and kind == "weight" and layer in kinds:
@@ -53,7 +48,7 @@ class MegatronAdapters(StoredAdapters):
             self.rules[name] = rule
 
     def trains(self, name: str) -> bool:
-        """Return True if a parameter is trained."""
+        """Return True if this parameter is trained."""
         return not self.layers or INSIDE in name
 
     def attach(
@@ -64,7 +59,7 @@ class MegatronAdapters(StoredAdapters):
         head_dim: int,
         experts: Experts,
     ) -> None:
-        """Put this rank's adapters into its chunks. group: of the tensor-parallel ranks."""
+        """Put this rank's adapters into its chunks. group: tensor-parallel ranks."""
         share = TensorShare(group.rank(), group.size(), head_dim)
         fused = {name.partition(INSIDE)[0] for name in self.rules if INSIDE in name}
         for chunk, layers in chunks.items() if fused else ():
@@ -85,17 +80,17 @@ class MegatronAdapters(StoredAdapters):
 
     @contextmanager
     def hidden(self, hides: bool) -> Iterator[None]:
-        """Make the model the one without adapters inside."""
+        """Turn the adapters off inside."""
         self._is_on = not hides
         yield
         self._is_on = True
 
 
 class FusedAdapters(nn.Module):
-    """Adapters of one of Megatron's linear layers."""
+    """Adapters of one Megatron linear layer."""
 
     def __init__(self, linear: nn.Module, pieces: list[Piece], settings: LoraConfig, group: dist.ProcessGroup) -> None:
-        """pieces: of its weight, with adapters."""
+        """pieces: of the weight, with adapters."""
         super().__init__()
         self._group, self._scaling = group, settings.scaling
         # Each rank computes its own tokens with a replicated layer.
@@ -119,7 +114,7 @@ class FusedAdapters(nn.Module):
         self.register_buffer("_rows_of", rows_of.to(linear.weight.device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[all] of the ranks that share the layer out: its input -> a term of its output."""
+        """[all] of the ranks that share the layer out: input -> a term of the output."""
         a = torch.cat(list(self.a.values()))[:, self._columns]
         b = F.pad(torch.block_diag(*self.b.values()), (0, 0, 0, 1))[self._rows_of]
         low = F.linear(x, a.to(x.dtype))

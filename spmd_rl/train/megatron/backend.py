@@ -15,7 +15,7 @@ from spmd_rl.train.stored_model import Source
 
 
 def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
-    """[all] Build the role on Megatron. The journal's line `loaded` counts the bytes that this rank read."""
+    """[all] Build the role; the journal's `loaded` counts bytes read."""
     if role.train.vpp > 1 and role.train.pp == 2 and layout.world.device.type != "cpu":
         # The stage before and the stage after are one rank, and a device's messages have no tags (see `shim`)
         raise UserError(f"{layout.key}.vpp: two stages would mix up their messages on a device; must be 1")

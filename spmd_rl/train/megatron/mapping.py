@@ -1,10 +1,10 @@
-"""Location of each Hugging Face weight in Megatron's parameters: declared once, used in both directions.
+"""Location of each Hugging Face weight in Megatron's parameters, for both directions.
 
     NAMES = {"decoder.layers.{}.mlp.linear_fc1.weight": Stacked("...gate_proj.weight", "...up_proj.weight"), ...}
     for piece in rule.pieces(shapes, TensorShare(tp_rank, tp_size)): ...
 
-An architecture (`architectures/`) gives each parameter a rule. A rule lists the pieces of stored tensors in a rank's
-part of the parameter. Reading a checkpoint, publishing, and saving or loading a state are loops over pieces.
+`architectures/` gives each parameter a rule, which lists the pieces of stored tensors in a rank's part. Reading,
+publishing and saving loop over pieces.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ Shapes = Callable[[str], tuple[int, ...]]
 
 
 class TensorShare(NamedTuple):
-    """This rank's position in the tensor-parallel group."""
+    """Tensor-parallel position of a rank."""
 
     rank: int
     size: int
@@ -26,27 +26,25 @@ class TensorShare(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A region of a stored tensor, and its location in a rank's parameter."""
+    """A region of a stored tensor, and its place in a rank's parameter."""
 
     name: str
     shape: tuple[int, ...]
-    """whole shape of the stored tensor"""
     stored: Region
     region: Region
 
 
 class Rule(ABC):
-    """Composition of a parameter from stored tensors, in whose names `{}` is the number of a layer, then of an
-    expert."""
+    """Composition of a parameter from stored tensors, named with `{}` for a layer's, then an expert's number."""
 
     is_cut, is_buffer = True, False
-    """Flags: tensor-parallel ranks have different parts (else equal ones); it is always float32, without gradient."""
+    """Flags: tensor-parallel ranks have different parts; it is always float32, without gradient"""
 
     def __init__(self, *names: str) -> None:
         self.names = names
 
     def named(self, *numbers: int) -> "Rule":
-        """Return the rule of one layer, or of one expert of a layer, by number."""
+        """Return the rule of one layer, or of an expert of it."""
         return type(self)(*(name.format(*numbers) for name in self.names))
 
     @abstractmethod
@@ -55,7 +53,7 @@ class Rule(ABC):
 
     @abstractmethod
     def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
-        """Yield the pieces of a rank's parameter; elements in no piece are padding."""
+        """Yield a rank's pieces; elements in none are padding."""
 
 
 class Whole(Rule):
@@ -64,31 +62,31 @@ class Whole(Rule):
     is_cut = False
 
     def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
-        """Return the shape of a rank's parameter."""
+        """Return the stored tensor's whole shape."""
         return shapes(self.names[0])
 
     def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
-        """Yield the pieces of stored tensors in a rank's parameter."""
+        """Yield one piece, the whole tensor."""
         everything = _all(shapes(self.names[0]))
         yield Piece(self.names[0], shapes(self.names[0]), everything, everything)
 
 
 class Buffer(Whole):
-    """One stored tensor that is a buffer of transformers' module, whole on every rank."""
+    """One buffer of transformers' module, whole on every rank."""
 
     is_buffer = True
 
 
 class Stacked(Rule):
-    """A span of the rows of each stored tensor, stacked; the last rank may have fewer, and padding."""
+    """Row spans of stored tensors, stacked; the last rank may have padding."""
 
     def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
-        """Return the shape of a rank's parameter."""
+        """Return the shape with padded rows."""
         rows = sum(-(-shapes(name)[0] // share.size) for name in self.names)
         return (rows, *shapes(self.names[0])[1:])
 
     def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
-        """Yield the pieces of stored tensors in a rank's parameter."""
+        """Yield a span of each tensor's rows."""
         place = 0
         for name in self.names:
             num_rows, *rest = shapes(name)
@@ -103,15 +101,15 @@ class Stacked(Rule):
 
 
 class Columns(Rule):
-    """A span of the columns of a stored tensor."""
+    """A span of a stored tensor's columns."""
 
     def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
-        """Return the shape of a rank's parameter."""
+        """Return the shape of a column span."""
         num_rows, num_columns = shapes(self.names[0])
         return num_rows, num_columns // share.size
 
     def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
-        """Yield the pieces of stored tensors in a rank's parameter."""
+        """Yield a span of the columns."""
         num_rows, width = self.shape(shapes, share)
         here = slice(share.rank * width, (share.rank + 1) * width)
         rows = slice(0, num_rows)
@@ -119,14 +117,14 @@ class Columns(Rule):
 
 
 class Heads(Rule):
-    """Queries, keys and values, by key-value head: its queries, its key, its value."""
+    """Queries, keys and values, grouped by key-value head."""
 
     def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
-        """Return the shape of a rank's parameter."""
+        """Return the shape of a rank's heads."""
         return (sum(shapes(name)[0] for name in self.names) // share.size, *shapes(self.names[0])[1:])
 
     def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
-        """Yield the pieces of stored tensors in a rank's parameter."""
+        """Yield each head's queries, key and value."""
         num_groups = shapes(self.names[1])[0] // share.head_dim
         # Rows of one key-value head in each tensor.
         counts = [shapes(name)[0] // num_groups for name in self.names]
@@ -141,7 +139,7 @@ class Heads(Rule):
 
 
 def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Region]:
-    """Yield the regions that make up the elements `begin` to `end` of a 1- or 2-dimensional tensor, in order."""
+    """Yield the elements `begin` to `end` of a 1- or 2-dimensional tensor as regions, in order."""
     if len(shape) == 1:
         yield (slice(begin, end),)
         return

@@ -1,4 +1,4 @@
-"""`MegatronModel`: a causal language model sharded by Megatron-core, with its distributed optimizer; or frozen."""
+"""`MegatronModel`: a causal LM sharded by Megatron-core with its distributed optimizer; or frozen."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -49,13 +49,13 @@ ALONG = {
     "tp_cp": ("cp", "tp"),
     "tp_dp_cp": ("dp_shard", "cp", "tp"),
 }
-"""Axes of the layout along which the ranks of a Megatron group differ, by the group's name"""
+"""Axes of the layout along which a Megatron group's ranks differ"""
 ALONG_EXPERTS = {"ep": ("ep",), "expt_dp": ("expert_fsdp",), "tp_ep": ("ep",), "tp_ep_pp": ("pp", "ep"), "expt_tp": ()}
-"""Axes of groups for experts, each of which is whole on a rank"""
+"""Axes of groups for experts, each whole on a rank"""
 
 
 def groups_of(layout: Layout) -> ProcessGroupCollection:
-    """[all] Form Megatron's groups. Groups of the same ranks are one."""
+    """[all] Form Megatron's groups; equal ranks share one."""
     formed: dict[tuple[int, ...], dist.ProcessGroup] = {}
     # messages between stages have two ends alone, which groups over shared memory have not
     backend = "gloo" if layout.world.device.type == "cpu" else None
@@ -77,7 +77,6 @@ def groups_of(layout: Layout) -> ProcessGroupCollection:
 
 
 def _ranks(layout: Layout, axes: Sequence[str], along: Sequence[str]) -> list[int]:
-    """Return the ranks that differ from this one only along some of `axes`, in order."""
     ranks = [0]
     for axis in axes:
         places = range(layout.size(axis)) if axis in along else [layout.rank(axis)]
@@ -97,10 +96,10 @@ class MegatronModel:
         rules: Mapping[str, Rule],
         options: dict[str, Any],
     ) -> None:
-        """[all] Build and fill the model. module: of transformers, on the meta device, for sizes only; weights come
-        from `files`.
+        """[all] Build and fill the model. module: of transformers, on the meta device, for sizes; weights come from
+        `files`.
 
-        rules, options: see `architectures`. UserError if the weights do not fit them, or the layout.
+        rules, options: see `architectures`. UserError if weights do not fit them or the layout.
         """
         config = module.config
         self._layout, self._world, self.device = layout, layout.world, layout.world.device
@@ -149,11 +148,10 @@ class MegatronModel:
         self._make_offload(role, local)
 
     def _trains(self, name: str) -> bool:
-        """Return True if a parameter is trained: with adapters, also a critic's head, which starts at 0."""
+        # With adapters a critic's head is trained as well, since it starts at 0.
         return self._adapters.trains(name) or (self._is_critic and name.startswith(HEAD))
 
     def _load(self, files: WeightFiles, role: RoleConfig) -> None:
-        """[all] Read this rank's part: masters of trained parameters, from which parameters follow."""
         read = partial(self._adapters.read, files)
         fill(list(self._tensors.frozen()), read, self._world.progress)
         if self._optimizer is None:
@@ -176,7 +174,7 @@ class MegatronModel:
         self.sleep()
 
     def run(self, loop: MicrobatchLoop) -> None:
-        """Run the micro-batches by Megatron's schedules: 1F1B over stages, interleaved with several chunks."""
+        """Run the micro-batches by Megatron's schedules: 1F1B, or interleaved with several chunks."""
         num_stages, num_chunks = self._layout.size("pp"), len(self._chunks)
         count = loop.count
         # Megatron's interleaved schedule needs whole rounds; the additional micro-batches have weight 0.
@@ -206,8 +204,7 @@ class MegatronModel:
             )
 
     def _forward(self, loop: MicrobatchLoop, numbers: Iterator[int], chunk: nn.Module) -> tuple[Tensor, Any]:
-        """[stage] Return a chunk's output for the next micro-batch, and the function to call with it in the
-        last chunk."""
+        """[stage] Return a chunk's output for the next micro-batch, and the last chunk's function to call with it."""
         number = next(numbers)
         micro, device = loop.select(number), self.device
         row = row_of(micro, device, self._dtype, self._layout.size("tp"), self._context, self._replay.of_row)
@@ -230,7 +227,7 @@ class MegatronModel:
     def _finish(
         self, loop: MicrobatchLoop, number: int, micro: Batch, row: Row, out: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """[stage] Return the loss in Megatron's form: with an unused number of tokens, and an empty report."""
+        """[stage] Return the loss in Megatron's form, with an unused token count and an empty report."""
         found = out[0, : len(row.keep)]
         if row.own is not None:
             own = to_device(row.own, self.device)
@@ -247,7 +244,7 @@ class MegatronModel:
         return {self._tensors.name_of(m): m.weights.grad for m in counted}
 
     def step(self, lr: float, norm: float | None) -> None:
-        """Clip the gradients and update the weights, see `ShardedModel`."""
+        """Clip and update, see `ShardedModel.step`."""
         with on_cpu(self.device):
             if norm is not None:
                 self._optimizer.step(lr, norm)  # [all]
@@ -260,11 +257,11 @@ class MegatronModel:
                 self._moments.to_host()
 
     def metrics(self) -> Metrics:
-        """Return further metrics of the last update."""
+        """Return the last update's `moe/*` metrics."""
         return self._load_of_experts.metrics() | self._replay.metrics()  # [all]
 
     def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight whole, bitwise equal to the forward pass's. adapters: see `Adapters.published`."""
+        """Yield every weight whole, bitwise as in the forward pass. adapters: see `Adapters.published`."""
         return self._adapters.published(self._tensors.whole(trained_alone=adapters == "alone"), adapters)  # [all]
 
     def state(self) -> list[Shard]:
@@ -276,7 +273,7 @@ class MegatronModel:
         return [*shards, *self._adapters.state(self._world.rank == 0)]
 
     def on_state_loaded(self) -> None:
-        """[all] Refresh what is derived from the tensors of `state`."""
+        """[all] Refresh what derives from `state`."""
         self._adapters.check_scaling()
         self._weights.changed()
         self._moments.changed()
@@ -289,13 +286,13 @@ class MegatronModel:
         self._weights.to_device()
 
     def sleep(self) -> None:
-        """Offload weights and optimizer state if the settings say so."""
+        """Offload weights and optimizer state, if set."""
         if self._offloads:
             with self._world.journal.kind("copy"):
                 self._weights.to_host()
                 self._moments.to_host()
 
     def close(self) -> None:
-        """Free all device and host memory; idempotent."""
+        """Free device and host memory; idempotent."""
         self._chunks, self._optimizer, self._tensors = [], None, None
         self._weights = self._moments = Offload(())

@@ -1,7 +1,7 @@
-"""Megatron's distributed data parallelism and optimizer: gradients and AdamW's state sharded over data shards.
+"""Megatron's distributed data parallelism and optimizer: gradients and AdamW state, sharded over data shards.
 
-Both are built from their classes, with the groups of the layout: the library's factory runs collectives of all ranks of
-the job, some of which may only generate, and pickles. AdamW is torch's.
+Built without the library's factory, which pickles, and runs collectives of all ranks, some of which may only generate.
+AdamW is torch's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,19 +27,19 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Master(NamedTuple):
-    """A span of a parameter's elements whose float32 weights and moments are on this rank."""
+    """A span of a parameter whose float32 weights and moments are on this rank."""
 
     parameter: nn.Parameter
     begin: int
     end: int
     weights: Tensor
-    """float32 [end - begin], live; for a float32 model the parameter's storage"""
+    """float32 [end - begin], live; a float32 model's own parameter storage"""
     state: dict[str, Tensor]
-    """optimizer state by name: `step` and `MOMENTS`"""
+    """`step` and `MOMENTS` by name"""
 
 
 class DistributedAdamW:
-    """Trainer of this rank's chunks of a model."""
+    """AdamW over this rank's chunks of a model."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class DistributedAdamW:
         )
         wrap = partial(DistributedDataParallel, config, how, pg_collection=groups)
         self.wrapped = [wrap(chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
-        """Chunks to call if gradients are wanted."""
+        """Chunks to call for gradients"""
         config.finalize_model_grads_func = _finalize
         config.no_sync_func = None
         of_experts = [{i: own for i, chunk in enumerate(self.wrapped) if (own := chunk.expert_parallel_buffers)}]
@@ -65,7 +65,6 @@ class DistributedAdamW:
         self._optimizers += [self._over(own, config, groups.expt_dp) for own in of_experts if own]
         self.masters = [master for optimizer in self._optimizers for master in _masters(optimizer)]
         self.steps = torch.zeros(())
-        """Steps of AdamW, equal for all parameters"""
 
     def _over(self, buffers: Mapping[int, list[Any]], config: TransformerConfig, group: Any) -> DistributedOptimizer:
         settings = self._settings
@@ -95,12 +94,12 @@ class DistributedAdamW:
         )
 
     def prepare(self) -> None:
-        """Give the masters their gradients, summed over data shards by the last pass."""
+        """Give masters their gradients, summed over data shards by the last pass."""
         for optimizer in self._optimizers:
             optimizer.prepare_grads()
 
     def step(self, lr: float, norm: float) -> None:
-        """[all] Clip gradients of the global norm `norm`, update, and distribute the new weights."""
+        """[all] Clip gradients of global norm `norm`, update, and distribute the weights."""
         gradients = [master.weights.grad for master in self.masters]
         if gradients and norm > self._settings.max_grad_norm:
             torch._foreach_mul_(gradients, self._settings.max_grad_norm / norm)
@@ -118,21 +117,20 @@ class DistributedAdamW:
             optimizer.zero_grad()
 
     def publish_masters(self) -> None:
-        """[all] Copy the masters into the parameters, on all ranks."""
+        """[all] Copy masters into the parameters of all ranks."""
         for optimizer in self._optimizers:
             optimizer._copy_main_params_to_model_params()
         for chunk in self.wrapped:
             chunk.start_param_sync(force_sync=True)  # [all]
 
     def on_state_loaded(self) -> None:
-        """[all] Refresh the parameters after masters, moments and `steps` were overwritten."""
+        """[all] Refresh parameters after masters, moments and `steps` were overwritten."""
         for master in self.masters:
             master.state["step"].copy_(self.steps)
         self.publish_masters()  # [all]
 
 
 def _finalize(chunks: list[nn.Module], num_tokens: Tensor | None, **given: Any) -> None:
-    """[all] Sum gradients without dividing by the number of tokens."""
     # Token weights are global already.
     finalize_model_grads(chunks, None, **given)
 

@@ -1,4 +1,4 @@
-"""Megatron's parameters with their rules; and parts of tensors under Hugging Face names."""
+"""Megatron's parameters with their rules, and parts of stored tensors."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
@@ -16,20 +16,20 @@ from spmd_rl.train.megatron.mapping import Piece, Rule
 LAYERS, EXPERTS = "decoder.layers.", ".local_experts."
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 MLP, DENSE = ".mlp.", ".mlp.linear_"
-"""Parts of the names of either kind of MLP, and of a dense one"""
+"""Name parts of any MLP, and of a dense one"""
 
 
 class Parameter(NamedTuple):
-    """A parameter of the whole model, sharded over the ranks of its stage."""
+    """A parameter of the whole model, sharded over its stage's ranks."""
 
     name: str
-    """name in Megatron, with the layer's number in the whole model"""
+    """name in Megatron, with the layer's whole-model number"""
     rule: Rule
     stage: int
     is_copy: bool = False
-    """True for the last stage's second copy of a tied input embedding."""
+    """True for the last stage's copy of a tied embedding"""
     owner: int | None = None
-    """Position along `ep` of the ranks that hold this expert whole; None if it is no expert."""
+    """Position along `ep` of the ranks with this expert; None for other parameters"""
 
 
 class StoredPart(NamedTuple):
@@ -37,19 +37,17 @@ class StoredPart(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """shape of the whole tensor"""
     stored: Region
     tensor: Tensor
-    """live elements of the part"""
 
 
 class Experts(NamedTuple):
-    """Expert layers of a model."""
+    """Mixture layers of a model."""
 
     count: int
     """number of experts per mixture layer"""
     size: int
-    """number of ranks that share the experts"""
+    """ranks that share the experts"""
     first: int = 0
     """number of the first mixture layer"""
 
@@ -58,16 +56,16 @@ class Experts(NamedTuple):
         return self.count > 0 and layer >= self.first
 
     def fit(self, name: str, layer: int) -> bool:
-        """Return True if a layer has a parameter, or a module, of this name; dense MLPs and mixtures differ."""
+        """Return True if a layer has a parameter or module of this name; dense MLPs and mixtures differ."""
         return MLP not in name or (DENSE in name) != self.are_in(layer)
 
 
 def parameters_of(
     names: Mapping[str, Rule], dealt: Sequence[range], num_stages: int, is_tied: bool, experts: Experts
 ) -> list[Parameter]:
-    """Return all parameters of the model in order; experts at the same position of their ranks are neighbours.
+    """Return all parameters in order; experts at equal positions of their ranks are neighbours.
 
-    dealt: the layers of each chunk; a stage has every n-th chunk.
+    dealt: each chunk's layers; a stage has every n-th chunk.
     """
     found = [Parameter(EMBEDDING, names[EMBEDDING], 0)]
     own = {name: rule for name, rule in names.items() if name.startswith(LAYERS)}
@@ -93,9 +91,9 @@ def parameters_of(
 
 
 def local_parameters(chunks: Mapping[GPTModel, range], experts: Experts, owner: int) -> dict[str, nn.Parameter]:
-    """Return the parameters of this rank's chunks and layers by the names of `Parameter`.
+    """Return the parameters of this rank's chunks by the names of `Parameter`.
 
-    owner: this rank's position along `ep`.
+    owner: position along `ep`.
     """
     found = {}
     first = owner * (experts.count // experts.size)
@@ -117,9 +115,9 @@ def local_parameters(chunks: Mapping[GPTModel, range], experts: Experts, owner: 
 
 
 def check_files(parameters: Sequence[Parameter], files: WeightFiles, module: nn.Module, is_tied: bool) -> None:
-    """Raise a UserError unless each stored tensor has a place in the model, and each place a stored tensor.
+    """Raise UserError unless stored tensors and the model's fit one to one.
 
-    module: of transformers, which may list ignored tensors.
+    module: of transformers, which lists ignored tensors.
     """
     wanted = {name for parameter in parameters for name in parameter.rule.names if not name.startswith(PREFIX)}
     if missing := sorted(wanted - set(files.names)):
@@ -130,7 +128,7 @@ def check_files(parameters: Sequence[Parameter], files: WeightFiles, module: nn.
 
 
 def parts_of(tensor: Tensor, own: Region, pieces: Sequence[Piece]) -> Iterator[StoredPart]:
-    """Yield the parts of stored tensors in the region `own` of a parameter, which is `tensor`."""
+    """Yield the parts of stored tensors in the region `own` of a parameter."""
     for piece in pieces:
         common = overlap(own, piece.region)
         if common is not None:
@@ -141,7 +139,7 @@ def parts_of(tensor: Tensor, own: Region, pieces: Sequence[Piece]) -> Iterator[S
 
 @torch.no_grad()
 def fill(parts: Sequence[StoredPart], read: Callable[[str, Region], Tensor], on_progress: Callable[[], object]) -> None:
-    """Read the contents of the parts, converted to their dtypes."""
+    """Read the parts' contents, converted to their dtypes."""
     for part in parts:
         part.tensor.copy_(read(part.name, part.stored))
         on_progress()

@@ -1,9 +1,8 @@
-"""Shim for Megatron-core on ranks without CUDA: it uses a CUDA device in many places unconditionally.
+"""Shim for Megatron-core on CPUs, since it uses CUDA devices unconditionally.
 
-    with on_cpu(world.device): ...Megatron's code...
+with on_cpu(world.device): ...Megatron's code...
 
-On a CPU, tensors requested on `cuda` are on the CPU inside, and streams and random states are those of the CPU. On a
-device the shim does nothing, so that no such run depends on it.
+Inside, tensors for `cuda` are on the CPU, as are streams and random states. On a device the shim does nothing.
 """
 
 from collections.abc import Iterator
@@ -17,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 
 class _NoStream:
-    """Placeholder for a device's stream, and its events."""
-
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: self
 
@@ -34,15 +31,13 @@ _REPLACED = {
     "current_stream": lambda *_: _NoStream(),
     "stream": lambda *_: nullcontext(),
 }
-"""Replacements in `torch.cuda`, by attribute name"""
 
 
 class _Messages:
-    """Messages between pipeline stages, sent without waiting for the receiver, as on devices, which buffer short ones.
+    """Messages between pipeline stages, sent without waiting for the receiver, as on devices."""
 
-    Gloo's sends block, so an interleaved schedule, whose stages pair sends and receives differently, would deadlock.
-    Each direction has another tag: with two stages both are between the same ranks.
-    """
+    # Gloo's sends block, so an interleaved schedule, whose stages pair sends and receives differently, would deadlock.
+    # Each direction has its tag: with two stages both are between the same ranks.
 
     def __init__(self) -> None:
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
@@ -58,7 +53,7 @@ class _Messages:
         prev_pipeline_rank: int,
         next_pipeline_rank: int,
     ) -> list[dist.Work]:
-        """Replace Megatron's exchange; return the works to wait for."""
+        """Replace Megatron's exchange; return works to wait for."""
         sent = (tensor_send_prev, prev_pipeline_rank, 0), (tensor_send_next, next_pipeline_rank, 1)
         for tensor, rank, tag in sent:
             if tensor is not None:
@@ -69,7 +64,7 @@ class _Messages:
         return [dist.irecv(tensor, rank, group, tag) for tensor, rank, tag in received if tensor is not None]
 
     def shapes(self, communicator: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> tuple:
-        """Replace a communicator's method; return the shapes from the previous and the next stage."""
+        """Replace a communicator's method; return the previous and next stage's shapes."""
         own = [None if tensor is None else torch.tensor(tensor.shape) for tensor in (send_prev, send_next)]
         found = [torch.zeros(3, dtype=torch.int64) if wanted else None for wanted in (recv_prev, recv_next)]
         for request in self.exchange(
@@ -106,7 +101,7 @@ class _OnCPU(TorchFunctionMode):
 
 @contextmanager
 def on_cpu(device: torch.device) -> Iterator[None]:
-    """Let Megatron's code run on a CPU inside; no-op if `device` is not one."""
+    """Let Megatron's code run on a CPU inside."""
     if device.type != "cpu":
         yield
         return

@@ -1,4 +1,4 @@
-"""`Tensors`: parameters by checkpoint names, whole for a publish and sharded for a state."""
+"""`Tensors`: parameters by checkpoint names, whole for publishing and sharded for saving."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
@@ -16,7 +16,7 @@ from spmd_rl.train.state import MODEL, OPTIMIZER, Shard
 
 
 class Tensors:
-    """This rank's tensors of a model. Pieces follow from the layout, so each rank knows those of all."""
+    """This rank's tensors. Pieces follow from the layout, so ranks know each other's."""
 
     def __init__(
         self,
@@ -29,8 +29,7 @@ class Tensors:
         groups: ProcessGroupCollection,
         head_dim: int,
     ) -> None:
-        """parameters: of the whole model; `local` are on this rank. dtype: of a publish. shapes: of the checkpoint's
-        tensors."""
+        """parameters: of the whole model; `local`: on this rank. dtype: to publish. shapes: the checkpoint's."""
         self._trained, self._dtype = trained, dtype
         self._all, self._layout, self._groups, self._shapes = parameters, layout, groups, shapes
         self._head_dim = head_dim
@@ -41,10 +40,8 @@ class Tensors:
             assert one.rule.shape(shapes, self._share_of(one)) == found, (one.name, found)
         self._here = {local[one.name]: one for one in here}
         self.buffers = {one.rule.names[0]: local[one.name] for one in here if one.rule.is_buffer}
-        """Live buffers on this rank"""
 
     def _share_of(self, one: Parameter, rank: int | None = None) -> TensorShare:
-        """Return the share of a parameter on a rank along `tp`; by default this one."""
         if one.owner is not None:
             return TensorShare(0, 1, self._head_dim)
         return TensorShare(self._layout.rank("tp") if rank is None else rank, self._layout.size("tp"), self._head_dim)
@@ -53,12 +50,12 @@ class Tensors:
         return list(one.rule.pieces(self._shapes, self._share_of(one, rank)))
 
     def frozen(self) -> Iterator[StoredPart]:
-        """Yield all parts on this rank that are not trained."""
+        """Yield this rank's parts that are not trained."""
         for tensor, one in ((t, one) for t, one in self._here.items() if one.name not in self._trained):
             yield from parts_of(tensor.detach(), tuple(slice(0, n) for n in tensor.shape), self._pieces(one))
 
     def parts_of(self, master: Master, tensor: Tensor) -> Iterator[StoredPart]:
-        """Yield the parts of a master's weights or of one of its moments, [end - begin]."""
+        """Yield the parts of a master's weights or moment, [end - begin]."""
         pieces, place = self._pieces(self._here[master.parameter]), 0
         for region in rectangles(tuple(master.parameter.shape), master.begin, master.end):
             sizes = [one.stop - one.start for one in region]
@@ -71,12 +68,12 @@ class Tensors:
         return self._here[master.parameter].name
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Return True if this rank counts a parameter in sums over all ranks that hold the same of it."""
+        """Return True if this rank counts a parameter in sums over ranks with equal copies."""
         one = self._here[parameter]
         return not one.is_copy and (one.rule.is_cut or self._layout.rank("tp") == 0)
 
     def shards(self, optimizer: DistributedAdamW, with_buffers: bool) -> Iterator[Shard]:
-        """Yield the shards of the model's saved state, see `ShardedModel.state`."""
+        """Yield the shards of `ShardedModel.state`."""
         yield Shard(f"{OPTIMIZER}step", (), (), optimizer.steps, self._layout.world.rank == 0)
         given: set[str] = set()
         for master in optimizer.masters:
@@ -100,7 +97,7 @@ class Tensors:
 
     @torch.no_grad()
     def whole(self, trained_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """[all] Yield each stored tensor once, from its stage; valid until the next one."""
+        """[all] Yield each stored tensor once, from its stage; valid until the next."""
         local = {one.name: tensor.detach() for tensor, one in self._here.items()}
         dtype, device = self._dtype, self._layout.world.device
         experts: list[Tensor] = []
@@ -124,7 +121,6 @@ class Tensors:
                 yield name, self._of_stage(tensor, one.stage)  # [all]
 
     def _gathered(self, tensor: Tensor, axis: str) -> list[Tensor]:
-        """[stage] Return the parts of all ranks along an axis."""
         size, group = self._layout.size(axis), getattr(self._groups, axis)
         if size == 1:
             return [tensor]

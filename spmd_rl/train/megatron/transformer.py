@@ -1,8 +1,7 @@
-"""A model of Megatron-core made from a configuration of transformers: its `GPTModel`, with five replaced parts.
+"""Megatron-core's `GPTModel` from a transformers configuration, with five replaced parts.
 
-The layers are Megatron's local ones (no Transformer Engine). Attention is `packed_attention`, so that packing, prefix
-trees and context parallelism work as in other backends; rotary positions are those of the row; norms round as in
-transformers; the output embedding returns logprob and entropy of the targets, not logits.
+Layers are Megatron's local ones (no Transformer Engine). Attention is `packed_attention`; rotary positions are the
+row's; norms round as in transformers; the output embedding returns logprob and entropy of targets.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,28 +42,27 @@ from spmd_rl.train.replay import Replay
 if not isinstance(multi_latent_attention.TELinear, type):
     multi_latent_attention.HAVE_TE = False
 RANDOM = "model-parallel-rng"
-"""Megatron's name of a random number state"""
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Row data for all layers, in the argument that Megatron has for its packing parameters."""
+    """Row data for all layers, passed as Megatron's packing parameters."""
 
     positions: Tensor
     """int64 [t], on the device"""
     packing: Packing
     routed: Tensor
-    """bool [t], on the device: tokens that are not padding"""
+    """bool [t], on the device: not padding"""
     chosen: Tensor | None
-    """int64 [t, layers, k], on the device: the engine's experts, see `train/replay.py`"""
+    """int64 [t, layers, k], on the device: the engine's experts (`train/replay.py`)"""
+    # Megatron checks the name of the format.
     qkv_format: str = "row"
-    """Format that Megatron checks, not one of its own"""
     cp_group: None = None
     local_cp_size: None = None
 
 
 class Norm(nn.Module):
-    """RMSNorm that rounds to its input's dtype before it multiplies by its weight, as in transformers."""
+    """RMSNorm that rounds to its input's dtype before multiplying, as in transformers."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
@@ -75,13 +73,13 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise over the last dimension: [..., hidden size]."""
+        """Normalise over the last dimension: [..., hidden]."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 class LatentNorm(Norm):
-    """RMSNorm of latents, with the other epsilon that transformers uses there."""
+    """RMSNorm of latents, with transformers' epsilon there."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
         super().__init__(config, hidden_size, 1e-6)
@@ -99,7 +97,7 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """[t, 1, heads, D], [t, 1, kv heads, D] twice -> [t, 1, heads * D]; [all] of the ranks that share a row out.
 
-        Latent attention has no batch dimension 1, and its values may be narrower.
+        Latent attention lacks the dimension 1, and values may be narrower.
         """
         q, k, v = (x.flatten(0, -3).transpose(0, 1)[None] for x in (query, key, value))
         out, _ = packed_attention(self, q, k, v, None, self.scale, packed_seq_params.packing)  # [all]
@@ -107,16 +105,15 @@ class PackedAttention(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Replacement of Megatron's rotary embedding: angles of the row's positions, with transformers' frequencies."""
+    """Rotary embedding of the row's positions, with transformers' frequencies."""
 
     def __init__(self, rotary: nn.Module, device: torch.device) -> None:
-        """rotary: the module of transformers."""
         super().__init__()
         self.register_buffer("frequencies", rotary.inv_freq.to(device), persistent=False)
         self.scale = rotary.attention_scaling
 
     def get_rotary_seq_len(self, *args: Any) -> Tensor:
-        """Return the positions, which Megatron then passes to `forward` as the length."""
+        """Return the positions, which Megatron passes to `forward` as a length."""
         return args[-1].positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
@@ -126,7 +123,7 @@ class Rotary(nn.Module):
 
 
 class LatentRotary(Rotary):
-    """Rotary embedding for latent attention, with the factor of cosines and sines."""
+    """Rotary embedding for latent attention, with a factor."""
 
     def forward(self, positions: Tensor, **_: Any) -> tuple[Tensor, float]:
         """int64 [t] -> float32 [t, 1, rotated dimensions], and the factor."""
@@ -134,16 +131,16 @@ class LatentRotary(Rotary):
 
 
 class Head(nn.Module):
-    """Replacement of the output embedding: logprob and entropy of `targets`, from the hidden states at `keep`."""
+    """Output embedding that returns logprob and entropy of `targets`, from hidden states at `keep`."""
 
     def __init__(self, weight: nn.Parameter | None, vocab_size: int, groups: ProcessGroupCollection) -> None:
         """weight: this rank's rows; None if `forward` gets the input embedding's."""
         super().__init__()
         self.weight, self._vocab_size, self._group = weight, vocab_size, groups.tp
         self.keep: Tensor | None = None
-        """int64 [n], set before each forward: tokens of the row that predict a target"""
+        """int64 [n], set before each forward: tokens that predict a target"""
         self.targets: Tensor | None = None
-        """int64 [n], or [n, 1 + m], set before each forward; see `TokenHead`"""
+        """int64 [n] or [n, 1 + m], set before each forward"""
         self.temperature = 1.0
         self.support: Support | None = None
         self.top: tuple[int, int] | None = None
@@ -165,11 +162,11 @@ class ReplayedChoice:
     """Replacement of Megatron's replay of one layer's router."""
 
     def __init__(self, replay: Replay, place: int) -> None:
-        """place: of the layer among the mixtures of the whole model."""
+        """place: among the whole model's mixtures."""
         self._replay, self._place = replay, place
 
     def get_replay_topk(self, scores: Tensor, top_k: int, *groups: Any) -> tuple[Tensor, Tensor]:
-        """Return scores and indices of the replayed experts, [T, k] each, instead of those with the highest scores."""
+        """Return scores and indices of replayed experts, [T, k] each, instead of the highest."""
         *limits, highest = groups
         values, own = highest(scores, top_k, *limits)
         found = self._replay.choose(self._place, own)
@@ -177,7 +174,7 @@ class ReplayedChoice:
 
 
 def follow(chunk: GPTModel, module: nn.Module, device: torch.device, group: dist.ProcessGroup) -> None:
-    """Give a chunk the rotary positions and the padding behaviour of a transformers module."""
+    """Give a chunk a transformers module's rotary positions and padding."""
     if chunk.pre_process:
         _ignore_padding(chunk.embedding, module.get_input_embeddings().padding_idx, group)
     rotary = module.base_model.rotary_emb
@@ -191,7 +188,7 @@ def follow(chunk: GPTModel, module: nn.Module, device: torch.device, group: dist
 
 
 def _ignore_padding(embedding: nn.Module, padding_id: int | None, group: dist.ProcessGroup) -> None:
-    """Drop the gradient of the row of `padding_id`, as transformers' embeddings do; `group`: tensor-parallel."""
+    """Drop the gradient of the row of `padding_id`, as transformers do. group: tensor-parallel."""
 
     def without(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], found: Tensor) -> Tensor:
         is_padding = (kwargs["input_ids"][0] == padding_id).view(group.size(), -1)[group.rank()]
@@ -204,7 +201,7 @@ def _ignore_padding(embedding: nn.Module, padding_id: int | None, group: dist.Pr
 
 
 class WatchedRouter(TopKRouter):
-    """Megatron's router with counted choices. The experts' bias is a parameter, by both libraries' names."""
+    """Megatron's router with counted choices; the experts' bias is a parameter under both libraries' names."""
 
     load: ExpertLoad
     place: int
@@ -217,7 +214,7 @@ class WatchedRouter(TopKRouter):
             self.expert_bias = self.e_score_correction_bias = nn.Parameter(biases, requires_grad=False)
 
     def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """[t, 1, E] -> weights of the chosen experts, 0 of others, and which are chosen: [t, E] each."""
+        """[t, 1, E] -> weights of chosen experts (else 0), and which are chosen: [t, E] each."""
         weights, is_chosen = super().routing(logits, *args, **kwargs)
         chosen = is_chosen.float().topk(self.topk, -1).indices
         changed = self.load.observe(self.place, probabilities(self, logits.flatten(0, 1)), chosen, weights)  # [all]
@@ -225,7 +222,7 @@ class WatchedRouter(TopKRouter):
 
 
 def mixtures_of(chunks: Mapping[GPTModel, range]) -> dict[int, nn.Module]:
-    """Return the mixture layers by number in the whole model."""
+    """Return mixture layers by number in the whole model."""
     return {
         number: layer
         for chunk, layers in chunks.items()
@@ -235,7 +232,7 @@ def mixtures_of(chunks: Mapping[GPTModel, range]) -> dict[int, nn.Module]:
 
 
 def watch_routers(mixtures: Mapping[int, nn.Module], first: int, replay: Replay, load: ExpertLoad) -> None:
-    """Connect this rank's routers to `replay` and `load`. first: of the whole model's mixtures."""
+    """Connect this rank's routers to `replay` and `load`. first: number of the model's first mixture."""
     for place, (number, layer) in enumerate(mixtures.items()):
         layer.register_forward_pre_hook(partial(_take, replay, load), with_kwargs=True)
         router = layer.mlp.router
@@ -252,7 +249,7 @@ def _take(replay: Replay, load: ExpertLoad, layer: nn.Module, args: tuple[Any, .
 def config_of(
     config: PreTrainedConfig, layout: Layout, train: TrainConfig, dtype: torch.dtype, options: dict[str, Any]
 ) -> TransformerConfig:
-    """Return Megatron's configuration of the model."""
+    """Return the model's Megatron configuration."""
     tp, pp, vpp = layout.size("tp"), layout.size("pp"), train.vpp
     stages: dict[str, Any] = {}
     if vpp > 1:
@@ -303,9 +300,9 @@ def chunks_of(
     is_tied: bool,
     experts: Experts,
 ) -> dict[GPTModel, range]:
-    """Return this rank's chunks of the model in order, with their layers; parameters are uninitialised.
+    """Return this rank's uninitialised chunks in order, with their layers.
 
-    dealt: the layers of all chunks; a stage has every n-th chunk.
+    dealt: all chunks' layers; a stage has every n-th chunk.
     """
     made = {}
     _prepare_process()

@@ -1,4 +1,4 @@
-"""A critic on Megatron: a value head in place of the output embedding."""
+"""A critic on Megatron: value head instead of output embedding."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -17,10 +17,9 @@ LAYER = OUTPUT.removesuffix("weight")
 
 
 class ValueHead(nn.Module):
-    """Value head, whole on every rank; each computes the values of its tokens."""
+    """Value head, whole on every rank; each computes its tokens."""
 
     gives_fingerprint = False
-    """True: return fingerprints, see `ForwardArgs`"""
 
     def __init__(self, config: TransformerConfig, has_bias: bool, groups: ProcessGroupCollection) -> None:
         super().__init__()
@@ -33,7 +32,7 @@ class ValueHead(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel
         self._group = groups.tp
         self.keep: Tensor | None = None
-        """Tokens to compute, see `transformer.Head`"""
+        """Tokens to compute, as `transformer.Head.keep`"""
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
         """[all] of the ranks that share a row's tokens out: [t / tp, 1, h] -> float32 [n, 1, 1]."""
@@ -49,6 +48,6 @@ class ValueHead(nn.Module):
 
 
 def rules_with(names: Mapping[str, Rule], head: Collection[str]) -> dict[str, Rule]:
-    """Return an architecture's rules with those of a value head, stored under the names `head`."""
+    """Return an architecture's rules with those of a value head named `head`."""
     own = {f"{LAYER}{name.rpartition('.')[2]}": Whole(name) for name in head}
     return {name: rule for name, rule in names.items() if name != OUTPUT} | own

@@ -1,6 +1,6 @@
-"""Model types for Megatron, one file each with a rule for every parameter.
+"""Model types for Megatron, one file each.
 
-A module named like the `model_type` of `config.json` has `NAMES`, parameters of Megatron's `GPTModel` by name (`{}` for
-the number of a layer, then of an expert) with the rules of `mapping.py`; and `options(config)`, fields of Megatron's
-`TransformerConfig` that differ from those of Llama.
+A module named as `model_type` in `config.json` has `NAMES`, the rules (`mapping.py`) of `GPTModel`'s parameters by name
+(`{}` is a layer's number, then an expert's); and `options(config)`, `TransformerConfig` fields that differ from
+Llama's.
 """

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: multi-latent attention; mixtures with shared experts, a bias for each expert, and layers before them."""
+"""DeepSeek-V3: latent attention; mixtures with shared and biased experts after dense layers."""
 
 from typing import Any
 
