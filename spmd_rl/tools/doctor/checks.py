@@ -23,8 +23,8 @@ class Check:
     target: str
     """Function of the check, `module:function`; a module without a dot is one of `spmd_rl/tools/doctor/`."""
     process: str
-    """Process of the check. `node`: a torch-free child on the first rank of each node. Else all ranks run it, in a
-    child of this name.
+    """Process of the check. `node`: a torch-free child on the first rank of each node; its function gets the run's
+    settings. Else all ranks run it, in a child of this name; its function gets a `Bench`.
     """
     limit: float = 30.0
     """Seconds after which the check has failed."""
@@ -96,21 +96,6 @@ class Failed(Exception):
 
 class Skipped(Exception):
     """The absence of something to check; the message is the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Facts about the planned run, for the checks. Plain values: they are sent to the children as JSON."""
-
-    run_dir: str
-    folder: str
-    """Directory of the doctor that all ranks of a node share."""
-    model: str
-    keep: int
-    bind: str
-    keys: str | None
-    sandboxes: tuple[str, ...]
-    """Values of `reward.<domain>.sandbox` in all domains."""
 
 
 @dataclass(frozen=True, slots=True)
