@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from spmd_rl.config.backends import backend
 from spmd_rl.config.engines import facts_of
+from spmd_rl.config.packages import installed, unsupported
 from spmd_rl.config.sections.engine import ENGINES
 from spmd_rl.config.sections.models import BACKENDS
 
@@ -114,6 +115,14 @@ class CheckOutcome:
     """
     at: float = 0.0
     """Time at its end, in seconds since the epoch."""
+
+
+def check_package(package: str, title: str, cure: str, other: str) -> None:
+    """Raise `Skipped` if a package is missing, and `Failed` for an unsupported version. other: setting without it."""
+    if installed(package) is None:
+        raise Skipped(f"{title} is not installed ({cure})")
+    if found := unsupported(package):
+        raise Failed(f"{title} {found[0]} is not supported", f"pip install '{found[1]}'; or {other}")
 
 
 def gib(num_bytes: float) -> str:
