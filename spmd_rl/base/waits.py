@@ -25,7 +25,7 @@ BEGAN = time.monotonic()
 
 
 class Wait:
-    """A wait that may become long, whose text may change meanwhile."""
+    """A wait that may become long. Its text may change meanwhile."""
 
     def __init__(self, speaks: bool = True, first: float = FIRST_SECONDS) -> None:
         """Print nothing unless `speaks`; first: seconds before the first line."""

@@ -24,7 +24,7 @@ from spmd_rl.base.waits import phase
 from spmd_rl.config.load import load
 from spmd_rl.config.ranks import local_rank, rank
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.tools.doctor.checks import CHECKS, Check, CheckOutcome, Failed
+from spmd_rl.tools.doctor.checks import ALONE, CHECKS, Check, CheckOutcome, Failed
 from spmd_rl.tools.doctor.ranks import Ranks
 from spmd_rl.tools.doctor.runner import run_checks
 
@@ -77,8 +77,8 @@ def show(results: Sequence[CheckOutcome]) -> None:
 
 
 ARRIVE_SECONDS = 40.0
-NODE_SECONDS = 120.0
-"""Seconds until the first rank of each node must have finished its own checks."""
+ALONE_SECONDS = 120.0
+"""Seconds until all ranks must have finished the checks that meet no other rank."""
 LEAVE_SECONDS = 30.0
 DIED = "look at what that rank printed above; out of memory: `dmesg`, fewer ranks a node"
 
@@ -136,10 +136,11 @@ def examine(cfg: RlvrConfig, folder: Path, wait_seconds: float, todo: Sequence[C
         for process in dict.fromkeys(check.process for check in todo):
             checks = [check for check in todo if check.process == process]
             with phase(f"checking {process}", ranks.reports):
-                if process == "node":
-                    results += run_checks(checks, cfg, folder, Ranks(), results) if local_rank() == 0 else []
-                    # The other ranks wait until this node's own checks are done.
-                    ranks.gather("node", True, NODE_SECONDS if all_here else 0.0)
+                if process in ALONE:
+                    if process != "node" or local_rank() == 0:
+                        results += run_checks(checks, cfg, folder, Ranks(), results)
+                    # Later checks meet the other ranks, and their limits must not include this wait.
+                    ranks.gather(process, True, ALONE_SECONDS if all_here else 0.0)
                 elif all_here:
                     results += run_checks(checks, cfg, folder, ranks, results)
                 else:

@@ -9,7 +9,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spmd_rl import engine, train, weights
-from spmd_rl.config.ranks import local_rank
 from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig, RolloutConfig, RunConfig, TrainConfig
 from spmd_rl.distributed import World
 from spmd_rl.tools.doctor.machine import scratch
@@ -112,8 +111,3 @@ class Bench:
         """Free the engines; only after success, since an engine's own groups may wait for other ranks."""
         for made in self._engines.values():
             made.close()
-
-    @property
-    def measures(self) -> bool:
-        """True if this rank measures for its node."""
-        return local_rank() == 0

@@ -16,6 +16,10 @@ REPORT = "read the log; if the cause is not yours, report it with that log"
 INSTALL = "pip install --editable . (or pip install -U spmd-rl) in the environment that runs the ranks"
 
 
+ALONE = ("node", "device")
+"""Processes whose checks meet no other rank"""
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """One line of the table."""
@@ -24,8 +28,9 @@ class Check:
     target: str
     """Function of the check, `module:function`; a module without a dot is one of `spmd_rl/tools/doctor/`."""
     process: str
-    """Process of the check. `node`: a torch-free child on the first rank of each node; its function gets the run's
-    settings. Else all ranks run it, in a child of this name; its function gets a `Bench`.
+    """Process of the check. `node`: a torch-free child on the first rank of each node. `device`: a child on each rank.
+    Their functions get the run's settings and meet no other rank. Else all ranks run it together, in a child of this
+    name, and the function gets a `Bench`.
     """
     limit: float = 30.0
     """Seconds after which the check has failed."""
@@ -73,9 +78,9 @@ CHECKS = (
     Check("sandbox: forkserver", "services:forkserver", "node"),
     Check("sandbox", "services:any_sandbox", "node"),
     Check("sidecar", "services:sidecar", "node", limit=60, cure="sidecar.bind=ipc, or another port in sidecar.bind"),
-    Check("devices", "devices:devices", "ranks", limit=90, cure=INSTALL),
-    Check("dtype", "devices:dtype", "ranks"),
-    Check("process group", "devices:process_group", "ranks", limit=60),
+    Check("devices", "devices:devices", "device", limit=90, cure=INSTALL),
+    Check("dtype", "devices:dtype", "device"),
+    Check("process group", "devices:process_group", "ranks", limit=90),
     Check("shared directory", "devices:shared_directory", "ranks", needs="process group"),
     Check("collectives: host", "devices:host_collectives", "ranks", limit=60, needs="process group"),
     Check("collectives: libraries", "devices:library_collectives", "ranks", limit=60, needs="process group"),

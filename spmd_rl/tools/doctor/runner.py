@@ -21,7 +21,7 @@ from spmd_rl.base.errors import UserError, one_line
 from spmd_rl.base.process import contained
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.tools.doctor.checks import REPORT, Check, CheckOutcome, Failed, Skipped
+from spmd_rl.tools.doctor.checks import ALONE, REPORT, Check, CheckOutcome, Failed, Skipped
 from spmd_rl.tools.doctor.ranks import Ranks, names
 
 GRACE = CLOSE_SECONDS = 10.0
@@ -52,7 +52,7 @@ def run_checks(
 def _run_child(
     checks: Sequence[Check], cfg: RlvrConfig, log: Path, leaves: bool, earlier: Sequence[CheckOutcome]
 ) -> list[CheckOutcome]:
-    """Return a result for each check that one child has begun. leaves: it ends after a failure."""
+    """Return a result for each check that one child has started. leaves: the child ends after a failure."""
     began = time.perf_counter()
     limit = sum(check.limit for check in checks) + CLOSE_SECONDS
     lines, end = contained(partial(_work, checks, cfg, log, {r.name: r.verdict for r in earlier}), limit)
@@ -80,7 +80,7 @@ def _work(
         os.dup2(sys.stderr.fileno(), descriptor)
     for number in (signal.SIGALRM, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    meets = checks[0].process != "node"
+    meets = checks[0].process not in ALONE
     with ExitStack() as stack:
         # Made inside the first check, which then fails if a package cannot be imported.
         context = cache(lambda: _find("bench:Bench")(cfg.run.dir, log.parent, stack) if meets else cfg)
@@ -112,7 +112,7 @@ def _run(check: Check, context: Callable[[], Any], log: Path, verdicts: dict[str
             raise Skipped(f"it needs '{check.needs}'")
         function = _find(check.target)
         detail = function(check.subject, context()) if check.subject else function(context())
-        if check.process != "node":
+        if check.process not in ALONE:
             context().finish(check.name)
         verdict, cure = "ok", ""
     except Skipped as skipped:
