@@ -1,9 +1,12 @@
 """Lines on stderr while something takes long.
 
-message = WaitMessage(world.rank)
-while not done():
-    message("waiting for 14 verdicts (math)")
-message.over()
+with waiting("waiting for 2 ranks", world.rank == 0):  # "waiting for 2 ranks (20 s)", every 30 s
+    connect()
+
+with phase("reading the prompts"):  # of a command that only prints: as soon as the command is two seconds old
+    prompts = Prompts.load(cfg.data)
+
+A thread prints them. Of several waits in a process, one inside the other, it prints the innermost alone.
 """
 
 import os
@@ -11,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
 
 from spmd_rl.base.errors import tell
 
@@ -22,51 +24,63 @@ QUIET_SECONDS, LEAST_SECONDS = 2.0, 0.2
 BEGAN = time.monotonic()
 
 
-class WaitMessage:
-    """A wait's message, printed on rank 0 alone. The clock starts with the first call after `over`."""
+class Wait:
+    """A wait that may become long. Its text may change meanwhile."""
 
-    is_open: ClassVar[bool] = False
-    """True during such a wait in this process."""
-
-    def __init__(self, rank: int, first: float = FIRST_SECONDS, every: float = EVERY_SECONDS) -> None:
-        self._silent, self._first, self._every = rank != 0, first, every
-        self._since: float | None = None
-        self._next = 0.0
+    def __init__(self, speaks: bool = True, first: float = FIRST_SECONDS) -> None:
+        """Print nothing unless `speaks`; first: seconds before the first line."""
+        self._speaks, self._first = speaks, first
+        self._text, self._began, self._next = "", 0.0, 0.0
 
     def __call__(self, text: str) -> None:
-        """Print the text and the seconds waited, if due."""
-        now = time.monotonic()
-        if self._since is None:
-            self._since, self._next = now, now + self._first
-            # A class attribute: `PhaseReporter` asks whether any wait is open in this process.
-            WaitMessage.is_open = True
-        if now >= self._next and not self._silent:
-            self._next = now + self._every
-            tell(f"{text}, for {now - self._since:.0f} s")
+        """Begin the wait, unless it is open, with this text from now on."""
+        self._text = text
+        if self._speaks and self not in _open:
+            self._began = time.monotonic()
+            self._next = self._began + self._first
+            _open.append(self)
+            # A forked process has none of its parent's threads.
+            if not any(thread.name == "waits" for thread in threading.enumerate()):
+                # A daemon, so that it never delays the exit.
+                threading.Thread(target=_report_always, name="waits", daemon=True).start()
 
     def over(self) -> None:
-        """End the wait and reset the clock."""
-        self._since = None
-        WaitMessage.is_open = False
+        """End the wait, if it is open."""
+        if self in _open:
+            _open.remove(self)
+
+    def report(self) -> None:
+        """Print the text and the seconds waited, if a line is due."""
+        if (now := time.monotonic()) >= self._next:
+            self._next, seconds = now + EVERY_SECONDS, now - self._began
+            tell(f"{self._text} ({seconds:.0f} s)" if seconds >= 1 else f"{self._text} ...")
+
+
+_open: list[Wait] = []
+os.register_at_fork(after_in_child=_open.clear)
+
+
+def report() -> None:
+    """Print the line of the innermost wait, if one is due."""
+    for wait in _open[-1:]:
+        wait.report()
+
+
+def _report_always() -> None:
+    while True:
+        time.sleep(LEAST_SECONDS)
+        report()
 
 
 @contextmanager
-def waiting(text: str, rank: int, first: float = FIRST_SECONDS) -> Iterator[None]:
-    """Print the text on rank 0, from a thread, while the code inside takes long."""
-    message, over = WaitMessage(rank, first), threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.2):
-            message(text)
-
-    thread = threading.Thread(target=look, name="waiting", daemon=True)
-    thread.start()
+def waiting(text: str, speaks: bool = True, first: float = FIRST_SECONDS) -> Iterator[None]:
+    """Print the text while the code inside takes long. speaks, first: as for `Wait`."""
+    wait = Wait(speaks, first)
+    wait(text)
     try:
         yield
     finally:
-        over.set()
-        thread.join()
-        message.over()
+        wait.over()
 
 
 @contextmanager
@@ -75,13 +89,6 @@ def phase(text: str, speaks: bool | None = None) -> Iterator[None]:
 
     speaks: True if this process prints; default: rank 0.
     """
-    wait = max(LEAST_SECONDS, BEGAN + QUIET_SECONDS - time.monotonic())
-    timer = threading.Timer(wait, tell, (f"{text} ...",))
-    # A daemon, so that a pending line never delays the exit.
-    timer.daemon = True
-    if os.environ.get("RANK", "0") == "0" if speaks is None else speaks:
-        timer.start()
-    try:
+    speaks = os.environ.get("RANK", "0") == "0" if speaks is None else speaks
+    with waiting(text, speaks, max(LEAST_SECONDS, BEGAN + QUIET_SECONDS - time.monotonic())):
         yield
-    finally:
-        timer.cancel()

@@ -102,7 +102,7 @@ def join(me: Membership) -> Rendezvous:
     # hangs, and the watchdog names it.
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     same = "does the same command run on every node, and can they reach that address?"
-    with waiting(f"waiting at {where} until all {me.size} ranks are there ({same})", me.local_rank):
+    with waiting(f"waiting at {where} until all {me.size} ranks are there ({same})", me.local_rank == 0):
         return _join(me)
 
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from spmd_rl.base.waits import waiting
 from spmd_rl.config.engines import facts_of
 from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.engine import EngineConfig
@@ -26,4 +27,5 @@ def build(
     facts = facts_of(settings.name)
     facts.check_package()
     facts.check_settings(settings)
-    return facts.build(settings, policy, sleeps, world, constraint)  # [all]
+    with waiting("starting the engine", world.rank == 0):
+        return facts.build(settings, policy, sleeps, world, constraint)  # [all]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from spmd_rl.base.targets import import_coroutine
-from spmd_rl.base.waits import WaitMessage
+from spmd_rl.base.waits import Wait
 from spmd_rl.config.generation import GenerationSettings
 from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.data import EnvTasks, Prompts, counter_seed
@@ -121,7 +121,7 @@ class Player:
         self._episode = services.episode or _episode_of(s, self._tokenizer)
         self._budget = Budget(s.max_context_tokens or engine.capacity.max_tokens, s.max_turns)
         self._num_slots = num_slots(s, num_replicas, engine.capacity.max_running)
-        self._wait_message = WaitMessage(world.rank)
+        self._wait = Wait(world.rank == 0)
 
     async def start_slices(self, claim: Callable[[int], list[GroupSlice]]) -> None:
         """Start the slices for which there is room."""
@@ -222,7 +222,7 @@ class Player:
 
     async def end_step(self) -> int:
         """Empty the engine, keep or cancel running slices, and return the number of aborted requests."""
-        self._wait_message.over()
+        self._wait.over()
         num_stopped = await self.engine_loop.abort_all()
         if not self.carries:
             self.left = {
@@ -253,7 +253,7 @@ class Player:
             await asked.engine_loop.poll()
             self._report_wait(asked.engine_loop)
             asked.report()
-        self._wait_message.over()
+        self._wait.over()
         self.world.journal.idle(False)
 
     def ask(self, one: Question, engine_loop: EngineLoop) -> Samples:
@@ -274,9 +274,9 @@ class Player:
 
     def _report_wait(self, engine_loop: EngineLoop) -> None:
         if engine_loop.num_requests:
-            self._wait_message.over()
+            self._wait.over()
         else:
-            self._wait_message(f"waiting for {self._awaited}")
+            self._wait(f"waiting for {self._awaited}")
 
     @property
     def _outstanding(self) -> int:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from spmd_rl import sidecar
-from spmd_rl.base.errors import UserError, plural, printable
+from spmd_rl.base.errors import UserError, aligned, plural, printable
 from spmd_rl.base.hub import model_folder
 from spmd_rl.base.waits import phase
 from spmd_rl.config.architectures import sees_pictures
@@ -298,6 +298,4 @@ def table(console: Console, title: str, lines: Sequence[tuple[str, str]]) -> Non
     """Print a title, and names and texts in two columns."""
     console.print()
     console.print(Text(title, "bold"))
-    width = max(len(name) for name, _ in lines)
-    for name, text in lines:
-        console.print(printable(f"  {name:{width}}  {text}", lines=False))
+    console.print(aligned([("", name, printable(text, lines=False)) for name, text in lines]))

@@ -1,10 +1,11 @@
-"""Messages on rank 0's terminal before a run's first step and after its last."""
+"""Messages on rank 0's terminal: before a run's first step, in its long phases and after its last step."""
 
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from spmd_rl.base.errors import duration, plural
+from spmd_rl.base.errors import aligned, duration, plural
+from spmd_rl.base.waits import Wait
 from spmd_rl.config.apply import apply
 from spmd_rl.config.batch_arithmetic import describe_batch, describe_evaluation, describe_held_out, describe_rows
 from spmd_rl.config.model_files import describe_model
@@ -20,7 +21,21 @@ from spmd_rl.track.metrics import read_lines
 from spmd_rl.track.results import RESULTS
 
 LOADERS = {"ForSequenceClassification": "SequenceClassification", "ForConditionalGeneration": "ImageTextToText"}
-"""Architecture names and auto classes of transformers, other than causal language models."""
+"""Ends of the auto classes of transformers for architectures other than causal language models."""
+WAITS = {
+    "start": "starting: loading the models and the pipeline's other parts",
+    "restore": "loading the checkpoint",
+    "publish": "publishing the weights to the engine",
+    "save": "writing the checkpoint",
+    "eval": "evaluating",
+}
+"""Phases that are always announced when they take long."""
+FIRST_WAITS = {
+    "generate": "generating; an engine may compile in the first step",
+    "logprobs": "computing logprobs; the trainer may compile in the first step",
+    "update": "training; the trainer may compile in the first step",
+}
+"""Phases that are announced in the first step of this process."""
 
 
 def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
@@ -43,7 +58,7 @@ def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
         *apply((partial(_evaluation, num_eval),), cfg),
         ("run.dir", cfg.run.dir),
     ]
-    return _aligned([line for line in lines if line[1]])
+    return aligned([line for line in lines if line[1]])
 
 
 def _measured(cfg: JobConfig) -> str | None:
@@ -110,7 +125,7 @@ def footer(run_dir: Path, steps: int) -> str:
         starts = plural(account.starts, "start")
         lines.append(("goodput", f"{100 * account.goodput:.1f} % of {duration(account.wall)}, {starts}"))
     lines.append(("compare", f"python -m spmd_rl compare {run_dir} OTHER_RUN_DIR"))
-    return _aligned(lines)
+    return aligned(lines)
 
 
 def interrupted(run_dir: Path) -> str:
@@ -127,5 +142,20 @@ def interrupted(run_dir: Path) -> str:
     return f"{kept}, {lost} (checkpoint.every)\nthe same command continues from {place}"
 
 
-def _aligned(lines: list[tuple[str, str]]) -> str:
-    return "\n".join(f"{name:<12}{text}" for name, text in lines)
+class PhaseReporter:
+    """Watcher of a journal's phases (a `PhaseWatcher`) that reports long ones, such as `evaluating (20 s)`."""
+
+    def __init__(self) -> None:
+        self._open: list[Wait] = []
+        self.first_step = True
+        """True until the first step of this process ends."""
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, inside those that are open."""
+        known = WAITS | FIRST_WAITS if self.first_step else WAITS
+        self._open.append(Wait(phase in known))
+        self._open[-1](known.get(phase, ""))
+
+    def exit(self, phase: str) -> None:
+        """End the innermost phase that is open."""
+        self._open.pop().over()

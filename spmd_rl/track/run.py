@@ -33,7 +33,6 @@ from spmd_rl.track import messages
 from spmd_rl.track.goodput import Goodput
 from spmd_rl.track.memory import PhaseMemory
 from spmd_rl.track.metrics import MetricsFile, Reduce, Values, combine, describe
-from spmd_rl.track.phase_reporter import PhaseReporter
 from spmd_rl.track.report import write_report
 from spmd_rl.track.samples import SampleLog, SampleRow
 from spmd_rl.track.timeline import NAMES
@@ -60,7 +59,7 @@ class Run:
         self._samples, self._held_out = _sample_logs(self.directory, world)
         self._goodput = Goodput(self.directory, BEGAN) if world.rank == 0 else None
         self._memory = PhaseMemory(world.device)
-        self._phase_reporter = PhaseReporter()
+        self._phase_reporter = messages.PhaseReporter()
         self._trackers: list[Tracker] = []
         self._step: int | None = None
         self._latest = 0
@@ -89,8 +88,6 @@ class Run:
             world.journal.watch(track._memory)
             if world.rank == 0:
                 world.journal.watch(track._phase_reporter)
-                track._phase_reporter.start(lambda: call.name if (call := world.journal.inside) else "")
-                stack.callback(track._phase_reporter.close)
             world.on_exit(lambda: tell(messages.interrupted(track.directory), lines=True))
             world.on_exit(track._merge_last)
             world.on_exit(track.write_report)

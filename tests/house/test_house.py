@@ -17,7 +17,7 @@ BROAD_EXCEPT = {
     "spmd_rl/base/process.py": "work in the background may raise anything: whoever waits for it gets it",
     "spmd_rl/base/targets.py": "a plug-in's import and constructor, which the checks run before the worker does",
     "spmd_rl/config/main.py": "the rank's main",
-    "spmd_rl/tools/doctor/child.py": "a check may fail in any way: it becomes a line of the doctor's table",
+    "spmd_rl/tools/doctor/runner.py": "a check may fail in any way: it becomes a line of the doctor's table",
     "spmd_rl/rollout/episode.py": "an episode may raise anything: it becomes a verdict of its sample",
     "spmd_rl/sidecar/env_worker.py": "an environment may raise anything: it becomes the end of its session",
     "envs/tool_calls.py": "a tool may raise anything: the model reads it as the tool's reply",

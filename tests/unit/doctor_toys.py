@@ -6,20 +6,20 @@ import sys
 import time
 
 
-def fine(options) -> str:
+def fine(cfg) -> str:
     return "fine"
 
 
-def dies(options) -> str:
+def dies(cfg) -> str:
     print("the last words", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hangs(options) -> str:
+def hangs(cfg) -> str:
     time.sleep(60)
 
 
-def raises(options) -> str:
+def raises(cfg) -> str:
     raise ValueError("what was wrong")
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from spmd_rl import sandbox
+from spmd_rl.config.load import load
+from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.tools.doctor import machine, services
 from spmd_rl.tools.doctor.__main__ import merge
-from spmd_rl.tools.doctor.checks import CHECKS, Check, CheckOutcome, Failed, Options, Skipped
+from spmd_rl.tools.doctor.checks import CHECKS, Check, CheckOutcome, Failed, Skipped
 from spmd_rl.tools.doctor.ranks import Ranks
 from spmd_rl.tools.doctor.runner import run_checks
 from tests.patience import patient
@@ -22,9 +24,10 @@ from tests.patience import patient
 ROOT = Path(__file__).parents[2]
 
 
-def options(tmp_path: Path, **changed) -> Options:
-    given = {"run_dir": str(tmp_path / "run"), "folder": str(tmp_path), "model": str(tmp_path / "model"), "keep": 2}
-    return Options(**{**given, "bind": "ipc", "keys": None, "sandboxes": ("auto",), **changed})
+def settings(tmp_path: Path, *words: str) -> RlvrConfig:
+    given = {"run.dir": tmp_path / "run", "policy.model": tmp_path / "model", "checkpoint.keep": 2}
+    given |= dict(word.split("=", 1) for word in words)
+    return load("rlvr", RlvrConfig, [f"{key}={value}" for key, value in given.items()])
 
 
 @pytest.fixture
@@ -48,26 +51,26 @@ def taken() -> Iterator[int]:
 
 
 def test_a_run_directory_that_works(tmp_path: Path) -> None:
-    assert "free" in machine.run_directory(options(tmp_path))
+    assert "free" in machine.run_directory(settings(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_read_only_run_directory(tmp_path: Path, mounted: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
     with pytest.raises(Failed, match=r"run\.dir=.*cannot be written: Read-only file system") as found:
-        machine.run_directory(options(tmp_path, run_dir=str(mounted / "deep" / "run")))
+        machine.run_directory(settings(tmp_path, f"run.dir={mounted}/deep/run"))
     assert "run.dir=PATH" in found.value.cure
 
 
 def test_a_run_directory_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Failed, match="Not a directory"):
-        machine.run_directory(options(tmp_path, run_dir=str(tmp_path / "file" / "run")))
+        machine.run_directory(settings(tmp_path, f"run.dir={tmp_path}/file/run"))
 
 
 def test_no_space(tmp_path: Path, mounted: Path) -> None:
     with pytest.raises(Failed, match="no space is left") as found:
-        machine.run_directory(options(tmp_path, run_dir=str(mounted / "run")))
+        machine.run_directory(settings(tmp_path, f"run.dir={mounted}/run"))
     assert "free some space" in found.value.cure and not list(mounted.iterdir())
 
 
@@ -78,14 +81,14 @@ def test_no_space_for_the_checkpoints_of_a_large_model(tmp_path: Path) -> None:
     file.write_bytes(struct.pack("<Q", len(head)) + head)
     os.truncate(file, 8 + len(head) + size)
     with pytest.raises(Failed, match=r"checkpoint\.keep=2\) need 335\d\d\.\d GiB"):
-        machine.run_directory(options(tmp_path))
+        machine.run_directory(settings(tmp_path))
 
 
 def test_a_port_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setenv("MASTER_PORT", str(taken))
     with pytest.raises(Failed, match=f"MASTER_PORT: port {taken} cannot be used: Address already in use") as found:
-        machine.ports(options(tmp_path))
+        machine.ports(settings(tmp_path))
     assert "--master-port" in found.value.cure
 
 
@@ -93,7 +96,7 @@ def test_the_sidecars_port_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(Failed, match=rf"sidecar\.bind: port {taken}") as found:
-        machine.ports(options(tmp_path, bind=f"tcp://127.0.0.1:{taken}"))
+        machine.ports(settings(tmp_path, f"sidecar.bind=tcp://127.0.0.1:{taken}"))
     assert "sidecar.bind=ipc" in found.value.cure
 
 
@@ -109,12 +112,12 @@ def test_a_wrong_version(
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(Failed, match=f"{package} is {version}, needed: {package}[<>]") as found:
-        machine.versions(options(tmp_path))
+        machine.versions(settings(tmp_path))
     assert cure in found.value.cure
 
 
 def test_the_versions_here_are_right(tmp_path: Path) -> None:
-    assert "torch " in machine.versions(options(tmp_path))
+    assert "torch " in machine.versions(settings(tmp_path))
 
 
 def test_no_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,9 +130,9 @@ def test_no_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sandbox.SANDBOXES, "bwrap", missing)
     monkeypatch.setitem(sandbox.SANDBOXES, "forkserver", forbidden)
     with pytest.raises(Skipped, match="bwrap is not installed"):
-        services.bwrap(options(tmp_path))
+        services.bwrap(settings(tmp_path))
     with pytest.raises(Failed, match=r"no sandbox works.*not permitted.*bwrap is not installed") as found:
-        services.any_sandbox(options(tmp_path))
+        services.any_sandbox(settings(tmp_path))
     assert "install bubblewrap" in found.value.cure
 
 
@@ -138,7 +141,7 @@ def test_too_few_open_files(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
         with pytest.raises(Failed, match="ulimit -n is 256") as found:
-            machine.open_files(options(tmp_path))
+            machine.open_files(settings(tmp_path))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "ulimit -n 65536" in found.value.cure
@@ -175,13 +178,12 @@ def toy(name: str, limit: float = 20.0, needs: str = "") -> Check:
     return Check(name, f"tests.unit.doctor_toys:{name}", "node", limit, needs, cure="the cure")
 
 
-def test_a_check_that_fails_ends_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_a_check_that_fails_ends_no_other(tmp_path: Path) -> None:
     checks = [toy("dies"), toy("raises"), toy("hangs", 0.5), toy("fine"), Check("after", "x:y", "node", needs="dies")]
-    found = run_checks(checks, options(tmp_path), Ranks(), {})
+    found = run_checks(checks, settings(tmp_path), tmp_path, Ranks())
     assert [r.verdict for r in found] == ["failed", "failed", "failed", "ok", "skipped"]
     assert "SIGKILL" in found[0].detail and "the last words" in found[0].detail
-    assert found[1].detail == f"ValueError: what was wrong; log: {tmp_path}" and found[1].cure == "the cure"
+    assert found[1].detail == f"ValueError: what was wrong; log: {tmp_path}/node-1.log" and found[1].cure == "the cure"
     assert "not finished after 0.5 s" in found[2].detail and found[2].seconds < patient(5)
     assert found[4].detail == "it needs 'dies'"
 

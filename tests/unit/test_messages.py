@@ -21,7 +21,6 @@ from spmd_rl.config.schema import (
 )
 from spmd_rl.distributed import solo
 from spmd_rl.track import messages
-from spmd_rl.track.phase_reporter import PhaseReporter
 from spmd_rl.track.run import Run
 
 
@@ -100,28 +99,3 @@ def test_a_model_is_loaded_as_what_it_is(tmp_path: Path, kind: str) -> None:
 
 def test_a_run_without_a_checkpoint_names_none(tmp_path: Path) -> None:
     assert "checkpoint" not in messages.footer(tmp_path, 3)
-
-
-def test_a_long_wait_is_said_after_20_seconds_and_then_every_30() -> None:
-    now = [0.0]
-    waits = PhaseReporter(lambda: now[0])
-    waits.enter("start")
-
-    def said(where: str = "") -> dict[int, str]:
-        found = {}
-        for second in range(100):
-            now[0] += 1
-            if line := waits.due(where):
-                found[second + 1] = line
-        return found
-
-    lines = said("engine: start vllm")
-    assert list(lines) == [30, 60, 90] and lines[30] == "starting the engine (30 s)"
-    waits.exit("start")
-    assert not said()
-    waits.enter("update")
-    assert list(said()) == [20, 50, 80]
-    waits.exit("update")
-    waits.first_step = False
-    waits.enter("update")
-    assert not said()

@@ -9,7 +9,7 @@ from spmd_rl.base import waits
 
 @pytest.mark.parametrize(
     ("age", "rank", "lasts", "told"),
-    [(0.0, 0, 0.5, False), (9.0, 0, 0.5, True), (9.0, 1, 0.5, False), (9.0, 0, 0.0, False)],
+    [(0.0, 0, 0.9, False), (9.0, 0, 0.9, True), (9.0, 1, 0.9, False), (9.0, 0, 0.0, False)],
     ids=["a quick command", "a slow one", "another rank", "a quick phase of a slow one"],
 )
 def test_a_line_a_phase(monkeypatch, capsys, age: float, rank: int, lasts: float, told: bool) -> None:

@@ -8,9 +8,8 @@ on the fly. Nothing is downloaded, and nothing stays behind.
 
     checks                   the list of all checks, and the ways in which a check fails
     machine, services        checks once per node: versions, limits, disk, ports; sandbox and sidecar. Torch-free
-    devices, roles, engines  checks of all ranks together: devices, collectives, training, engines, checkpoints
+    devices, roles, engines  checks of all ranks: devices; together collectives, training, engines, checkpoints
     bench                    the world, the tiny model and the roles that these checks share
-    runner, child            checks in child processes, so that a crash or hang does not end the others
+    runner                   checks in child processes, so that a crash or hang does not end the others
     ranks                    waits between the ranks with a time limit, and the search for missing ones
-    table                    the results of all ranks as one table
 """

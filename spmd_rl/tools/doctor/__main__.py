@@ -10,7 +10,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
@@ -23,8 +24,8 @@ from spmd_rl.base.waits import phase
 from spmd_rl.config.load import load
 from spmd_rl.config.ranks import local_rank, rank
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.tools.doctor.checks import CHECKS, Check, CheckOutcome, Failed, Options
-from spmd_rl.tools.doctor.ranks import Ranks, names
+from spmd_rl.tools.doctor.checks import ALONE, CHECKS, Check, CheckOutcome, Failed
+from spmd_rl.tools.doctor.ranks import Ranks
 from spmd_rl.tools.doctor.runner import run_checks
 
 STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
@@ -76,8 +77,8 @@ def show(results: Sequence[CheckOutcome]) -> None:
 
 
 ARRIVE_SECONDS = 40.0
-NODE_SECONDS = 120.0
-"""Seconds until the first rank of each node must have finished its own checks."""
+ALONE_SECONDS = 120.0
+"""Seconds until all ranks must have finished the checks that meet no other rank."""
 LEAVE_SECONDS = 30.0
 DIED = "look at what that rank printed above; out of memory: `dmesg`, fewer ranks a node"
 
@@ -105,18 +106,9 @@ def main(arguments: Sequence[str]) -> int:
     if not (todo := chosen(asked.only)):
         parser.error(f"--only: no check begins with {asked.only}; there are {', '.join(c.name for c in CHECKS)}")
     signal.signal(signal.SIGTERM, _terminate)
-    folder = tempfile.mkdtemp(prefix="spmd-rl-doctor-")
-    options = Options(
-        run_dir=cfg.run.dir,
-        folder=folder,
-        model=cfg.policy.model,
-        keep=cfg.checkpoint.keep,
-        bind=cfg.sidecar.bind,
-        keys=cfg.sidecar.keys,
-        sandboxes=tuple(reward.sandbox for reward in cfg.reward.domains.values()),
-    )
+    folder = Path(tempfile.mkdtemp(prefix="spmd-rl-doctor-"))
     try:
-        failed = examine(options, asked.wait, todo)
+        failed = examine(cfg, folder, asked.wait, todo)
     except KeyboardInterrupt:
         return 130
     if not failed:
@@ -129,59 +121,44 @@ def chosen(beginnings: str) -> list[Check]:
     return [check for check in CHECKS if check.name.startswith(tuple(beginnings.split(",")))]
 
 
-def examine(options: Options, wait_seconds: float, todo: Sequence[Check]) -> bool:
+def examine(cfg: RlvrConfig, folder: Path, wait_seconds: float, todo: Sequence[Check]) -> bool:
     """Run checks and print the table on one rank. Return True if any failed, on any rank."""
-    results: list[CheckOutcome] = []
-    ranks = Ranks(rank())
+    ranks, all_here, began = Ranks(rank()), True, time.perf_counter()
     try:
-        began = time.perf_counter()
-        all_here = True
-        try:
-            with phase("waiting for the ranks"):
-                ranks = Ranks.join(wait_seconds)
-                arrived = ranks.arrive(wait_seconds)
-            results.append(CheckOutcome("ranks", "ok", arrived, "", time.perf_counter() - began))
-        except Failed as failed:
-            all_here = False
-            seconds = time.perf_counter() - began
-            results.append(CheckOutcome("ranks", "failed", failed.detail, failed.cure, seconds))
-        verdicts: dict[str, str] = {}
+        with phase("waiting for the ranks"):
+            ranks = Ranks.join(wait_seconds)
+            arrival = CheckOutcome("ranks", "ok", ranks.arrive(wait_seconds))
+    except Failed as failed:
+        all_here, arrival = False, CheckOutcome("ranks", "failed", failed.detail, failed.cure)
+    results = [replace(arrival, seconds=time.perf_counter() - began)]
+    patience = LEAVE_SECONDS if all_here else 1.0
+    try:
         for process in dict.fromkeys(check.process for check in todo):
             checks = [check for check in todo if check.process == process]
             with phase(f"checking {process}", ranks.reports):
-                if process == "node":
-                    found = run_checks(checks, options, Ranks(), verdicts) if local_rank() == 0 else []
-                    # The other ranks wait until this node's own checks are done.
-                    if all_here:
-                        ranks.gather("node", True, NODE_SECONDS)
+                if process in ALONE:
+                    if process != "node" or local_rank() == 0:
+                        results += run_checks(checks, cfg, folder, Ranks(), results)
+                    # Later checks meet the other ranks, and their limits must not include this wait.
+                    ranks.gather(process, True, ALONE_SECONDS if all_here else 0.0)
                 elif all_here:
-                    found = run_checks(checks, options, ranks, verdicts)
+                    results += run_checks(checks, cfg, folder, ranks, results)
                 else:
-                    found = [CheckOutcome(check.name, "skipped", "not all ranks are here") for check in checks]
-            results += found
-            verdicts |= {result.name: result.verdict for result in found}
+                    results += [CheckOutcome(check.name, "skipped", "not all ranks are here") for check in checks]
     except Terminated:
-        gone = ranks.gone()
-        detail = f"{names(gone)} died" if gone else "this process was asked to end (SIGTERM)"
-        results = [r for r in results if r.name != "ranks"] + [CheckOutcome("ranks", "failed", detail, DIED)]
-        return _finish(ranks, {ranks.rank: results}, options.folder)
-    patience = LEAVE_SECONDS if all_here else 1.0
+        results[0] = CheckOutcome("ranks", "failed", "this process was asked to end (SIGTERM)", DIED)
+        # The others end as well, and with them perhaps the store.
+        ranks.size = 1
     everyone = ranks.gather("results", [asdict(result) for result in results], patience)
     by_rank = {rank: [CheckOutcome(**row) for row in rows] for rank, rows in enumerate(everyone) if rows}
-    failed = _finish(ranks, by_rank if ranks.size > 1 else {ranks.rank: results}, options.folder)
-    # The first rank may host the store, so it leaves last.
-    ranks.gather("leave", True, patience)
-    return failed
-
-
-def _finish(ranks: Ranks, by_rank: dict[int, list[CheckOutcome]], folder: str) -> bool:
     merged = merge(by_rank, ranks.hosts)
     failed = any(result.verdict == "failed" for result in merged)
     if ranks.reports:
         show(merged)
         if failed:
-            print(f"logs: {folder}")
-        sys.stdout.flush()
+            print(f"logs: {folder}", flush=True)
+    # The first rank may host the store, so it leaves last.
+    ranks.gather("leave", True, patience)
     return failed
 
 

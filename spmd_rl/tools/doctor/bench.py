@@ -9,10 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spmd_rl import engine, train, weights
-from spmd_rl.config.ranks import local_rank, world_size
 from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig, RolloutConfig, RunConfig, TrainConfig
 from spmd_rl.distributed import World
-from spmd_rl.tools.doctor.checks import Options
 from spmd_rl.tools.doctor.machine import scratch
 
 MODEL = LlamaConfig(
@@ -35,16 +33,14 @@ MODEL = LlamaConfig(
 class Bench:
     """The shared objects of the checks that need torch, on one rank."""
 
-    def __init__(self, options: Options, stack: ExitStack) -> None:
-        """Keep `stack`, on which resources are pushed for closing."""
-        self.options = options
-        self._stack = stack
+    def __init__(self, run_dir: str, folder: Path, stack: ExitStack) -> None:
+        """Keep `stack`, on which resources are pushed for closing. folder: for the tiny model's files."""
+        self._run_dir, self.folder, self._stack = Path(run_dir), folder, stack
         self._engines: dict[str, Any] = {}
         self._publishers: dict[str, weights.Publisher] = {}
         self.answers: dict[str, list[list[int]]] = {}
         """Last answers of each engine, by name."""
         self.version = 0
-        self.folder = Path(options.folder)
 
     @cached_property
     def cfg(self) -> RlvrConfig:
@@ -77,7 +73,7 @@ class Bench:
         """[all] Temporary directory next to the run directory, made by rank 0."""
         made = None
         if self.world.rank == 0:
-            made = str(self._stack.enter_context(scratch(Path(self.options.run_dir))))
+            made = str(self._stack.enter_context(scratch(self._run_dir)))
         return Path(self.world.broadcast("doctor: shared directory", made))  # [all]
 
     @cached_property
@@ -100,23 +96,18 @@ class Bench:
         self.version += 1
         return self._publishers[name](version=self.version)  # [all]
 
+    @property
+    def has_world(self) -> bool:
+        """True once the ranks have formed their world."""
+        # `cached_property` stores its value there; `hasattr` would form the world.
+        return "world" in self.__dict__
+
     def finish(self, name: str) -> None:
         """[all] Wait until all ranks have finished a check, if there is a world."""
-        # `cached_property` stores its value there; `hasattr` would form the world.
-        if "world" in self.__dict__:
+        if self.has_world:
             self.world.barrier(f"doctor: {name}")  # [all]
-
-    def leave_if_others_wait(self, name: str) -> None:
-        """Raise if other ranks may still be inside the check that failed here: they end with this one."""
-        if world_size() > 1:
-            raise RuntimeError(f"the check '{name}' failed")
 
     def close(self) -> None:
         """Free the engines; only after success, since an engine's own groups may wait for other ranks."""
         for made in self._engines.values():
             made.close()
-
-    @property
-    def measures(self) -> bool:
-        """True if this rank measures for its node."""
-        return local_rank() == 0

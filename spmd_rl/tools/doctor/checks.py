@@ -8,11 +8,16 @@ from dataclasses import dataclass
 
 from spmd_rl.config.backends import backend
 from spmd_rl.config.engines import facts_of
+from spmd_rl.config.packages import installed, unsupported
 from spmd_rl.config.sections.engine import ENGINES
 from spmd_rl.config.sections.models import BACKENDS
 
 REPORT = "read the log; if the cause is not yours, report it with that log"
 INSTALL = "pip install --editable . (or pip install -U spmd-rl) in the environment that runs the ranks"
+
+
+ALONE = ("node", "device")
+"""Processes whose checks meet no other rank"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +28,9 @@ class Check:
     target: str
     """Function of the check, `module:function`; a module without a dot is one of `spmd_rl/tools/doctor/`."""
     process: str
-    """Process of the check. `node`: a torch-free child on the first rank of each node. Else all ranks run it, in a
-    child of this name.
+    """Process of the check. `node`: a torch-free child on the first rank of each node. `device`: a child on each rank.
+    Their functions get the run's settings and meet no other rank. Else all ranks run it together, in a child of this
+    name, and the function gets a `Bench`.
     """
     limit: float = 30.0
     """Seconds after which the check has failed."""
@@ -72,9 +78,9 @@ CHECKS = (
     Check("sandbox: forkserver", "services:forkserver", "node"),
     Check("sandbox", "services:any_sandbox", "node"),
     Check("sidecar", "services:sidecar", "node", limit=60, cure="sidecar.bind=ipc, or another port in sidecar.bind"),
-    Check("devices", "devices:devices", "ranks", limit=90, cure=INSTALL),
-    Check("dtype", "devices:dtype", "ranks"),
-    Check("process group", "devices:process_group", "ranks", limit=60),
+    Check("devices", "devices:devices", "device", limit=90, cure=INSTALL),
+    Check("dtype", "devices:dtype", "device"),
+    Check("process group", "devices:process_group", "ranks", limit=90),
     Check("shared directory", "devices:shared_directory", "ranks", needs="process group"),
     Check("collectives: host", "devices:host_collectives", "ranks", limit=60, needs="process group"),
     Check("collectives: libraries", "devices:library_collectives", "ranks", limit=60, needs="process group"),
@@ -99,21 +105,6 @@ class Skipped(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """Facts about the planned run, for the checks. Plain values: they are sent to the children as JSON."""
-
-    run_dir: str
-    folder: str
-    """Directory of the doctor that all ranks of a node share."""
-    model: str
-    keep: int
-    bind: str
-    keys: str | None
-    sandboxes: tuple[str, ...]
-    """Values of `reward.<domain>.sandbox` in all domains."""
-
-
-@dataclass(frozen=True, slots=True)
 class CheckOutcome:
     """Result of one check on one rank."""
 
@@ -129,6 +120,14 @@ class CheckOutcome:
     """
     at: float = 0.0
     """Time at its end, in seconds since the epoch."""
+
+
+def check_package(package: str, title: str, cure: str, other: str) -> None:
+    """Raise `Skipped` if a package is missing, and `Failed` for an unsupported version. other: setting without it."""
+    if installed(package) is None:
+        raise Skipped(f"{title} is not installed ({cure})")
+    if found := unsupported(package):
+        raise Failed(f"{title} {found[0]} is not supported", f"pip install '{found[1]}'; or {other}")
 
 
 def gib(num_bytes: float) -> str:

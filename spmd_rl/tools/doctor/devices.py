@@ -2,16 +2,20 @@
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from spmd_rl.config.ranks import local_rank, world_size
+from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import shared_group
 from spmd_rl.distributed.dtype import choose_dtype
 from spmd_rl.distributed.membership import unusable_device
-from spmd_rl.tools.doctor.bench import Bench
 from spmd_rl.tools.doctor.checks import Failed, Skipped, gib
+
+if TYPE_CHECKING:
+    from spmd_rl.tools.doctor.bench import Bench
 
 BUSY = 0.5
 """Share of free memory below which another process uses the device."""
@@ -19,7 +23,7 @@ SMALL, LARGE = 8, {"cpu": 4 << 20, "device": 64 << 20}
 """Bytes of the all-reduces that measure latency and bandwidth."""
 
 
-def devices(bench: Bench) -> str:
+def devices(cfg: RlvrConfig) -> str:
     """Find this rank's device and its free memory."""
     if not torch.accelerator.is_available():
         if fault := unusable_device():
@@ -39,12 +43,12 @@ def devices(bench: Bench) -> str:
     return f"{count} x {name}, {gib(free)} of {gib(total)} free on {kind}:{local_rank()}"
 
 
-def dtype(bench: Bench) -> str:
+def dtype(cfg: RlvrConfig) -> str:
     """Measure matrix products in bfloat16 against float32."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if not bench.measures:
+    if local_rank():
         return "measured on the first rank of each node"
-    size = 1024 if device.type == "cpu" else 8192
+    size = 512 if device.type == "cpu" else 8192
     seconds = {}
     for kind in (torch.float32, torch.bfloat16):
         matrix = torch.randn(size, size, device=device).to(kind)
@@ -69,14 +73,14 @@ def _best(work: Callable[[], object], device: torch.device, repeats: int) -> flo
     return min(found[1:])
 
 
-def process_group(bench: Bench) -> str:
+def process_group(bench: "Bench") -> str:
     """[all] Form the process groups of all ranks."""
     world = bench.world  # [all]
     backends = dist.get_backend_config() if dist.is_initialized() else "none"
     return f"{world.size} rank{'s' * (world.size > 1)}, {backends}"
 
 
-def shared_directory(bench: Bench) -> str:
+def shared_directory(bench: "Bench") -> str:
     """[all] Check that all ranks see a file that rank 0 writes next to the run directory."""
     path = bench.shared / "seen"
     if bench.world.rank == 0:
@@ -89,7 +93,7 @@ def shared_directory(bench: Bench) -> str:
     return f"{path.parent.parent}: all {len(seen)} ranks see it"
 
 
-def host_collectives(bench: Bench) -> str:
+def host_collectives(bench: "Bench") -> str:
     """[all] Measure the all-reduce of the group for metadata and samples: `shm` on one node, else gloo."""
     world = bench.world  # [all]
     if world.size == 1:
@@ -102,7 +106,7 @@ def host_collectives(bench: Bench) -> str:
     return "; ".join(measured)
 
 
-def library_collectives(bench: Bench) -> str:
+def library_collectives(bench: "Bench") -> str:
     """[all] Measure the all-reduce of the devices' own library, such as NCCL, over all ranks and nodes."""
     device = bench.world.device
     if world_size() == 1:
@@ -113,7 +117,7 @@ def library_collectives(bench: Bench) -> str:
     return f"{name} over {bench.world.size} ranks {_all_reduce(bench, device, None)}"
 
 
-def _all_reduce(bench: Bench, device: torch.device, group: dist.ProcessGroup | None) -> str:
+def _all_reduce(bench: "Bench", device: torch.device, group: dist.ProcessGroup | None) -> str:
     """[all] Return latency and bandwidth of an all-reduce. Raises `Failed` for a wrong sum."""
     seconds = {}
     size = LARGE["cpu" if device.type == "cpu" else "device"]

@@ -1,13 +1,11 @@
 """Checks of each engine: start, weights published with a probe, generated answers, memory returned in sleep."""
 
-import importlib.util
 import time
 from array import array
 
 from spmd_rl.config.engines import facts_of
-from spmd_rl.config.packages import unsupported
 from spmd_rl.tools.doctor.bench import Bench
-from spmd_rl.tools.doctor.checks import ENGINE, REPORT, Failed, Skipped
+from spmd_rl.tools.doctor.checks import ENGINE, REPORT, Failed, check_package
 from spmd_rl.types import Request
 
 REQUESTS, PROMPT, NEW_TOKENS = 8, 32, 32
@@ -15,22 +13,12 @@ REQUESTS, PROMPT, NEW_TOKENS = 8, 32, 32
 
 def start(name: str, bench: Bench) -> str:
     """[all] Start an engine with the tiny model."""
-    _check_package(name)
+    facts = facts_of(name)
+    if facts.package:
+        check_package(facts.package, facts.title, ENGINE.format(facts.installation), "engine=native")
     began = time.perf_counter()
     capacity = bench.engine(name).capacity  # [all]
     return f"started in {time.perf_counter() - began:.1f} s, {capacity.max_running} requests at once"
-
-
-def _check_package(name: str) -> None:
-    """Raise `Skipped` if the engine's package is not installed, and `Failed` for an unsupported version."""
-    # A missing package is no failure: a run with another engine needs none.
-    facts = facts_of(name)
-    if not facts.package:
-        return
-    if importlib.util.find_spec(facts.package) is None:
-        raise Skipped(f"{facts.title} is not installed ({ENGINE.format(facts.installation)})")
-    if found := unsupported(facts.package):
-        raise Failed(f"{facts.title} {found[0]} is not supported", f"pip install '{found[1]}'; or engine=native")
 
 
 def publish(name: str, bench: Bench) -> str:

@@ -15,8 +15,9 @@ from tempfile import TemporaryDirectory
 from spmd_rl.config.model_files import num_weights
 from spmd_rl.config.packages import installed, requirements
 from spmd_rl.config.ranks import local_rank
+from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed.device_files import device_file
-from spmd_rl.tools.doctor.checks import Failed, Options, Skipped, gib
+from spmd_rl.tools.doctor.checks import Failed, Skipped, gib
 
 SHOWN = ("torch", "transformers", "vllm", "deepspeed", "megatron-core", "hydra-core", "msgspec", "pyzmq")
 SHOWN += ("safetensors", "numpy")
@@ -31,7 +32,7 @@ MASTER_PORT = 29500
 """Default port of torchrun's store."""
 
 
-def versions(options: Options) -> str:
+def versions(cfg: RlvrConfig) -> str:
     """Compare installed versions with `pyproject.toml`, including installed extras."""
     wrong, shown = [], [f"python {'.'.join(map(str, sys.version_info[:3]))}"]
     for requirement in requirements():
@@ -49,7 +50,7 @@ def versions(options: Options) -> str:
     return ", ".join(dict.fromkeys(shown))
 
 
-def open_files(options: Options) -> str:
+def open_files(cfg: RlvrConfig) -> str:
     """Compare `ulimit -n` with the needs of this node's ranks: sockets, pipes and files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -61,7 +62,7 @@ def open_files(options: Options) -> str:
     return f"ulimit -n {'unlimited' if soft == -1 else soft}"
 
 
-def shared_memory(options: Options) -> str:
+def shared_memory(cfg: RlvrConfig) -> str:
     """Measure /dev/shm, which NCCL needs between the devices of a node."""
     if not os.path.isdir("/dev/shm"):
         raise Skipped("there is no /dev/shm")
@@ -73,9 +74,9 @@ def shared_memory(options: Options) -> str:
     return f"/dev/shm: {gib(free)} free of {gib(total)}"
 
 
-def run_directory(options: Options) -> str:
+def run_directory(cfg: RlvrConfig) -> str:
     """Write, flush and read back a file next to the run directory, and compare the free space."""
-    folder = Path(options.run_dir)
+    folder = Path(cfg.run.dir)
     with scratch(folder) as place:
         began = time.perf_counter()
         content = os.urandom(1 << 20) * (WRITTEN >> 20)
@@ -88,9 +89,10 @@ def run_directory(options: Options) -> str:
         if (place / "probe").read_bytes() != content:
             raise Failed(f"run.dir={folder}: what is read back is not what was written", "check this file system")
         free = shutil.disk_usage(place).free
-    needed = BYTES_PER_WEIGHT * num_weights(Path(options.model).expanduser()) * (options.keep + 1)
+    keep = cfg.checkpoint.keep
+    needed = BYTES_PER_WEIGHT * num_weights(Path(cfg.policy.model).expanduser()) * (keep + 1)
     if free < max(needed, WRITTEN):
-        told = f"run.dir={folder}: {gib(free)} are free; checkpoints of this model (checkpoint.keep={options.keep}) "
+        told = f"run.dir={folder}: {gib(free)} are free; checkpoints of this model (checkpoint.keep={keep}) "
         cure = "free some space, run.dir=PATH on a larger disk, or a smaller checkpoint.keep"
         raise Failed(f"{told}need {gib(max(needed, WRITTEN))}", cure)
     checkpoints = f", checkpoints need {gib(needed)}" if needed else ""
@@ -115,7 +117,7 @@ def scratch(run_dir: Path) -> Iterator[Path]:
         raise Failed(f"run.dir={run_dir}: {place} cannot be written: {error.strerror}", elsewhere) from None
 
 
-def ports(options: Options) -> str:
+def ports(cfg: RlvrConfig) -> str:
     """Bind the port of torchrun's store, unless it is running already, and the sidecar's, if it has one."""
     found = []
     if "LOCAL_RANK" not in os.environ:
@@ -124,11 +126,11 @@ def ports(options: Options) -> str:
         found.append(f"MASTER_PORT {port} is free")
     elif local_rank() == 0:
         found.append(f"MASTER_PORT {os.environ['MASTER_PORT']} is in use by this job")
-    if options.bind.startswith("tcp://"):
-        host, _, port = options.bind.removeprefix("tcp://").rpartition(":")
+    if cfg.sidecar.bind.startswith("tcp://"):
+        host, _, port = cfg.sidecar.bind.removeprefix("tcp://").rpartition(":")
         _bind(host.strip("[]*"), int(port), "sidecar.bind", "sidecar.bind=ipc, or another port in sidecar.bind")
-        found.append(f"sidecar {options.bind} is free")
-    return ", ".join([*found, "sidecar: a private socket"] if options.bind == "ipc" else found)
+        found.append(f"sidecar {cfg.sidecar.bind} is free")
+    return ", ".join([*found, "sidecar: a private socket"] if cfg.sidecar.bind == "ipc" else found)
 
 
 def _bind(host: str, port: int, key: str, cure: str) -> None:

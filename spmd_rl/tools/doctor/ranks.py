@@ -1,15 +1,13 @@
 """Waits between the doctor's ranks: over torchrun's store, always with a time limit.
 
-No process group is needed, so a rank that never arrives, or dies on the way, is found and named.
+No process group is needed, so a rank that never arrives is found and named.
 """
 
 import json
 import os
-import select
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +28,6 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
         """Keep `store`, a torch.distributed store; None for one rank alone."""
         self.rank, self.size, self._store = rank, size, store
-        self._pidfds: dict[int, int] = {}
         self.hosts = {rank: socket.gethostname()}
         """Machine of each rank that has arrived."""
 
@@ -58,16 +55,9 @@ class Ranks:
 
     def arrive(self, seconds: float) -> str:
         """Wait for all ranks. Raises `Failed`, which names those that are missing after `seconds`."""
-        me = [socket.gethostname(), os.getpid()]
-        records = self.gather("arrive", me, seconds)
-        for rank, record in enumerate(records):
-            if record is not None:
-                self.hosts[rank] = record[0]
-                if record[0] == me[0] and rank != self.rank:
-                    # It may have ended, or run in another container.
-                    with suppress(OSError):
-                        self._pidfds[rank] = os.pidfd_open(record[1])
-        if missing := [rank for rank, record in enumerate(records) if record is None]:
+        found = self.gather("arrive", socket.gethostname(), seconds)
+        self.hosts = {rank: host for rank, host in enumerate(found) if host is not None}
+        if missing := [rank for rank in range(self.size) if rank not in self.hosts]:
             raise Failed(f"{names(missing)} of {self.size} did not arrive within {seconds:g} s", MISSING)
         nodes = len(set(self.hosts.values()))
         return f"{self.size} rank{'s' * (self.size > 1)} on {nodes} node{'s' * (nodes > 1)}"
@@ -84,23 +74,9 @@ class Ranks:
         self._store.set(f"{name}/{self.rank}", json.dumps(record))
         keys, deadline = [f"{name}/{rank}" for rank in range(self.size)], time.monotonic() + seconds
         # Polled with `check`: a store's `wait` would block for ever on a key that a dead rank never sets.
-        while not self._store.check(keys) and time.monotonic() < deadline and not self.gone():
+        while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(PAUSE)
         return [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
-
-    def announce(self, name: str) -> None:
-        """Announce to the other ranks that `name` has happened here."""
-        if self.size > 1:
-            self._store.set(name, "1")
-
-    def announced(self, name: str) -> bool:
-        """Return True if `name` has happened on any rank."""
-        return self.size > 1 and self._store.check([name])
-
-    def gone(self) -> list[int]:
-        """Return the ranks of this machine that have arrived and ended since."""
-        ended = select.select(list(self._pidfds.values()), [], [], 0)[0]
-        return [rank for rank, fd in self._pidfds.items() if fd in ended]
 
 
 def names(ranks: Sequence[int]) -> str:

@@ -9,11 +9,10 @@ import torch
 from spmd_rl.batch import Batch, pack
 from spmd_rl.checkpoint import Checkpointer
 from spmd_rl.config.backends import backend
-from spmd_rl.config.packages import installed, unsupported
 from spmd_rl.config.schema import CheckpointConfig, TrainConfig
 from spmd_rl.model.fingerprint import fingerprint
 from spmd_rl.tools.doctor.bench import Bench
-from spmd_rl.tools.doctor.checks import BACKEND, REPORT, Failed, Skipped, gib
+from spmd_rl.tools.doctor.checks import BACKEND, REPORT, Failed, check_package, gib
 from spmd_rl.train import build_role
 from spmd_rl.train.base import PolicyRole
 from spmd_rl.train.offload import Offload
@@ -52,10 +51,7 @@ def training_step(bench: Bench) -> str:
 def other_step(name: str, bench: Bench) -> str:
     """[all] Train for two steps with a backend whose package may be missing."""
     package = backend(name).package
-    if installed(package) is None:
-        raise Skipped(f"{package} is not installed ({BACKEND.format(name)})")
-    if found := unsupported(package):
-        raise Failed(f"{package} {found[0]} is not supported", f"pip install '{found[1]}'; or train=fsdp2")
+    check_package(package, package, BACKEND.format(name), "train=fsdp2")
     role = replace(bench.cfg.role("policy"), train=TrainConfig(name=name))
     return _two_steps(bench, build_role(role, bench.world))  # [all]
 

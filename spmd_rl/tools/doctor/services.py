@@ -7,9 +7,9 @@ from tempfile import TemporaryDirectory
 
 from spmd_rl import sandbox
 from spmd_rl.base.errors import one_line
-from spmd_rl.config.schema import RewardConfig, RewardsConfig
+from spmd_rl.config.schema import RewardConfig, RewardsConfig, RlvrConfig
 from spmd_rl.sidecar import connect
-from spmd_rl.tools.doctor.checks import Failed, Options, Skipped
+from spmd_rl.tools.doctor.checks import Failed, Skipped
 from spmd_rl.types import AnswerInfo, Node, Prompt, Verdict
 
 NO_SANDBOX = (
@@ -19,12 +19,12 @@ NO_SANDBOX = (
 )
 
 
-def bwrap(options: Options) -> str:
+def bwrap(cfg: RlvrConfig) -> str:
     """Run a program in bubblewrap."""
     return _variant("bwrap")
 
 
-def forkserver(options: Options) -> str:
+def forkserver(cfg: RlvrConfig) -> str:
     """Run a program in the fork server's sandbox."""
     return _variant("forkserver")
 
@@ -38,10 +38,10 @@ def _variant(name: str) -> str:
     return f"a program in {1000 * seconds:.0f} ms"
 
 
-def any_sandbox(options: Options) -> str:
+def any_sandbox(cfg: RlvrConfig) -> str:
     """Find the sandbox that `reward.<domain>.sandbox` would use: each that is named, or the first of `auto`."""
     chosen, reasons = [], []
-    for asked in dict.fromkeys(options.sandboxes or ("auto",)):
+    for asked in dict.fromkeys([reward.sandbox for reward in cfg.reward.domains.values()] or ["auto"]):
         # In the order in which a run with `auto` tries them.
         for name in sandbox.AUTO if asked == "auto" else (asked,):
             try:
@@ -74,14 +74,14 @@ class Echo:
         return Verdict("ok", float(answer == prompt.ground_truth))
 
 
-def sidecar(options: Options) -> str:
+def sidecar(cfg: RlvrConfig) -> str:
     """Start a sidecar at the run's address, get two verdicts, and stop it."""
     rewards = RewardsConfig(domains={"doctor": RewardConfig(f"{Echo.__module__}:Echo", start_seconds=40)})
     prompt = Prompt("doctor", (), "doctor", "42")
     with TemporaryDirectory(prefix="spmd-rl-doctor-") as folder:
         began = time.perf_counter()
         node = Node(0, 0, f"ipc://{folder}/host")
-        with connect(rewards, node, options.bind, keys=options.keys) as scorer:
+        with connect(rewards, node, cfg.sidecar.bind, keys=cfg.sidecar.keys) as scorer:
             started = time.perf_counter() - began
             scores, seconds = asyncio.run(_ask(scorer.score, prompt))
     if scores != [1.0, 0.0]:
