@@ -52,6 +52,8 @@ class EngineFacts:
     latent_attention: bool = False
     states: bool = False
     """True if it keeps the states of a hybrid model's layers"""
+    no_states: str = ""
+    """Reason why it does not, in parentheses, for a message"""
     pictures: bool = False
     """True if it takes pictures in prompts"""
     picture_package: str = ""
@@ -140,7 +142,7 @@ class EngineFacts:
             )
         if kind in HYBRID and not self.states:
             raise UserError(
-                f"{key}: engine={name} cannot run the layers of {kind} that carry a state; "
+                f"{key}: engine={name} cannot run the layers of {kind} that carry a state{self.no_states}; "
                 f"engine={with_ability(lambda other: other.states)} can"
             )
 

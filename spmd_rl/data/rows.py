@@ -55,7 +55,7 @@ class Record:
     """
     priority: float = 0.0
     pictures: tuple[ImagePart, ...] = ()
-    """Pictures in columns of their own, for a text; those of messages are in their places"""
+    """Pictures in columns of their own, which the messages of `problem` have already"""
 
 
 def read_rows(
