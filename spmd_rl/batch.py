@@ -274,7 +274,7 @@ def pack(
         lags[mask] = version - _joined([turn.versions for turn in turns], np.int32)
     num_turns = np.array([len(sample.turns) for sample in samples], np.int64)
     starts = _cumulated(lengths)[2 * _cumulated(num_turns)]
-    pictures, picture_sizes = _pictures(samples) if seen else (None, None)
+    shown = [[data for turn in sample.turns for data in turn.pictures] for sample in samples]
     return Batch(
         starts=torch.from_numpy(starts),
         keys=as_tensor([sample.key for sample in samples]).reshape(-1, 2),
@@ -286,10 +286,9 @@ def pack(
         lags=torch.from_numpy(lags),
         candidate_ids=_candidate_ids(turns, mask) if truncated else None,
         experts=_experts(turns, mask) if replayed else None,
-        pictures=pictures,
-        picture_sizes=picture_sizes,
         advantages=torch.zeros(len(mask)),
         weights=torch.zeros(len(mask)),
+        **(picture_columns(shown) if seen else {}),
     )
 
 
@@ -310,13 +309,13 @@ def _experts(turns: Sequence[Turn], mask: np.ndarray) -> Ragged:
     return Ragged(as_tensor(_joined(found, np.int16), np.int16), torch.from_numpy(_cumulated(counts)))
 
 
-def _pictures(samples: Sequence[Sample]) -> tuple[Ragged, Ragged]:
-    every = [[data for turn in sample.turns for data in turn.pictures] for sample in samples]
+def picture_columns(every: Sequence[Sequence[bytes]]) -> dict[str, Ragged]:
+    """Return the columns `pictures` and `picture_sizes` from the encoded pictures of each sample."""
     counts, sizes = [len(some) for some in every], [sum(map(len, some)) for some in every]
     joined = list(chain.from_iterable(every))
     data = torch.from_numpy(np.frombuffer(bytearray().join(joined), np.uint8))
-    lengths = as_tensor([len(one) for one in joined])
-    return Ragged(data, bounds_of(as_tensor(sizes))), Ragged(lengths, bounds_of(as_tensor(counts)))
+    lengths = Ragged(as_tensor([len(one) for one in joined]), bounds_of(as_tensor(counts)))
+    return {"pictures": Ragged(data, bounds_of(as_tensor(sizes))), "picture_sizes": lengths}
 
 
 def positions(starts: Tensor) -> Tensor:

@@ -81,6 +81,15 @@ HYBRID = {
 }
 """For `tiny`: Qwen3.5's text model with three layers that carry a state, and one with attention."""
 SPECIALS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>")
+SPECIAL_IDS = {"pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 258}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -93,18 +102,8 @@ def tiny(kind: str, path: Path | str, seed: int = 0, tie: bool = False, **overri
     `overrides` go to the model's config (`num_hidden_layers=4`, ...). Returns `path` as a Path.
     """
     config_class, model_class = FAMILIES[kind]
-    sizes = {
-        "vocab_size": 260,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "head_dim": 16,
-    }
-    specials = {"pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 258}
-    config = config_class(**{**sizes, **specials, "tie_word_embeddings": tie, **overrides})
+    sizes = {**SIZES, "vocab_size": 260, "head_dim": 16, **SPECIAL_IDS}
+    config = config_class(**{**sizes, "tie_word_embeddings": tie, **overrides})
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     model = model_class(config)

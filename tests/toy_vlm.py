@@ -19,7 +19,7 @@ from transformers import (
     SmolVLMForConditionalGeneration,
 )
 
-from tests.models import tokenizer
+from tests.models import SIZES, SPECIAL_IDS, tokenizer
 
 VLM_KINDS = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -29,7 +29,6 @@ SMOL_TOKENS = (
     "<global-img>",
     *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
 )
-ENDS = ("pad", "bos", "eos")
 QWEN_PICTURE, SMOL_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>", "<image>"
 CHAT = (
     "{{% for m in messages %}}<|im_start|>{{{{ m['role'] }}}}\n"
@@ -38,17 +37,6 @@ CHAT = (
     "{{% endfor %}}{{% endif %}}<|im_end|>\n{{% endfor %}}"
     "{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
 )
-TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 256,
-    "bos_token_id": 257,
-    "eos_token_id": 258,
-}
 
 
 def toy_vlm(kind: str, path: Path | str, seed: int = 0, tower: dict[str, Any] | None = None, **text: Any) -> Path:
@@ -57,10 +45,10 @@ def toy_vlm(kind: str, path: Path | str, seed: int = 0, tower: dict[str, Any] | 
     `text` and `tower` replace values of the language model's and the vision tower's configs. Returns `path` as a Path.
     """
     tokens = vlm_tokenizer(kind)
-    sizes = {**TEXT, "vocab_size": len(tokens), **text}
+    sizes = {**SIZES, **SPECIAL_IDS, "vocab_size": len(tokens), **text}
     build = {"qwen2_5_vl": _qwen2_5, "qwen3_vl": _qwen3, "smolvlm": _smol}[kind]
     model_class, config, picture_config = build(tokens, sizes, tower or {})
-    config.pad_token_id, config.bos_token_id, config.eos_token_id = (TEXT[f"{name}_token_id"] for name in ENDS)
+    config.update(SPECIAL_IDS)
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     model = model_class(config)

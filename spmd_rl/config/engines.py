@@ -51,7 +51,9 @@ class EngineFacts:
     sliding_windows: bool = False
     latent_attention: bool = False
     states: bool = False
-    """True if it keeps states of hybrid layers"""
+    """True if it keeps the states of a hybrid model's layers"""
+    no_states: str = ""
+    """Reason why it does not, in parentheses, for a message"""
     pictures: bool = False
     picture_package: str = ""
     """Package that it imports for pictures"""
@@ -139,7 +141,7 @@ class EngineFacts:
             )
         if kind in HYBRID and not self.states:
             raise UserError(
-                f"{key}: engine={name} cannot run the layers of {kind} that carry a state; "
+                f"{key}: engine={name} cannot run the layers of {kind} that carry a state{self.no_states}; "
                 f"engine={with_ability(lambda other: other.states)} can"
             )
 

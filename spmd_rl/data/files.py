@@ -10,8 +10,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 from spmd_rl.base.errors import UserError
 from spmd_rl.data.fields import plain
-from spmd_rl.data.pictures import Folder
-from spmd_rl.data.rows import Record, parse_rows
 
 GZIP, PARQUET, BYTE_ORDER_MARK = b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf"
 
@@ -24,16 +22,6 @@ class Found(NamedTuple):
     record: Any
     offset: int | None = None
     """byte offset of its line; None if it cannot be read from there"""
-
-
-def read_rows(
-    path: Path, key: str, columns: Mapping[str, str | None] | None = None, pictures: str | None = None
-) -> Iterator[Record]:
-    """Yield the rows of a file. key: the setting that a `UserError` names. columns, pictures: `data.keys` and
-    `data.pictures`.
-    """
-    records = (found[:2] for found in read_records(path, key))
-    yield from parse_rows(records, key, columns or {}, Folder.of(pictures, path.parent))
 
 
 def read_records(path: Path, key: str) -> Iterator[Found]:

@@ -10,36 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.base.errors import UserError, one_line
-from spmd_rl.base.hub import HubDataset, http_error
-from spmd_rl.data.files import plain_rows, table_row
-from spmd_rl.data.pictures import Folder
-from spmd_rl.data.rows import Record, parse_rows
+from spmd_rl.base.hub import HubDataset, http_error, hub_dataset
+from spmd_rl.data.files import Found, plain_rows, read_records, table_row
 
 BATCH = 32
 """Rows of pictures that are read at once"""
 DEFAULT_SPLITS = {"data.train": "train", "data.eval": "test"}
 
 
-def read_dataset(
-    source: HubDataset, key: str, columns: Mapping[str, str | None], pictures: str | None = None
-) -> Iterator[Record]:
-    """Yield the rows of one split; see `read_rows` for the parameters."""
-    yield from parse_rows(dataset_records(source, key), key, columns, Folder.of(pictures, cache_folder()))
-
-
-def dataset_records(source: HubDataset, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield (place, record) for each record of one split."""
+def source_records(name: str, key: str) -> Iterator[Found]:
+    """Yield the records of a file, or of one split of a dataset. key: the setting that a `UserError` names."""
+    if (source := hub_dataset(name)) is None:
+        yield from read_records(Path(name).expanduser(), key)
+        return
     split = source.split or DEFAULT_SPLITS[key]
     name = ":".join(filter(None, (source.repo, source.config, split)))
     table = _load(source, split, name, key)
-    yield from ((f"{name}[{i}]", table_row(row, f"{key}: {name}[{i}]")) for i, row in enumerate(_rows(table)))
-
-
-def cache_folder() -> Path:
-    """Return the hub's folder on this machine."""
-    from huggingface_hub.constants import HF_HOME
-
-    return Path(HF_HOME)
+    yield from (Found(f"{name}[{i}]", table_row(row, f"{key}: {name}[{i}]")) for i, row in enumerate(_rows(table)))
 
 
 def _rows(table: Any) -> Iterable[Mapping[str, Any]]:

@@ -16,6 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from spmd_rl.base.errors import one_line
+from spmd_rl.base.hub import hub_dataset
 from spmd_rl.base.pictures import MAX_BYTES, UnfitPicture, check_bytes, plain_picture
 from spmd_rl.data.fields import BrokenRow, picture_reference
 from spmd_rl.types import PICTURE, ImagePart, Message, TextPart
@@ -36,9 +37,10 @@ class Folder:
     """None: rows may name no files."""
 
     @classmethod
-    def of(cls, setting: str | None, default: Path | None) -> "Folder":
-        """Return the folder of `data.pictures`, else the one where the rows are."""
-        return cls(Path(setting).expanduser() if setting else default)
+    def of(cls, source: str, setting: str | None = None) -> "Folder":
+        """Return the folder of `data.pictures`, else the one with the rows of a source of `data.train`."""
+        home = _hub_cache() if hub_dataset(source) else Path(source).expanduser().parent
+        return cls(Path(setting).expanduser() if setting else home)
 
     def open(self, name: str) -> ImagePart:
         """Return the picture of a file. UnfitPicture: it is outside of the folder, missing, or not a picture."""
@@ -55,6 +57,12 @@ class Folder:
         except (OSError, ValueError) as error:
             raise UnfitPicture(f"{_short(name)}: {one_line(error)}") from None
         return _read(file, found.st_mtime_ns, found.st_size)
+
+
+def _hub_cache() -> Path:
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(HF_HOME)
 
 
 @lru_cache(KEPT)

@@ -11,21 +11,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import lru_cache
 from hashlib import blake2b
 from operator import itemgetter
-from pathlib import Path
 from unicodedata import normalize
 
 from spmd_rl.base.errors import UserError, tell
-from spmd_rl.base.hub import hub_dataset
 from spmd_rl.config.ranks import rank
 from spmd_rl.config.schema import DataConfig
 from spmd_rl.config.sections.data import GENERATORS, SHAPES, sources
 from spmd_rl.data import reasoning_gym, shapes
 from spmd_rl.data.fields import BrokenRow, with_tools
-from spmd_rl.data.files import read_rows
-from spmd_rl.data.hub import read_dataset
 from spmd_rl.data.mix import Mix
 from spmd_rl.data.pictures import with_pictures
-from spmd_rl.data.rows import Record
+from spmd_rl.data.rows import Record, read_rows
 from spmd_rl.data.seeds import counter_seed
 from spmd_rl.types import ImagePart, Message, Prompt, TextPart
 
@@ -188,10 +184,8 @@ def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Record]:
             rows = reasoning_gym.generate(task, cfg.size, cfg.seed, cfg.args, key)
         elif name.startswith(SHAPES):
             rows = shapes.generate(name.removeprefix(SHAPES), key)
-        elif dataset := hub_dataset(name):
-            rows = read_dataset(dataset, key, cfg.keys, cfg.pictures)
         elif name:
-            rows = read_rows(Path(name).expanduser(), key, cfg.keys, cfg.pictures)
+            rows = read_rows(name, key, cfg.keys, cfg.pictures)
         else:
             raise UserError(f"{key}: an empty name in {source!r}")
         for row in rows:
@@ -214,10 +208,13 @@ def row_content(row: Record) -> str:
 
 
 def _messages(row: Record, template: str) -> tuple[Message, ...]:
+    """Return the messages of a row with its pictures. UserError: `data.format` has places for other pictures."""
+    if not isinstance(row.problem, str):
+        return row.problem
     # Not str.format: problems and formats are full of braces.
-    asked = Message("user", template.replace("{question}", row.problem)) if isinstance(row.problem, str) else None
+    asked = (Message("user", template.replace("{question}", row.problem)),)
     try:
-        return with_pictures((asked,) if asked else row.problem, row.pictures)
+        return with_pictures(asked, row.pictures) if row.pictures else asked
     except BrokenRow as error:
         raise UserError(f"data.format: {row.where}: {error}") from None
 

@@ -19,14 +19,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from spmd_rl.base.errors import UserError
-from spmd_rl.base.hub import hub_dataset
 from spmd_rl.config.run_identity import identity_hash
 from spmd_rl.config.sections.data import GENERATORS, SourcesConfig, sources
 from spmd_rl.data import reasoning_gym
 from spmd_rl.data.conversations import KINDS
 from spmd_rl.data.fields import BrokenRow, opened
-from spmd_rl.data.files import BYTE_ORDER_MARK, read_records
-from spmd_rl.data.hub import cache_folder, dataset_records
+from spmd_rl.data.files import BYTE_ORDER_MARK
+from spmd_rl.data.hub import source_records
 from spmd_rl.data.pictures import Folder, take_pictures, with_own, with_pictures
 from spmd_rl.data.prompts import is_held_out
 from spmd_rl.data.seeds import counter_seed
@@ -171,9 +170,8 @@ class Examples:
         for name in sources(source):
             # For each store, the numbers of its file and of a temporary one.
             path, files = Path(name).expanduser(), [{}, {}]
-            home = cache_folder() if hub_dataset(name) else path.parent
-            folder = Folder.of(cfg.pictures, home)
-            for where, record, offset in _records(name, path, key, cfg):
+            folder = Folder.of(name, cfg.pictures)
+            for where, record, offset in _records(name, key, cfg):
                 try:
                     parse(record, folder)
                 except BrokenRow as error:
@@ -188,7 +186,8 @@ class Examples:
                 store.add(content, files[held][kept], offset, (where, record))
 
 
-def _records(name: str, path: Path, key: str, cfg: SourcesConfig) -> Iterator[tuple[str, Any, int | None]]:
+def _records(name: str, key: str, cfg: SourcesConfig) -> Iterator[tuple[str, Any, int | None]]:
+    """Yield each record of a source with its place, and the offset of its line in the file, if it has one."""
     if name.startswith(GENERATORS):
         rows = list(reasoning_gym.generate(name.removeprefix(GENERATORS), cfg.size, cfg.seed, cfg.args, key))
         answers = [row.ground_truth for row in rows]
@@ -198,7 +197,5 @@ def _records(name: str, path: Path, key: str, cfg: SourcesConfig) -> Iterator[tu
             wrong = next((answer for answer in later if answer != row.ground_truth), row.ground_truth)
             # The rejected answer is the right answer to another question.
             yield row.where, right | {"rejected": wrong}, None
-    elif dataset := hub_dataset(name):
-        yield from ((*pair, None) for pair in dataset_records(dataset, key))
     else:
-        yield from read_records(path, key)
+        yield from source_records(name, key)

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from spmd_rl.data.fields import (
@@ -18,6 +19,7 @@ from spmd_rl.data.fields import (
     take_text,
     with_tools,
 )
+from spmd_rl.data.hub import source_records
 from spmd_rl.data.judges import read_judge
 from spmd_rl.data.pictures import Folder, take_pictures, with_own, with_pictures
 from spmd_rl.types import ImagePart, Message
@@ -51,7 +53,16 @@ class Record:
     """Fields that `data.keys` maps to a missing column, each with the columns present; None for a generated problem"""
     priority: float = 0.0
     pictures: tuple[ImagePart, ...] = ()
-    """Pictures in separate columns; see `pictures.with_pictures`"""
+    """Pictures in columns of their own, which the messages of `problem` have already"""
+
+
+def read_rows(
+    source: str | Path, key: str, columns: Mapping[str, str | None] | None = None, pictures: str | None = None
+) -> Iterator[Record]:
+    """Yield the rows of a file or of a dataset of the hub. key: the setting that a `UserError` names. columns,
+    pictures: `data.keys` and `data.pictures`."""
+    records = (found[:2] for found in source_records(str(source), key))
+    yield from parse_rows(records, key, columns or {}, Folder.of(str(source), pictures))
 
 
 def parse_rows(
@@ -74,7 +85,8 @@ def _row(data: Any, where: str, columns: Mapping[str, str | None], folder: Folde
         lambda: _problem(data, [name for name in PROBLEMS if columns.get(name)] or PROBLEMS, names, folder),
         lambda: _ground_truth(data, columns, names, tests) if judged else "",
     )
-    with_pictures((Message("user", problem),) if isinstance(problem, str) else problem, pictures)
+    placed = with_pictures([Message("user", problem)] if isinstance(problem, str) else problem, pictures)
+    problem = problem if isinstance(problem, str) else placed
     domain = _domain(data)
     own_id = data.pop("id", None)
     if own_id is not None and (isinstance(own_id, bool) or not isinstance(own_id, str | int) or own_id == ""):

@@ -50,8 +50,7 @@ def build_model(
     if missing := sorted({*report["missing_keys"]} - {*may_lack}):
         raise UserError(f"policy.model: {folder} lacks {len(missing)} weights, among them {missing[0]}")
     model.config.use_cache = False
-    build_tower(model, folder)
-    return keep_apart(model.to(device).eval())
+    return fitted(model.to(device), folder)
 
 
 def build_on_meta(path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
@@ -77,8 +76,7 @@ def shape_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
     keep_float32(model)
     # Training never decodes, and a cache would hold the keys and values of all layers.
     model.config.use_cache = False
-    build_tower(model, folder)
-    return keep_apart(model.eval())
+    return fitted(model, folder)
 
 
 def auto_class(folder: Path) -> Any:
@@ -93,8 +91,10 @@ def with_tower_attention(folder: Path, attention: str) -> str | dict[str, str]:
     return {"": attention, "text_config": attention, "vision_config": "sdpa"}
 
 
-def build_tower(model: nn.Module, folder: Path) -> None:
-    """Set `model.tower`, a `pictures.Tower`, if the model takes pictures."""
+def fitted(model: nn.Module, folder: Path) -> nn.Module:
+    """Return the model of a directory in eval mode, fit for packed rows: layers with a state keep them apart, and
+    `model.tower` is a `pictures.Tower` if it takes pictures."""
+    keep_apart(model)
     if sees_pictures(folder):
         # Runs of text alone have neither the import nor Pillow.
         from spmd_rl.model.pictures import Tower
@@ -102,6 +102,7 @@ def build_tower(model: nn.Module, folder: Path) -> None:
         model.tower = Tower(model, folder)
         # transformers finds some of them by the name of the class, which FSDP changes.
         model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return model.eval()
 
 
 def tower_names(model: nn.Module) -> set[str]:

@@ -171,11 +171,10 @@ def stateful_layers(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if getattr(part, "layer_type", None) in STATES]
 
 
-def keep_apart(module: nn.Module) -> nn.Module:
-    """Let layers with a state divide their rows by `seq_idx`, a `Mixing`; return the module, unchanged without any."""
+def keep_apart(module: nn.Module) -> None:
+    """Let layers with a state divide their rows by `seq_idx`, a `Mixing`."""
     for part in stateful_layers(module):
         part.forward = partial(_mix, part.forward, part.layer_idx, _state_argument(part))
-    return module
 
 
 def _state_argument(part: nn.Module) -> str:

@@ -256,12 +256,16 @@ class Tower:
 
     def __init__(self, module: nn.Module, folder: Path) -> None:
         """module: of Hugging Face; its base model's `get_image_features` is replaced. folder: of the model."""
-        self._folder, self._inner = folder, module.base_model
-        own = {id(p) for part in (module.get_decoder(), module.get_output_embeddings()) for p in part.parameters()}
-        self.parameters = [p for p in module.parameters() if id(p) not in own]
-        """Parameters outside of the language model."""
+        self._folder, self._module, self._inner = folder, module, module.base_model
         self._compute, self._index = self._inner.get_image_features, None
         self._inner.get_image_features = self._choose
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters outside of the language model."""
+        parts = self._module.get_decoder(), self._module.get_output_embeddings()
+        own = {id(p) for part in parts for p in part.parameters()}
+        return [p for p in self._module.parameters() if id(p) not in own]
 
     @cached_property
     def processor(self) -> Processor:

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from spmd_rl.types import Prompt, TextPart
+from spmd_rl.types import PICTURE, Prompt
 
 SLOT, JSON_SLOT = "\0", "\1"
 """Placeholders in a form: the answer, and the answer as JSON"""
@@ -48,7 +48,7 @@ def asked_forms(prompt: Prompt, template: str = "{question}") -> list[str]:
 
     `template` (`data.format`) and system messages come first; the row's text counts only if these name no form.
     """
-    said = [(m.role, _text(m.content)) for m in prompt.messages if m.role != "assistant"]
+    said = [(m.role, m.plain_text.replace(PICTURE, "")) for m in prompt.messages if m.role != "assistant"]
     system = [text for role, text in said if role == "system"]
     parts = template.split("{question}")
     ours = said and said[-1][1].startswith(parts[0]) and said[-1][1].endswith(parts[-1])
@@ -66,10 +66,6 @@ def fill(form: str, answer: str) -> str:
 def shown(form: str) -> str:
     """Return a form with dots for the answer, without thoughts."""
     return form.removeprefix(f"{THOUGHT}\n").replace(SLOT, "...").replace(JSON_SLOT, '"..."')
-
-
-def _text(content: object) -> str:
-    return content if isinstance(content, str) else "".join(p.text for p in content if isinstance(p, TextPart))
 
 
 def _forms(text: str, any_tag: bool = False) -> list[str]:

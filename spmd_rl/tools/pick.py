@@ -22,11 +22,9 @@ from typing import Any, NamedTuple
 
 from spmd_rl.base.command_line import Parser, at_least, program
 from spmd_rl.base.errors import UserError, plural, printable, reason, tell
-from spmd_rl.base.hub import hub_dataset
 from spmd_rl.config.sections.data import RewardConfig, sources
 from spmd_rl.data.fields import BrokenRow, opened
-from spmd_rl.data.files import read_records
-from spmd_rl.data.hub import cache_folder, dataset_records
+from spmd_rl.data.hub import source_records
 from spmd_rl.data.pictures import Folder
 from spmd_rl.data.prompts import row_content
 from spmd_rl.data.rows import Record, parse_rows
@@ -79,11 +77,8 @@ def _number(value: Any) -> Fraction | None:
 
 def _records(source: str) -> Iterator[tuple[str, Any, Folder]]:
     for name in sources(source):
-        if dataset := hub_dataset(name):
-            yield from ((*found, Folder(cache_folder())) for found in dataset_records(dataset, KEY))
-        else:
-            path = Path(name).expanduser()
-            yield from ((*found[:2], Folder(path.parent)) for found in read_records(path, KEY))
+        folder = Folder.of(name)
+        yield from ((*found[:2], folder) for found in source_records(name, KEY))
 
 
 def _pass_rates(run: Path, pass_score: float) -> dict[str, float]:

@@ -86,7 +86,8 @@ class Toy:
         """
         run_dir = self.path / name
         mark = secrets.token_hex(8)
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark, **(env or {})}
+        path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, MARK: mark, **(env or {})}
         door = str(script) if script else self.door
         arguments = [*self.settings(), f"run.dir={run_dir}", *overrides]
         output = self.path / f"{name}.out"

@@ -37,6 +37,16 @@ def toy(tmp_path_factory) -> Toy:
     return PictureToy(tmp_path_factory.mktemp("toy"))
 
 
+def killed_and_resumed(toy: Toy, point: str, *settings: str) -> Running:
+    """A run whose second rank was killed at a point of its second step, and which the same line has ended."""
+    how = {"name": f"killed-{point.split()[1].strip(':')}", "torchrun": True}
+    run = toy.linger(point, *settings, **how)
+    run.wait_for(point, rank=1)
+    os.kill(run.pid("rank-1"), signal.SIGKILL)
+    assert run.wait() != 0 and run.outlived() == []
+    return toy.run(*settings, name=how["name"])
+
+
 def same(run: Running, straight: Running) -> bool:
     """Samples and weights of all steps, to the bit."""
     ours, theirs = run.weights(3), straight.weights(3)
@@ -56,12 +66,7 @@ def test_engine_and_trainer_see_the_same_pictures(toy: Toy, straight: Running) -
 
 @pytest.mark.parametrize("point", ["progress generate", "collective update: backward of micro-batch 1/1"])
 def test_a_killed_run_resumes_to_the_bit(toy: Toy, straight: Running, point: str) -> None:
-    name = f"killed-{point.split()[1].strip(':')}"
-    run = toy.linger(point, *SETTINGS, name=name, torchrun=True)
-    run.wait_for(point, rank=1)
-    os.kill(run.pid("rank-1"), signal.SIGKILL)
-    assert run.wait() != 0 and run.outlived() == []
-    assert same(toy.run(*SETTINGS, name=name), straight)
+    assert same(killed_and_resumed(toy, point, *SETTINGS), straight)
 
 
 def test_split_on_policy_is_the_colocated_run_to_the_bit(toy: Toy) -> None:
@@ -82,8 +87,9 @@ def test_answers_carried_to_the_next_step_keep_their_pictures(toy: Toy) -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is None, reason="vLLM's models of pictures import torchvision"
 )
-def test_vllm_answers_like_the_trainer(tmp_path: Path) -> None:
-    toy = PictureToy(tmp_path, hidden_size=128)
-    run = toy.run(*SETTINGS, "engine=vllm", "policy.lr=1e-4", name="vllm")
-    for line in run.metrics()[1:]:
-        assert line["train_infer/abs_diff/mean"] < 1e-4 and line["publish/probe_abs_diff"] < 1e-4
+def test_vllm_answers_like_the_trainer_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    toy, settings = PictureToy(tmp_path, hidden_size=128), (*SETTINGS, "engine=vllm", "policy.lr=1e-4")
+    straight = toy.run(*settings, name="vllm")
+    for line in straight.metrics()[1:]:
+        assert line["train_infer/abs_diff/mean"] < 1e-5 and line["publish/probe_abs_diff"] < 1e-5
+    assert same(killed_and_resumed(toy, "progress generate", *settings), straight)

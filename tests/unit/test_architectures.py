@@ -77,6 +77,11 @@ def rope(model_type: str, kind: str, limit: int) -> dict:
             "sglang",
             "engine=sglang cannot run the layers of lfm2 that carry a state; engine=native",
         ),
+        (
+            {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
+            "vllm",
+            "engine=vllm cannot run the layers of qwen3_next that carry a state (its CPU kernels of gated delta nets",
+        ),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, "vllm", "qwen3 has linear_attention layers and"),
         (
             {"model_type": "mistral", "layer_types": ["full_attention", "chunked"]},

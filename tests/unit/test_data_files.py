@@ -9,7 +9,7 @@ import pytest
 
 from spmd_rl.base.errors import UserError
 from spmd_rl.config.sections.data import files, sources
-from spmd_rl.data.files import read_rows
+from spmd_rl.data.rows import read_rows
 
 ROWS = [{"question": f"{i} + 1?", "answer": str(i + 1), "level": i} for i in range(3)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()

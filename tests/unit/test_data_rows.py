@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spmd_rl.base.errors import UserError
-from spmd_rl.data.files import read_rows
+from spmd_rl.data.rows import read_rows
 from spmd_rl.types import Message
 
 GOOD = b'{"question": "2+2?", "answer": "4"}'

@@ -1,10 +1,10 @@
 """Pictures in prompts: every engine against plain Hugging Face in fp32, and caches that keep pictures apart."""
 
-import importlib.util
 from array import array
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
+from importlib.util import find_spec
 from io import BytesIO
 from random import Random
 
@@ -25,15 +25,21 @@ from tests.toy_vlm import VLM_KINDS, toy_vlm
 SIZES = {"qwen2_5_vl": (84, 56), "qwen3_vl": (96, 64), "smolvlm": (64, 64)}
 """Pictures of six tokens for Qwen's models, and of five tiles of four for SmolVLM's"""
 BLOCKS = {"native": BLOCK, "vllm": 32}
-has_torchvision = pytest.mark.skipif(
-    importlib.util.find_spec("torchvision") is None, reason="vLLM's models with pictures import torchvision"
-)
+IMPORTED = {"smolvlm": ("torchvision", "num2words")}
+"""Packages that vLLM's models with pictures import"""
+
+
+def has_packages(kind: str) -> pytest.MarkDecorator:
+    """Return the mark of a test with vLLM, which skips it without the packages of its model."""
+    missing = [name for name in IMPORTED.get(kind, ("torchvision",)) if find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"vLLM imports {' and '.join(missing)} for {kind}")
+
+
 PAIRS = [
     *(pytest.param(("native", kind), id=f"native-{kind}") for kind in VLM_KINDS),
     *(
-        pytest.param(("vllm", kind), id=f"vllm-{kind}", marks=[pytest.mark.slow, needs_vllm, has_torchvision])
-        # vLLM's SmolVLM needs a further package, num2words.
-        for kind in VLM_KINDS[:2]
+        pytest.param(("vllm", kind), id=f"vllm-{kind}", marks=[pytest.mark.slow, needs_vllm, has_packages(kind)])
+        for kind in VLM_KINDS
     ),
 ]
 

@@ -12,11 +12,13 @@ from spmd_rl.config.checks import check_plan
 from spmd_rl.config.load import CONFIGS, experiment_doors, load
 from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.model.build import shape_on_meta
 from spmd_rl.model.size import ModelSize
 from spmd_rl.tools.plan import show
 from spmd_rl.tools.plan.memory_tracker import MemoryTracker
 from spmd_rl.tools.plan.rank import Trace, trace
 from tests.models import EXPERTS, tiny
+from tests.toy_vlm import VLM_KINDS, toy_vlm
 
 LAYOUTS = [
     ("llama", 1, []),
@@ -185,10 +187,22 @@ def test_a_book_counts_each_storage_once_and_until_it_is_gone():
     assert peak.largest == (8000, "aten::ones")
 
 
+@pytest.mark.parametrize("kind", VLM_KINDS)
+def test_pictures_fill_the_prompts_of_a_plan_and_a_frozen_tower_has_no_gradients(kind, tmp_path):
+    toy_vlm(kind, tmp_path)
+    frozen, trained = (
+        planned(tmp_path, 2, more=[f"policy.freeze_vision_tower={is_frozen}", "policy.dtype=float32"])
+        for is_frozen in ("true", "false")
+    )
+    gradients = [one.phases["update"][0].peak.by_tag["policy gradients"] for one in (frozen, trained)]
+    model = shape_on_meta(tmp_path, torch.float32)
+    tower = sum(p.numel() for p in model.tower.parameters)
+    assert gradients[1] - gradients[0] == pytest.approx(4 * tower / 2, rel=0.05)
+    assert trained.phases["update"][0].peak.total > frozen.phases["update"][0].peak.total + 2 * tower
+
+
 @pytest.mark.parametrize("path", sorted((CONFIGS / "shapes").iterdir()), ids=lambda path: path.name)
 def test_shapes_are_of_the_size_in_their_name(path):
-    from spmd_rl.model.build import shape_on_meta
-
     sizes = {"0.5b": 0.494, "7b": 7.616, "4b": 4.022, "72b": 72.71, "a3b": 30.53, "a22b": 235.1, "v3": 671.0}
     # With the vision tower.
     sizes |= {"qwen2.5-vl-7b": 8.292, "qwen3-vl-4b": 4.438}

@@ -131,9 +131,11 @@ def test_a_hub_dataset_is_read_without_decoding(tmp_path: Path, monkeypatch: pyt
     found = datasets.Dataset.from_dict(
         columns, datasets.Features(features | {"images": datasets.List(datasets.Image())})
     )
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **how: found)
-    (one,) = Prompts.load(DataConfig(train="org/pictures", holdout=0)).train
-    assert shown(one.messages) == ASKED
+    of_objects = datasets.Dataset.from_list([{"problem": "q", "answer": "1", "image": noise()}])
+    for table, asked in ((found, ASKED), (of_objects, (A, "q"))):
+        monkeypatch.setattr(datasets, "load_dataset", lambda *args, table=table, **how: table)
+        (one,) = Prompts.load(DataConfig(train="org/pictures", holdout=0)).train
+        assert shown(one.messages) == asked
 
 
 def test_rows_with_answers_have_pictures_too(tmp_path: Path) -> None:

@@ -13,13 +13,12 @@ from spmd_rl.config.architectures import STATES
 from spmd_rl.engine.native.attention import ATTENTION
 from spmd_rl.model.build import (
     auto_class,
-    build_tower,
+    fitted,
     keep_float32,
     materialize,
     parameters_on_meta,
     with_tower_attention,
 )
-from spmd_rl.model.hybrid import keep_apart
 
 
 def empty_module(
@@ -37,10 +36,9 @@ def empty_module(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust
         )
     keep_float32(module)
-    build_tower(module, folder)
     materialize(module, torch.device(device))
     module.tie_weights()
-    return keep_apart(module.eval().requires_grad_(False))
+    return fitted(module.requires_grad_(False), folder)
 
 
 def _check(config: PreTrainedConfig) -> None:

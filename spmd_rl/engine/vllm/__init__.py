@@ -29,6 +29,7 @@ ENGINE = EngineFacts(
     temperatures=(0.01, 2),
     sliding_windows=True,
     latent_attention=True,
+    no_states=" (its CPU kernels of gated delta nets take bfloat16 alone, those of LFM2 and of GPUs are unproven)",
     pictures=True,
     picture_package="torchvision",
 )

@@ -9,6 +9,7 @@ lengths of the batch, made and read on the host, are real. Three results of the 
 """
 
 from collections import Counter
+from itertools import chain
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ class FakeDeviceMode(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else 1
         if func is aten.bincount.default:
             return _even(args[0].numel(), args[2] if len(args) > 2 else kwargs["minlength"])
+        if func in (aten.index.Tensor, aten.index_put_.default):
+            args = (args[0], _without_masks(args[1]), *args[2:])
         with self._fake:
             return func(*args, **kwargs)
 
@@ -98,6 +101,13 @@ def _makes_floats(func: Any, kwargs: Any) -> bool:
     if dtype is not None:
         return dtype.is_floating_point
     return not any(name in func.name() for name in INTEGERS)
+
+
+def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
+    """Return indices with the places that each mask of the host chooses, whose number a fake mask would not have."""
+    real = [one is not None and one.dtype == torch.bool and not _is_fake(one) for one in indices]
+    places = [one.nonzero(as_tuple=True) if is_mask else (one,) for one, is_mask in zip(indices, real, strict=True)]
+    return [*chain.from_iterable(places)]
 
 
 def _even(count: int, num_places: int) -> Tensor:

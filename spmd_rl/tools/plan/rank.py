@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from torch import nn
 from spmd_rl.base.devices import cpu_as
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.hub import model_folder
+from spmd_rl.base.png import encode_png
 from spmd_rl.base.waits import phase as progress
-from spmd_rl.batch import Batch, bounds_of
+from spmd_rl.batch import Batch, bounds_of, picture_columns
 from spmd_rl.config.backends import backend
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.schema import AlgorithmConfig, RlConfig, RolloutConfig
@@ -38,6 +40,7 @@ from spmd_rl.tools.plan.memory_tracker import MemoryTracker, Peak
 from spmd_rl.tools.plan.world import PlannedWorld, planned_world
 from spmd_rl.train import build_role
 from spmd_rl.train.stored_model import Stored
+from spmd_rl.types import picture_ids
 
 
 def num_microbatches(rollout: RolloutConfig, updates: int, num_shards: int, tokens_per_microbatch: int) -> int:
@@ -81,6 +84,33 @@ def full_batch(
         returns=zeros if algorithm.uses_critic else None,
         marked=torch.zeros(total, dtype=torch.bool),
     )
+
+
+SIDE = 28
+"""Pixels by which the pictures of a plan become smaller until they fit."""
+
+
+def with_pictures(batch: Batch, processor: Any, most: int) -> Batch:
+    """Return a batch in which each sample begins with a picture of its own, of at most `most` tokens.
+
+    processor: a `model.pictures.Processor`. most: tokens of a prompt.
+    """
+    sides = range(SIDE * math.isqrt(most), 0, -SIDE)
+    side = next((side for side in sides if processor.count(_square(side, 0)) <= most), SIDE)
+    ids, learnt, shown = batch.token_ids.clone(), batch.loss_mask.clone(), []
+    for number, (begin, end) in enumerate(pairwise(batch.starts.tolist())):
+        data = _square(side, number)
+        marks = torch.tensor(picture_ids(data, processor.count(data)))
+        fits = len(marks) < end - begin
+        if fits:
+            ids[begin : begin + len(marks)] = marks
+            learnt[begin : begin + len(marks)] = False
+        shown.append([data] * fits)
+    return replace(batch, token_ids=ids, loss_mask=learnt, **picture_columns(shown))
+
+
+def _square(side: int, number: int) -> bytes:
+    return encode_png([number.to_bytes(3, "big") * side**2], side, side)
 
 
 ACCUMULATED = "update: results"
@@ -220,7 +250,10 @@ class _Trace:
         count = num_microbatches(rollout, updates, layout.data.size, budget)
         # One micro-batch more than are in flight: the first to add to gradients of an earlier one.
         traced = min(count, 2 * layout.size("pp") if train.vpp > 1 else layout.size("pp") + 1)
-        return full_batch(cfg.algorithm, longest, traced, budget, vocabulary), traced, count * updates
+        batch = full_batch(cfg.algorithm, longest, traced, budget, vocabulary)
+        if tower := getattr(self._models[name], "tower", None):
+            batch = with_pictures(batch, tower.processor, rollout.max_prompt_tokens)
+        return batch, traced, count * updates
 
     def _update(self, name: str, vocabulary: int) -> None:
         role, settings = self._roles[name], self._cfg.algorithm
