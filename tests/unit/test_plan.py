@@ -120,9 +120,18 @@ def test_a_plan_makes_up_answers_that_parse_as_nothing(models):
     assert planned(models["llama"], 1, more=more).phases["update"][0].peak.total > 0
 
 
-def test_adapters_are_not_traced(models):
-    with pytest.raises(UserError, match="policy.lora.rank: --plan cannot trace adapters; give policy.lora.rank=0"):
-        planned(models["llama"], 1, more=["policy.lora.rank=4"])
+@pytest.mark.parametrize(
+    "more",
+    [[], *(pytest.param([line], marks=pytest.mark.slow) for line in ("policy.lora.dora=true", "policy.lora.base=nf4"))],
+    ids=str,
+)
+def test_adapters_have_gradients_and_moments_and_the_frozen_weights_none(models, more):
+    found, plain = (planned(models["llama"], 1, more=lines) for lines in (["policy.lora.rank=4", *more], []))
+    gradients = found.phases["update"][0].peak.by_tag["policy gradients"]
+    assert 0 < gradients < plain.held["policy weights"] / 5
+    assert found.held["policy optimizer"] == pytest.approx(2 * gradients, rel=0.05)
+    frozen = found.held["policy weights"] - gradients
+    assert frozen == plain.held["policy weights"] / 2 or more == ["policy.lora.base=nf4"] and frozen < gradients * 4
 
 
 def said(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> str:

@@ -176,9 +176,6 @@ class _Trace:
         for role in (role for role in cfg.roles if not role.is_base_of(cfg.roles[0])):
             if not backend(role.train.name).has_plan:
                 raise UserError(f"{role.key}.name: --plan cannot trace train={role.train.name}")
-            # peft moves weights, which made-up ones do not support.
-            if role.lora.rank:
-                raise UserError(f"{role.name}.lora.rank: --plan cannot trace adapters; give {role.name}.lora.rank=0")
             with progress(f"rank {self._world.rank}: building the {role.name}"):
                 # The answers of a plan are made up, and match no grammar.
                 free = replace(role, constraint=ConstraintConfig())
@@ -211,7 +208,7 @@ class _Trace:
         return Trace(self._world.rank, places, +held, self._phases, policy.size, config, most, longest)
 
     def _model(self, name: str, role: RoleConfig, dtype: torch.dtype, _: Callable[[], object]) -> Stored:
-        model = _plain(shape_on_meta(model_folder(role.model), dtype, role.trust_remote_code))
+        model = shape_on_meta(model_folder(role.model), dtype, role.trust_remote_code)
         self._models[name] = with_value_head(model, role.value_bias) if role.name == "critic" else model
         return Stored(model, lambda *_, **__: None, lambda: 0)
 
@@ -273,19 +270,6 @@ class _Trace:
         if after[1] > after[0]:
             found.append(self._memory.peak(after, off))
         return max(found, key=lambda peak: peak.total)
-
-
-def _plain(model: nn.Module) -> nn.Module:
-    """Make a model's parameters plain tensors on the meta device, in place; tied parameters stay tied."""
-    # FSDP cuts plain meta tensors much faster than fake ones.
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, p in module.named_parameters(recurse=False):
-            if p not in made:
-                fresh = torch.empty(p.shape, dtype=p.dtype, device="meta")
-                made[p] = nn.Parameter(fresh, requires_grad=p.requires_grad)
-            module.register_parameter(name, made[p])
-    return model
 
 
 def _times(meeting: str, count: int) -> int:
