@@ -8,9 +8,11 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -247,17 +249,32 @@ class PictureRollouts:
         ]
         for key, image in chosen[: -(-self._cfg.pictures.saved // self._world.size)]:
             folder.mkdir(exist_ok=True)
-            path = folder / f"{kind}-{gallery.step:06d}-{key[0]}-{key[1]}.png"
-            path.write_bytes(png_of(image))
+            ending, encoded = ("gif", gif_of) if image.dim() == 4 else ("png", png_of)
+            path = folder / f"{kind}-{gallery.step:06d}-{key[0]}-{key[1]}.{ending}"
+            path.write_bytes(encoded(image))
             found[key] = f"{FOLDER}/{path.name}"
         return found
 
 
 def png_of(image: Tensor) -> bytes:
-    """Return the PNG of a picture, float [3, H, W] in 0..1, or of a video, [F, 3, H, W]."""
-    frames = (image if image.dim() == 4 else image[None]).nan_to_num().mul(255).round().byte().movedim(1, -1)
-    height, width = frames.shape[1:3]
-    return encode_png([frame.contiguous().numpy().tobytes() for frame in frames], width, height)
+    """Return the PNG of a picture, float [3, H, W] in 0..1, or the animated one of a video, [F, 3, H, W]."""
+    frames = _pixels(image)
+    return encode_png([frame.tobytes() for frame in frames], frames.shape[2], frames.shape[1])
+
+
+def gif_of(video: Tensor) -> bytes:
+    """Return the GIF of a video, float [F, 3, H, W] in 0..1, for people: it has 256 colours."""
+    from PIL import Image
+
+    first, *rest = map(Image.fromarray, _pixels(video))
+    first.save(file := BytesIO(), "GIF", save_all=True, append_images=rest, duration=125, loop=0)
+    return file.getvalue()
+
+
+def _pixels(image: Tensor) -> np.ndarray:
+    """Return the frames of a picture or a video, uint8 [F, H, W, 3]."""
+    frames = image if image.dim() == 4 else image[None]
+    return frames.nan_to_num().mul(255).round().byte().movedim(1, -1).contiguous().numpy()
 
 
 def open_flow(cfg: RewardFlConfig, world: World) -> FlowModel:

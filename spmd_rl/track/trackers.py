@@ -24,7 +24,7 @@ class Tracker:
     """A service or file format that receives metrics."""
 
     log: Callable[[int, Mapping[str, float], Sequence[Path]], object]
-    """Send the metrics and the PNGs of a finished step: `log(step, values, pictures)`."""
+    """Send the metrics and the pictures (PNG, or GIF for videos) of a finished step: `log(step, values, pictures)`."""
     close: Callable[[], object]
     """Flush buffered data and close it."""
 
@@ -58,7 +58,7 @@ def wandb(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) ->
 
     given = _run(run_dir, run_id, settings) | {"project": os.environ.get("WANDB_PROJECT") or PROJECT}
     run = wandb.init(**given, dir=run_dir, mode=mode, settings=wandb.Settings(console="off"))
-    return Tracker(lambda step, *line: run.log(_media(wandb.Image, *line), step=step), run.finish)
+    return Tracker(lambda step, *line: run.log(_media(wandb, *line), step=step), run.finish)
 
 
 def swanlab(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> Tracker:
@@ -73,7 +73,7 @@ def swanlab(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) 
     }
     # On the main thread it would take SIGINT, which belongs to the world's own thread.
     run = in_background("swanlab", lambda: swanlab.init(**options)).result()
-    return Tracker(lambda step, *line: run.log(_media(swanlab.Image, *line), step=step), run.finish)
+    return Tracker(lambda step, *line: run.log(_media(swanlab, *line), step=step), run.finish)
 
 
 def trackio(run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> Tracker:
@@ -86,7 +86,7 @@ def trackio(run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> Tracker:
 
     def log(step: int, values: Mapping[str, float], pictures: Sequence[Path]) -> None:
         # It takes one picture a name.
-        shown = {f"{PICTURES}/{number}": trackio.Image(str(path)) for number, path in enumerate(pictures)}
+        shown = {f"{PICTURES}/{number}": _shown(trackio, path) for number, path in enumerate(pictures)}
         run.log({**values, **shown}, step=step)
 
     return Tracker(log, run.finish)
@@ -112,9 +112,13 @@ def tensorboard(run_dir: Path, first_step: int) -> Tracker:
     return Tracker(log, writer.close)
 
 
-def _media(image: Callable[[str], Any], values: Mapping[str, float], pictures: Sequence[Path]) -> dict[str, Any]:
+def _media(library: Any, values: Mapping[str, float], pictures: Sequence[Path]) -> dict[str, Any]:
     """Return the line of a step with its pictures, as wandb and SwanLab take them."""
-    return {**values, PICTURES: [image(str(path)) for path in pictures]} if pictures else dict(values)
+    return {**values, PICTURES: [_shown(library, path) for path in pictures]} if pictures else dict(values)
+
+
+def _shown(library: Any, path: Path) -> Any:
+    return (library.Video if path.suffix == ".gif" else library.Image)(str(path))
 
 
 def _run(run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> dict[str, Any]:
