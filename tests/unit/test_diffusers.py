@@ -121,7 +121,7 @@ def export_after_an_update(world, model: str, out: str, more: list[str]) -> None
     learner = Feedback(cfg, rollouts, roles, world)
     for step in (1, 2):
         learner.update(learner.prepare(rollouts.collect(step)))
-    FlowExport(roles.policy, flow, world)(Path(out) / "hf")
+    FlowExport(roles.policy, flow, world, cfg.policy.lora.rank > 0)(Path(out) / "hf")
     one = rollouts.held_out(0).drawn[0]
     torch.save({**texts, "noise": one.latents[0], "latents": one.latents[-1], "images": one.images}, f"{out}/drawn.pt")
 
@@ -147,3 +147,7 @@ def test_a_pipeline_of_diffusers_loads_the_export_and_draws_the_same(loss: str, 
     torch.testing.assert_close(images, drawn["images"], atol=1e-4, rtol=0)
     before = old(**asked, latents=drawn["noise"], output_type="latent").images
     assert (before - drawn["latents"]).abs().max() > 1e-3, "the export holds what was learned"
+    if loss == "lora":
+        old.load_lora_weights(out / "hf" / "lora" / "transformer")
+        adapted = old(**asked, latents=drawn["noise"], output_type="latent").images
+        torch.testing.assert_close(adapted, drawn["latents"], atol=1e-5, rtol=1e-5)
