@@ -53,4 +53,5 @@ def run(cfg: RewardFlConfig) -> None:
 
 
 if __name__ == "__main__":
-    main("reward_fl", RewardFlConfig, run, preview="spmd_rl.tools.dry_run_pictures:show")
+    previews = "spmd_rl.tools.dry_run_pictures:show", "spmd_rl.tools.plan.pictures:show"
+    main("reward_fl", RewardFlConfig, run, None, *previews)

@@ -163,7 +163,9 @@ class PictureRollouts:
         mine += [(0, chunks[0], True)] * (most - len(mine))
         shift = cfg.pictures.shift or self.flow.shift
         levels = shifted(cfg.pictures.steps, shift)
-        drafts = [self._begin(step, *one) for one in mine]
+        dtype = getattr(torch, cfg.policy.dtype)
+        with self.flow.encoding(world.device, dtype):
+            drafts = [self._begin(step, dtype, *one) for one in mine]
         with self.policy.awake():
             self.policy.compute("generate", drafts, lambda net, one: self._sample(net, one, step, levels, trained))
         with self.flow.decoding(world.device), torch.no_grad():
@@ -172,13 +174,12 @@ class PictureRollouts:
         return Gallery(step, levels, trained, drafts, [], [], len(every))
 
     def _begin(
-        self, step: int, number: int, chunk: list[tuple[tuple[int, int], Prompt]], is_spare: bool
+        self, step: int, dtype: torch.dtype, number: int, chunk: list[tuple[tuple[int, int], Prompt]], is_spare: bool
     ) -> PictureBatch:
         """Return a micro-batch before its first sampling step."""
         keys, prompts = [key for key, _ in chunk], [prompt for _, prompt in chunk]
         texts = [prompt.messages[-1].text for prompt in prompts]
         texts = [""] * len(texts) + texts if self._cfg.pictures.guidance != 1 else texts
-        dtype = getattr(torch, self._cfg.policy.dtype)
         given = self.flow.encode(texts, self._world.device, dtype)
         same = self._cfg.feedback.same_noise
         first = self.noise(step, [(ticket, 0) for ticket, _ in keys] if same else keys, "picture")
@@ -224,7 +225,8 @@ class PictureRollouts:
     def _verdicts(self, drawn: Sequence[PictureBatch]) -> dict[int, list[Verdict]]:
         """Return the verdicts by micro-batch: of the plain rewards, or without these of the differentiable one."""
         if not self._cfg.reward.domains:
-            return {one.number: [_number(float(x)) for x in self.reward(one.images, one.prompts)] for one in drawn}
+            scored = ((one, self.reward(one.images.to(self._world.device), one.prompts)) for one in drawn)
+            return {one.number: [_number(score) for score in scores.tolist()] for one, scores in scored}
 
         async def judge() -> list[list[Verdict]]:
             return await asyncio.gather(*(asyncio.gather(*self._judged(one)) for one in drawn))
