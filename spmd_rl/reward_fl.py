@@ -37,7 +37,8 @@ def run(cfg: RewardFlConfig) -> None:
         place, world, track = job.train(build), job.world, job.track  # [all]
         rollouts = PictureRollouts(cfg, prompts, flow, place.roles.policy, world, job.connect(cfg.debug)[0])
         learner = Feedback(cfg, rollouts, place.roles, world)
-        saver, start = job.restore(place, FlowExport(place.roles.policy, flow, world), rollouts=rollouts)  # [all]
+        export = FlowExport(place.roles.policy, flow, world, has_adapters=cfg.policy.lora.rank > 0)
+        saver, start = job.restore(place, export, rollouts=rollouts)  # [all]
         if start == 0:
             with track.step(0):
                 track.add(learner.evaluate(0, track.log_eval))  # [all]
@@ -52,4 +53,5 @@ def run(cfg: RewardFlConfig) -> None:
 
 
 if __name__ == "__main__":
-    main("reward_fl", RewardFlConfig, run, preview="spmd_rl.tools.dry_run_pictures:show")
+    previews = "spmd_rl.tools.dry_run_pictures:show", "spmd_rl.tools.plan.pictures:show"
+    main("reward_fl", RewardFlConfig, run, None, *previews)

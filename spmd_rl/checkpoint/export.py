@@ -70,15 +70,15 @@ class RewardExport:
 
 def write_hf(
     weights: Iterable[tuple[str, Tensor]],
-    model_dir: Path,
+    model_dir: Path | None,
     path: Path,
     write: bool,
     progress: Callable[[], object],
     max_shard_bytes: int = MAX_SHARD_BYTES,
     stem: str = "model",
 ) -> list[Path]:
-    """[all] Iterate over `weights`; with `write`, store them in `path` with the side files of `model_dir`. Return the
-    files.
+    """[all] Iterate over `weights`; with `write`, store them in `path` with the side files of `model_dir`, if given.
+    Return the files.
 
     stem: name of the weight files, without number and ending. OSError, after the iteration.
     """
@@ -98,7 +98,8 @@ def write_hf(
     if writer is None:
         return []
     writer.finish()
-    copy_side_files(model_dir, path, writer.dtype)
+    if model_dir is not None:
+        copy_side_files(model_dir, path, writer.dtype)
     return sorted(path.iterdir())
 
 
@@ -166,7 +167,7 @@ class _Shards:
         return self._path / f"model-{number:05d}.safetensors"
 
     def _flush(self) -> None:
-        self._path.mkdir(exist_ok=True)
+        self._path.mkdir(parents=True, exist_ok=True)
         self._names.append(list(self._pending))
         try:
             save_file(self._pending, self._part(len(self._names)), metadata={"format": "pt"})

@@ -1,32 +1,48 @@
 """`FlowExport`: a diffusion model's weights as directories that diffusers loads; rank 0 writes, like `HfExport`."""
 
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
+
+from torch import Tensor
 
 from spmd_rl.checkpoint.export import write_hf
 from spmd_rl.distributed import World
 from spmd_rl.model.diffusion import FlowModel
+from spmd_rl.model.lora import PREFIX
 from spmd_rl.train.denoising import Denoising
+
+ADAPTERS = "pytorch_lora_weights"
+"""Name of the file of adapters, without ending, that diffusers looks for."""
 
 
 class FlowExport:
-    """Writer of a diffusion model's transformers, each as a directory that diffusers' `from_pretrained` loads."""
+    """Writer of a diffusion model's transformers, each as a directory that diffusers' `from_pretrained` loads, and of
+    their adapters, which `load_lora_weights` loads."""
 
-    def __init__(self, policy: Denoising, flow: FlowModel, world: World) -> None:
+    def __init__(self, policy: Denoising, flow: FlowModel, world: World, has_adapters: bool) -> None:
         """flow: the model that is trained, of whose directory the other files come."""
-        self._policy, self._flow, self._world = policy, flow, world
+        self._policy, self._flow, self._world, self._has_adapters = policy, flow, world, has_adapters
 
     def __call__(self, path: Path) -> list[Path]:
-        """[all] Write the directory `path` as `HfExport` does, or one below it for each of several folders of
-        weights."""
+        """[all] Write the directory `path` as `HfExport` does, or below it one for each transformer, with its adapters
+        merged, and in `lora` one with these alone."""
         flow, world, files = self._flow, self._world, list[Path]()
-        weights = self._policy.weights()
+        writes = world.rank == 0
         with world.collective("export: weights", "copy"):
             if flow.stem == "model":
-                return write_hf(weights, flow.folder, path, world.rank == 0, world.progress)
-            for name, some in groupby(weights, lambda pair: pair[0].partition(".")[0]):
-                own = ((key.partition(".")[2], tensor) for key, tensor in some)
-                if world.rank == 0:
-                    (path / name).mkdir(parents=True)
-                files += write_hf(own, flow.folder / name, path / name, world.rank == 0, world.progress, stem=flow.stem)
+                return write_hf(self._policy.weights(), flow.folder, path, writes, world.progress)
+            for name, own in self._by_expert(self._policy.weights()):
+                files += write_hf(own, flow.folder / name, path / name, writes, world.progress, stem=flow.stem)
+            for name, own in self._by_expert(self._policy.weights("alone") if self._has_adapters else ()):
+                # The prefix is of the pipeline's attribute into which it is loaded, for both experts.
+                prefixed = ((f"transformer.{key}", tensor) for key, tensor in own)
+                files += write_hf(prefixed, None, path / "lora" / name, writes, world.progress, stem=ADAPTERS)
         return files
+
+    @staticmethod
+    def _by_expert(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
+        """Yield the weights of each expert by its name."""
+        bare = ((name.removeprefix(PREFIX).partition("."), tensor) for name, tensor in weights)
+        for expert, some in groupby(bare, lambda pair: pair[0][0]):
+            yield expert, ((name, tensor) for (_, _, name), tensor in some)

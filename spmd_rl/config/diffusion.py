@@ -18,7 +18,7 @@ from spmd_rl.config.sections.pictures import (
     PicturesConfig,
     PicturesEvalConfig,
 )
-from spmd_rl.config.sections.run import SidecarConfig
+from spmd_rl.config.sections.run import PlanConfig, SidecarConfig
 from spmd_rl.config.values import require
 
 REWARDS = "say reward.<domain>.target=module:Class or feedback.reward.target=module:function (docs/DIFFUSION.md)"
@@ -35,6 +35,7 @@ class RewardFlConfig(PipelineConfig):
     feedback: FeedbackConfig = field(default_factory=FeedbackConfig)
     reward: RewardsConfig = field(default_factory=RewardsConfig)
     eval: PicturesEvalConfig = field(default_factory=PicturesEvalConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     sidecar: SidecarConfig = field(default_factory=SidecarConfig)
 
     def __post_init__(self) -> None:
@@ -56,6 +57,8 @@ class RewardFlConfig(PipelineConfig):
             line = f"loss={feedback.loss} follows the gradient of a reward; name one as module:function"
             require(feedback.loss not in DIFFERENTIABLE, f"feedback.reward.target: {line}")
             require(bool(self.reward.domains), f"reward: nothing scores pictures; {REWARDS}")
+        needless = feedback.reward.frames and not self.pictures.frames
+        require(not needless, "feedback.reward.frames: is for videos; set pictures.frames, or leave it out")
         for key, most in (("last_steps", steps), ("from_step", steps - 1)):
             used = feedback.loss == {"last_steps": "draft", "from_step": "refl"}[key]
             found = getattr(feedback, key)

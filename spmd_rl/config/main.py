@@ -49,6 +49,7 @@ from spmd_rl.config.values import require
 
 ERROR_FILE = "error.txt"
 PLAN = "spmd_rl.tools.plan:show"
+"""Function behind `--plan` of pipelines with an engine, as `module:function`."""
 EVALUATE, NO_STEPS = "spmd_rl.evaluate:run", "steps=0"
 BEGAN = time.time()
 GRACE_SECONDS = 10.0
@@ -61,10 +62,12 @@ def main(
     run: Callable[[Any], None],
     argv: Sequence[str] | None = None,
     preview: str | Callable[[Any], None] = "",
+    plan: str = PLAN,
 ) -> None:
     """Compose, check, run. Returns after success, else exits with the code above.
 
-    preview: what `--dry-run` calls instead of `run`, as function or `module:function`.
+    preview: function, or `module:function`, that `--dry-run` calls instead of `run`. plan: `module:function` that
+    `--plan` calls.
     """
     argv = sys.argv[1:] if argv is None else argv
     if NO_STEPS in argv and issubclass(schema, RlConfig):
@@ -86,7 +89,7 @@ def main(
         if asked.plan:
             require(planned, f"--plan: not supported by {pipeline}")
             check_plan(cfg)
-            return imported(PLAN, "torch")(cfg)
+            return imported(plan, "torch")(cfg)
         require(bool(preview) or not asked.dry_run, f"--dry-run: not supported by {pipeline}")
         check(cfg)
         notices = continue_run(cfg, pipeline)

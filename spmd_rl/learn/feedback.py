@@ -22,6 +22,7 @@ from spmd_rl.data.seeds import counter_seed
 from spmd_rl.distributed import World
 from spmd_rl.learn.custom import bind
 from spmd_rl.learn.losses import mean_over
+from spmd_rl.learn.sample_log import verdict_row
 from spmd_rl.rollout.pictures import Gallery, PictureBatch, PictureRollouts
 from spmd_rl.track.samples import SampleRow, TurnRow
 from spmd_rl.train import Roles
@@ -186,7 +187,8 @@ class Feedback:
         ends = [0.0] if self._cfg.feedback.loss == "refl" else levels[item.place + 1 :]
         for level, after in zip(levels[item.place :], ends, strict=False):
             latents = latents + self._rollouts.paint(net, latents, one.given, level) * (after - level)
-        rewards = self._rollouts.reward(self._rollouts.flow.decode(latents), one.prompts)
+        images = self._rollouts.flow.decode(latents, self._cfg.feedback.reward.frames)
+        rewards = self._rollouts.reward(images, one.prompts)
         return _summed(-rewards, item.weights, {"feedback/reward": rewards.detach()})
 
     # The log
@@ -199,17 +201,9 @@ class Feedback:
                 if key in paths and not one.is_spare:
                     advantage = None if held_out else self._advantages.get(key)
                     reason = "held out" if held_out else None if verdict.scored else "no score"
-                    turn = TurnRow(paths[key], [], [], [], [], "stop")
-                    about = {
-                        "status": verdict.status,
-                        "score": verdict.score,
-                        "parts": dict(verdict.parts),
-                        "detail": verdict.detail,
-                    }
-                    yield SampleRow(
-                        *(*key, prompt.id, prompt.domain, prompt.messages, prompt.ground_truth, [turn], about),
-                        *(advantage, reason is None, reason),
-                    )
+                    turns = [TurnRow(paths[key], [], [], [], [], "stop")]
+                    asked = prompt.id, prompt.domain, prompt.messages, prompt.ground_truth
+                    yield SampleRow(*key, *asked, turns, verdict_row(verdict), advantage, reason is None, reason)
 
 
 def _summed(losses: Tensor, weights: Tensor, metrics: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:

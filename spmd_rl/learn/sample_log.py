@@ -88,7 +88,7 @@ def of_rows(track: Run, source: RowSource) -> RowLog:
 def _written(number: int, answer: int, shown: Conversation, score: float) -> SampleRow:
     *given, last = shown.messages
     turn = TurnRow(last.plain_text, [], [], [], [], "stop")
-    verdict = _verdict(Verdict("ok", score))
+    verdict = verdict_row(Verdict("ok", score))
     return SampleRow(number, answer, str(number), "rows", given, "", [turn], verdict, None, False, "held out")
 
 
@@ -108,7 +108,7 @@ def _row(
         messages=messages,
         ground_truth=prompt.ground_truth,
         turns=turns,
-        verdict=_verdict(sample.verdict),
+        verdict=verdict_row(sample.verdict),
         advantage=advantage,
         kept=reject_reason is None,
         reject_reason=reject_reason,
@@ -159,7 +159,8 @@ def _step(step: AgentStep) -> StepRow:
     )
 
 
-def _verdict(verdict: Verdict) -> dict[str, Any]:
+def verdict_row(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as the log has it, without empty texts."""
     fields = {"status": verdict.status, "score": verdict.score, "parts": dict(verdict.parts)}
     more = {"detail": verdict.detail, "answer": verdict.answer}
     return fields | {name: text for name, text in more.items() if text}

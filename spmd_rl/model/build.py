@@ -143,7 +143,8 @@ def parameters_on_meta() -> Iterator[None]:
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            made = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            parameter = nn.Parameter(made, requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
     nn.Module.register_parameter = register_on_meta

@@ -6,7 +6,7 @@ files = WeightFiles(folder) load_weights(model, files) files.bytes_read
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,27 +55,34 @@ class MappedFiles:
 class WeightFiles(MappedFiles):
     """Tensors of a model directory's safetensors files, by name."""
 
-    def __init__(self, folder: Path, stem: str = "model") -> None:
-        """Read the index. stem: of file names. UserError if files are missing or broken."""
+    def __init__(self, folder: Path, stem: str = "model", parts: Sequence[str] = ("",)) -> None:
+        """Read the indices. stem: of the files' names. parts: folders below it, each the first part of its tensors'
+        names. UserError without such files, or if one of them is broken."""
         super().__init__(folder)
-        index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+        self._places: dict[str, tuple[str, str]] = {}
+        """File of each tensor and its name there."""
         try:
-            if index.is_file():
-                self._files = dict(json.loads(index.read_text())["weight_map"])
-            else:
-                self._files = dict.fromkeys(self.open(single.name).keys(), single.name)
-            self._shapes = {name: self.open(file).get_slice(name).get_shape() for name, file in self._files.items()}
+            for part in parts:
+                index, single = folder / part / f"{stem}.safetensors.index.json", f"{stem}.safetensors"
+                if index.is_file():
+                    files = dict(json.loads(index.read_text())["weight_map"])
+                else:
+                    files = dict.fromkeys(self.open(str(Path(part, single))).keys(), single)
+                for name, file in files.items():
+                    self._places[f"{part}.{name}" if part else name] = str(Path(part, file)), name
+            places = self._places.items()
+            self._shapes = {name: self.open(file).get_slice(own).get_shape() for name, (file, own) in places}
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise UserError(f"policy.model: {folder} does not load: {error}".splitlines()[0]) from error
 
     @property
     def names(self) -> Collection[str]:
         """Names of all stored tensors."""
-        return self._files.keys()
+        return self._places.keys()
 
     def file_of(self, name: str) -> Path:
-        """Return the file of a stored tensor."""
-        return self.folder / self._files[name]
+        """Return the file that holds a tensor."""
+        return self.folder / self._places[name][0]
 
     def shape(self, name: str) -> list[int]:
         """Return the shape of a stored tensor."""
@@ -83,7 +90,7 @@ class WeightFiles(MappedFiles):
 
     def read(self, name: str, region: Region) -> Tensor:
         """Return part of a tensor, on the CPU, in its stored dtype."""
-        return self.read_part(self._files[name], name, region)
+        return self.read_part(*self._places[name], region)
 
 
 @torch.no_grad()

@@ -8,9 +8,11 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -161,7 +163,9 @@ class PictureRollouts:
         mine += [(0, chunks[0], True)] * (most - len(mine))
         shift = cfg.pictures.shift or self.flow.shift
         levels = shifted(cfg.pictures.steps, shift)
-        drafts = [self._begin(step, *one) for one in mine]
+        dtype = getattr(torch, cfg.policy.dtype)
+        with self.flow.encoding(world.device, dtype):
+            drafts = [self._begin(step, dtype, *one) for one in mine]
         with self.policy.awake():
             self.policy.compute("generate", drafts, lambda net, one: self._sample(net, one, step, levels, trained))
         with self.flow.decoding(world.device), torch.no_grad():
@@ -170,13 +174,12 @@ class PictureRollouts:
         return Gallery(step, levels, trained, drafts, [], [], len(every))
 
     def _begin(
-        self, step: int, number: int, chunk: list[tuple[tuple[int, int], Prompt]], is_spare: bool
+        self, step: int, dtype: torch.dtype, number: int, chunk: list[tuple[tuple[int, int], Prompt]], is_spare: bool
     ) -> PictureBatch:
         """Return a micro-batch before its first sampling step."""
         keys, prompts = [key for key, _ in chunk], [prompt for _, prompt in chunk]
         texts = [prompt.messages[-1].text for prompt in prompts]
         texts = [""] * len(texts) + texts if self._cfg.pictures.guidance != 1 else texts
-        dtype = getattr(torch, self._cfg.policy.dtype)
         given = self.flow.encode(texts, self._world.device, dtype)
         same = self._cfg.feedback.same_noise
         first = self.noise(step, [(ticket, 0) for ticket, _ in keys] if same else keys, "picture")
@@ -222,7 +225,8 @@ class PictureRollouts:
     def _verdicts(self, drawn: Sequence[PictureBatch]) -> dict[int, list[Verdict]]:
         """Return the verdicts by micro-batch: of the plain rewards, or without these of the differentiable one."""
         if not self._cfg.reward.domains:
-            return {one.number: [_number(float(x)) for x in self.reward(one.images, one.prompts)] for one in drawn}
+            scored = ((one, self.reward(one.images.to(self._world.device), one.prompts)) for one in drawn)
+            return {one.number: [_number(score) for score in scores.tolist()] for one, scores in scored}
 
         async def judge() -> list[list[Verdict]]:
             return await asyncio.gather(*(asyncio.gather(*self._judged(one)) for one in drawn))
@@ -247,17 +251,32 @@ class PictureRollouts:
         ]
         for key, image in chosen[: -(-self._cfg.pictures.saved // self._world.size)]:
             folder.mkdir(exist_ok=True)
-            path = folder / f"{kind}-{gallery.step:06d}-{key[0]}-{key[1]}.png"
-            path.write_bytes(png_of(image))
+            ending, encoded = ("gif", gif_of) if image.dim() == 4 else ("png", png_of)
+            path = folder / f"{kind}-{gallery.step:06d}-{key[0]}-{key[1]}.{ending}"
+            path.write_bytes(encoded(image))
             found[key] = f"{FOLDER}/{path.name}"
         return found
 
 
 def png_of(image: Tensor) -> bytes:
-    """Return the PNG of a picture, float [3, H, W] in 0..1, or of a video, [F, 3, H, W]."""
-    frames = (image if image.dim() == 4 else image[None]).nan_to_num().mul(255).round().byte().movedim(1, -1)
-    height, width = frames.shape[1:3]
-    return encode_png([frame.contiguous().numpy().tobytes() for frame in frames], width, height)
+    """Return the PNG of a picture, float [3, H, W] in 0..1, or the animated one of a video, [F, 3, H, W]."""
+    frames = _pixels(image)
+    return encode_png([frame.tobytes() for frame in frames], frames.shape[2], frames.shape[1])
+
+
+def gif_of(video: Tensor) -> bytes:
+    """Return the GIF of a video, float [F, 3, H, W] in 0..1, for people: it has 256 colours."""
+    from PIL import Image
+
+    first, *rest = map(Image.fromarray, _pixels(video))
+    first.save(file := BytesIO(), "GIF", save_all=True, append_images=rest, duration=125, loop=0)
+    return file.getvalue()
+
+
+def _pixels(image: Tensor) -> np.ndarray:
+    """Return the frames of a picture or a video, uint8 [F, H, W, 3]."""
+    frames = image if image.dim() == 4 else image[None]
+    return frames.nan_to_num().mul(255).round().byte().movedim(1, -1).contiguous().numpy()
 
 
 def open_flow(cfg: RewardFlConfig, world: World) -> FlowModel:

@@ -145,7 +145,7 @@ def _shown(trajectory: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _picture(folder: Path, path: str) -> str | None:
-    if not re.fullmatch(r"pictures/[\w-]+\.(png|jpg)", path) or not (folder / path).is_file():
+    if not re.fullmatch(r"pictures/[\w-]+\.(png|jpg|gif)", path) or not (folder / path).is_file():
         return None
     return ImagePart.of((folder / path).read_bytes()).url
 

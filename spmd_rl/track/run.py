@@ -219,7 +219,7 @@ class Run:
                 self._metrics.append(step, self.line)
                 tell(describe(step, self._cfg.steps, self.line))
                 # No tracker, no look into a folder that grows with every step.
-                pictures = sorted(self.directory.glob(f"pictures/*-{step:06d}-*.png")) if self._trackers else []
+                pictures = sorted(self.directory.glob(f"pictures/*-{step:06d}-*")) if self._trackers else []
                 for tracker in self._trackers:
                     tracker.log(step, self.line, pictures)
         self._step = None

@@ -23,7 +23,7 @@ class Tracker:
     """A service or file format that receives metrics."""
 
     log: Callable[[int, Mapping[str, float], Sequence[Path]], object]
-    """`log(step, values, pictures)`: send a step's metrics and PNGs."""
+    """`log(step, values, pictures)`: send a step's metrics and pictures, PNG, or GIF for videos."""
     close: Callable[[], object]
 
 
@@ -56,7 +56,7 @@ def wandb(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) ->
 
     given = _run(run_dir, run_id, settings) | {"project": os.environ.get("WANDB_PROJECT") or PROJECT}
     run = wandb.init(**given, dir=run_dir, mode=mode, settings=wandb.Settings(console="off"))
-    return Tracker(lambda step, *line: run.log(_media(wandb.Image, *line), step=step), run.finish)
+    return Tracker(lambda step, *line: run.log(_media(wandb, *line), step=step), run.finish)
 
 
 def swanlab(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> Tracker:
@@ -71,7 +71,7 @@ def swanlab(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) 
     }
     # On the main thread it would take SIGINT, which belongs to the world's own thread.
     run = in_background("swanlab", lambda: swanlab.init(**options)).result()
-    return Tracker(lambda step, *line: run.log(_media(swanlab.Image, *line), step=step), run.finish)
+    return Tracker(lambda step, *line: run.log(_media(swanlab, *line), step=step), run.finish)
 
 
 def trackio(run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> Tracker:
@@ -84,7 +84,7 @@ def trackio(run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> Tracker:
 
     def log(step: int, values: Mapping[str, float], pictures: Sequence[Path]) -> None:
         # It takes one picture a name.
-        shown = {f"{PICTURES}/{number}": trackio.Image(str(path)) for number, path in enumerate(pictures)}
+        shown = {f"{PICTURES}/{number}": _shown(trackio, path) for number, path in enumerate(pictures)}
         run.log({**values, **shown}, step=step)
 
     return Tracker(log, run.finish)
@@ -110,8 +110,12 @@ def tensorboard(run_dir: Path, first_step: int) -> Tracker:
     return Tracker(log, writer.close)
 
 
-def _media(image: Callable[[str], Any], values: Mapping[str, float], pictures: Sequence[Path]) -> dict[str, Any]:
-    return {**values, PICTURES: [image(str(path)) for path in pictures]} if pictures else dict(values)
+def _media(library: Any, values: Mapping[str, float], pictures: Sequence[Path]) -> dict[str, Any]:
+    return {**values, PICTURES: [_shown(library, path) for path in pictures]} if pictures else dict(values)
+
+
+def _shown(library: Any, path: Path) -> Any:
+    return (library.Video if path.suffix == ".gif" else library.Image)(str(path))
 
 
 def _run(run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ initial values by name, equal in every layout and backend.
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from spmd_rl.base.errors import UserError
 from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.distributed import Layout
+from spmd_rl.model.build import parameters_on_meta
 from spmd_rl.model.load import Fill, Region, WeightFiles, local, owned_region
 from spmd_rl.model.lora import IN_NF4, MAGNITUDE, PREFIX, SCALING, A, Adapter, B
 from spmd_rl.model.stored import Part
@@ -117,18 +118,17 @@ class Adapters(SavedScaling):
         from peft import inject_adapter_in_model
 
         names = targets(model, settings.targets, key)
-        inject_adapter_in_model(
-            Peft(
-                r=settings.rank,
-                # peft divides by the rank, so this gives our scaling, plain or rank-stabilised.
-                lora_alpha=settings.rank * settings.scaling,
-                target_modules=[f"model.{name}" for name in names],
-                lora_dropout=settings.dropout,
-                use_dora=settings.dora,
-            ),
-            # The wrapper hides the model type: for a mixture's type peft would take experts for layers of these names.
-            nn.ModuleDict({"model": model}),
+        made = Peft(
+            r=settings.rank,
+            # peft divides by the rank, so this gives our scaling, plain or rank-stabilised.
+            lora_alpha=settings.rank * settings.scaling,
+            target_modules=[f"model.{name}" for name in names],
+            lora_dropout=settings.dropout,
+            use_dora=settings.dora,
         )
+        with parameters_on_meta() if next(model.parameters()).is_meta else nullcontext():
+            # The wrapper hides the model type: for a mixture's type peft would take experts for layers of these names.
+            inject_adapter_in_model(made, nn.ModuleDict({"model": model}))
         self.layers = {name: model.get_submodule(name) for name in names}
         # `base`: the form of the frozen weights, None or nf4.
         for layer in self.layers.values() if settings.base else ():

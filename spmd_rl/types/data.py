@@ -57,8 +57,9 @@ class ImagePart(Struct, frozen=True, gc=False, tag="image"):
 
     @classmethod
     def of(cls, data: bytes) -> "ImagePart":
-        """Return the part of an encoded PNG or JPEG."""
-        return cls("image/png" if data.startswith(b"\x89PNG") else "image/jpeg", data)
+        """Return the part of an encoded PNG, GIF or JPEG."""
+        kinds = {b"\x89PNG": "image/png", b"GIF8": "image/gif"}
+        return cls(kinds.get(data[:4], "image/jpeg"), data)
 
     @property
     def url(self) -> str:

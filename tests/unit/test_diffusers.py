@@ -1,11 +1,13 @@
 """Pipelines of diffusers: the real widths of SD3 and Wan 2.2 in fake tensors; two experts by noise level; exports."""
 
 import json
+import math
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("diffusers")
 
@@ -13,11 +15,15 @@ import diffusers
 
 from spmd_rl.base.errors import UserError
 from spmd_rl.checkpoint.flow_export import FlowExport
+from spmd_rl.config.diffusion import RewardFlConfig
+from spmd_rl.config.load import CONFIGS, load
 from spmd_rl.data import Prompts
 from spmd_rl.learn.feedback import Feedback
 from spmd_rl.model.diffusion import build_flow_model
 from spmd_rl.rollout.pictures import PictureRollouts
 from spmd_rl.sidecar.local import LocalScorer
+from spmd_rl.tools.plan.pictures import trace
+from spmd_rl.tools.plan.table import GENERATE
 from spmd_rl.train import build_denoisers
 from spmd_rl.train.denoising import denoiser_source
 from tests.dist.harness import run_ranks
@@ -28,56 +34,49 @@ SD3 = {
     "num_attention_heads": 24, "joint_attention_dim": 4096, "caption_projection_dim": 1536,
     "pooled_projection_dim": 2048, "out_channels": 16, "pos_embed_max_size": 192,
 }  # fmt: skip
-WAN = {
-    "patch_size": [1, 2, 2], "num_attention_heads": 40, "attention_head_dim": 128, "in_channels": 16,
-    "out_channels": 16,
-    "text_dim": 4096, "freq_dim": 256, "ffn_dim": 13824, "num_layers": 1, "cross_attn_norm": True,
-    "qk_norm": "rms_norm_across_heads", "eps": 1e-6, "rope_max_seq_len": 1024,
-}  # fmt: skip
-KINDS = {
-    "sd3": (
-        "StableDiffusion3Pipeline",
-        ["transformer"],
-        SD3,
-        {"shift": 3.0},
-        {"prompt": (77, 4096), "pooled": (2048,)},
-    ),
-    "wan": ("WanPipeline", ["transformer", "transformer_2"], WAN, {"flow_shift": 5.0}, {"prompt": (512, 4096)}),
-}
-SIZES = {"sd3": (512, 512, None), "wan": (480, 832, 5)}
-SHAPES = {"sd3": (16, 64, 64), "wan": (16, 2, 60, 104)}
 
 
-def pipeline(folder: Path, kind: str, config: dict | None = None) -> Path:
-    """A directory with the configuration files of a pipeline, without weights."""
-    name, experts, known, scheduler, _ = KINDS[kind]
-    index = {"_class_name": name, "vae": ["diffusers", "x"], "boundary_ratio": 0.875 if kind == "wan" else None}
-    blocks = {"block_out_channels": [8, 8, 8, 8]}
-    files = {"model_index": index, "vae/config": blocks, "scheduler/scheduler_config": scheduler}
-    for path, value in {**files, **{f"{expert}/config": config or known for expert in experts}}.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / f"{path}.json").write_text(json.dumps(value))
-    return folder
+RECIPES = {"sd3": "reward_fl_sd3_8gpu", "wan": "reward_fl_wan22_64gpu"}
+SHAPES = {"sd3": (16, 64, 64), "wan": (16, 9, 60, 104)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_at_the_real_widths_in_fake_tensors(kind: str, tmp_path: Path) -> None:
-    flow = build_flow_model(pipeline(tmp_path, kind), SIZES[kind])
-    assert flow.latent_shape == SHAPES[kind] and flow.shift > 1
-    net, wanted = flow.build(torch.bfloat16), KINDS[kind][4]
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        net = net.to_empty(device="cpu")
-        given = {name: torch.randn(2, *shape, dtype=torch.bfloat16) for name, shape in wanted.items()}
-        velocity = net(torch.randn(2, *flow.latent_shape), 0.9, given)
-        assert velocity.shape == (2, *flow.latent_shape) and velocity.dtype == torch.float32
-        velocity.square().mean().backward()
-    trained = [p for name, p in net.named_parameters() if not name.startswith("transformer_2")]
-    assert sum(p.grad is not None for p in trained) > 0.9 * len(trained)
-    assert all(p.grad is None for name, p in net.named_parameters() if name.startswith("transformer_2"))
+def recipe(kind: str, folder: Path, *more: str) -> RewardFlConfig:
+    """A recipe for a model of its widths with one layer in each part."""
+    cfg = load("reward_fl", RewardFlConfig, [f"+experiment={RECIPES[kind]}", "pictures.steps=3", *more])
+    shutil.copytree(CONFIGS / "shapes" / cfg.plan.shape, folder)
+    for path in folder.glob("*/config.json"):
+        one = dict.fromkeys(("num_layers", "num_hidden_layers"), 1) | {"dual_attention_layers": [0]}
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps(config | {key: value for key, value in one.items() if key in config}))
+    cfg.policy.model = str(folder)
+    return cfg
+
+
+def test_a_whole_step_at_the_widths_of_stable_diffusion(tmp_path: Path) -> None:
+    found = trace(recipe("sd3", tmp_path / "model"), 3, 8)
+    _, prepare, update = (found.phases[phase][0] for phase in (GENERATE, "prepare", "update"))
+    assert found.microbatches == 18 and prepare.travelled and update.travelled["reduce-scatter"]
+    gradients = update.peak.by_tag["policy gradients"]
+    assert found.held["policy optimizer"] == pytest.approx(2 * gradients, rel=0.01)
+    # Of 18 micro-batches: 4 latents, and conditions of two prompts for each picture.
+    pictures = 18 * 8 * (4 * math.prod(SHAPES["sd3"]) * 4 + 2 * ((77 + 256) * 4096 + 2048) * 2)
+    assert update.peak.by_tag["pictures"] == pytest.approx(pictures, rel=0.01)
+
+
+def test_a_whole_step_at_the_widths_of_wan_trains_the_expert_of_its_noise_level(tmp_path: Path) -> None:
+    whole, one = (
+        trace(recipe("wan", tmp_path / str(frames), "feedback.from_step=1", f"feedback.reward.frames={frames}"), 0, 64)
+        for frames in (33, 1)
+    )
+    update = one.phases["update"][0]
+    # The level of ReFL's step is the second expert's, whose adapters alone have a gradient: half of the moments, twice.
+    gradients = 7 * one.held["policy optimizer"] / 4
+    assert update.travelled["reduce-scatter"] == pytest.approx(gradients, rel=0.05)
+    assert update.peak.by_tag["decoder"] > 2e8 and whole.phases["update"][0].peak.total > 2 * update.peak.total
 
 
 def test_other_pipelines_and_sizes_are_refused_by_name(tmp_path: Path) -> None:
-    folder = pipeline(tmp_path, "sd3")
+    folder = Path(recipe("sd3", tmp_path / "model").policy.model)
     with pytest.raises(UserError, match="500 is no multiple of 16"):
         build_flow_model(folder, (500, None, None))
     with pytest.raises(UserError, match="pictures.frames"):
@@ -115,13 +114,14 @@ def export_after_an_update(world, model: str, out: str, more: list[str]) -> None
     cfg = settings(model, *more)
     flow = build_flow_model(Path(model))
     texts = {"prompt": torch.randn(3, 7, 16), "pooled": torch.randn(3, 24)}
+    flow.encoding = lambda device, dtype: nullcontext()
     flow.encode = lambda prompts, device, dtype: {name: tensor[: len(prompts)] for name, tensor in texts.items()}
     roles = build_denoisers(cfg.denoisers, world, denoiser_source(flow))
     rollouts = PictureRollouts(cfg, Prompts.load(cfg.data), flow, roles.policy, world, LocalScorer(cfg.reward))
     learner = Feedback(cfg, rollouts, roles, world)
     for step in (1, 2):
         learner.update(learner.prepare(rollouts.collect(step)))
-    FlowExport(roles.policy, flow, world)(Path(out) / "hf")
+    FlowExport(roles.policy, flow, world, cfg.policy.lora.rank > 0)(Path(out) / "hf")
     one = rollouts.held_out(0).drawn[0]
     torch.save({**texts, "noise": one.latents[0], "latents": one.latents[-1], "images": one.images}, f"{out}/drawn.pt")
 
@@ -147,3 +147,7 @@ def test_a_pipeline_of_diffusers_loads_the_export_and_draws_the_same(loss: str, 
     torch.testing.assert_close(images, drawn["images"], atol=1e-4, rtol=0)
     before = old(**asked, latents=drawn["noise"], output_type="latent").images
     assert (before - drawn["latents"]).abs().max() > 1e-3, "the export holds what was learned"
+    if loss == "lora":
+        old.load_lora_weights(out / "hf" / "lora" / "transformer")
+        adapted = old(**asked, latents=drawn["noise"], output_type="latent").images
+        torch.testing.assert_close(adapted, drawn["latents"], atol=1e-5, rtol=1e-5)

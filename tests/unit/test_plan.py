@@ -1,6 +1,7 @@
 """The memory planner on tiny models: every axis, the count of what is held, what it says, and what it proposes."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from spmd_rl.base.errors import UserError
 from spmd_rl.config.backends import backend
 from spmd_rl.config.checks import check_plan
+from spmd_rl.config.diffusion import RewardFlConfig
 from spmd_rl.config.load import CONFIGS, experiment_doors, load
 from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.model.build import shape_on_meta
 from spmd_rl.model.size import ModelSize
-from spmd_rl.tools.plan import show
+from spmd_rl.tools.plan import pictures, show
 from spmd_rl.tools.plan.memory_tracker import MemoryTracker
 from spmd_rl.tools.plan.rank import Trace, trace
 from tests.models import EXPERTS, tiny
@@ -122,9 +124,39 @@ def test_a_plan_makes_up_answers_that_parse_as_nothing(models):
     assert planned(models["llama"], 1, more=more).phases["update"][0].peak.total > 0
 
 
-def test_adapters_are_not_traced(models):
-    with pytest.raises(UserError, match="policy.lora.rank: --plan cannot trace adapters; give policy.lora.rank=0"):
-        planned(models["llama"], 1, more=["policy.lora.rank=4"])
+@pytest.mark.parametrize(
+    "more",
+    [[], *(pytest.param([line], marks=pytest.mark.slow) for line in ("policy.lora.dora=true", "policy.lora.base=nf4"))],
+    ids=str,
+)
+def test_adapters_have_gradients_and_moments_and_the_frozen_weights_none(models, more):
+    found, plain = (planned(models["llama"], 1, more=lines) for lines in (["policy.lora.rank=4", *more], []))
+    gradients = found.phases["update"][0].peak.by_tag["policy gradients"]
+    assert 0 < gradients < plain.held["policy weights"] / 5
+    assert found.held["policy optimizer"] == pytest.approx(2 * gradients, rel=0.05)
+    frozen = found.held["policy weights"] - gradients
+    assert frozen == plain.held["policy weights"] / 2 or more == ["policy.lora.base=nf4"] and frozen < gradients * 4
+
+
+@pytest.mark.parametrize("loss", ["draft", "flow_grpo"])
+def test_a_step_of_pictures_is_traced(loss):
+    more = [f"feedback={loss}", "feedback.kl_coef=0.1", "policy.dtype=bfloat16", "pictures.prompts_per_step=32"]
+    found = pictures.trace(load("reward_fl", RewardFlConfig, ["+experiment=demo_reward_fl", *more]), 1, 2)
+    update = found.phases["update"][0]
+    assert found.microbatches == 16 and found.held["policy optimizer"] == 2 * found.held["policy weights"] + 4
+    assert update.peak.by_tag["policy gradients"] == found.held["policy weights"]
+    assert update.travelled["reduce-scatter"] and ("reference weights" in found.held) == (loss == "flow_grpo")
+    # On this rank 16 micro-batches of 8 pictures of 16 x 16 pixels, with 6 latents each and 8 words.
+    assert update.peak.by_tag["pictures"] == 16 * 8 * (6 * 3 * 16 * 16 * 4 + 8 * 8)
+
+
+def test_a_plan_of_diffusers_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    monkeypatch.delitem(sys.modules, "spmd_rl.model.diffusion.pipelines", raising=False)
+    cfg = load("reward_fl", RewardFlConfig, ["+experiment=reward_fl_sd3_8gpu"])
+    check_plan(cfg)
+    with pytest.raises(UserError, match=r"diffusers is not installed here; pip install 'spmd-rl\[diffusion\]'"):
+        pictures.show(cfg)
 
 
 def said(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> str:
@@ -201,7 +233,9 @@ def test_pictures_fill_the_prompts_of_a_plan_and_a_frozen_tower_has_no_gradients
     assert trained.phases["update"][0].peak.total > frozen.phases["update"][0].peak.total + 2 * tower
 
 
-@pytest.mark.parametrize("path", sorted((CONFIGS / "shapes").iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [p.parent for p in sorted(CONFIGS.glob("shapes/*/config.json"))], ids=lambda path: path.name
+)
 def test_shapes_are_of_the_size_in_their_name(path):
     sizes = {"0.5b": 0.494, "7b": 7.616, "4b": 4.022, "72b": 72.71, "a3b": 30.53, "a22b": 235.1, "v3": 671.0}
     # With the vision tower.
@@ -220,9 +254,11 @@ def test_shapes_are_of_the_size_in_their_name(path):
 def test_each_recipe_fits_its_devices(path, capsys, monkeypatch):
     door = experiment_doors(path)[0]
     cfg = load(door, PIPELINES[door], [f"+experiment={path.stem}"])
+    if is_drawn := door == "reward_fl":
+        pytest.importorskip("diffusers")
     if not backend(cfg.train.name).has_plan:
         pytest.skip(f"train={cfg.train.name} has no plan")
     monkeypatch.setenv("WORLD_SIZE", str(cfg.plan.ranks))
     check_plan(cfg)
-    show(cfg)
+    (pictures.show if is_drawn else show)(cfg)
     assert ": fits 80 GB" in capsys.readouterr().out

@@ -168,15 +168,18 @@ def test_what_an_agent_saw_and_did_is_shown(tmp_path: Path) -> None:
 def test_a_picture_is_shown_in_place_of_its_path(run_dir: Path) -> None:
     (run_dir / "pictures").mkdir()
     (run_dir / "pictures" / "1-2.png").write_bytes(b"\x89PNG")
+    (run_dir / "pictures" / "3.gif").write_bytes(b"GIF89a")
     found = samples_of(run_dir)
-    for text, row in zip(["pictures/1-2.png", "pictures/none.png", "../secret.png"], found, strict=False):
+    texts = ["pictures/1-2.png", "pictures/3.gif", "pictures/none.png", "../secret.png"]
+    for text, row in zip(texts, found, strict=False):
         row["turns"][0]["text"] = text
-    write_samples(run_dir, found[:3])
+    write_samples(run_dir, found[:4])
     shown = {
         turn["text"]: turn.get("picture")
         for one in drawn(run_dir)["trajectories"]["step 12"]
         for turn in one["segments"][0]["turns"]
     }
+    assert shown.pop("pictures/3.gif") == "data:image/gif;base64,R0lGODlh"
     assert shown.pop("pictures/1-2.png") == "data:image/png;base64,iVBORw==" and set(shown.values()) <= {None}
 
 

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from PIL import Image
 
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.png import encode_png
 from spmd_rl.config.schema import RlvrConfig, RunConfig, TrackConfig
 from spmd_rl.distributed import solo
+from spmd_rl.rollout.pictures import gif_of
 from spmd_rl.track.metrics import MetricsFile, combine
 from spmd_rl.track.run import Run
 from spmd_rl.track.samples import SampleLog, SampleRow
@@ -252,11 +255,17 @@ def test_real_trackers_write_offline(tmp_path: Path, name: str) -> None:
         for step in range(2):
             png = encode_png([bytes(range(step, 12 + step))], 2, 2)
             (tmp_path / "pictures" / f"step-{step:06d}-3-0.png").write_bytes(png)
+            # A video of three frames.
+            video = gif_of(torch.eye(3)[:, :, None, None].expand(3, 3, 8, 8))
+            (tmp_path / "pictures" / "step-000001-4-0.gif").write_bytes(video)
             with track.step(step):
                 track.add({"score": 0.5})
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     written = [path.read_bytes() for path in (tmp_path / name).rglob("*") if path.is_file()]
     assert any(png[:29] in content for content in written), "a picture: signature and header of its PNG"
+    assert any(video in content for content in written)
+    with Image.open(tmp_path / "pictures" / "step-000001-4-0.gif") as image:
+        assert image.n_frames == 3 and image.convert("RGB").getpixel((4, 4)) == (255, 0, 0)
 
 
 def test_trackio_continues_a_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

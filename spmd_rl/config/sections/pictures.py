@@ -78,6 +78,12 @@ class DifferentiableConfig:
     prompts, which returns a reward for each, [B]."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of each call."""
+    frames: int | None = None
+    """Number of first frames of a video that are decoded for it in an update; null: all. The gradient of a decoder
+    needs some GB for each."""
+
+    def __post_init__(self) -> None:
+        at_least(self, frames=1)
 
 
 @dataclass

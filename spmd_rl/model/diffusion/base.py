@@ -1,7 +1,7 @@
 """`Denoiser`: the trained transformers of a diffusion model as one module; `FlowModel`: the interface of all models."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spmd_rl.model.load import Region, WeightFiles
+from spmd_rl.model.load import WeightFiles
 from spmd_rl.model.size import ModelSize
 
 Given = dict[str, Tensor]
 """Conditions of a velocity by name: encoded prompts, [B, ...] each"""
 Call = Callable[[nn.Module, Tensor, Tensor, Given], Tensor]
 """Call of a transformer: module, latents, noise levels [B] in 0..1 (float32), conditions -> velocity"""
+OnDevice = AbstractContextManager[None]
+"""Context with frozen modules on the device"""
 
 
 @dataclass(frozen=True)
@@ -97,51 +99,29 @@ class FlowModel(Protocol):
         """Return the stored weights of the denoiser, by its names."""
         ...
 
-    def encode(self, prompts: Sequence[str], device: torch.device, dtype: torch.dtype) -> Given:
-        """Return the conditions of prompts; an empty one is that of no prompt. Encoders are on the device only
-        inside."""
+    def encoding(self, device: torch.device, dtype: torch.dtype) -> OnDevice:
+        """Return a context with the text encoders on the device."""
         ...
 
-    def decoding(self, device: torch.device) -> Any:
+    def encode(self, prompts: Sequence[str], device: torch.device, dtype: torch.dtype) -> Given:
+        """Return the conditions of prompts, inside `encoding`; an empty prompt is none."""
+        ...
+
+    def without_weights(self, dtype: torch.dtype) -> dict[str, list[nn.Module]]:
+        """Use `encoders` and a `decoder` on the meta device, from configuration files alone, for a plan; return
+        them."""
+        ...
+
+    def decoding(self, device: torch.device) -> OnDevice:
         """Return a context with the decoder on the device."""
         ...
 
-    def decode(self, latents: Tensor) -> Tensor:
-        """Return pictures, float32 [B, 3, H, W] or [B, F, 3, H, W], about 0..1, with gradient; inside `decoding`."""
+    def decode(self, latents: Tensor, frames: int | None = None) -> Tensor:
+        """Return pictures, float32 [B, 3, H, W] or [B, F, 3, H, W], about 0..1, with gradient; inside `decoding`.
+
+        frames: of a video the least number of first ones to decode; None: all.
+        """
         ...
-
-
-class ExpertFiles(WeightFiles):
-    """Stored weights of several experts, each in a folder of its name."""
-
-    def __init__(self, folder: Path, names: Sequence[str], stem: str) -> None:
-        """Read the indices. UserError as of `WeightFiles`."""
-        self.folder, self._experts = folder, {name: WeightFiles(folder / name, stem) for name in names}
-
-    @property
-    def names(self) -> Collection[str]:
-        """Names of all stored tensors, with their expert's."""
-        return {f"{expert}.{name}" for expert, files in self._experts.items() for name in files.names}
-
-    @property
-    def bytes_read(self) -> int:
-        """Number of bytes read so far."""
-        return sum(files.bytes_read for files in self._experts.values())
-
-    def file_of(self, name: str) -> Path:
-        """Return the file that holds a tensor, see `WeightFiles`."""
-        expert, _, own = name.partition(".")
-        return self._experts[expert].file_of(own)
-
-    def shape(self, name: str) -> list[int]:
-        """Return the shape of a whole tensor."""
-        expert, _, own = name.partition(".")
-        return self._experts[expert].shape(own)
-
-    def read(self, name: str, region: Region) -> Tensor:
-        """Return part of a tensor, see `WeightFiles`."""
-        expert, _, own = name.partition(".")
-        return self._experts[expert].read(own, region)
 
 
 @contextmanager

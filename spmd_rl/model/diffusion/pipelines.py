@@ -4,21 +4,25 @@ Text encoders and the VAE are frozen and whole on every rank; each is on the dev
 decoded one by one (`enable_slicing`). Weights are read from disk alone, as safetensors.
 """
 
+import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from spmd_rl.base.errors import UserError
 from spmd_rl.model.build import parameters_on_meta
-from spmd_rl.model.diffusion.base import Denoiser, DenoiserConfig, ExpertFiles, Given, on_device
+from spmd_rl.model.diffusion.base import Denoiser, DenoiserConfig, Given, OnDevice, on_device
+from spmd_rl.model.load import WeightFiles
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 Sizes = tuple[int | None, ...]
@@ -29,14 +33,17 @@ class DiffusersModel(ABC):
     """The common part of all pipelines."""
 
     stem = "diffusion_pytorch_model"
+    pipeline_class: type
     transformer: type
     vae_class: type
     latent_shape: tuple[int, ...]
+    pipeline: Any
+    """Pipeline with tokenizers and text encoders alone; None before it is needed."""
 
     def __init__(self, folder: Path, sizes: Sizes) -> None:
         """Read the configuration files. UserError if one is missing or another size than the model can draw is
         asked for."""
-        self.folder = folder
+        self.folder, self.pipeline = folder, None
         self.index = _json(folder / "model_index.json")
         self.names = [name for name in ("transformer", "transformer_2") if (folder / name).is_dir()]
         self.configs = {name: _json(folder / name / "config.json") for name in self.names}
@@ -73,22 +80,36 @@ class DiffusersModel(ABC):
         boundary = float(self.index.get("boundary_ratio") or 0.0)
         return Denoiser(experts, self.transformer._no_split_modules, self.call, facts, boundary).eval()
 
-    def files(self) -> ExpertFiles:
+    def files(self) -> WeightFiles:
         """Return the stored weights of the denoiser, see `FlowModel`."""
-        return ExpertFiles(self.folder, self.names, self.stem)
+        return WeightFiles(self.folder, self.stem, self.names)
+
+    def encoding(self, device: torch.device, dtype: torch.dtype) -> OnDevice:
+        """Return a context with the text encoders on the device, see `FlowModel`."""
+        if self.pipeline is None:
+            without = {name: None for name in (*self.names, "vae") if name in self.index}
+            self.pipeline = self._loaded(self.pipeline_class, self.folder, dtype=dtype, **without)
+        return on_device([found for name in ENCODERS if (found := getattr(self.pipeline, name, None))], device)
 
     def encode(self, prompts: Sequence[str], device: torch.device, dtype: torch.dtype) -> Given:
         """Return the conditions of prompts, see `FlowModel`."""
-        pipeline = self.encoding_pipeline
-        encoders = [found for name in ENCODERS if (found := getattr(pipeline, name, None)) is not None]
-        with on_device(encoders, device), torch.no_grad():
-            return {name: tensor.to(dtype) for name, tensor in self.conditions(pipeline, list(prompts), device).items()}
+        with torch.no_grad():
+            found = self.conditions(self.pipeline, list(prompts), device)
+            return {name: tensor.to(dtype) for name, tensor in found.items()}
 
-    @cached_property
-    def encoding_pipeline(self) -> Any:
-        """Pipeline with tokenizers and text encoders alone."""
-        without = {name: None for name in (*self.names, "vae") if name in self.index}
-        return self._loaded(getattr(diffusers, self.index["_class_name"]), self.folder, **without)
+    def without_weights(self, dtype: torch.dtype) -> dict[str, list[nn.Module]]:
+        """Use encoders and a decoder without weights, see `FlowModel`."""
+        encoders = {name: AutoConfig.from_pretrained(self.folder / name) for name in ENCODERS if name in self.index}
+        with parameters_on_meta():
+            self.vae = self.vae_class.from_config(self.vae_config).eval().requires_grad_(False)
+            for name, config in encoders.items():
+                encoder = getattr(transformers, self.index[name][1])(config)
+                encoders[name] = encoder.to(dtype).eval().requires_grad_(False)
+        self.vae.enable_slicing()
+        tokenizers = {name: PlannedTokens() for name in self.index if name.startswith("tokenizer")}
+        known = dict.fromkeys(inspect.signature(self.pipeline_class).parameters)
+        self.pipeline = self.pipeline_class(**{**known, **encoders, **tokenizers})
+        return {"encoders": list(encoders.values()), "decoder": [self.vae]}
 
     @cached_property
     def vae(self) -> Any:
@@ -103,20 +124,21 @@ class DiffusersModel(ABC):
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"policy.model: {folder} does not load: {str(error).splitlines()[0]}") from error
 
-    @contextmanager
-    def decoding(self, device: torch.device) -> Iterator[None]:
-        """Hold the VAE on the device, see `FlowModel`."""
-        with on_device([self.vae], device):
-            yield
+    def decoding(self, device: torch.device) -> OnDevice:
+        """Return a context with the VAE on the device, see `FlowModel`."""
+        return on_device([self.vae], device)
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, latents: Tensor, frames: int | None = None) -> Tensor:
         """Return pictures in 0..1, see `FlowModel`."""
+        # The decoders of videos are causal: later latents do not change the first frames.
+        latents = latents if frames is None else latents[:, :, : (frames - 1) // 4 + 1]
         return (self.pixels(latents) + 1) / 2
 
 
 class StableDiffusion3(DiffusersModel):
     """Pictures by Stable Diffusion 3 and 3.5."""
 
+    pipeline_class = diffusers.StableDiffusion3Pipeline
     transformer, vae_class = diffusers.SD3Transformer2DModel, diffusers.AutoencoderKL
 
     def shape_of(self, height: int | None, width: int | None, frames: int | None) -> tuple[int, ...]:
@@ -147,6 +169,7 @@ class StableDiffusion3(DiffusersModel):
 class Wan(DiffusersModel):
     """Videos by Wan 2.1 (one transformer) and Wan 2.2 (two experts by noise level)."""
 
+    pipeline_class = diffusers.WanPipeline
     transformer, vae_class = diffusers.WanTransformer3DModel, diffusers.AutoencoderKLWan
 
     def __init__(self, folder: Path, sizes: Sizes) -> None:
@@ -167,7 +190,9 @@ class Wan(DiffusersModel):
 
     def conditions(self, pipeline: Any, prompts: list[str], device: torch.device) -> Given:
         """Return the sequence of the text encoder."""
-        return {"prompt": pipeline.encode_prompt(prompts, do_classifier_free_guidance=False, device=device)[0]}
+        # As many tokens as the pipeline takes when it draws.
+        args = {"do_classifier_free_guidance": False, "max_sequence_length": 512, "device": device}
+        return {"prompt": pipeline.encode_prompt(prompts, **args)[0]}
 
     def pixels(self, latents: Tensor) -> Tensor:
         """Return decoded videos, [B, F, 3, H, W]."""
@@ -176,7 +201,18 @@ class Wan(DiffusersModel):
         return self.vae.decode(latents * std + mean, return_dict=False)[0].movedim(2, 1)
 
 
-PIPELINES: dict[str, type[DiffusersModel]] = {"StableDiffusion3Pipeline": StableDiffusion3, "WanPipeline": Wan}
+class PlannedTokens:
+    """A tokenizer of a plan, without a vocabulary: all prompts have the same tokens."""
+
+    model_max_length = 77
+
+    def __call__(self, texts: Sequence[str], max_length: int = 1, **_: Any) -> SimpleNamespace:
+        """Return the ids, int64 [B, max_length]."""
+        ids = torch.ones(len(texts), max_length, dtype=torch.int64)
+        return SimpleNamespace(input_ids=ids, attention_mask=ids)
+
+
+PIPELINES = {kind.pipeline_class.__name__: kind for kind in (StableDiffusion3, Wan)}
 """Supported pipelines by the name in `model_index.json`"""
 
 

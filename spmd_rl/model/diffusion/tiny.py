@@ -95,6 +95,14 @@ class TinyFlowModel:
         """Return the stored weights, see `FlowModel`."""
         return WeightFiles(self.folder)
 
+    def encoding(self, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Return an empty context: it has no encoders."""
+        return nullcontext()
+
+    def without_weights(self, dtype: torch.dtype) -> dict[str, list[nn.Module]]:
+        """Return nothing: it has neither encoders nor a decoder."""
+        return {}
+
     def encode(self, prompts: Sequence[str], device: torch.device, dtype: torch.dtype) -> Given:
         """Return the ids of known words, see `FlowModel`."""
         return {"ids": word_ids(prompts).to(device)}
@@ -103,7 +111,7 @@ class TinyFlowModel:
         """Return an empty context: latents are pixels."""
         return nullcontext()
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, latents: Tensor, frames: int | None = None) -> Tensor:
         """Return pixels in 0..1, see `FlowModel`."""
         return (latents + 1) / 2
 

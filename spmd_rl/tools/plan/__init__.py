@@ -18,7 +18,7 @@ from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import PlanConfig, RlConfig
 from spmd_rl.model.build import shape_on_meta
 from spmd_rl.model.size import ModelSize
-from spmd_rl.tools.plan.engine import EngineBytes, dtype_of, engine_bytes
+from spmd_rl.tools.plan.engine import EngineBytes, beside_training, dtype_of, engine_bytes
 from spmd_rl.tools.plan.fit import nearest
 from spmd_rl.tools.plan.rank import Trace, trace
 from spmd_rl.tools.plan.table import GB, TableRow, engine_rows, rows, show_map, show_rank, show_table, sleeps_while_idle
@@ -38,7 +38,7 @@ def show(cfg: RlConfig) -> None:
     found = _traced(cfg, placement, train)
     show_map(console, cfg, placement, found)
     measured: Mapping[str, int] = measured_peaks(Path(cfg.run.dir))
-    tables = [rows(cfg, one) for one in found]
+    tables = [_rows(cfg, one) for one in found]
     for one, table in zip(found, tables, strict=True):
         show_rank(console, one, table, measured)
     of_engine = engine_rows(_engine(cfg), sleeps_while_idle(cfg.train, cfg.plan)) if generate else []
@@ -77,6 +77,10 @@ def _traced(cfg: RlConfig, placement: Placement, ranks: Sequence[int]) -> list[T
     return [replace(trace(cfg, placement.train.index(rank), size), rank=rank) for rank in ranks]
 
 
+def _rows(cfg: RlConfig, found: Trace) -> list[TableRow]:
+    return rows(found, beside_training(cfg, found.size, found.config), sleeps_while_idle(cfg.train, cfg.plan))
+
+
 def _engine(cfg: RlConfig) -> EngineBytes:
     model = shape_on_meta(model_folder(cfg.policy.model), torch.float32, cfg.policy.trust_remote_code)
     return engine_bytes(cfg.engine, ModelSize.of(model), model.config.get_text_config(), dtype_of(cfg.policy))
@@ -99,7 +103,7 @@ def verdict(plan: PlanConfig, worst: TableRow) -> str:
 def _fits(cfg: RlConfig) -> bool:
     placement = _placement(cfg)
     train, _ = planned_ranks(cfg, placement)
-    found = [rows(cfg, one) for one in _traced(cfg, placement, train)]
+    found = [_rows(cfg, one) for one in _traced(cfg, placement, train)]
     return max(row.total for table in found for row in table) <= room(cfg.plan)
 
 

@@ -10,7 +10,7 @@ Roles are built as in a run, over a `PlannedWorld`; computation is faked (`fake_
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -27,7 +27,7 @@ from spmd_rl.base.waits import phase as progress
 from spmd_rl.batch import Batch, bounds_of, picture_columns
 from spmd_rl.config.backends import backend
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
-from spmd_rl.config.schema import AlgorithmConfig, RlConfig, RolloutConfig
+from spmd_rl.config.schema import AlgorithmConfig, PlanConfig, RlConfig, RolloutConfig, TrainConfig
 from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed.dtype import choose_dtype
@@ -113,8 +113,8 @@ def _square(side: int, number: int) -> bytes:
     return encode_png([number.to_bytes(3, "big") * side**2], side, side)
 
 
-ACCUMULATED = "update: results"
-"""Collective after an update's last backward pass"""
+ACCUMULATED = "update: sends"
+"""Collective after the last backward pass of an update."""
 SUMS = "update: names of averages"
 """Broadcast from the last pipeline stage to the others"""
 WEIGHTS, OPTIMIZER, GRADIENTS = "weights", "optimizer", "gradients"
@@ -144,7 +144,15 @@ class Trace:
     config: Any
     microbatches: int
     """number per update and data shard"""
-    longest: int
+    longest: int = 0
+    """tokens of the longest sample"""
+
+    @classmethod
+    def of(cls, tracer: "Tracer", policy: Any, config: Any, microbatches: int, longest: int = 0) -> "Trace":
+        """Return the plan that a tracer has found. config, microbatches, longest: see the fields."""
+        places = {axis: policy.layout.rank(axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
+        rank, held = tracer.world.rank, tracer.held()
+        return cls(rank, places, held, tracer.phases, policy.size, config, microbatches, longest)
 
 
 def trace(cfg: RlConfig, rank: int, size: int) -> Trace:
@@ -152,17 +160,9 @@ def trace(cfg: RlConfig, rank: int, size: int) -> Trace:
 
     It runs at most as many micro-batches as are in flight, and one that accumulates gradients.
     """
-    offload, cfg = cfg.train.offload and cfg.plan.device != "cpu", planned(cfg)
-    with ExitStack() as stack:
-        world = stack.enter_context(planned_world(rank, size))
-        stack.enter_context(cpu_as(cfg.plan.device) if cfg.plan.device != "cpu" else nullcontext())
-        fake, memory = FakeDeviceMode(), MemoryTracker()
-        world.told[SUMS] = ["loss", "num_tokens"]
-        world.on_meeting = partial(_met, memory, fake)
-        run = _Trace(cfg, offload, world, memory, fake)
-        stack.enter_context(fake)
-        stack.enter_context(memory)
-        return run.traced()
+    with tracer(cfg.train, cfg.plan, rank, size) as found:
+        found.world.told[SUMS] = ["loss", "num_tokens"]
+        return _Trace(planned(cfg), found).traced()
 
 
 def planned(cfg: RlConfig) -> RlConfig:
@@ -178,69 +178,127 @@ def planned(cfg: RlConfig) -> RlConfig:
     return replace(cfg, policy=replace(policy, dither=False), train=replace(cfg.train, offload=False), **others)
 
 
-def _met(memory: MemoryTracker, fake: FakeDeviceMode, name: str) -> None:
-    memory.meeting(name)
-    fake.meeting = name
+class Tracer:
+    """One planned rank, whose roles' work is faked and counted phase by phase."""
+
+    def __init__(self, offload: bool, world: PlannedWorld, memory: MemoryTracker, fake: FakeDeviceMode) -> None:
+        """Keep the planned objects. offload: weights and moments leave the device while they are unused."""
+        self._offload, self.world, self.memory, self._fake = offload, world, memory, fake
+        self._models: dict[str, nn.Module] = {}
+        self.phases: dict[str, list[Phase]] = {}
+        self.roles: dict[str, Any] = {}
+        world.on_meeting = self._met
+
+    def _met(self, meeting: str) -> None:
+        self.memory.meeting(meeting)
+        self._fake.meeting = meeting
+
+    def add(self, name: str, model: nn.Module, role: Any) -> None:
+        """Take a role that was built of a model on the meta device, and tag its tensors."""
+        self._models[name], self.roles[name] = model, role
+        self.memory.tag(f"{name} {WEIGHTS}", model.parameters())
+        moments = role.model.state_dict().get("optimizer", {})
+        self.memory.tag(f"{name} {OPTIMIZER}", moments.values())
+
+    def held(self) -> dict[str, int]:
+        """Return the permanent bytes, by role and content."""
+        found = Counter[str]()
+        for entry in self.memory.entries:
+            found[entry.tag] += entry.num_bytes * (entry.died > self.memory.now and bool(entry.tag))
+        return +found
+
+    def update(self, name: str, work: Callable[[], object], traced: int = 1, count: int = 1) -> None:
+        """Run a role's updates, and tag its gradients; see `run`."""
+
+        def met(meeting: str) -> None:
+            if meeting == ACCUMULATED:
+                grads = (p.grad for p in self._models[name].parameters())
+                self.memory.tag(f"{name} {GRADIENTS}", (grad for grad in grads if grad is not None))
+            self._met(meeting)
+
+        self.world.on_meeting = met
+        self.run("update", name, work, traced, count)
+        self.world.on_meeting = self._met
+
+    def run(self, phase: str, name: str, work: Callable[[], object], traced: int = 1, count: int = 1) -> None:
+        """Run a role's part of a phase. traced, count: micro-batches in the trace, and in a step."""
+        self._fake.travelled.clear()
+        self._fake.meeting = phase
+        window = f"{phase} {name}"
+        with progress(f"rank {self.world.rank}: {phase} of the {name}"), self.memory.window(window):
+            work()
+        travelled = Counter[str]()
+        for (meeting, kind), num_bytes in self._fake.travelled.items():
+            travelled[kind] += num_bytes * _times(meeting, count)
+        found = Phase(name, self._peak(phase, name, window), travelled)
+        self.phases.setdefault(phase, []).append(found)
+
+    def _peak(self, phase: str, name: str, window: str) -> Peak:
+        """Return the peak of a window; with offload, without weights that are off the device."""
+        if not self._offload:
+            return self.memory.peak(self.memory.span(window))
+        off = [f"{other} {what}" for other in self.roles for what in (WEIGHTS, OPTIMIZER) if other != name]
+        before, after = self.memory.split(window, ACCUMULATED)
+        found = [self.memory.peak(before, [*off, f"{name} {OPTIMIZER}"])]
+        if after[1] > after[0]:
+            found.append(self.memory.peak(after, off))
+        return max(found, key=lambda peak: peak.total)
+
+
+@contextmanager
+def tracer(train: TrainConfig, plan: PlanConfig, rank: int, size: int) -> Iterator[Tracer]:
+    """Yield the tracer of rank `rank` of `size`; inside, the tensors of its device are fake."""
+    with ExitStack() as stack:
+        world = stack.enter_context(planned_world(rank, size))
+        stack.enter_context(cpu_as(plan.device) if plan.device != "cpu" else nullcontext())
+        fake, memory = FakeDeviceMode(), MemoryTracker()
+        found = Tracer(train.offload and plan.device != "cpu", world, memory, fake)
+        stack.enter_context(fake)
+        stack.enter_context(memory)
+        yield found
 
 
 class _Trace:
-    def __init__(
-        self, cfg: RlConfig, offload: bool, world: PlannedWorld, memory: MemoryTracker, fake: FakeDeviceMode
-    ) -> None:
-        """offload: weights and moments leave the device while unused."""
-        self._offload, self._cfg, self._world, self._memory, self._fake = offload, cfg, world, memory, fake
-        self._models: dict[str, nn.Module] = {}
-        self._phases: dict[str, list[Phase]] = {}
-        self._roles: dict[str, Any] = {}
+    """The roles of a run, and their work in a step."""
+
+    def __init__(self, cfg: RlConfig, tracer: Tracer) -> None:
+        self._cfg, self._tracer, self._world = cfg, tracer, tracer.world
+        self._roles, self._run = tracer.roles, tracer.run
 
     def traced(self) -> Trace:
+        """Return the plan of this rank."""
         cfg = self._cfg
         for role in (role for role in cfg.roles if not role.is_base_of(cfg.roles[0])):
             if not backend(role.train.name).has_plan:
                 raise UserError(f"{role.key}.name: --plan cannot trace train={role.train.name}")
-            # peft moves weights, which made-up ones do not support.
-            if role.lora.rank:
-                raise UserError(f"{role.name}.lora.rank: --plan cannot trace adapters; give {role.name}.lora.rank=0")
             with progress(f"rank {self._world.rank}: building the {role.name}"):
-                # The answers of a plan are made up, and match no grammar.
-                free = replace(role, constraint=ConstraintConfig())
-                self._roles[role.name] = build_role(free, self._world, source=partial(self._model, role.name))
-            self._tag(role.name)
+                self._build(role)
         policy = self._roles["policy"]
         rollout, train = cfg.rollout, cfg.train
         shards = policy.layout.data.size
         most = num_microbatches(rollout, train.updates_per_step, shards, train.tokens_per_microbatch)
-        vocabulary = self._models["policy"].config.get_text_config().vocab_size
+        config = policy.model.module.config.get_text_config()
         self._run("publish", "policy", lambda: _emptied(policy.model.whole_parameters()))
         for name, role in self._roles.items():
             several = train.updates_per_step * cfg.algorithm.sample_epochs > 1
             # The update itself computes these logprobs.
             if name == "policy" and not several and not needs_old_logprobs(cfg.algorithm):
                 continue
-            batch, *counts = self._batch(name, vocabulary)
+            batch, *counts = self._batch(name, config.vocab_size)
             compute = role.values if name == "critic" else partial(role.logprobs, temperature=1.0)
             self._run("prepare", name, partial(compute, batch), *counts)
         for name in ("critic", "policy"):
             if name in self._roles:
-                self._update(name, vocabulary)
-        axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-        places = {axis: policy.layout.rank(axis) for axis in axes}
-        held = Counter[str]()
-        for entry in self._memory.entries:
-            held[entry.tag] += entry.num_bytes * (entry.died > self._memory.now and bool(entry.tag))
+                self._update(name, config.vocab_size)
         longest = tokens_per_turn(rollout, rollout.max_prompt_tokens)
-        config = self._models["policy"].config.get_text_config()
-        return Trace(self._world.rank, places, +held, self._phases, policy.size, config, most, longest)
+        return Trace.of(self._tracer, policy, config, most, longest)
 
-    def _model(self, name: str, role: RoleConfig, dtype: torch.dtype, _: Callable[[], object]) -> Stored:
-        model = _plain(shape_on_meta(model_folder(role.model), dtype, role.trust_remote_code))
-        self._models[name] = with_value_head(model, role.value_bias) if role.name == "critic" else model
-        return Stored(model, lambda *_, **__: None, lambda: 0)
-
-    def _tag(self, name: str) -> None:
-        self._memory.tag(f"{name} {WEIGHTS}", self._models[name].parameters())
-        moments = self._roles[name].model.state_dict().get("optimizer", {})
-        self._memory.tag(f"{name} {OPTIMIZER}", moments.values())
+    def _build(self, role: RoleConfig) -> None:
+        model = shape_on_meta(model_folder(role.model), getattr(torch, role.held_dtype), role.trust_remote_code)
+        model = with_value_head(model, role.value_bias) if role.name == "critic" else model
+        # The answers of a plan are made up, and match no grammar.
+        free = replace(role, constraint=ConstraintConfig())
+        self._tracer.add(role.name, model, build_role(free, self._world, source=lambda *_: without_weights(model)))
 
     def _batch(self, name: str, vocabulary: int) -> tuple[Batch, int, int]:
         """Return a role's batch, its number of micro-batches, and that of a step."""
@@ -250,67 +308,23 @@ class _Trace:
         count = num_microbatches(rollout, updates, layout.data.size, budget)
         # One micro-batch more than are in flight: the first to add to gradients of an earlier one.
         traced = min(count, 2 * layout.size("pp") if train.vpp > 1 else layout.size("pp") + 1)
+        for what in ("update", "logprobs", "values"):
+            self._world.told[f"{what}: number of micro-batches"] = {"count": float(traced)}
         batch = full_batch(cfg.algorithm, longest, traced, budget, vocabulary)
-        if tower := getattr(self._models[name], "tower", None):
+        if tower := getattr(self._roles[name].model.module, "tower", None):
             batch = with_pictures(batch, tower.processor, rollout.max_prompt_tokens)
         return batch, traced, count * updates
 
     def _update(self, name: str, vocabulary: int) -> None:
         role, settings = self._roles[name], self._cfg.algorithm
         batch, traced, count = self._batch(name, vocabulary)
-        counts = traced, count * settings.sample_epochs
-
-        def met(meeting: str) -> None:
-            if meeting == ACCUMULATED:
-                grads = (p.grad for p in self._models[name].parameters())
-                self._memory.tag(f"{name} {GRADIENTS}", (grad for grad in grads if grad is not None))
-            _met(self._memory, self._fake, meeting)
-
-        self._world.on_meeting = met
-        if name == "policy":
-            self._run("update", name, lambda: role.update(batch, bind_loss(settings), 1.0), *counts)
-        else:
-            self._run("update", name, lambda: role.update(batch, bind_value_loss(settings)), *counts)
-        self._world.on_meeting = partial(_met, self._memory, self._fake)
-
-    def _run(self, phase: str, name: str, work: Callable[[], object], traced: int = 1, count: int = 1) -> None:
-        """Run a role's part of a phase. traced, count: micro-batches in the trace, and in a step."""
-        self._fake.travelled.clear()
-        self._fake.meeting = phase
-        window = f"{phase} {name}"
-        for what in ("update", "logprobs", "values"):
-            self._world.told[f"{what}: number of micro-batches"] = {"count": float(traced)}
-        with progress(f"rank {self._world.rank}: {phase} of the {name}"), self._memory.window(window):
-            work()
-        travelled = Counter[str]()
-        for (meeting, kind), num_bytes in self._fake.travelled.items():
-            travelled[kind] += num_bytes * _times(meeting, count)
-        found = Phase(name, self._peak(phase, name, window), travelled)
-        self._phases.setdefault(phase, []).append(found)
-
-    def _peak(self, phase: str, name: str, window: str) -> Peak:
-        """Return a window's peak; with offload, without weights off the device."""
-        if not self._offload:
-            return self._memory.peak(self._memory.span(window))
-        off = [f"{other} {what}" for other in self._roles for what in (WEIGHTS, OPTIMIZER) if other != name]
-        before, after = self._memory.split(window, ACCUMULATED)
-        found = [self._memory.peak(before, [*off, f"{name} {OPTIMIZER}"])]
-        if after[1] > after[0]:
-            found.append(self._memory.peak(after, off))
-        return max(found, key=lambda peak: peak.total)
+        loss = (bind_loss(settings), 1.0) if name == "policy" else (bind_value_loss(settings),)
+        self._tracer.update(name, lambda: role.update(batch, *loss), traced, count * settings.sample_epochs)
 
 
-def _plain(model: nn.Module) -> nn.Module:
-    """Make a model's parameters plain tensors on the meta device, in place; tied parameters stay tied."""
-    # FSDP cuts plain meta tensors much faster than fake ones.
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, p in module.named_parameters(recurse=False):
-            if p not in made:
-                fresh = torch.empty(p.shape, dtype=p.dtype, device="meta")
-                made[p] = nn.Parameter(fresh, requires_grad=p.requires_grad)
-            module.register_parameter(name, made[p])
-    return model
+def without_weights(model: nn.Module) -> Stored:
+    """Return a model on the meta device as one that is read, of which nothing is read."""
+    return Stored(model, lambda *_, **__: None, lambda: 0)
 
 
 def _times(meeting: str, count: int) -> int:

@@ -11,10 +11,13 @@ from rich.text import Text
 from spmd_rl.config.placement import Placement, ranks_do
 from spmd_rl.config.ranks import LayoutSizes
 from spmd_rl.config.schema import PlanConfig, RlConfig, TrainConfig
-from spmd_rl.tools.plan.engine import NOTHING, EngineBytes, beside_training
+from spmd_rl.tools.plan.engine import NOTHING, EngineBytes
 from spmd_rl.tools.plan.rank import GRADIENTS, OPTIMIZER, WEIGHTS, Phase, Trace
 
-COLUMNS = ("weights", "gradients", "optimizer", "gathered", "activations", "temporary", "engine", "KV cache")
+COLUMNS = (
+    *("weights", "gradients", "optimizer", "gathered", "activations", "temporary", "pictures", "encoders", "decoder"),
+    *("engine", "KV cache"),
+)
 GENERATE, SAVE = "generate, evaluate", "save"
 GB = 1e9
 
@@ -33,13 +36,13 @@ class TableRow:
         return sum(self.columns.values())
 
 
-def rows(cfg: RlConfig, found: Trace) -> list[TableRow]:
-    """Return a trainer rank's phases in order, with peak memory."""
-    engine, sleeps, made = beside_training(cfg, found.size, found.config), sleeps_while_idle(cfg.train, cfg.plan), []
+def rows(found: Trace, engine: EngineBytes, sleeps: bool) -> list[TableRow]:
+    """Return the phases of a training rank's step in order, each with the memory at its peak."""
+    made = []
     for phase in ("publish", GENERATE, "prepare", "update", SAVE):
         parts = [_columns(part) for part in found.phases.get(phase, ())]
-        if phase == GENERATE:
-            parts = [] if engine is NOTHING else [({} if sleeps else _held(found), "")]
+        if phase == GENERATE and engine is not NOTHING:
+            parts = [({} if sleeps else _held(found), "")]
         elif phase == SAVE:
             only = "policy" if sleeps else ""
             parts = [(_held(found, only), "")]
@@ -88,19 +91,20 @@ def _columns(part: Phase) -> tuple[dict[str, int], str]:
 def show_map(console: Console, cfg: RlConfig, placement: Placement, found: Sequence[Trace]) -> None:
     """Print ranks along each axis, and generator ranks."""
     if found:
-        _show_axes(console, cfg, placement.train, found[0])
+        who = ranks_do(placement.train, "train") if cfg.placement.is_split else ""
+        show_axes(console, cfg.train, placement.train, found[0], who)
     where = f"{ranks_do(placement.generate, 'generate')}: " if cfg.placement.is_split else ""
     count = f"{len(placement.generate) // cfg.engine.ranks} " if placement.generate else ""
     console.print(f"  engine        {where}{count}replicas of {cfg.engine.name} x {cfg.engine.axes}")
 
 
-def _show_axes(console: Console, cfg: RlConfig, ranks: Sequence[int], found: Trace) -> None:
-    sizes = LayoutSizes.of("train", len(ranks), **cfg.train.axes)
+def show_axes(console: Console, train: TrainConfig, ranks: Sequence[int], found: Trace, who: str = "") -> None:
+    """Print the training ranks along each axis. who: text on them, if they are not all."""
+    sizes = LayoutSizes.of("train", len(ranks), **train.axes)
     used = {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "cp": sizes.cp}
     used |= {"tp": sizes.tp}
     product = " x ".join(f"{axis} {size}" for axis, size in used.items() if size > 1) or "one rank"
-    who = ranks_do(ranks, "train") if cfg.placement.is_split else f"{len(ranks)} ranks"
-    console.print(Text(f"{who} = {product}", "bold"))
+    console.print(Text(f"{who or f'{len(ranks)} ranks'} = {product}", "bold"))
     stride = 1
     for axis, size in reversed(used.items()):
         if size > 1:

@@ -1,0 +1,163 @@
+"""Plan of reward feedback: what a rank would hold when it encodes, draws, decodes and trains pictures.
+
+    python -m spmd_rl plan reward_fl +experiment=reward_fl_sd3_8gpu
+
+It runs the code of a step, over a `Tracer`: the model's transformers, encoders and decoder without their weights, and
+made-up prompts. The model of a reward is not counted.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from spmd_rl.base.errors import UserError
+from spmd_rl.base.waits import phase
+from spmd_rl.config.diffusion import RewardFlConfig
+from spmd_rl.config.ranks import world_size
+from spmd_rl.config.sections.data import RewardsConfig
+from spmd_rl.config.sections.models import RoleConfig
+from spmd_rl.config.sections.pictures import DifferentiableConfig, DiffusionModelConfig
+from spmd_rl.learn.feedback import Feedback
+from spmd_rl.model.build import materialize
+from spmd_rl.model.diffusion import FlowModel, build_flow_model
+from spmd_rl.model.diffusion.tiny import TinyFlowModel
+from spmd_rl.rollout.pictures import PictureRollouts
+from spmd_rl.tools.plan import measured_peaks, room, verdict
+from spmd_rl.tools.plan.engine import NOTHING, dtype_of
+from spmd_rl.tools.plan.rank import Phase, Trace, Tracer, tracer, without_weights
+from spmd_rl.tools.plan.table import GENERATE, rows, show_axes, show_rank, sleeps_while_idle
+from spmd_rl.train import build_denoisers
+from spmd_rl.train.stored_model import Stored
+from spmd_rl.types import Message, Prompt
+
+PROMPT = Prompt("0" * 32, (Message("user", "?"),), "plan", "")
+LESS = (
+    "it needs less with a smaller pictures.per_microbatch, frames, height or width, with policy.lora, "
+    "train.activation_checkpointing=full or more ranks (plan.ranks)"
+)
+
+
+def show(cfg: RewardFlConfig) -> None:
+    """Print the memory of a rank in each phase, and whether it fits."""
+    console, size = Console(highlight=False, markup=False, soft_wrap=True, width=140), world_size()
+    found = trace(cfg, cfg.plan.rank or 0, size)
+    table = rows(found, NOTHING, sleeps_while_idle(cfg.train, cfg.plan))
+    show_axes(console, cfg.train, range(size), found)
+    show_rank(console, found, table, measured_peaks(Path(cfg.run.dir)))
+    worst = max(table, key=lambda row: row.total)
+    console.print()
+    console.print(verdict(cfg.plan, worst))
+    if worst.total > room(cfg.plan):
+        console.print(LESS)
+
+
+def trace(cfg: RewardFlConfig, rank: int, size: int) -> Trace:
+    """Return the plan of rank `rank` of `size`. UserError if the model's configuration cannot be read."""
+    pictures = cfg.pictures
+    flow = planned_flow(cfg)
+    batches = -(-pictures.prompts_per_step * pictures.per_prompt // pictures.per_microbatch)
+    count = -(-batches // size)
+    cfg = planned(cfg, min(count, 2) * size)
+    with tracer(cfg.train, cfg.plan, rank, size) as found:
+        return _trace(cfg, found, flow, count)
+
+
+def planned_flow(cfg: RewardFlConfig) -> FlowModel:
+    """Return the model of a plan, of which only configuration files must be there."""
+    folder, sizes = Path(cfg.policy.model), (cfg.pictures.height, cfg.pictures.width, cfg.pictures.frames)
+    if cfg.policy.model == str(Path(DiffusionModelConfig.model).expanduser()):
+        return TinyFlowModel(folder, {})
+    if not folder.is_dir():
+        raise UserError(f"policy.model: no such directory: {folder}; set plan.shape")
+    return build_flow_model(folder, sizes)
+
+
+def planned(cfg: RewardFlConfig, batches: int) -> RewardFlConfig:
+    """Return settings with few micro-batches a step and a reward without a model."""
+    policy = replace(cfg.policy, dtype=dtype_of(cfg.policy), dither=False)
+    pictures = replace(cfg.pictures, prompts_per_step=batches, per_prompt=cfg.pictures.per_microbatch)
+    reward = DifferentiableConfig(f"{__name__}:mean", frames=cfg.feedback.reward.frames)
+    train = replace(cfg.train, updates_per_step=1)
+    own = {"feedback": replace(cfg.feedback, reward=reward), "reward": RewardsConfig(), "train": train}
+    return replace(cfg, policy=policy, pictures=pictures, **own)
+
+
+def mean(images: Tensor, prompts: Any) -> Tensor:
+    """Return the mean of each picture, [B]: a reward with a gradient in every pixel."""
+    return images.flatten(1).mean(1)
+
+
+def _trace(cfg: RewardFlConfig, found: Tracer, flow: FlowModel, count: int) -> Trace:
+    """Trace a step of few micro-batches. count: micro-batches of a rank in a step of the run."""
+    models: dict[str, nn.Module] = {}
+
+    def source(role: RoleConfig, dtype: torch.dtype, _: Callable[[], object]) -> Stored:
+        models[role.name] = flow.build(dtype)
+        return without_weights(models[role.name])
+
+    with phase(f"rank {found.world.rank}: building the models"):
+        frozen = flow.without_weights(getattr(torch, cfg.policy.dtype))
+        roles = build_denoisers(cfg.denoisers, found.world, source)
+    for name, model in models.items():
+        found.add(name, model, getattr(roles, name))
+    if frozen:
+        flow.encoding, flow.decoding = (_held(found, name, modules) for name, modules in frozen.items())
+    prompts = SimpleNamespace(ticket=lambda ticket, seed: (0, PROMPT))
+    rollouts = PictureRollouts(cfg, prompts, flow, roles.policy, found.world, None)
+    learner, made = Feedback(cfg, rollouts, roles, found.world), SimpleNamespace()
+
+    def collect() -> None:
+        made.gallery = rollouts.collect(1)
+        drawn = [tensor for one in made.gallery.drawn for tensor in (one.latents, *one.given.values())]
+        found.memory.tag("pictures", drawn)
+
+    def prepare() -> None:
+        made.updates = learner.prepare(made.gallery)
+
+    traced = len(range(found.world.rank, cfg.pictures.prompts_per_step, found.world.size))
+    found.run(GENERATE, "policy", collect)
+    found.run("prepare", "policy", prepare)
+    found.update("policy", lambda: learner.update(made.updates))
+    made = Trace.of(found, roles.policy, None, count)
+    phases = {name: [_scaled(one, count / traced) for one in parts] for name, parts in made.phases.items()}
+    return replace(made, phases=phases, held=_more_pictures(made.held, count / traced))
+
+
+def _held(found: Tracer, name: str, modules: list[nn.Module]) -> Callable[..., AbstractContextManager[None]]:
+    """Return a context with frozen modules of the meta device on the device."""
+    for module in modules:
+        materialize(module, found.world.device)
+        getattr(module, "tie_weights", lambda: None)()
+    sizes = {p.untyped_storage(): p.nbytes for module in modules for p in module.parameters()}
+    for storage in sizes:
+        storage.resize_(0)
+
+    @contextmanager
+    def inside(*_: Any) -> Iterator[None]:
+        for storage, num_bytes in sizes.items():
+            storage.resize_(num_bytes)
+        found.memory.tag(name, (p for module in modules for p in module.parameters()))
+        yield
+        for storage in sizes:
+            storage.resize_(0)
+
+    return inside
+
+
+def _scaled(one: Phase, factor: float) -> Phase:
+    """Return a phase with the pictures and the traffic of all micro-batches of a step."""
+    by_tag = _more_pictures(one.peak.by_tag, factor)
+    travelled = Counter({kind: int(size * factor) for kind, size in one.travelled.items()})
+    return replace(one, peak=replace(one.peak, total=by_tag.total(), by_tag=by_tag), travelled=travelled)
+
+
+def _more_pictures(by_tag: Mapping[str, int], factor: float) -> Counter[str]:
+    return Counter({tag: int(size * (factor if tag == "pictures" else 1)) for tag, size in by_tag.items()})
