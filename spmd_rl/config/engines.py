@@ -53,7 +53,6 @@ class EngineFacts:
     states: bool = False
     """True if it keeps the states of a hybrid model's layers"""
     no_states: str = ""
-    """Reason why it does not, in parentheses, for a message"""
     pictures: bool = False
     """True if it takes pictures in prompts"""
     picture_package: str = ""
