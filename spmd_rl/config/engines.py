@@ -53,7 +53,6 @@ class EngineFacts:
     states: bool = False
     """True if it keeps the states of a hybrid model's layers"""
     no_states: str = ""
-    """Reason why it does not, in parentheses, for a message"""
     pictures: bool = False
     picture_package: str = ""
     """Package that it imports for pictures"""

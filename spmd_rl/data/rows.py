@@ -59,8 +59,7 @@ class Record:
 def read_rows(
     source: str | Path, key: str, columns: Mapping[str, str | None] | None = None, pictures: str | None = None
 ) -> Iterator[Record]:
-    """Yield the rows of a file or of a dataset of the hub. key: the setting that a `UserError` names. columns,
-    pictures: `data.keys` and `data.pictures`."""
+    """Yield the rows of a file or a dataset of the hub. columns, pictures: `data.keys` and `data.pictures`."""
     records = (found[:2] for found in source_records(str(source), key))
     yield from parse_rows(records, key, columns or {}, Folder.of(str(source), pictures))
 

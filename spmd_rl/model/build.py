@@ -50,7 +50,7 @@ def build_model(
     if missing := sorted({*report["missing_keys"]} - {*may_lack}):
         raise UserError(f"policy.model: {folder} lacks {len(missing)} weights, among them {missing[0]}")
     model.config.use_cache = False
-    return fitted(model.to(device), folder)
+    return build_parts(model.to(device), folder)
 
 
 def build_on_meta(path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
@@ -76,7 +76,7 @@ def shape_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
     keep_float32(model)
     # Training never decodes, and a cache would hold the keys and values of all layers.
     model.config.use_cache = False
-    return fitted(model, folder)
+    return build_parts(model, folder)
 
 
 def auto_class(folder: Path) -> Any:
@@ -91,9 +91,9 @@ def with_tower_attention(folder: Path, attention: str) -> str | dict[str, str]:
     return {"": attention, "text_config": attention, "vision_config": "sdpa"}
 
 
-def fitted(model: nn.Module, folder: Path) -> nn.Module:
-    """Return the model of a directory in eval mode, fit for packed rows: layers with a state keep them apart, and
-    `model.tower` is a `pictures.Tower` if it takes pictures."""
+def build_parts(model: nn.Module, folder: Path) -> nn.Module:
+    """Set `model.tower`, a `pictures.Tower`, if the model takes pictures, and let layers with a state keep packed rows
+    apart; return the model in eval mode."""
     keep_apart(model)
     if sees_pictures(folder):
         # Runs of text alone have neither the import nor Pillow.

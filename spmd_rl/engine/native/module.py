@@ -13,7 +13,7 @@ from spmd_rl.config.architectures import STATES
 from spmd_rl.engine.native.attention import ATTENTION
 from spmd_rl.model.build import (
     auto_class,
-    fitted,
+    build_parts,
     keep_float32,
     materialize,
     parameters_on_meta,
@@ -38,7 +38,7 @@ def empty_module(
     keep_float32(module)
     materialize(module, torch.device(device))
     module.tie_weights()
-    return fitted(module.requires_grad_(False), folder)
+    return build_parts(module.requires_grad_(False), folder)
 
 
 def _check(config: PreTrainedConfig) -> None:

@@ -104,9 +104,9 @@ def _makes_floats(func: Any, kwargs: Any) -> bool:
 
 
 def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
-    """Return indices with the places that each mask of the host chooses, whose number a fake mask would not have."""
-    real = [one is not None and one.dtype == torch.bool and not _is_fake(one) for one in indices]
-    places = [one.nonzero(as_tuple=True) if is_mask else (one,) for one, is_mask in zip(indices, real, strict=True)]
+    """Return indices with the places that each mask chooses, whose number a fake mask would not have."""
+    masks = [one is not None and one.dtype == torch.bool and not _is_fake(one) for one in indices]
+    places = (one.nonzero(as_tuple=True) if mask else (one,) for one, mask in zip(indices, masks, strict=True))
     return [*chain.from_iterable(places)]
 
 

@@ -87,14 +87,11 @@ def full_batch(
 
 
 SIDE = 28
-"""Pixels by which the pictures of a plan become smaller until they fit."""
+"""Pixels by which a picture shrinks until it fits."""
 
 
 def with_pictures(batch: Batch, processor: Any, most: int) -> Batch:
-    """Return a batch in which each sample begins with a picture of its own, of at most `most` tokens.
-
-    processor: a `model.pictures.Processor`. most: tokens of a prompt.
-    """
+    """Return a batch in which each sample begins with a picture of its own, of at most `most` tokens."""
     sides = range(SIDE * math.isqrt(most), 0, -SIDE)
     side = next((side for side in sides if processor.count(_square(side, 0)) <= most), SIDE)
     ids, learnt, shown = batch.token_ids.clone(), batch.loss_mask.clone(), []
