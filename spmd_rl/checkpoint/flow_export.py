@@ -1,9 +1,9 @@
-"""`FlowExport`: a diffusion model's weights as directories that diffusers loads; rank 0 writes, like `HfExport`."""
+"""`FlowExport`: a diffusion model's weights as directories that diffusers loads; written like `HfExport`'s."""
 
 from itertools import groupby
 from pathlib import Path
 
-from spmd_rl.checkpoint.export import write_hf
+from spmd_rl.checkpoint.export import turn_of, write_hf
 from spmd_rl.distributed import World
 from spmd_rl.model.diffusion import FlowModel
 from spmd_rl.train.denoising import Denoising
@@ -20,13 +20,11 @@ class FlowExport:
         """[all] Write the directory `path` as `HfExport` does, or one below it for each of several folders of
         weights."""
         flow, world, files = self._flow, self._world, list[Path]()
-        weights = self._policy.weights()
+        weights, turn = self._policy.weights(), turn_of(world)
         with world.collective("export: weights", "copy"):
             if flow.stem == "model":
-                return write_hf(weights, flow.folder, path, world.rank == 0, world.progress)
+                return write_hf(weights, flow.folder, path, turn, world.progress)
             for name, some in groupby(weights, lambda pair: pair[0].partition(".")[0]):
                 own = ((key.partition(".")[2], tensor) for key, tensor in some)
-                if world.rank == 0:
-                    (path / name).mkdir(parents=True)
-                files += write_hf(own, flow.folder / name, path / name, world.rank == 0, world.progress, stem=flow.stem)
+                files += write_hf(own, flow.folder / name, path / name, turn, world.progress, stem=flow.stem)
         return files
