@@ -116,6 +116,10 @@ class Engine(Protocol):
         """Keep weights and KV cache on the device inside; outside they may be offloaded. No-op on a CPU."""
         ...
 
+    def sleep(self) -> None:
+        """Free the device's memory, outside `awake`, until the next `load`, before which it takes no request. No-op on
+        a CPU."""
+
     def close(self) -> None:
         """Free everything the engine holds; idempotent."""
         ...

@@ -133,6 +133,10 @@ class ReplicatedEngine:
         """Keep weights and KV cache on the device inside, see `Engine`."""
         return self.engine.awake()
 
+    def sleep(self) -> None:
+        """Free the device's memory until the next `load`, see `Engine`."""
+        self.engine.sleep()
+
     def close(self) -> None:
         """Free everything the engine holds; idempotent."""
         self.engine.close()

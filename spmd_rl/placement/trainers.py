@@ -57,6 +57,8 @@ class LentReplica:
                 steps.join()
                 self._runner.run(run.until_end())
                 self._leave(shared)
+        # A publish comes before the next request.
+        self.engine.sleep()
         return shared, shared.report(run, [*self._left], self.engine.leads)
 
     def _leave(self, shared: SharedStep) -> None:

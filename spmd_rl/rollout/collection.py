@@ -92,6 +92,8 @@ class Rollouts:
         if step < self._settings.last_ahead and not collected.failure:
             # The policy is about to be updated, so these answers are one version behind.
             self.start_ahead(step + 1)  # [all]
+        # A publish comes before the next request.
+        self._engine.sleep()
         return collected
 
     def _generate(self, step: int) -> Collected:

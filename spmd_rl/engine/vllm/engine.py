@@ -59,7 +59,7 @@ class VllmEngine(HostedEngine):
         outputs: Outputs | None = None,
         pictures: "VllmPictures | None" = None,
     ) -> None:
-        """shapes: of the weights that `load` must bring, by Hugging Face name. sleeps: offload outside `awake`.
+        """shapes: of the weights that `load` must bring, by Hugging Face name. sleeps: free memory, see `awake`.
 
         text_of: needed for requests with stop strings. slot: see `HostedEngine`. is_constrained: by
         `constrained.constrain`. outputs: of 8-bit matrices, if vLLM uses them. pictures: of a model that takes them.
@@ -206,9 +206,15 @@ class VllmEngine(HostedEngine):
         while self.llm.engine_core.engine_core.batch_queue:
             self.llm.step()
 
-    def _release(self) -> None:
+    def _release(self, tag: str) -> None:
         self._read_what_is_scheduled()
-        self.llm.sleep(level=1)
+        if tag == "weights":
+            # Level 2 keeps buffers alone.
+            self.llm.sleep(level=2 if self.slot is None else 1)
+            return
+        # vLLM asks for a pause, which ends when all of its memory is there again.
+        self.llm.engine_core.engine_core.pause_scheduler()
+        self.llm.release_kv_cache_memory()
 
     @property
     def model(self) -> nn.Module:
