@@ -6,7 +6,7 @@ a part of a parameter.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,18 @@ class Part(NamedTuple):
         """Return the part of the whole parameter, as a view."""
         part = tensor[self.region]
         return part[0] if self.is_expert else part
+
+
+def is_stacked(parts: Sequence[Part]) -> bool:
+    """Return True if a parameter's parts are of one expert each."""
+    return any(part.is_expert for part in parts)
+
+
+def of_experts(parts: Sequence[Part], experts: Sequence[int]) -> list[Part]:
+    """Return the parts of these experts, as parts of a tensor that has them alone, in this order."""
+    place = {expert: slice(i, i + 1) for i, expert in enumerate(experts)}
+    mine = [part for part in parts if part.region[0].start in place]
+    return [part._replace(region=(place[part.region[0].start], *part.region[1:])) for part in mine]
 
 
 def stored_parts(model: nn.Module) -> dict[str, list[Part]]:

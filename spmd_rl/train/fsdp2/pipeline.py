@@ -129,6 +129,9 @@ class Pipeline:
         own: those of this stage, whole, in their order, of `dtype`. A tensor is valid until the next one.
         trained_alone: without those that are frozen.
         """
+        if self.num_stages == 1:
+            yield from own
+            return
         mine = iter(own)
         for name, held in self.held.items():
             if trained_alone and not held.is_trained:
