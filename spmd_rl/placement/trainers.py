@@ -57,7 +57,6 @@ class LentReplica:
                 steps.join()
                 self._runner.run(run.until_end())
                 self._leave(shared)
-        # A publish comes before the next request.
         self.engine.sleep()
         return shared, shared.report(run, [*self._left], self.engine.leads)
 
@@ -165,6 +164,11 @@ class ReceivedRollouts:
                 self._previous.forget(shared=self._trainers.rank == 0)
             self._previous, self._cursor = coordinator, steps.cursor
         return check_errors(collected, self._cfg.reward, self._cfg.rollout, self._trainers)  # [train]
+
+    def rest(self) -> None:
+        """Free the memory of a lent engine, see `RolloutSource`."""
+        if self._lent:
+            self._lent.engine.sleep()
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
         """[train]: return this rank's share of the answers to held-out prompts, by the newest version.

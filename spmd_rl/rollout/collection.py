@@ -92,9 +92,12 @@ class Rollouts:
         if step < self._settings.last_ahead and not collected.failure:
             # The policy is about to be updated, so these answers are one version behind.
             self.start_ahead(step + 1)  # [all]
-        # A publish comes before the next request.
-        self._engine.sleep()
+        self.rest()
         return collected
+
+    def rest(self) -> None:
+        """Free the engine's memory, see `RolloutSource`."""
+        self._engine.sleep()
 
     def _generate(self, step: int) -> Collected:
         """[all] Return a step whose errors are not checked yet."""

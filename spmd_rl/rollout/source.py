@@ -26,6 +26,10 @@ class RolloutSource(Protocol):
         """[train] Return this rank's share of the answers to held-out prompts, one per `sampling` and prompt."""
         ...
 
+    def rest(self) -> None:
+        """Free the device memory of this rank's engine until the next publish; `collect` does so at its end."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """See `checkpoint.Stateful`."""
         ...
