@@ -47,7 +47,7 @@ class Gather:
         self._layout = layout
         slices = {name: _slices(parameters[name], dtype.itemsize, room, layout) for name in stacked}
         self.experts = {name: found for name, found in slices.items() if found}
-        """For each parameter that comes in slices, the experts of each slice"""
+        """experts of each slice, by the name of a parameter that comes in slices"""
 
     @torch.no_grad()
     def whole(self, parameters: Mapping[str, DTensor]) -> Iterator[tuple[str, Tensor]]:
