@@ -21,14 +21,15 @@ from spmd_rl.train.base import CriticRole, PolicyRole
 from spmd_rl.train.state import TensorSpec, write_safetensors
 
 MAX_SHARD_BYTES = 5 * 10**9
+# A rank's turn among those that write files, and their number.
 Turn = tuple[int, int]
-"""A rank's turn among the ranks that write files, and their number."""
 ALONE: Turn = (0, 1)
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
 def turn_of(world: World) -> Turn:
-    """Return this rank's turn: after one rank of each node comes a second one, so that all nodes write."""
+    """Return this rank's turn among the writers."""
+    # After one rank of each node comes a second one, so that all nodes write.
     nodes, rest = divmod(world.size, world.local_size)
     turn = world.rank if rest else world.rank % world.local_size * nodes + world.rank // world.local_size
     return turn, world.size
@@ -95,8 +96,7 @@ def write_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     stem: str = "model",
 ) -> list[Path]:
-    """[all] Iterate over `weights`, and store this rank's files of them in `path`; the first in turn adds the side
-    files of `model_dir`.
+    """[all] Iterate over `weights`; store this rank's files in `path`, the first rank also side files of `model_dir`.
 
     stem: name of the weight files, without number and ending.
 
@@ -119,7 +119,7 @@ def write_hf(
 
 
 def copy_side_files(model_dir: Path, path: Path, dtype: str) -> list[Path]:
-    """Copy all files of a model directory but its weights; set the exported dtype in `config.json`. Return them."""
+    """Copy a model directory's files except weights; set the dtype in `config.json`."""
     files = []
     for source in sorted(model_dir.iterdir()):
         if source.is_file() and not source.name.startswith(".") and not source.name.endswith(_WEIGHTS):
@@ -146,7 +146,7 @@ def file_name(number: int, count: int, stem: str = "model") -> str:
 
 
 def write_index(path: Path, names: Sequence[Sequence[str]], total_bytes: int, stem: str = "model") -> list[Path]:
-    """Write the index of the tensors in each file, and return its path; no index if there is only one file."""
+    """Write the index of several files, and return its path."""
     if len(names) == 1:
         return []
     weight_map = {name: file_name(i, len(names), stem) for i, inside in enumerate(names, start=1) for name in inside}
@@ -157,23 +157,21 @@ def write_index(path: Path, names: Sequence[Sequence[str]], total_bytes: int, st
 
 
 class _Shards:
-    """Collector of tensors up to the size of a safetensors file, which a thread writes if it is this rank's turn.
-    Holds at most two files' tensors in memory.
-    """
+    # Collects tensors up to the size of a file, which a thread writes. At most two files' tensors are in memory.
 
     def __init__(self, path: Path, max_bytes: int, stem: str, turn: Turn) -> None:
         self._path, self._stem = path, stem
         self._max_bytes, self._turn = max_bytes, turn
         self._written: Future[None] | None = None
         self._pending: dict[str, Tensor | None] = {}
-        """The tensors of the file that comes next; None for one of another rank's file"""
+        # None for a tensor of another rank's file.
         self._pending_bytes = 0
         self._names: list[list[str]] = []
         self._total_bytes = 0
         self.dtype = "float32"
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Keep a copy of `tensor`, which its owner may overwrite, if this rank writes it."""
+        """Keep a copy of `tensor`, if this rank writes it."""
         if begins_file(self._pending_bytes, tensor.nbytes, self._max_bytes):
             self._flush()
         if not self._names and not self._pending:
@@ -184,7 +182,7 @@ class _Shards:
         self._total_bytes += tensor.nbytes
 
     def finish(self) -> list[Path]:
-        """Write the rest, rename this rank's files as `from_pretrained` expects, and return them."""
+        """Write the rest, rename this rank's files, and return them."""
         self._flush()
         self._wait()
         files, count = [], len(self._names)

@@ -1,8 +1,7 @@
-"""Bytes between ranks in host memory: gathered through one rank of each node, and rows sent where there are any.
+"""Collectives of bytes in host memory, through one rank of each node."""
 
-A flat all-gather of n ranks is a ring of n - 1 messages, one after the other, most of them between neighbours of one
-node. Here a node's ranks meet in shared memory, and the ring has one rank of each node.
-"""
+# A flat all-gather of n ranks is a ring of n - 1 messages, one after the other, most of them between neighbours of one
+# node. Here a node's ranks meet in shared memory, and the ring has one rank of each node.
 
 from dataclasses import dataclass
 
@@ -15,19 +14,16 @@ from spmd_rl.distributed import shared_group
 
 @dataclass(frozen=True, slots=True)
 class HostGroups:
-    """The process groups of one world for tensors in host memory."""
+    """Groups of one world: of all ranks, this node's ranks, first ranks of nodes."""
 
     whole: dist.ProcessGroup
-    """group of all ranks"""
+    # Indices of the ranks of each node; empty if one group is enough.
     blocks: tuple[tuple[int, ...], ...] = ()
-    """indices of the ranks of each node; none if one group is enough"""
     near: dist.ProcessGroup | None = None
-    """group of the ranks of this node; None with `blocks` if this rank is alone there"""
     leaders: dist.ProcessGroup | None = None
-    """group of the first rank of each node; None on the other ranks"""
 
     def gather(self, payload: bytes, length: int) -> list[bytes]:
-        """[all] Return the payload of each rank, by rank, padded to `length` bytes."""
+        """[all] Return each rank's payload, padded to `length` bytes."""
         mine = torch.frombuffer(bytearray(payload.ljust(length, b"\0")), dtype=torch.uint8)
         if not self.blocks:
             return [row.tobytes() for row in _all_gather(self.whole, mine).numpy()]
@@ -45,7 +41,7 @@ class HostGroups:
         return [found[places[rank]].tobytes() for rank in range(len(places))]
 
     def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """[all] Send rows to each rank, sorted by destination; return the received ones, by rank."""
+        """[all] Exchange rows, see `World.exchange`."""
         group, arrived = self.whole, rows.new_empty(sum(received), rows.shape[1])
         if dist.get_backend(group) == shared_group.NAME:
             dist.all_to_all_single(arrived, rows, received, sent, group=group)

@@ -61,7 +61,6 @@ def membership() -> Membership:
 
 
 def _device(local_rank: int) -> torch.device:
-    """Return this rank's accelerator, made current, or the CPU if there is no visible one."""
     if not torch.accelerator.is_available():
         if fault := unusable_device():
             raise UserError(": ".join(fault))
@@ -97,8 +96,8 @@ class Rendezvous:
     """random name that only this start's ranks know"""
     host: HostGroups | None
     """groups for metadata and samples in host memory; None at size 1"""
+    # By rank, the first rank of its node.
     nodes: tuple[int, ...] = ()
-    """number of each rank's node: that of its first rank"""
 
 
 def join(me: Membership) -> Rendezvous:
@@ -141,7 +140,7 @@ def _join(me: Membership) -> Rendezvous:
 
 
 def form_host_groups(name: str, ranks: Sequence[int], nodes: Sequence[int]) -> HostGroups:
-    """[ranks] Form the groups of these ranks of the job for tensors in host memory. nodes: of all ranks of the job."""
+    """[ranks] Form these ranks' host groups. nodes: see `Rendezvous`."""
     found: dict[int, list[int]] = {}
     for rank in ranks:
         found.setdefault(nodes[rank], []).append(rank)
@@ -180,7 +179,6 @@ def form_group(name: str, ranks: Sequence[int], backend: str | None = None) -> d
 
 
 def _agree_on_nonce(store: dist.Store, rank: int, size: int) -> str:
-    """[all] Return a random name that all ranks of this start share, and no other start."""
     # A restarting agent gives its ranks the store of the last attempt, addresses of the dead included, and not always a
     # new restart count. So each rank asks under a random name, which only a living rank 0 can answer.
     word = secrets.token_hex(8)

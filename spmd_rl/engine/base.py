@@ -117,8 +117,7 @@ class Engine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free the device's memory, outside `awake`, until the next `load`, before which it takes no request. No-op on
-        a CPU."""
+        """Free the device's memory until the next `load`. No-op on a CPU."""
 
     def close(self) -> None:
         """Free everything the engine holds; idempotent."""

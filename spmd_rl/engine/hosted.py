@@ -107,8 +107,7 @@ class HostedEngine(Engine):
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Keep the weights on the device inside, and outside until `sleep`; nests. If it sleeps, the KV cache is there
-        from the first request to the end.
+        """Keep the weights on the device, until `sleep`; nests. The KV cache stays from the first request to the end.
 
         If a tensor changed since the load, the next `add` or `load` raises RunFailed.
         """
@@ -133,7 +132,7 @@ class HostedEngine(Engine):
         self._cache_sleeps = self._cache_sleeps and tag != "kv_cache"
 
     def sleep(self) -> None:
-        """Drop the weights; those below adapters, which a `load` may leave out, go to host memory."""
+        """Drop the weights; those below adapters go to host memory."""
         assert self._num_awake == 0, "sleep() while it is kept awake"
         if not self._sleeps or self._weights_sleep:
             return
@@ -158,8 +157,7 @@ class HostedEngine(Engine):
         raise NotImplementedError
 
     def _fingerprints(self) -> dict[str, bytes]:
-        """Return hashes of tensors that must survive until the next load: buffers (rotary tables, ...), adapters, and
-        weights below them that sleep."""
+        """Return hashes of tensors that must survive until the next load."""
         tensors = dict(self.model.named_buffers()) | dict(self.slot.held() if self.slot else ())
         if self._sleeps and self.slot:
             tensors |= dict(self.model.named_parameters())

@@ -134,7 +134,7 @@ class ReplicatedEngine:
         return self.engine.awake()
 
     def sleep(self) -> None:
-        """Free the device's memory until the next `load`, see `Engine`."""
+        """Free the device's memory, see `Engine`."""
         self.engine.sleep()
 
     def close(self) -> None:

@@ -33,12 +33,12 @@ class Part(NamedTuple):
 
 
 def is_stacked(parts: Sequence[Part]) -> bool:
-    """Return True if a parameter's parts are of one expert each."""
+    """Return True if each part is one expert's."""
     return any(part.is_expert for part in parts)
 
 
 def of_experts(parts: Sequence[Part], experts: Sequence[int]) -> list[Part]:
-    """Return the parts of these experts, as parts of a tensor that has them alone, in this order."""
+    """Return these experts' parts of a tensor that holds them in this order."""
     place = {expert: slice(i, i + 1) for i, expert in enumerate(experts)}
     mine = [part for part in parts if part.region[0].start in place]
     return [part._replace(region=(place[part.region[0].start], *part.region[1:])) for part in mine]

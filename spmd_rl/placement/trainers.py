@@ -166,7 +166,7 @@ class ReceivedRollouts:
         return check_errors(collected, self._cfg.reward, self._cfg.rollout, self._trainers)  # [train]
 
     def rest(self) -> None:
-        """Free the memory of a lent engine, see `RolloutSource`."""
+        """Free a lent engine's memory, see `RolloutSource`."""
         if self._lent:
             self._lent.engine.sleep()
 

@@ -70,8 +70,7 @@ class Demonstrations:
         world: World,
         rest: Callable[[], None],
     ) -> None:
-        """rest: of the source of later steps. UserError for an environment with a custom pattern, which no action can
-        be formatted for."""
+        """rest: see `RolloutSource`. UserError for an environment with a custom pattern."""
         self._warmup, self._tasks, self._by, self._world, self._rest = warmup, tasks, by, world, rest
         for tag, env in by.envs.tags.items():
             if warmup.steps and env.share and env.pattern_for(False) not in ACTION_FORMATS:

@@ -84,7 +84,7 @@ class Replayed:
         raise AssertionError("a replay evaluates nothing")
 
     def rest(self) -> None:
-        """See `RolloutSource`."""
+        """Do nothing: there is no engine."""
 
     def state(self) -> dict[str, Any]:
         """See `checkpoint.Stateful`."""

@@ -27,7 +27,7 @@ class RolloutSource(Protocol):
         ...
 
     def rest(self) -> None:
-        """Free the device memory of this rank's engine until the next publish; `collect` does so at its end."""
+        """Free the engine's memory until the next publish, as `collect` does."""
         ...
 
     def state(self) -> dict[str, Any]:

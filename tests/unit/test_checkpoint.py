@@ -490,7 +490,7 @@ def test_export_is_sharded_and_complete(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(source)
     (source / "pytorch_model.bin").write_bytes(b"other weights")
     weights = [(name, tensor + 1) for name, tensor in model.state_dict().items()]
-    for limit, count, ranks in ((10**9, 1, 1), (100_000, 4, 1), (10**9, 1, 2), (100_000, 4, 3)):
+    for limit, count, ranks in ((10**9, 1, 1), (100_000, 5, 1), (10**9, 1, 2), (100_000, 5, 3)):
         path, own = tmp_path / f"out{count}of{ranks}", []
         for turn in range(ranks):
             own.append(write_hf(iter(weights), source, path, (turn, ranks), lambda: None, max_shard_bytes=limit))

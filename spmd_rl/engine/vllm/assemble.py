@@ -76,7 +76,7 @@ def build(
 
 
 def runs_ahead(settings: EngineConfig, device_type: str, is_constrained: bool) -> bool:
-    """Return True if vLLM schedules a step before the last one's tokens are read: by default where it can."""
+    """Return the default of `async_scheduling`."""
     return device_type != "cpu" and settings.pp == 1 and not settings.drafts and not is_constrained
 
 

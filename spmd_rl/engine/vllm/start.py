@@ -161,7 +161,7 @@ def model_of(llm: LLMEngine) -> nn.Module:
 
 
 def lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[str, Any]:
-    """Return vLLM's limits on tokens of a request and of a step. kv_tokens: of the whole cache."""
+    """Return vLLM's limits on tokens."""
     config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust).get_text_config()
     max_tokens = min(config.max_position_embeddings, kv_tokens)
     if not cpu:

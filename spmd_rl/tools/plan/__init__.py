@@ -27,8 +27,8 @@ from spmd_rl.track.metrics import read_lines
 from spmd_rl.track.timeline import NAMES
 
 __all__ = ["show", "trace"]
+# A proposed cache is a multiple of it.
 ROUND = 1024
-"""Tokens of which a proposed cache has a multiple."""
 
 
 def show(cfg: RlConfig) -> None:
@@ -102,7 +102,7 @@ def verdict(plan: PlanConfig, worst: TableRow) -> str:
 
 
 def largest_cache(cfg: RlConfig, table: Sequence[TableRow]) -> str:
-    """Return text on the largest KV cache that fits, and on the one that running requests can use; or nothing."""
+    """Return text on the largest KV cache that fits."""
     used = [row for row in table if row.columns.get("KV cache")]
     if not used:
         return ""

@@ -2,8 +2,6 @@
 
 FSDP's gather costs several times as much: it allocates for every layer, and touching fresh memory is slower than
 copying. Casting before the gather halves the traffic, and rounds as the forward pass does.
-
-The experts of a layer, stacked in one parameter, can be larger than all else on a rank: they may come in slices.
 """
 
 import math
@@ -39,7 +37,7 @@ class Gather:
     def __init__(
         self, parameters: Mapping[str, DTensor], dtype: torch.dtype, layout: Layout, stacked: Collection[str] = ()
     ) -> None:
-        """[all] dtype: of the yielded tensors. stacked: names of parameters that may come in slices of experts."""
+        """[all] dtype: of the yielded tensors. stacked: parameters that may come in slices of experts."""
         on_device = kind(layout.world.device) != "cpu"
         room = DEVICE_BUCKET_BYTES if on_device else BUCKET_BYTES
         buckets = list(_buckets(parameters, dtype.itemsize, room, layout))
@@ -47,12 +45,11 @@ class Gather:
         self._layout = layout
         slices = {name: _slices(parameters[name], dtype.itemsize, room, layout) for name in stacked}
         self.experts = {name: found for name, found in slices.items() if found}
-        """experts of each slice, by the name of a parameter that comes in slices"""
+        """experts of each slice, by parameter"""
 
     @torch.no_grad()
     def whole(self, parameters: Mapping[str, DTensor]) -> Iterator[tuple[str, Tensor]]:
-        """[all] Yield each parameter whole: name and contiguous tensor, valid until the next one. One of `experts`
-        comes once for each of its slices."""
+        """[all] Yield each parameter whole, or slice by slice: name and contiguous tensor, valid until the next one."""
         buffers = _Buffers()
         for names in self._names:
             if names[0] in self.experts:
@@ -86,7 +83,6 @@ class Gather:
             yield _whole(self._all_gather(mine, parameter, buffers), parameter, self._layout, count)
 
     def _all_gather(self, mine: Tensor, parameter: DTensor, buffers: "_Buffers") -> Tensor:
-        """[all] Return [ranks, elements], from all ranks that hold a part of the parameter."""
         group = _group(parameter, self._layout)
         if group is None or group.size() == 1:
             return mine[None]
@@ -97,10 +93,7 @@ class Gather:
 
 
 def _slices(parameter: DTensor, itemsize: int, room: int, layout: Layout) -> list[list[int]]:
-    """Return the experts of each slice of stacked ones, of which each rank gives as many; none if one is enough.
-
-    A slice keeps within the room unless it has one expert of each rank.
-    """
+    # Each rank gives as many experts to a slice, at least one. No slices if all experts fit the room.
     shape, chunks = shape_of_share(parameter, layout), layout.size("ep") if layout.shares_experts else 1
     if _dim(parameter) == 0:
         chunks *= layout.size(_axis(parameter))
@@ -117,10 +110,7 @@ def _slices(parameter: DTensor, itemsize: int, room: int, layout: Layout) -> lis
 
 
 def _whole(column: Tensor, parameter: DTensor, layout: Layout, count: int = 1) -> Tensor:
-    """Return the tensor that all ranks of a copy hold together, from their pieces [ranks, piece].
-
-    count: slices of which the pieces are one.
-    """
+    # From the pieces [ranks, piece] of all ranks of a copy.
     axis, dim, shape = _axis(parameter), _dim(parameter), shape_of_share(parameter, layout)
     shape = torch.Size([shape[0] // count, *shape[1:]])
     # Ranks along `ep` are neighbours, and each of them has experts of its own, which it shares with those of other `ep`
@@ -134,7 +124,6 @@ def _whole(column: Tensor, parameter: DTensor, layout: Layout, count: int = 1) -
 
 
 def _group(parameter: DTensor, layout: Layout) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that together hold a parameter, or all experts of a layer."""
     return layout.group("fsdp") if _axis(parameter) == "fsdp" else layout.expert_group
 
 
@@ -147,7 +136,7 @@ def _dim(parameter: DTensor) -> int:
 
 
 def _piece(parameter: DTensor, layout: Layout) -> int:
-    """Return the elements of the largest shard: FSDP splits a dimension like `torch.chunk`."""
+    # The largest shard: FSDP splits a dimension like `torch.chunk`.
     shape, dim, size = list(shape_of_share(parameter, layout)), _dim(parameter), layout.size(_axis(parameter))
     if _axis(parameter) == "expert_fsdp":
         # Expert parallelism split the first dimension before FSDP.
@@ -156,7 +145,7 @@ def _piece(parameter: DTensor, layout: Layout) -> int:
 
 
 def _buckets(parameters: Mapping[str, DTensor], itemsize: int, room_bytes: int, layout: Layout) -> Iterator[Bucket]:
-    """Yield buckets in order, at most `room_bytes` each unless of a single parameter, each of one group."""
+    # At most `room_bytes` each unless of a single parameter, each of one group.
     bucket: Bucket = []
     room = room_bytes
     for name, parameter in parameters.items():
@@ -171,7 +160,7 @@ def _buckets(parameters: Mapping[str, DTensor], itemsize: int, room_bytes: int, 
 
 
 class _Buffers:
-    """Flat scratch tensors that grow, kept for the whole publish."""
+    # Flat scratch tensors that grow, kept for the whole publish.
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}

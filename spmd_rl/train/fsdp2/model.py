@@ -314,8 +314,7 @@ class FSDP2Model(ABC):
             yield from ((part.name, part.of(buffer)) for part in self._parts.get(name, ()))
 
     def whole_parameters(self, trained_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """[all] Yield the same by parameter, whole or in slices of experts, including parameters that are stored in
-        parts."""
+        """[all] Yield the same by parameter, whole or in slices."""
         shard.reshard(self.module)
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad or not trained_alone}
         if trained_alone not in self._gathers:  # [all] like this whole method
