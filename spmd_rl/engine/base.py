@@ -44,7 +44,18 @@ class EngineCounts:
         self.cached += cached
 
 
-class Engine(Protocol):
+class Sleeper(Protocol):
+    """An engine's memory on a shared device."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Keep weights and KV cache on the device inside; outside they may be offloaded. No-op on a CPU."""
+        ...
+
+    def sleep(self) -> None:
+        """Free the device's memory until the next `load`. No-op on a CPU."""
+
+
+class Engine(Sleeper, Protocol):
     """The engine of one replica, in the rank's process, request by request.
 
     In a replica of several ranks each has an `Engine`, and all make the same calls in the same order, except inside
@@ -111,13 +122,6 @@ class Engine(Protocol):
         """Yield the engine's tensor for every name given to `load`; None if it is packed, rounded or split over ranks,
         so that it cannot be compared."""
         ...
-
-    def awake(self) -> AbstractContextManager[None]:
-        """Keep weights and KV cache on the device inside; outside they may be offloaded. No-op on a CPU."""
-        ...
-
-    def sleep(self) -> None:
-        """Free the device's memory until the next `load`. No-op on a CPU."""
 
     def close(self) -> None:
         """Free everything the engine holds; idempotent."""
