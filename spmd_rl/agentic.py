@@ -27,7 +27,7 @@ def run(cfg: AgenticConfig) -> None:
             return
         rollouts, publish, world, track = place.rollouts, place.publish, place.world, job.track
         expert = Demonstrator(cfg.env, cfg.rollout, cfg.engine.kv_tokens, cfg.seed, place.environments, job.tokenizer)
-        demonstrations = Demonstrations(cfg.warmup, tasks, expert, world)
+        demonstrations = Demonstrations(cfg.warmup, tasks, expert, world, rollouts.rest)
         imitation = Imitation.of(cfg, place.roles.policy)
         learner = Learner(cfg, place.roles)
         evaluate = Evaluation.of(cfg)

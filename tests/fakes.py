@@ -121,6 +121,9 @@ class FakeEngine:
     def awake(self):
         return nullcontext()
 
+    def sleep(self):
+        pass
+
 
 class FakeScorer:
     """Scores 1 where `good(prompt, answer)`, after `delay(prompt)` seconds."""

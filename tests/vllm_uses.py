@@ -32,7 +32,7 @@ TYPES = {
         "input_processor": "vllm.v1.engine.input_processor:InputProcessor",
         "step": MANY + "vllm.outputs:RequestOutput",
         "add_request": NOTHING, "abort_request": NOTHING, "collective_rpc": NOTHING, "reset_prefix_cache": NOTHING,
-        "sleep": NOTHING, "wake_up": NOTHING, "add_lora": NOTHING,
+        "sleep": NOTHING, "wake_up": NOTHING, "add_lora": NOTHING, "release_kv_cache_memory": NOTHING,
         "reset_encoder_cache": NOTHING, "renderer": "vllm.renderers.base:BaseRenderer",
     },
     "vllm.renderers.base:BaseRenderer": {"mm_processor": "vllm.multimodal.processing:BaseMultiModalProcessor"},
@@ -41,7 +41,7 @@ TYPES = {
     "vllm.v1.engine.core_client:InprocClient": {"_finalizer": NOTHING, "engine_core": "vllm.v1.engine.core:EngineCore"},
     "vllm.v1.engine.core:EngineCore": {
         "structured_output_manager": GRAMMARS, "scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
-        "batch_queue": NOTHING, "step": NOTHING, "step_fn": NOTHING,
+        "batch_queue": NOTHING, "step": NOTHING, "step_fn": NOTHING, "pause_scheduler": NOTHING,
     },
     "vllm.v1.core.sched.scheduler:Scheduler": {"make_spec_decoding_stats": NOTHING},
     "vllm.v1.sample.rejection_sampler": {"expand_batch_to_tokens": NOTHING},

@@ -1,11 +1,13 @@
 """`HfExport`: weights as a Hugging Face directory (safetensors, config, tokenizer) for `from_pretrained`.
 
-Rank 0 writes; all ranks iterate over all weights, which are gathered tensor by tensor.
+The ranks take the files in turns; all iterate over all weights, which are gathered tensor by tensor. Left out:
+optimizer state, and weight files of the model directory.
 """
 
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -13,12 +15,24 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spmd_rl.base.hub import model_folder
+from spmd_rl.base.process import in_background
 from spmd_rl.distributed import World
 from spmd_rl.train.base import CriticRole, PolicyRole
 from spmd_rl.train.state import TensorSpec, write_safetensors
 
 MAX_SHARD_BYTES = 5 * 10**9
+# A rank's turn among those that write files, and their number.
+Turn = tuple[int, int]
+ALONE: Turn = (0, 1)
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
+
+def turn_of(world: World) -> Turn:
+    """Return this rank's turn among the writers."""
+    # After one rank of each node comes a second one, so that all nodes write.
+    nodes, rest = divmod(world.size, world.local_size)
+    turn = world.rank if rest else world.rank % world.local_size * nodes + world.rank // world.local_size
+    return turn, world.size
 
 
 class HfExport:
@@ -29,12 +43,12 @@ class HfExport:
         self._policy, self._model_dir, self._world = policy, model_folder(model_dir), world
 
     def __call__(self, path: Path) -> list[Path]:
-        """[all] Write the directory `path`; return the files that this rank wrote: only rank 0 does.
+        """[all] Write the directory `path`; return the files that this rank wrote.
 
-        OSError on rank 0 if a write failed, after all ranks have iterated over all weights.
+        OSError on a rank whose write failed, after all ranks have iterated over all weights.
         """
         with self._world.collective("export: weights", "copy"):
-            return write_hf(self._policy.weights(), self._model_dir, path, self._world.rank == 0, self._world.progress)
+            return write_hf(self._policy.weights(), self._model_dir, path, turn_of(self._world), self._world.progress)
 
 
 class RewardExport:
@@ -58,8 +72,8 @@ class RewardExport:
         """[all] Write the directory `path` as `HfExport` does."""
         weights = ((name.replace("lm_head.", "score."), tensor) for name, tensor in self._critic.weights())
         with self._world.collective("export: weights", "copy"):
-            files = write_hf(weights, self._model_dir, path, self._world.rank == 0, self._world.progress)
-        if files:
+            files = write_hf(weights, self._model_dir, path, turn_of(self._world), self._world.progress)
+        if self._world.rank == 0:
             config = json.loads((path / "config.json").read_text(encoding="utf-8"))
             names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
             own = {"architectures": names, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
@@ -72,22 +86,21 @@ def write_hf(
     weights: Iterable[tuple[str, Tensor]],
     model_dir: Path | None,
     path: Path,
-    write: bool,
+    turn: Turn,
     progress: Callable[[], object],
     max_shard_bytes: int = MAX_SHARD_BYTES,
     stem: str = "model",
 ) -> list[Path]:
-    """[all] Iterate over `weights`; with `write`, store them in `path` with the side files of `model_dir`, if given.
-    Return the files.
+    """[all] Iterate over `weights`; store this rank's files in `path`, the first rank also side files of `model_dir`, if given.
 
     stem: name of the weight files, without number and ending. OSError, after the iteration.
     """
-    writer = _Shards(path, max_shard_bytes, stem) if write else None
+    writer = _Shards(path, max_shard_bytes, stem, turn)
     error: OSError | None = None
     # A full disk does not stop the iteration: other ranks take part in it.
     for name, tensor in weights:  # [all]
         progress()
-        if writer is None or error is not None:
+        if error is not None:
             continue
         try:
             writer.add(name, tensor)
@@ -95,19 +108,15 @@ def write_hf(
             error = failed
     if error is not None:
         raise error
-    if writer is None:
-        return []
-    writer.finish()
-    if model_dir is not None:
-        copy_side_files(model_dir, path, writer.dtype)
-    return sorted(path.iterdir())
+    return writer.finish() + ([] if turn[0] or model_dir is None else copy_side_files(model_dir, path, writer.dtype))
 
 
-def copy_side_files(model_dir: Path, path: Path, dtype: str) -> None:
-    """Copy a model directory's files but its weights; set the exported dtype in `config.json`."""
+def copy_side_files(model_dir: Path, path: Path, dtype: str) -> list[Path]:
+    """Copy a model directory's files except weights; set the dtype in `config.json`."""
+    files = []
     for source in sorted(model_dir.iterdir()):
         if source.is_file() and not source.name.startswith(".") and not source.name.endswith(_WEIGHTS):
-            shutil.copyfile(source, path / source.name)
+            files.append(Path(shutil.copyfile(source, path / source.name)))
     config_file = path / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
     # `torch_dtype` is the old name of `dtype` in transformers; both together could contradict each other.
@@ -116,6 +125,7 @@ def copy_side_files(model_dir: Path, path: Path, dtype: str) -> None:
     if "_class_name" not in config:
         config["dtype"] = dtype
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return files
 
 
 def begins_file(held_bytes: int, tensor_bytes: int, max_bytes: int) -> bool:
@@ -128,20 +138,26 @@ def file_name(number: int, count: int, stem: str = "model") -> str:
     return f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
 
 
-def write_index(path: Path, names: Sequence[Sequence[str]], total_bytes: int, stem: str = "model") -> None:
-    """Write the index of the tensors in each file, if there are several files."""
+def write_index(path: Path, names: Sequence[Sequence[str]], total_bytes: int, stem: str = "model") -> list[Path]:
+    """Write the index of several files, and return its path."""
     if len(names) == 1:
-        return
+        return []
     weight_map = {name: file_name(i, len(names), stem) for i, inside in enumerate(names, start=1) for name in inside}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (path / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    file = path / f"{stem}.safetensors.index.json"
+    file.write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return [file]
 
 
 class _Shards:
-    def __init__(self, path: Path, max_bytes: int, stem: str) -> None:
+    # Collects tensors up to the size of a file, which a thread writes. At most two files' tensors are in memory.
+
+    def __init__(self, path: Path, max_bytes: int, stem: str, turn: Turn) -> None:
         self._path, self._stem = path, stem
-        self._max_bytes = max_bytes
-        self._pending: dict[str, Tensor] = {}
+        self._max_bytes, self._turn = max_bytes, turn
+        self._written: Future[None] | None = None
+        self._pending: dict[str, Tensor | None] = {}
+        # None for a tensor of another rank's file.
         self._pending_bytes = 0
         self._names: list[list[str]] = []
         self._total_bytes = 0
@@ -152,31 +168,52 @@ class _Shards:
             self._flush()
         if not self._names and not self._pending:
             self.dtype = str(tensor.dtype).removeprefix("torch.")
-        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        is_mine = self._is_mine(len(self._names))
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous() if is_mine else None
         self._pending_bytes += tensor.nbytes
         self._total_bytes += tensor.nbytes
 
-    def finish(self) -> None:
+    def finish(self) -> list[Path]:
+        """Write the rest, rename this rank's files, and return them."""
         self._flush()
-        for number, _ in enumerate(self._names, start=1):
+        self._wait()
+        files, count = [], len(self._names)
+        for index in filter(self._is_mine, range(count)):
             # The number of files is part of each name, and known only at the end.
-            self._part(number).rename(self._path / file_name(number, len(self._names), self._stem))
-        write_index(self._path, self._names, self._total_bytes, self._stem)
+            target = self._path / file_name(index + 1, count, self._stem)
+            files.append(self._part(index).rename(target))
+        index = write_index(self._path, self._names, self._total_bytes, self._stem) if self._is_mine(0) else []
+        return files + index
 
-    def _part(self, number: int) -> Path:
-        return self._path / f"model-{number:05d}.safetensors"
+    def _is_mine(self, index: int) -> bool:
+        return index % self._turn[1] == self._turn[0]
+
+    def _part(self, index: int) -> Path:
+        return self._path / f"{self._stem}-{index:05d}.part"
 
     def _flush(self) -> None:
-        self._path.mkdir(parents=True, exist_ok=True)
-        self._names.append(list(self._pending))
-        try:
-            save_file(self._pending, self._part(len(self._names)), metadata={"format": "pt"})
-            # safetensors creates files that other users cannot read.
-            self._part(len(self._names)).chmod(0o644)
-        # safetensors reports I/O errors as its own exception.
-        except SafetensorError as failed:
-            raise OSError(str(failed)) from failed
+        index, pending = len(self._names), self._pending
+        self._names.append(list(pending))
         self._pending, self._pending_bytes = {}, 0
+        if self._is_mine(index):
+            self._path.mkdir(parents=True, exist_ok=True)
+            self._wait()
+            # The other ranks gather on meanwhile, which they cannot do without this one.
+            self._written = in_background("export", lambda: _write(pending, self._part(index)))
+
+    def _wait(self) -> None:
+        if self._written:
+            self._written.result()
+
+
+def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+        # safetensors creates files that other users cannot read.
+        path.chmod(0o644)
+    # safetensors reports I/O errors as its own exception.
+    except SafetensorError as failed:
+        raise OSError(str(failed)) from failed
 
 
 def write_streamed(

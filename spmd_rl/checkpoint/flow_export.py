@@ -1,4 +1,4 @@
-"""`FlowExport`: a diffusion model's weights as directories that diffusers loads; rank 0 writes, like `HfExport`."""
+"""`FlowExport`: a diffusion model's weights as directories that diffusers loads; written like `HfExport`'s."""
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from spmd_rl.checkpoint.export import write_hf
+from spmd_rl.checkpoint.export import turn_of, write_hf
 from spmd_rl.distributed import World
 from spmd_rl.model.diffusion import FlowModel
 from spmd_rl.model.lora import PREFIX
@@ -28,16 +28,16 @@ class FlowExport:
         """[all] Write the directory `path` as `HfExport` does, or below it one for each transformer, with its adapters
         merged, and in `lora` one with these alone."""
         flow, world, files = self._flow, self._world, list[Path]()
-        writes = world.rank == 0
+        turn = turn_of(world)
         with world.collective("export: weights", "copy"):
             if flow.stem == "model":
-                return write_hf(self._policy.weights(), flow.folder, path, writes, world.progress)
+                return write_hf(self._policy.weights(), flow.folder, path, turn, world.progress)
             for name, own in self._by_expert(self._policy.weights()):
-                files += write_hf(own, flow.folder / name, path / name, writes, world.progress, stem=flow.stem)
+                files += write_hf(own, flow.folder / name, path / name, turn, world.progress, stem=flow.stem)
             for name, own in self._by_expert(self._policy.weights("alone") if self._has_adapters else ()):
                 # The prefix is of the pipeline's attribute into which it is loaded, for both experts.
                 prefixed = ((f"transformer.{key}", tensor) for key, tensor in own)
-                files += write_hf(prefixed, None, path / "lora" / name, writes, world.progress, stem=ADAPTERS)
+                files += write_hf(prefixed, None, path / "lora" / name, turn, world.progress, stem=ADAPTERS)
         return files
 
     @staticmethod

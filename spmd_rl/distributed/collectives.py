@@ -12,11 +12,10 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 import numpy as np
-import torch
-import torch.distributed as dist
 import xxhash
 
 from spmd_rl.base.errors import RunFailed
+from spmd_rl.distributed.host_groups import HostGroups
 
 Meeting = Callable[[str], AbstractContextManager[int]]
 Reduction = Literal["sum", "max", "mean"]
@@ -50,10 +49,10 @@ class _Brief(reprlib.Repr):
 class Collectives:
     """Metadata collectives of all ranks. Records are msgpack values; tuples arrive as lists."""
 
-    def __init__(self, group: dist.ProcessGroup | None, meeting: Meeting) -> None:
-        """group: takes CPU tensors; None for one rank. meeting: journals and numbers a name."""
+    def __init__(self, group: HostGroups | None, meeting: Meeting) -> None:
+        """group: None for one rank. meeting: journals and numbers a name."""
         self._group, self._meeting = group, meeting
-        self._rank, self._size = (group.rank(), group.size()) if group is not None else (0, 1)
+        self._rank, self._size = (group.whole.rank(), group.whole.size()) if group is not None else (0, 1)
 
     def gather(self, name: str, record: Any, type: Any = Any) -> list[Any]:
         """[all] Return each rank's record, by rank, as a `type` that msgspec knows. Sizes may differ."""
@@ -119,21 +118,14 @@ def _digest(value: Any) -> bytes:
     return xxhash.xxh3_128_digest(_encode_arrays(value))
 
 
-def _gather(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
+def _gather(group: HostGroups, payload: bytes) -> list[bytes]:
     """[all] Return payloads by rank, in one operation if all fit a frame."""
     inline = _FRAME - _LENGTH.size
     # One fixed-size operation for short records: a first exchange of sizes would double the latency.
-    frames = _all_gather(group, _LENGTH.pack(len(payload)) + payload[:inline], _FRAME)
+    frames = group.gather(_LENGTH.pack(len(payload)) + payload[:inline], _FRAME)
     lengths = [_LENGTH.unpack_from(frame)[0] for frame in frames]
     if max(lengths) <= inline:
         padded = [frame[_LENGTH.size :] for frame in frames]
     else:
-        padded = _all_gather(group, payload, max(lengths))
+        padded = group.gather(payload, max(lengths))
     return [part[:length] for part, length in zip(padded, lengths, strict=True)]
-
-
-def _all_gather(group: dist.ProcessGroup, payload: bytes, length: int) -> list[bytes]:
-    mine = torch.frombuffer(bytearray(payload.ljust(length, b"\0")), dtype=torch.uint8)
-    everyone = torch.empty(group.size(), length, dtype=torch.uint8)
-    dist.all_gather(list(everyone), mine, group=group)
-    return [row.tobytes() for row in everyone.numpy()]

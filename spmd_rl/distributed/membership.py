@@ -3,6 +3,7 @@
 Without torchrun it is a world of one over an in-process store.
 """
 
+import hashlib
 import math
 import os
 import secrets
@@ -22,6 +23,7 @@ from spmd_rl.base.errors import UserError
 from spmd_rl.base.waits import waiting
 from spmd_rl.distributed import shared_group
 from spmd_rl.distributed.device_files import device_file, driver
+from spmd_rl.distributed.host_groups import HostGroups
 
 # The watchdog alone decides on stalls, never a library's timeout.
 FOREVER = timedelta(days=365)
@@ -92,8 +94,10 @@ class Rendezvous:
     store: dist.Store
     nonce: str
     """random name that only this start's ranks know"""
-    host: dist.ProcessGroup | None
-    """all ranks, for metadata and samples in host memory; None at size 1"""
+    host: HostGroups | None
+    """groups for metadata and samples in host memory; None at size 1"""
+    # By rank, the first rank of its node.
+    nodes: tuple[int, ...] = ()
 
 
 def join(me: Membership) -> Rendezvous:
@@ -114,23 +118,42 @@ def _join(me: Membership) -> Rendezvous:
         # gloo opens a listening socket even for one rank; on `lo` it is not reachable from other machines.
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Connections open at their first use: all pairs at once would ask the store for the square of the ranks' number.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     nonce = _agree_on_nonce(store, me.rank, me.size)
     # Keys of an earlier start in the same store, addresses of the dead included, stay out of sight.
     store = dist.PrefixStore(nonce, store)
-    backend = host_backend(me)
+    backend = shared_group.NAME if me.local_size == me.size > 1 and sys.platform == "linux" else "gloo"
     if me.device.type != "cpu":
         # FSDP's CPU offload and checkpoints reduce CPU tensors too. Not bound to its device (`device_id`): groups of a
         # bound one are split from it, by all ranks together.
         backend = f"cpu:gloo,{me.device.type}:{dist.get_default_backend_for_device(me.device)}"
     dist.init_process_group(backend, store=store, rank=me.rank, world_size=me.size, timeout=FOREVER)
-    host = form_group("host", range(me.size), host_backend(me)) if me.size > 1 else None
-    return Rendezvous(store, nonce, host)
+    if me.size == 1:
+        return Rendezvous(store, nonce, None)
+    # torchrun numbers the ranks of a node consecutively.
+    first = torch.tensor([me.rank - me.local_rank])
+    found = [torch.empty_like(first) for _ in range(me.size)]
+    dist.all_gather(found, first)
+    nodes = tuple(torch.cat(found).tolist())
+    return Rendezvous(store, nonce, form_host_groups("host", range(me.size), nodes), nodes)
 
 
-def host_backend(me: Membership) -> str:
-    """Return the backend for tensors in host memory."""
-    shared = sys.platform == "linux" and 1 < me.size == me.local_size
-    return shared_group.NAME if shared else "gloo"
+def form_host_groups(name: str, ranks: Sequence[int], nodes: Sequence[int]) -> HostGroups:
+    """[ranks] Form these ranks' host groups. nodes: see `Rendezvous`."""
+    found: dict[int, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(nodes[rank], []).append(rank)
+    shared = shared_group.NAME if sys.platform == "linux" else "gloo"
+    whole = form_group(name, ranks, shared if len(found) == 1 else "gloo")
+    if len(found) in (1, len(ranks)):
+        return HostGroups(whole)
+    ours = found[nodes[dist.get_rank()]]
+    near = form_group(f"{name} near", ours, shared) if len(ours) > 1 else None
+    first = [block[0] for block in found.values()]
+    leaders = form_group(f"{name} leaders", first, "gloo") if dist.get_rank() in first else None
+    blocks = tuple(tuple(ranks.index(rank) for rank in block) for block in found.values())
+    return HostGroups(whole, blocks, near, leaders)
 
 
 def form_group(name: str, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
@@ -147,7 +170,8 @@ def form_group(name: str, ranks: Sequence[int], backend: str | None = None) -> d
         list(ranks),
         dist.Backend(backend or default_backend),
         store,
-        f"{name} {list(ranks)}",
+        # The name is part of every key of the group in the store, so that it must not list thousands of ranks.
+        f"{name} {hashlib.blake2b(str(list(ranks)).encode(), digest_size=16).hexdigest()}",
         timeout=FOREVER,
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
@@ -186,9 +210,11 @@ def mesh(name: str, ranks: Sequence[int], rank: int, device: torch.device, axes:
     grid = torch.tensor(list(ranks), dtype=torch.int).view(*axes.values())
     place = (grid == ranks[rank]).nonzero()[0].tolist()
     groups = []
+    # Tensors along an axis are on the device.
+    backend = None if device.type == "cpu" else f"{device.type}:{dist.get_default_backend_for_device(device)}"
     for dim, axis in enumerate(axes):
         line = grid.movedim(dim, -1)[*place[:dim], *place[dim + 1 :]].tolist()
         # A line of all ranks reuses the default group, which saves a second set of connections and buffers.
         whole = line == list(range(dist.get_world_size()))
-        groups.append(dist.group.WORLD if whole else form_group(f"{name} {axis}", line))  # [ranks]
+        groups.append(dist.group.WORLD if whole else form_group(f"{name} {axis}", line, backend))  # [ranks]
     return DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=tuple(axes))

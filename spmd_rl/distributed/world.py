@@ -29,12 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmd_rl.base.process import die_with_parent
 from spmd_rl.distributed.collectives import Collectives
 from spmd_rl.distributed.journal import Journal
-from spmd_rl.distributed.membership import Membership, Rendezvous, form_group, host_backend, join, membership, mesh
+from spmd_rl.distributed.membership import Membership, Rendezvous, form_group, form_host_groups, join, membership, mesh
 from spmd_rl.distributed.stop import StopRequest
 from spmd_rl.distributed.supervisor import Supervisor
 from spmd_rl.types import Node
 
-_JOIN_SECONDS = 600
+_JOIN_SECONDS, _JOIN_SECONDS_A_RANK = 600, 0.25
 ExitCallback = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
 
 
@@ -94,7 +94,8 @@ class World(Collectives):
         if me.device.type == "cpu":
             _add_in_order()
         # A rendezvous waits for missing ranks without limit, and no watchdog runs yet.
-        faulthandler.dump_traceback_later(max(_JOIN_SECONDS, stall_seconds), exit=True)
+        patience = _JOIN_SECONDS + _JOIN_SECONDS_A_RANK * me.size
+        faulthandler.dump_traceback_later(max(patience, stall_seconds), exit=True)
         rendezvous = join(me)
         process = {"pid": os.getpid(), "host": platform.node()}
         journal = Journal(run_dir / "journal", me.rank, size=me.size, nonce=rendezvous.nonce, **process)
@@ -165,7 +166,7 @@ class World(Collectives):
             return None
         name = f"{self._subset.name}/{name}" if self._subset.name else name
         unique = self._unique(f"{name} host", members)
-        host = form_group(unique, members, host_backend(self._me)) if len(members) > 1 else None  # [ranks]
+        host = form_host_groups(unique, members, self._rendezvous.nodes) if len(members) > 1 else None  # [ranks]
         rendezvous = replace(self._rendezvous, host=host)
         world = World(self._me, rendezvous, self.journal, Subset(name, members, written))
         world._callbacks = self._callbacks
@@ -183,22 +184,18 @@ class World(Collectives):
     def exchange(
         self, name: str, rows: Tensor, sent: Sequence[int], received: Sequence[int], agreed: Any = None
     ) -> Tensor:
-        """[all] Exchange rows, uint8 [n, bytes], sorted by destination, on the CPU by one all-to-all; return them by
-        rank.
+        """[all] Exchange rows, uint8 [n, bytes], sorted by destination, on the CPU; return them by rank.
 
         sent, received: rows to and from each rank, perhaps 0. agreed: data that determines them; RunFailed on all ranks
         if it, or the bytes of a row, differ.
         """
-        # An all-to-all with sizes that differ would hang or read foreign bytes.
+        # Messages of other sizes would hang or be taken for others.
         self.agree(name, [rows.shape[1], agreed])  # [all]
         assert len(rows) == sum(sent), "other rows than was agreed"
         if self.size == 1:
             return rows
-        sent, received = list(sent), list(received)
-        arrived = rows.new_empty(sum(received), rows.shape[1])
         with self.collective(f"{name}: rows", kind="wait"):  # [all]
-            dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=self._rendezvous.host)
-        return arrived
+            return self._rendezvous.host.exchange(rows.contiguous(), list(sent), list(received))
 
     def collective(
         self,

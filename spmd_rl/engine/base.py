@@ -43,7 +43,19 @@ class EngineCounts:
         self.cached += cached
 
 
-class Engine(Protocol):
+class Sleeper(Protocol):
+    """An engine's memory on a shared device."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Keep weights and KV cache on the device inside; outside they may be offloaded. Nests."""
+        ...
+
+    def sleep(self) -> None:
+        """Free the device's memory until the next `load`."""
+        ...
+
+
+class Engine(Sleeper, Protocol):
     """One replica's engine in a rank's process, request by request.
 
     All ranks of a replica make the same calls in the same order, except inside `driven()`, where only the first calls.
@@ -105,10 +117,6 @@ class Engine(Protocol):
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yield the engine's tensor for each published name; None if packed, rounded or split over ranks, hence not
         comparable."""
-        ...
-
-    def awake(self) -> AbstractContextManager[None]:
-        """Keep weights and KV cache on the device inside; outside they may be offloaded. Nests."""
         ...
 
     def close(self) -> None:

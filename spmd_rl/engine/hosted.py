@@ -29,7 +29,7 @@ class HostedEngine(Engine):
         text_of: TextOf,
         slot: GivenAdapters | None = None,
     ) -> None:
-        """shapes: weights that `load` must bring, by Hugging Face name. sleeps: offload outside `awake`. slot: with
+        """shapes: weights that `load` must bring, by Hugging Face name. sleeps: free memory, see `awake`. slot: with
         it, `load` may bring adapters alone after the first."""
         self.capacity, self.shapes, self.slot = capacity, shapes, slot
         self._sleeps, self.text_of = sleeps, text_of
@@ -45,9 +45,8 @@ class HostedEngine(Engine):
         self._first: str | None = None
         self.checksums: dict[str, bytes] = {}
         self._num_awake = 0
-        self._cache_sleeps = False
-        if sleeps:
-            self._sleep()
+        self._cache_sleeps = self._weights_sleep = False
+        self.sleep()
 
     @property
     def num_unfinished(self) -> int:
@@ -100,13 +99,14 @@ class HostedEngine(Engine):
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Keep weights on the device inside; nests. If it sleeps outside, the KV cache follows with the first request.
+        """Keep the weights on the device, until `sleep`; nests. The KV cache stays from the first request to the end.
 
         If a tensor changed since the load, the next `add` or `load` raises RunFailed.
         """
         if self._num_awake == 0:
-            if self._sleeps:
+            if self._weights_sleep:
                 self._wake("weights")
+                self._weights_sleep = False
             self.lost = self.lost or self._lost_tensor()
         self._num_awake += 1
         try:
@@ -114,8 +114,8 @@ class HostedEngine(Engine):
         finally:
             self._num_awake -= 1
         # Not with an exception pending: the process is about to end.
-        if self._sleeps and self._num_awake == 0:
-            self._sleep()
+        if self._num_awake == 0:
+            self._free_cache()
 
     def _wake(self, tag: str) -> None:
         # The package allocates outside torch, whose cache may still hold memory that the trainer freed.
@@ -123,12 +123,21 @@ class HostedEngine(Engine):
         self._restore(tag)
         self._cache_sleeps = self._cache_sleeps and tag != "kv_cache"
 
-    def _sleep(self) -> None:
-        # A package may count as asleep until all parts are awake, and would then refuse to offload the weights.
-        if self._cache_sleeps:
-            self._wake("kv_cache")
-        self._release()
-        self._cache_sleeps = True
+    def sleep(self) -> None:
+        """Drop the weights; those below adapters go to host memory."""
+        assert self._num_awake == 0, "sleep() while it is kept awake"
+        if not self._sleeps or self._weights_sleep:
+            return
+        self._free_cache()
+        self._release("weights")
+        self._weights_sleep = True
+        if self.slot is None:
+            self.version = None
+
+    def _free_cache(self) -> None:
+        if self._sleeps and not self._cache_sleeps:
+            self._release("kv_cache")
+            self._cache_sleeps = True
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         raise NotImplementedError
@@ -136,14 +145,14 @@ class HostedEngine(Engine):
     def _restore(self, tag: str) -> None:
         raise NotImplementedError
 
-    def _release(self) -> None:
+    def _release(self, tag: str) -> None:
         raise NotImplementedError
 
     def _fingerprints(self) -> dict[str, bytes]:
         """Return hashes of what must survive until the next load: buffers (rotary tables, ...), adapters, sleeping
         weights."""
         tensors = dict(self.model.named_buffers()) | dict(self.slot.held() if self.slot else ())
-        if self._sleeps:
+        if self._sleeps and self.slot:
             tensors |= dict(self.model.named_parameters())
         return finish({name: start(tensor) for name, tensor in tensors.items()})
 

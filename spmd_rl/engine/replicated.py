@@ -132,6 +132,10 @@ class ReplicatedEngine:
         """Keep weights on the device, see `Engine`."""
         return self.engine.awake()
 
+    def sleep(self) -> None:
+        """Free the device's memory, see `Engine`."""
+        self.engine.sleep()
+
     def close(self) -> None:
         """Free this rank's engine, see `Engine`."""
         self.engine.close()

@@ -6,7 +6,7 @@ parameter.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,18 @@ class Part(NamedTuple):
         """Return this part of a whole parameter, as a view."""
         part = tensor[self.region]
         return part[0] if self.is_expert else part
+
+
+def is_stacked(parts: Sequence[Part]) -> bool:
+    """Return True if each part is one expert's."""
+    return any(part.is_expert for part in parts)
+
+
+def of_experts(parts: Sequence[Part], experts: Sequence[int]) -> list[Part]:
+    """Return these experts' parts of a tensor that holds them in this order."""
+    place = {expert: slice(i, i + 1) for i, expert in enumerate(experts)}
+    mine = [part for part in parts if part.region[0].start in place]
+    return [part._replace(region=(place[part.region[0].start], *part.region[1:])) for part in mine]
 
 
 def stored_parts(model: nn.Module) -> dict[str, list[Part]]:

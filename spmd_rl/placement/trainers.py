@@ -55,6 +55,7 @@ class LentReplica:
                 steps.join()
                 self._runner.run(run.until_end())
                 self._leave(shared)
+        self.engine.sleep()
         return shared, shared.report(run, [*self._left], self.engine.leads)
 
     def _leave(self, shared: SharedStep) -> None:
@@ -161,6 +162,11 @@ class ReceivedRollouts:
                 self._previous.forget(shared=self._trainers.rank == 0)
             self._previous, self._cursor = coordinator, steps.cursor
         return check_errors(collected, self._cfg.reward, self._cfg.rollout, self._trainers)  # [train]
+
+    def rest(self) -> None:
+        """Free a lent engine's memory, see `RolloutSource`."""
+        if self._lent:
+            self._lent.engine.sleep()
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
         """[train]: return this rank's share of the answers to held-out prompts, by the newest version."""

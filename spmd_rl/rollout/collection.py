@@ -88,7 +88,12 @@ class Rollouts:
         if step < self._settings.last_ahead and not collected.failure:
             # The policy is about to be updated, so these answers are one version behind.
             self.start_ahead(step + 1)  # [all]
+        self.rest()
         return collected
+
+    def rest(self) -> None:
+        """Free the engine's memory, see `RolloutSource`."""
+        self._engine.sleep()
 
     def _generate(self, step: int) -> Collected:
         world, engine, player = self._world, self._engine, self._player

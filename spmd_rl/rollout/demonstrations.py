@@ -8,7 +8,7 @@ answer, so the policy trains on the tokens that it sees in play.
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from spmd_rl.base.errors import RunFailed, UserError
@@ -61,9 +61,16 @@ class Demonstrator:
 class Demonstrations:
     """Demonstrations of a run's warm-up, each of another seed."""
 
-    def __init__(self, warmup: WarmupConfig, tasks: EnvTasks, by: Demonstrator, world: World) -> None:
-        """Raise UserError for an environment with a custom pattern: no action can be formatted for it."""
-        self._warmup, self._tasks, self._by, self._world = warmup, tasks, by, world
+    def __init__(
+        self,
+        warmup: WarmupConfig,
+        tasks: EnvTasks,
+        by: Demonstrator,
+        world: World,
+        rest: Callable[[], None],
+    ) -> None:
+        """rest: see `RolloutSource`. UserError for an environment with a custom pattern."""
+        self._warmup, self._tasks, self._by, self._world, self._rest = warmup, tasks, by, world, rest
         for tag, env in by.envs.tags.items():
             if warmup.steps and env.share and env.pattern_for(False) not in ACTION_FORMATS:
                 raise UserError(
@@ -72,6 +79,8 @@ class Demonstrations:
 
     def collect(self, step: int) -> Collected:
         """[all] Return a step's demonstrations, one per group."""
+        # An evaluation may have left an engine with its weights.
+        self._rest()
         count, world = self._warmup.episodes, self._world
         with world.phase("generate"):
             mine = range(world.rank, count, world.size)

@@ -41,7 +41,7 @@ class Dumped:
         """[train] about: settings that a replay must share."""
         self._rollouts, self._folder, self._world = rollouts, folder, world
         self.prompts, self.answer = rollouts.prompts, rollouts.answer
-        self.state, self.load_state = rollouts.state, rollouts.load_state
+        self.state, self.load_state, self.rest = rollouts.state, rollouts.load_state, rollouts.rest
         folder.mkdir(parents=True, exist_ok=True)
         if world.rank == 0:
             _write(folder / ABOUT, msgspec.json.encode(about))
@@ -79,6 +79,9 @@ class Replayed:
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
         """Raise: a replay has no engine."""
         raise AssertionError("a replay evaluates nothing")
+
+    def rest(self) -> None:
+        """Do nothing: there is no engine."""
 
     def state(self) -> dict[str, Any]:
         """See `checkpoint.Stateful`."""

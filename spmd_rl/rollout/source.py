@@ -25,6 +25,10 @@ class RolloutSource(Protocol):
         """[train] Return this rank's share of the answers to held-out prompts, one per `sampling` and prompt."""
         ...
 
+    def rest(self) -> None:
+        """Free the engine's memory until the next publish, as `collect` does."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """See `checkpoint.Stateful`."""
         ...

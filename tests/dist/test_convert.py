@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from spmd_rl.checkpoint import Checkpointer, HfExport, manifest
-from spmd_rl.checkpoint.export import write_hf
+from spmd_rl.checkpoint.export import ALONE, write_hf
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World
 from spmd_rl.tools.convert import main
@@ -104,7 +104,7 @@ def test_files_are_cut_at_the_limit_as_the_export_cuts_them(once, tmp_path: Path
     weights = load_file(saved / "hf" / "model.safetensors")
     order = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
     assert order.keys() == weights.keys() and len(set(order.values())) > 5
-    write_hf(((name, weights[name]) for name in order), path, tmp_path / "export", True, lambda: None, limit)
+    write_hf(((name, weights[name]) for name in order), path, tmp_path / "export", ALONE, lambda: None, limit)
     assert contents(tmp_path / "out") == contents(tmp_path / "export")
 
 

@@ -17,6 +17,7 @@ from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_model
 from spmd_rl.model.moe import router_class, spread
 from spmd_rl.train import build_role
+from spmd_rl.train.fsdp2 import gather
 from tests.dist.harness import run_ranks
 from tests.dist.test_train_state import digest, save
 from tests.models import EXPERTS, tiny
@@ -237,7 +238,8 @@ def test_a_checkpoint_loads_with_other_shares_of_experts_to_the_bit(saver, loade
 
 
 def started(world: World, path: str, axes: dict[str, int]) -> dict[str, float]:
-    """Bytes read at start and held, of a role filled from files; whether it exports what is stored, bit for bit."""
+    """Bytes read at start and held, of a role filled from files; whether it exports what is stored, bit for bit,
+    whole or in slices."""
     cfg = RlvrConfig(policy=PolicyConfig(model=path, dtype="float32", dither=False), train=TrainConfig(**axes))
     policy = build_role(cfg.role("policy"), world)
     lines = [json.loads(line) for line in world.journal.path.read_text().splitlines()]
@@ -246,6 +248,10 @@ def started(world: World, path: str, axes: dict[str, int]) -> dict[str, float]:
     pairs = zip(policy.weights(), stored.weights(), strict=True)
     equal = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
     read = next(line["bytes"] for line in lines if line["event"] == "loaded")
+    whole = {name: tensor.clone() for name, tensor in stored.weights()}
+    gather.BUCKET_BYTES = 64  # less than one expert
+    sliced = build_role(cfg.role("policy"), world).weights()
+    equal = equal and all(torch.equal(tensor, whole.pop(name)) for name, tensor in sliced) and not whole
     return {"read": read, "held": held, "equal": equal}
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 from spmd_rl.distributed import Layout, World
 from spmd_rl.train.fsdp2 import gather
@@ -25,6 +26,40 @@ def passes(world: World, bucket_bytes: int) -> list[bool]:
         got = {key: tensor.clone() for key, tensor in road.whole(parameters)}
         right.append(list(got) == list(expected) and all(torch.equal(got[key], expected[key]) for key in expected))
     return right
+
+
+def slices(world: World, dim: int, bucket_bytes: int) -> list:
+    """The experts of each slice that comes, and whether they have the right bits."""
+    gather.BUCKET_BYTES = bucket_bytes
+    torch.manual_seed(0)
+    model = nn.ParameterDict({"experts": nn.Parameter(torch.randn(8, 4, 6)), "norm": nn.Parameter(torch.randn(6))})
+    expected = {name: p.detach().to(torch.bfloat16).clone() for name, p in model.named_parameters()}
+    layout = Layout(world)
+    placement = lambda p: Shard(dim) if p.dim() == 3 else None  # noqa: E731
+    fully_shard(model, mesh=layout.mesh, shard_placement_fn=placement)
+    parameters = dict(model.named_parameters())
+    road = gather.Gather(parameters, torch.bfloat16, layout, ["experts"])
+    coming, found = iter(road.experts.get("experts", [[*range(8)]])), []
+    for name, tensor in road.whole(parameters):
+        experts = next(coming) if name == "experts" else [0]
+        wanted = expected[name][experts] if name == "experts" else expected[name]
+        found.append([name, experts, torch.equal(tensor, wanted)])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dim", "bucket_bytes", "experts"),
+    [
+        (0, 384, [[*range(8)]]),
+        (0, 200, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (0, 64, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        (1, 64, [[expert] for expert in range(8)]),
+        (2, 150, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    ],
+)
+def test_stacked_experts_come_in_slices(dim: int, bucket_bytes: int, experts: list) -> None:
+    for found in run_ranks(2, slices, dim, bucket_bytes):
+        assert found == [*(["experts", some, True] for some in experts), ["norm", [0], True]]
 
 
 SHAPES = [(7, 3), (1, 5), (16, 4), (33,), (2, 2, 2), (64, 8)]

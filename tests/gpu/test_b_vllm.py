@@ -51,7 +51,8 @@ def promises(world, path, args) -> None:
         alone = ask(engine, request("a", 7))["a"]
         crowd = ask(engine, *(request(f"x{i}", i, new=3 + i % 9) for i in range(40)), request("a", 7))["a"]
         tokens, logprobs = ask(engine, request("g", 0, 0.0))["g"]
-    with engine.awake():  # after a sleep
+    engine.sleep()
+    with engine.awake():
         engine.load(stored.items(), version=2)
         again = ask(engine, request("g2", 0, 0.0))["g2"][0]
     with torch.no_grad():
@@ -83,6 +84,7 @@ def cycles(world, path) -> None:
             found = publish(version=version)
             if version % 2:
                 ask(engine, request(f"r{version}", version))
+        engine.sleep()
         if not REHEARSED:
             torch.accelerator.empty_cache()
         asleep.append(0 if REHEARSED else torch.accelerator.get_memory_info()[0])

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch
 from spmd_rl.base.errors import UserError
 from spmd_rl.checkpoint import Checkpointer, finished
 from spmd_rl.checkpoint.directory import CheckpointDir
-from spmd_rl.checkpoint.export import write_hf
+from spmd_rl.checkpoint.export import ALONE, turn_of, write_hf
 from spmd_rl.checkpoint.manifest import Manifest, TornCheckpoint
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World, solo
@@ -418,6 +419,7 @@ def test_an_error_at_the_end_leaves_the_previous_one_loadable(
 KILLS = """
 import os, signal, sys
 from pathlib import Path
+from types import SimpleNamespace
 from spmd_rl.distributed import solo
 from tests.unit.test_checkpoint import Job
 
@@ -488,9 +490,13 @@ def test_export_is_sharded_and_complete(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(source)
     (source / "pytorch_model.bin").write_bytes(b"other weights")
     weights = [(name, tensor + 1) for name, tensor in model.state_dict().items()]
-    for limit, count in ((10**9, 1), (100_000, 4)):
-        path = tmp_path / f"out{count}"
-        write_hf(iter(weights), source, path, write=True, progress=lambda: None, max_shard_bytes=limit)
+    for limit, count, ranks in ((10**9, 1, 1), (100_000, 5, 1), (10**9, 1, 2), (100_000, 5, 3)):
+        path, own = tmp_path / f"out{count}of{ranks}", []
+        for turn in range(ranks):
+            own.append(write_hf(iter(weights), source, path, (turn, ranks), lambda: None, max_shard_bytes=limit))
+        assert sorted(sum(own, [])) == sorted(path.iterdir()), "every file is reported by one rank"
+        shares = [sum(file.suffix == ".safetensors" for file in written) for written in own]
+        assert shares == [len(range(turn, count, ranks)) for turn in range(ranks)]
         files = list(path.glob("*.safetensors"))
         assert (len(files) == 1) == (count == 1), files
         assert not (path / "pytorch_model.bin").exists()
@@ -503,6 +509,13 @@ def test_export_is_sharded_and_complete(tmp_path: Path) -> None:
     assert json.loads((path / "config.json").read_text())["dtype"] == "float32"
 
 
+def test_files_of_an_export_go_to_all_nodes_before_a_second_rank_of_one_writes() -> None:
+    ranks = [SimpleNamespace(rank=rank, size=12, local_size=4) for rank in range(12)]
+    assert sorted(range(12), key=lambda rank: turn_of(ranks[rank])) == [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]
+    uneven = [turn_of(SimpleNamespace(rank=rank, size=5, local_size=4)) for rank in range(5)]
+    assert uneven == [(turn, 5) for turn in range(5)]
+
+
 def test_a_failing_export_still_goes_through_all_weights(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     passed: list[str] = []
@@ -513,7 +526,7 @@ def test_a_failing_export_still_goes_through_all_weights(tmp_path: Path) -> None
             passed.append(name)
 
     with pytest.raises(OSError):
-        write_hf(weights(), tmp_path, tmp_path / "file" / "hf", write=True, progress=lambda: None, max_shard_bytes=1)
+        write_hf(weights(), tmp_path, tmp_path / "file" / "hf", turn=ALONE, progress=lambda: None, max_shard_bytes=1)
     assert passed == ["a", "b", "c"]
 
 

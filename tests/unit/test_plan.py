@@ -16,9 +16,10 @@ from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.model.build import shape_on_meta
 from spmd_rl.model.size import ModelSize
-from spmd_rl.tools.plan import pictures, show
+from spmd_rl.tools.plan import largest_cache, pictures, show
 from spmd_rl.tools.plan.memory_tracker import MemoryTracker
 from spmd_rl.tools.plan.rank import Trace, trace
+from spmd_rl.tools.plan.table import TableRow
 from tests.models import EXPERTS, tiny
 from tests.toy_vlm import VLM_KINDS, toy_vlm
 
@@ -178,6 +179,16 @@ def test_the_table_says_whether_it_fits_and_what_would(models, capsys, monkeypat
     text = said(capsys, monkeypatch, *run, *long, "plan.device_gb=0.2", "train.tp=1", "rollout.max_prompt_tokens=32")
     assert "does not fit 0.2 GB" in text
     assert "the nearest that fits: train." in text or "no layout near it fits" in text
+
+
+def test_the_largest_cache_that_fits_is_named(models):
+    lines = [f"policy.model={models['llama']}", "engine.max_running=100", "rollout.max_prompt_tokens=500"]
+    cfg = load("rlvr", RlvrConfig, [*SHORT, *lines, "rollout.max_new_tokens=1500", "engine.kv_tokens=100000"])
+    publish = TableRow("publish", {"weights": 30 * 10**9, "engine": 15 * 10**9})
+    generate = TableRow("generate, evaluate", {"engine": 15 * 10**9, "KV cache": 6 * 10**9, "temporary": 2 * 10**9})
+    said = largest_cache(cfg, [publish, generate])  # 80 GB - 6 - 17 at 60,000 bytes a token
+    assert said == "engine.kv_tokens: up to 949248 fit; 100 running answers of full length take 200000"
+    assert not largest_cache(cfg, [publish]), "ranks that only train have none"
 
 
 def test_ranks_that_are_not_alike_are_planned_apart(models, capsys, monkeypatch):

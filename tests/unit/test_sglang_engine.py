@@ -273,10 +273,12 @@ def test_sleep_and_wake_in_order(monkeypatch):
         max_running_requests=4,
     )
     engine = SglangEngine(scheduler, {}, None, sleeps=True)
-    assert calls == [("release", "kv_cache", "weights")]
-    with engine.awake():
-        assert calls[1:] == [("resume", "weights")]
-    assert calls[2:] == [("resume", "kv_cache"), ("release", "kv_cache", "weights")]
+    assert calls == [("release", "kv_cache"), ("release", "weights")]
+    for _ in range(2):
+        with engine.awake():
+            assert calls[2:] == [("resume", "weights")]
+    engine.sleep()
+    assert calls[3:] == [("release", "weights")]
 
 
 @pytest.mark.parametrize(

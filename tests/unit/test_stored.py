@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmd_rl import weights
 from spmd_rl.base.errors import UserError
-from spmd_rl.checkpoint.export import write_hf
+from spmd_rl.checkpoint.export import ALONE, write_hf
 from spmd_rl.distributed import solo
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
@@ -28,7 +28,7 @@ def test_weights_are_those_of_the_checkpoint(path, tmp_path):
     assert ours.keys() == stored.keys() and all(torch.equal(ours[name], stored[name]) for name in stored)
     assert any(".experts.3." in name for name in ours)
     assert all(ours[name].dtype == tensor.dtype for name, tensor in stored.items())
-    write_hf(ours.items(), path, tmp_path / "out", True, lambda: None)
+    write_hf(ours.items(), path, tmp_path / "out", ALONE, lambda: None)
     again, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.arange(9)[None]
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model(ids).logits)

@@ -1,12 +1,15 @@
 """What vLLM is told at its start, and how it is put to sleep: against its own argument list and executor."""
 
+from array import array
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from spmd_rl.base.errors import UserError
+from spmd_rl.config.sections.engine import EngineConfig
 from spmd_rl.engine.guest import check_args
+from spmd_rl.types import Request
 from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
 from tests.models import tiny
 
@@ -49,6 +52,30 @@ def test_which_model_runner_is_said(device, own, runner, monkeypatch):
         assert environment_variables[name]() is runner
 
 
+@pytest.mark.parametrize(
+    ("device", "settings", "is_constrained", "wanted"),
+    [
+        ("cuda", {"tp": 8}, False, True),
+        ("cpu", {}, False, False),
+        ("cuda", {"pp": 2}, False, False),
+        ("cuda", {"drafts": 3}, False, False),
+        ("cuda", {}, True, False),
+    ],
+)
+def test_where_steps_are_scheduled_ahead(device, settings, is_constrained, wanted):
+    from spmd_rl.engine.vllm.assemble import runs_ahead
+
+    assert runs_ahead(EngineConfig(name="vllm", **settings), device, is_constrained) is wanted
+
+
+def test_a_step_on_a_device_has_few_tokens_whatever_the_model_takes(tmp_path):
+    """The workspace of DeepSeek-V3's experts, for 163,840 tokens 18.8 GB, is 1.9 GB."""
+    from spmd_rl.engine.vllm.start import lengths
+
+    path = tiny("llama", tmp_path, max_position_embeddings=163_840)
+    assert lengths(path, 262_144, False, cpu=False) == {"max_model_len": 163_840, "max_num_batched_tokens": 16_384}
+
+
 class Llm:
     """What `VllmEngine` reads of vLLM at its start, over vLLM's own account of what sleeps."""
 
@@ -62,30 +89,61 @@ class Llm:
             scheduler_config=SimpleNamespace(max_num_seqs=4),
             speculative_config=None,
         )
-        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace(), batch_queue=None))
+        pause = lambda: self.calls.append("pause")  # noqa: E731
+        core = SimpleNamespace(scheduler=SimpleNamespace(), batch_queue=None, pause_scheduler=pause)
+        self.engine_core = SimpleNamespace(engine_core=core)
         self.model_executor = executor = UniProcExecutor.__new__(UniProcExecutor)
         executor.sleeping_tags = set()
         if not isinstance(getattr(type(executor), "is_sleeping", None), property):  # a flag of its own up to 0.24
             executor.is_sleeping = False
-        executor.collective_rpc = lambda method, kwargs: self.calls.append((method, *kwargs.values()))
+        executor.collective_rpc = self.called
         executor.driver_worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: torch.nn.Module()))
         self.sleep, self.wake_up = executor.sleep, executor.wake_up
 
+    def called(self, method, args=(), kwargs=None):
+        self.calls.append((method, *args, *(kwargs or {}).values()))
 
-def test_a_replica_that_got_no_request_gives_its_weights_memory_back(monkeypatch):
-    """vLLM counts as asleep until its cache is awake too, and would pass over the order to sleep."""
+    def release_kv_cache_memory(self):
+        assert not self.model_executor.is_sleeping, "as vLLM asks"
+        self.model_executor.discard(("kv_cache",))
+
+
+def ask(engine):
+    engine.begin(Request("a", array("i", [1, 2]), 2, 1.0, 0))
+    engine.under_way.clear()
+
+
+WAKE, ASK, FREE = [("wake_up", ["weights"])], [("wake_up", ["kv_cache"])], ["pause", ("discard", ("kv_cache",))]
+
+
+@pytest.mark.parametrize(("slot", "level"), [(None, 2), (SimpleNamespace(held=lambda: (), brings_base=False), 1)])
+def test_a_step_copies_no_weights(monkeypatch, slot, level):
+    """From a publish to the end of the step they stay, and then they are dropped, but those below adapters."""
     from spmd_rl.engine.vllm.engine import VllmEngine
 
     llm = Llm()
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: llm.calls.append("empty"))
-    engine = VllmEngine(llm, {}, sleeps=True)
-    assert llm.calls == [("sleep", 1)]
-    for _ in range(2):
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    engine = VllmEngine(llm, {}, sleeps=True, slot=slot)
+    assert llm.calls == [*FREE, ("sleep", level)]
+    for is_probed in (True, False):
         llm.calls.clear()
+        with engine.awake():  # a publish
+            engine.version = 1
+            if is_probed:
+                ask(engine)
+        assert llm.calls == WAKE + (ASK + FREE) * is_probed
+        llm.calls.clear()
+        with engine.awake():  # a replica that gets no request
+            pass
         with engine.awake():
-            assert llm.calls == ["empty", ("wake_up", ["weights"])]
-        assert llm.calls[2:] == ["empty", ("wake_up", ["kv_cache"]), ("sleep", 1)]
+            ask(engine)
+        assert llm.calls == ASK + FREE
+        llm.calls.clear()
+        engine.sleep()
+        engine.sleep()
+        assert llm.calls == [("sleep", level)], "vLLM copies weights to the host at level 1 alone"
         assert llm.model_executor.sleeping_tags == {"weights", "kv_cache"}
+        assert engine.version == (None if slot is None else 1), "the next load must bring all"
 
 
 def test_what_fails_leaves_no_group_to_the_next(tmp_path, monkeypatch) -> None:

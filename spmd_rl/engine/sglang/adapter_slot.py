@@ -20,6 +20,8 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def engine_args(lora: LoraConfig, device_type: str) -> dict[str, object]:
     """Return SGLang's arguments for one adapter."""
     slots = {"enable_lora": True, "max_loras_per_batch": 1, "max_lora_rank": lora.rank}
+    # While it sleeps, SGLang keeps no other copy of the weights below the adapters.
+    slots["enable_weights_cpu_backup"] = True
     backend = {"lora_backend": "torch_native"} if device_type == "cpu" else {}
     return slots | backend | {"lora_target_modules": lora.targets or TARGETS}
 

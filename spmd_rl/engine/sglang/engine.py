@@ -175,12 +175,11 @@ class SglangEngine(HostedEngine):
     def _restore(self, tag: str) -> None:
         self.scheduler.weight_updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[tag]))
 
-    def _release(self) -> None:
+    def _release(self, tag: str) -> None:
         # SGLang flushes only after some idle turns.
         for _ in range(IDLE_TURNS):
             self.scheduler.turn()
-        tags = ["kv_cache", "weights"]
-        self.scheduler.weight_updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
+        self.scheduler.weight_updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[tag]))
 
     @property
     def model(self) -> nn.Module:

@@ -42,6 +42,7 @@ def build(
             if world.device.type == "cpu" and settings.quantization == "w8a8_int8":
                 low_precision.check_int8()
         sleeps = sleeps and world.device.type != "cpu"
+        found = constraint_of(constraint, policy.model, policy.trust_remote_code)
         llm = start(
             policy.model,
             dtype,
@@ -55,9 +56,9 @@ def build(
             sleeps=sleeps,
             trust=policy.trust_remote_code,
             drafts=settings.drafts,
-            args=args,
+            args={"async_scheduling": runs_ahead(settings, world.device.type, found is not None)} | args,
         )
-        if found := constraint_of(constraint, policy.model, policy.trust_remote_code):
+        if found:
             constrain(llm, found)
         text_of = text_of_model(policy.model, policy.trust_remote_code)
         slot = AdapterSlot(llm) if settings.adapters else None
@@ -72,6 +73,11 @@ def build(
             pictures=_build_pictures(llm, model_folder(policy.model)),
         )
     return one if settings.ranks == 1 else ReplicatedEngine(one, world, settings.ranks)  # [all]
+
+
+def runs_ahead(settings: EngineConfig, device_type: str, is_constrained: bool) -> bool:
+    """Return the default of `async_scheduling`."""
+    return device_type != "cpu" and settings.pp == 1 and not settings.drafts and not is_constrained
 
 
 def _build_pictures(llm: Any, folder: Path) -> Any:

@@ -186,9 +186,15 @@ class VllmEngine(HostedEngine):
         while self.llm.engine_core.engine_core.batch_queue:
             self.llm.step()
 
-    def _release(self) -> None:
+    def _release(self, tag: str) -> None:
         self._read_what_is_scheduled()
-        self.llm.sleep(level=1)
+        if tag == "weights":
+            # Level 2 keeps buffers alone.
+            self.llm.sleep(level=2 if self.slot is None else 1)
+            return
+        # vLLM asks for a pause, which ends when all of its memory is there again.
+        self.llm.engine_core.engine_core.pause_scheduler()
+        self.llm.release_kv_cache_memory()
 
     @property
     def model(self) -> nn.Module:

@@ -69,8 +69,6 @@ SEEING = {
     "skip_mm_profiling": True,
 }
 """Further arguments for models with pictures"""
-DEFAULTS = {"async_scheduling": False}
-"""Defaults of arguments that users may change"""
 REASONS = {
     "enable_expert_parallel": "as vLLM's CPU kernel crashes with it, and it is untested on GPUs",
     "enable_prefix_caching": "or the answers to one prompt would compute it again and again",
@@ -131,7 +129,7 @@ def start(
         max_num_seqs=max_running,
         num_gpu_blocks_override=num_blocks,
         enable_sleep_mode=sleeps,
-        **DEFAULTS | always | _lengths(path, (num_blocks - 1) * block, trust, cpu) | engine_args(drafts, cpu) | args,
+        **always | lengths(path, (num_blocks - 1) * block, trust, cpu) | engine_args(drafts, cpu) | args,
     ).create_engine_config()
     # The number of blocks is fixed above, on all ranks alike; this keeps vLLM from sizing the cache by free memory.
     config.cache_config.kv_cache_memory_bytes = num_blocks * block * _bytes_per_token(config)
@@ -165,11 +163,13 @@ def model_of(llm: LLMEngine) -> nn.Module:
     return llm.model_executor.driver_worker.model_runner.get_model()
 
 
-def _lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[str, Any]:
+def lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[str, Any]:
+    """Return vLLM's limits on tokens."""
     config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust).get_text_config()
     max_tokens = min(config.max_position_embeddings, kv_tokens)
     if not cpu:
-        return {"max_model_len": max_tokens, "max_num_batched_tokens": max(DEVICE_TOKENS, max_tokens)}
+        # Longer prompts are computed in chunks: a mixture's workspace grows with the tokens of a step.
+        return {"max_model_len": max_tokens, "max_num_batched_tokens": DEVICE_TOKENS}
     # On the CPU vLLM cannot rewind a seeded generator after a chunk of a prompt, so prompts are computed whole.
     whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, max_tokens)}
     return {"max_model_len": max_tokens, "block_size": CPU_BLOCK, "enforce_eager": True, **whole}

@@ -56,6 +56,7 @@ def sleep(name: str, bench: Bench) -> str:
     """[all] Let the engine return its memory, wake it, publish again: its answers must be the same."""
     engine, began = bench.engine(name), time.perf_counter()
     for _ in range(2):
+        engine.sleep()
         with engine.awake():
             pass
     seconds = (time.perf_counter() - began) / 2

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from spmd_rl.base.hub import model_folder
+from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.placement import Placement
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import PlanConfig, RlConfig
@@ -26,6 +27,8 @@ from spmd_rl.track.metrics import read_lines
 from spmd_rl.track.timeline import NAMES
 
 __all__ = ["show", "trace"]
+# A proposed cache is a multiple of it.
+ROUND = 1024
 
 
 def show(cfg: RlConfig) -> None:
@@ -47,6 +50,8 @@ def show(cfg: RlConfig) -> None:
     console.print()
     worst = max((row for table in (*tables, of_engine) for row in table), key=lambda row: row.total)
     console.print(verdict(cfg.plan, worst))
+    if line := largest_cache(cfg, [row for table in (*tables, of_engine) for row in table]):
+        console.print(line)
     if any(row.total > room(cfg.plan) for table in tables for row in table):
         for line in nearest(cfg, len(placement.train), found[0], room(cfg.plan), _fits):
             console.print(line)
@@ -98,6 +103,18 @@ def verdict(plan: PlanConfig, worst: TableRow) -> str:
         f"{worst.total / GB:.1f} GB in {worst.phase} + {plan.reserve_gb:g} GB in reserve: {says} {plan.device_gb:g} GB "
         "(plan.device_gb)"
     )
+
+
+def largest_cache(cfg: RlConfig, table: Sequence[TableRow]) -> str:
+    """Return text on the largest KV cache that fits."""
+    used = [row for row in table if row.columns.get("KV cache")]
+    if not used:
+        return ""
+    per_token = used[0].columns["KV cache"] / cfg.engine.kv_tokens
+    free = min(room(cfg.plan) - row.total + row.columns["KV cache"] for row in used)
+    most, running = int(free / per_token) // ROUND * ROUND, cfg.engine.max_running
+    longest = running * tokens_per_turn(cfg.rollout, cfg.rollout.max_prompt_tokens)
+    return f"engine.kv_tokens: up to {max(0, most)} fit; {running} running answers of full length take {longest}"
 
 
 def _fits(cfg: RlConfig) -> bool:

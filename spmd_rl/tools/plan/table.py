@@ -49,7 +49,8 @@ def rows(found: Trace, engine: EngineBytes, sleeps: bool) -> list[TableRow]:
         if not parts:
             continue
         columns, largest = max(parts, key=lambda part: sum(part[0].values()))
-        asleep = sleeps and phase not in ("publish", GENERATE)
+        # From a publish to the end of the next generation it keeps its weights.
+        asleep = sleeps and phase in ("prepare", "update")
         made.append(TableRow(phase, columns | ({} if asleep else _of_engine(engine, phase, sleeps)), largest))
     return made
 
@@ -65,8 +66,8 @@ def sleeps_while_idle(train: TrainConfig, plan: PlanConfig) -> bool:
 
 
 def _of_engine(engine: EngineBytes, phase: str, sleeps: bool) -> dict[str, int]:
-    # An engine that sleeps takes its weights before it allocates its cache.
-    kv = 0 if sleeps and phase == "publish" else engine.kv
+    # An engine that sleeps has its cache while it generates.
+    kv = 0 if sleeps and phase != GENERATE else engine.kv
     working = engine.working if phase == GENERATE else 0
     return {"engine": engine.weights, "KV cache": kv} | ({"temporary": working} if working else {})
 

@@ -5,7 +5,7 @@ as the forward pass does.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -34,19 +34,28 @@ class Gather:
     Gathers stay inside a copy of the model. Tensor-parallel parameters are joined afterwards, one by one.
     """
 
-    def __init__(self, parameters: Mapping[str, DTensor], dtype: torch.dtype, layout: Layout) -> None:
-        """[all] dtype: of the yielded tensors."""
+    def __init__(
+        self, parameters: Mapping[str, DTensor], dtype: torch.dtype, layout: Layout, stacked: Collection[str] = ()
+    ) -> None:
+        """[all] dtype: of the yielded tensors. stacked: parameters that may come in slices of experts."""
         on_device = kind(layout.world.device) != "cpu"
         room = DEVICE_BUCKET_BYTES if on_device else BUCKET_BYTES
         buckets = list(_buckets(parameters, dtype.itemsize, room, layout))
         self._names, self._dtype = [[name for name, _ in bucket] for bucket in buckets], dtype
         self._layout = layout
+        slices = {name: _slices(parameters[name], dtype.itemsize, room, layout) for name in stacked}
+        self.experts = {name: found for name, found in slices.items() if found}
+        """experts of each slice, by parameter"""
 
     @torch.no_grad()
     def whole(self, parameters: Mapping[str, DTensor]) -> Iterator[tuple[str, Tensor]]:
-        """[all] Yield each parameter whole and contiguous, valid until the next."""
+        """[all] Yield each parameter whole and contiguous, or slice by slice; valid until the next."""
         buffers = _Buffers()
         for names in self._names:
+            if names[0] in self.experts:
+                for tensor in self._sliced(parameters[names[0]], buffers, len(self.experts[names[0]])):
+                    yield names[0], tensor
+                continue
             bucket = [(name, parameters[name]) for name in names]
             for name, tensor in self._gather(bucket, buffers):
                 yield name, whole(tensor, parameters[name], self._layout)  # [all]
@@ -59,31 +68,59 @@ class Gather:
             # FSDP's shards on the last ranks are shorter than the piece.
             shard = p.to_local().flatten()
             part[: shard.numel()].copy_(shard)
-        gathered, group = mine, _group(bucket[0][1], self._layout)
-        size = 1 if group is None else group.size()
-        if size > 1:
-            gathered = buffers.take("gathered", size * sum(pieces), self._dtype, device)
-            with self._layout.collective("weights: gather", kind="copy"):  # [all]
-                _all_gather(gathered, mine, group=group)
-        columns = gathered.view(size, -1).split(pieces, dim=1)
+        gathered = self._all_gather(mine, bucket[0][1], buffers)
+        size, columns = len(gathered), gathered.split(pieces, dim=1)
         for (name, p), column in zip(bucket, columns, strict=True):
             # A single parameter is contiguous already, and its copy could take gigabytes.
             if size > 1 and len(bucket) > 1:
                 column = buffers.take("whole", column.numel(), self._dtype, device).view(column.shape).copy_(column)
             yield name, _whole(column, p, self._layout)
 
+    def _sliced(self, parameter: DTensor, buffers: "_Buffers", count: int) -> Iterator[Tensor]:
+        local = parameter.to_local()
+        for part in local.chunk(count):
+            mine = buffers.take("mine", part.numel(), self._dtype, local.device).copy_(part.flatten())
+            yield _whole(self._all_gather(mine, parameter, buffers), parameter, self._layout, count)
 
-def _whole(column: Tensor, parameter: DTensor, layout: Layout) -> Tensor:
-    """Return the tensor of a copy's ranks from their pieces [ranks, piece]."""
+    def _all_gather(self, mine: Tensor, parameter: DTensor, buffers: "_Buffers") -> Tensor:
+        group = _group(parameter, self._layout)
+        if group is None or group.size() == 1:
+            return mine[None]
+        gathered = buffers.take("gathered", group.size() * len(mine), self._dtype, mine.device)
+        with self._layout.collective("weights: gather", kind="copy"):  # [all]
+            _all_gather(gathered, mine, group=group)
+        return gathered.view(group.size(), -1)
+
+
+def _slices(parameter: DTensor, itemsize: int, room: int, layout: Layout) -> list[list[int]]:
+    # Each rank gives as many experts to a slice, at least one. No slices if all experts fit the room.
+    shape, chunks = shape_of_share(parameter, layout), layout.size("ep") if layout.shares_experts else 1
+    if _dim(parameter) == 0:
+        chunks *= layout.size(_axis(parameter))
+    # Else the last ranks have fewer.
+    if shape[0] % chunks:
+        return []
+    own = shape[0] // chunks
+    count = min(own, -(-shape.numel() * itemsize // room))
+    while own % count:
+        count += 1
+    begins, length = range(0, own, own // count), own // count
+    slices = [[chunk * own + begin + i for chunk in range(chunks) for i in range(length)] for begin in begins]
+    return slices if count > 1 else []
+
+
+def _whole(column: Tensor, parameter: DTensor, layout: Layout, count: int = 1) -> Tensor:
+    # From the pieces [ranks, piece] of all ranks of a copy.
     axis, dim, shape = _axis(parameter), _dim(parameter), shape_of_share(parameter, layout)
+    shape = torch.Size([shape[0] // count, *shape[1:]])
     # Ranks along `ep` are neighbours, and each of them has experts of its own, which it shares with those of other `ep`
     parts = column.view(layout.size(axis), -1, column.shape[1]).transpose(0, 1)
     # Shards of the first dimension are end to end, and only the last ones are shorter.
     if dim == 0:
         return parts.reshape(len(parts), -1)[:, : shape.numel() // len(parts)].reshape(shape)
     # Shards of one size, one after the other: each row of the whole has a part in each.
-    local = parameter.to_local().shape
-    return parts.reshape(*parts.shape[:2], *local).movedim(1, dim + 1).reshape(shape)
+    rows, *rest = parameter.to_local().shape
+    return parts.reshape(*parts.shape[:2], rows // count, *rest).movedim(1, dim + 1).reshape(shape)
 
 
 def _group(parameter: DTensor, layout: Layout) -> dist.ProcessGroup | None:
@@ -100,7 +137,7 @@ def _dim(parameter: DTensor) -> int:
 
 
 def _piece(parameter: DTensor, layout: Layout) -> int:
-    """Return the largest shard's elements: FSDP splits like `torch.chunk`."""
+    # The largest shard: FSDP splits a dimension like `torch.chunk`.
     shape, dim, size = list(shape_of_share(parameter, layout)), _dim(parameter), layout.size(_axis(parameter))
     if _axis(parameter) == "expert_fsdp":
         # Expert parallelism split the first dimension before FSDP.
@@ -109,7 +146,7 @@ def _piece(parameter: DTensor, layout: Layout) -> int:
 
 
 def _buckets(parameters: Mapping[str, DTensor], itemsize: int, room_bytes: int, layout: Layout) -> Iterator[Bucket]:
-    """Yield buckets in order, each of one group and at most `room_bytes`, or one parameter."""
+    # At most `room_bytes` each unless of a single parameter, each of one group.
     bucket: Bucket = []
     room = room_bytes
     for name, parameter in parameters.items():

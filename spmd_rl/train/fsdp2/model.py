@@ -5,6 +5,7 @@ Trainable parameters are float32 shards, gathered in the compute dtype layer by 
 
 import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -25,7 +26,7 @@ from spmd_rl.model.hybrid import stateful_layers
 from spmd_rl.model.load import Region, local, owned_region
 from spmd_rl.model.moe import weights_of_chosen
 from spmd_rl.model.size import ModelSize
-from spmd_rl.model.stored import stored_parts
+from spmd_rl.model.stored import is_stacked, of_experts, stored_parts
 from spmd_rl.train.accumulate import walk
 from spmd_rl.train.adapters import Adapters
 from spmd_rl.train.base import ForwardArgs, Metrics, MicrobatchLoop
@@ -298,20 +299,25 @@ class FSDP2Model(ABC):
 
     def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
         """Yield every weight whole, bitwise as in the forward pass. adapters: see `Adapters.published`."""
-        wholes = self.whole_parameters(trained_alone=adapters == "alone")
+        wholes, seen = self.whole_parameters(trained_alone=adapters == "alone"), Counter[str]()
         for name, tensor in self._adapters.published(wholes, adapters):  # [all]
-            yield from ((part.name, part.of(tensor)) for part in self._parts[name])
+            parts, slices = self._parts[name], self._gathers[adapters == "alone"].experts.get(name)
+            if slices:
+                parts, seen[name] = of_experts(parts, slices[seen[name]]), seen[name] + 1
+            yield from ((part.name, part.of(tensor)) for part in parts)
         if adapters == "alone":
             return
         for name, buffer in self.module.named_buffers():
             yield from ((part.name, part.of(buffer)) for part in self._parts.get(name, ()))
 
     def whole_parameters(self, trained_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """[all] Yield whole parameters, also those stored in parts."""
+        """[all] Yield whole parameters, also those stored in parts, or in slices."""
         shard.reshard(self.module)
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad or not trained_alone}
         if trained_alone not in self._gathers:  # [all] like this whole method
-            self._gathers[trained_alone] = Gather(parameters, self._dtype, self._layout)
+            # Stages send each other whole parameters.
+            stacked = [n for n in parameters if self._layout.size("pp") == 1 and is_stacked(self._parts.get(n, ()))]
+            self._gathers[trained_alone] = Gather(parameters, self._dtype, self._layout, stacked)
         own = self._gathers[trained_alone].whole(parameters)
         for name, tensor in self._pipeline.of_owners(own, self._dtype, trained_alone):
             self._world.progress()

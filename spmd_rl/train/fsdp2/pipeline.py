@@ -123,6 +123,9 @@ class Pipeline:
 
         own: this stage's, whole, in order, of `dtype`. trained_alone: without frozen ones.
         """
+        if self.num_stages == 1:
+            yield from own
+            return
         mine = iter(own)
         for name, held in self.held.items():
             if trained_alone and not held.is_trained:
