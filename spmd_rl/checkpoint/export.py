@@ -91,9 +91,10 @@ def write_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     stem: str = "model",
 ) -> list[Path]:
-    """[all] Iterate over `weights`; store this rank's files in `path`, the first rank also side files of `model_dir`, if given.
+    """[all] Iterate over `weights`; store this rank's files in `path`, and return them.
 
-    stem: name of the weight files, without number and ending. OSError, after the iteration.
+    model_dir: of the side files, which the first rank copies; None for none. stem: name of the weight files, without
+    number and ending. OSError, after the iteration.
     """
     writer = _Shards(path, max_shard_bytes, stem, turn)
     error: OSError | None = None
