@@ -67,8 +67,7 @@ def sde_step(latents: Tensor, velocity: Tensor, level: float, after: float, g: f
 
 
 def log_density(found: Tensor, step: Gauss) -> Tensor:
-    """Return the log density of latents after a step in nats per element: the log of the joint density over their
-    number, [B]."""
+    """Return the log density of latents after a step in nats per element, [B]."""
     per_element = -((found - step.mean) ** 2) / (2 * step.std**2) - math.log(step.std) - 0.5 * math.log(2 * math.pi)
     return per_element.flatten(1).mean(1)
 

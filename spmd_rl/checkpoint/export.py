@@ -1,7 +1,6 @@
 """`HfExport`: weights as a Hugging Face directory (safetensors, config, tokenizer) for `from_pretrained`.
 
-The ranks take the files in turns; all iterate over all weights, which are gathered tensor by tensor. Left out:
-optimizer state, and weight files of the model directory.
+The ranks take the files in turns; all iterate over all weights, which are gathered tensor by tensor.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The pictures of rows: read from files or from the row itself, checked, and put into messages. See docs/PICTURES.md.
 
-A picture is known by its encoded bytes. Those of a plain PNG or JPEG stay as they are. All others are encoded anew as
-RGB, so that every image processor sees the same pixels. Pillow is imported where a row has a picture, and only there.
+A picture is its encoded bytes. A plain PNG or JPEG stays as it is; others are encoded as RGB, so that every image
+processor sees the same pixels. Pillow is imported only for a row with a picture.
 """
 
 import binascii
@@ -128,8 +128,8 @@ def with_own(messages: Sequence[Message], folder: Folder) -> tuple[Message, ...]
 def with_pictures(messages: Sequence[Message], pictures: Sequence[ImagePart]) -> tuple[Message, ...]:
     """Return messages with the pictures of the row's columns, in order.
 
-    They go where a part of a message is a place for a picture; without such parts where a text has `<image>`; without
-    these before the first text of the user. BrokenRow: there are more or fewer places than pictures.
+    They go to the parts that are places for pictures; without such parts, to `<image>` in texts; without these, before
+    the user's first text. BrokenRow: other numbers of places and pictures.
     """
     messages = tuple(messages)
     if pictures and not _num_places(messages):

@@ -4,9 +4,8 @@
     module(..., packing=..., seq_idx=Segments.of(starts, parents))   # transformers hands `seq_idx` to these layers
 
 Gated delta nets and short convolutions read no attention mask: in a packed row, a sequence would continue its
-neighbour. Here each segment starts from the final state of the segment that it continues, or from none, so that common
-prefixes are computed once and their gradients add up. transformers' own layer does the computation; it takes and
-returns its state through a cache, as in generation.
+neighbour. Here each segment starts from the final state of its parent, or from none, so common prefixes are computed
+once and their gradients add up. transformers' own layer computes; its state goes through a cache, as in generation.
 
 Left out: ranks that split a row (`cp`) or the layers' heads (`tp`).
 """
@@ -37,9 +36,7 @@ class Mixing(Protocol):
 
 
 class LayerState:
-    """State of one layer for R rows, in the form of transformers' caches. Nothing is changed in place, so gradients
-    flow through it.
-    """
+    """State of one layer for R rows, like transformers' caches. Never changed in place, so gradients flow through."""
 
     record_past = True
     """Tells the layer to update its state through the methods below, for one token too"""
@@ -51,7 +48,7 @@ class LayerState:
 
     @classmethod
     def joined(cls, states: Sequence["RowState"]) -> "LayerState":
-        """Return the states of one row each as the state of all rows; an empty one of no state."""
+        """Join states of one row each; none gives an empty state."""
         columns = zip(*states, strict=True)
         return cls(*(None if column[0] is None else torch.cat(column) for column in columns))
 
@@ -62,7 +59,7 @@ class LayerState:
 
     @property
     def layers(self) -> "_Always":
-        """States by the number of the layer, which here is always this one."""
+        """States by layer number, always this one."""
         return _Always(self)
 
     def has_previous_state(self, layer: int = 0, state_idx: int = 0) -> bool:
@@ -70,7 +67,7 @@ class LayerState:
         return self.conv_states[0] is not None
 
     def update_conv_state(self, new: Tensor, layer: int, conv_kernel_size: int, state_idx: int = 0) -> Tensor:
-        """Return the inputs [R, channels, T] with those before them, and keep the last ones."""
+        """Prepend the kept inputs to [R, channels, T], and keep the last ones."""
         old = self.conv_states[0]
         full = new if old is None else torch.cat([old, new], -1)
         self.conv_states[0] = F.pad(full, (max(0, conv_kernel_size - full.shape[-1]), 0))[..., -conv_kernel_size:]
@@ -95,7 +92,7 @@ class _Always:
 RowState = tuple[Tensor | None, Tensor | None]
 """State of a layer for one row: of the convolution, and the recurrent one."""
 Call = Callable[[Tensor, LayerState | None], Tensor]
-"""A layer's forward: hidden states [R, T, H] and their state, which it replaces -> [R, T, H]"""
+"""A layer's forward: hidden states [R, T, H] and their state -> [R, T, H]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +106,7 @@ class _Part:
     parents: tuple[int, ...]
     """segment that each row continues; empty: none does"""
     fork: int
-    """segment whose final state others continue, -1 for none"""
+    """segment that others continue, -1 for none"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +117,7 @@ class Segments:
     order: Tensor
     """int64 [T]: index of each token of the row among the tokens of the parts"""
     keeps: bool
-    """True if a segment continues another"""
+    """True if a segment has a parent"""
 
     @classmethod
     def of(cls, starts: Tensor, parents: Tensor, device: torch.device) -> "Segments":

@@ -6,9 +6,9 @@
     with module.tower.showing(shown.index):              # a `Tower`, see `build.py`
         module(processor.model_ids(ids), position_ids=processor.positions(ids, pictures), **shown.pixels)
 
-Outside of the model a picture's tokens are negative ids (`types.pictures`). In the module's forward each of them is the
-model's placeholder token, and Hugging Face's own code puts a feature in its place. Which feature is this file's part:
-tokens may be fed in any order and number, and a placeholder that the model itself has sampled keeps its embedding.
+Outside of the model a picture's tokens are negative ids (`types.pictures`). In its forward each becomes the model's
+placeholder token, which Hugging Face's code replaces by a feature. This file chooses the feature: tokens may be fed in
+any order and number, and a placeholder that the model sampled keeps its embedding.
 """
 
 from array import array
@@ -32,13 +32,13 @@ from spmd_rl.base.errors import UserError, one_line
 from spmd_rl.types.pictures import picture_ids
 
 KEPT_BYTES = 2**28
-"""Bytes of prepared pixels that a process keeps."""
+"""Bytes of prepared pixels kept by a process."""
 BLANK = (28, 28)
-"""Size of the picture that a rank computes where it has none."""
+"""Size of the blank picture of a rank that has none."""
 FAKE, WHOLE = "<fake_token_around_image>", "<global-img>"
 """SmolVLM's tokens around a part of a picture, and before the picture as a whole."""
 Sample = tuple[Tensor, Sequence[bytes]]
-"""Token ids of a sample, int64 [T], and its pictures in the order of their ids."""
+"""A sample's token ids, int64 [T], and its pictures in order."""
 
 
 class Shown(NamedTuple):
@@ -47,12 +47,11 @@ class Shown(NamedTuple):
     pixels: dict[str, Tensor]
     """Keyword arguments of the forward: pixels of each picture once."""
     index: Tensor
-    """int64 [P]: for each placeholder of the row its feature among those of `pixels`; -1: the token's own embedding"""
+    """int64 [P]: feature of each placeholder among those of `pixels`; -1: the token's own embedding"""
 
 
 class Processor:
-    """The image processor of a model, which says what a picture becomes. `placeholder`: token id of a picture in the
-    model."""
+    """The image processor of a model. `placeholder`: token id of a picture in the model."""
 
     stacked = False
     """True if the module takes features as [P, 1, h], not as a tuple of [P, h]."""
@@ -69,11 +68,11 @@ class Processor:
         raise NotImplementedError
 
     def text_of(self, data: bytes, placeholder: str) -> str:
-        """Return the text that one placeholder of a chat template becomes; `count` of them are in it."""
+        """Return the text with `count` placeholders that one of a chat template becomes."""
         raise NotImplementedError
 
     def expand(self, text: str, placeholder: str, pictures: Sequence[bytes]) -> str:
-        """Return a text with one placeholder a picture as one with as many as each picture has ids."""
+        """Expand a text's one placeholder a picture to as many as the picture has ids."""
         pieces = text.split(placeholder)
         return pieces[0] + "".join(
             self.text_of(data, placeholder) + piece for data, piece in zip(pictures, pieces[1:], strict=True)
@@ -93,7 +92,7 @@ class Processor:
         return (ids < 0) | (ids == self.placeholder)
 
     def positions(self, ids: Tensor, pictures: Sequence[bytes]) -> Tensor:
-        """Return the position ids of a sample's tokens, int64 [axes, T], from its first token on."""
+        """Return the position ids of a sample's tokens, int64 [axes, T]."""
         return torch.arange(len(ids)).expand(self.axes, -1)
 
     def pixels(self, data: bytes) -> dict[str, Tensor]:
@@ -109,14 +108,14 @@ class Processor:
         return self._kept[key]
 
     def batch(self, pictures: Sequence[bytes]) -> dict[str, Tensor]:
-        """Return the forward's keyword arguments of several pictures, end to end."""
+        """Return the forward's keyword arguments of several pictures."""
         every = [self.pixels(data) for data in pictures]
         return {name: torch.cat([one[name] for one in every], self._dim) for name in every[0]}
 
     _dim = 0
 
     def shown(self, samples: Iterable[Sample]) -> Shown:
-        """Return the pictures of samples end to end, each picture once; a blank one if there is none.
+        """Return the pictures of samples, each once; a blank one if there is none.
 
         `index` is that of all placeholders of the samples. A sample may end inside of a picture.
         """
@@ -137,7 +136,7 @@ class Processor:
 
 
 class Grids(Processor):
-    """Pictures as one grid of tokens with positions of three axes (Qwen2-VL, Qwen2.5-VL, Qwen3-VL)."""
+    """Pictures as one grid of tokens with positions of three axes (Qwen-VL)."""
 
     axes = 3
 
@@ -232,9 +231,9 @@ class Features(NamedTuple):
     """Rows of the vision tower for the tokens of pictures."""
 
     rows: Tensor
-    """[R, h]: one row for each token of the pictures, end to end"""
+    """[R, h]: one row for each token of the pictures"""
     deep: tuple[Tensor, ...]
-    """Further rows, [R, h] each, which are added after the first layers (Qwen3-VL)"""
+    """Rows, [R, h] each, added after the first layers (Qwen3-VL)"""
 
     def select(self, index: Tensor) -> "Features":
         """Return the rows with these numbers; number R is the first row after the last."""
@@ -242,16 +241,16 @@ class Features(NamedTuple):
 
     @classmethod
     def joined(cls, several: Sequence["Features"]) -> "Features":
-        """Return the rows of several pictures end to end."""
+        """Join the rows of several pictures."""
         deep = [one.deep for one in several]
         return cls(torch.cat([one.rows for one in several]), tuple(map(torch.cat, zip(*deep, strict=True))))
 
 
 class Tower:
-    """The vision tower inside of a module, with a choice of the features that a forward sees.
+    """The vision tower inside a module.
 
-    Within `showing(index)` the module's forward takes pixels (`Shown.pixels`) and sees the features of the index.
-    `features` and `given` do it in two steps for an engine, which keeps the features.
+    Within `showing(index)` the module's forward takes `Shown.pixels` and sees the features of the index. `features` and
+    `given` do it in two steps for an engine, which keeps the features.
     """
 
     def __init__(self, module: nn.Module, folder: Path) -> None:

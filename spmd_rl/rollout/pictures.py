@@ -1,7 +1,7 @@
 """`PictureRollouts`: prompts become pictures on the ranks that train, and pictures get their scores.
 
-The pictures of a step are cut into micro-batches by their numbers alone, so that each is computed in the same way on
-any number of ranks. All noise follows from seeds of (step, prompt, picture). There is no state but the data's.
+Micro-batches follow from the pictures' numbers alone, so each is computed alike on any number of ranks. All noise
+follows from seeds of (step, prompt, picture). There is no state but the data's.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ FOLDER = "pictures"
 
 @dataclass(frozen=True)
 class PictureBatch:
-    """One micro-batch of pictures, with the trajectories that led to them."""
+    """One micro-batch of pictures and their trajectories."""
 
     number: int
-    """Number of the micro-batch in the step, over all ranks."""
+    """Number of the micro-batch in the step."""
     keys: list[tuple[int, int]]
     """Ticket and number of each picture."""
     prompts: list[Prompt]
@@ -52,7 +52,7 @@ class PictureBatch:
     images: Tensor
     """Pictures in 0..1, float32 [B, (F,) 3, H, W], on the CPU."""
     is_spare: bool = False
-    """True for a filler: a rank with fewer micro-batches repeats the first one with weight 0."""
+    """True for a filler: the first micro-batch again, with weight 0."""
     verdicts: list[Verdict] = field(default_factory=list)
 
 
@@ -65,9 +65,9 @@ class Gallery:
     trained: range
     """Sampling steps with noise."""
     drawn: list[PictureBatch]
-    """Micro-batches of this rank, equally many on every rank."""
+    """Micro-batches of this rank, equally many on all."""
     keys: list[tuple[int, int]]
-    """Ticket and number of every picture of the step that has a score, in order."""
+    """Ticket and number of each picture with a score, in order."""
     scores: list[float]
     num_pictures: int
 
@@ -81,7 +81,7 @@ class Gallery:
 
 
 class PictureRollouts:
-    """Source of pictures by the newest policy. Stateful: a checkpoint knows of which prompts it is."""
+    """Source of pictures by the newest policy. Stateful: a checkpoint has the prompts' position."""
 
     def __init__(
         self, cfg: RewardFlConfig, prompts: Prompts, flow: FlowModel, policy: Denoising, world: World, scorer: Scorer
@@ -259,7 +259,7 @@ class PictureRollouts:
 
 
 def png_of(image: Tensor) -> bytes:
-    """Return the PNG of a picture, float [3, H, W] in 0..1, or the animated one of a video, [F, 3, H, W]."""
+    """Return a picture, float [3, H, W] in 0..1, as PNG, a video, [F, 3, H, W], as an animated one."""
     frames = _pixels(image)
     return encode_png([frame.tobytes() for frame in frames], frames.shape[2], frames.shape[1])
 
@@ -280,7 +280,7 @@ def _pixels(image: Tensor) -> np.ndarray:
 
 
 def open_flow(cfg: RewardFlConfig, world: World) -> FlowModel:
-    """[all] Return the diffusion model; the embedded one is built first, if it is not there."""
+    """[all] Return the diffusion model; build the embedded one first."""
     folder, sizes = Path(cfg.policy.model), (cfg.pictures.height, cfg.pictures.width, cfg.pictures.frames)
     if cfg.policy.model == str(Path(DiffusionModelConfig.model).expanduser()) and world.local_rank == 0:
         build_tiny(folder)

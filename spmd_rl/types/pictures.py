@@ -2,9 +2,8 @@
 
     prompt_ids = text_ids + picture_ids(data, 64) + more_text_ids
 
-All code that compares token ids keeps pictures apart without a change: the engines' prefix caches, the prefix trees of
-training, a resumed rollout. A model gets its own placeholder token and the picture's features instead. A negative id
-that reached an embedding would be an error there, never a silent mistake.
+Code that compares token ids keeps pictures apart: prefix caches, prefix trees of training, a resumed rollout. A model
+gets its placeholder token and the picture's features instead; a negative id in an embedding would be an error.
 """
 
 from array import array
@@ -19,8 +18,7 @@ from spmd_rl.types.data import Message
 def picture_ids(data: bytes, count: int) -> array:
     """Return `count` negative token ids ('i') for the picture with these encoded bytes.
 
-    Each of them depends on all of the bytes, so different pictures differ in their first id already, except for one
-    pair in 2**31.
+    Each depends on all of the bytes, so different pictures differ in their first id, except for one pair in 2**31.
     """
     digest = array("I", shake_256(data).digest(4 * count))
     return array("i", (-1 - (word >> 1) for word in digest))

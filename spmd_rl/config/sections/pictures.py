@@ -43,13 +43,13 @@ class PicturesConfig:
     """Sampling of pictures: `pictures`."""
 
     prompts_per_step: int = 8
-    """Number of prompts of a training step."""
+    """Prompts of a training step."""
     per_prompt: int = 8
-    """Number of pictures of each prompt, which are compared with each other."""
+    """Pictures of each prompt, which are compared with each other."""
     per_microbatch: int = 16
-    """Number of pictures of one forward pass, the same ones when they are sampled and trained."""
+    """Pictures of one forward pass, in sampling and training."""
     steps: int = 10
-    """Number of sampling steps from noise to picture."""
+    """Sampling steps from noise to picture."""
     guidance: float = 1.0
     """Scale of classifier-free guidance, in sampling and in training; 1: none."""
     height: int | None = None
@@ -57,11 +57,11 @@ class PicturesConfig:
     width: int | None = None
     """Width in pixels; null: the model's own."""
     frames: int | None = None
-    """Number of frames of a video; null: the model's own."""
+    """Frames of a video; null: the model's own."""
     shift: float | None = None
     """Shift of the noise levels towards noise; null: the model's own."""
     saved: int = 8
-    """Number of pictures of a step or an evaluation that are written to `run.dir/pictures`."""
+    """Pictures of a step or an evaluation that are written to `run.dir/pictures`."""
 
     def __post_init__(self) -> None:
         at_least(self, prompts_per_step=1, per_prompt=1, per_microbatch=1, steps=2, guidance=1, saved=0)
@@ -74,13 +74,12 @@ class DifferentiableConfig:
     """A reward with a gradient, computed on the ranks' devices: `feedback.reward`."""
 
     target: str | None = None
-    """Function as `module:function` of pictures (float [B, 3, H, W] in 0..1, of a video [B, F, 3, H, W]) and their
-    prompts, which returns a reward for each, [B]."""
+    """`module:function` of pictures (float [B, 3, H, W] in 0..1, of a video [B, F, 3, H, W]) and prompts that returns
+    rewards [B]."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of each call."""
     frames: int | None = None
-    """Number of first frames of a video that are decoded for it in an update; null: all. The gradient of a decoder
-    needs some GB for each."""
+    """First frames of a video decoded for it in an update; null: all. A decoder's gradient needs some GB for each."""
 
     def __post_init__(self) -> None:
         at_least(self, frames=1)
@@ -95,18 +94,17 @@ class FeedbackConfig:
     (DiffusionNFT) learn from any score: docs/DIFFUSION.md."""
     reward: DifferentiableConfig = field(default_factory=DifferentiableConfig)
     last_steps: int = 2
-    """K of DRaFT-K: number of last sampling steps through which the gradient flows (`draft`)."""
+    """K of DRaFT-K (`draft`): last sampling steps through which the gradient flows."""
     from_step: int = 5
-    """First sampling step at which ReFL may stop and predict the picture (`refl`), counted from 0; it stops at a random
-    one from there on."""
+    """First sampling step, from 0, at which ReFL (`refl`) may stop and predict the picture, at random."""
     sde: str = "flow"
     """Noise of the sampling steps (`grpo`): `flow` as in Flow-GRPO, `constant` as in DanceGRPO."""
     noise: float = 0.7
     """Size of that noise."""
     window: int | None = None
-    """Number of sampling steps with noise, which are trained (`grpo`, MixGRPO); null: all but the last."""
+    """Sampling steps with noise, which are trained (`grpo`, MixGRPO); null: all but the last."""
     window_every: int | None = None
-    """Number of training steps after which the window moves; null: it stays at the first sampling steps."""
+    """Training steps after which the window moves; null: it stays at the first sampling steps."""
     same_noise: bool = False
     """Begin all pictures of a prompt from the same noise, as DanceGRPO does."""
     clip: float = 1e-4
@@ -122,7 +120,7 @@ class FeedbackConfig:
     beta: float = 1.0
     """Strength of the mirror at the old policy (`nft`)."""
     levels: int = 4
-    """Number of noise levels at which each picture is trained (`nft`), evenly spread over the sampling steps."""
+    """Noise levels at which each picture is trained (`nft`), spread over the sampling steps."""
 
     def __post_init__(self) -> None:
         one_of(self, loss=LOSSES, sde=NOISES, advantage=ADVANTAGES)
@@ -140,11 +138,11 @@ class PicturesEvalConfig:
     """Pictures of held-out prompts, by the ODE: `eval`."""
 
     every: int = 10
-    """Number of steps between evaluations, with one before the first step and one after the last too. 0: none."""
+    """Steps between evaluations; one is before the first step and one after the last. 0: none."""
     prompts: int = 16
-    """Largest number of held-out prompts, the first ones."""
+    """Largest number of held-out prompts."""
     per_prompt: int = 4
-    """Number of pictures of each, from the same noise each time."""
+    """Pictures of each, from the same noise each time."""
 
     def __post_init__(self) -> None:
         at_least(self, every=0, prompts=1, per_prompt=1)

@@ -30,7 +30,7 @@ class DenoiserConfig:
     hidden_size: int
 
     def get_text_config(self) -> "DenoiserConfig":
-        """Return itself, as a transformers configuration without a text model does."""
+        """Return itself, like a transformers configuration."""
         return self
 
 
@@ -49,8 +49,8 @@ class Denoiser(nn.Module):
         config: DenoiserConfig,
         boundary: float,
     ) -> None:
-        """Take the experts by folder, from high noise to low; names of their blocks' classes; and the noise level from
-        which on the first one computes."""
+        """Take the experts by folder, from high noise to low; their blocks' classes; and the first one's least noise
+        level."""
         super().__init__()
         self._no_split_modules, self.config = list(blocks), config
         self._call, self._boundary, self._names = call, boundary, list(experts)
@@ -68,14 +68,14 @@ class Denoiser(nn.Module):
         """Return None: there is no vocabulary."""
 
     def gradient_checkpointing_enable(self, settings: Mapping[str, Any]) -> None:
-        """Recompute each block in the backward pass, with these arguments of `torch.utils.checkpoint`."""
+        """Recompute each block in the backward pass, with arguments of `torch.utils.checkpoint`."""
         for module in self.modules():
             if type(module).__name__ in self._no_split_modules:
                 module.forward = partial(checkpoint, module.forward, **settings)
 
     @property
     def size(self) -> ModelSize:
-        """Counts of its weights; those of a vocabulary and of a cache are 0."""
+        """Counts of its weights; vocabulary and cache are 0."""
         count = sum(p.numel() for p in self.parameters())
         return ModelSize(parameters=count, read=count, per_token=count, head=0, kv=0, attention=0)
 
@@ -100,7 +100,7 @@ class FlowModel(Protocol):
         ...
 
     def encoding(self, device: torch.device, dtype: torch.dtype) -> OnDevice:
-        """Return a context with the text encoders on the device."""
+        """Return a context with text encoders on the device."""
         ...
 
     def encode(self, prompts: Sequence[str], device: torch.device, dtype: torch.dtype) -> Given:
@@ -126,7 +126,7 @@ class FlowModel(Protocol):
 
 @contextmanager
 def on_device(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Hold frozen modules on the device inside this context, and on the host outside."""
+    """Hold frozen modules on the device inside."""
     for module in modules:
         module.to(device)
     yield

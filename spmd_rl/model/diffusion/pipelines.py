@@ -38,11 +38,10 @@ class DiffusersModel(ABC):
     vae_class: type
     latent_shape: tuple[int, ...]
     pipeline: Any
-    """Pipeline with tokenizers and text encoders alone; None before it is needed."""
+    """Pipeline with tokenizers and text encoders alone"""
 
     def __init__(self, folder: Path, sizes: Sizes) -> None:
-        """Read the configuration files. UserError if one is missing or another size than the model can draw is
-        asked for."""
+        """Read the configuration files. UserError if one is missing or a size cannot be drawn."""
         self.folder, self.pipeline = folder, None
         self.index = _json(folder / "model_index.json")
         self.names = [name for name in ("transformer", "transformer_2") if (folder / name).is_dir()]
@@ -72,7 +71,7 @@ class DiffusersModel(ABC):
         """Return decoded pictures in -1..1."""
 
     def build(self, dtype: torch.dtype) -> Denoiser:
-        """Return the denoiser without weights, see `FlowModel`."""
+        """See `FlowModel`."""
         with parameters_on_meta():
             experts = {name: self.transformer.from_config(config).to(dtype) for name, config in self.configs.items()}
         first = self.configs["transformer"]
@@ -81,7 +80,7 @@ class DiffusersModel(ABC):
         return Denoiser(experts, self.transformer._no_split_modules, self.call, facts, boundary).eval()
 
     def files(self) -> WeightFiles:
-        """Return the stored weights of the denoiser, see `FlowModel`."""
+        """See `FlowModel`."""
         return WeightFiles(self.folder, self.stem, self.names)
 
     def encoding(self, device: torch.device, dtype: torch.dtype) -> OnDevice:
@@ -202,7 +201,7 @@ class Wan(DiffusersModel):
 
 
 class PlannedTokens:
-    """A tokenizer of a plan, without a vocabulary: all prompts have the same tokens."""
+    """A plan's tokenizer: all prompts have the same tokens."""
 
     model_max_length = 77
 

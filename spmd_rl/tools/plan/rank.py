@@ -146,7 +146,7 @@ class Trace:
 
     @classmethod
     def of(cls, tracer: "Tracer", policy: Any, config: Any, microbatches: int, longest: int = 0) -> "Trace":
-        """Return the plan that a tracer has found. config, microbatches, longest: see the fields."""
+        """Return a tracer's plan. config, microbatches, longest: see the fields."""
         places = {axis: policy.layout.rank(axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
         rank, held = tracer.world.rank, tracer.held()
         return cls(rank, places, held, tracer.phases, policy.size, config, microbatches, longest)
@@ -179,7 +179,7 @@ class Tracer:
     """One planned rank, whose roles' work is faked and counted phase by phase."""
 
     def __init__(self, offload: bool, world: PlannedWorld, memory: MemoryTracker, fake: FakeDeviceMode) -> None:
-        """Keep the planned objects. offload: weights and moments leave the device while they are unused."""
+        """offload: weights and moments leave the device while unused."""
         self._offload, self.world, self.memory, self._fake = offload, world, memory, fake
         self._models: dict[str, nn.Module] = {}
         self.phases: dict[str, list[Phase]] = {}
@@ -191,7 +191,7 @@ class Tracer:
         self._fake.meeting = meeting
 
     def add(self, name: str, model: nn.Module, role: Any) -> None:
-        """Take a role that was built of a model on the meta device, and tag its tensors."""
+        """Take a role built of a model on the meta device; tag its tensors."""
         self._models[name], self.roles[name] = model, role
         self.memory.tag(f"{name} {WEIGHTS}", model.parameters())
         moments = role.model.state_dict().get("optimizer", {})
@@ -231,7 +231,7 @@ class Tracer:
         self.phases.setdefault(phase, []).append(found)
 
     def _peak(self, phase: str, name: str, window: str) -> Peak:
-        """Return the peak of a window; with offload, without weights that are off the device."""
+        """Return a window's peak; with offload, without weights off the device."""
         if not self._offload:
             return self.memory.peak(self.memory.span(window))
         off = [f"{other} {what}" for other in self.roles for what in (WEIGHTS, OPTIMIZER) if other != name]
@@ -244,7 +244,7 @@ class Tracer:
 
 @contextmanager
 def tracer(train: TrainConfig, plan: PlanConfig, rank: int, size: int) -> Iterator[Tracer]:
-    """Yield the tracer of rank `rank` of `size`; inside, the tensors of its device are fake."""
+    """Yield the tracer of rank `rank` of `size`; inside, its device's tensors are fake."""
     with ExitStack() as stack:
         world = stack.enter_context(planned_world(rank, size))
         stack.enter_context(cpu_as(plan.device) if plan.device != "cpu" else nullcontext())
@@ -263,7 +263,6 @@ class _Trace:
         self._roles, self._run = tracer.roles, tracer.run
 
     def traced(self) -> Trace:
-        """Return the plan of this rank."""
         cfg = self._cfg
         for role in (role for role in cfg.roles if not role.is_base_of(cfg.roles[0])):
             if not backend(role.train.name).has_plan:
@@ -320,7 +319,7 @@ class _Trace:
 
 
 def without_weights(model: nn.Module) -> Stored:
-    """Return a model on the meta device as one that is read, of which nothing is read."""
+    """Return a model on the meta device as a stored one of which nothing is read."""
     return Stored(model, lambda *_, **__: None, lambda: 0)
 
 

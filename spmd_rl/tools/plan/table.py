@@ -37,7 +37,7 @@ class TableRow:
 
 
 def rows(found: Trace, engine: EngineBytes, sleeps: bool) -> list[TableRow]:
-    """Return the phases of a training rank's step in order, each with the memory at its peak."""
+    """Return a trainer rank's phases in order, with peak memory."""
     made = []
     for phase in ("publish", GENERATE, "prepare", "update", SAVE):
         parts = [_columns(part) for part in found.phases.get(phase, ())]
@@ -100,7 +100,7 @@ def show_map(console: Console, cfg: RlConfig, placement: Placement, found: Seque
 
 
 def show_axes(console: Console, train: TrainConfig, ranks: Sequence[int], found: Trace, who: str = "") -> None:
-    """Print the training ranks along each axis. who: text on them, if they are not all."""
+    """Print trainer ranks along each axis. who: text on them, if not all ranks train."""
     sizes = LayoutSizes.of("train", len(ranks), **train.axes)
     used = {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "cp": sizes.cp}
     used |= {"tp": sizes.tp}
