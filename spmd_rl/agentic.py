@@ -11,7 +11,7 @@ from spmd_rl.config import AgenticConfig, main
 
 
 def run(cfg: AgenticConfig) -> None:
-    """Train until step `cfg.steps`, from the newest checkpoint if any."""
+    """Train from the newest checkpoint, if any, until the last step or a signal."""
     from spmd_rl.data import EnvTasks
     from spmd_rl.job import Job
     from spmd_rl.learn import Evaluation, Imitation, Learner, sample_log
@@ -31,7 +31,7 @@ def run(cfg: AgenticConfig) -> None:
         imitation = Imitation.of(cfg, place.roles.policy)
         learner = Learner(cfg, place.roles)
         evaluate = Evaluation.of(cfg)
-        saver, start = job.restore(place, rollouts=rollouts, learner=learner)  # [all] and publish
+        saver, start = job.restore(place, rollouts=rollouts, learner=learner)  # [train] and publish
         if start == 0:
             with track.step(0):
                 track.add(evaluate(rollouts, world, 0, track.log_eval))  # [train]

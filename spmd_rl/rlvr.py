@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m spmd_rl.rlvr +experiment=demo rollout.temperature=0.9
     python -m spmd_rl.rlvr +experiment=demo debug=true
 
-Marked lines are collectives: every rank must execute an [all] line, every trainer rank a [train] line. Only trainer
+Marked lines are collectives: every rank must reach an [all] line, every trainer rank a [train] line. Only trainer
 ranks go on after `place.generate`, inside which generator ranks do their part. Never put a marked line behind a
 condition that may differ between its ranks.
 """
@@ -12,7 +12,7 @@ from spmd_rl.config import RlvrConfig, main
 
 
 def run(cfg: RlvrConfig) -> None:
-    """Train until step `cfg.steps`, from the newest checkpoint if any."""
+    """Train from the newest checkpoint, if any, until the last step or a signal."""
     from spmd_rl import sidecar
     from spmd_rl.data import Prompts
 
@@ -27,14 +27,14 @@ def run(cfg: RlvrConfig) -> None:
     rows = {"data.train": prompts.train, "data.eval": prompts.eval}
     with Job.open(cfg, rows, prompts, cfg.data.chat_template_kwargs) as job:  # [all]
         place = place_ranks(job)  # [all] who trains and who generates: `placement.mode`
-        # Such a rank works for the trainer ranks until the run is over: it generates, or holds a reference or teacher.
+        # A rank that only generates or holds a frozen role; every rank, if the run is over.
         if place.generate:
             place.generate()
             return
         rollouts, publish, world, track = place.rollouts, place.publish, place.world, job.track
         learner = Learner(cfg, place.roles, job.tokenizer.render)
         evaluate = Evaluation.of(cfg)
-        saver, start = job.restore(place, rollouts=rollouts, learner=learner)  # [all] and publish
+        saver, start = job.restore(place, rollouts=rollouts, learner=learner)  # [train] and publish
         if start == 0:
             with track.step(0):
                 track.add(evaluate(rollouts, world, 0, track.log_eval))  # [train]

@@ -47,11 +47,11 @@ class Sleeper(Protocol):
     """An engine's memory on a shared device."""
 
     def awake(self) -> AbstractContextManager[None]:
-        """Keep weights and KV cache on the device inside; outside they may be offloaded. Nests."""
+        """Give the engine its device memory inside; outside it may be offloaded. Nests."""
         ...
 
     def sleep(self) -> None:
-        """Free the device's memory until the next `load`."""
+        """Free what `awake` leaves on the device."""
         ...
 
 

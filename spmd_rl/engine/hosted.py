@@ -29,7 +29,7 @@ class HostedEngine(Engine):
         text_of: TextOf,
         slot: GivenAdapters | None = None,
     ) -> None:
-        """shapes: weights that `load` must bring, by Hugging Face name. sleeps: free memory, see `awake`. slot: with
+        """shapes: weights that `load` must bring, by Hugging Face name. sleeps: free memory, see `sleep`. slot: with
         it, `load` may bring adapters alone after the first."""
         self.capacity, self.shapes, self.slot = capacity, shapes, slot
         self._sleeps, self.text_of = sleeps, text_of

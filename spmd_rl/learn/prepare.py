@@ -28,7 +28,7 @@ class Plan:
 
     step: int
     keys: np.ndarray
-    """int64 [n, 2]: (ticket, answer)"""
+    """int64 [n, 2]: (ticket, number of the sample)"""
     units: np.ndarray
     """int64 [n]: see `Batch.units`"""
     lengths: np.ndarray
@@ -40,7 +40,7 @@ class Plan:
     trajectories: np.ndarray
     """int64 [n]: equal numbers mark an answer's segments"""
     src_rank: np.ndarray
-    """int64 [n]: generator rank"""
+    """int64 [n]: rank that holds the sample"""
     data_rank: np.ndarray
     """int64 [n]: data shard of the policy"""
     num_runs: np.ndarray
@@ -74,7 +74,7 @@ class Plan:
         return len(np.unique(self.trajectories))
 
     def metrics(self) -> dict[str, float]:
-        """Return the balance of work, and the share of samples left out."""
+        """Return the balance of work, and the share of answers left out."""
         return {"actor/balance": self.balance, "actor/left_out": self.left_out}
 
     def samples_of(self, groups: Iterable[Group], rank: int) -> list[Sample]:
@@ -143,7 +143,7 @@ def plan(step: int, data: StepTable, shares: Shares, aggregate: Callable[[Tensor
     bounds_in = partial(np.searchsorted, v=np.arange(shares.num_updates + 1))
     for begin, end in pairwise(bounds_in(minibatches).tolist()):
         weights[begin:end] *= aggregate(data.lengths[trains][begin:end])
-        # 1 / tokens of right answers; divided below by the weight that the backend will multiply with.
+        # 1 / tokens of right answers; divided below by the weight that the loss is multiplied with.
         right[begin:end] /= (right[begin:end] @ data.lengths[trains][begin:end].double()).clamp(min=1)
     kept = trains[data.owners]
     samples, owners = data.samples[kept], (trains.cumsum() - 1)[data.owners[kept]]

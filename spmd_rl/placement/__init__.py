@@ -3,7 +3,7 @@
 | `placement.` | who trains | who generates | when |
 |---|---|---|---|
 | `mode=colocated` | all ranks | all ranks | in turns |
-| `mode=overlapped` | all ranks | all ranks | in turns; step n + 1 begins before update n, while verdicts are awaited |
+| `mode=overlapped` | all ranks | all ranks | in turns; step n + 1 begins before update n |
 | `mode=split` | some ranks | the others | at the same time |
 | `mode=lent` | some ranks | all ranks | at the same time; training ranks also generate between updates |
 | any, with `rollout.replay=RUN` | all ranks | none: another run did | before |
@@ -30,7 +30,7 @@ PLACEMENTS = {place.__name__: place for place in (colocated, overlapped, split, 
 
 
 def place_ranks(job: Job) -> Place:
-    """[all] Return this rank's work: to train, or to generate; nothing once the run is over."""
+    """[all] Return this rank's work: train, generate, or hold a frozen role; nothing if the run is over."""
     cfg, settings = job.cfg, job.cfg.generation.rollout
     if job.is_over:
         return Place(generate=lambda: None)

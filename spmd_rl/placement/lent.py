@@ -1,4 +1,4 @@
-"""`placement.mode=lent`: as `split`, but trainer ranks also generate, between an update and their next step.
+"""`placement.mode=lent`: as `split`, but trainer ranks also generate while they wait for a step.
 
 ROLL calls this partial overlap. Such a rank generates for the step that it will train on, until the step's end; its
 unfinished slices then continue on generator ranks.

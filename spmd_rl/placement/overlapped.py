@@ -1,5 +1,5 @@
-"""`placement.mode=overlapped`: as `colocated`, but step n + 1 is generated before update n, and its verdicts arrive
-during that update."""
+"""`placement.mode=overlapped`: as `colocated`, but step n + 1 begins before update n, until it waits for
+verdicts or environments, which arrive during that update."""
 
 from contextlib import AbstractContextManager
 

@@ -2,13 +2,13 @@
 
 Every replica has a `Coordinator` over the shared store. The rules are functions of these keys:
 
-claimed             counter: slices handed out
-    rejected            counter: resolved tickets that do not qualify (each lets one more start)
-    slices/<position>   counter: scored slices of a ticket that has several
+    claimed                counter: slices handed out
+    rejected               counter: resolved tickets that do not qualify (each lets one more start)
+    slices/<position>      counter: scored slices of the ticket at this position of the step, if it has several
     slices/<position>/<n>  their answers
-    end                 written at the step's end: the tickets it uses
-    left/<number>       slices of a replica that go on after the step (`placement.mode=split` and `lent`)
-    joined              counter: lent replicas in this step
+    end                    written at the step's end: which positions it consumes
+    left/<number>          slices of a replica that go on after the step (`placement.mode=split` and `lent`)
+    joined                 counter: lent replicas in this step
 
 Store operations per ticket do not grow with the number of replicas, and all replicas together poll `POLLS_PER_SECOND`
 times a second. `bench.virtual.simulate` drives this code on a virtual clock.
@@ -100,11 +100,11 @@ class Coordinator:
         return [self._store.get(self._key(f"{key}/{n}")) for n in range(self.plan.slices)]
 
     def resolve(self, position: int, qualifies: bool) -> None:
-        """Record that all verdicts of this ticket are in."""
+        """Record that all verdicts of the ticket at `position` are in."""
         raise NotImplementedError
 
     def used(self) -> set[int]:
-        """Return the positions that an ended step uses; equal on all replicas."""
+        """Return the positions that an ended step consumes, rejected ones too; equal on all replicas."""
         raise NotImplementedError
 
     def used_tickets(self) -> list[int]:

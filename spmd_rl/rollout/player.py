@@ -113,7 +113,7 @@ class Player:
         self.running: dict[GroupSlice, Samples] = {}
         """Unfinished slices that started here."""
         self.left: dict[GroupSlice, Begun] = {}
-        """Slices that a lent replica hands over."""
+        """Slices cancelled at the last step's end; a lent replica hands them over."""
         self._transcripts: dict[GroupSlice, dict[int, Transcript]] = {}
         self._prompts, self._tokenizer, self._environments = prompts, services.tokenizer, services.environments
         self._scorer = ExpectedVerdicts(services.scorer, settings.reward, world.journal)

@@ -75,7 +75,7 @@ class StepPlan:
     """Slices of each ticket."""
     accept: str = "in_order"
     carried: frozenset[GroupSlice] = frozenset()
-    """Unfinished slices of an earlier step."""
+    """Slices of an earlier step that it did not use."""
     order: tuple[int, ...] = ()
     """Initial positions in the order of claims; empty: ascending."""
 

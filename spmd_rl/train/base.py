@@ -60,7 +60,7 @@ class Role(Protocol):
     """Factor on the schedule's learning rate, usually 1"""
 
     def awake(self) -> AbstractContextManager[None]:
-        """Hold weights (in `update` also optimizer state) on the device inside; outside they may be offloaded."""
+        """Hold weights on the device inside (in `update`, `save` and `load` optimizer state too); outside, perhaps not."""
         ...
 
     def packing_fingerprint(self, batch: Batch) -> Tensor:

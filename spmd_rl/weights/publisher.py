@@ -2,7 +2,7 @@
 
 Every rank with an engine checks that each name came once, with equal bytes on all ranks and in the engine, if stored as
 given (not fused, transposed or quantized); and that the engine's logprobs are the trainer's. Faults are gathered, so
-that all ranks raise together.
+that ranks raise together.
 """
 
 import time
@@ -52,9 +52,9 @@ class Publisher:
         return not self._probed_once or (self._probe_every > 0 and version % self._probe_every == 0)
 
     def __call__(self, version: int) -> Metrics:
-        """[all] Publish; later tokens are of `version`. RunFailed, on all ranks, if anything differs.
+        """[all] Publish; later tokens are of `version`. RunFailed: of weights on all ranks, of logprobs on trainers.
 
-        Returns metrics of the slowest rank: `publish/bytes`, `publish/seconds` with its parts `publish/gather_seconds`
+        Returns the maximum over ranks of `publish/bytes`, `publish/seconds` with its parts `publish/gather_seconds`
         (trainer), `publish/copy_seconds` (engine's loader, broadcasts), `publish/hash_seconds` and
         `publish/probe_seconds`; if probed, `publish/probe_abs_diff`, the largest mean absolute difference of an
         engine's logprobs, in nats.
@@ -70,9 +70,8 @@ class Publisher:
                 check_digests(everyone, version, fault, stream.digest())  # [all]
                 clock.append(time.perf_counter())
                 answers, fault = probe.ask(engine, version) if probed and engine else ([], "")
-            # The engine's memory is free again before `_judge` loads the trainer's weights. The peak is in `_send`,
-            # with both on the device, and the KV cache of the native engine; vLLM allocates its own at the first
-            # request.
+            # The KV cache is free again before `_judge` loads the trainer's weights; the native engine's weights are
+            # too, others' stay until `sleep`.
             if probed:
                 of_ranks = gather_or_raise(everyone, PROBE, version, fault, answers, list[probe.Answer])  # [all]
                 limit = max(self._limit, probe.LIMITS[stream.dtype])

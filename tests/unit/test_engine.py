@@ -367,7 +367,7 @@ def test_offload_frees_the_cache_and_keeps_the_weights(make):
 def test_build_by_name(path):
     cfg = RlvrConfig()
     cfg.policy = replace(cfg.policy, model=str(path), dtype="float32")
-    world = type("World", (), {"device": torch.device("cpu")})()
+    world = type("World", (), {"device": torch.device("cpu"), "rank": 0})()
     built = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
     assert built.capacity.max_running == 64 and built.capacity.max_tokens == 512
     with pytest.raises(UserError, match="'vlm'; known: native"):

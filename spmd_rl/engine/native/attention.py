@@ -2,8 +2,8 @@
 
 Registered with transformers under `ATTENTION`; for a name without a mask function models build no mask. Every layer
 gets the batch as `kv=`: some tokens of each request, the rest of a prompt or the last sampled token, each of which
-attends to its request's tokens up to itself. The kernel computes the same sums for any batch, so that in float32 on a
-CPU (with `MKL_CBWR`, see `spmd_rl/__init__.py`) a token's bits depend only on these.
+attends to its request's tokens up to itself. The kernel computes the same sums for any batch. Matrix products do so in
+float32 on a CPU (with `MKL_CBWR`, see `spmd_rl/__init__.py`) for most sizes of matrices, not for all.
 
 Left out: sliding windows (`module.py` refuses them), soft caps and sinks (refused at the first forward).
 """

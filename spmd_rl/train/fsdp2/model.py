@@ -204,7 +204,7 @@ class FSDP2Model(ABC):
 
         def backward(step: Step) -> None:
             stage.begin(step)
-            # Between nodes, not for each micro-batch.
+            # Copies of the model sum once an update.
             shard.sum_over_copies(self.module, now=step.microbatch == loop.count - 1)
             stage.backward()
 
@@ -213,7 +213,7 @@ class FSDP2Model(ABC):
         with self._adapters.hidden(loop.args.is_base):
             walk(loop, self._layout, steps, forward, backward, self._around)
         if loop.is_trained or not self._keep_gathered:
-            # Gathered copies are about to become stale.
+            # After training gathered copies are stale; else they would only take memory.
             shard.reshard(self.module)
         with self._world.collective(f"{loop.name}: sends"):  # [all]
             stage.finish()
