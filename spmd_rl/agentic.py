@@ -11,7 +11,7 @@ from spmd_rl.config import AgenticConfig, main
 
 
 def run(cfg: AgenticConfig) -> None:
-    """Train from the newest checkpoint, if any, until the last step or a signal."""
+    """Train from the newest checkpoint to the last step or a signal."""
     from spmd_rl.data import EnvTasks
     from spmd_rl.job import Job
     from spmd_rl.learn import Evaluation, Imitation, Learner, sample_log

@@ -12,7 +12,7 @@ from spmd_rl.config import RlvrConfig, main
 
 
 def run(cfg: RlvrConfig) -> None:
-    """Train from the newest checkpoint, if any, until the last step or a signal."""
+    """Train from the newest checkpoint to the last step or a signal."""
     from spmd_rl import sidecar
     from spmd_rl.data import Prompts
 

@@ -32,7 +32,7 @@ FLAT_STEPS = 5
 
 
 class Learner:
-    """One step of learning. State: the factor of the KL coefficients, moments of scores, and counts of steps without advantage or
+    """One step of learning. State: factor of KL coefficients, moments of scores, counts of steps without advantages or
     samples.
     """
 
@@ -183,7 +183,7 @@ class Learner:
             tell(f"warning: step {plan.step}: {line}")
 
     def update(self, batches: list[Batch]) -> Metrics:
-        """[all] Run one optimizer step per role, mini-batch and epoch, of the policy after `critic_warmup`; none without samples."""
+        """[all] Run one optimizer step per role, mini-batch and epoch; of the policy after `critic_warmup`."""
         assert self.plan is not None
         metrics: Metrics = {}
         with self._world.phase("update"):

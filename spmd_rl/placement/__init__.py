@@ -30,7 +30,7 @@ PLACEMENTS = {place.__name__: place for place in (colocated, overlapped, split, 
 
 
 def place_ranks(job: Job) -> Place:
-    """[all] Return this rank's work: train, generate, or hold a frozen role; nothing if the run is over."""
+    """[all] Return this rank's work: train, generate or hold a frozen role."""
     cfg, settings = job.cfg, job.cfg.generation.rollout
     if job.is_over:
         return Place(generate=lambda: None)

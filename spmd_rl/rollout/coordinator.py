@@ -7,7 +7,7 @@ Every replica has a `Coordinator` over the shared store. The rules are functions
     slices/<position>      counter: scored slices of the ticket at this position of the step, if it has several
     slices/<position>/<n>  their answers
     end                    written at the step's end: which positions it consumes
-    left/<number>          slices of a replica that go on after the step (`placement.mode=split` and `lent`)
+    left/<number>          slices of a replica that go on after the step
     joined                 counter: lent replicas in this step
 
 Store operations per ticket do not grow with the number of replicas, and all replicas together poll `POLLS_PER_SECOND`
@@ -104,7 +104,7 @@ class Coordinator:
         raise NotImplementedError
 
     def used(self) -> set[int]:
-        """Return the positions that an ended step consumes, rejected ones too; equal on all replicas."""
+        """Return the positions that an ended step consumes, with rejected ones."""
         raise NotImplementedError
 
     def used_tickets(self) -> list[int]:

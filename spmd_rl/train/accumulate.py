@@ -136,7 +136,7 @@ class BaseRole:
 
     def _of_block(self, sums: dict[str, float]) -> dict[str, float]:
         """[all] Return a data shard's sums on one rank of its last stage, zeros on the block's others."""
-        # So a sum over all ranks counts each shard once. Only the last stage computes the loss, and so knows the names of its metrics.
+        # So a sum over all ranks counts each shard once. Only the last stage knows the names of the loss's metrics.
         if self.layout.size("pp") > 1:
             src = self._world.size - 1
             names = self._world.broadcast("update: names of averages", sorted(sums), src)  # [all]
@@ -329,7 +329,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 def learning_rate(update: int, *, peak: float, schedule: str, warmup: int, total: int) -> float:
     """Return the learning rate of update `update` (from 0) of `total`.
 
-    It rises linearly from `peak / warmup` to `peak` at update `warmup` - 1; `linear` and `cosine` then fall to 0 after the last.
+    It rises from `peak / warmup` to `peak` at update `warmup` - 1; `linear` and `cosine` then fall to 0 after the last.
     """
     if update < warmup:
         return peak * (update + 1) / warmup

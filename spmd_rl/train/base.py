@@ -60,7 +60,7 @@ class Role(Protocol):
     """Factor on the schedule's learning rate, usually 1"""
 
     def awake(self) -> AbstractContextManager[None]:
-        """Hold weights on the device inside (in `update`, `save` and `load` optimizer state too); outside, perhaps not."""
+        """Hold weights on the device inside, in `update`, `save` and `load` optimizer state too."""
         ...
 
     def packing_fingerprint(self, batch: Batch) -> Tensor:

@@ -52,7 +52,7 @@ class Publisher:
         return not self._probed_once or (self._probe_every > 0 and version % self._probe_every == 0)
 
     def __call__(self, version: int) -> Metrics:
-        """[all] Publish; later tokens are of `version`. RunFailed: of weights on all ranks, of logprobs on trainers.
+        """[all] Publish; later tokens are of `version`. RunFailed: for weights on all ranks, for logprobs on trainers.
 
         Returns the maximum over ranks of `publish/bytes`, `publish/seconds` with its parts `publish/gather_seconds`
         (trainer), `publish/copy_seconds` (engine's loader, broadcasts), `publish/hash_seconds` and
