@@ -43,7 +43,7 @@ TYPES = {
         "structured_output_manager": GRAMMARS, "scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
         "batch_queue": NOTHING, "step": NOTHING, "step_fn": NOTHING, "pause_scheduler": NOTHING,
     },
-    "vllm.v1.core.sched.scheduler:Scheduler": {"make_spec_decoding_stats": NOTHING},
+    "vllm.v1.core.sched.scheduler:Scheduler": {"make_spec_decoding_stats": NOTHING, "has_finished_requests": NOTHING},
     "vllm.v1.sample.rejection_sampler": {"expand_batch_to_tokens": NOTHING},
     GRAMMARS: {"backend": NOTHING},
     "vllm.v1.engine.input_processor:InputProcessor": {"structured_outputs_config": NOTHING},

@@ -29,9 +29,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 def turn_of(world: World) -> Turn:
     """Return this rank's turn among the writers."""
     # After one rank of each node comes a second one, so that all nodes write.
-    nodes, rest = divmod(world.size, world.local_size)
-    turn = world.rank if rest else world.rank % world.local_size * nodes + world.rank // world.local_size
-    return turn, world.size
+    order = sorted(range(world.size), key=lambda rank: (world.nodes[:rank].count(world.nodes[rank]), rank))
+    return order.index(world.rank), world.size
 
 
 class HfExport:

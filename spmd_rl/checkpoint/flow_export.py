@@ -32,13 +32,24 @@ class FlowExport:
         with world.collective("export: weights", "copy"):
             if flow.stem == "model":
                 return write_hf(self._policy.weights(), flow.folder, path, turn, world.progress)
-            for name, own in self._by_expert(self._policy.weights()):
-                files += write_hf(own, flow.folder / name, path / name, turn, world.progress, stem=flow.stem)
-            for name, own in self._by_expert(self._policy.weights("alone") if self._has_adapters else ()):
-                # The prefix is of the pipeline's attribute into which it is loaded, for both experts.
-                prefixed = ((f"transformer.{key}", tensor) for key, tensor in own)
-                files += write_hf(prefixed, None, path / "lora" / name, turn, world.progress, stem=ADAPTERS)
+            error: OSError | None = None
+            for weights, source, target, stem in self._directories(path):
+                try:
+                    files += write_hf(weights, source, target, turn, world.progress, stem=stem)
+                # A full disk does not stop the iteration: other ranks take part in it.
+                except OSError as failed:
+                    error = failed
+        if error is not None:
+            raise error
         return files
+
+    def _directories(self, path: Path) -> Iterator[tuple[Iterable[tuple[str, Tensor]], Path | None, Path, str]]:
+        flow = self._flow
+        for name, own in self._by_expert(self._policy.weights()):
+            yield own, flow.folder / name, path / name, flow.stem
+        for name, own in self._by_expert(self._policy.weights("alone") if self._has_adapters else ()):
+            # The prefix is of the pipeline's attribute into which it is loaded, for both experts.
+            yield ((f"transformer.{key}", tensor) for key, tensor in own), None, path / "lora" / name, ADAPTERS
 
     @staticmethod
     def _by_expert(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:

@@ -131,12 +131,22 @@ def _join(me: Membership) -> Rendezvous:
     dist.init_process_group(backend, store=store, rank=me.rank, world_size=me.size, timeout=FOREVER)
     if me.size == 1:
         return Rendezvous(store, nonce, None)
-    # torchrun numbers the ranks of a node consecutively.
-    first = torch.tensor([me.rank - me.local_rank])
-    found = [torch.empty_like(first) for _ in range(me.size)]
-    dist.all_gather(found, first)
-    nodes = tuple(torch.cat(found).tolist())
+    own = torch.tensor([me.rank - me.local_rank, me.local_size])
+    found = [torch.empty_like(own) for _ in range(me.size)]
+    dist.all_gather(found, own)
+    nodes = nodes_of(torch.stack(found).tolist())
     return Rendezvous(store, nonce, form_host_groups("host", range(me.size), nodes), nodes)
+
+
+def nodes_of(said: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the first rank of each rank's node. said: by rank, that number if ranks count node by node, and the node's
+    ranks."""
+    first = [begin for begin, _ in said]
+    blocks = {begin: [rank for rank in range(len(said)) if first[rank] == begin] for begin in first}
+    # torchrun counts node by node. Other launchers may not: then no rank is known to share another one's memory.
+    if all(blocks[begin] == [*range(begin, begin + size)] for begin, size in said):
+        return tuple(first)
+    return tuple(range(len(said)))
 
 
 def form_host_groups(name: str, ranks: Sequence[int], nodes: Sequence[int]) -> HostGroups:

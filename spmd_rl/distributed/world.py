@@ -64,6 +64,8 @@ class World(Collectives):
         self.rank, self.size = self.ranks.index(me.rank), len(self.ranks)
         self.local_rank, self.local_size = me.local_rank, me.local_size
         """Index on this machine, and number of the job's ranks there"""
+        self.nodes = [(rendezvous.nodes or range(me.size))[rank] for rank in self.ranks]
+        """Job's first rank on each rank's machine"""
         self.device = me.device
         self.store = dist.PrefixStore(f"world/{subset.name}", rendezvous.store)
         """Keys of this start, for the main thread; others take a `clone_store()`"""

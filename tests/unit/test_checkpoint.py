@@ -23,6 +23,7 @@ from spmd_rl.checkpoint.export import ALONE, turn_of, write_hf
 from spmd_rl.checkpoint.manifest import Manifest, TornCheckpoint
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World, solo
+from spmd_rl.distributed.membership import nodes_of
 from spmd_rl.train.state import SavedState, Shard, TensorSpec, read_state, staged, write_safetensors, write_state
 
 FILE = "policy/00000.safetensors"
@@ -510,10 +511,25 @@ def test_export_is_sharded_and_complete(tmp_path: Path) -> None:
 
 
 def test_files_of_an_export_go_to_all_nodes_before_a_second_rank_of_one_writes() -> None:
-    ranks = [SimpleNamespace(rank=rank, size=12, local_size=4) for rank in range(12)]
-    assert sorted(range(12), key=lambda rank: turn_of(ranks[rank])) == [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]
-    uneven = [turn_of(SimpleNamespace(rank=rank, size=5, local_size=4)) for rank in range(5)]
-    assert uneven == [(turn, 5) for turn in range(5)]
+    def in_turn(nodes: list[int]) -> list[int]:
+        size = len(nodes)
+        return sorted(range(size), key=lambda rank: turn_of(SimpleNamespace(rank=rank, size=size, nodes=nodes)))
+
+    assert in_turn([0] * 4 + [4] * 4 + [8] * 4) == [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]
+    assert in_turn([0, 0, 2, 3]) == [0, 2, 3, 1]
+    assert in_turn([0, 0, 0, 0, 4, 4]) == [0, 4, 1, 5, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("said", "nodes"),
+    [
+        ([(0, 2), (0, 2), (2, 1), (3, 1)], (0, 0, 2, 3)),
+        ([(0, 2), (1, 2), (1, 2), (2, 2)], (0, 1, 2, 3)),  # two nodes in turns
+        ([(0, 4)] * 4, (0, 0, 0, 0)),
+    ],
+)
+def test_ranks_that_do_not_count_node_by_node_share_no_memory(said, nodes) -> None:
+    assert nodes_of(said) == nodes
 
 
 def test_a_failing_export_still_goes_through_all_weights(tmp_path: Path) -> None:

@@ -90,7 +90,9 @@ class Llm:
             speculative_config=None,
         )
         pause = lambda: self.calls.append("pause")  # noqa: E731
-        core = SimpleNamespace(scheduler=SimpleNamespace(), batch_queue=None, pause_scheduler=pause)
+        self.has_finished = False
+        scheduler = SimpleNamespace(has_finished_requests=lambda: self.has_finished)
+        core = SimpleNamespace(scheduler=scheduler, batch_queue=None, pause_scheduler=pause)
         self.engine_core = SimpleNamespace(engine_core=core)
         self.model_executor = executor = UniProcExecutor.__new__(UniProcExecutor)
         executor.sleeping_tags = set()
@@ -100,17 +102,21 @@ class Llm:
         executor.driver_worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: torch.nn.Module()))
         self.sleep, self.wake_up = executor.sleep, executor.wake_up
 
+    def step(self):
+        self.has_finished = False
+
     def called(self, method, args=(), kwargs=None):
         self.calls.append((method, *args, *(kwargs or {}).values()))
 
     def release_kv_cache_memory(self):
-        assert not self.model_executor.is_sleeping, "as vLLM asks"
+        assert not self.model_executor.is_sleeping and not self.has_finished, "as vLLM asks"
         self.model_executor.discard(("kv_cache",))
 
 
 def ask(engine):
     engine.begin(Request("a", array("i", [1, 2]), 2, 1.0, 0))
     engine.under_way.clear()
+    engine.llm.has_finished = True
 
 
 WAKE, ASK, FREE = [("wake_up", ["weights"])], [("wake_up", ["kv_cache"])], ["pause", ("discard", ("kv_cache",))]

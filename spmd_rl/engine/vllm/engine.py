@@ -183,7 +183,9 @@ class VllmEngine(HostedEngine):
         self.llm.wake_up([tag])
 
     def _read_what_is_scheduled(self) -> None:
-        while self.llm.engine_core.engine_core.batch_queue:
+        core = self.llm.engine_core.engine_core
+        # A finished request counts as one until a step has reported it, and vLLM frees nothing before.
+        while core.batch_queue or core.scheduler.has_finished_requests():
             self.llm.step()
 
     def _release(self, tag: str) -> None:
