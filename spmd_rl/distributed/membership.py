@@ -118,8 +118,6 @@ def _join(me: Membership) -> Rendezvous:
         # gloo opens a listening socket even for one rank; on `lo` it is not reachable from other machines.
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Connections open at their first use: all pairs at once would ask the store for the square of the ranks' number.
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     nonce = _agree_on_nonce(store, me.rank, me.size)
     # Keys of an earlier start in the same store, addresses of the dead included, stay out of sight.
     store = dist.PrefixStore(nonce, store)

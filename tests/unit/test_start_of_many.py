@@ -1,7 +1,4 @@
-"""What the start of thousands of ranks asks of the store, counted, and what their meetings pass on."""
-
-import threading
-from datetime import timedelta
+"""Groups of thousands of ranks, and what their meetings pass on."""
 
 import pytest
 import torch
@@ -10,70 +7,6 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spmd_rl.distributed import membership
-from spmd_rl.distributed.membership import Membership
-
-
-class Counting(dist.Store):
-    """A rank's connection to a store, which counts what the rank asks for."""
-
-    def __init__(self, store: dist.Store) -> None:
-        super().__init__()
-        self.store, self.num_gets = store, 0
-
-    def set(self, key, value):
-        self.store.set(key, value)
-
-    def get(self, key):
-        self.num_gets += 1
-        return self.store.get(key)
-
-    def wait(self, *args):
-        self.store.wait(*args)
-
-    def has_extended_api(self):
-        return False
-
-
-def num_gets(size: int) -> tuple[int, int]:
-    """Reads of the store by all ranks of a new gloo group, and after its first all-gather."""
-    store, groups, counts = dist.HashStore(), {}, []
-    connections = [Counting(store) for _ in range(size)]
-
-    def everywhere(work) -> None:
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        counts.append(sum(connection.num_gets for connection in connections))
-
-    def form(rank: int) -> None:
-        prefixed = dist.PrefixStore("group", connections[rank])
-        groups[rank] = dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=60))
-
-    def gather(rank: int) -> None:
-        groups[rank].allgather([[torch.zeros(1) for _ in range(size)]], [torch.ones(1)]).wait()
-
-    everywhere(form)
-    everywhere(gather)
-    return counts[0], counts[1]
-
-
-@pytest.fixture
-def joined(monkeypatch):
-    """What `join` leaves in the environment."""
-    for name in ("TORCH_GLOO_LAZY_INIT", "GLOO_SOCKET_IFNAME", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    assert not dist.is_initialized(), "another test has left its default group"
-    membership.join(Membership(0, 1, 0, 1, node="0", launched=False, device=torch.device("cpu")))
-    dist.destroy_process_group()
-
-
-def test_ranks_read_a_few_addresses_and_not_those_of_all_others(joined, monkeypatch):
-    """At 4,096 ranks 8,192 reads a group in place of 16.8 million, for which a store needs four minutes or more."""
-    assert [num_gets(size) for size in (4, 8, 16)] == [(0, 8), (0, 16), (0, 32)]
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
-    assert num_gets(8) == (64, 64)
 
 
 @pytest.fixture
