@@ -137,8 +137,7 @@ def _join(me: Membership) -> Rendezvous:
 
 
 def nodes_of(said: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the first rank of each rank's node. said: by rank, that number if ranks count node by node, and the node's
-    ranks."""
+    """Return the first rank of each rank's node. said: by rank, that number and the node's ranks."""
     first = [begin for begin, _ in said]
     blocks = {begin: [rank for rank in range(len(said)) if first[rank] == begin] for begin in first}
     # torchrun counts node by node. Other launchers may not: then no rank is known to share another one's memory.

@@ -97,7 +97,7 @@ Call = Callable[[Tensor, LayerState | None], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Segments that one call of a layer computes."""
+    """Segments of one call of a layer."""
 
     tokens: Tensor
     """int64 [R, L]: tokens of the row, padded on the right by the first"""
@@ -129,7 +129,7 @@ class Segments:
         return cls(tuple(moved), order.to(device), any(parent >= 0 for parent in before))
 
     def mix(self, call: Call, layer: int, hidden: Tensor) -> Tensor:
-        """Return a layer's outputs for the row: [1, T, H]."""
+        """Return outputs for the row: [1, T, H]."""
         states: dict[int, RowState] = {}
         found = []
         for part in self.parts:

@@ -42,7 +42,7 @@ Sample = tuple[Tensor, Sequence[bytes]]
 
 
 class Shown(NamedTuple):
-    """Pictures of a row of tokens, as the module's forward takes them."""
+    """Pictures of a row, as the forward takes them."""
 
     pixels: dict[str, Tensor]
     """Keyword arguments of the forward: pixels of each picture once."""
@@ -88,7 +88,7 @@ class Processor:
         return ids.masked_fill(ids < 0, self.placeholder)
 
     def is_placeholder(self, ids: Tensor) -> Tensor:
-        """Return the mask of the tokens that the model takes for a picture's."""
+        """Return the mask of the model's picture tokens."""
         return (ids < 0) | (ids == self.placeholder)
 
     def positions(self, ids: Tensor, pictures: Sequence[bytes]) -> Tensor:
@@ -228,7 +228,7 @@ def build_processor(folder: Path) -> Processor:
 
 
 class Features(NamedTuple):
-    """Rows of the vision tower for the tokens of pictures."""
+    """The vision tower's rows for the tokens of pictures."""
 
     rows: Tensor
     """[R, h]: one row for each token of the pictures"""
@@ -236,7 +236,7 @@ class Features(NamedTuple):
     """Rows, [R, h] each, added after the first layers (Qwen3-VL)"""
 
     def select(self, index: Tensor) -> "Features":
-        """Return the rows with these numbers; number R is the first row after the last."""
+        """Return the rows with these numbers; R is the first after the last."""
         return Features(self.rows[index], tuple(deep[index] for deep in self.deep))
 
     @classmethod
@@ -268,7 +268,7 @@ class Tower:
 
     @cached_property
     def processor(self) -> Processor:
-        """Processor of the model. UserError if its directory has none."""
+        """Processor of the model. UserError without one."""
         return build_processor(self._folder)
 
     @contextmanager

@@ -67,7 +67,7 @@ class Gallery:
     drawn: list[PictureBatch]
     """Micro-batches of this rank, equally many on all."""
     keys: list[tuple[int, int]]
-    """Ticket and number of each picture with a score, in order."""
+    """Ticket and number of each scored picture."""
     scores: list[float]
     num_pictures: int
 

@@ -87,7 +87,7 @@ class FlowModel(Protocol):
     latent_shape: tuple[int, ...]
     """Shape of one picture's latent."""
     shift: float
-    """Shift of its noise levels, as it was trained."""
+    """Shift of its noise levels in training."""
     stem: str
     """Name of weight files without ending, in `experts`' folders if it has several files of parts."""
 

@@ -319,7 +319,7 @@ class _Trace:
 
 
 def without_weights(model: nn.Module) -> Stored:
-    """Return a model on the meta device as a stored one of which nothing is read."""
+    """Return a stored model of which nothing is read."""
     return Stored(model, lambda *_, **__: None, lambda: 0)
 
 
