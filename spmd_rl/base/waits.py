@@ -1,10 +1,10 @@
 """Lines on stderr while something takes long.
 
-with waiting("waiting for 2 ranks", world.rank == 0):  # "waiting for 2 ranks (20 s)", every 30 s
-    connect()
+    with waiting("waiting for 2 ranks", world.rank == 0):  # "waiting for 2 ranks (20 s)", every 30 s
+        connect()
 
-with phase("reading the prompts"):  # of a command that only prints: as soon as the command is two seconds old
-    prompts = Prompts.load(cfg.data)
+    with phase("reading the prompts"):  # of a command that only prints: as soon as the command is two seconds old
+        prompts = Prompts.load(cfg.data)
 
 A thread prints them. Of several waits in a process, one inside the other, it prints the innermost alone.
 """

@@ -1,6 +1,6 @@
 """Names of settings in TRL, verl and ROLL, for the hint on an unknown key.
 
-hint("actor_rollout_ref.rollout.n") # 'here it is rollout.answers_per_prompt'
+    hint("actor_rollout_ref.rollout.n")  # 'here it is rollout.answers_per_prompt'
 
 Last parts are matched: `actor_rollout_ref.actor.optim.lr` is found as `optim.lr`.
 """

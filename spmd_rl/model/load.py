@@ -1,6 +1,8 @@
 """Fill a model that was sharded without weights: each rank reads only its shards' bytes.
 
-files = WeightFiles(folder) load_weights(model, files) files.bytes_read
+files = WeightFiles(folder)
+load_weights(model, files)
+files.bytes_read
 """
 
 import json

@@ -1,6 +1,6 @@
 """The episode of an agent: observe, answer, act, until the environment or a budget ends it.
 
-reset -> [ prompt -> answer -> action -> step ] x turns -> a sample, or one for each segment
+    reset -> [ prompt -> answer -> action -> step ] x turns -> a sample, or one for each segment
 
 By default an episode is one conversation. A new segment begins where the chat template would change earlier messages
 (thoughts left out) or `env.<tag>.history` asks for fresh prompts. `env/<tag>/segments` counts segments.

@@ -180,8 +180,8 @@ class FirstKInOrder(Coordinator):
     from position to position. Each counter has two writers: the ticket's resolver, and the replica that completes the
     prefix before it. The second writer sees both parts and passes the count on.
 
-    ticket/<position>   counter: REJECTED or QUALIFIES once the ticket is resolved, and PASSED times 1 + the number
-                            of qualifying tickets before it once all of these are resolved
+        ticket/<position>   counter: REJECTED or QUALIFIES once the ticket is resolved, and PASSED * (1 + number of
+                            qualifying tickets before it) once all before it are resolved
     """
 
     def resolve(self, position: int, qualifies: bool) -> None:
@@ -219,11 +219,11 @@ def _parts(counter: int) -> tuple[int | None, int]:
 class FirstKFinished(Coordinator):
     """`rollout.accept=first_finished`: end with the K-th qualifying ticket in order of arrival.
 
-    Faster than in order, and biased to short answers. One counter defines the order of arrival, so that all replicas
-    agree.
+    It also ends when all tickets that may start are resolved. Faster than in order, and biased to short answers. One
+    counter defines the order of arrival, so replicas agree.
 
-    resolved       counter: resolved tickets, and `QUALIFIED` times those that qualify
-        resolved/<n>   position of the n-th of them
+        resolved       counter: resolved tickets, and `QUALIFIED` times those that qualify
+        resolved/<n>   position of the n-th
     """
 
     shared_keys = (*Coordinator.shared_keys, "resolved")

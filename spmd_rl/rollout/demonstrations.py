@@ -1,6 +1,6 @@
 """Trajectories of an environment's own solution, for a short supervised warm-up.
 
-collected = demonstrations.collect(step)  # [all]
+    collected = demonstrations.collect(step)  # [all]
 
 Each answer is the next action of `solution()` in the form of `env.<tag>.pattern`, ended as the chat template ends an
 answer, so the policy trains on the tokens that it sees in play.

@@ -1,6 +1,6 @@
 """The episode: a coroutine over a `Context` that makes one trajectory. Another episode needs one setting:
 
-# my_file.py, on PYTHONPATH; rollout.target=my_file:second_chance
+    # my_file.py, on PYTHONPATH; rollout.target=my_file:second_chance
     from spmd_rl.types import Message
 
     RETRY = (Message("user", "That is wrong. Look again, and answer once more."),)

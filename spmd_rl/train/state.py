@@ -148,7 +148,8 @@ class StoredPiece(NamedTuple):
 class SavedState:
     """Saved tensors in a folder, readable by region.
 
-    saved = SavedState.open(folder) saved.read("model/lm_head.weight")
+    saved = SavedState.open(folder)
+    saved.read("model/lm_head.weight")
     """
 
     def __init__(self, folder: Path, heads: Iterable[Mapping[str, Any]]) -> None:

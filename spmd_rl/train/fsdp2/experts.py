@@ -1,6 +1,6 @@
 """Expert parallelism: each rank along `ep` holds some experts of every layer, sharded by FSDP over other ranks.
 
-spread_experts(model, layout) # [all] before FSDP shards the model
+    spread_experts(model, layout)  # [all] before FSDP shards the model
 
 An expert's gradient includes all `ep` ranks' tokens, so it is summed only over `expert_fsdp` and copies.
 Tensor-parallel ranks, with different tokens outside attention, count as any others.

@@ -1,6 +1,6 @@
 """Shim for Megatron-core on CPUs, since it uses CUDA devices unconditionally.
 
-with on_cpu(world.device): ...Megatron's code...
+    with on_cpu(world.device): ...Megatron's code...
 
 Inside, tensors for `cuda` are on the CPU, as are streams and random states. On a device the shim does nothing.
 """
