@@ -7,10 +7,9 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from spmd_rl.base.hub import model_folder
@@ -155,8 +154,8 @@ class _Shards:
         self._path, self._stem = path, stem
         self._max_bytes, self._turn = max_bytes, turn
         self._written: Future[None] | None = None
-        self._pending: dict[str, Tensor | None] = {}
         # None for a tensor of another rank's file.
+        self._pending: dict[str, Tensor | None] = {}
         self._pending_bytes = 0
         self._names: list[list[str]] = []
         self._total_bytes = 0
@@ -197,22 +196,14 @@ class _Shards:
         if self._is_mine(index):
             self._path.mkdir(parents=True, exist_ok=True)
             self._wait()
+            specs = {name: TensorSpec.of(tensor) for name, tensor in pending.items()}
+            write = partial(write_safetensors, self._part(index), specs, pending.items(), {"format": "pt"})
             # The other ranks gather on meanwhile, which they cannot do without this one.
-            self._written = in_background("export", lambda: _write(pending, self._part(index)))
+            self._written = in_background("export", write)
 
     def _wait(self) -> None:
         if self._written:
             self._written.result()
-
-
-def _write(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-        # safetensors creates files that other users cannot read.
-        path.chmod(0o644)
-    # safetensors reports I/O errors as its own exception.
-    except SafetensorError as failed:
-        raise OSError(str(failed)) from failed
 
 
 def write_streamed(

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 
 from spmd_rl.base.errors import UserError
 from spmd_rl.model.load import Region, WeightFiles
@@ -13,7 +12,7 @@ from spmd_rl.model.lora import IN_NF4, MAGNITUDE, PREFIX, SCALING, A, Adapter, B
 from spmd_rl.model.stored import Part
 from spmd_rl.train.dither import merged
 from spmd_rl.train.nf4 import rounded
-from spmd_rl.train.state import MODEL, SavedState
+from spmd_rl.train.state import MODEL, SavedState, TensorSpec, write_safetensors
 
 
 def adapters_of(saved: SavedState, dtype: torch.dtype = torch.float32) -> dict[str, Adapter]:
@@ -87,6 +86,6 @@ def write_adapter(saved: SavedState, model_dir: Path, path: Path, dtype: torch.d
         "inference_mode": True,
     }
     tensors = {name[head:]: saved.read(name).to(dtype) for name in saved.tensors if name.startswith(MODEL + PREFIX)}
-    # Not `save_file`, whose file no other user can read.
-    (path / "adapter_model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
+    specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+    write_safetensors(path / "adapter_model.safetensors", specs, tensors.items(), {"format": "pt"})
     (path / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

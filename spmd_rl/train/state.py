@@ -33,7 +33,7 @@ DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
 }
-"""Names of dtypes in safetensors, in its order of tensors"""
+"""Dtype names of safetensors, in its order of tensors"""
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 ALIGNMENT = 8
 BROKEN = (ValueError, TypeError, KeyError, SafetensorError, msgspec.MsgspecError)
@@ -65,10 +65,15 @@ def shards_of(prefix: str, tensor: Tensor | None, own: Region, parts: Sequence[P
 
 
 class TensorSpec(NamedTuple):
-    """Dtype and size of a tensor that does not exist yet."""
+    """Dtype and size of a tensor."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        """Return the spec of a tensor."""
+        return cls(tensor.dtype, tuple(tensor.shape))
 
     @property
     def num_bytes(self) -> int:
@@ -97,7 +102,7 @@ def write_safetensors(
         for name, spec in specs.items():
             # An iterator that ends early would leave a hole in the file.
             given, tensor = next(coming, (None, None))
-            assert given == name and (tensor.dtype, tuple(tensor.shape)) == spec, (given, name)
+            assert given == name and TensorSpec.of(tensor) == spec, (given, name)
             file.seek(8 + len(text) + begins[name])
             file.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
@@ -107,7 +112,7 @@ def write_state(
 ) -> list[Path]:
     """Write this rank's pieces into `path`; return it, or nothing without pieces. OSError."""
     mine = {key_of(one.name, one.begin): one for one in state if one.is_mine and one.tensor is not None}
-    specs = {key: TensorSpec(one.tensor.dtype, tuple(one.tensor.shape)) for key, one in mine.items()}
+    specs = {key: TensorSpec.of(one.tensor) for key, one in mine.items()}
     wholes = {one.name: one.shape for one in mine.values()}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
