@@ -27,6 +27,8 @@ from spmd_rl.distributed.host_groups import HostGroups
 
 # The watchdog alone decides on stalls, never a library's timeout.
 FOREVER = timedelta(days=365)
+# Backend of host memory among ranks of one machine.
+NEAR = shared_group.NAME if sys.platform == "linux" else "gloo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ def _join(me: Membership) -> Rendezvous:
     nonce = _agree_on_nonce(store, me.rank, me.size)
     # Keys of an earlier start in the same store, addresses of the dead included, stay out of sight.
     store = dist.PrefixStore(nonce, store)
-    backend = shared_group.NAME if me.local_size == me.size > 1 and sys.platform == "linux" else "gloo"
+    backend = NEAR if me.local_size == me.size > 1 else "gloo"
     if me.device.type != "cpu":
         # FSDP's CPU offload and checkpoints reduce CPU tensors too. Not bound to its device (`device_id`): groups of a
         # bound one are split from it, by all ranks together.
@@ -139,7 +141,7 @@ def _join(me: Membership) -> Rendezvous:
 def nodes_of(said: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return the first rank of each rank's node. said: by rank, that number and the node's ranks."""
     first = [begin for begin, _ in said]
-    blocks = {begin: [rank for rank in range(len(said)) if first[rank] == begin] for begin in first}
+    blocks = _by_node(range(len(said)), first)
     # torchrun counts node by node. Other launchers may not: then no rank is known to share another one's memory.
     if all(blocks[begin] == [*range(begin, begin + size)] for begin, size in said):
         return tuple(first)
@@ -148,19 +150,23 @@ def nodes_of(said: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 def form_host_groups(name: str, ranks: Sequence[int], nodes: Sequence[int]) -> HostGroups:
     """[ranks] Form these ranks' host groups. nodes: see `Rendezvous`."""
-    found: dict[int, list[int]] = {}
-    for rank in ranks:
-        found.setdefault(nodes[rank], []).append(rank)
-    shared = shared_group.NAME if sys.platform == "linux" else "gloo"
-    whole = form_group(name, ranks, shared if len(found) == 1 else "gloo")
+    found = _by_node(ranks, nodes)
+    whole = form_group(name, ranks, NEAR if len(found) == 1 else "gloo")
     if len(found) in (1, len(ranks)):
         return HostGroups(whole)
     ours = found[nodes[dist.get_rank()]]
-    near = form_group(f"{name} near", ours, shared) if len(ours) > 1 else None
+    near = form_group(f"{name} near", ours, NEAR) if len(ours) > 1 else None
     first = [block[0] for block in found.values()]
     leaders = form_group(f"{name} leaders", first, "gloo") if dist.get_rank() in first else None
     blocks = tuple(tuple(ranks.index(rank) for rank in block) for block in found.values())
     return HostGroups(whole, blocks, near, leaders)
+
+
+def _by_node(ranks: Sequence[int], nodes: Sequence[int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(nodes[rank], []).append(rank)
+    return found
 
 
 def form_group(name: str, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
