@@ -1,7 +1,6 @@
 """The form in which a prompt asks for its answer, to be filled with a known one.
 
-    asked_forms(prompt, "{question}\
-Put the final answer in \\\\boxed{}.")  # ["\\\\boxed{\\0}"]
+    asked_forms(prompt, "{question}\\nPut the final answer in \\\\boxed{}.")  # ["\\\\boxed{\\0}"]
     fill("\\\\boxed{\\0}", "18")  # "\\\\boxed{18}"
 
 Recognised are boxes, `#### n`, tags, quoted or labelled lines (`"The answer is X."`, `Answer: $Answer`), `[[X]]`,
