@@ -186,7 +186,13 @@ class Player:
         ]
         tasks = [asyncio.ensure_future(play(self._episode, ctx)) for ctx in contexts]
         samples = asyncio.ensure_future(first_of(tasks, len(tasks) - spare)) if spare else asyncio.gather(*tasks)
-        samples.add_done_callback(lambda _: engine_loop.wake())
+
+        def ended(samples: Samples) -> None:
+            # A run that fails asks no slice for its samples; asyncio would log each as an exception never retrieved.
+            _ = samples.cancelled() or samples.exception()
+            engine_loop.wake()
+
+        samples.add_done_callback(ended)
         return samples
 
     def finished(self) -> Iterator[tuple[GroupSlice, Group]]:

@@ -141,8 +141,6 @@ class Pipeline:
             yield name, tensor
 
     def _of(self, tensor: Tensor, stage: int) -> Tensor:
-        if self.num_stages == 1:
-            return tensor
         tensor = tensor.to(self._layout.world.device).contiguous()
         dist.broadcast(tensor, group=self._layout.group("pp"), group_src=stage)  # [all] of the line
         return tensor
