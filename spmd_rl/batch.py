@@ -71,12 +71,12 @@ class Sampled:
     """int64 [N]: position of each token of the loss mask"""
     samples: Tensor
     """int64 [N]: sample of the token, numbered without gaps"""
-    runs: Tensor
+    spans: Tensor
     """int64 [N]: contiguous span of sampled tokens (a turn)"""
 
     def to(self, device: torch.device) -> "Sampled":
         """Return a copy on `device`."""
-        return Sampled(*(to_device(value, device) for value in (self.index, self.samples, self.runs)))
+        return Sampled(*(to_device(value, device) for value in (self.index, self.samples, self.spans)))
 
 
 def per_token(dtype: torch.dtype, unit: str = "", shape: tuple[int, ...] = (), ragged: bool = False) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def plan(
     penalties: Mapping[Key, float] | None = None,
     terms: Mapping[Key, Sequence[float]] | None = None,
     **shares: int,
-) -> tuple[prepare.Plan, Moments]:
+) -> tuple[prepare.UpdatePlan, Moments]:
     """The plan, and the moments of the run's scores. shares: the fields of `prepare.Shares`."""
     table = StepTable.of(collected.table, greedy_answer)
     table, running = credit(table, settings, running, max_tokens, penalties, terms)
@@ -34,7 +34,7 @@ def plan(
 
 
 def redistribute(
-    collected: Samples, plan: prepare.Plan, num_updates: int, data: DataShard, world: World
+    collected: Samples, plan: prepare.UpdatePlan, num_updates: int, data: DataShard, world: World
 ) -> list[Batch]:
     """[all] This rank's mini-batches."""
     packed = pack(plan.samples_of(collected.groups, world.rank), collected.step - 1)
@@ -44,11 +44,11 @@ def redistribute(
 def take_kl(
     collected: Samples,
     batches: Sequence[Batch],
-    plan: prepare.Plan,
+    plan: prepare.UpdatePlan,
     settings: AlgorithmConfig,
     data: DataShard,
     max_tokens: int = 64,
-) -> prepare.Plan:
+) -> prepare.UpdatePlan:
     """[all] The plan, and advantages of the batches, after the KL of an estimator of answers or of steps."""
     credited = partial(credit, StepTable.of(collected.table), settings, Moments(), max_tokens)
     kl = token_advantages.kl_of_turns(batches, plan, len(credited()[0].advantages), settings, data)  # [all]

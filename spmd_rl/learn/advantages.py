@@ -92,9 +92,9 @@ class StepTable:
     excluded: tuple[tuple[Key, str], ...]
     """samples of scored answers that were excluded, with the reason"""
     num_excluded: int
-    runs: Spans | None = None
+    spans: Spans | None = None
     advantages: np.ndarray | None = None
-    """float64 [q]: advantages that `runs` refers to; for an estimator of tokens, the rewards"""
+    """float64 [q]: advantages that `spans` refers to; for an estimator of tokens, the rewards"""
     shaped: Tensor | None = None
     """float64 [n]: scores with penalties, normalised and clipped"""
     masked: Mapping[int, str] | None = None
@@ -173,14 +173,14 @@ def _steps_of(samples: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.nd
     return steps[chosen[order]], places[order]
 
 
-def adjusted(data: StepTable, settings: AlgorithmConfig, max_tokens: int, penalties: Tensor | None = None) -> Tensor:
+def adjusted(table: StepTable, settings: AlgorithmConfig, max_tokens: int, penalties: Tensor | None = None) -> Tensor:
     """Return scores, scaled and with penalties, float64 [n]; see `shape`."""
-    scores = bind(shaping.scale_shift, settings)(data.scores)
+    scores = bind(shaping.scale_shift, settings)(table.scores)
     if settings.format_penalty:
-        wrong = as_tensor(data.answers["wrong_format"], np.bool_)
+        wrong = as_tensor(table.answers["wrong_format"], np.bool_)
         scores = scores + bind(shaping.format_penalty, settings)(wrong)
     if settings.overlong_coef:
-        scores = scores + bind(shaping.overlong_penalty, settings)(data.lengths, max_tokens)
+        scores = scores + bind(shaping.overlong_penalty, settings)(table.lengths, max_tokens)
     return scores if penalties is None else scores + penalties
 
 
@@ -198,7 +198,7 @@ def normalised(
 
 
 def shape(
-    data: StepTable,
+    table: StepTable,
     settings: AlgorithmConfig,
     running: Moments,
     max_tokens: int,
@@ -209,16 +209,16 @@ def shape(
 
     max_tokens: limit of an answer. penalties: float64 [n], added to the scores. terms: see `Scored`.
     """
-    scores = adjusted(data, settings, max_tokens, penalties)
-    scores, running = normalised(scores, data.groups, data.domains, settings, running)
+    scores = adjusted(table, settings, max_tokens, penalties)
+    scores, running = normalised(scores, table.groups, table.domains, settings, running)
     # The greedy score is only scaled: a baseline without the penalties is unbiased too, as any function of the prompt
     # is.
-    greedy = None if data.greedy is None else bind(shaping.scale_shift, settings)(data.greedy)
-    return Scored(scores, data.groups, data.lengths, greedy, terms=terms), running
+    greedy = None if table.greedy is None else bind(shaping.scale_shift, settings)(table.greedy)
+    return Scored(scores, table.groups, table.lengths, greedy, terms=terms), running
 
 
 def credit(
-    data: StepTable,
+    table: StepTable,
     settings: AlgorithmConfig,
     running: Moments,
     max_tokens: int,
@@ -231,36 +231,38 @@ def credit(
     running: the moments before this step. max_tokens: limit of an answer. penalties: added to the scores. terms: in the
     order of `algorithm.reward_weights`. kl: float64 [q], subtracted from the reward of each turn.
     """
-    extra = None if penalties is None else as_tensor([penalties[key] for key in keys(data.answers)], np.float64)
+    extra = None if penalties is None else as_tensor([penalties[key] for key in keys(table.answers)], np.float64)
     columns = None
     if terms is not None:
-        rows = [terms[key] for key in keys(data.answers)]
+        rows = [terms[key] for key in keys(table.answers)]
         columns = {
             name: as_tensor([row[i] for row in rows], np.float64) for i, name in enumerate(settings.reward_weights)
         }
-    right = data.scores >= settings.pass_score if settings.sft_coef else torch.zeros_like(data.scores, dtype=torch.bool)
-    masked, weights = mask(data, settings)
-    data = replace(data, masked=masked, weights=weights, right=right)
+    right = (
+        table.scores >= settings.pass_score if settings.sft_coef else torch.zeros_like(table.scores, dtype=torch.bool)
+    )
+    masked, weights = mask(table, settings)
+    table = replace(table, masked=masked, weights=weights, right=right)
     # None for a token-level estimator, which starts from the scores (`token_advantages.finish`).
     estimator = answer_advantage(settings)
     # One advantage per answer, the usual case.
-    if not (settings.credits_steps or (len(data.steps) and token_advantage(settings))):
+    if not (settings.credits_steps or (len(table.steps) and token_advantage(settings))):
         if kl is not None:
             extra = -kl if extra is None else extra - kl
-        scored, running = shape(data, settings, running, max_tokens, extra, columns)
+        scored, running = shape(table, settings, running, max_tokens, extra, columns)
         advantages = estimator(scored) if estimator else scored.scores
-        return replace(data, advantages=advantages.numpy(), runs=whole_samples(data), shaped=scored.scores), running
-    scores = adjusted(data, settings, max_tokens, extra)
+        return replace(table, advantages=advantages.numpy(), spans=whole_samples(table), shaped=scored.scores), running
+    scores = adjusted(table, settings, max_tokens, extra)
     if settings.normalises and not estimator:
-        scores, running = normalised(scores, data.groups, data.domains, settings, running)
-    scored, runs = by_step(data, scores, settings)
+        scores, running = normalised(scores, table.groups, table.domains, settings, running)
+    scored, spans = by_step(table, scores, settings)
     if kl is not None:
         scored = replace(scored, scores=scored.scores - kl)
     values = estimator(scored) if estimator else scored.scores
     # Of the step estimators, only `step_reinforce` allows norms: its returns are normalised, not the scores.
     if settings.normalises and estimator:
-        values, running = normalised(values, scored.groups, data.domains[scored.trajectories], settings, running)
-    return replace(data, advantages=values.numpy(), runs=runs, shaped=scores), running
+        values, running = normalised(values, scored.groups, table.domains[scored.trajectories], settings, running)
+    return replace(table, advantages=values.numpy(), spans=spans, shaped=scores), running
 
 
 def all_alike(table: SampleTable) -> StepTable:
@@ -269,23 +271,23 @@ def all_alike(table: SampleTable) -> StepTable:
     ones = torch.ones(len(data.answers), dtype=torch.float64)
     right = torch.zeros_like(ones, dtype=torch.bool)
     columns = {"advantages": ones.numpy(), "shaped": ones, "weights": ones.clone(), "right": right}
-    return replace(data, runs=whole_samples(data), masked={}, **columns)
+    return replace(data, spans=whole_samples(data), masked={}, **columns)
 
 
-def whole_samples(data: StepTable) -> Spans:
+def whole_samples(table: StepTable) -> Spans:
     """Return one span per sample."""
-    return Spans(data.owners, data.samples["num_answer_tokens"].astype(np.int64), np.ones_like(data.owners))
+    return Spans(table.owners, table.samples["num_answer_tokens"].astype(np.int64), np.ones_like(table.owners))
 
 
-def by_step(data: StepTable, scores: Tensor, settings: AlgorithmConfig) -> tuple[Scored, Spans]:
+def by_step(table: StepTable, scores: Tensor, settings: AlgorithmConfig) -> tuple[Scored, Spans]:
     """Return a `Scored` with one row per step, whose rewards add up to their answer's score, and the steps' spans.
 
     scores: float64 [n], with penalties. The difference between an answer's score and its rewards (a penalty, a
     rewarder's verdict) is added to its last step; if scores are normalised, its last step gets the whole score. An
     answer without an agent's turn is one step. `reward_clip` clips each reward.
     """
-    n, steps = len(data.answers), data.steps
-    owners = data.owners[data.places]
+    n, steps = len(table.answers), table.steps
+    owners = table.owners[table.places]
     single = np.ones(n, np.bool_)
     single[owners] = False
     alone = np.flatnonzero(single)
@@ -304,63 +306,63 @@ def by_step(data: StepTable, scores: Tensor, settings: AlgorithmConfig) -> tuple
     shaped = torch.from_numpy(rewards)
     if settings.reward_clip is not None and not settings.normalises:
         shaped = clip(shaped, settings.reward_clip)
-    lengths = np.concatenate((steps["num_tokens"].astype(np.int64), data.lengths.numpy()[alone]))
+    lengths = np.concatenate((steps["num_tokens"].astype(np.int64), table.lengths.numpy()[alone]))
     scored = Scored(
         scores=shaped,
-        groups=data.groups[trajectories],
+        groups=table.groups[trajectories],
         lengths=as_tensor(lengths),
         trajectories=as_tensor(trajectories),
         steps=as_tensor(numbers),
-        states=_states(data, alone),
+        states=_states(table, alone),
     )
-    return scored, _runs(data, alone)
+    return scored, _spans(table, alone)
 
 
-def _states(data: StepTable, alone: np.ndarray) -> Tensor:
-    pairs = np.stack((data.steps["ticket"], data.steps["state"].view(np.int64)), axis=1)
+def _states(table: StepTable, alone: np.ndarray) -> Tensor:
+    pairs = np.stack((table.steps["ticket"], table.steps["state"].view(np.int64)), axis=1)
     states = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
     return as_tensor(np.concatenate((states, len(states) + np.arange(len(alone)))))
 
 
-def _runs(data: StepTable, alone: np.ndarray) -> Spans:
+def _spans(table: StepTable, alone: np.ndarray) -> Spans:
     """Return one span per agent turn, in the rows of `by_step`, and one per sample of answers `alone` without turns."""
-    others = np.flatnonzero(np.isin(data.owners, alone))
-    places = np.concatenate((data.places, others))
-    turns = np.concatenate((np.arange(len(data.steps)), len(data.steps) + alone.searchsorted(data.owners[others])))
-    lengths = np.concatenate((data.steps["num_tokens"], data.samples["num_answer_tokens"][others])).astype(np.int64)
+    others = np.flatnonzero(np.isin(table.owners, alone))
+    places = np.concatenate((table.places, others))
+    turns = np.concatenate((np.arange(len(table.steps)), len(table.steps) + alone.searchsorted(table.owners[others])))
+    lengths = np.concatenate((table.steps["num_tokens"], table.samples["num_answer_tokens"][others])).astype(np.int64)
     order = places.argsort(kind="stable")
-    counts = np.bincount(places, minlength=len(data.samples))
-    sums = np.bincount(places, lengths, len(data.samples))
-    assert np.array_equal(sums, data.samples["num_answer_tokens"]), "sampled tokens that no step has"
+    counts = np.bincount(places, minlength=len(table.samples))
+    sums = np.bincount(places, lengths, len(table.samples))
+    assert np.array_equal(sums, table.samples["num_answer_tokens"]), "sampled tokens that no step has"
     return Spans(turns[order], lengths[order], counts)
 
 
-def mask(data: StepTable, settings: AlgorithmConfig) -> tuple[dict[int, str], Tensor]:
+def mask(table: StepTable, settings: AlgorithmConfig) -> tuple[dict[int, str], Tensor]:
     """Return the masked answers, in order, with their first reason; and weights of the others, float64 of mean 1.
 
     A masked answer still counts in its group's baseline, unlike an unscored one.
     """
-    solved = group_mean(data.scores, data.groups) if settings.difficulty_loss_weight else None
+    solved = group_mean(table.scores, table.groups) if settings.difficulty_loss_weight else None
     keep: dict[str, Tensor] = {}
     if settings.max_len_mask:
-        keep["truncated"] = shaping.max_len_mask(as_tensor(data.answers["truncated"], np.bool_))
+        keep["truncated"] = shaping.max_len_mask(as_tensor(table.answers["truncated"], np.bool_))
     if settings.difficulty_mask:
-        keep["too easy or too hard"] = bind(shaping.difficulty_mask, settings)(data.scores, data.groups)
+        keep["too easy or too hard"] = bind(shaping.difficulty_mask, settings)(table.scores, table.groups)
     if settings.variance_top_p is not None:
-        keep["too little variance"] = bind(shaping.variance_mask, settings)(data.scores, data.groups)
+        keep["too little variance"] = bind(shaping.variance_mask, settings)(table.scores, table.groups)
     if settings.error_max_len_clip:
-        keep["long and wrong"] = bind(shaping.error_max_len_mask, settings)(data.scores, data.lengths)
-    kept = torch.ones(len(data.answers), dtype=torch.bool)
+        keep["long and wrong"] = bind(shaping.error_max_len_mask, settings)(table.scores, table.lengths)
+    kept = torch.ones(len(table.answers), dtype=torch.bool)
     reasons: dict[int, str] = {}
     for reason, passed in keep.items():
         kept &= passed
         for row in (~passed).nonzero().flatten().tolist():
             reasons.setdefault(row, reason)
-    weights = torch.ones(len(data.answers), dtype=torch.float64)
+    weights = torch.ones(len(table.answers), dtype=torch.float64)
     if solved is not None:
         weights = weights * shaping.difficulty_weight(1 - solved)
     if settings.length_loss_weight:
-        weights = weights * shaping.length_weight(data.lengths)
+        weights = weights * shaping.length_weight(table.lengths)
     return dict(sorted(reasons.items())), shaping.mean_one(weights[kept])
 
 

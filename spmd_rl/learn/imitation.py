@@ -14,7 +14,7 @@ from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AgenticConfig
 from spmd_rl.learn.advantages import Samples, all_alike
 from spmd_rl.learn.losses import mean_over, measure, nll, nothing
-from spmd_rl.learn.prepare import Plan, Shares, plan
+from spmd_rl.learn.prepare import Shares, UpdatePlan, plan
 from spmd_rl.learn.teachers import Teachers
 from spmd_rl.learn.transfer import redistribute
 from spmd_rl.rollout.row_source import num_empty
@@ -42,7 +42,7 @@ class Term(NamedTuple):
 
 def deal(
     collected: Samples, count: int, role: Role, annotate: Callable[[Batch, Sequence[Sample]], None] | None = None
-) -> tuple[Plan, list[Batch]]:
+) -> tuple[UpdatePlan, list[Batch]]:
     """[all] Return the plan in which all learnt tokens of an optimizer step weigh the same, and this rank's share of
     each of the `count` steps.
 
@@ -85,7 +85,7 @@ class Imitation:
         self._temperature, self._lr_factor, self._name = temperature, lr_factor, name
         self._teachers = teachers
         self._loss = teachers.loss(nothing if teachers.is_only else nll) if teachers else nll
-        self.plan: Plan | None = None
+        self.plan: UpdatePlan | None = None
 
     @classmethod
     def of(cls, cfg: AgenticConfig, policy: PolicyRole) -> "Imitation":

@@ -19,7 +19,7 @@ from spmd_rl.learn.advantages import Samples, StepTable, credit, repetition_pena
 from spmd_rl.learn.custom import answer_advantage, bind
 from spmd_rl.learn.hints import Render
 from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, mean_over, measure_mismatch, update
-from spmd_rl.learn.prepare import Plan
+from spmd_rl.learn.prepare import UpdatePlan
 from spmd_rl.learn.teachers import Teachers
 from spmd_rl.learn.transfer import RoleShards, fill_in, give_advantages, redistribute
 from spmd_rl.learn.utilization import forward_flops, peak_flops
@@ -56,7 +56,7 @@ class Learner:
         # Age of the oldest token of the step, in versions.
         self._max_lag = 0.0
         self._monitored = False
-        self.plan: Plan | None = None
+        self.plan: UpdatePlan | None = None
         self._num_empty_steps = 0
         self._num_flat_steps = 0
         # Factor of the KL coefficients, set by the adaptive controller.
@@ -151,7 +151,7 @@ class Learner:
         generated = forward_flops(self._policy.size, answers)
         return generated + sum(count * forward_flops(role.size, trained) for role, count in passes)
 
-    def _needs_old(self, plan: Plan) -> bool:
+    def _needs_old(self, plan: UpdatePlan) -> bool:
         settings = self._settings
         # A single update on samples of the current version computes the old logprobs itself.
         several = self._num_updates * settings.sample_epochs > 1

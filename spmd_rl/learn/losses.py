@@ -50,9 +50,9 @@ def tokens_of(batch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tokens, 
     update on fresh samples.
     """
     order, trajectories = batch.by_trajectory
-    mask, runs = batch.sampled.index, batch.sampled.runs
+    mask, spans = batch.sampled.index, batch.sampled.spans
     if order is not None:
-        mask, runs, logprobs, entropy = mask[order], runs[order], logprobs[order], entropy[order]
+        mask, spans, logprobs, entropy = mask[order], spans[order], logprobs[order], entropy[order]
     tokens = Tokens(
         logprobs=logprobs,
         old_logprobs=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[mask],
@@ -60,7 +60,7 @@ def tokens_of(batch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tokens, 
         advantages=batch.advantages[mask],
         entropy=entropy,
         samples=trajectories,
-        segments=runs,
+        segments=spans,
         ref_logprobs=None if batch.ref_logprobs is None else batch.ref_logprobs[mask],
         marked=None if batch.marked is None else batch.marked[mask],
         right=None if batch.right is None else batch.right[mask],

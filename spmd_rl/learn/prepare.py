@@ -23,7 +23,7 @@ from spmd_rl.types import Group, Sample
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class UpdatePlan:
     """Numbers of the n samples that train, in (ticket, answer) order; equal on all ranks."""
 
     step: int
@@ -43,11 +43,11 @@ class Plan:
     """int64 [n]: rank that holds the sample"""
     data_rank: np.ndarray
     """int64 [n]: data shard of the policy"""
-    num_runs: np.ndarray
+    num_spans: np.ndarray
     """int64 [n]: spans in the sample: 1, or one per turn of an agent; a span has one advantage"""
     turns: np.ndarray
     """int64 [r]: turn or answer of each span; spans with equal numbers share an advantage"""
-    run_lengths: np.ndarray
+    span_lengths: np.ndarray
     """int64 [r]: sampled tokens of each span"""
     advantages: np.ndarray
     """float64 [r]: mean advantage of each span's tokens; with a token-level estimator, first its turn's reward"""
@@ -99,22 +99,22 @@ class Plan:
         """Return all fields, for the comparison between ranks."""
         return tuple([getattr(self, name) for name in self.__slots__])
 
-    def with_advantages(self, batches: Sequence[Batch], data: DataShard) -> "Plan":
+    def with_advantages(self, batches: Sequence[Batch], data: DataShard) -> "UpdatePlan":
         """[all] Return the plan with each span's mean advantage in this rank's mini-batches. data: this rank's data
         shard.
         """
-        here = (self.data_rank == data.rank).repeat(self.num_runs)
-        lengths = self.run_lengths[here]
-        runs = np.arange(len(lengths)).repeat(lengths)
+        here = (self.data_rank == data.rank).repeat(self.num_spans)
+        lengths = self.span_lengths[here]
+        spans = np.arange(len(lengths)).repeat(lengths)
         tokens = [batch.advantages[batch.sampled.index].double().numpy() for batch in batches]
-        sums = np.bincount(runs, np.concatenate(tokens), len(lengths))
+        sums = np.bincount(spans, np.concatenate(tokens), len(lengths))
         shards = data.gather("prepare: advantages", (sums / lengths).tolist())  # [all]
         advantages = np.empty_like(self.advantages)
         for shard, means in enumerate(shards):
-            advantages[(self.data_rank == shard).repeat(self.num_runs)] = means
+            advantages[(self.data_rank == shard).repeat(self.num_spans)] = means
         return replace(self, advantages=advantages)
 
-    def elsewhere(self, data: DataShard, hidden_size: int) -> "Plan":
+    def elsewhere(self, data: DataShard, hidden_size: int) -> "UpdatePlan":
         """Return the plan for a role with other data shards: only `data_rank` differs."""
         bounds = self.minibatches.searchsorted(np.arange(self.minibatches.max(initial=0) + 2)).tolist()
         samples = np.stack((self.keys[:, 0], self.units, self.num_prompt_tokens, self.lengths), axis=1)
@@ -130,29 +130,29 @@ class Shares(NamedTuple):
     """of the policy; sets the work of a sample"""
 
 
-def plan(step: int, data: StepTable, shares: Shares, aggregate: Callable[[Tensor], Tensor]) -> Plan:
+def plan(step: int, table: StepTable, shares: Shares, aggregate: Callable[[Tensor], Tensor]) -> UpdatePlan:
     """Return the plan of the answers that train.
 
     aggregate: weighs the answers of an optimizer step by their lengths; one of `algo.AGGREGATIONS`.
     """
-    weights = data.weights.clone()
-    trains = np.ones(len(data.answers), np.bool_)
-    trains[list(data.masked)] = False
-    right = data.right[torch.from_numpy(trains)].double()
-    minibatches = divide(data.answers["ticket"][trains], shares.num_updates)
+    weights = table.weights.clone()
+    trains = np.ones(len(table.answers), np.bool_)
+    trains[list(table.masked)] = False
+    right = table.right[torch.from_numpy(trains)].double()
+    minibatches = divide(table.answers["ticket"][trains], shares.num_updates)
     bounds_in = partial(np.searchsorted, v=np.arange(shares.num_updates + 1))
     for begin, end in pairwise(bounds_in(minibatches).tolist()):
-        weights[begin:end] *= aggregate(data.lengths[trains][begin:end])
+        weights[begin:end] *= aggregate(table.lengths[trains][begin:end])
         # 1 / tokens of right answers; divided below by the weight that the loss is multiplied with.
-        right[begin:end] /= (right[begin:end] @ data.lengths[trains][begin:end].double()).clamp(min=1)
-    kept = trains[data.owners]
-    samples, owners = data.samples[kept], (trains.cumsum() - 1)[data.owners[kept]]
-    runs, kept_runs = data.runs, kept.repeat(data.runs.counts)
+        right[begin:end] /= (right[begin:end] @ table.lengths[trains][begin:end].double()).clamp(min=1)
+    kept = trains[table.owners]
+    samples, owners = table.samples[kept], (trains.cumsum() - 1)[table.owners[kept]]
+    spans, kept_spans = table.spans, kept.repeat(table.spans.counts)
     rows = np.stack([samples[name] for name in ("ticket", "unit", "num_prompt_tokens", "num_tokens")], axis=1)
     bounds = bounds_in(minibatches[owners]).tolist()
     data_rank, imbalance = assign(rows, bounds, shares.num_shards, shares.hidden_size)
-    left_out = data.num_excluded + len(data.masked)
-    return Plan(
+    left_out = table.num_excluded + len(table.masked)
+    return UpdatePlan(
         step=step,
         keys=np.stack((samples["ticket"], samples["answer"]), axis=1),
         units=samples["unit"].astype(np.int64),
@@ -162,31 +162,31 @@ def plan(step: int, data: StepTable, shares: Shares, aggregate: Callable[[Tensor
         trajectories=owners,
         src_rank=samples["rank"].astype(np.int64),
         data_rank=data_rank,
-        num_runs=runs.counts[kept],
-        turns=runs.turns[kept_runs],
-        run_lengths=runs.lengths[kept_runs],
-        advantages=data.advantages[runs.turns[kept_runs]],
+        num_spans=spans.counts[kept],
+        turns=spans.turns[kept_spans],
+        span_lengths=spans.lengths[kept_spans],
+        advantages=table.advantages[spans.turns[kept_spans]],
         weights=weights.numpy()[owners],
         right=(right / weights).numpy()[owners],
         minibatches=minibatches[owners],
-        masked=data.excluded + _reasons(data, data.masked),
-        left_out=left_out / max(1, data.num_excluded + len(trains)),
+        masked=table.excluded + _reasons(table, table.masked),
+        left_out=left_out / max(1, table.num_excluded + len(trains)),
         stale=bool((samples["lag"] > 0).any()),
         balance=imbalance,
-        mean_reward=_mean(data.shaped),
+        mean_reward=_mean(table.shaped),
     )
 
 
-def with_scores(plan: Plan, data: StepTable) -> Plan:
+def with_scores(plan: UpdatePlan, table: StepTable) -> UpdatePlan:
     """Return the plan with the advantages and mean reward of another table of the same answers."""
-    return replace(plan, advantages=data.advantages[plan.turns], mean_reward=_mean(data.shaped))
+    return replace(plan, advantages=table.advantages[plan.turns], mean_reward=_mean(table.shaped))
 
 
 def _mean(scores: Tensor) -> float:
     return float(scores.mean()) if len(scores) else 0.0
 
 
-def _reasons(data: StepTable, masked: Mapping[int, str]) -> tuple[tuple[Key, str], ...]:
-    rows = np.flatnonzero(np.isin(data.owners, list(masked))) if masked else np.empty(0, np.int64)
-    reasons = [masked[owner] for owner in data.owners[rows].tolist()]
-    return tuple(zip(keys(data.samples[rows]), reasons, strict=True))
+def _reasons(table: StepTable, masked: Mapping[int, str]) -> tuple[tuple[Key, str], ...]:
+    rows = np.flatnonzero(np.isin(table.owners, list(masked))) if masked else np.empty(0, np.int64)
+    reasons = [masked[owner] for owner in table.owners[rows].tolist()]
+    return tuple(zip(keys(table.samples[rows]), reasons, strict=True))

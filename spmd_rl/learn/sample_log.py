@@ -9,7 +9,7 @@ import numpy as np
 
 from spmd_rl.learn.imitation import Imitation, RowLog
 from spmd_rl.learn.learner import Learner
-from spmd_rl.learn.prepare import Plan
+from spmd_rl.learn.prepare import UpdatePlan
 from spmd_rl.rollout import Collected, RowSource
 from spmd_rl.track.run import Run
 from spmd_rl.track.samples import SampleRow, StepRow, TurnRow
@@ -29,7 +29,7 @@ def logged(track: Run, collected: Collected, learner: Learner | Imitation) -> It
         yield
 
 
-def rows(collected: Collected, plan: Plan | None) -> Iterator[SampleRow]:
+def rows(collected: Collected, plan: UpdatePlan | None) -> Iterator[SampleRow]:
     """Yield one row per finished sample of this rank; without a plan, without advantages."""
     kept = [(group, None) for group in collected.groups]
     groups = sorted([*kept, *collected.dropped], key=lambda pair: pair[0].ticket)
@@ -38,7 +38,7 @@ def rows(collected: Collected, plan: Plan | None) -> Iterator[SampleRow]:
     # The plan holds the samples of all ranks, and those of one ticket side by side.
     tickets, answers = np.empty((2, 0), np.int64) if unplanned else plan.keys.T
     own, advantages = [group.ticket for group, _ in groups], np.empty(0) if unplanned else _mean_advantages(plan)
-    ends_of_runs = [] if unplanned else plan.num_runs.cumsum().tolist()
+    ends_of_spans = [] if unplanned else plan.num_spans.cumsum().tolist()
     begins, ends = (np.searchsorted(tickets, own, side).tolist() for side in ("left", "right"))
     for (group, reason), begin, end in zip(groups, begins, ends, strict=True):
         planned = dict(zip(answers[begin:end].tolist(), range(begin, end), strict=True))
@@ -46,8 +46,8 @@ def rows(collected: Collected, plan: Plan | None) -> Iterator[SampleRow]:
         for sample, turns in zip(group.samples, _turns(group), strict=True):
             place = planned.get(sample.answer)
             advantage = None if place is None else float(advantages[place])
-            if place is not None and plan.num_runs[place] > 1:
-                _credit(turns, plan.advantages[ends_of_runs[place] - plan.num_runs[place] : ends_of_runs[place]])
+            if place is not None and plan.num_spans[place] > 1:
+                _credit(turns, plan.advantages[ends_of_spans[place] - plan.num_spans[place] : ends_of_spans[place]])
             reject_reason = reason or masked.get(sample.key)
             # A scored sample of a kept group has an advantage, unless `prepare` has never run.
             if reject_reason is None and advantage is None:
@@ -55,11 +55,11 @@ def rows(collected: Collected, plan: Plan | None) -> Iterator[SampleRow]:
             yield _row(group.prompt, messages, sample, turns, advantage, reject_reason)
 
 
-def _mean_advantages(plan: Plan) -> np.ndarray:
+def _mean_advantages(plan: UpdatePlan) -> np.ndarray:
     if len(plan.advantages) == len(plan.keys):
         return plan.advantages
-    owners = np.arange(len(plan.keys)).repeat(plan.num_runs)
-    return np.bincount(owners, plan.advantages * plan.run_lengths, len(plan.keys)) / plan.num_sampled
+    owners = np.arange(len(plan.keys)).repeat(plan.num_spans)
+    return np.bincount(owners, plan.advantages * plan.span_lengths, len(plan.keys)) / plan.num_sampled
 
 
 def _credit(turns: list[TurnRow], advantages: np.ndarray) -> None:

@@ -14,7 +14,7 @@ from spmd_rl.algo.distillation import distillation
 from spmd_rl.batch import Batch, Ragged, bounds_of, run_indices
 from spmd_rl.config.schema import TeachersConfig
 from spmd_rl.learn.hints import Hints, Render, at_answers, with_hints
-from spmd_rl.learn.prepare import Plan
+from spmd_rl.learn.prepare import UpdatePlan
 from spmd_rl.learn.transfer import RoleShards
 from spmd_rl.rollout.table import SampleTable
 from spmd_rl.train import Roles
@@ -54,7 +54,7 @@ class Teachers:
         """See `teacher.only`: True if only teachers are learnt from."""
         return self._settings.only
 
-    def fill_in(self, batches: Sequence[Batch], plan: Plan, table: SampleTable) -> None:
+    def fill_in(self, batches: Sequence[Batch], plan: UpdatePlan, table: SampleTable) -> None:
         """[all] Set the teacher columns of this rank's mini-batches."""
         world, dense = self._policy.layout.world, [_nothing(batch, self._k) for batch in batches]
         for domain, rows in self._rows(plan, table).items():
@@ -112,7 +112,7 @@ class Teachers:
 
         return distilled
 
-    def _rows(self, plan: Plan, table: SampleTable) -> dict[str, np.ndarray]:
+    def _rows(self, plan: UpdatePlan, table: SampleTable) -> dict[str, np.ndarray]:
         numbers = table.domains[table.tickets.searchsorted(plan.keys[:, 0])]
         owners = np.array([name if name in self._teachers else "" for name in table.names], object)[numbers]
         return {domain: owners == domain for domain in sorted(self._teachers) if (owners == domain).any()}

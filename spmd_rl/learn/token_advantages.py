@@ -21,7 +21,7 @@ from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.data.seeds import counter_seed
 from spmd_rl.distributed import DataShard
 from spmd_rl.learn.custom import bind, token_advantage
-from spmd_rl.learn.prepare import Plan
+from spmd_rl.learn.prepare import UpdatePlan
 
 
 def needs_old_logprobs(settings: AlgorithmConfig) -> bool:
@@ -30,7 +30,12 @@ def needs_old_logprobs(settings: AlgorithmConfig) -> bool:
 
 
 def finish(
-    batches: Sequence[Batch], plan: Plan, settings: AlgorithmConfig, kl_reward_coef: float, data: DataShard, seed: int
+    batches: Sequence[Batch],
+    plan: UpdatePlan,
+    settings: AlgorithmConfig,
+    kl_reward_coef: float,
+    data: DataShard,
+    seed: int,
 ) -> dict[str, float]:
     """[all] Set the final advantages of all mini-batches, float32 [T]; return the critic's metrics.
 
@@ -55,8 +60,8 @@ def finish(
 
 
 def logged(
-    batches: Sequence[Batch], plan: Plan, settings: AlgorithmConfig, data: DataShard, changed: bool = False
-) -> Plan:
+    batches: Sequence[Batch], plan: UpdatePlan, settings: AlgorithmConfig, data: DataShard, changed: bool = False
+) -> UpdatePlan:
     """[all] Return the plan with the batches' advantages, if they differ. changed: True if other code than `finish` has
     changed them.
     """
@@ -73,20 +78,22 @@ def _of_critic(batches: Sequence[Batch], data: DataShard) -> dict[str, float]:
     return {"critic/explained_variance": explained_variance(*critic)}
 
 
-def kl_of_turns(batches: Sequence[Batch], plan: Plan, count: int, settings: AlgorithmConfig, data: DataShard) -> Tensor:
+def kl_of_turns(
+    batches: Sequence[Batch], plan: UpdatePlan, count: int, settings: AlgorithmConfig, data: DataShard
+) -> Tensor:
     """[all] Estimate the KL to the reference of each turn or answer, summed over its tokens: float64 [count].
 
-    count: turns in `Plan.turns`, or answers. One that does not train has 0.
+    count: turns in `UpdatePlan.turns`, or answers. One that does not train has 0.
     """
-    own, mine = [], (plan.data_rank == data.rank).repeat(plan.num_runs)
+    own, mine = [], (plan.data_rank == data.rank).repeat(plan.num_spans)
     for number, batch in enumerate(batches):
-        lengths = plan.run_lengths[mine & (plan.minibatches == number).repeat(plan.num_runs)]
-        runs = torch.arange(len(lengths)).repeat_interleave(torch.from_numpy(lengths))
-        own += torch.zeros(len(lengths), dtype=torch.float64).index_add(0, runs, _kl(batch, settings)).tolist()
-    of_runs, shards = np.zeros(len(plan.turns)), plan.data_rank.repeat(plan.num_runs)
+        lengths = plan.span_lengths[mine & (plan.minibatches == number).repeat(plan.num_spans)]
+        spans = torch.arange(len(lengths)).repeat_interleave(torch.from_numpy(lengths))
+        own += torch.zeros(len(lengths), dtype=torch.float64).index_add(0, spans, _kl(batch, settings)).tolist()
+    of_spans, shards = np.zeros(len(plan.turns)), plan.data_rank.repeat(plan.num_spans)
     for shard, values in enumerate(data.gather("prepare: KL of turns", own)):  # [all]
-        of_runs[shards == shard] = values
-    return torch.from_numpy(np.bincount(plan.turns, of_runs, count))
+        of_spans[shards == shard] = values
+    return torch.from_numpy(np.bincount(plan.turns, of_spans, count))
 
 
 def _kl(batch: Batch, settings: AlgorithmConfig, index: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spmd_rl.batch import Batch, Column, Entries, Ragged, bounds_of, positions, run_indices
 from spmd_rl.distributed import DataShard, World
-from spmd_rl.learn.prepare import Plan
+from spmd_rl.learn.prepare import UpdatePlan
 from spmd_rl.train.base import CriticRole, PolicyRole, Role
 
 Columns = dict[str, tuple[Column, Entries]]
@@ -41,7 +41,7 @@ class Route:
     """this rank's data shard among the receivers"""
 
     @classmethod
-    def of(cls, plan: Plan, data: DataShard) -> "Route":
+    def of(cls, plan: UpdatePlan, data: DataShard) -> "Route":
         """Return the route of a plan's samples from generator ranks to data shards."""
         return cls(
             keys=plan.keys,
@@ -185,10 +185,10 @@ def _from_bytes(rows: Tensor, columns: Columns) -> dict[str, Tensor]:
     }
 
 
-def redistribute(packed: Batch, plan: Plan, num_updates: int, data: DataShard, world: World) -> list[Batch]:
+def redistribute(packed: Batch, plan: UpdatePlan, num_updates: int, data: DataShard, world: World) -> list[Batch]:
     """[all] Return the samples of this rank's data shard, one packed batch per optimizer step; any may be empty.
 
-    packed: this rank's samples (`Plan.samples_of`). data: its data shard. RunFailed, on all ranks, unless their plans
+    packed: this rank's samples (`UpdatePlan.samples_of`). data: its data shard. RunFailed, on all ranks, unless their plans
     are equal.
     """
     # Every rank has these numbers in the plan, so they need no transfer.
@@ -202,8 +202,8 @@ def redistribute(packed: Batch, plan: Plan, num_updates: int, data: DataShard, w
         batch.right = _at_sampled(plan.right[mine].astype(np.float32), plan.num_sampled[mine], batch)
     # Some answer has several turns or segments. All ranks know it alike, so all batches get these columns or none.
     if len(plan.turns) != plan.num_answers:
-        runs = mine.repeat(plan.num_runs)
-        batch.turns = _at_sampled(plan.turns[runs], plan.run_lengths[runs], batch)
+        spans = mine.repeat(plan.num_spans)
+        batch.turns = _at_sampled(plan.turns[spans], plan.span_lengths[spans], batch)
         batch.trajectories = torch.from_numpy(plan.trajectories[mine])
     batches = [batch]
     if num_updates > 1:
@@ -213,11 +213,11 @@ def redistribute(packed: Batch, plan: Plan, num_updates: int, data: DataShard, w
     return batches
 
 
-def give_advantages(batches: Sequence[Batch], plan: Plan, data: DataShard) -> None:
+def give_advantages(batches: Sequence[Batch], plan: UpdatePlan, data: DataShard) -> None:
     """Set the advantages of this rank's mini-batches."""
     for number, batch in enumerate(batches):
-        runs = ((plan.data_rank == data.rank) & (plan.minibatches == number)).repeat(plan.num_runs)
-        batch.advantages = _at_sampled(plan.advantages[runs].astype(np.float32), plan.run_lengths[runs], batch)
+        spans = ((plan.data_rank == data.rank) & (plan.minibatches == number)).repeat(plan.num_spans)
+        batch.advantages = _at_sampled(plan.advantages[spans].astype(np.float32), plan.span_lengths[spans], batch)
 
 
 def _at_sampled(values: np.ndarray, lengths: np.ndarray, batch: Batch) -> Tensor:
@@ -228,7 +228,7 @@ def _at_sampled(values: np.ndarray, lengths: np.ndarray, batch: Batch) -> Tensor
 
 def fill_in(
     batches: Sequence[Batch],
-    plan: Plan,
+    plan: UpdatePlan,
     policy: PolicyRole,
     reference: PolicyRole | None,
     critic: CriticRole | None,
@@ -259,7 +259,9 @@ def fill_in(
 class RoleShards:
     """Transfer of mini-batches between the policy's data shards and a role's; no-op if they are the same."""
 
-    def __init__(self, policy: Role, role: Role, plan: Plan, world: World, rows: np.ndarray | None = None) -> None:
+    def __init__(
+        self, policy: Role, role: Role, plan: UpdatePlan, world: World, rows: np.ndarray | None = None
+    ) -> None:
         """rows: bool [n], the plan's samples for the role; default: all."""
         here, there = policy.layout.data, role.layout.data
         self._same, self._minibatches, self._world = _ranks(here) == _ranks(there), plan.minibatches, world

@@ -161,7 +161,7 @@ def _support(micro: Batch, row: Row, constraint: Constraint | None, device: torc
     if constraint is None or int(micro.keys[0, 0]) < 0:
         return None
     sampled = micro.sampled
-    answers = micro.token_ids[sampled.index].split(sampled.runs.bincount().tolist())
+    answers = micro.token_ids[sampled.index].split(sampled.spans.bincount().tolist())
     allowed = constraint.replay([answer.tolist() for answer in answers])
     index = allowed.index if row.own is None else allowed.index[row.own]
     return Allowed(to_device(allowed.words, device), to_device(filled_up(index), device))

@@ -59,7 +59,9 @@ def harvest(world: World, layout: str, groups: list[Group]) -> Collected:
     return Collected(1, mine, (), table_of(groups, lambda s: rank_of[s.ticket], 9), 0.0, 0, 0)
 
 
-def moved(world: World, layout: str, num_ranks: int, groups: list[Group] = GROUPS) -> tuple[prepare.Plan, list[Batch]]:
+def moved(
+    world: World, layout: str, num_ranks: int, groups: list[Group] = GROUPS
+) -> tuple[prepare.UpdatePlan, list[Batch]]:
     """`num_ranks=1`: everything goes to rank 0, the reference."""
     collected = harvest(world, layout, groups)
     plan = plan_of(collected, AlgorithmConfig(), NUM_UPDATES, num_ranks)

@@ -98,7 +98,7 @@ def finished(groups: list[Group], **keys) -> dict[tuple[int, int], list[float]]:
         strict=True,
     )
     found = {tuple(key): values[mask].tolist() for key, values, mask in parts}
-    runs = np.split(logged.advantages * logged.run_lengths, logged.num_runs.cumsum())[:-1]
+    runs = np.split(logged.advantages * logged.span_lengths, logged.num_spans.cumsum())[:-1]
     rows = zip(logged.keys.tolist(), runs, logged.num_sampled, strict=True)
     means = {tuple(key): sum(own) / count for key, own, count in rows}
     assert means == pytest.approx({key: fmean(values) for key, values in found.items()}, abs=1e-6)

@@ -86,9 +86,9 @@ def test_runs_count_turns_and_samples_without_gaps() -> None:
     empty = Sample(0, 1, (sample(0, 1, 0, 1.0).turns), two_turns.verdict)
     batch = pack([two_turns, empty, sample(0, 2, 2, 1.0)])
     assert batch.sampled.samples.tolist() == [0, 0, 0, 1, 1]
-    assert batch.sampled.runs.tolist() == [0, 0, 1, 2, 2]
+    assert batch.sampled.spans.tolist() == [0, 0, 1, 2, 2]
     assert torch.equal(batch.sampled.index, batch.loss_mask.nonzero()[:, 0])
-    assert pack([]).sampled.samples.tolist() == pack([]).sampled.runs.tolist() == []
+    assert pack([]).sampled.samples.tolist() == pack([]).sampled.spans.tolist() == []
 
 
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))

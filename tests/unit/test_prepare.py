@@ -18,7 +18,7 @@ from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.learn import balance
 from spmd_rl.learn.losses import bind_loss
-from spmd_rl.learn.prepare import Plan
+from spmd_rl.learn.prepare import UpdatePlan
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests import plans
@@ -49,18 +49,18 @@ def group(ticket: int, rows: list[tuple[int, float | None]]) -> Group:
 GROUPS = [group(4, [(2, 1.0), (3, 0.0), (1, None)]), group(7, [(5, 0.5), (1, 0.0)]), group(9, [(2, 1.0), (2, 0.0)])]
 
 
-def planned(groups: list[Group], num_updates: int = 1, num_shards: int = 1, version: int = 0, **settings) -> Plan:
+def planned(groups: list[Group], num_updates: int = 1, num_shards: int = 1, version: int = 0, **settings) -> UpdatePlan:
     c = collected(groups, version=version)
     algorithm = AlgorithmConfig(**settings)
     return plan_of(c, algorithm, num_updates=num_updates, num_shards=num_shards)
 
 
-def plan_of(c: Collected, algorithm: AlgorithmConfig, num_updates: int = 1, num_shards: int = 1) -> Plan:
+def plan_of(c: Collected, algorithm: AlgorithmConfig, num_updates: int = 1, num_shards: int = 1) -> UpdatePlan:
     sizes = {"num_updates": num_updates, "num_shards": num_shards, "hidden_size": 64, "max_tokens": 1024}
     return plans.plan(c, algorithm, Moments(), **sizes)[0]
 
 
-def columns(plan: Plan) -> list:
+def columns(plan: UpdatePlan) -> list:
     """Everything in it, as plain values."""
     return [value.tolist() if isinstance(value, np.ndarray) else value for value in plan.columns()]
 

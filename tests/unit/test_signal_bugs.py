@@ -21,7 +21,7 @@ from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.learn import sample_log, token_advantages
 from spmd_rl.learn.losses import bind_loss
-from spmd_rl.learn.prepare import Plan
+from spmd_rl.learn.prepare import UpdatePlan
 from spmd_rl.rollout.table import answer_row, answer_rows
 from spmd_rl.types import Group
 from tests import plans
@@ -30,7 +30,7 @@ from tests.agents import Step, collected, group, trajectory
 SIZES = {"num_updates": 1, "num_shards": 1, "hidden_size": 64, "max_tokens": 64}
 
 
-def prepared(some: list[Group], **keys) -> tuple[Plan, Batch]:
+def prepared(some: list[Group], **keys) -> tuple[UpdatePlan, Batch]:
     """The plan, and the batch with finished advantages; a critic says 0 of everything."""
     settings, c = AlgorithmConfig(**keys), collected(some)
     plan, _ = plans.plan(c, settings, Moments(), **SIZES)
@@ -131,8 +131,8 @@ def test_skyrl_201_the_rewards_of_all_turns_count() -> None:
     some = [group(0, [trajectory(0, 0, [Step(2.0), Step(0.0)]), trajectory(0, 1, [Step(0.0), Step(1.0)])])]
     for advantage in ("grpo", "starpo"):
         plan, _ = prepared(some, advantage=advantage, norm_std=False)
-        assert set(plan.advantages[plan.num_runs[0] :].tolist()) == {-0.5}
-        assert set(plan.advantages[: plan.num_runs[0]].tolist()) == {0.5}
+        assert set(plan.advantages[plan.num_spans[0] :].tolist()) == {-0.5}
+        assert set(plan.advantages[: plan.num_spans[0]].tolist()) == {0.5}
         assert plan.mean_reward == 1.5
 
 

@@ -17,7 +17,7 @@ from spmd_rl.distributed import Layout, solo
 from spmd_rl.learn import sample_log
 from spmd_rl.learn.advantages import repetition_penalties
 from spmd_rl.learn.losses import bind_loss
-from spmd_rl.learn.prepare import Plan
+from spmd_rl.learn.prepare import UpdatePlan
 from spmd_rl.types import Group
 from tests import plans
 from tests.agents import SEGMENTS, Step, collected, group, trajectory
@@ -39,7 +39,7 @@ def groups(cut: bool, seed: int = 0, num_groups: int = 4) -> list[Group]:
     return made
 
 
-def plan_of(some: list[Group], num_updates: int = 1, **keys) -> Plan:
+def plan_of(some: list[Group], num_updates: int = 1, **keys) -> UpdatePlan:
     settings = AlgorithmConfig(**keys)
     c = collected(some)
     told = None
@@ -49,7 +49,7 @@ def plan_of(some: list[Group], num_updates: int = 1, **keys) -> Plan:
     return plans.plan(c, settings, Moments(), num_updates=num_updates, penalties=told, **SIZES)[0]
 
 
-def batches(some: list[Group], num_updates: int = 1, **keys) -> tuple[Plan, list[Batch]]:
+def batches(some: list[Group], num_updates: int = 1, **keys) -> tuple[UpdatePlan, list[Batch]]:
     plan = plan_of(some, num_updates, **keys)
     with solo() as world:
         return plan, plans.redistribute(collected(some), plan, num_updates, Layout(world).data, world)
@@ -114,7 +114,7 @@ def test_an_advantage_of_a_turn_reaches_the_tokens_of_that_turn_alone() -> None:
     steps = [Step(1.0, 1, 2), Step(2.0, 2, 3), Step(4.0, 3, 1)]
     some = [group(0, [trajectory(0, 0, steps)])]
     plan, (batch,) = batches(some, advantage="step_reinforce", step_reward_gamma=0.5)
-    assert plan.advantages.tolist() == [3.0, 4.0, 4.0] and plan.run_lengths.tolist() == [2, 3, 1]
+    assert plan.advantages.tolist() == [3.0, 4.0, 4.0] and plan.span_lengths.tolist() == [2, 3, 1]
     assert batch.advantages.tolist() == [0, 0, 0, 3, 3, 0, 0, 4, 4, 4, 0, 0, 4]
     assert len(batch.keys) == 1, "trained once, not once for each turn"
 
