@@ -238,9 +238,7 @@ def credit(
         columns = {
             name: as_tensor([row[i] for row in rows], np.float64) for i, name in enumerate(settings.reward_weights)
         }
-    right = (
-        table.scores >= settings.pass_score if settings.sft_coef else torch.zeros_like(table.scores, dtype=torch.bool)
-    )
+    right = (table.scores >= settings.pass_score) & bool(settings.sft_coef)
     masked, weights = mask(table, settings)
     table = replace(table, masked=masked, weights=weights, right=right)
     # None for a token-level estimator, which starts from the scores (`token_advantages.finish`).

@@ -30,20 +30,15 @@ def needs_old_logprobs(settings: AlgorithmConfig) -> bool:
 
 
 def finish(
-    batches: Sequence[Batch],
-    plan: UpdatePlan,
-    settings: AlgorithmConfig,
-    kl_reward_coef: float,
-    data: DataShard,
-    seed: int,
+    batches: Sequence[Batch], plan: UpdatePlan, settings: AlgorithmConfig, coef: float, data: DataShard, seed: int
 ) -> dict[str, float]:
     """[all] Set the final advantages of all mini-batches, float32 [T]; return the critic's metrics.
 
-    kl_reward_coef: the current one. data: this rank's data shard. seed: the run's.
+    coef: the current `kl_reward_coef`. data: this rank's data shard. seed: the run's.
     """
     if token_advantage(settings):
         for batch in batches:
-            estimate(batch, settings, kl_reward_coef)
+            estimate(batch, settings, coef)
     metrics = _of_critic(batches, data) if settings.uses_critic else {}  # [all]
     if settings.whiten_advantages:
         moments = moments_of(batches, [batch.advantages for batch in batches], data)  # [all]

@@ -188,8 +188,8 @@ def _from_bytes(rows: Tensor, columns: Columns) -> dict[str, Tensor]:
 def redistribute(packed: Batch, plan: UpdatePlan, num_updates: int, data: DataShard, world: World) -> list[Batch]:
     """[all] Return the samples of this rank's data shard, one packed batch per optimizer step; any may be empty.
 
-    packed: this rank's samples (`UpdatePlan.samples_of`). data: its data shard. RunFailed, on all ranks, unless their plans
-    are equal.
+    packed: this rank's samples (`UpdatePlan.samples_of`). data: its data shard. RunFailed, on all ranks, unless their
+    plans are equal.
     """
     # Every rank has these numbers in the plan, so they need no transfer.
     packed.advantages = packed.weights = None

@@ -71,7 +71,7 @@ def trajectories(draw: st.DrawFn) -> list[Run]:
 
 
 @given(
-    spans=trajectories(),
+    runs=trajectories(),
     norm_std=st.booleans(),
     over_steps=st.booleans(),
     gamma=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
