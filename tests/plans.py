@@ -51,7 +51,7 @@ def take_kl(
 ) -> prepare.UpdatePlan:
     """[all] The plan, and advantages of the batches, after the KL of an estimator of answers or of steps."""
     credited = partial(credit, StepTable.of(collected.table), settings, Moments(), max_tokens)
-    kl = token_advantages.kl_of_turns(batches, plan, len(credited()[0].advantages), settings, data)  # [all]
+    kl = token_advantages.turn_kl(batches, plan, len(credited()[0].advantages), settings, data)  # [all]
     plan = prepare.with_scores(plan, credited(kl=settings.kl_reward_coef * kl)[0])
     transfer.give_advantages(batches, plan, data)
     return plan

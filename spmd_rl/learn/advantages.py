@@ -267,8 +267,7 @@ def all_alike(table: SampleTable) -> StepTable:
     """Return the table of a step in which all sampled tokens of an update weigh the same."""
     data = StepTable.of(table)
     ones = torch.ones(len(data.answers), dtype=torch.float64)
-    right = torch.zeros_like(ones, dtype=torch.bool)
-    columns = {"advantages": ones.numpy(), "shaped": ones, "weights": ones.clone(), "right": right}
+    columns = {"advantages": ones.numpy(), "shaped": ones, "weights": ones.clone(), "right": ones < 0}
     return replace(data, spans=whole_samples(data), masked={}, **columns)
 
 

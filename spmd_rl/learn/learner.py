@@ -169,7 +169,7 @@ class Learner:
         credited: computes the table again. count: of the turns that have an advantage.
         """
         settings, data = self._settings, self._policy.layout.data
-        kl = token_advantages.kl_of_turns(batches, self.plan, count, settings, data)  # [all]
+        kl = token_advantages.turn_kl(batches, self.plan, count, settings, data)  # [all]
         table, self._scores = credited(kl=coef * kl)
         self.plan = prepare.with_scores(self.plan, table)
         give_advantages(batches, self.plan, data)

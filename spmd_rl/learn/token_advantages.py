@@ -1,6 +1,6 @@
 """The part of advantages that is computed on trainer ranks: per token, and over the global batch.
 
-Token-level estimators and a KL penalty in the reward (`kl_of_turns`) need logprobs or values of the trainer; whitening,
+Token-level estimators and a KL penalty in the reward (`turn_kl`) need logprobs or values of the trainer; whitening,
 clip-cov and kl-cov need sums over all data shards. Tokens are never communicated.
 """
 
@@ -73,9 +73,7 @@ def _of_critic(batches: Sequence[Batch], data: DataShard) -> dict[str, float]:
     return {"critic/explained_variance": explained_variance(*critic)}
 
 
-def kl_of_turns(
-    batches: Sequence[Batch], plan: UpdatePlan, count: int, settings: AlgorithmConfig, data: DataShard
-) -> Tensor:
+def turn_kl(batches: list[Batch], plan: UpdatePlan, count: int, settings: AlgorithmConfig, data: DataShard) -> Tensor:
     """[all] Estimate the KL to the reference of each turn or answer, summed over its tokens: float64 [count].
 
     count: turns in `UpdatePlan.turns`, or answers. One that does not train has 0.
