@@ -117,6 +117,10 @@ class SleepingTrainer(StubTrainer):
         """None."""
         return {}
 
+    def hashes(self) -> dict[str, str]:
+        """None."""
+        return {}
+
 
 def tell_ends() -> None:
     """Have rank 0 write down when each step has ended, in seconds of the monotonic clock."""
