@@ -91,6 +91,9 @@ class StubEngine:
         """Always."""
         return nullcontext()
 
+    def sleep(self) -> None:
+        """Nothing to free."""
+
     def close(self) -> None:
         """Nothing to free."""
 

@@ -40,6 +40,8 @@ needs_vllm = pytest.mark.skipif(
 needs_sglang = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here: `make test-sglang` has it"
 )
+SHARDS_BYTES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+needs_nf4 = pytest.mark.skipif(not SHARDS_BYTES, reason="torch is older than 2.13, whose FSDP2 shards no bytes (NF4)")
 OTHERS = [pytest.param("vllm", marks=needs_vllm), pytest.param("sglang", marks=needs_sglang)]
 """Engines beside the native one, as parameters of a test: skipped where they are not installed."""
 

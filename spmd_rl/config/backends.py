@@ -12,8 +12,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.hub import model_folder
+from spmd_rl.config.packages import installed
 from spmd_rl.config.sections.models import BACKENDS, RoleConfig, TrainConfig
 
 OWN = (
@@ -27,6 +30,8 @@ OWN = (
     "offload_param",
 )
 """Settings of `train` that a backend may lack; axes apart, all have the others"""
+SHARDS_BYTES = Version("2.13")
+"""First torch whose FSDP2 shards parameters of bytes"""
 AXES = ("tp", "cp", "ep", "pp", "vpp", "dp_replicate")
 
 
@@ -79,6 +84,8 @@ class Backend:
             raise UserError(
                 f"{role.section or role.name}.lora.base: {role.lora.base} needs train={able}, without tp, pp and ep"
             )
+        if role.lora.base and Version(installed("torch") or "0") < SHARDS_BYTES:
+            raise UserError(f"{role.section or role.name}.lora.base: needs torch {SHARDS_BYTES} or newer; must be null")
         # `find_spec` does not import: peft would import torch.
         if role.lora.rank and importlib.util.find_spec("peft") is None:
             raise UserError(

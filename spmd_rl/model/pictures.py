@@ -24,8 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+# Not from the package itself: there, version 5.17 has a stand-in for it that asks for torchvision.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from spmd_rl.base.errors import UserError, one_line

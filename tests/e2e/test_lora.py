@@ -7,7 +7,7 @@ from spmd_rl.model.lora import PREFIX
 from spmd_rl.train.state import MODEL, SavedState
 from tests.e2e.runs import Toy
 from tests.e2e.test_supervised import KINDS, measured
-from tests.engines import OTHERS, VLLM_SIZES
+from tests.engines import OTHERS, VLLM_SIZES, needs_nf4
 
 LORA = ("policy.lora.rank=8", "policy.lr=1e-2")
 FALL = 0.98
@@ -39,7 +39,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepspeed", "me
 NF4 = "fsdp2 policy.lora.base=nf4 critic.lora.base=nf4"
 
 
-@pytest.mark.parametrize("train", ["fsdp2", NF4, *SLOW])
+@pytest.mark.parametrize("train", ["fsdp2", pytest.param(NF4, marks=needs_nf4), *SLOW])
 def test_ppo_has_a_critic_with_adapters_and_a_checkpoint_is_evaluated(train: str, tmp_path) -> None:
     toy = Toy(tmp_path, "qwen2")
     settings = ("policy.dtype=float32", "algorithm=ppo", "algorithm.kl_coef=0.01", "critic.lora.rank=4", "steps=2")

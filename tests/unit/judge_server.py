@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -51,4 +50,4 @@ devices = {name: value for name, value in os.environ.items() if name.endswith("V
 notes = {"pids": [os.getpid(), helper.pid], "devices": devices, "rank": os.environ.get("RANK")}
 with Path(NOTES).open("a") as file:
     file.write(json.dumps(notes) + "\n")
-threading.Thread(target=server.serve_forever).start()
+server.serve_forever()

@@ -39,7 +39,7 @@ def submit(
         (place / name).write_text(f"#!/bin/sh\n{script}\n")
         (place / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2"}
-    job |= {"GIVEN": str(place / "given"), "SLURM_SUBMIT_DIR": str(place), "DOCTOR": ""}
+    job |= {"GIVEN": str(place / "given"), "SLURM_SUBMIT_DIR": str(place), "DOCTOR": "", "VENV": ".venv"}
     here = {name: value for name, value in os.environ.items() if not name.startswith(("SRUN_", "SLURM_"))}
     env = {**here, **job, **env, "PATH": f"{place}:{os.environ['PATH']}"}
     return subprocess.run(["bash", SBATCH, *arguments], env=env, capture_output=True, text=True)

@@ -10,7 +10,7 @@ from spmd_rl.distributed import Layout
 from spmd_rl.model.build import build_model
 from spmd_rl.model.lora import PREFIX
 from spmd_rl.train.nf4 import CODE, Packed, pack, pack_layer, rounded, unpack
-from tests.engines import one_rank
+from tests.engines import needs_nf4, one_rank
 from tests.models import tiny
 from tests.training import fsdp2_policy
 
@@ -44,6 +44,7 @@ def test_a_packed_layer_computes_with_its_values_and_keeps_bytes_alone() -> None
     assert torch.allclose(gradient, 2 * out.detach() @ wanted)
 
 
+@needs_nf4
 def test_what_is_frozen_is_held_in_4_bits_and_published_as_what_it_means(tmp_path) -> None:
     path = tiny("llama", tmp_path, hidden_size=128, head_dim=32)
     plain = build_model(path, torch.float32, "cpu")

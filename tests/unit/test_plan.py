@@ -20,6 +20,7 @@ from spmd_rl.tools.plan import largest_cache, pictures, show
 from spmd_rl.tools.plan.memory_tracker import MemoryTracker
 from spmd_rl.tools.plan.rank import Trace, trace
 from spmd_rl.tools.plan.table import TableRow
+from tests.engines import needs_nf4
 from tests.models import EXPERTS, tiny
 from tests.toy_vlm import VLM_KINDS, toy_vlm
 
@@ -127,7 +128,11 @@ def test_a_plan_makes_up_answers_that_parse_as_nothing(models):
 
 @pytest.mark.parametrize(
     "more",
-    [[], *(pytest.param([line], marks=pytest.mark.slow) for line in ("policy.lora.dora=true", "policy.lora.base=nf4"))],
+    [
+        [],
+        pytest.param(["policy.lora.dora=true"], marks=pytest.mark.slow),
+        pytest.param(["policy.lora.base=nf4"], marks=[pytest.mark.slow, needs_nf4]),
+    ],
     ids=str,
 )
 def test_adapters_have_gradients_and_moments_and_the_frozen_weights_none(models, more):
