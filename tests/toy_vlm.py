@@ -8,7 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -19,6 +22,7 @@ from transformers import (
     SmolVLMForConditionalGeneration,
 )
 
+from spmd_rl.model.pictures import TRANSFORMERS
 from tests.models import SIZES, SPECIAL_IDS, tokenizer
 
 VLM_KINDS = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
@@ -44,6 +48,8 @@ def toy_vlm(kind: str, path: Path | str, seed: int = 0, tower: dict[str, Any] | 
 
     `text` and `tower` replace values of the language model's and the vision tower's configs. Returns `path` as a Path.
     """
+    if Version(transformers.__version__) < TRANSFORMERS:
+        pytest.skip(f"transformers is older than {TRANSFORMERS}, which pictures need")
     tokens = vlm_tokenizer(kind)
     sizes = {**SIZES, **SPECIAL_IDS, "vocab_size": len(tokens), **text}
     build = {"qwen2_5_vl": _qwen2_5, "qwen3_vl": _qwen3, "smolvlm": _smol}[kind]

@@ -22,18 +22,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
+from packaging.version import Version
 from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-
-# Not from the package itself: there, version 5.17 has a stand-in for it that asks for torchvision.
-from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from spmd_rl.base.errors import UserError, one_line
 from spmd_rl.types.pictures import picture_ids
 
+TRANSFORMERS = Version("5.19")
+"""First version tested with pictures; 5.17 asks for torchvision."""
 KEPT_BYTES = 2**28
 """Bytes of prepared pixels kept by a process."""
 BLANK = (28, 28)
@@ -222,6 +223,8 @@ FAMILIES: dict[str, Callable[[Any, PreTrainedConfig], Processor]] = {
 
 def build_processor(folder: Path) -> Processor:
     """Return the processor of a model directory. UserError if it has none, or another kind of model."""
+    if Version(found := transformers.__version__) < TRANSFORMERS:
+        raise UserError(f"policy.model: pictures need transformers {TRANSFORMERS} or newer, not {found}")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         hf = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
