@@ -10,13 +10,18 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from spmd_rl.model.moe import stacked_experts
+
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 ATTENTION = ("aten::_scaled_dot_product", "torch_attn::_varlen_attn")
 """Prefixes of attention kernels' names"""
+RECOMPILE_LIMIT = 64
+"""Graphs of one function: kinds of modules, with and without gradients, for static and for varying sizes"""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -27,23 +32,40 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def recompute(model: nn.Module, mode: str) -> None:
-    """Set up `mode` for the decoder layers, after adapters.
+def recompute(model: nn.Module, mode: str, compiles: bool = False) -> None:
+    """Set up `mode` for the decoder layers, after adapters. compiles: also compile them, with both passes in one graph.
 
-    A compiled layer keeps its checkpointing inside the graph.
+    A compiled layer with experts is one in parts: each is compiled and checkpointed by itself, and the experts are run
+    as they are. How many tokens each expert gets is data, on which the sizes of messages depend, and FSDP's hooks on
+    experts break a graph.
     """
-    if mode == "none":
-        return
+    units = decoder_layers(model)
+    if compiles:
+        experts = set(stacked_experts(model).values())
+        units = [unit for layer in units for unit in _around(experts, layer)]
     # With `lora.dropout` the second pass must draw the first one's mask. Else no layer draws random numbers, and their
     # state is not kept: on a device that would be a copy.
     draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
     if mode == "selective":
         options["context_fn"] = _contexts
-    for layer in decoder_layers(model):
-        # In `forward`, not around the module as transformers has it: a graph then holds both passes of the layer. Two
-        # graphs of one layer (other shapes, recompiled) would keep other tensors, which torch refuses.
-        layer.forward = _checkpointed(layer.forward, options)
+    # In `forward`, not around the module as transformers has it: a graph then holds both passes of the layer. Two
+    # graphs of one layer (other shapes, recompiled) would keep other tensors, which torch refuses.
+    for unit in units if mode != "none" else ():
+        unit.forward = _checkpointed(unit.forward, options)
+    if compiles:
+        # All units share the code of `_checkpointed`, and so the limit: above it torch runs what it should compile.
+        torch.compiler.config.recompile_limit = RECOMPILE_LIMIT
+        for unit in units:
+            if unit not in experts:
+                unit.forward = torch.compile(unit.forward)
+
+
+def _around(experts: set[nn.Module], module: nn.Module) -> list[nn.Module]:
+    """Return the experts in a module and the largest modules without any, or the module itself."""
+    if module in experts or experts.isdisjoint(module.modules()):
+        return [module]
+    return [unit for child in module.children() for unit in _around(experts, child)]
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

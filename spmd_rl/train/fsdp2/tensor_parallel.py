@@ -6,7 +6,7 @@ output. So each rank has a different term of the loss, and a replicated weight's
 sums, value head) is a sum over ranks. Experts are not cut: see `experts.py`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -55,7 +55,7 @@ def parallelize(model: nn.Module, layout: Layout) -> None:
             for linear in wrapped(modules[name], "lora_A"):
                 _share_inputs(linear, mesh, group)
     for block in _blocks(planned, ROWS):
-        modules[block].register_forward_pre_hook(partial(_gather_tokens, group), with_kwargs=True)
+        modules[block].forward = _of_all_tokens(modules[block].forward, group)
     _share_vocabulary(model, mesh, group)
 
 
@@ -123,12 +123,13 @@ def _share_outputs(linear: nn.Linear, mesh: DeviceMesh, copies: int) -> None:
             _distribute(linear, "bias", mesh, 0)
     else:
         rows = share(slice(0, linear.out_features), mesh.size() // copies, mesh.get_local_rank() // copies)
-    linear.forward = partial(_some_outputs, linear, rows)
+    # No `partial`, whose identity a compiled graph would depend on: layers could not share it.
+    linear.forward = lambda x: _some_outputs(linear, rows, x)
 
 
 def _share_inputs(linear: nn.Linear, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
     _distribute(linear, "weight", mesh, 1)
-    linear.forward = partial(_sum_of_inputs, linear, group)
+    linear.forward = lambda x: _sum_of_inputs(linear, group, x)
 
 
 def _share_vocabulary(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
@@ -189,11 +190,15 @@ def _look_up(embedding: nn.Embedding, own: slice, group: dist.ProcessGroup, toke
     return sum_rows(found.masked_fill(outside[..., None], 0.0)[0], group)[None]
 
 
-def _gather_tokens(group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """[all] Replace a block's input, this rank's tokens, with all."""
-    if args:
-        return (gather_rows(args[0][0], group)[None], *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": gather_rows(kwargs["hidden_states"][0], group)[None]}
+def _of_all_tokens(forward: Callable[..., Any], group: dist.ProcessGroup) -> Callable[..., Any]:
+    """Replace a block's input, this rank's tokens, with all. No hook, so that checkpoints keep the tokens of a rank."""
+
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            return forward(gather_rows(args[0][0], group)[None], *args[1:], **kwargs)  # [all]
+        return forward(**kwargs | {"hidden_states": gather_rows(kwargs["hidden_states"][0], group)[None]})  # [all]
+
+    return gathered
 
 
 def _gather_result(model: nn.Module, group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
