@@ -39,10 +39,10 @@ def recompute(model: nn.Module, mode: str, compiles: bool = False) -> None:
     as they are. How many tokens each expert gets is data, on which the sizes of messages depend, and FSDP's hooks on
     experts break a graph.
     """
-    units = decoder_layers(model)
-    if compiles:
-        experts = set(stacked_experts(model).values())
-        units = [unit for layer in units for unit in _around(experts, layer)]
+    if mode == "none" and not compiles:
+        return
+    experts = set(stacked_experts(model).values()) if compiles else set()
+    units = [unit for layer in decoder_layers(model) for unit in _around(experts, layer)]
     # With `lora.dropout` the second pass must draw the first one's mask. Else no layer draws random numbers, and their
     # state is not kept: on a device that would be a copy.
     draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
