@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from spmd_rl.model.load import local_parts
 from spmd_rl.model.moe import stacked_experts
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
@@ -58,7 +60,7 @@ def recompute(model: nn.Module, mode: str, compiles: bool = False) -> None:
         torch.compiler.config.recompile_limit = RECOMPILE_LIMIT
         for unit in units:
             if unit not in experts:
-                unit.forward = torch.compile(unit.forward)
+                unit.forward = _compiled(unit)
 
 
 def _around(experts: set[nn.Module], module: nn.Module) -> list[nn.Module]:
@@ -66,6 +68,18 @@ def _around(experts: set[nn.Module], module: nn.Module) -> list[nn.Module]:
     if module in experts or experts.isdisjoint(module.modules()):
         return [module]
     return [unit for child in module.children() for unit in _around(experts, child)]
+
+
+def _compiled(unit: nn.Module) -> Callable[..., Any]:
+    forward, modules = torch.compile(unit.forward), unit.modules()
+    shared = [(m, n) for m in modules for n, p in m.named_parameters(recurse=False) if isinstance(p, DTensor)]
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        # A graph that recomputes DTensors saves their mesh, which torch refuses.
+        with local_parts(shared):
+            return forward(*args, **kwargs)
+
+    return compiled if shared else forward
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

@@ -6,8 +6,7 @@ output. So each rank has a different term of the loss, and a replicated weight's
 sums, value head) is a sum over ranks. Experts are not cut: see `experts.py`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from spmd_rl.base.errors import UserError
 from spmd_rl.distributed import Layout
 from spmd_rl.model.differentiable import gather_rows, sum_rows
-from spmd_rl.model.load import local, owned_region, share
+from spmd_rl.model.load import local, local_parts, owned_region, share
 from spmd_rl.model.logprobs import TokenHead
 from spmd_rl.model.moe import stacked_experts
 from spmd_rl.train.adapters import wrapped
@@ -185,7 +184,7 @@ def _look_up(embedding: nn.Embedding, own: slice, group: dist.ProcessGroup, toke
     """[all] [1, t] -> [1, t / size, h]: one rank has a token's row, the others add zeros."""
     outside = (token_ids < own.start) | (token_ids >= own.stop)
     # The module's own forward runs, because some families scale the embeddings.
-    with _local_weight(embedding):
+    with local_parts([(embedding, "weight")]):
         found = type(embedding).forward(embedding, (token_ids - own.start).masked_fill(outside, 0))
     return sum_rows(found.masked_fill(outside[..., None], 0.0)[0], group)[None]
 
@@ -211,16 +210,6 @@ def _gather_result(model: nn.Module, group: dist.ProcessGroup, _: nn.Module, arg
 def _computed_alike(size: int, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     """Return an output equal on all ranks, of which each passes back an equal part of the gradient."""
     return output.detach() + (output - output.detach()) / size
-
-
-@contextmanager
-def _local_weight(module: nn.Module) -> Iterator[None]:
-    # An attribute of the object hides the parameter of that name, which stays a DTensor.
-    module.__dict__["weight"] = local(module.weight)
-    try:
-        yield
-    finally:
-        del module.__dict__["weight"]
 
 
 def sharded_dim(parameter: Tensor) -> int | None:
