@@ -44,6 +44,7 @@ def compared(world: World, path, kept: str, axes: dict[str, int], own: dict[str,
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # four ranks compile on two cores
 @pytest.mark.parametrize(
     ("kind", "size", "axes", "kept", "num_graphs"),
     [
