@@ -241,7 +241,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def local_parts(named: Collection[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Let modules have this rank's parts in place of parameters: `named` has each one's module and its name there."""
+    """Replace parameters, by module and name, with this rank's parts."""
     # An attribute of the object hides the parameter of that name, which stays a DTensor.
     for module, name in named:
         module.__dict__[name] = local(getattr(module, name))

@@ -22,8 +22,8 @@ from spmd_rl.model.moe import stacked_experts
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 ATTENTION = ("aten::_scaled_dot_product", "torch_attn::_varlen_attn")
 """Prefixes of attention kernels' names"""
+# Graphs of one function: kinds of modules, with and without gradients, for static and for varying sizes.
 RECOMPILE_LIMIT = 64
-"""Graphs of one function: kinds of modules, with and without gradients, for static and for varying sizes"""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -35,14 +35,11 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute(model: nn.Module, mode: str, compiles: bool = False) -> None:
-    """Set up `mode` for the decoder layers, after adapters. compiles: also compile them, with both passes in one graph.
-
-    A compiled layer with experts is one in parts: each is compiled and checkpointed by itself, and the experts are run
-    as they are. How many tokens each expert gets is data, on which the sizes of messages depend, and FSDP's hooks on
-    experts break a graph.
-    """
+    """Set up `mode` for the decoder layers, after adapters. compiles: also compile them."""
     if mode == "none" and not compiles:
         return
+    # Layers with experts are compiled, and checkpointed, in parts around these: how many tokens each gets is data, on
+    # which sizes of messages depend, and FSDP's hooks on experts break a graph.
     experts = set(stacked_experts(model).values()) if compiles else set()
     units = [unit for layer in decoder_layers(model) for unit in _around(experts, layer)]
     # With `lora.dropout` the second pass must draw the first one's mask. Else no layer draws random numbers, and their
@@ -64,7 +61,7 @@ def recompute(model: nn.Module, mode: str, compiles: bool = False) -> None:
 
 
 def _around(experts: set[nn.Module], module: nn.Module) -> list[nn.Module]:
-    """Return the experts in a module and the largest modules without any, or the module itself."""
+    # The experts in a module, and the largest modules without any.
     if module in experts or experts.isdisjoint(module.modules()):
         return [module]
     return [unit for child in module.children() for unit in _around(experts, child)]

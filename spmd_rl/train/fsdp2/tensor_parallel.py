@@ -132,10 +132,8 @@ def _share_inputs(linear: nn.Linear, mesh: DeviceMesh, group: dist.ProcessGroup)
 
 
 def _share_vocabulary(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    """Shard the rows of embedding and head over ranks, tokens in between.
-
-    Pipeline stages do their share, and exchange each rank's span of tokens.
-    """
+    """Shard the rows of embedding and head over ranks, tokens in between."""
+    # Pipeline stages do their share, and exchange each rank's span of tokens.
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
     if embedding.weight is not None:
@@ -190,8 +188,9 @@ def _look_up(embedding: nn.Embedding, own: slice, group: dist.ProcessGroup, toke
 
 
 def _of_all_tokens(forward: Callable[..., Any], group: dist.ProcessGroup) -> Callable[..., Any]:
-    """Replace a block's input, this rank's tokens, with all. No hook, so that checkpoints keep the tokens of a rank."""
+    """Replace a block's input, this rank's tokens, with all."""
 
+    # No hook, so that a checkpoint of the block keeps this rank's tokens alone.
     def gathered(*args: Any, **kwargs: Any) -> Any:
         if args:
             return forward(gather_rows(args[0][0], group)[None], *args[1:], **kwargs)  # [all]
