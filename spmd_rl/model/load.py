@@ -8,7 +8,8 @@ files.bytes_read
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,16 @@ def share(whole: slice, num_ranks: int, rank: int) -> slice:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def local_parts(named: Collection[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Replace parameters, by module and name, with this rank's parts."""
+    # An attribute of the object hides the parameter of that name, which stays a DTensor.
+    for module, name in named:
+        module.__dict__[name] = local(getattr(module, name))
+    try:
+        yield
+    finally:
+        for module, name in named:
+            del module.__dict__[name]

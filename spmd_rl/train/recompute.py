@@ -10,13 +10,20 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import torch
 from torch import nn
 from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from spmd_rl.model.load import local_parts
+from spmd_rl.model.moe import stacked_experts
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 ATTENTION = ("aten::_scaled_dot_product", "torch_attn::_varlen_attn")
 """Prefixes of attention kernels' names"""
+# Graphs of one function: kinds of modules, with and without gradients, for static and for varying sizes.
+RECOMPILE_LIMIT = 64
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -27,23 +34,49 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def recompute(model: nn.Module, mode: str) -> None:
-    """Set up `mode` for the decoder layers, after adapters.
-
-    A compiled layer keeps its checkpointing inside the graph.
-    """
-    if mode == "none":
+def recompute(model: nn.Module, mode: str, compiles: bool = False) -> None:
+    """Set up `mode` for the decoder layers, after adapters. compiles: also compile them."""
+    if mode == "none" and not compiles:
         return
+    # Layers with experts are compiled, and checkpointed, in parts around these: how many tokens each gets is data, on
+    # which sizes of messages depend, and FSDP's hooks on experts break a graph.
+    experts = set(stacked_experts(model).values()) if compiles else set()
+    units = [unit for layer in decoder_layers(model) for unit in _around(experts, layer)]
     # With `lora.dropout` the second pass must draw the first one's mask. Else no layer draws random numbers, and their
     # state is not kept: on a device that would be a copy.
     draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
     if mode == "selective":
         options["context_fn"] = _contexts
-    for layer in decoder_layers(model):
-        # In `forward`, not around the module as transformers has it: a graph then holds both passes of the layer. Two
-        # graphs of one layer (other shapes, recompiled) would keep other tensors, which torch refuses.
-        layer.forward = _checkpointed(layer.forward, options)
+    # In `forward`, not around the module as transformers has it: a graph then holds both passes of the layer. Two
+    # graphs of one layer (other shapes, recompiled) would keep other tensors, which torch refuses.
+    for unit in units if mode != "none" else ():
+        unit.forward = _checkpointed(unit.forward, options)
+    if compiles:
+        # All units share the code of `_checkpointed`, and so the limit: above it torch runs what it should compile.
+        torch.compiler.config.recompile_limit = RECOMPILE_LIMIT
+        for unit in units:
+            if unit not in experts:
+                unit.forward = _compiled(unit)
+
+
+def _around(experts: set[nn.Module], module: nn.Module) -> list[nn.Module]:
+    # The experts in a module, and the largest modules without any.
+    if module in experts or experts.isdisjoint(module.modules()):
+        return [module]
+    return [unit for child in module.children() for unit in _around(experts, child)]
+
+
+def _compiled(unit: nn.Module) -> Callable[..., Any]:
+    forward, modules = torch.compile(unit.forward), unit.modules()
+    shared = [(m, n) for m in modules for n, p in m.named_parameters(recurse=False) if isinstance(p, DTensor)]
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        # A graph that recomputes DTensors saves their mesh, which torch refuses.
+        with local_parts(shared):
+            return forward(*args, **kwargs)
+
+    return compiled if shared else forward
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

@@ -132,6 +132,7 @@ def test_settings_that_a_backend_lacks_are_refused_before_torch(tmp_path) -> Non
         train = replace(good.train, **changed)
         with pytest.raises(UserError, match=said):
             backend(train.name).check(replace(good, train=train), path)
+    backend("fsdp2").check(replace(good, train=TrainConfig(compile=True, tp=2, cp=2)), path)
     with pytest.raises(UserError, match="train.compile: not supported with pp > 1"):
         backend("fsdp2").check(replace(good, train=TrainConfig(compile=True, pp=2)), path)
     for own, said in (

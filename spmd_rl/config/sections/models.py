@@ -164,7 +164,7 @@ class BackendConfig:
     two gathers per micro-batch."""
     compile: bool = False
     """Compile decoder layers with `torch.compile`: first steps take a minute or more longer, later ones less. Needs
-    a C++ compiler on CPU, Triton on GPU."""
+    a C++ compiler on CPU, Triton on GPU. Experts are left out."""
     offload: bool = False
     """Keep idle roles' weights in host memory, optimizer state outside its step too, and the engine's weights while it
     does not generate. No effect on CPU."""

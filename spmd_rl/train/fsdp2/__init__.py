@@ -13,8 +13,8 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
     train = role.train
     if model.get("model_type") in SEEING:
         _refuse_with_pictures(role, model["model_type"])
-    if train.compile and (axis := next((axis for axis in ("tp", "cp", "ep", "pp") if train.axes[axis] > 1), "")):
-        raise UserError(f"{role.key}.compile: not supported with {axis} > 1")
+    if train.compile and train.pp > 1:
+        raise UserError(f"{role.key}.compile: not supported with pp > 1")
     if (kind := model.get("model_type")) in HYBRID:
         # A layer's state passes through all tokens, and its heads are not divided.
         axis = next((axis for axis in ("tp", "cp") if train.axes[axis] > 1), "") or "compile" * train.compile

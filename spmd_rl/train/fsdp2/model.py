@@ -43,6 +43,7 @@ from spmd_rl.train.fsdp2.shard import decoder_layers
 from spmd_rl.train.fsdp2.tensor_parallel import parallelize
 from spmd_rl.train.offload import Offload
 from spmd_rl.train.pipeline import Step
+from spmd_rl.train.recompute import recompute
 from spmd_rl.train.replay import Replay
 from spmd_rl.train.row import Row, filled_up, row_of
 from spmd_rl.train.state import MODEL, OPTIMIZER, Shard, shards_of
@@ -154,9 +155,6 @@ class FSDP2Model(ABC):
         self._replay = Replay(model, layout, getattr(optimizer, "router_replay", False))
         self._pipeline = Pipeline(model, layout, dtype, train.vpp)  # [all]
         recomputed = "none" if optimizer is None else train.activation_checkpointing
-        for layer in shard.decoder_layers(model) if train.compile else ():
-            # Compile before sharding, so that FSDP's hooks stay outside of the graph.
-            layer.compile()
         # Gathered weights stay valid until the next update: with enough memory they need no second gather.
         on_device = kind(self.device) != "cpu"
         costly = not on_device or layout.size("pp") > 1
@@ -165,7 +163,9 @@ class FSDP2Model(ABC):
         self._routing = Routing(model, layout, optimizer) if optimizer is not None else None
         spread_experts(model, layout)  # [all]
         parallelize(model, layout)  # [all]
-        shard.shard(model, layout, dtype, self._keep_gathered, recomputed)
+        # Before sharding, so that FSDP's hooks stay outside of checkpoints and graphs.
+        recompute(model, recomputed, train.compile)
+        shard.shard(model, layout, dtype, self._keep_gathered)
         if load is not None:
             materialize(model, self.device)
             with self._adapters.hidden():

@@ -14,14 +14,14 @@ from torch.distributed.tensor import Shard
 from spmd_rl.distributed import Layout
 from spmd_rl.model.load import local
 from spmd_rl.model.moe import stacked_experts
-from spmd_rl.train.recompute import decoder_layers, recompute
+from spmd_rl.train.recompute import decoder_layers
 
 
-def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: bool, recomputed: str = "none") -> None:
+def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: bool) -> None:
     """[all] Shard `model` in place; passes compute in `dtype`, gradients are summed in the parameters'.
 
     Trainable parameters are all float32 (float64 in tests, where it separates mathematics from rounding); frozen ones
-    of any dtype. keep_gathered: parameters stay gathered until `reshard`. recomputed: mode of `recompute`.
+    of any dtype. keep_gathered: parameters stay gathered until `reshard`.
     """
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
     assert trained <= {torch.float32} or trained == {torch.float64}, f"trainable parameters of {trained}"
@@ -55,8 +55,6 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
             reshard_after_forward=not keep_gathered,
             shard_placement_fn=lambda p: placement(local(p).shape, layout.size("expert_fsdp")),
         )
-    # Before FSDP, so that its hooks surround the checkpointed layer.
-    recompute(model, recomputed)
     for layer in layers:
         fully_shard(layer, reshard_after_forward=not keep_gathered, **common)
     fully_shard(model, **common)

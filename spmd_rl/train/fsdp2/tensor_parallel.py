@@ -6,8 +6,7 @@ output. So each rank has a different term of the loss, and a replicated weight's
 sums, value head) is a sum over ranks. Experts are not cut: see `experts.py`.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from spmd_rl.base.errors import UserError
 from spmd_rl.distributed import Layout
 from spmd_rl.model.differentiable import gather_rows, sum_rows
-from spmd_rl.model.load import local, owned_region, share
+from spmd_rl.model.load import local, local_parts, owned_region, share
 from spmd_rl.model.logprobs import TokenHead
 from spmd_rl.model.moe import stacked_experts
 from spmd_rl.train.adapters import wrapped
@@ -55,7 +54,7 @@ def parallelize(model: nn.Module, layout: Layout) -> None:
             for linear in wrapped(modules[name], "lora_A"):
                 _share_inputs(linear, mesh, group)
     for block in _blocks(planned, ROWS):
-        modules[block].register_forward_pre_hook(partial(_gather_tokens, group), with_kwargs=True)
+        modules[block].forward = _of_all_tokens(modules[block].forward, group)
     _share_vocabulary(model, mesh, group)
 
 
@@ -123,19 +122,18 @@ def _share_outputs(linear: nn.Linear, mesh: DeviceMesh, copies: int) -> None:
             _distribute(linear, "bias", mesh, 0)
     else:
         rows = share(slice(0, linear.out_features), mesh.size() // copies, mesh.get_local_rank() // copies)
-    linear.forward = partial(_some_outputs, linear, rows)
+    # No `partial`, whose identity a compiled graph would depend on: layers could not share it.
+    linear.forward = lambda x: _some_outputs(linear, rows, x)
 
 
 def _share_inputs(linear: nn.Linear, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
     _distribute(linear, "weight", mesh, 1)
-    linear.forward = partial(_sum_of_inputs, linear, group)
+    linear.forward = lambda x: _sum_of_inputs(linear, group, x)
 
 
 def _share_vocabulary(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    """Shard the rows of embedding and head over ranks, tokens in between.
-
-    Pipeline stages do their share, and exchange each rank's span of tokens.
-    """
+    """Shard the rows of embedding and head over ranks, tokens in between."""
+    # Pipeline stages do their share, and exchange each rank's span of tokens.
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
     if embedding.weight is not None:
@@ -184,16 +182,21 @@ def _look_up(embedding: nn.Embedding, own: slice, group: dist.ProcessGroup, toke
     """[all] [1, t] -> [1, t / size, h]: one rank has a token's row, the others add zeros."""
     outside = (token_ids < own.start) | (token_ids >= own.stop)
     # The module's own forward runs, because some families scale the embeddings.
-    with _local_weight(embedding):
+    with local_parts([(embedding, "weight")]):
         found = type(embedding).forward(embedding, (token_ids - own.start).masked_fill(outside, 0))
     return sum_rows(found.masked_fill(outside[..., None], 0.0)[0], group)[None]
 
 
-def _gather_tokens(group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """[all] Replace a block's input, this rank's tokens, with all."""
-    if args:
-        return (gather_rows(args[0][0], group)[None], *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": gather_rows(kwargs["hidden_states"][0], group)[None]}
+def _of_all_tokens(forward: Callable[..., Any], group: dist.ProcessGroup) -> Callable[..., Any]:
+    """Replace a block's input, this rank's tokens, with all."""
+
+    # No hook, so that a checkpoint of the block keeps this rank's tokens alone.
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            return forward(gather_rows(args[0][0], group)[None], *args[1:], **kwargs)  # [all]
+        return forward(**kwargs | {"hidden_states": gather_rows(kwargs["hidden_states"][0], group)[None]})  # [all]
+
+    return gathered
 
 
 def _gather_result(model: nn.Module, group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -206,16 +209,6 @@ def _gather_result(model: nn.Module, group: dist.ProcessGroup, _: nn.Module, arg
 def _computed_alike(size: int, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     """Return an output equal on all ranks, of which each passes back an equal part of the gradient."""
     return output.detach() + (output - output.detach()) / size
-
-
-@contextmanager
-def _local_weight(module: nn.Module) -> Iterator[None]:
-    # An attribute of the object hides the parameter of that name, which stays a DTensor.
-    module.__dict__["weight"] = local(module.weight)
-    try:
-        yield
-    finally:
-        del module.__dict__["weight"]
 
 
 def sharded_dim(parameter: Tensor) -> int | None:
