@@ -63,10 +63,8 @@ class HostGroups:
         return _exchange(self.near, rows, going, [sum(received), *rest])
 
     def _between_nodes(self, leaders: dist.ProcessGroup, rows: Tensor, counts: np.ndarray) -> Tensor:
-        """[leaders] Return rows for this node by destination, then source. rows: of this node, by source.
-
-        counts: rows of each of the node's ranks to and from every rank.
-        """
+        """[leaders] Exchange rows of nodes."""
+        # In: rows of this node, by source and destination; out: rows for it, by destination and source.
         place, node = np.empty((2, self.size), np.int64)
         for number, block in enumerate(self.blocks):
             place[[*block]], node[[*block]] = range(len(block)), number
@@ -90,7 +88,6 @@ class HostGroups:
 
 
 def _in_order(rows: Tensor, sizes: np.ndarray, order: np.ndarray) -> Tensor:
-    """Return the parts of `rows`, of these sizes, in another order."""
     parts = rows.split(sizes.tolist())
     return torch.cat([parts[place] for place in order]) if len(parts) > 1 else rows
 

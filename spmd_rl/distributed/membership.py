@@ -137,7 +137,7 @@ def _join(me: Membership) -> Rendezvous:
 
 
 def _said_by_all(store: dist.Store, me: Membership) -> list[list[int]]:
-    """[all] Return each rank's node by its first rank, and that node's number of ranks."""
+    """[all] Return the argument of `nodes_of`."""
     store.set(f"node/{me.rank}", json.dumps([me.rank - me.local_rank, me.local_size]))
     if me.rank == 0:
         found = store.multi_get([f"node/{rank}" for rank in range(me.size)])

@@ -1,14 +1,11 @@
-"""`fingerprint`: a checksum of a tensor's bytes at reading speed, against mistakes, not attacks; equal on any device.
+"""`fingerprint`: a checksum of a tensor's bytes at reading speed, against mistakes, not attacks; equal on all devices.
 
-A block of 256 x 256 words of 64 bits is read twice, for the sums of its rows and of its columns, modulo 2^64. What a
-tensor's blocks leave is hashed on the host (xxh3-128): their sums, 1/128 of its bytes.
-
-Any change of up to three words is noticed, as is an exchange of elements. An exchange of rows, blocks or tensors and a
-shift are, unless sums are equal by chance (2^-64). Changes are not noticed if they cancel in each row and each column
-of a block. The fewest are those of four words at the corners of a rectangle, by d, -d, d and -d, such as the same
-top bit flipped in all four. Four words of a block that change at random do so with a probability of 2^-29 for their
-places and 2^-192 for their values. Two permutation matrices may have one fingerprint.
+Rows and columns of 256 x 256 words of 64 bits are summed, modulo 2^64, and the sums hashed on the host. Changes are
+unnoticed that cancel in each row and column: four words at the corners of a rectangle, by d, -d, d, -d (by chance 2^-29
+for places, 2^-192 for values).
 """
+# So up to three changed words are always noticed, and an exchange of elements; one of rows, blocks or tensors, and a
+# shift, unless sums are equal by chance (2^-64). Two permutation matrices may have one fingerprint.
 
 from collections.abc import Iterable
 
@@ -17,15 +14,15 @@ import xxhash
 from torch import Tensor
 
 SIDE = 256
-"""Words of a row, and rows of a block"""
+"""Words of a row; rows of a block"""
+# Bytes of a tensor that is hashed whole on the host.
 WHOLE = 2**15
-"""Bytes up to which a tensor is hashed whole on the host"""
+# Bytes of sums on a device, of a GiB of weights, for which it is waited once.
 PENDING = 2**23
-"""Bytes of sums, of about a GiB of weights, that stay on a device before they are hashed"""
 
 
 class Fingerprints:
-    """Fingerprints of tensors given one after the other."""
+    """Fingerprints of tensors by name."""
 
     def __init__(self) -> None:
         self._done: dict[str, bytes] = {}
@@ -33,7 +30,7 @@ class Fingerprints:
         self._num_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Read a tensor, which may change afterwards. Waits for the device once in `PENDING` bytes."""
+        """Read a tensor, which may change afterwards."""
         sums = self._pending[name] = _sums(tensor)
         self._num_bytes += sums.nbytes
         if self._num_bytes >= PENDING:
@@ -51,12 +48,12 @@ class Fingerprints:
 
 
 def fingerprint(tensor: Tensor) -> bytes:
-    """Return 16 bytes that depend on every bit and its position, but not on strides; waits for the device."""
+    """Return 16 bytes that depend on every bit and its position, not on strides."""
     return _hash(_sums(tensor).cpu())
 
 
 def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, bytes]:
-    """Return each tensor's fingerprint by name, in order."""
+    """Return fingerprints by name, in order."""
     found = Fingerprints()
     for name, tensor in tensors:
         found.add(name, tensor)

@@ -53,7 +53,7 @@ class WeightStream:
 
     @property
     def fingerprints(self) -> dict[str, bytes]:
-        """Fingerprint of each tensor's bytes by name, in order; waits for the device."""
+        """Fingerprint of each tensor by name, in order."""
         return self._fingerprints.finish()
 
     def digest(self) -> bytes:

@@ -94,7 +94,7 @@ def shared_directory(bench: "Bench") -> str:
 
 
 def host_collectives(bench: "Bench") -> str:
-    """[all] Measure the all-reduce of gloo over all ranks and, on one node, in shared memory."""
+    """[all] Measure gloo's all-reduce and, on one node, that in shared memory."""
     world = bench.world  # [all]
     if world.size == 1:
         raise Skipped("one rank; start it with torchrun")
