@@ -52,7 +52,7 @@ class Collectives:
     def __init__(self, group: HostGroups | None, meeting: Meeting) -> None:
         """group: None for one rank. meeting: journals and numbers a name."""
         self._group, self._meeting = group, meeting
-        self._rank, self._size = (group.whole.rank(), group.whole.size()) if group is not None else (0, 1)
+        self._rank, self._size = (group.rank, group.size) if group is not None else (0, 1)
 
     def gather(self, name: str, record: Any, type: Any = Any) -> list[Any]:
         """[all] Return each rank's record, by rank, as a `type` that msgspec knows. Sizes may differ."""

@@ -1,62 +1,108 @@
 """Collectives of bytes in host memory, through one rank of each node."""
 
 # A flat all-gather of n ranks is a ring of n - 1 messages, one after the other, most of them between neighbours of one
-# node. Here a node's ranks meet in shared memory, and the ring has one rank of each node.
+# node, and n * n connections. Here a node's ranks meet in shared memory, and only one rank of each node is connected.
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd_rl.distributed import shared_group
-
 
 @dataclass(frozen=True, slots=True)
 class HostGroups:
-    """Groups of one world: of all ranks, this node's ranks, first ranks of nodes."""
+    """Groups of one world: this node's ranks, first ranks of nodes."""
 
-    whole: dist.ProcessGroup
-    # Indices of the ranks of each node; empty if one group is enough.
-    blocks: tuple[tuple[int, ...], ...] = ()
+    rank: int
+    # Indices of the ranks of each node.
+    blocks: tuple[tuple[int, ...], ...]
+    # None on a rank that is alone on its node.
     near: dist.ProcessGroup | None = None
+    # None with one node, and on ranks that are not the first of theirs.
     leaders: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return sum(map(len, self.blocks))
 
     def gather(self, payload: bytes, length: int) -> list[bytes]:
         """[all] Return each rank's payload, padded to `length` bytes."""
         mine = torch.frombuffer(bytearray(payload.ljust(length, b"\0")), dtype=torch.uint8)
-        if not self.blocks:
-            return [row.tobytes() for row in _all_gather(self.whole, mine).numpy()]
-        # Each node sends as many rows as the one with most ranks.
-        rows = torch.zeros(len(self.blocks), max(map(len, self.blocks)), length, dtype=torch.uint8)
-        ours = _all_gather(self.near, mine) if self.near else mine[None]
-        if self.leaders:
-            own = torch.zeros_like(rows[0])
-            own[: len(ours)] = ours
-            rows = _all_gather(self.leaders, own)
-        if self.near:
-            dist.broadcast(rows, group=self.near, group_src=0)
+        rows = _all_gather(self.near, mine)[None]
+        if len(self.blocks) > 1:
+            ours = rows[0]
+            # Each node sends as many rows as the one with most ranks.
+            rows = torch.zeros(len(self.blocks), max(map(len, self.blocks)), length, dtype=torch.uint8)
+            if self.leaders:
+                own = torch.zeros_like(rows[0])
+                own[: len(ours)] = ours
+                rows = _all_gather(self.leaders, own)
+            if self.near:
+                dist.broadcast(rows, group=self.near, group_src=0)
         places = {rank: (node, place) for node, block in enumerate(self.blocks) for place, rank in enumerate(block)}
         found = rows.numpy()
         return [found[places[rank]].tobytes() for rank in range(len(places))]
 
-    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """[all] Exchange rows, see `World.exchange`."""
-        group, arrived = self.whole, rows.new_empty(sum(received), rows.shape[1])
-        if dist.get_backend(group) == shared_group.NAME:
-            dist.all_to_all_single(arrived, rows, received, sent, group=group)
-            return arrived
-        # Only ranks with rows for each other meet: a step has few such pairs, and an all-to-all connects all of them.
-        me, coming, going = group.rank(), arrived.split(received), rows.split(sent)
-        coming[me].copy_(going[me])
-        works = [dist.irecv(part, group=group, group_src=r) for r, part in enumerate(coming) if r != me and len(part)]
-        works += [dist.isend(part, group=group, group_dst=r) for r, part in enumerate(going) if r != me and len(part)]
+        if len(self.blocks) == 1:
+            return _exchange(self.near, rows, sent, received)
+        # By way of the first ranks of both nodes: to the own one, between those, and to the receiver.
+        mine = torch.from_numpy(np.array([sent, received], np.int64))
+        counts = _all_gather(self.near, mine).numpy()  # [ranks of the node, 2, all ranks]
+        rest = [0] * (len(counts) - 1)
+        is_first = self.near is None or self.near.rank() == 0
+        coming, going = counts.sum(2).T.tolist() if is_first else [[0, *rest]] * 2
+        rows = _exchange(self.near, rows, [len(rows), *rest], coming)
+        if self.leaders:
+            rows = self._between_nodes(self.leaders, rows, counts)
+        return _exchange(self.near, rows, going, [sum(received), *rest])
+
+    def _between_nodes(self, leaders: dist.ProcessGroup, rows: Tensor, counts: np.ndarray) -> Tensor:
+        """[leaders] Exchange rows of nodes."""
+        # In: rows of this node, by source and destination; out: rows for it, by destination and source.
+        place, node = np.empty((2, self.size), np.int64)
+        for number, block in enumerate(self.blocks):
+            place[[*block]], node[[*block]] = range(len(block)), number
+        # A part has the rows from one rank to another one. Parts travel by node, destination and source.
+        source, to = np.nonzero(counts[:, 0])
+        rows = _in_order(rows, counts[source, 0, to], np.lexsort((source, place[to], node[to])))
+        sent = np.bincount(node[to], counts[source, 0, to], len(self.blocks)).astype(int).tolist()
+        target, origin = np.nonzero(counts[:, 1])
+        order = np.lexsort((place[origin], target, node[origin]))
+        sizes = counts[target, 1, origin]
+        received = np.bincount(node[origin], sizes, len(self.blocks)).astype(int).tolist()
+        # Only nodes with rows for each other meet: a step has few such pairs, and an all-to-all connects all of them.
+        me, arrived = leaders.rank(), rows.new_empty(sum(received), rows.shape[1])
+        into, out = arrived.split(received), rows.split(sent)
+        into[me].copy_(out[me])
+        works = [dist.irecv(part, group=leaders, group_src=n) for n, part in enumerate(into) if n != me and len(part)]
+        works += [dist.isend(part, group=leaders, group_dst=n) for n, part in enumerate(out) if n != me and len(part)]
         for work in works:
             work.wait()
-        return arrived
+        return _in_order(arrived, sizes[order], order.argsort())
 
 
-def _all_gather(group: dist.ProcessGroup, mine: Tensor) -> Tensor:
+def _in_order(rows: Tensor, sizes: np.ndarray, order: np.ndarray) -> Tensor:
+    parts = rows.split(sizes.tolist())
+    return torch.cat([parts[place] for place in order]) if len(parts) > 1 else rows
+
+
+def _exchange(group: dist.ProcessGroup | None, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    if group is None:
+        return rows
+    arrived = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(arrived, rows, [*received], [*sent], group=group)
+    return arrived
+
+
+def _all_gather(group: dist.ProcessGroup | None, mine: Tensor) -> Tensor:
+    if group is None:
+        return mine[None]
     everyone = mine.new_empty(group.size(), *mine.shape)
     dist.all_gather(list(everyone), mine, group=group)
     return everyone

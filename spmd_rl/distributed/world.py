@@ -197,7 +197,7 @@ class World(Collectives):
         if self.size == 1:
             return rows
         with self.collective(f"{name}: rows", kind="wait"):  # [all]
-            return self._rendezvous.host.exchange(rows.contiguous(), list(sent), list(received))
+            return self._rendezvous.host.exchange(rows.contiguous(), sent, received)
 
     def collective(
         self,

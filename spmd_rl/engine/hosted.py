@@ -11,7 +11,7 @@ from spmd_rl.base.errors import RunFailed
 from spmd_rl.engine.base import Capacity, Engine, EngineCounts
 from spmd_rl.engine.given_adapters import GivenAdapters
 from spmd_rl.engine.sequence import SequenceState, TextOf, check
-from spmd_rl.model.fingerprint import finish, start
+from spmd_rl.model.fingerprint import fingerprints
 from spmd_rl.types import Completion, Request
 
 
@@ -154,7 +154,7 @@ class HostedEngine(Engine):
         tensors = dict(self.model.named_buffers()) | dict(self.slot.held() if self.slot else ())
         if self._sleeps and self.slot:
             tensors |= dict(self.model.named_parameters())
-        return finish({name: start(tensor) for name, tensor in tensors.items()})
+        return fingerprints(tensors.items())
 
     def _lost_tensor(self) -> str:
         found = self._fingerprints() if self.checksums else {}

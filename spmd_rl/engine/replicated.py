@@ -48,7 +48,10 @@ class Tick(msgspec.Struct, array_like=True, frozen=True):
 def replica_group(world: World, name: str, num_ranks: int) -> dist.ProcessGroup:
     """[all] Form a replica's process group, of `num_ranks` neighbouring ranks."""
     first = world.rank // num_ranks * num_ranks
-    backend = "gloo" if world.device.type == "cpu" else None
+    backend, kind = "gloo", world.device.type
+    if kind != "cpu":
+        # Engines' packages may reduce tensors of the host too.
+        backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     return world.process_group(name, backend, range(first, first + num_ranks))  # [replica]
 
 

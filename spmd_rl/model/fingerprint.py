@@ -1,77 +1,78 @@
-"""`fingerprint`: a hash of a tensor's bytes at reading speed, against mistakes, not attacks."""
+"""`fingerprint`: a checksum of a tensor's bytes at reading speed, against mistakes, not attacks; equal on all devices.
 
-import ctypes
-import struct
-from collections.abc import Mapping
-from functools import cache
+Rows and columns of 256 x 256 words of 64 bits are summed, modulo 2^64, and the sums hashed on the host. Changes are
+unnoticed that cancel in each row and column: four words at the corners of a rectangle, by d, -d, d, -d (by chance 2^-29
+for places, 2^-192 for values).
+"""
+# So up to three changed words are always noticed, and an exchange of elements; one of rows, blocks or tensors, and a
+# shift, unless sums are equal by chance (2^-64). Two permutation matrices may have one fingerprint.
+
+from collections.abc import Iterable
 
 import torch
 import xxhash
 from torch import Tensor
 
-WORDS = 2**22
-"""64-bit words hashed at a time on an accelerator: temporaries of 32 MiB"""
+SIDE = 256
+"""Words of a row; rows of a block"""
+# Bytes of a tensor that is hashed whole on the host.
+WHOLE = 2**15
+# Bytes of sums on a device, of a GiB of weights, for which it is waited once.
+PENDING = 2**23
 
-GOLDEN, FIRST, SECOND = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""Constants of splitmix64's finaliser, as signed words"""
+
+class Fingerprints:
+    """Fingerprints of tensors by name."""
+
+    def __init__(self) -> None:
+        self._done: dict[str, bytes] = {}
+        self._pending: dict[str, Tensor] = {}
+        self._num_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Read a tensor, which may change afterwards."""
+        sums = self._pending[name] = _sums(tensor)
+        self._num_bytes += sums.nbytes
+        if self._num_bytes >= PENDING:
+            self.finish()
+
+    def finish(self) -> dict[str, bytes]:
+        """Return 16 bytes by name, in order; waits for the device."""
+        pending, self._pending, self._num_bytes = self._pending, {}, 0
+        self._done |= dict.fromkeys(pending, b"")
+        for device in {sums.device for sums in pending.values()}:
+            own = {name: sums for name, sums in pending.items() if sums.device == device}
+            copied = torch.cat(list(own.values())).cpu().split([sums.nbytes for sums in own.values()])
+            self._done |= {name: _hash(sums) for name, sums in zip(own, copied, strict=True)}
+        return self._done
 
 
 def fingerprint(tensor: Tensor) -> bytes:
-    """Return 16 bytes that depend on every bit and its position.
-
-    Strides do not matter. On the CPU it is xxh3-128, elsewhere `checksum`: comparable only between tensors on one
-    device type.
-    """
-    return finish({"": start(tensor)})[""]
+    """Return 16 bytes that depend on every bit and its position, not on strides."""
+    return _hash(_sums(tensor).cpu())
 
 
-def start(tensor: Tensor) -> bytes | Tensor:
-    """Return a tensor's fingerprint; on an accelerator the input of `finish`, without synchronisation."""
-    if tensor.is_cpu:
-        data = tensor.contiguous()
-        # Not `data.numpy()`: that makes the storage unresizable for good, and FSDP frees its buffers by resizing them.
-        return xxhash.xxh3_128_digest(_bytes(data.nbytes).from_address(data.data_ptr()))
-    return _sums(tensor.detach().contiguous().view(-1).view(torch.uint8))
+def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, bytes]:
+    """Return fingerprints by name, in order."""
+    found = Fingerprints()
+    for name, tensor in tensors:
+        found.add(name, tensor)
+    return found.finish()
 
 
-def finish(started: Mapping[str, bytes | Tensor]) -> dict[str, bytes]:
-    """Return the fingerprints by name, with one synchronisation."""
-    waiting = {name: sums for name, sums in started.items() if isinstance(sums, Tensor)}
-    rows = torch.stack(list(waiting.values())).tolist() if waiting else []
-    found = {name: struct.pack("<qq", *row) for name, row in zip(waiting, rows, strict=True)}
-    return {name: found.get(name, value) for name, value in started.items()}
-
-
-@cache
-def _bytes(count: int) -> type[ctypes.Array]:
-    # Making the type takes longer than a small hash.
-    return ctypes.c_char * count
-
-
-def checksum(data: Tensor) -> bytes:
-    """Return 16 bytes for uint8 [N], on its device: two sums of its 64-bit words, each mixed with its position."""
-    # The mixing is splitmix64's finaliser, in wrapping int64. Without it (a plain weighted sum) two flipped sign bits
-    # would cancel, as the top bit of a word has nowhere to carry to.
-    return finish({"": _sums(data)})[""]
-
-
-def _sums(data: Tensor) -> Tensor:
-    num_whole = data.numel() // 8 * 8
-    parts = list(data[:num_whole].split(8 * WORDS))
-    # A model has hundreds of small tensors, for which starting a kernel takes longer than its work: no empty last word.
-    if num_whole < data.numel():
-        parts.append(torch.nn.functional.pad(data[num_whole:], (0, 8 - data.numel() % 8)))
+def _sums(tensor: Tensor) -> Tensor:
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if data.numel() <= WHOLE:
+        return data.clone()
+    # int64, although the sums wrap: of narrower words `sum` would make a copy as int64 first.
+    inside = data.numel() // (8 * SIDE) * 8 * SIDE
     aligned = data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0
-    totals, place = torch.zeros(2, dtype=torch.int64, device=data.device), 0
-    for part in parts:
-        words = (part if aligned else part.clone()).view(torch.int64)
-        places = torch.arange(place, place + len(words), device=data.device)
-        place += len(words)
-        mixed = _shift_multiply(words ^ (places * GOLDEN), 30, FIRST)
-        mixed = _shift_multiply(mixed, 27, SECOND)
-        totals += torch.stack([mixed.sum(), _shift_multiply(mixed, 31, GOLDEN).sum()])
-    return totals
+    rows = (data if aligned else data.clone())[:inside].view(torch.int64).view(-1, SIDE)
+    num_whole = len(rows) // SIDE * SIDE
+    blocks = [rows[:num_whole].view(-1, SIDE, SIDE), rows[None, num_whole:]]
+    sums = [block.sum(dim) for block in blocks if block.numel() for dim in (2, 1)]
+    return torch.cat([*(each.view(-1).view(torch.uint8) for each in sums), data[inside:]])
 
 
-def _shift_multiply(words: Tensor, shift: int, factor: int) -> Tensor:
-    return (words ^ (words >> shift)).mul_(factor)
+def _hash(sums: Tensor) -> bytes:
+    return xxhash.xxh3_128_digest(sums.numpy())

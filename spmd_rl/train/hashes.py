@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.batch import Batch, Column, Entries
-from spmd_rl.model.fingerprint import fingerprint, finish, start
+from spmd_rl.model.fingerprint import fingerprint, fingerprints
 
 PHASES = {
     "generate": ("token_ids", "loss_mask", "rollout_logprobs", "lags", "candidate_ids", "experts"),
@@ -21,9 +21,8 @@ PHASES = {
 
 
 def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return each tensor's hash, with one synchronisation."""
-    started = {name: start(tensor.detach()) for name, tensor in tensors.items()}
-    return {name: found.hex() for name, found in finish(started).items()}
+    """Return each tensor's hash."""
+    return {name: found.hex() for name, found in fingerprints(tensors.items()).items()}
 
 
 def of_batch(batch: Batch, phase: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ import xxhash
 from torch import Tensor
 
 from spmd_rl.engine.base import Engine
-from spmd_rl.model.fingerprint import finish, start
+from spmd_rl.model.fingerprint import Fingerprints, fingerprints
 
 
 class WeightStream:
@@ -18,8 +18,8 @@ class WeightStream:
         self, weights: Iterable[tuple[str, Tensor]], device: torch.device, progress: Callable[[], None]
     ) -> None:
         """Each tensor is moved to `device`, and `progress` called, so that a long pass is no stall."""
-        self._started: dict[str, bytes | Tensor] = {}
-        """Hashes of tensors; on a device not waited for until read"""
+        self._names: set[str] = set()
+        self._fingerprints = Fingerprints()
         self.repeated: list[str] = []
         self.dtype: torch.dtype | None = None
         """Dtype of the first floating tensor, of the computation; buffers come last and may differ"""
@@ -34,9 +34,10 @@ class WeightStream:
             tensor = tensor.to(self._device)
             arrived = time.perf_counter()
             self.wait_seconds += arrived - began
-            if name in self._started:
+            if name in self._names:
                 self.repeated.append(name)
-            self._started[name] = start(tensor)
+            self._names.add(name)
+            self._fingerprints.add(name, tensor)
             self.num_bytes += tensor.nbytes
             if self.dtype is None and tensor.is_floating_point():
                 self.dtype = tensor.dtype
@@ -52,9 +53,8 @@ class WeightStream:
 
     @property
     def fingerprints(self) -> dict[str, bytes]:
-        """Fingerprint of each tensor's bytes by name, in order; waits for the device."""
-        self._started = found = finish(self._started)
-        return found
+        """Fingerprint of each tensor by name, in order."""
+        return self._fingerprints.finish()
 
     def digest(self) -> bytes:
         """Return 16 bytes over all names and fingerprints, in order."""
@@ -63,7 +63,7 @@ class WeightStream:
     def difference(self, engine: Engine) -> str:
         """Return the first difference from an engine's plain tensors; or nothing."""
         given, held = self.fingerprints, dict(engine.loaded_weights())
-        found = finish({name: start(tensor.to(self._device)) for name, tensor in held.items() if tensor is not None})
+        found = fingerprints((name, tensor.to(self._device)) for name, tensor in held.items() if tensor is not None)
         for name in held:
             if name not in given:
                 return f"{name} was not given"

@@ -47,10 +47,20 @@ def turns(world: World) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("size", "per_machine"), [(1, 1), (2, 2), (4, 4), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("size", "per_machine"), [(1, 1), (2, 2), (4, 4), (2, 1), (4, 2), (5, 3)])
 def test_the_same_rows_arrive(size: int, per_machine: int) -> None:
     results = run_ranks(size, turns, per_machine=per_machine)
     assert results == [[]] * size
+
+
+def turns_of_some(world: World) -> list[str]:
+    """`turns` of ranks of several machines, in another order than theirs."""
+    some = world.subset("some", [4, 1, 3, 0])
+    return turns(some) if some else []
+
+
+def test_the_same_rows_arrive_whatever_the_order_of_the_ranks() -> None:
+    assert run_ranks(5, turns_of_some, per_machine=2) == [[]] * 5
 
 
 def disagreement(world: World, what: str) -> str:

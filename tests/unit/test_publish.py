@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import xxhash
 
 from spmd_rl import weights
 from spmd_rl.base.errors import RunFailed
@@ -14,7 +13,6 @@ from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model
-from spmd_rl.model.fingerprint import checksum, fingerprint
 from spmd_rl.weights import probe
 from tests.models import tiny
 
@@ -266,48 +264,3 @@ def test_publishing_again_and_again(llama, world):
     policy, engine = Policy(llama, torch.float32), native(llama)
     publish = weights.build(policy, engine, world)
     assert all(publish(version=v)["publish/probe_abs_diff"] < 1e-5 for v in range(3))
-
-
-@pytest.mark.parametrize(
-    "digest", [fingerprint, lambda t: checksum(t.view(-1).view(torch.uint8))], ids=["host", "device"]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fingerprints_see_every_bit_and_its_place(digest, dtype):
-    tensor = torch.randn(7, 11, generator=torch.Generator().manual_seed(0)).to(dtype)
-    own = digest(tensor)
-    assert len(own) == 16 and digest(tensor.clone()) == own
-    seen = {own}
-    raw = tensor.view(-1).view(torch.uint8)
-    for byte in range(len(raw)):
-        for bit in (1, 128):
-            raw[byte] ^= bit
-            seen.add(digest(tensor))
-            raw[byte] ^= bit
-    assert len(seen) == 1 + 2 * len(raw)
-    for i, j in ((0, 1), (3, 60), (0, 76)):
-        swapped = tensor.flatten().clone()
-        swapped[[i, j]] = swapped[[j, i]]
-        seen.add(digest(swapped))
-    assert len(seen) == 4 + 2 * len(raw) and digest(tensor) == own
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool])
-def test_a_fingerprint_is_of_the_bytes_in_their_order_whatever_the_layout(dtype):
-    whole = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for tensor in (whole, whole.T, whole[1:4], whole[:, ::3], whole[2, 5], whole[:0], torch.nn.Parameter(whole, False)):
-        in_order = bytes(tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).tolist())
-        assert fingerprint(tensor) == xxhash.xxh3_128_digest(in_order)
-
-
-def test_a_fingerprint_leaves_the_storage_resizable():
-    """FSDP frees the whole tensors it hands out by resizing their storage to nothing."""
-    tensor = torch.randn(100)
-    fingerprint(tensor)
-    tensor.untyped_storage().resize_(0)
-
-
-def test_device_checksums_do_not_depend_on_where_bytes_lie():
-    data = torch.randint(0, 256, (1003,), dtype=torch.uint8)
-    padded = torch.cat([torch.zeros(3, dtype=torch.uint8), data])
-    assert checksum(padded[3:]) == checksum(data) != checksum(padded)
-    assert checksum(torch.empty(0, dtype=torch.uint8)) == checksum(torch.empty(0, dtype=torch.uint8))

@@ -94,11 +94,11 @@ def shared_directory(bench: "Bench") -> str:
 
 
 def host_collectives(bench: "Bench") -> str:
-    """[all] Measure the all-reduce of the group for metadata and samples: `shm` on one node, else gloo."""
+    """[all] Measure gloo's all-reduce and, on one node, that in shared memory."""
     world = bench.world  # [all]
     if world.size == 1:
         raise Skipped("one rank; start it with torchrun")
-    group = world.process_group("doctor")  # [all]
+    group = world.process_group("doctor", "gloo")  # [all]
     measured = [f"gloo {_all_reduce(bench, torch.device('cpu'), group)}"]
     if world.local_size == world.size:
         group = world.process_group("doctor shm", shared_group.NAME)  # [all]

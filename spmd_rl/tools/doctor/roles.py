@@ -10,7 +10,7 @@ from spmd_rl.batch import Batch, pack
 from spmd_rl.checkpoint import Checkpointer
 from spmd_rl.config.backends import backend
 from spmd_rl.config.schema import CheckpointConfig, TrainConfig
-from spmd_rl.model.fingerprint import fingerprint
+from spmd_rl.model.fingerprint import fingerprints
 from spmd_rl.tools.doctor.bench import Bench
 from spmd_rl.tools.doctor.checks import BACKEND, REPORT, Failed, check_package, gib
 from spmd_rl.train import build_role
@@ -94,7 +94,7 @@ def offload(bench: Bench) -> str:
 def prints(bench: Bench) -> dict[str, object]:
     """[all] Return a fingerprint of each weight."""
     with bench.policy.awake():
-        return {name: fingerprint(tensor) for name, tensor in bench.policy.weights()}  # [all]
+        return fingerprints(bench.policy.weights())  # [all]
 
 
 def checkpoint(bench: Bench) -> str:
