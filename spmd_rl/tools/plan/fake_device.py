@@ -3,14 +3,17 @@
 Tensors that the device would compute (floating, and what derives from them) have no memory; token ids, positions and
 lengths of the batch, made and read on the host, are real. Three results of the device are assumed:
 
-* a number that is read back from the device is 1 (a loss, a norm);
+* a number that is read back from the device is 1 (a loss, a norm), and a flag of one byte is 0 (an overflow);
 * the experts of a mixture get equally many tokens;
 * data from other ranks equals this rank's, and is counted (`Traffic`).
 """
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -40,9 +43,18 @@ class FakeDeviceMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._patches = ExitStack()
         self.meeting = ""
         self.travelled: Counter[tuple[str, str]] = Counter()
         """Bytes arriving at this rank, by collective and kind"""
+
+    def __enter__(self) -> "FakeDeviceMode":
+        self._patches.enter_context(patch.object(torch.utils, "swap_tensors", _swapped))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -57,7 +69,8 @@ class FakeDeviceMode(TorchDispatchMode):
             # Operations on a model that is still to be sharded: many, and quick on the meta device.
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else 1
+            dtype = args[0].dtype
+            return 1.0 if dtype.is_floating_point else int(dtype.itemsize > 1)
         if func is aten.bincount.default:
             return _even(args[0].numel(), args[2] if len(args) > 2 else kwargs["minlength"])
         if func in (aten.index.Tensor, aten.index_put_.default):
@@ -88,6 +101,12 @@ class FakeDeviceMode(TorchDispatchMode):
         # Ring algorithms: an all-reduce is a reduce-scatter and an all-gather of (n - 1) / n of the bytes each.
         times = 1 if whole else (size - 1) / size * (2 if kind == "all-reduce" else 1)
         self.travelled[self.meeting, kind] += int(times * num_bytes)
+
+
+def _swapped(one: Tensor, other: Tensor, swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors) -> None:
+    # `Module.to` swaps fake parameters even in their place, and cannot where a library refers to them.
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        swap(one, other)
 
 
 def _is_fake(tensor: Tensor) -> bool:

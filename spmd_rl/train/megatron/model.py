@@ -272,6 +272,13 @@ class MegatronModel:
         shards = self._tensors.shards(self._optimizer, with_buffers=self._bias_speed > 0)
         return [*shards, *self._adapters.state(self._world.rank == 0)]
 
+    def held(self) -> dict[str, list[Tensor]]:
+        """Return this rank's live memory, see `ShardedModel`."""
+        masters = self._optimizer.masters if self._optimizer else []
+        weights = [p for chunk in self._chunks for p in chunk.parameters()]
+        moments = [kept for master in masters for kept in master.state.values()]
+        return {"weights": [*weights, *(master.weights for master in masters)], "optimizer": moments}
+
     def on_state_loaded(self) -> None:
         """[all] Refresh what derives from `state`."""
         self._adapters.check_scaling()
