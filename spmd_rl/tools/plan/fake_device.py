@@ -44,6 +44,8 @@ class FakeDeviceMode(TorchDispatchMode):
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._patches = ExitStack()
+        self.received: tuple[int, ...] = ()
+        """Content of messages with integers: the shape of the hidden states that follow"""
         self.meeting = ""
         self.travelled: Counter[tuple[str, str]] = Counter()
         """Bytes arriving at this rank, by collective and kind"""
@@ -73,6 +75,14 @@ class FakeDeviceMode(TorchDispatchMode):
             return 1.0 if dtype.is_floating_point else int(dtype.itemsize > 1)
         if func is aten.bincount.default:
             return _even(args[0].numel(), args[2] if len(args) > 2 else kwargs["minlength"])
+        if func is aten.topk.default:
+            with self._fake:
+                values, _ = func(*args, **kwargs)
+            return values, _dealt(values.shape, args[0].shape[-1])
+        if func is aten.scatter.value and not args[0].is_floating_point() and not _is_fake(args[2]):
+            return func(torch.zeros(args[0].shape, dtype=args[0].dtype), *args[1:])
+        if func is aten.masked_select.default:
+            func, args = aten.index.Tensor, (args[0], [args[1]])
         if func in (aten.index.Tensor, aten.index_put_.default):
             args = (args[0], _without_masks(args[1]), *args[2:])
         with self._fake:
@@ -85,10 +95,12 @@ class FakeDeviceMode(TorchDispatchMode):
         given = [[t for t in tree_leaves(arg) if isinstance(t, Tensor)] for arg in args]
         out, source = given[0], given[1] if len(given) > 1 and given[1] else given[0]
         self._count(name, max(_bytes(out), _bytes(source)), size)
-        if not any(map(_is_fake, (*out, *source))):
+        if name == "recv_" and not _is_fake(out[0]):
+            out[0].copy_(torch.tensor(self.received))
+        elif not any(map(_is_fake, (*out, *source))):
             for target, piece in zip(out, source * len(out), strict=False):
-                if target is not piece and target.numel() == piece.numel():
-                    target.view(-1).copy_(piece.reshape(-1))
+                if target is not piece and piece.numel() and target.numel() % piece.numel() == 0:
+                    target.view(-1, piece.numel()).copy_(piece.reshape(1, -1))
         work = FakeWork().boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
@@ -127,6 +139,11 @@ def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
     masks = [one is not None and one.dtype == torch.bool and not _is_fake(one) for one in indices]
     places = (one.nonzero(as_tuple=True) if mask else (one,) for one, mask in zip(indices, masks, strict=True))
     return [*chain.from_iterable(places)]
+
+
+def _dealt(shape: torch.Size, num_places: int) -> Tensor:
+    """Return int64 of this shape: places in turn, each equally often."""
+    return (torch.arange(shape.numel()) % num_places).view(shape)
 
 
 def _even(count: int, num_places: int) -> Tensor:

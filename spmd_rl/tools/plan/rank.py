@@ -40,6 +40,7 @@ from spmd_rl.tools.plan.fake_device import FakeDeviceMode
 from spmd_rl.tools.plan.memory_tracker import MemoryTracker, Peak
 from spmd_rl.tools.plan.world import PlannedWorld, planned_world
 from spmd_rl.train import build_role
+from spmd_rl.train.microbatch import plan as plan_bins
 from spmd_rl.train.stored_model import Stored
 from spmd_rl.types import picture_ids
 
@@ -181,14 +182,14 @@ class Tracer:
 
     def __init__(self, offload: bool, world: PlannedWorld, memory: MemoryTracker, fake: FakeDeviceMode) -> None:
         """offload: weights and moments leave the device while unused."""
-        self._offload, self.world, self.memory, self._fake = offload, world, memory, fake
+        self._offload, self.world, self.memory, self.fake = offload, world, memory, fake
         self._ran: list[tuple[str, str, Counter[str]]] = []
         self.roles: dict[str, Any] = {}
         world.on_meeting = self._met
 
     def _met(self, meeting: str) -> None:
         self.memory.meeting(meeting)
-        self._fake.meeting = meeting
+        self.fake.meeting = meeting
 
     def add(self, name: str, role: Any) -> None:
         """Take a role built of a model on the meta device; tag its tensors, and gradients once there are any."""
@@ -212,13 +213,13 @@ class Tracer:
 
     def run(self, phase: str, name: str, work: Callable[[], object], traced: int = 1, count: int = 1) -> None:
         """Run a role's part of a phase. traced, count: micro-batches in the trace, and in a step."""
-        self._fake.travelled.clear()
-        self._fake.meeting = phase
+        self.fake.travelled.clear()
+        self.fake.meeting = phase
         window = f"{phase} {name}"
         with progress(f"rank {self.world.rank}: {phase} of the {name}"), self.memory.window(window):
             work()
         travelled = Counter[str]()
-        for (meeting, kind), num_bytes in self._fake.travelled.items():
+        for (meeting, kind), num_bytes in self.fake.travelled.items():
             travelled[kind] += num_bytes * _times(meeting, count)
         self._ran.append((phase, name, travelled))
 
@@ -309,6 +310,10 @@ class _Trace:
         batch = full_batch(cfg.algorithm, longest, traced, budget, vocabulary)
         if tower := getattr(self._models[name], "tower", None):
             batch = with_pictures(batch, tower.processor, rollout.max_prompt_tokens)
+        if (tp := layout.size("tp")) and layout.size("pp") > 1:
+            model = self._roles[name].model
+            row = model.row(batch.select(plan_bins(batch, budget)[0]))
+            self._tracer.fake.received = (len(row.token_ids) // tp, 1, model.hidden_size)
         return batch, traced, count * updates
 
     def _update(self, name: str, vocabulary: int) -> None:

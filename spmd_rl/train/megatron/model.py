@@ -203,11 +203,15 @@ class MegatronModel:
                 **stages,
             )
 
+    def row(self, micro: Batch) -> Row:
+        """Return a micro-batch as this rank's row."""
+        return row_of(micro, self.device, self._dtype, self._layout.size("tp"), self._context, self._replay.of_row)
+
     def _forward(self, loop: MicrobatchLoop, numbers: Iterator[int], chunk: nn.Module) -> tuple[Tensor, Any]:
         """[stage] Return a chunk's output for the next micro-batch, and the last chunk's function to call with it."""
         number = next(numbers)
         micro, device = loop.select(number), self.device
-        row = row_of(micro, device, self._dtype, self._layout.size("tp"), self._context, self._replay.of_row)
+        row = self.row(micro)
         head = getattr(getattr(chunk, "module", chunk), "output_layer", None)
         if head is not None:
             if self._is_critic:
