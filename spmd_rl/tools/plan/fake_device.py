@@ -8,6 +8,7 @@ lengths of the batch, made and read on the host, are real. Three results of the 
 * data from other ranks equals this rank's, and is counted (`Traffic`).
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -52,6 +53,9 @@ class FakeDeviceMode(TorchDispatchMode):
 
     def __enter__(self) -> "FakeDeviceMode":
         self._patches.enter_context(patch.object(torch.utils, "swap_tensors", _swapped))
+        self._patches.enter_context(warnings.catch_warnings())
+        # Libraries check the alignment of their buffers.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:

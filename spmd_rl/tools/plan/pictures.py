@@ -82,7 +82,7 @@ def planned_flow(cfg: RewardFlConfig) -> FlowModel:
 
 def planned(cfg: RewardFlConfig, batches: int) -> RewardFlConfig:
     """Return settings with few micro-batches a step and a reward without a model."""
-    policy = replace(cfg.policy, dtype=dtype_of(cfg.policy), dither=False)
+    policy = replace(cfg.policy, dtype=dtype_of(cfg.policy, cfg.plan), dither=False)
     pictures = replace(cfg.pictures, prompts_per_step=batches, per_prompt=cfg.pictures.per_microbatch)
     reward = DifferentiableConfig(f"{__name__}:mean", frames=cfg.feedback.reward.frames)
     train = replace(cfg.train, updates_per_step=1)

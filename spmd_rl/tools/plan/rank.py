@@ -21,21 +21,23 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.base.devices import cpu_as
+from spmd_rl.base.errors import UserError
 from spmd_rl.base.hub import model_folder
 from spmd_rl.base.png import encode_png
 from spmd_rl.base.waits import phase as progress
 from spmd_rl.batch import Batch, bounds_of, picture_columns
+from spmd_rl.config.backends import backend
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.schema import AlgorithmConfig, PlanConfig, RlConfig, RolloutConfig, TrainConfig
 from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.models import RoleConfig
-from spmd_rl.distributed.dtype import choose_dtype
 from spmd_rl.learn.losses import bind_loss, bind_value_loss
 from spmd_rl.learn.token_advantages import needs_old_logprobs
 from spmd_rl.model.build import shape_on_meta
 from spmd_rl.model.load import Region
 from spmd_rl.model.stored import stored_parts
 from spmd_rl.model.value_head import head_weights, with_value_head
+from spmd_rl.tools.plan.engine import dtype_of
 from spmd_rl.tools.plan.fake_device import FakeDeviceMode
 from spmd_rl.tools.plan.memory_tracker import MemoryTracker, Peak
 from spmd_rl.tools.plan.world import PlannedWorld, planned_world
@@ -166,15 +168,12 @@ def trace(cfg: RlConfig, rank: int, size: int) -> Trace:
 
 def planned(cfg: RlConfig) -> RlConfig:
     """Return a plan's settings: tensors stay on their device, and nothing is random."""
-    policy = cfg.policy
-    if policy.dtype == "auto":
-        dtype = "bfloat16" if cfg.plan.device != "cpu" else choose_dtype(torch.device("cpu"))[0]
-        policy = replace(policy, dtype=dtype)
+    policy = replace(cfg.policy, dtype=dtype_of(cfg.policy, cfg.plan), dither=False)
     others = {
         name: replace(own, train={**own.train, "offload": False})
         for name, own in (("reference", cfg.reference), ("critic", replace(cfg.critic, dither=False)))
     }
-    return replace(cfg, policy=replace(policy, dither=False), train=replace(cfg.train, offload=False), **others)
+    return replace(cfg, policy=policy, train=replace(cfg.train, offload=False), **others)
 
 
 class Tracer:
@@ -267,6 +266,10 @@ class _Trace:
     def traced(self) -> Trace:
         cfg = self._cfg
         for role in (role for role in cfg.roles if not role.is_base_of(cfg.roles[0])):
+            host = next((key for key in backend(role.train.name).unplanned if getattr(role.train, key)), "")
+            if host and cfg.plan.device != "cpu":
+                # Its tensors on the host would be counted as those of the device, which the CPU imitates.
+                raise UserError(f"{role.key}.{host}: --plan cannot tell host and device apart; must be False")
             with progress(f"rank {self._world.rank}: building the {role.name}"):
                 self._build(role)
         policy = self._roles["policy"]
@@ -325,8 +328,11 @@ class _Trace:
 
 def without_weights(model: nn.Module) -> Stored:
     """Return a stored model of which nothing is read."""
-    ignored = lambda *_, **__: None
-    return Stored(model, ignored, lambda: 0, lambda *_: ignored, ShapeFiles(model))
+    return Stored(model, _ignored, lambda: 0, lambda *_: _ignored, ShapeFiles(model))
+
+
+def _ignored(*_: Any, **__: Any) -> None:
+    pass
 
 
 class ShapeFiles:
@@ -349,12 +355,12 @@ class ShapeFiles:
 
 
 def _times(meeting: str, count: int) -> int:
-    """Return how many collectives of a step one of the trace represents: first micro-batches represent the rest."""
+    """Return how many collectives of a step one of the trace represents: the last but one stands for all others."""
     _, found, place = meeting.partition("micro-batch ")
     if not found:
         return 1
     number, traced = map(int, place.split("/"))
-    return 1 + max(0, count - traced) if number == 1 else 1
+    return 1 + max(0, count - traced) if number == max(1, traced - 1) else 1
 
 
 def _emptied(items: Iterator[Any]) -> None:
