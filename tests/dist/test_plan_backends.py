@@ -36,7 +36,7 @@ CASES = {
 PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron-core"}
 
 
-def settings(model: Path, overrides: list[str]) -> RlvrConfig:
+def settings(model: str, overrides: list[str]) -> RlvrConfig:
     common = [f"policy.model={model}", "plan.device=cpu", f"train.tokens_per_microbatch={TOKENS}"]
     lengths = ["rollout.max_prompt_tokens=64", "rollout.max_new_tokens=64", "rollout.prompts_per_step=16"]
     return load("rlvr", RlvrConfig, [*common, *lengths, "rollout.answers_per_prompt=4", *overrides])
@@ -47,7 +47,7 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum({s._cdata: s.nbytes() for s in (part.untyped_storage() for part in parts)}.values())
 
 
-def measured(world: World, model: Path, overrides: list[str], count: int) -> dict[str, Any]:
+def measured(world: World, model: str, overrides: list[str], count: int) -> dict[str, Any]:
     """Bytes that a real rank holds before and in an update of so many micro-batches."""
     cfg, held = settings(model, overrides), {}
     with MemoryTracker() as book:
@@ -76,7 +76,7 @@ def test_real_ranks_hold_what_was_planned(case: str, tmp_path: Path) -> None:
     if name in PACKAGES and installed(PACKAGES[name]) is None:
         pytest.skip(f"{name} is not installed")
     kind, overrides = CASES[case]
-    model, overrides = tiny(kind, tmp_path, **EXPERTS.get(kind, {})), [f"train={name}", *overrides]
+    model, overrides = str(tiny(kind, tmp_path, **EXPERTS.get(kind, {}))), [f"train={name}", *overrides]
     found = run_ranks(2, measured, model, overrides, 3 if " pp" in case else 2, timeout=280)
     for rank, real in enumerate(found):
         planned = trace(settings(model, overrides), rank, 2)

@@ -18,10 +18,11 @@ from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed.dtype import choose_dtype
 from spmd_rl.model.build import shape_on_meta
 from spmd_rl.model.size import ModelSize
-from spmd_rl.tools.plan import largest_cache, pictures, rank, show
+from spmd_rl.tools.plan import largest_cache, pictures, show
 from spmd_rl.tools.plan.engine import NOTHING, dtype_of
 from spmd_rl.tools.plan.memory_tracker import MemoryTracker
 from spmd_rl.tools.plan.rank import Trace, trace
+from spmd_rl.tools.plan.rank import planned as settings_of_plan
 from spmd_rl.tools.plan.table import TableRow, rows
 from tests.models import EXPERTS, tiny
 from tests.toy_vlm import VLM_KINDS, toy_vlm
@@ -174,7 +175,7 @@ def test_roles_that_are_saved_are_awake_together_and_a_reference_is_not():
 def test_trainer_and_engine_are_planned_in_one_dtype(device, models):
     cfg = load("rlvr", RlvrConfig, [f"policy.model={models['llama']}", "policy.dtype=auto", f"plan.device={device}"])
     wanted = "bfloat16" if device == "cuda" else choose_dtype(torch.device("cpu"))[0]
-    assert dtype_of(cfg.policy, cfg.plan) == rank.planned(cfg).policy.dtype == wanted
+    assert dtype_of(cfg.policy, cfg.plan) == settings_of_plan(cfg).policy.dtype == wanted
 
 
 @pytest.mark.skipif(installed("deepspeed") is None, reason="DeepSpeed is not installed")
