@@ -55,8 +55,8 @@ class Backend:
     """Package that it needs, if any"""
     quantized_base: bool = False
     """True if frozen weights below adapters may have few bits (`lora.base`)"""
-    has_plan: bool = False
-    """True if `--plan` can trace it: its model has `state_dict` and `whole_parameters`"""
+    unplanned: tuple[str, ...] = ()
+    """Settings, some of `OWN`, that `--plan` cannot trace"""
     follows: bool = False
     """True if a reference can follow the policy: a frozen model's `state` has its weights"""
     refuse: Callable[[RoleConfig, dict[str, Any]], None] = lambda role, model: None

@@ -4,7 +4,7 @@
 plain single-process Hugging Face + torch in float32.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -238,6 +238,10 @@ class ShardedModel(Protocol):
 
     def state(self) -> Sequence[Shard]:
         """Return the live tensors that training changes, on the device: float32 masters and optimizer state."""
+        ...
+
+    def held(self) -> Mapping[str, Iterable[Tensor]]:
+        """Return this rank's live memory that is not gradients, for plans: `weights` and `optimizer`."""
         ...
 
     def on_state_loaded(self) -> None:

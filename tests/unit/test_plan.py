@@ -12,14 +12,18 @@ from spmd_rl.config.backends import backend
 from spmd_rl.config.checks import check_plan
 from spmd_rl.config.diffusion import RewardFlConfig
 from spmd_rl.config.load import CONFIGS, experiment_doors, load
+from spmd_rl.config.packages import installed
 from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.distributed.dtype import choose_dtype
 from spmd_rl.model.build import shape_on_meta
 from spmd_rl.model.size import ModelSize
 from spmd_rl.tools.plan import largest_cache, pictures, show
+from spmd_rl.tools.plan.engine import NOTHING, dtype_of
 from spmd_rl.tools.plan.memory_tracker import MemoryTracker
 from spmd_rl.tools.plan.rank import Trace, trace
-from spmd_rl.tools.plan.table import TableRow
+from spmd_rl.tools.plan.rank import planned as settings_of_plan
+from spmd_rl.tools.plan.table import TableRow, rows
 from tests.engines import needs_nf4
 from tests.models import EXPERTS, tiny
 from tests.toy_vlm import VLM_KINDS, toy_vlm
@@ -165,6 +169,27 @@ def test_a_plan_of_diffusers_says_what_to_install(monkeypatch):
         pictures.show(cfg)
 
 
+def test_roles_that_are_saved_are_awake_together_and_a_reference_is_not():
+    held = {f"{role} {kind}": 10 for role in ("policy", "critic") for kind in ("weights", "optimizer")}
+    found = Trace(0, {}, held | {"reference weights": 10}, {}, None, None, 1)
+    (asleep,), (awake,) = rows(found, NOTHING, True), rows(found, NOTHING, False)
+    assert asleep.columns["weights"] == asleep.columns["optimizer"] == 20 and awake.columns["weights"] == 30
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_trainer_and_engine_are_planned_in_one_dtype(device, models):
+    cfg = load("rlvr", RlvrConfig, [f"policy.model={models['llama']}", "policy.dtype=auto", f"plan.device={device}"])
+    wanted = "bfloat16" if device == "cuda" else choose_dtype(torch.device("cpu"))[0]
+    assert dtype_of(cfg.policy, cfg.plan) == settings_of_plan(cfg).policy.dtype == wanted
+
+
+@pytest.mark.skipif(installed("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_tensors_on_the_host_are_refused_where_a_device_is_planned(models):
+    lines = ["train=deepspeed", "train.offload_optimizer=true"]
+    with pytest.raises(UserError, match=r"train.offload_optimizer: --plan cannot tell host and device apart"):
+        planned(models["llama"], 2, more=lines)
+
+
 def said(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> str:
     monkeypatch.setenv("WORLD_SIZE", "4")
     cfg = load("rlvr", RlvrConfig, [*SHORT, *overrides])
@@ -272,8 +297,8 @@ def test_each_recipe_fits_its_devices(path, capsys, monkeypatch):
     cfg = load(door, PIPELINES[door], [f"+experiment={path.stem}"])
     if is_drawn := door == "reward_fl":
         pytest.importorskip("diffusers")
-    if not backend(cfg.train.name).has_plan:
-        pytest.skip(f"train={cfg.train.name} has no plan")
+    if (package := backend(cfg.train.name).package) and installed(package) is None:
+        pytest.skip(f"{package} is not installed")
     monkeypatch.setenv("WORLD_SIZE", str(cfg.plan.ranks))
     check_plan(cfg)
     (pictures.show if is_drawn else show)(cfg)

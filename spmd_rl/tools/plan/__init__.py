@@ -88,7 +88,7 @@ def _rows(cfg: RlConfig, found: Trace) -> list[TableRow]:
 
 def _engine(cfg: RlConfig) -> EngineBytes:
     model = shape_on_meta(model_folder(cfg.policy.model), torch.float32, cfg.policy.trust_remote_code)
-    return engine_bytes(cfg.engine, ModelSize.of(model), model.config.get_text_config(), dtype_of(cfg.policy))
+    return engine_bytes(cfg.engine, ModelSize.of(model), model.config.get_text_config(), dtype_of(cfg.policy, cfg.plan))
 
 
 def room(plan: PlanConfig) -> float:

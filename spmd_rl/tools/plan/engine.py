@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
-from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlConfig
+from spmd_rl.config.schema import EngineConfig, PlanConfig, RlConfig
+from spmd_rl.config.sections.models import ServedModelConfig
+from spmd_rl.distributed.dtype import choose_dtype
 from spmd_rl.model.moe import num_experts
 from spmd_rl.model.size import ModelSize, num_kv_heads
 
@@ -29,12 +31,14 @@ NOTHING = EngineBytes(0, 0, 0)
 def beside_training(cfg: RlConfig, size: ModelSize, config: Any) -> EngineBytes:
     """Return the engine's memory on a trainer rank."""
     apart = cfg.placement.is_split and not cfg.placement.is_lent
-    return NOTHING if apart else engine_bytes(cfg.engine, size, config, dtype_of(cfg.policy))
+    return NOTHING if apart else engine_bytes(cfg.engine, size, config, dtype_of(cfg.policy, cfg.plan))
 
 
-def dtype_of(policy: PolicyConfig) -> str:
-    """Return the engine's weight dtype by name."""
-    return "bfloat16" if policy.dtype == "auto" else policy.dtype
+def dtype_of(policy: ServedModelConfig, plan: PlanConfig) -> str:
+    """Return the dtype of a plan's policy by name; `auto` on the CPU is this machine's."""
+    if policy.dtype != "auto":
+        return policy.dtype
+    return "bfloat16" if plan.device != "cpu" else choose_dtype(torch.device("cpu"))[0]
 
 
 def engine_bytes(engine: EngineConfig, size: ModelSize, config: Any, dtype: str) -> EngineBytes:

@@ -5,12 +5,14 @@ Candidates are estimated (`estimate`); the first that seem to fit are traced, on
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from math import log2
 from typing import Any
 
 from spmd_rl.base.errors import UserError
+from spmd_rl.base.hub import model_folder
 from spmd_rl.base.waits import phase
+from spmd_rl.config.backends import backend
 from spmd_rl.config.engines import facts_of
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers
 from spmd_rl.config.schema import RlConfig, TrainConfig
@@ -36,7 +38,7 @@ def nearest(cfg: RlConfig, ranks: int, found: Trace, room: float, fits: Callable
         candidates = [other for other in _candidates(cfg, ranks, found) if estimate(other, ranks, found) <= room]
     # The smallest change first; among equal ones the one with most room.
     candidates.sort(key=lambda other: (_distance(cfg, other), estimate(other, ranks, found)))
-    for other in candidates[:MOST_TRACED]:
+    for other in islice(filter(_is_able, candidates), MOST_TRACED):
         with phase(f"trying {' '.join(changes(cfg, other))}"):
             good = fits(other)
         if good:
@@ -44,6 +46,15 @@ def nearest(cfg: RlConfig, ranks: int, found: Trace, room: float, fits: Callable
             return
     tried = f"{len(candidates)} seemed to, of which {min(len(candidates), MOST_TRACED)} were traced"
     yield f"no layout near it fits ({tried}): more ranks (plan.ranks), a smaller engine.kv_tokens or a larger engine.tp"
+
+
+def _is_able(cfg: RlConfig) -> bool:
+    policy = cfg.role("policy")
+    try:
+        backend(policy.train.name).check(policy, model_folder(policy.model))
+    except UserError:
+        return False
+    return True
 
 
 def changes(cfg: RlConfig, other: RlConfig) -> list[str]:
@@ -111,7 +122,7 @@ def _distance(cfg: RlConfig, other: RlConfig) -> float:
 def estimate(cfg: RlConfig, ranks: int, found: Trace) -> float:
     """Return a rank's rough peak in bytes, from sizes alone."""
     train, config, size = cfg.train, found.config, found.size
-    sizes, width = LayoutSizes.of("train", ranks, **train.axes), 4 if dtype_of(cfg.policy) == "float32" else 2
+    sizes, width = LayoutSizes.of("train", ranks, **train.axes), 4 if dtype_of(cfg.policy, cfg.plan) == "float32" else 2
     engine = beside_training(cfg, size, config)
     own = size.parameters / (ranks / sizes.dp_replicate)
     experts, dense = _of_layer(size, config)

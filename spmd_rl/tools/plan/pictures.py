@@ -82,7 +82,7 @@ def planned_flow(cfg: RewardFlConfig) -> FlowModel:
 
 def planned(cfg: RewardFlConfig, batches: int) -> RewardFlConfig:
     """Return settings with few micro-batches a step and a reward without a model."""
-    policy = replace(cfg.policy, dtype=dtype_of(cfg.policy), dither=False)
+    policy = replace(cfg.policy, dtype=dtype_of(cfg.policy, cfg.plan), dither=False)
     pictures = replace(cfg.pictures, prompts_per_step=batches, per_prompt=cfg.pictures.per_microbatch)
     reward = DifferentiableConfig(f"{__name__}:mean", frames=cfg.feedback.reward.frames)
     train = replace(cfg.train, updates_per_step=1)
@@ -106,8 +106,8 @@ def _trace(cfg: RewardFlConfig, found: Tracer, flow: FlowModel, count: int) -> T
     with phase(f"rank {found.world.rank}: building the models"):
         frozen = flow.without_weights(getattr(torch, cfg.policy.dtype))
         roles = build_denoisers(cfg.denoisers, found.world, source)
-    for name, model in models.items():
-        found.add(name, model, getattr(roles, name))
+    for name in models:
+        found.add(name, getattr(roles, name))
     if frozen:
         flow.encoding, flow.decoding = (_held(found, name, modules) for name, modules in frozen.items())
     prompts = SimpleNamespace(ticket=lambda ticket, seed: (0, PROMPT))
@@ -125,7 +125,7 @@ def _trace(cfg: RewardFlConfig, found: Tracer, flow: FlowModel, count: int) -> T
     traced = len(range(found.world.rank, cfg.pictures.prompts_per_step, found.world.size))
     found.run(GENERATE, "policy", collect)
     found.run("prepare", "policy", prepare)
-    found.update("policy", lambda: learner.update(made.updates))
+    found.run("update", "policy", lambda: learner.update(made.updates))
     made = Trace.of(found, roles.policy, None, count)
     phases = {name: [_scaled(one, count / traced) for one in parts] for name, parts in made.phases.items()}
     return replace(made, phases=phases, held=_more_pictures(made.held, count / traced))

@@ -9,15 +9,16 @@ Roles are built as in a run, over a `PlannedWorld`; computation is faked (`fake_
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spmd_rl.base.devices import cpu_as
 from spmd_rl.base.errors import UserError
@@ -30,15 +31,18 @@ from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.schema import AlgorithmConfig, PlanConfig, RlConfig, RolloutConfig, TrainConfig
 from spmd_rl.config.sections.constraint import ConstraintConfig
 from spmd_rl.config.sections.models import RoleConfig
-from spmd_rl.distributed.dtype import choose_dtype
 from spmd_rl.learn.losses import bind_loss, bind_value_loss
 from spmd_rl.learn.token_advantages import needs_old_logprobs
 from spmd_rl.model.build import shape_on_meta
-from spmd_rl.model.value_head import with_value_head
+from spmd_rl.model.load import Region
+from spmd_rl.model.stored import stored_parts
+from spmd_rl.model.value_head import head_weights, with_value_head
+from spmd_rl.tools.plan.engine import dtype_of
 from spmd_rl.tools.plan.fake_device import FakeDeviceMode
 from spmd_rl.tools.plan.memory_tracker import MemoryTracker, Peak
 from spmd_rl.tools.plan.world import PlannedWorld, planned_world
 from spmd_rl.train import build_role
+from spmd_rl.train.microbatch import plan as plan_bins
 from spmd_rl.train.stored_model import Stored
 from spmd_rl.types import picture_ids
 
@@ -110,7 +114,7 @@ def _square(side: int, number: int) -> bytes:
     return encode_png([number.to_bytes(3, "big") * side**2], side, side)
 
 
-ACCUMULATED = "update: sends"
+ACCUMULATED = "update: results"
 """Collective after the last backward pass of an update."""
 SUMS = "update: names of averages"
 """Broadcast from the last pipeline stage to the others"""
@@ -149,7 +153,7 @@ class Trace:
         """Return a tracer's plan. config, microbatches, longest: see the fields."""
         places = {axis: policy.layout.rank(axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
         rank, held = tracer.world.rank, tracer.held()
-        return cls(rank, places, held, tracer.phases, policy.size, config, microbatches, longest)
+        return cls(rank, places, held, tracer.phases(), policy.size, config, microbatches, longest)
 
 
 def trace(cfg: RlConfig, rank: int, size: int) -> Trace:
@@ -164,15 +168,12 @@ def trace(cfg: RlConfig, rank: int, size: int) -> Trace:
 
 def planned(cfg: RlConfig) -> RlConfig:
     """Return a plan's settings: tensors stay on their device, and nothing is random."""
-    policy = cfg.policy
-    if policy.dtype == "auto":
-        dtype = "bfloat16" if cfg.plan.device != "cpu" else choose_dtype(torch.device("cpu"))[0]
-        policy = replace(policy, dtype=dtype)
+    policy = replace(cfg.policy, dtype=dtype_of(cfg.policy, cfg.plan), dither=False)
     others = {
         name: replace(own, train={**own.train, "offload": False})
         for name, own in (("reference", cfg.reference), ("critic", replace(cfg.critic, dither=False)))
     }
-    return replace(cfg, policy=replace(policy, dither=False), train=replace(cfg.train, offload=False), **others)
+    return replace(cfg, policy=policy, train=replace(cfg.train, offload=False), **others)
 
 
 class Tracer:
@@ -180,22 +181,27 @@ class Tracer:
 
     def __init__(self, offload: bool, world: PlannedWorld, memory: MemoryTracker, fake: FakeDeviceMode) -> None:
         """offload: weights and moments leave the device while unused."""
-        self._offload, self.world, self.memory, self._fake = offload, world, memory, fake
-        self._models: dict[str, nn.Module] = {}
-        self.phases: dict[str, list[Phase]] = {}
+        self._offload, self.world, self.memory, self.fake = offload, world, memory, fake
+        self._ran: list[tuple[str, str, Counter[str]]] = []
         self.roles: dict[str, Any] = {}
         world.on_meeting = self._met
 
     def _met(self, meeting: str) -> None:
         self.memory.meeting(meeting)
-        self._fake.meeting = meeting
+        self.fake.meeting = meeting
 
-    def add(self, name: str, model: nn.Module, role: Any) -> None:
-        """Take a role built of a model on the meta device; tag its tensors."""
-        self._models[name], self.roles[name] = model, role
-        self.memory.tag(f"{name} {WEIGHTS}", model.parameters())
-        moments = role.model.state_dict().get("optimizer", {})
-        self.memory.tag(f"{name} {OPTIMIZER}", moments.values())
+    def add(self, name: str, role: Any) -> None:
+        """Take a role built of a model on the meta device; tag its tensors, and gradients once there are any."""
+        self.roles[name], model, gradients = role, role.model, role.model.gradients
+        for kind, tensors in model.held().items():
+            self.memory.tag(f"{name} {kind}", tensors)
+
+        def tagged() -> Mapping[str, Tensor]:
+            found = gradients()
+            self.memory.tag(f"{name} {GRADIENTS}", found.values())
+            return found
+
+        model.gradients = tagged
 
     def held(self) -> dict[str, int]:
         """Return the permanent bytes, by role and content."""
@@ -204,31 +210,25 @@ class Tracer:
             found[entry.tag] += entry.num_bytes * (entry.died > self.memory.now and bool(entry.tag))
         return +found
 
-    def update(self, name: str, work: Callable[[], object], traced: int = 1, count: int = 1) -> None:
-        """Run a role's updates, and tag its gradients; see `run`."""
-
-        def met(meeting: str) -> None:
-            if meeting == ACCUMULATED:
-                grads = (p.grad for p in self._models[name].parameters())
-                self.memory.tag(f"{name} {GRADIENTS}", (grad for grad in grads if grad is not None))
-            self._met(meeting)
-
-        self.world.on_meeting = met
-        self.run("update", name, work, traced, count)
-        self.world.on_meeting = self._met
-
     def run(self, phase: str, name: str, work: Callable[[], object], traced: int = 1, count: int = 1) -> None:
         """Run a role's part of a phase. traced, count: micro-batches in the trace, and in a step."""
-        self._fake.travelled.clear()
-        self._fake.meeting = phase
+        self.fake.travelled.clear()
+        self.fake.meeting = phase
         window = f"{phase} {name}"
         with progress(f"rank {self.world.rank}: {phase} of the {name}"), self.memory.window(window):
             work()
         travelled = Counter[str]()
-        for (meeting, kind), num_bytes in self._fake.travelled.items():
+        for (meeting, kind), num_bytes in self.fake.travelled.items():
             travelled[kind] += num_bytes * _times(meeting, count)
-        found = Phase(name, self._peak(phase, name, window), travelled)
-        self.phases.setdefault(phase, []).append(found)
+        self._ran.append((phase, name, travelled))
+
+    def phases(self) -> dict[str, list[Phase]]:
+        """Return what ran, by phase; afterwards all tensors have their tags."""
+        found: dict[str, list[Phase]] = {}
+        for phase, name, travelled in self._ran:
+            peak = self._peak(phase, name, f"{phase} {name}")
+            found.setdefault(phase, []).append(Phase(name, peak, travelled))
+        return found
 
     def _peak(self, phase: str, name: str, window: str) -> Peak:
         """Return a window's peak; with offload, without weights off the device."""
@@ -261,20 +261,23 @@ class _Trace:
     def __init__(self, cfg: RlConfig, tracer: Tracer) -> None:
         self._cfg, self._tracer, self._world = cfg, tracer, tracer.world
         self._roles, self._run = tracer.roles, tracer.run
+        self._models: dict[str, nn.Module] = {}
 
     def traced(self) -> Trace:
         cfg = self._cfg
         for role in (role for role in cfg.roles if not role.is_base_of(cfg.roles[0])):
-            if not backend(role.train.name).has_plan:
-                raise UserError(f"{role.key}.name: --plan cannot trace train={role.train.name}")
+            host = next((key for key in backend(role.train.name).unplanned if getattr(role.train, key)), "")
+            if host and cfg.plan.device != "cpu":
+                # Its tensors on the host would be counted as those of the device, which the CPU imitates.
+                raise UserError(f"{role.key}.{host}: --plan cannot tell host and device apart; must be False")
             with progress(f"rank {self._world.rank}: building the {role.name}"):
                 self._build(role)
         policy = self._roles["policy"]
         rollout, train = cfg.rollout, cfg.train
         shards = policy.layout.data.size
         most = num_microbatches(rollout, train.updates_per_step, shards, train.tokens_per_microbatch)
-        config = policy.model.module.config.get_text_config()
-        self._run("publish", "policy", lambda: _emptied(policy.model.whole_parameters()))
+        config = self._models["policy"].config.get_text_config()
+        self._run("publish", "policy", lambda: _emptied(policy.model.weights()))
         for name, role in self._roles.items():
             several = train.updates_per_step * cfg.algorithm.sample_epochs > 1
             # The update itself computes these logprobs.
@@ -294,7 +297,8 @@ class _Trace:
         model = with_value_head(model, role.value_bias) if role.name == "critic" else model
         # The answers of a plan are made up, and match no grammar.
         free = replace(role, constraint=ConstraintConfig())
-        self._tracer.add(role.name, model, build_role(free, self._world, source=lambda *_: without_weights(model)))
+        self._models[role.name] = model
+        self._tracer.add(role.name, build_role(free, self._world, source=lambda *_: without_weights(model)))
 
     def _batch(self, name: str, vocabulary: int) -> tuple[Batch, int, int]:
         """Return a role's batch, its number of micro-batches, and that of a step."""
@@ -307,29 +311,56 @@ class _Trace:
         for what in ("update", "logprobs", "values"):
             self._world.told[f"{what}: number of micro-batches"] = {"count": float(traced)}
         batch = full_batch(cfg.algorithm, longest, traced, budget, vocabulary)
-        if tower := getattr(self._roles[name].model.module, "tower", None):
+        if tower := getattr(self._models[name], "tower", None):
             batch = with_pictures(batch, tower.processor, rollout.max_prompt_tokens)
+        if (tp := layout.size("tp")) and layout.size("pp") > 1:
+            model = self._roles[name].model
+            row = model.row(batch.select(plan_bins(batch, budget)[0]))
+            self._tracer.fake.received = (len(row.token_ids) // tp, 1, model.hidden_size)
         return batch, traced, count * updates
 
     def _update(self, name: str, vocabulary: int) -> None:
         role, settings = self._roles[name], self._cfg.algorithm
         batch, traced, count = self._batch(name, vocabulary)
         loss = (bind_loss(settings), 1.0) if name == "policy" else (bind_value_loss(settings),)
-        self._tracer.update(name, lambda: role.update(batch, *loss), traced, count * settings.sample_epochs)
+        self._run("update", name, lambda: role.update(batch, *loss), traced, count * settings.sample_epochs)
 
 
 def without_weights(model: nn.Module) -> Stored:
     """Return a stored model of which nothing is read."""
-    return Stored(model, lambda *_, **__: None, lambda: 0)
+    return Stored(model, _ignored, lambda: 0, lambda *_: _ignored, ShapeFiles(model))
+
+
+def _ignored(*_: Any, **__: Any) -> None:
+    pass
+
+
+class ShapeFiles:
+    """Stored tensors of a model on the meta device, without contents, in place of `WeightFiles`."""
+
+    bytes_read = 0
+
+    def __init__(self, model: nn.Module) -> None:
+        regions = {part.name: part for parts in stored_parts(model).values() for part in parts}
+        self._shapes = {name: [x.stop - x.start for x in p.region][p.is_expert :] for name, p in regions.items()}
+        self.folder, self.names, self.head = Path(model.config.name_or_path), self._shapes.keys(), head_weights(model)
+
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of a stored tensor."""
+        return self._shapes[name]
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        """Return a tensor of a region's shape."""
+        return torch.empty([one.stop - one.start for one in region])
 
 
 def _times(meeting: str, count: int) -> int:
-    """Return how many collectives of a step one of the trace represents: first micro-batches represent the rest."""
+    """Return how many collectives of a step one of the trace represents: the last but one stands for all others."""
     _, found, place = meeting.partition("micro-batch ")
     if not found:
         return 1
     number, traced = map(int, place.split("/"))
-    return 1 + max(0, count - traced) if number == 1 else 1
+    return 1 + max(0, count - traced) if number == max(1, traced - 1) else 1
 
 
 def _emptied(items: Iterator[Any]) -> None:

@@ -1,7 +1,7 @@
 """A rank's plan as tables: memory in each phase, incoming traffic, coordinates."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -44,8 +44,9 @@ def rows(found: Trace, engine: EngineBytes, sleeps: bool) -> list[TableRow]:
         if phase == GENERATE and engine is not NOTHING:
             parts = [({} if sleeps else _held(found), "")]
         elif phase == SAVE:
-            only = "policy" if sleeps else ""
-            parts = [(_held(found, only), "")]
+            # All roles that are saved are awake.
+            saved = {tag.partition(" ")[0] for tag in found.held if tag.endswith(OPTIMIZER)}
+            parts = [(_held(found, saved if sleeps else ()), "")]
         if not parts:
             continue
         columns, largest = max(parts, key=lambda part: sum(part[0].values()))
@@ -72,10 +73,10 @@ def _of_engine(engine: EngineBytes, phase: str, sleeps: bool) -> dict[str, int]:
     return {"engine": engine.weights, "KV cache": kv} | ({"temporary": working} if working else {})
 
 
-def _held(found: Trace, only: str = "") -> dict[str, int]:
+def _held(found: Trace, only: Collection[str] = ()) -> dict[str, int]:
     columns = Counter[str]()
     for tag, num_bytes in found.held.items():
-        if tag.startswith(only):
+        if not only or tag.partition(" ")[0] in only:
             columns[tag.rpartition(" ")[2]] += num_bytes
     return dict(columns)
 
@@ -112,7 +113,7 @@ def show_axes(console: Console, train: TrainConfig, ranks: Sequence[int], found:
             others = ", ".join(str(ranks[i * stride]) for i in range(min(size, 4))) + (", ..." if size > 4 else "")
             console.print(f"  {axis:13} groups of {size}: ranks {others}")
         stride *= size
-    console.print(f"  weights       a copy on {sizes.fsdp * sizes.tp * sizes.pp} ranks, sharded over {sizes.fsdp}")
+    console.print(f"  optimizer     a copy on {sizes.fsdp * sizes.tp * sizes.pp} ranks, sharded over {sizes.fsdp}")
     if sizes.ep > 1:
         console.print(f"  experts       1/{sizes.ep} on a rank (ep), sharded over {sizes.expert_fsdp}")
     shards = sizes.dp_replicate * sizes.dp_shard

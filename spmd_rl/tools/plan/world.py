@@ -39,6 +39,12 @@ class PlannedWorld(World):
         assert len(ranks) == self.size
         return self
 
+    def process_group(
+        self, name: str, backend: str | None = None, ranks: Sequence[int] | None = None
+    ) -> dist.ProcessGroup | None:
+        """[all] Form a fake group, whatever the backend."""
+        return super().process_group(name, None, ranks)
+
     def gather(self, name: str, record: Any, type: Any = Any) -> list[Any]:
         """[all] Return this rank's record for each rank."""
         return [msgspec.convert(msgspec.to_builtins(record), type)] * self.size

@@ -50,5 +50,6 @@ BACKEND = Backend(
     settings=("activation_checkpointing", "stage", "offload_optimizer", "offload_param"),
     adapters=True,
     package="deepspeed",
+    unplanned=("offload_optimizer", "offload_param"),
     refuse=refuse,
 )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from spmd_rl.base.devices import to_device
+from spmd_rl.base.devices import kind, to_device
 from spmd_rl.batch import Batch
 from spmd_rl.config.sections.models import RoleConfig, TrainedModelConfig
 from spmd_rl.distributed import Layout
@@ -94,7 +94,7 @@ class DeepSpeedModel:
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
         self.module, self._engine, self._optimizer, self._partition = module, module, None, None
         self._deepspeed, self._steps, group = start(layout.world), torch.zeros(()), layout.mesh.get_group("fsdp")
-        config = settings(train, self._dtype, on_device=self._device.type != "cpu")
+        config = settings(train, self._dtype, on_device=kind(self._device) != "cpu")
         with self._world.collective(f"{role.name}: DeepSpeed"), meeting_in(self._deepspeed, group):  # [all]
             spread(module, self._dtype, self._device, self._sharing(config, group))
             if own is not None:
@@ -226,6 +226,14 @@ class DeepSpeedModel:
                 for region, piece in pieces(self._shapes[name], own, self._partition.tensor(name, moment)):
                     found += shards_of(prefix, piece, region, self._parts[name], True)
         return found
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """Return this rank's live memory, see `ShardedModel`."""
+        weights = [getattr(p, "ds_tensor", p) for p in self.module.parameters()]
+        if self._partition is None:
+            return {"weights": weights}
+        moments = [kept for state in self._optimizer.state.values() for kept in state.values()]
+        return {"weights": [*weights, *self._partition.flats], "optimizer": moments}
 
     def on_state_loaded(self) -> None:
         """Refresh what derives from `state`."""

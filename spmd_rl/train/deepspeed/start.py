@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spmd_rl.base.devices import kind
 from spmd_rl.config.sections.models import TrainConfig
 from spmd_rl.distributed import World
 
@@ -59,7 +58,7 @@ class DataParallel:
 def start(world: World) -> ModuleType:
     """Import DeepSpeed on existing process groups."""
     # Without it DeepSpeed searches for devices, and warns.
-    os.environ.setdefault("DS_ACCELERATOR", kind(world.device))
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)
     # A run of one rank has no launcher that sets it.
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
     with world.journal.extend_timeout(IMPORT_SECONDS):

@@ -67,7 +67,6 @@ BACKEND = Backend(
     adapters=True,
     dtypes=("bfloat16", "float32", "float16"),
     quantized_base=True,
-    has_plan=True,
     follows=True,
     refuse=refuse,
 )

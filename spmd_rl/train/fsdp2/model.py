@@ -362,6 +362,11 @@ class FSDP2Model(ABC):
                     found += shards_of(prefix, mine, own, self._parts[name], is_mine)
         return found
 
+    def held(self) -> dict[str, list[Tensor]]:
+        """Return this rank's live memory, see `ShardedModel`."""
+        moments = self._optimizer.state_dict() if self._optimizer else {}
+        return {"weights": list(self.module.parameters()), "optimizer": list(moments.values())}
+
     def on_state_loaded(self) -> None:
         """Refresh what derives from `state`."""
         self._adapters.check_scaling()

@@ -203,11 +203,15 @@ class MegatronModel:
                 **stages,
             )
 
+    def row(self, micro: Batch) -> Row:
+        """Return a micro-batch as this rank's row."""
+        return row_of(micro, self.device, self._dtype, self._layout.size("tp"), self._context, self._replay.of_row)
+
     def _forward(self, loop: MicrobatchLoop, numbers: Iterator[int], chunk: nn.Module) -> tuple[Tensor, Any]:
         """[stage] Return a chunk's output for the next micro-batch, and the last chunk's function to call with it."""
         number = next(numbers)
         micro, device = loop.select(number), self.device
-        row = row_of(micro, device, self._dtype, self._layout.size("tp"), self._context, self._replay.of_row)
+        row = self.row(micro)
         head = getattr(getattr(chunk, "module", chunk), "output_layer", None)
         if head is not None:
             if self._is_critic:
@@ -271,6 +275,13 @@ class MegatronModel:
             return []
         shards = self._tensors.shards(self._optimizer, with_buffers=self._bias_speed > 0)
         return [*shards, *self._adapters.state(self._world.rank == 0)]
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """Return this rank's live memory, see `ShardedModel`."""
+        masters = self._optimizer.masters if self._optimizer else []
+        weights = [p for chunk in self._chunks for p in chunk.parameters()]
+        moments = [kept for master in masters for kept in master.state.values()]
+        return {"weights": [*weights, *(master.weights for master in masters)], "optimizer": moments}
 
     def on_state_loaded(self) -> None:
         """[all] Refresh what derives from `state`."""
