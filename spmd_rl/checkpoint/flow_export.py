@@ -53,7 +53,6 @@ class FlowExport:
 
     @staticmethod
     def _by_expert(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
-        """Yield the weights of each expert by its name."""
         bare = ((name.removeprefix(PREFIX).partition("."), tensor) for name, tensor in weights)
         for expert, some in groupby(bare, lambda pair: pair[0][0]):
             yield expert, ((name, tensor) for (_, _, name), tensor in some)

@@ -1,11 +1,10 @@
-"""`fingerprint`: a checksum of a tensor's bytes at reading speed, against mistakes, not attacks; equal on all devices.
+"""`fingerprint`: a checksum of a tensor's bytes at reading speed, for mistakes, not attacks; equal on all devices."""
 
-Rows and columns of 256 x 256 words of 64 bits are summed, modulo 2^64, and the sums hashed on the host. Changes are
-unnoticed that cancel in each row and column: four words at the corners of a rectangle, by d, -d, d, -d (by chance 2^-29
-for places, 2^-192 for values).
-"""
-# So up to three changed words are always noticed, and an exchange of elements; one of rows, blocks or tensors, and a
-# shift, unless sums are equal by chance (2^-64). Two permutation matrices may have one fingerprint.
+# Rows and columns of 256 x 256 words of 64 bits are summed, modulo 2^64, and the sums hashed on the host. Changes that
+# cancel in each row and column are unnoticed: four words at the corners of a rectangle, by d, -d, d, -d (by chance
+# 2^-29 for places, 2^-192 for values). Up to three changed words are always noticed, and an exchange of elements; one
+# of rows, blocks or tensors, and a shift, unless sums are equal by chance (2^-64). Two permutation matrices may have
+# one fingerprint.
 
 from collections.abc import Iterable
 

@@ -176,7 +176,6 @@ class PictureRollouts:
     def _begin(
         self, step: int, dtype: torch.dtype, number: int, chunk: list[tuple[tuple[int, int], Prompt]], is_spare: bool
     ) -> PictureBatch:
-        """Return a micro-batch before its first sampling step."""
         keys, prompts = [key for key, _ in chunk], [prompt for _, prompt in chunk]
         texts = [prompt.messages[-1].text for prompt in prompts]
         texts = [""] * len(texts) + texts if self._cfg.pictures.guidance != 1 else texts
@@ -189,7 +188,6 @@ class PictureRollouts:
         return PictureBatch(number, keys, prompts, given, latents, {}, torch.empty(0), is_spare)
 
     def _sample(self, net: nn.Module, one: PictureBatch, step: int, levels: list[float], trained: range) -> Tensor:
-        """Fill the latents and log densities of a micro-batch."""
         for i in range(len(levels) - 1):
             velocity = self.paint(net, one.latents[i], one.given, levels[i])
             if i in trained:

@@ -207,7 +207,15 @@ class MicrobatchLoop:
     shards, not averaged."""
 
 
-class ShardedModel(Protocol):
+class PlannedModel(Protocol):
+    """A model whose memory `--plan` shows."""
+
+    def held(self) -> Mapping[str, Iterable[Tensor]]:
+        """Return this rank's live memory without gradients: `weights` and `optimizer`."""
+        ...
+
+
+class ShardedModel(PlannedModel, Protocol):
     """A backend's model and optimizer, this rank's shard."""
 
     hidden_size: int
@@ -238,10 +246,6 @@ class ShardedModel(Protocol):
 
     def state(self) -> Sequence[Shard]:
         """Return the live tensors that training changes, on the device: float32 masters and optimizer state."""
-        ...
-
-    def held(self) -> Mapping[str, Iterable[Tensor]]:
-        """Return this rank's live memory that is not gradients, for plans: `weights` and `optimizer`."""
         ...
 
     def on_state_loaded(self) -> None:

@@ -104,7 +104,6 @@ def _find(target: str) -> Callable[..., Any]:
 
 
 def _run(check: Check, context: Callable[[], Any], log: Path, verdicts: dict[str, str]) -> CheckOutcome:
-    """Run one check; an exception becomes its result."""
     began = time.perf_counter()
     verdict, cure = "failed", check.cure
     try:

@@ -46,7 +46,7 @@ class FakeDeviceMode(TorchDispatchMode):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._patches = ExitStack()
         self.received: tuple[int, ...] = ()
-        """Content of messages with integers: the shape of the hidden states that follow"""
+        """Integers in messages: the shape of hidden states that follow"""
         self.meeting = ""
         self.travelled: Counter[tuple[str, str]] = Counter()
         """Bytes arriving at this rank, by collective and kind"""
@@ -146,7 +146,7 @@ def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def _dealt(shape: torch.Size, num_places: int) -> Tensor:
-    """Return int64 of this shape: places in turn, each equally often."""
+    # Places in turn, each equally often.
     return (torch.arange(shape.numel()) % num_places).view(shape)
 
 

@@ -191,7 +191,7 @@ class Tracer:
         self.fake.meeting = meeting
 
     def add(self, name: str, role: Any) -> None:
-        """Take a role built of a model on the meta device; tag its tensors, and gradients once there are any."""
+        """Tag a role's tensors, and gradients once there are any."""
         self.roles[name], model, gradients = role, role.model, role.model.gradients
         for kind, tensors in model.held().items():
             self.memory.tag(f"{name} {kind}", tensors)
@@ -336,7 +336,7 @@ def _ignored(*_: Any, **__: Any) -> None:
 
 
 class ShapeFiles:
-    """Stored tensors of a model on the meta device, without contents, in place of `WeightFiles`."""
+    """Stand-in for `WeightFiles`, without contents."""
 
     bytes_read = 0
 
@@ -355,7 +355,8 @@ class ShapeFiles:
 
 
 def _times(meeting: str, count: int) -> int:
-    """Return how many collectives of a step one of the trace represents: the last but one stands for all others."""
+    """Return the number of a step's collectives that one of the trace represents."""
+    # The last micro-batch but one stands for those that are not traced.
     _, found, place = meeting.partition("micro-batch ")
     if not found:
         return 1

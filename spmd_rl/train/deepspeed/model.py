@@ -228,7 +228,7 @@ class DeepSpeedModel:
         return found
 
     def held(self) -> dict[str, list[Tensor]]:
-        """Return this rank's live memory, see `ShardedModel`."""
+        """Return live memory, see `PlannedModel`."""
         weights = [getattr(p, "ds_tensor", p) for p in self.module.parameters()]
         if self._partition is None:
             return {"weights": weights}

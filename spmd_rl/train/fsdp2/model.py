@@ -363,7 +363,7 @@ class FSDP2Model(ABC):
         return found
 
     def held(self) -> dict[str, list[Tensor]]:
-        """Return this rank's live memory, see `ShardedModel`."""
+        """Return live memory, see `PlannedModel`."""
         moments = self._optimizer.state_dict() if self._optimizer else {}
         return {"weights": list(self.module.parameters()), "optimizer": list(moments.values())}
 

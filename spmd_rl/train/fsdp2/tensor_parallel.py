@@ -132,8 +132,8 @@ def _share_inputs(linear: nn.Linear, mesh: DeviceMesh, group: dist.ProcessGroup)
 
 
 def _share_vocabulary(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    """Shard the rows of embedding and head over ranks, tokens in between."""
-    # Pipeline stages do their share, and exchange each rank's span of tokens.
+    # Rows of embedding and head are sharded over ranks, tokens in between. Pipeline stages do their share, and exchange
+    # each rank's span of tokens.
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
     if embedding.weight is not None:
@@ -188,8 +188,6 @@ def _look_up(embedding: nn.Embedding, own: slice, group: dist.ProcessGroup, toke
 
 
 def _of_all_tokens(forward: Callable[..., Any], group: dist.ProcessGroup) -> Callable[..., Any]:
-    """Replace a block's input, this rank's tokens, with all."""
-
     # No hook, so that a checkpoint of the block keeps this rank's tokens alone.
     def gathered(*args: Any, **kwargs: Any) -> Any:
         if args:

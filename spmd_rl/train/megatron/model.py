@@ -277,7 +277,7 @@ class MegatronModel:
         return [*shards, *self._adapters.state(self._world.rank == 0)]
 
     def held(self) -> dict[str, list[Tensor]]:
-        """Return this rank's live memory, see `ShardedModel`."""
+        """Return live memory, see `PlannedModel`."""
         masters = self._optimizer.masters if self._optimizer else []
         weights = [p for chunk in self._chunks for p in chunk.parameters()]
         moments = [kept for master in masters for kept in master.state.values()]
