@@ -97,7 +97,8 @@ class ExpertLoad:
             sums = dict(zip(METRICS, values, strict=True)) | {"layers": len(totals)}
         # Each pipeline stage has other layers, and all its ranks the same numbers.
         found = self._layout.world.reduce("update: routing", sums, op="sum")  # [all]
-        return {name: found[name] / found["layers"] for name in METRICS} | {"moe/dropped": 0.0}
+        # A plan has this stage's layers alone, perhaps none.
+        return {name: found[name] / max(found["layers"], 1) for name in METRICS} | {"moe/dropped": 0.0}
 
 
 class _AddLoss(torch.autograd.Function):
