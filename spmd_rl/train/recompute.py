@@ -14,7 +14,12 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from spmd_rl.model.load import local_parts
 from spmd_rl.model.moe import stacked_experts
@@ -22,6 +27,11 @@ from spmd_rl.model.moe import stacked_experts
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 ATTENTION = ("aten::_scaled_dot_product", "torch_attn::_varlen_attn")
 """Prefixes of attention kernels' names"""
+# FSDP's hooks on experts mark what they do for the profiler, more often in the second pass, and torch would count it.
+MARKS = {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+}
 # Graphs of one function: kinds of modules, with and without gradients, for static and for varying sizes.
 RECOMPILE_LIMIT = 64
 
@@ -48,6 +58,7 @@ def recompute(model: nn.Module, mode: str, compiles: bool = False) -> None:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
     if mode == "selective":
         options["context_fn"] = _contexts
+        SAC_IGNORED_OPS.update(MARKS)
     # In `forward`, not around the module as transformers has it: a graph then holds both passes of the layer. Two
     # graphs of one layer (other shapes, recompiled) would keep other tensors, which torch refuses.
     for unit in units if mode != "none" else ():
