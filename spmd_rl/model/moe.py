@@ -44,7 +44,7 @@ def router_class(model: nn.Module) -> type[nn.Module] | None:
     Forward returns logits [T, E], and weights and indices of chosen experts, [T, k] each.
     """
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-    if recorded is None and model.config.model_type == "deepseek_v3":
+    if recorded is None and getattr(model.config, "model_type", "") == "deepseek_v3":
         # Version 5.17 of transformers has no record of it.
         return import_module("transformers.models.deepseek_v3.modeling_deepseek_v3").DeepseekV3TopkRouter
     return getattr(recorded, "target_class", None)

@@ -32,7 +32,7 @@ from spmd_rl.model.diffusion.tiny import TinyFlowModel
 from spmd_rl.rollout.pictures import PictureRollouts
 from spmd_rl.tools.plan import measured_peaks, room, verdict
 from spmd_rl.tools.plan.engine import NOTHING, dtype_of
-from spmd_rl.tools.plan.rank import Phase, Trace, Tracer, tracer, without_weights
+from spmd_rl.tools.plan.rank import Phase, Trace, Tracer, tracer
 from spmd_rl.tools.plan.table import GENERATE, rows, show_axes, show_rank, sleeps_while_idle
 from spmd_rl.train import build_denoisers
 from spmd_rl.train.stored_model import Stored
@@ -101,7 +101,7 @@ def _trace(cfg: RewardFlConfig, found: Tracer, flow: FlowModel, count: int) -> T
 
     def source(role: RoleConfig, dtype: torch.dtype, _: Callable[[], object]) -> Stored:
         models[role.name] = flow.build(dtype)
-        return without_weights(models[role.name])
+        return Stored(models[role.name], lambda *_, **__: None, lambda: 0)
 
     with phase(f"rank {found.world.rank}: building the models"):
         frozen = flow.without_weights(getattr(torch, cfg.policy.dtype))
