@@ -160,14 +160,13 @@ def guarded_critic(world, path: str, axes: dict[str, int]) -> str:
     check_packing("critic", role, "float32")  # [all]
     batch = global_batch().select([0, 1])
     assert not role.values(batch).any()  # [all] its head starts at 0
-    forward = LlamaMLP.forward
-    LlamaMLP.forward = lambda self, x: forward(self, before(x))
+    for module in role.model.module.modules():
+        if isinstance(module, LlamaMLP):
+            module.register_forward_pre_hook(lambda _, args: (before(args[0]),))
     try:
         check_packing("critic", role, "float32")  # [all]
     except UserError as error:
         return str(error)
-    finally:
-        LlamaMLP.forward = forward
     return ""
 
 
