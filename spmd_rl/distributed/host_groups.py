@@ -43,9 +43,7 @@ class HostGroups:
                 rows = _all_gather(self.leaders, own)
             if self.near:
                 dist.broadcast(rows, group=self.near, group_src=0)
-        places = {rank: (node, place) for node, block in enumerate(self.blocks) for place, rank in enumerate(block)}
-        found = rows.numpy()
-        return [found[places[rank]].tobytes() for rank in range(len(places))]
+        return [row.tobytes() for row in rows.numpy()[*self._places()]]
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """[all] Exchange rows, see `World.exchange`."""
@@ -65,9 +63,7 @@ class HostGroups:
     def _between_nodes(self, leaders: dist.ProcessGroup, rows: Tensor, counts: np.ndarray) -> Tensor:
         """[leaders] Exchange rows of nodes."""
         # In: rows of this node, by source and destination; out: rows for it, by destination and source.
-        place, node = np.empty((2, self.size), np.int64)
-        for number, block in enumerate(self.blocks):
-            place[[*block]], node[[*block]] = range(len(block)), number
+        node, place = self._places()
         # A part has the rows from one rank to another one. Parts travel by node, destination and source.
         source, to = np.nonzero(counts[:, 0])
         rows = _in_order(rows, counts[source, 0, to], np.lexsort((source, place[to], node[to])))
@@ -85,6 +81,11 @@ class HostGroups:
         for work in works:
             work.wait()
         return _in_order(arrived, sizes[order], order.argsort())
+
+    def _places(self) -> np.ndarray:
+        # int64 [2, ranks]: node of each rank, and its place there.
+        found = ((rank, node, place) for node, block in enumerate(self.blocks) for place, rank in enumerate(block))
+        return np.array(sorted(found)).T[1:]
 
 
 def _in_order(rows: Tensor, sizes: np.ndarray, order: np.ndarray) -> Tensor:

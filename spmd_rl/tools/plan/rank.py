@@ -313,10 +313,10 @@ class _Trace:
         batch = full_batch(cfg.algorithm, longest, traced, budget, vocabulary)
         if tower := getattr(self._models[name], "tower", None):
             batch = with_pictures(batch, tower.processor, rollout.max_prompt_tokens)
-        if (tp := layout.size("tp")) and layout.size("pp") > 1:
+        if layout.size("pp") > 1:
             model = self._roles[name].model
             row = model.row(batch.select(plan_bins(batch, budget)[0]))
-            self._tracer.fake.received = (len(row.token_ids) // tp, 1, model.hidden_size)
+            self._tracer.fake.received = (len(row.token_ids) // layout.size("tp"), 1, model.hidden_size)
         return batch, traced, count * updates
 
     def _update(self, name: str, vocabulary: int) -> None:
