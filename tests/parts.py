@@ -19,8 +19,8 @@ from spmd_rl.base.process import adopt_orphans, kill_children
 from tests.patience import patient
 
 RESULTS = Path(os.environ.get("TEST_PARTS") or Path(__file__).parents[1] / "runs" / "tests")
-LIMIT_SECONDS = 360.0 * (2 if len(os.sched_getaffinity(0)) == 1 else 1)
-"""What a part may take, three times what the longest takes on two cores beside the others, before `patient`; and never
+LIMIT_SECONDS = 540.0 * (2 if len(os.sched_getaffinity(0)) == 1 else 1)
+"""What a part may take, before `patient`; and never
 beyond TEST_UNTIL, a point in time (seconds of the epoch) that ends all parts."""
 
 

@@ -12,13 +12,12 @@ a sequence.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache
-from inspect import signature
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -30,6 +29,9 @@ SHORT = 64
 
 ROUND = 16
 """Multiple of padded lengths: kernels are cached per shape"""
+# A constant: `signature` is nothing that torch could compile.
+ASKS_FOR_GQA = Version(torch.__version__) >= Version("2.12")
+"""True if torch's varlen_attn needs a flag for fewer key-value heads than heads"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,16 +351,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -
         packing.max_seen,
         scale=scaling,
         window_size=(-1, 0),  # causal
-        **({"enable_gqa": q.shape[1] != k.shape[1]} if _asks_for_gqa() else {}),
+        **({"enable_gqa": q.shape[1] != k.shape[1]} if ASKS_FOR_GQA else {}),
     )
-
-
-@cache
-def _asks_for_gqa() -> bool:
-    # From 2.12 on, torch needs a flag for fewer key-value heads than heads.
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def register() -> None:

@@ -5,10 +5,13 @@ import ast
 import importlib
 import re
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from spmd_rl.model.attention import ASKS_FOR_GQA
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = ("torch", "transformers")
@@ -49,3 +52,9 @@ def test_every_name_that_we_import_exists(library):
 def test_the_installed_version_is_in_the_tested_range(library):
     (line,) = re.findall(rf'^    "({library}[<>=].*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version(library) in Requirement(line).specifier
+
+
+def test_varlen_attention_asks_for_the_flag_that_we_give():
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert ("enable_gqa" in signature(varlen_attn).parameters) == ASKS_FOR_GQA
