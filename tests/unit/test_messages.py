@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +88,16 @@ def test_a_run_says_what_it_is_and_what_it_left(tmp_path: Path, capsys) -> None:
     end = told.split("step 1/1")[1]
     for words in ("run/report.html", "checkpoints/step-000001\n", "steps= above 1", "step-000001/hf"):
         assert words in end, end
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "is_told"), [("native", "cuda", 1), ("native", "cpu", 0), ("vllm", "cuda", 0)]
+)
+def test_our_own_engine_on_a_device_is_said_to_be_slow(tmp_path: Path, engine: str, device: str, is_told: int) -> None:
+    policy = PolicyConfig(model=str(write_model(tmp_path / "model")))
+    world = SimpleNamespace(device=torch.device(device), local_size=1)
+    told = messages.header(RlvrConfig(policy=policy, engine=EngineConfig(name=engine)), world, 16, 9)
+    assert told.count("engine=vllm") == is_told
 
 
 @pytest.mark.parametrize("kind", ["CausalLM", "SequenceClassification"])
