@@ -1,10 +1,10 @@
 """`fingerprint`: a checksum of a tensor's bytes at reading speed, for mistakes, not attacks; equal on all devices."""
 
-# Rows and columns of 256 x 256 words of 64 bits are summed, modulo 2^64, and the sums hashed on the host. Changes that
-# cancel in each row and column are unnoticed: four words at the corners of a rectangle, by d, -d, d, -d (by chance
-# 2^-29 for places, 2^-192 for values). Up to three changed words are always noticed, and an exchange of elements; one
-# of rows, blocks or tensors, and a shift, unless sums are equal by chance (2^-64). Two permutation matrices may have
-# one fingerprint.
+# Rows and columns of blocks of words of 64 bits are summed, modulo 2^64, and the sums hashed on the host. Up to three
+# changed words are always noticed, and an exchange of two elements. Unnoticed are changes that cancel in each row and
+# column: at the corners of a rectangle d, -d, d, -d, or the top bits (signs) of all four. Exchanged rows, blocks or
+# tensors, and shifts, are noticed unless sums are equal: of dense random values by a chance of 2^-64, of identities and
+# permutations often.
 
 from collections.abc import Iterable
 
@@ -12,8 +12,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-SIDE = 256
-"""Words of a row; rows of a block"""
+WORDS = 256
+"""Words of a row"""
+# Odd: signs that change in each row of a tensor do not cancel.
+ROWS = 255
+"""Rows of a block"""
 # Bytes of a tensor that is hashed whole on the host.
 WHOLE = 2**15
 # Bytes of sums on a device, of a GiB of weights, for which it is waited once.
@@ -64,11 +67,11 @@ def _sums(tensor: Tensor) -> Tensor:
     if data.numel() <= WHOLE:
         return data.clone()
     # int64, although the sums wrap: of narrower words `sum` would make a copy as int64 first.
-    inside = data.numel() // (8 * SIDE) * 8 * SIDE
+    inside = data.numel() // (8 * WORDS) * 8 * WORDS
     aligned = data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0
-    rows = (data if aligned else data.clone())[:inside].view(torch.int64).view(-1, SIDE)
-    num_whole = len(rows) // SIDE * SIDE
-    blocks = [rows[:num_whole].view(-1, SIDE, SIDE), rows[None, num_whole:]]
+    rows = (data if aligned else data.clone())[:inside].view(torch.int64).view(-1, WORDS)
+    num_whole = len(rows) // ROWS * ROWS
+    blocks = [rows[:num_whole].view(-1, ROWS, WORDS), rows[None, num_whole:]]
     sums = [block.sum(dim) for block in blocks if block.numel() for dim in (2, 1)]
     return torch.cat([*(each.view(-1).view(torch.uint8) for each in sums), data[inside:]])
 
