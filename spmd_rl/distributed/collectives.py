@@ -63,7 +63,7 @@ class Collectives:
     def broadcast(self, name: str, record: Any, src: int = 0) -> Any:
         """[all] Return rank `src`'s record; others are ignored."""
         payload = _encode(record) if self._rank == src else b""
-        return _decode(self._meet("broadcast", name, payload)[src])
+        return _decode(self._meet("broadcast", name, payload, src)[src])
 
     def agree(self, name: str, value: Any) -> None:
         """[all] Raise RunFailed on all ranks unless values, perhaps with arrays, are equal; name the ranks that
@@ -95,12 +95,12 @@ class Collectives:
         """[all] Wait for all ranks."""
         self._meet("barrier", name, b"")
 
-    def _meet(self, kind: str, name: str, payload: bytes) -> list[bytes]:
+    def _meet(self, kind: str, name: str, payload: bytes, src: int | None = None) -> list[bytes]:
         with self._meeting(name) as seq:
             if self._group is None:
                 return [payload]
             head = _HEAD.pack(seq, f"{kind} {name}".encode()[:64])
-            records = _gather(self._group, head + payload)  # [all]
+            records = _gather(self._group, head + payload, src)  # [all]
             if any(not record.startswith(head) for record in records):
                 self._fail_apart([_HEAD.unpack_from(record) for record in records])
             return [record[_HEAD.size :] for record in records]
@@ -118,14 +118,17 @@ def _digest(value: Any) -> bytes:
     return xxhash.xxh3_128_digest(_encode_arrays(value))
 
 
-def _gather(group: HostGroups, payload: bytes) -> list[bytes]:
-    """[all] Return payloads by rank, in one operation if all fit a frame."""
+def _gather(group: HostGroups, payload: bytes, src: int | None) -> list[bytes]:
+    """[all] Return payloads by rank, in one operation if all fit a frame. src: the one rank with a long payload."""
     inline = _FRAME - _LENGTH.size
     # One fixed-size operation for short records: a first exchange of sizes would double the latency.
     frames = group.gather(_LENGTH.pack(len(payload)) + payload[:inline], _FRAME)
     lengths = [_LENGTH.unpack_from(frame)[0] for frame in frames]
-    if max(lengths) <= inline:
-        padded = [frame[_LENGTH.size :] for frame in frames]
-    else:
-        padded = group.gather(payload, max(lengths))
+    padded = [frame[_LENGTH.size :] for frame in frames]
+    # Ranks in different collectives would wait for each other here: their heads alone are compared.
+    if max(lengths) > inline and len({part[: _HEAD.size] for part in padded}) == 1:
+        if src is None:
+            padded = group.gather(payload, max(lengths))
+        else:  # a gather would take room for as many long payloads as ranks
+            padded[src] = group.broadcast(payload, lengths[src], src)
     return [part[:length] for part, length in zip(padded, lengths, strict=True)]

@@ -45,6 +45,19 @@ class HostGroups:
                 dist.broadcast(rows, group=self.near, group_src=0)
         return [row.tobytes() for row in rows.numpy()[*self._places()]]
 
+    def broadcast(self, payload: bytes, length: int, src: int) -> bytes:
+        """[all] Return the payload, `length` bytes, of rank `src`."""
+        data = torch.frombuffer(bytearray(payload if self.rank == src else length), dtype=torch.uint8)
+        nodes, places = self._places()
+        is_near = nodes[self.rank] == nodes[src]
+        if self.near and is_near:
+            dist.broadcast(data, group=self.near, group_src=int(places[src]))
+        if self.leaders:
+            dist.broadcast(data, group=self.leaders, group_src=int(nodes[src]))
+        if self.near and not is_near:
+            dist.broadcast(data, group=self.near, group_src=0)
+        return data.numpy().tobytes()
+
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """[all] Exchange rows, see `World.exchange`."""
         if len(self.blocks) == 1:

@@ -21,7 +21,10 @@ def everything(world: World) -> dict:
             "empty": world.gather("empty", None),
             "large": [len(text) for text in world.gather("large", "x" * (rank * 100_000))],
             "told": world.broadcast("told", {"from": rank}, src=last),
-            "told at length": len(world.broadcast("told at length", [rank] * 5000 if rank == last else None, src=last)),
+            "told at length": [
+                world.broadcast("told at length", [rank] * 5000 if rank == src else None, src)[-1]
+                for src in range(world.size)
+            ],
             "sum": world.reduce("sum", {"b": 0.5 * rank, "a": 1.0}, "sum"),
             "max": world.reduce("max", {"x": -float(rank)}, "max"),
             "mean": world.reduce("mean", {"x": float(rank)}, "mean"),
@@ -33,6 +36,8 @@ def everything(world: World) -> dict:
     seen["failures"].append(_failure(world.reduce, "odd keys", {f"key{min(rank, 1)}": 1.0}))
     apart = (world.barrier, "left") if rank == last else (world.gather, "stay", 1)
     seen["failures"].append(_failure(*apart))
+    apart = world.broadcast if rank == last else world.gather
+    seen["failures"].append(_failure(apart, "long and apart", "x" * 5000))
     seen["phases"] = sorted(world.journal.take_times())
     return seen
 
@@ -56,15 +61,15 @@ def test_every_rank_sees_the_same(size: int, per_machine: int) -> None:
         assert seen["empty"] == [None] * size
         assert seen["large"] == [rank * 100_000 for rank in range(size)]
         assert seen["told"] == {"from": size - 1}
-        assert seen["told at length"] == 5000
+        assert seen["told at length"] == [*range(size)]
         assert seen["sum"] == {"a": float(size), "b": sum(0.5 * rank for rank in range(size))}
         assert seen["max"] == {"x": 0.0}
         assert seen["mean"] == {"x": (size - 1) / 2}
         assert seen["nothing"] == {}
         assert seen["phases"] == ["coordination"]
-        odd_plan, odd_keys, apart = seen["failures"]
+        odd_plan, odd_keys, apart, long = seen["failures"]
         if size == 1:
-            assert seen["failures"] == [None, None, None]
+            assert seen["failures"] == [None] * 4
             continue
         assert (odd_plan is None) == (size == 2)
         if size == 4:
@@ -72,6 +77,7 @@ def test_every_rank_sees_the_same(size: int, per_machine: int) -> None:
         assert f"odd keys: ranks {list(range(1, size))} bring other keys" in odd_keys
         assert f"ranks [{size - 1}] in 'barrier left' #" in apart
         assert f"ranks {list(range(size - 1))} in 'gather stay' #" in apart
+        assert f"ranks [{size - 1}] in 'broadcast long and apart' #" in long
 
 
 def meshes(world: World) -> list:

@@ -35,7 +35,9 @@ def expected(data: bytes) -> bytes:
     return xxhash.xxh3_128_digest(packed + data[inside:])
 
 
-@pytest.mark.parametrize("size", [0, 1, WHOLE, WHOLE + 1, 8 * BLOCK - 1, 8 * BLOCK, 8 * (2 * BLOCK + 3 * WORDS + 5) + 3])
+@pytest.mark.parametrize(
+    "size", [0, 1, WHOLE, WHOLE + 1, 8 * BLOCK - 1, 8 * BLOCK, 8 * (2 * BLOCK + 3 * WORDS + 5) + 3]
+)
 def test_definition(size: int) -> None:
     data = words(-(-size // 8)).view(torch.uint8)[:size]
     assert fingerprint(data) == expected(data.numpy().tobytes())
