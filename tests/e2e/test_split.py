@@ -83,7 +83,8 @@ def test_no_token_is_older_than_the_bound(toy: Toy, straight: Running, staleness
         *SETTINGS, f"placement.max_staleness={staleness}", "placement.generate=0,2", ranks=4, name=f"stale-{staleness}"
     )
     assert tokens(run, 1) == tokens(straight, 1)  # guarantee S
-    assert lags(run, 1) == {0} and lags(run, 2) == {1}  # begun before there was a version 1
+    # Step 2 is begun before there is a version 1; where a replica is late, some of it after.
+    assert lags(run, 1) == {0} and {1} <= lags(run, 2) <= {0, 1}
     assert lags(run, 3) <= set(range(staleness + 1))
     assert [line["step"] for line in run.metrics()] == [0, 1, 2, 3]
     assert max(line["rollout/lag/max"] for line in run.metrics()[1:]) <= staleness
