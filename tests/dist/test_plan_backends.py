@@ -33,9 +33,14 @@ CASES = {
     "megatron pp adapters": ("llama", ["train.pp=2", "policy.dtype=bfloat16", "policy.lora.rank=4"]),
     "megatron ep": ("qwen3_moe", ["train.ep=2", "policy.dtype=bfloat16"]),
 }
+QUICK = {"fsdp2", "deepspeed 2", "megatron", "megatron ep"}
 UNTOLD = {"deepspeed float32", "megatron pp adapters"}
 """Cases whose gradients a plan does not tell from other memory: open."""
 PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron-core"}
+
+
+def marks(case: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.xfail(strict=True)] * (case in UNTOLD) + [pytest.mark.slow] * (case not in QUICK)
 
 
 def settings(model: str, overrides: list[str]) -> RlvrConfig:
@@ -72,10 +77,7 @@ def measured(world: World, model: str, overrides: list[str], count: int) -> dict
     return held | {"peak": book.peak(book.span("update"), ["transport"]).total}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.xfail(strict=True)] if case in UNTOLD else []) for case in CASES],
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case)) for case in CASES])
 def test_real_ranks_hold_what_was_planned(case: str, tmp_path: Path) -> None:
     name = case.split()[0]
     if name in PACKAGES and installed(PACKAGES[name]) is None:

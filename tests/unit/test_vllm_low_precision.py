@@ -131,7 +131,8 @@ def from_disk(path, folder, policy: Policy, form: str, dtype: str, version: int)
             return answers(engine, version)
 
 
-@pytest.mark.parametrize(("form", "dtype"), [(f, d) for f in W8A8 for d in ("bfloat16", "float32")])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", W8A8)
 def test_what_is_published_is_what_a_checkpoint_holds_and_no_fault_passes(path, tmp_path, kernels, form, dtype) -> None:
     wanted, policy = {}, Policy(path, getattr(torch, dtype))
     for version in (1, 2):
