@@ -29,7 +29,7 @@ EXACT = ("policy.dtype=float32", "rollout.claim=static", "train.deterministic=tr
 ITEMS = {
     "doctor": (120, ("-m", "spmd_rl", "doctor")),
     "ceilings": (60, ("-m", "bench.gpu.ceilings")),
-    "kernels and gradients": (120, (*TESTS, "-k", "varlen or rotary or logprob_head")),
+    "kernels and gradients": (120, (*TESTS, "-k", "varlen or rotary or logprob_head or hybrid")),
     "offload": (120, (*TESTS, "-k", "round_trips or checksums")),
     "two steps": (240, (*TESTS, "-k", "two_steps")),
     "publish": (120, (*TESTS, "-k", "a_publish")),

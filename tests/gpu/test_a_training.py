@@ -7,19 +7,23 @@ import subprocess
 import sys
 import time
 from array import array
+from itertools import accumulate
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from spmd_rl import weights
 from spmd_rl.config.schema import AlgorithmConfig
+from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
 from spmd_rl.learn.losses import bind_loss
 from spmd_rl.learn.utilization import forward_flops
 from spmd_rl.model.attention import Packing
-from spmd_rl.model.build import build_model, shape_on_meta
+from spmd_rl.model.build import build_model, shape_on_meta, weights_of
 from spmd_rl.model.fingerprint import fingerprint
+from spmd_rl.model.hybrid import Segments
 from spmd_rl.model.logprobs import token_logprobs
 from spmd_rl.model.smollm2 import default_dir, is_complete
 from spmd_rl.rollout.table import ANSWER
@@ -41,7 +45,7 @@ from tests.gpu.machine import (
     trainer,
     waits,
 )
-from tests.models import tiny
+from tests.models import HYBRID, tiny
 from tests.patience import patient
 from tests.training import relative
 
@@ -88,6 +92,46 @@ def test_2_varlen_attention_with_parents_and_fewer_key_value_heads(kind, tmp_pat
     worst = max(ours / (2 * cpus + 1e-3) for ours, cpus in errors)
     note("varlen", model=kind, worst=float(worst), values=float(errors[0][0]), values_cpu=float(errors[0][1]))
     assert worst < 1, errors
+
+
+def test_2_a_hybrid_in_packed_rows_and_in_our_engine(tmp_path):
+    """Float32 on the device against each row alone on the CPU: logits, gradients, and the logprobs of answers."""
+    path = tiny("qwen3_5_text", tmp_path, **HYBRID)
+    ids, lengths = torch.randint(0, 256, (200,), generator=torch.Generator().manual_seed(0)), (70, 1, 129)
+
+    def run(device, *packed):
+        model, found = build_model(path, torch.float32, device), []
+        for row, many in zip(ids.split([sum(many) for many in packed]), packed, strict=True):
+            starts, parents = torch.tensor([0, *accumulate(many)]), torch.full((len(many),), -1)
+            place = {
+                "position_ids": torch.cat([torch.arange(n) for n in many])[None].to(device),
+                "packing": Packing.of(starts, parents, torch.device(device), torch.float32),
+                "seq_idx": Segments.of(starts, parents, torch.device(device)),
+            }
+            found.append(model(input_ids=row[None].to(device), **place).logits[0].log_softmax(-1))
+        logprobs = torch.cat(found).gather(1, ids[:, None].to(device))
+        logprobs.mean().backward()
+        return model, [logprobs.detach().cpu(), *(p.grad.cpu() for p in model.parameters())]
+
+    model, exact = run("cpu", *((n,) for n in lengths))
+    errors = [float(relative(got, want)) for got, want in zip(run(DEVICE, lengths)[1], exact, strict=True)]
+    engine, worst = NativeEngine(empty_module(path, torch.float32, DEVICE), max_running=8, kv_tokens=4096), 0.0
+    engine.load(weights_of(model).items(), version=1)
+    prompts = {f"{n}": list(range(3, 20 + n)) for n in range(12)}
+    for id, prompt in prompts.items():
+        engine.add(Request(id, array("i", prompt), 16, 1.0, int(id)))
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    while engine.num_unfinished:
+        for done in engine.step():
+            tokens = done.token_ids.tolist()
+            with torch.no_grad():
+                logits = plain(torch.tensor([[*prompts[done.id], *tokens]]), use_cache=False).logits[
+                    0, -len(tokens) - 1 : -1
+                ]
+            wanted = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            worst = max(worst, float((torch.tensor(done.logprobs.tolist()) - wanted).abs().max()))
+    note("hybrid", values=errors[0], gradients=max(errors[1:]), engine=worst)
+    assert max(errors) < 1e-4 and worst < 1e-4
 
 
 def test_2_rotary_tables_of_engine_and_trainer_are_equal(tmp_path):
