@@ -119,7 +119,7 @@ def _digest(value: Any) -> bytes:
 
 
 def _gather(group: HostGroups, payload: bytes, src: int | None) -> list[bytes]:
-    """[all] Return payloads by rank, in one operation if all fit a frame. src: the one rank with a long payload."""
+    """[all] Return payloads by rank, in one operation if all fit a frame."""
     inline = _FRAME - _LENGTH.size
     # One fixed-size operation for short records: a first exchange of sizes would double the latency.
     frames = group.gather(_LENGTH.pack(len(payload)) + payload[:inline], _FRAME)
@@ -129,6 +129,6 @@ def _gather(group: HostGroups, payload: bytes, src: int | None) -> list[bytes]:
     if max(lengths) > inline and len({part[: _HEAD.size] for part in padded}) == 1:
         if src is None:
             padded = group.gather(payload, max(lengths))
-        else:  # a gather would take room for as many long payloads as ranks
+        else:  # a gather would take room for one payload of this length from each rank
             padded[src] = group.broadcast(payload, lengths[src], src)
     return [part[:length] for part, length in zip(padded, lengths, strict=True)]

@@ -29,9 +29,8 @@ SHORT = 64
 
 ROUND = 16
 """Multiple of padded lengths: kernels are cached per shape"""
-# A constant: `signature` is nothing that torch could compile.
+# A flag that varlen_attn needs since then for fewer key-value heads than heads; torch.compile traces no `signature`.
 ASKS_FOR_GQA = Version(torch.__version__) >= Version("2.12")
-"""True if torch's varlen_attn needs a flag for fewer key-value heads than heads"""
 
 
 @dataclass(frozen=True, slots=True)

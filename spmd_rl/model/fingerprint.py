@@ -12,11 +12,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-WORDS = 256
-"""Words of a row"""
-# Odd: signs that change in each row of a tensor do not cancel.
-ROWS = 255
-"""Rows of a block"""
+# An odd number of rows: signs that change in each row of a tensor do not cancel.
+ROWS, WORDS = 255, 256
+"""Rows of a block; words of a row"""
 # Bytes of a tensor that is hashed whole on the host.
 WHOLE = 2**15
 # Bytes of sums on a device, of a GiB of weights, for which it is waited once.
