@@ -97,6 +97,7 @@ def test_a_squall(node, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_storm_of_five_minutes(node, tmp_path):
     figures = weather(node, tmp_path, 300.0)
     assert figures["verdicts"] > 1000 and figures["growth_mb"] < 96
