@@ -75,7 +75,7 @@ class Semaphores:
             if not self._libc.sem_timedwait(semaphore, ctypes.byref(self._deadline)):
                 return
             if ctypes.get_errno() == errno.ETIMEDOUT and not running(self._pids[peer]):
-                raise ConnectionError(f"rank {peer} of this group is gone")
+                raise ConnectionError(f"rank {peer} of this group, pid {self._pids[peer]}, is gone")
 
 
 class SharedMemory:
