@@ -30,7 +30,7 @@ $(BIN)/.setup: pyproject.toml setup.py launch/constraints-cpu.txt launch/vllm-cp
 	touch $@
 
 $(BIN)/.setup-test: $(BIN)/.setup
-	$(PIP) --editable '.[demo,test,data,ifeval,wandb,tensorboard,swanlab,deepspeed,megatron,lora]'
+	$(PIP) --editable '.[demo,test,data,ifeval,wandb,tensorboard,swanlab,deepspeed,megatron,lora,diffusion]'
 	$(NO_TRITON)
 	touch $@
 

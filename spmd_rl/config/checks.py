@@ -102,11 +102,17 @@ def check_shapes(plan: PlanConfig, roles: list, placement: PlacementConfig | Non
         raise UserError(f"placement.{next(iter(placement.frozen))}: not supported by --plan yet; must be null")
     for role in loaded_roles(roles):
         key, model = role.model_key, role.own
-        model.model = fetch_config(key, model.model, wait=local_rank() != 0)
+        model.model = fetch_config(key, _shipped_shape(model.model), wait=local_rank() != 0)
         if not (model_folder(model.model) / "config.json").is_file():
             raise UserError(f"{key}: {model.model} has no config.json, which --plan reads; set plan.shape")
     if plan.rank is not None and plan.rank >= world_size():
         raise UserError(f"plan.rank: must be below {world_size()}, the number of ranks, not {plan.rank}")
+
+
+def _shipped_shape(model: str) -> str:
+    # A plan of a model of the hub, if we ship its shape, needs no network.
+    shape = SHAPES / model.rpartition("/")[2].lower().removesuffix("-instruct")
+    return str(shape) if shape.is_dir() and not Path(model).exists() else model
 
 
 def stay_offline(roles: list, reward: RewardsConfig, data: DataConfig | None = None) -> None:

@@ -52,6 +52,7 @@ def recipe(kind: str, folder: Path, *more: str) -> RewardFlConfig:
     return cfg
 
 
+@pytest.mark.slow
 def test_a_whole_step_at_the_widths_of_stable_diffusion(tmp_path: Path) -> None:
     found = trace(recipe("sd3", tmp_path / "model"), 3, 8)
     _, prepare, update = (found.phases[phase][0] for phase in (GENERATE, "prepare", "update"))
@@ -63,6 +64,7 @@ def test_a_whole_step_at_the_widths_of_stable_diffusion(tmp_path: Path) -> None:
     assert update.peak.by_tag["pictures"] == pytest.approx(pictures, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_whole_step_at_the_widths_of_wan_trains_the_expert_of_its_noise_level(tmp_path: Path) -> None:
     whole, one = (
         trace(recipe("wan", tmp_path / str(frames), "feedback.from_step=1", f"feedback.reward.frames={frames}"), 0, 64)
@@ -126,7 +128,7 @@ def export_after_an_update(world, model: str, out: str, more: list[str]) -> None
     torch.save({**texts, "noise": one.latents[0], "latents": one.latents[-1], "images": one.images}, f"{out}/drawn.pt")
 
 
-@pytest.mark.parametrize("loss", ["nft", "lora"])
+@pytest.mark.parametrize("loss", [pytest.param("nft", marks=pytest.mark.slow), "lora"])
 def test_a_pipeline_of_diffusers_loads_the_export_and_draws_the_same(loss: str, tmp_path: Path) -> None:
     model, out = tiny_sd3(tmp_path / "model"), tmp_path / "out"
     out.mkdir()
