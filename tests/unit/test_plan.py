@@ -285,6 +285,13 @@ def test_shapes_are_of_the_size_in_their_name(path):
     assert ModelSize.of(shape_on_meta(path, torch.bfloat16)).parameters / 1e9 == pytest.approx(wanted, rel=1e-3)
 
 
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B", "qwen2.5-0.5b"])
+def test_a_plan_needs_no_network_for_a_model_whose_shape_we_ship(model):
+    cfg = load("rlvr", RlvrConfig, [f"policy.model={model}"])
+    check_plan(cfg)
+    assert cfg.policy.model == str(CONFIGS / "shapes/qwen2.5-0.5b")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
