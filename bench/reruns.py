@@ -17,6 +17,7 @@ from bench.threads import busy
 from spmd_rl.checkpoint.manifest import Manifest
 from tests.e2e.runs import EXACT, Running, Toy
 from tests.engines import VLLM_SIZES
+from tests.models import EXPERTS
 
 CASES = {
     "dense-native": ("llama", "native"),
@@ -58,7 +59,7 @@ class ThreadedToy(Toy):
     """A toy whose ranks have several threads."""
 
     def __init__(self, path: Path, kind: str, engine: str, threads: int, as_torch: bool) -> None:
-        super().__init__(path, kind, **VLLM_SIZES)
+        super().__init__(path, kind, **VLLM_SIZES, **EXPERTS.get(kind, {}))
         self._engine, self._threads, self._script = engine, str(threads), path / "as_torch.py" if as_torch else None
         if self._script:
             self._script.write_text(AS_TORCH)

@@ -1,8 +1,10 @@
 """What a plan of each backend says that a rank holds, against what two real ranks hold: tiny models on the CPU."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import Tensor
@@ -86,7 +88,8 @@ def test_real_ranks_hold_what_was_planned(case: str, tmp_path: Path) -> None:
     model, overrides = str(tiny(kind, tmp_path, **EXPERTS.get(kind, {}))), [f"train={name}", *overrides]
     found = run_ranks(2, measured, model, overrides, 3 if " pp" in case else 2, timeout=280)
     for rank, real in enumerate(found):
-        planned = trace(settings(model, overrides), rank, 2)
+        with mock.patch.dict(os.environ):  # DeepSpeed sets LOCAL_RANK
+            planned = trace(settings(model, overrides), rank, 2)
         update = planned.phases["update"][0].peak
         assert planned.held["policy weights"] == real["weights"]
         assert planned.held["policy optimizer"] == real["optimizer"]
