@@ -65,7 +65,10 @@ def _sums(tensor: Tensor) -> Tensor:
     if data.numel() <= WHOLE:
         return data.clone()
     # int64, although the sums wrap: of narrower words `sum` would make a copy as int64 first.
-    inside = data.numel() // (8 * WORDS) * 8 * WORDS
+    num_rows = data.numel() // (8 * WORDS)
+    # The last block has an odd number of rows too; what is left over is hashed as it is.
+    num_rows -= num_rows % ROWS > 0 and num_rows % ROWS % 2 == 0
+    inside = num_rows * 8 * WORDS
     aligned = data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0
     rows = (data if aligned else data.clone())[:inside].view(torch.int64).view(-1, WORDS)
     num_whole = len(rows) // ROWS * ROWS
