@@ -20,8 +20,7 @@ from tests.patience import patient
 
 RESULTS = Path(os.environ.get("TEST_PARTS") or Path(__file__).parents[1] / "runs" / "tests")
 LIMIT_SECONDS = 540.0 * (2 if len(os.sched_getaffinity(0)) == 1 else 1)
-"""What a part may take, before `patient`; and never
-beyond TEST_UNTIL, a point in time (seconds of the epoch) that ends all parts."""
+"""Longest time of a part, before `patient`. TEST_UNTIL, a point in time (seconds of the epoch), ends all parts."""
 
 
 PROGRAMS = {"bwrap": "bubblewrap", "Chromium": "chromium", "shellcheck": "shellcheck"}

@@ -111,7 +111,8 @@ def check_shapes(plan: PlanConfig, roles: list, placement: PlacementConfig | Non
 
 def _shipped_shape(model: str) -> str:
     # A plan of a model of the hub, if we ship its shape, needs no network.
-    shape = SHAPES / model.rpartition("/")[2].lower().removesuffix("-instruct")
+    hub = hub_id(model)
+    shape = SHAPES / (hub[0].rpartition("/")[2].lower().removesuffix("-instruct") if hub else model)
     return str(shape) if shape.is_dir() and not Path(model).exists() else model
 
 

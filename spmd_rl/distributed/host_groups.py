@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HostGroups:
     """Groups of one world: this node's ranks, first ranks of nodes."""
 
@@ -43,12 +44,12 @@ class HostGroups:
                 rows = _all_gather(self.leaders, own)
             if self.near:
                 dist.broadcast(rows, group=self.near, group_src=0)
-        return [row.tobytes() for row in rows.numpy()[*self._places()]]
+        return [row.tobytes() for row in rows.numpy()[*self._places]]
 
     def broadcast(self, payload: bytes, length: int, src: int) -> bytes:
         """[all] Return the payload, `length` bytes, of rank `src`."""
         data = torch.frombuffer(bytearray(payload if self.rank == src else length), dtype=torch.uint8)
-        nodes, places = self._places()
+        nodes, places = self._places
         is_near = nodes[self.rank] == nodes[src]
         if self.near and is_near:
             dist.broadcast(data, group=self.near, group_src=int(places[src]))
@@ -76,7 +77,7 @@ class HostGroups:
     def _between_nodes(self, leaders: dist.ProcessGroup, rows: Tensor, counts: np.ndarray) -> Tensor:
         """[leaders] Exchange rows of nodes."""
         # In: rows of this node, by source and destination; out: rows for it, by destination and source.
-        node, place = self._places()
+        node, place = self._places
         # A part has the rows from one rank to another one. Parts travel by node, destination and source.
         source, to = np.nonzero(counts[:, 0])
         rows = _in_order(rows, counts[source, 0, to], np.lexsort((source, place[to], node[to])))
@@ -95,6 +96,7 @@ class HostGroups:
             work.wait()
         return _in_order(arrived, sizes[order], order.argsort())
 
+    @cached_property
     def _places(self) -> np.ndarray:
         # int64 [2, ranks]: node of each rank, and its place there.
         found = ((rank, node, place) for node, block in enumerate(self.blocks) for place, rank in enumerate(block))

@@ -64,12 +64,12 @@ def _sums(tensor: Tensor) -> Tensor:
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() <= WHOLE:
         return data.clone()
-    # int64, although the sums wrap: of narrower words `sum` would make a copy as int64 first.
     num_rows = data.numel() // (8 * WORDS)
     # The last block has an odd number of rows too; what is left over is hashed as it is.
-    num_rows -= num_rows % ROWS > 0 and num_rows % ROWS % 2 == 0
+    num_rows -= num_rows % ROWS in range(2, ROWS, 2)
     inside = num_rows * 8 * WORDS
     aligned = data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0
+    # int64, although the sums wrap: of narrower words `sum` would make a copy as int64 first.
     rows = (data if aligned else data.clone())[:inside].view(torch.int64).view(-1, WORDS)
     num_whole = len(rows) // ROWS * ROWS
     blocks = [rows[:num_whole].view(-1, ROWS, WORDS), rows[None, num_whole:]]

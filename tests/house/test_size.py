@@ -9,7 +9,7 @@ from tests.house.sources import ROOT, rooms_imported_by
 LIMITS = {
     # A feature raises a limit by what it needs, in this line, and names itself there.
     "lines": (
-        53_744,
+        53_747,
         "compiled layouts, long records between nodes, plans of DeepSpeed and Megatron, of hub models offline",
     ),
     "files": (436, "plans of pictures, host groups of several nodes"),
