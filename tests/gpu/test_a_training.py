@@ -134,6 +134,30 @@ def test_2_a_hybrid_in_packed_rows_and_in_our_engine(tmp_path):
     assert max(errors) < 1e-4 and worst < 1e-4
 
 
+def test_2_decode_steps_as_graphs(tmp_path):
+    """Answers of our engine, float32, against the same engine on the CPU: rows come and go, and cross 128 tokens."""
+    path = tiny("qwen3", tmp_path)
+    model, found = build_model(path, torch.float32, "cpu"), []
+    for device in ("cpu", DEVICE):
+        engine = NativeEngine(empty_module(path, torch.float32, device), 10, 4096, offload=True)
+        engine.load(weights_of(model).items(), version=1)
+        for round in range(2):
+            with engine.awake():
+                for n in range(14):
+                    prompt = array("i", range(3 + n, 80 + 5 * n))
+                    engine.add(Request(f"{round}-{n}", prompt, 20 + 4 * n, 1.0, 100 * round + n))
+                done = {}
+                while engine.num_unfinished:
+                    done |= {end.id: end for end in engine.step()}
+                found.append([done[id] for id in sorted(done)])
+        replayed = engine.graphs.num_replayed if engine.graphs else 0
+    pairs = [*zip(found[0], found[2], strict=True), *zip(found[1], found[3], strict=True)]
+    same = sum(a.token_ids == b.token_ids for a, b in pairs)
+    worst = max(abs(x - y) for a, b in pairs for x, y in zip(a.logprobs, b.logprobs, strict=True))
+    note("graphs", same=same, of=len(pairs), worst=worst, replayed=replayed)
+    assert same == len(pairs) and worst < 1e-4 and (REHEARSED or replayed > 50)
+
+
 def test_2_rotary_tables_of_engine_and_trainer_are_equal(tmp_path):
     """A last bit that differs would grow with the position: both compute the tables on the CPU."""
     path = shape("1.7b", tmp_path / "model")

@@ -8,6 +8,7 @@ float32 on a CPU (with `MKL_CBWR`, see `spmd_rl/__init__.py`) for most sizes of 
 Left out: sliding windows (`module.py` refuses them), soft caps and sinks (refused at the first forward).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -60,6 +61,12 @@ class Paged:
             out = F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, attn_mask=bucket.mask, scale=scaling)
             parts.append(out.unflatten(2, q.shape[2:4]).transpose(1, 2).flatten(2, 3).flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def causal_mask(positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Return what tokens at `positions`, int64 [..., 1], read of `width` keys: [..., width], 0 or -inf."""
+    later = torch.arange(width, device=positions.device) > positions
+    return torch.zeros(later.shape, dtype=dtype, device=positions.device).masked_fill_(later, -math.inf)
 
 
 def paged_attention(

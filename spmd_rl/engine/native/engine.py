@@ -9,7 +9,6 @@
 The same adds and steps give bitwise the same tokens and logprobs.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -25,7 +24,8 @@ from spmd_rl.config.sections.models import ServedModelConfig
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Capacity, Engine
 from spmd_rl.engine.fused_weights import CheckedWeights
-from spmd_rl.engine.native.attention import Bucket, Paged
+from spmd_rl.engine.native.attention import Bucket, Paged, causal_mask
+from spmd_rl.engine.native.decode import DecodeSteps
 from spmd_rl.engine.native.kv import BLOCK, KVPool
 from spmd_rl.engine.native.module import empty_module
 from spmd_rl.engine.native.routing import ChosenExperts
@@ -36,6 +36,7 @@ from spmd_rl.engine.sequence import TextOf, check, has_stop, no_text, text_of_mo
 from spmd_rl.model.build import weights_of
 from spmd_rl.model.constraint import Constraint, constraint_of
 from spmd_rl.model.hybrid import stateful_layers
+from spmd_rl.model.moe import num_experts
 from spmd_rl.model.size import attention_layers, head_dim, num_kv_heads
 from spmd_rl.model.stored import stored_parts
 from spmd_rl.types import Completion, FinishReason, Request
@@ -93,8 +94,12 @@ class NativeEngine(Engine):
         self._is_hybrid = bool(stateful_layers(module))
         self._pictures = _build_pictures(module)
         self.processor = self._pictures and self._pictures.processor
-        num_experts = self._experts.per_token if self._experts else 0
-        self._scheduler = Scheduler(self.pool, max_running, num_experts, shares_prefixes=not self._is_hybrid)
+        per_token = self._experts.per_token if self._experts else 0
+        self._scheduler = Scheduler(self.pool, max_running, per_token, shares_prefixes=not self._is_hybrid)
+        # Experts' sizes, states and pictures differ from step to step.
+        is_alike = not (self._is_hybrid or self._pictures or num_experts(config))
+        self.graphs = DecodeSteps(module, self.pool, self._places) if is_alike and self._device.type == "cuda" else None
+        """Decode steps as CUDA graphs; None for models and devices without"""
         self.token_counts = self._scheduler.token_counts
         self._aborted: list[Completion] = []
         self._version: int | None = None
@@ -126,8 +131,13 @@ class NativeEngine(Engine):
         """Compute a token per request, see `Engine.step`."""
         ended, self._aborted = self._aborted, []
         self._scheduler.admit()
-        for rows in self._batches():
-            ended += self._forward(rows)
+        rows = self._scheduler.rows
+        decoding = [row for row in rows if row.num_fed == 1] if self.graphs else []
+        # Prompts first: a prompt's last token may read blocks of another's that are computed in this step.
+        for batch in self._batches([row for row in rows if row.num_fed > 1] if self.graphs else rows):
+            ended += self._forward(batch)
+        if self.graphs and decoding:
+            ended += self._sampled(decoding, self.graphs.logits(decoding))
         return ended
 
     @torch.no_grad()
@@ -170,10 +180,12 @@ class NativeEngine(Engine):
         self._aborted.clear()
         self._version = None
         self._weights.clear()
-        self.model = nn.Module()
+        self.graphs, self.model = None, nn.Module()
         self.pool.sleep()
 
     def _sleep(self) -> None:
+        if self.graphs:
+            self.graphs.forget()
         self._move(torch.device("cpu"))
         self.pool.sleep()
         if self._pictures:
@@ -184,9 +196,9 @@ class NativeEngine(Engine):
             weight.data = weight.data.to(device)
         self._weights = weights_of(self.model, self._parts)
 
-    def _batches(self) -> list[list[RunningSequence]]:
+    def _batches(self, rows: Iterable[RunningSequence]) -> list[list[RunningSequence]]:
         batches, room = [], 0
-        for row in self._scheduler.rows:
+        for row in rows:
             if not batches or row.num_fed > room:
                 batches.append([])
                 room = BATCH_TOKENS
@@ -217,7 +229,10 @@ class NativeEngine(Engine):
                 # Without a sampled token the last fed token was the prompt's.
                 if row.token_ids:
                     row.experts.extend(chosen)
-        logits = output.logits[0, : len(rows)]
+        return self._sampled(rows, output.logits[0, : len(rows)])
+
+    def _sampled(self, rows: list[RunningSequence], logits: Tensor) -> list[Completion]:
+        """Append a token to each row, from logits [R, V]; return completions of rows that end."""
         if self._constraint:
             cut_off(logits, rows, self._constraint)
         ended = []
@@ -260,8 +275,7 @@ class NativeEngine(Engine):
         width = _width(max(positions) + num)
         tables = [(row.table + row.table[:1] * width)[: width // BLOCK] for row in rows]
         each = self._tensor(positions)[:, None, None] + torch.arange(num, device=self._device)[:, None]
-        later = torch.arange(width, device=self._device) > each
-        mask = torch.zeros(later.shape, dtype=self._dtype, device=self._device).masked_fill_(later, -math.inf)
+        mask = causal_mask(each, width, self._dtype)
         if num > 1:
             mask = mask.repeat_interleave(self._heads_per_key, dim=1)
         return Bucket(slice(begin, begin + num * len(rows)), self._tensor(tables), mask[:, None])

@@ -41,8 +41,9 @@ class KVPool:
         self.peak = 0
         """Most blocks ever in use at once"""
         self.data: Tensor
-        """[2, num_layers, num_blocks, BLOCK, num_heads, head_dim]: keys and values; empty while asleep"""
-        self._shape = (2, num_layers, self.num_blocks, BLOCK, num_heads, head_dim)
+        """[2, num_layers, num_blocks + 1, BLOCK, num_heads, head_dim]: keys and values, the last block for padding;
+        empty while asleep"""
+        self._shape = (2, num_layers, self.num_blocks + 1, BLOCK, num_heads, head_dim)
         self._dtype, self._device = dtype, device
         self._references = [0] * self.num_blocks
         self._free: list[int] = []

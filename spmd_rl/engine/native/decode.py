@@ -1,0 +1,111 @@
+"""`DecodeSteps`: forwards of one token a row, replayed as CUDA graphs.
+
+Python launches the kernels of a decode step one by one, which takes ten times as long as the kernels of a small model.
+A graph launches them all at once, for fixed shapes: rows are padded to a power of two, and tables to a width that is
+shared by rows of similar length.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from spmd_rl.engine.native.attention import Bucket, Paged, causal_mask
+from spmd_rl.engine.native.kv import BLOCK, KVPool
+from spmd_rl.engine.native.scheduler import RunningSequence
+
+MIN_ROWS, MIN_WIDTH = 8, 128
+# Each holds its logits, and takes as long as some steps to capture.
+MAX_GRAPHS = 64
+
+Shape = tuple[tuple[int, int], ...]
+"""Rows and tokens of each table, padded, for each bucket"""
+
+
+class DecodeSteps:
+    """Decode steps of a dense module, with a graph for each shape that comes again."""
+
+    def __init__(self, module: nn.Module, pool: KVPool, places: dict[int, int]) -> None:
+        """places: number in the pool of each attention layer, by number in the model."""
+        self._module, self._pool, self._places = module, pool, places
+        weight = next(module.parameters())
+        self._device, self._dtype = weight.device, weight.dtype
+        self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._seen: set[Shape] = set()
+        self.num_replayed = 0
+        """steps that were a replay"""
+
+    def logits(self, rows: Sequence[RunningSequence]) -> Tensor:
+        """Return the logits after each row's only pending token, [R, V]; keys and values are stored in the pool."""
+        buckets: dict[int, list[RunningSequence]] = defaultdict(list)
+        for row in sorted(rows, key=_width):
+            buckets[_width(row)].append(row)
+        shape = tuple((_padded(len(bucket), MIN_ROWS), width) for width, bucket in buckets.items())
+        found = self._compute(torch.tensor(self._numbers(buckets.values(), shape)), shape)
+        begin, places = 0, {}
+        for bucket, (num_rows, _) in zip(buckets.values(), shape, strict=True):
+            places |= {id(row): begin + i for i, row in enumerate(bucket)}
+            begin += num_rows
+        return found[torch.tensor([places[id(row)] for row in rows], device=self._device)]
+
+    def forget(self) -> None:
+        """Drop all graphs: they read weights and pool at their present addresses."""
+        self._graphs.clear()
+
+    def _compute(self, numbers: Tensor, shape: Shape) -> Tensor:
+        if shape not in self._graphs:
+            # A shape's first step loads its kernels, which a capture cannot.
+            if shape not in self._seen or self._device.type != "cuda" or len(self._graphs) == MAX_GRAPHS:
+                self._seen.add(shape)
+                return self._forward(numbers.to(self._device), shape)
+            self._graphs[shape] = self._captured(numbers, shape)
+        graph, given, logits = self._graphs[shape]
+        given.copy_(numbers)
+        graph.replay()
+        self.num_replayed += 1
+        return logits
+
+    def _captured(self, numbers: Tensor, shape: Shape) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        graph, given = torch.cuda.CUDAGraph(), numbers.to(self._device)
+        memory = next((other.pool() for other, _, _ in self._graphs.values()), None)
+        # Threads of NCCL and of exports use the device meanwhile.
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+            logits = self._forward(given, shape)
+        return graph, given, logits
+
+    def _numbers(self, buckets: Iterable[Sequence[RunningSequence]], shape: Shape) -> list[int]:
+        """Return ids and positions of all tokens, then all tables; padding is token 0 at position 0 of the pool's
+        spare block."""
+        ids, positions, tables = [], [], []
+        for bucket, (num_rows, width) in zip(buckets, shape, strict=True):
+            blank, num_blocks = num_rows - len(bucket), width // BLOCK
+            ids += [row.fed[0] for row in bucket] + [0] * blank
+            positions += [row.num_stored for row in bucket] + [0] * blank
+            for row in bucket:
+                table = row.table[:num_blocks]
+                tables += table + table[:1] * (num_blocks - len(table))
+            tables += [self._pool.num_blocks] * (blank * num_blocks)
+        return ids + positions + tables
+
+    def _forward(self, numbers: Tensor, shape: Shape) -> Tensor:
+        num_tokens, first = sum(num_rows for num_rows, _ in shape), 0
+        ids, positions, rest = numbers.tensor_split((num_tokens, 2 * num_tokens))
+        slots, buckets = [], []
+        for num_rows, width in shape:
+            tables, rest = rest.tensor_split((num_rows * width // BLOCK,))
+            tables, own = tables.unflatten(0, (num_rows, -1)), positions[first : first + num_rows, None]
+            slots.append((tables.gather(1, own // BLOCK) * BLOCK + own % BLOCK)[:, 0])
+            mask = causal_mask(own, width, self._dtype)[:, None, None]
+            buckets.append(Bucket(slice(first, first + num_rows), tables, mask))
+            first += num_rows
+        kv = Paged(self._pool, torch.cat(slots), tuple(buckets), self._places)
+        return self._module(input_ids=ids[None], position_ids=positions[None], use_cache=False, kv=kv).logits[0]
+
+
+def _padded(number: int, least: int) -> int:
+    return max(least, 1 << (number - 1).bit_length())
+
+
+def _width(row: RunningSequence) -> int:
+    return _padded(row.num_tokens, MIN_WIDTH)

@@ -1,0 +1,42 @@
+"""`DecodeSteps` on a CPU, where nothing is captured: padded buckets against the module's own forward."""
+
+from array import array
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from spmd_rl.engine.native.decode import DecodeSteps
+from spmd_rl.engine.native.kv import KVPool
+from spmd_rl.engine.native.module import empty_module
+from spmd_rl.engine.native.scheduler import Scheduler
+from spmd_rl.types import Request
+from tests.models import tiny
+
+
+def test_rows_of_several_lengths_have_the_logits_of_rows_alone(tmp_path):
+    path = tiny("qwen3", tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    module = empty_module(path, torch.float32)
+    module.load_state_dict(plain.state_dict())
+    config = module.config
+    pool = KVPool(2, 2048, config.num_key_value_heads, config.head_dim, torch.float32, torch.device("cpu"))
+    scheduler, steps = Scheduler(pool, 16), DecodeSteps(module, pool, {0: 0, 1: 1})
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 250, (11, 140), generator=generator)
+    with torch.no_grad():
+        wanted = plain(ids, use_cache=False).logits
+        # One comes late: ten rows fill one bucket and leave it one by one, at 128 tokens.
+        for step in range(142):
+            for number in [0, *range(1, 10)] if step == 0 else [10] if step == 4 else []:
+                scheduler.add(Request(f"{number}", array("i", ids[number, :1].tolist()), 139, 1.0, 0))
+            scheduler.admit()
+            rows = scheduler.rows[::-1]
+            places = [(int(row.request.id), row.num_stored) for row in rows]
+            for (number, place), row, found in zip(places, rows, steps.logits(rows), strict=True):
+                torch.testing.assert_close(found, wanted[number, place], rtol=0, atol=2e-5)
+                row.num_stored = row.num_tokens
+                if place == 138 - number % 3:
+                    scheduler.end(row)
+                else:
+                    row.append(int(ids[number, place + 1]), 0.0, 1, [])
+    assert not scheduler.rows and pool.num_used == 0
