@@ -4,8 +4,9 @@
     module(..., packing=..., seq_idx=Segments.of(starts, parents))   # transformers hands `seq_idx` to these layers
 
 Gated delta nets and short convolutions read no attention mask: in a packed row, a sequence would continue its
-neighbour. Here each segment starts from the final state of its parent, or from none, so common prefixes are computed
-once and their gradients add up. transformers' own layer computes; its state goes through a cache, as in generation.
+neighbour. Here each segment starts from a state inside its ancestors, or from none, so common prefixes are computed
+once, but for their last tokens, and their gradients add up. transformers' own layer computes; its state goes through a
+cache, as in generation.
 
 Left out: ranks that split a row (`cp`) or the layers' heads (`tp`).
 """
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,8 @@ from torch import Tensor, nn
 
 from spmd_rl.config.architectures import STATES
 
-ROUND = 64
-"""Multiple of the padded lengths of segments: kernels are cached per shape."""
+CHUNK = 64
+"""Tokens of a chunk of transformers' and flash-linear-attention's recurrences; calls are padded to whole ones"""
 
 
 class Mixing(Protocol):
@@ -97,16 +98,16 @@ Call = Callable[[Tensor, LayerState | None], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Segments of one call of a layer."""
+    """Sequences of one call of a layer."""
 
     tokens: Tensor
     """int64 [R, L]: tokens of the row, padded on the right by the first"""
     own: Tensor
-    """bool [R, L]: tokens that are not padding"""
-    parents: tuple[int, ...]
-    """segment that each row continues; empty: none does"""
-    fork: int
-    """segment that others continue, -1 for none"""
+    """bool [R, L]: tokens whose outputs are these"""
+    after: tuple[int, ...]
+    """token whose state each sequence continues; empty: none does"""
+    kept: int = -1
+    """token whose state others continue, the last of all; -1 for none"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,51 +117,79 @@ class Segments:
     parts: tuple[_Part, ...]
     order: Tensor
     """int64 [T]: index of each token of the row among the tokens of the parts"""
-    keeps: bool
-    """True if a segment has a parent"""
 
     @classmethod
     def of(cls, starts: Tensor, parents: Tensor, device: torch.device) -> "Segments":
         """Return segments from the first token of each, then T (int64 [P+1]), and their parents (int64 [P])."""
-        runs, before = [range(*pair) for pair in pairwise(starts.tolist())], parents.tolist()
-        parts = [_part(rows, runs, before, fork) for rows, fork in _batches(runs, before)]
+        before, pieces = parents.tolist(), list[_Piece]()
+        # Of each segment the place in its sequence at which it ends, and the sequence's last tokens.
+        ends: list[tuple[int, list[int]]] = []
+        for (begin, end), parent in zip(pairwise(starts.tolist()), before, strict=True):
+            first, last = ends[parent] if parent >= 0 else (0, [])
+            own = [*range(begin, end)]
+            pieces += _pieces(first, last, own, len(ends) in before)
+            ends.append((first + len(own), (last + own)[-CHUNK:]))
+        parts = [_part([piece]) for piece in pieces if piece.is_kept]
+        alike: dict[tuple[bool, int], list[_Piece]] = {}
+        for piece in pieces:
+            if not piece.is_kept:
+                # Lengths within a factor of two share a part.
+                alike.setdefault((piece.after >= 0, (len(piece.tokens) - 1).bit_length()), []).append(piece)
+        parts += map(_part, alike.values())
         order = torch.cat([part.tokens[part.own] for part in parts]).argsort()
-        moved = [_Part(p.tokens.to(device), p.own.to(device), p.parents, p.fork) for p in parts]
-        return cls(tuple(moved), order.to(device), any(parent >= 0 for parent in before))
+        moved = [_Part(p.tokens.to(device), p.own.to(device), p.after, p.kept) for p in parts]
+        return cls(tuple(moved), order.to(device))
 
     def mix(self, call: Call, layer: int, hidden: Tensor) -> Tensor:
         """Return outputs for the row: [1, T, H]."""
         states: dict[int, RowState] = {}
         found = []
         for part in self.parts:
-            state = LayerState.joined([states[parent] for parent in part.parents]) if self.keeps else None
+            has_state = part.after or part.kept >= 0
+            state = LayerState.joined([states[token] for token in part.after]) if has_state else None
             found.append(call(hidden[0, part.tokens], state)[part.own])
-            if part.fork >= 0:
-                states[part.fork] = state.tensors
+            if part.kept >= 0:
+                states[part.kept] = state.tensors
         return torch.cat(found)[self.order][None]
 
 
-def _batches(runs: Sequence[range], parents: Sequence[int]) -> Iterator[tuple[list[int], int]]:
-    """Yield the segments of each part, with the one that others continue, or -1."""
-    forks = {parent for parent in parents if parent >= 0}
-    # Padding would change a final state that others continue, so these go alone.
-    yield from (([fork], fork) for fork in sorted(forks))
-    alike: dict[tuple[bool, int], list[int]] = {}
-    for segment, parent in enumerate(parents):
-        if segment not in forks:
-            # Lengths within a factor of two share a part.
-            alike.setdefault((parent >= 0, (len(runs[segment]) - 1).bit_length()), []).append(segment)
-    yield from ((rows, -1) for rows in alike.values())
+class _Piece(NamedTuple):
+    """Tokens of a sequence that one call computes."""
+
+    tokens: list[int]
+    num_lead: int
+    """first tokens, which are an ancestor's"""
+    after: int
+    """token whose state they continue, or -1"""
+    is_kept: bool = False
+    """True if others continue their last token's state"""
 
 
-def _part(rows: list[int], runs: Sequence[range], parents: Sequence[int], fork: int) -> _Part:
-    longest = max(len(runs[row]) for row in rows)
-    length = longest if fork >= 0 else -(-longest // ROUND) * ROUND
-    lengths = torch.tensor([len(runs[row]) for row in rows])
-    places = torch.arange(length).expand(len(rows), length)
-    own = places < lengths[:, None]
-    tokens = torch.tensor([runs[row].start for row in rows])[:, None] + places * own
-    return _Part(tokens, own, tuple(parents[row] for row in rows if parents[row] >= 0), fork)
+def _pieces(first: int, last: list[int], own: list[int], is_parent: bool) -> Iterator[_Piece]:
+    """Yield the calls of a segment with tokens `own`, at place `first` of a sequence after tokens `last`.
+
+    A recurrence computes chunks, counted from where it begins. So it begins where a sequence alone ends a chunk, which
+    groups its sums alike; the ancestors' tokens since then are computed again.
+    """
+    num_lead, end = first % CHUNK, first + len(own)
+    begin, cut = first - num_lead, end - end % CHUNK
+    lead, after = last[len(last) - num_lead :], last[-num_lead - 1] if begin else -1
+    if is_parent and cut > begin:
+        yield _Piece(lead + own[: cut - first], num_lead, after, is_kept=True)
+        lead, own, after = [], own[cut - first :], own[cut - first - 1]
+    if own:
+        yield _Piece(lead + own, len(lead), after)
+
+
+def _part(pieces: Sequence[_Piece]) -> _Part:
+    lengths, is_kept = [len(piece.tokens) for piece in pieces], pieces[0].is_kept
+    # Padding would change a final state that others continue, and these have whole chunks.
+    length = -(-max(lengths) // CHUNK) * CHUNK
+    tokens = torch.tensor([piece.tokens + piece.tokens[:1] * (length - len(piece.tokens)) for piece in pieces])
+    places, leads = torch.arange(length), torch.tensor([piece.num_lead for piece in pieces])
+    own = (places >= leads[:, None]) & (places < torch.tensor(lengths)[:, None])
+    after = tuple(piece.after for piece in pieces if piece.after >= 0)
+    return _Part(tokens, own, after, pieces[0].tokens[-1] if is_kept else -1)
 
 
 def stateful_layers(module: nn.Module) -> list[nn.Module]:

@@ -23,6 +23,8 @@ pytestmark = [*needs_gpu, needs_vllm if REHEARSED else has_vllm]
 EAGER = {"enforce_eager": True}
 """Settings with which it starts in seconds; graphs are captured where speed is measured."""
 GRAPHS = {} if REHEARSED else {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+SPEEDS = {"graphs": GRAPHS, "compiled": {}}
+"""Settings by what is measured; vLLM's own compile the model"""
 
 
 def ask(engine, *requests: Request) -> dict[str, tuple[list[int], list[float]]]:
@@ -97,11 +99,11 @@ def cycles(world, path) -> None:
     assert lost < 0.25, asleep
 
 
-def decoding(world, path, name) -> None:
-    """Note the speed with graphs, as a share of the speed at which each step reads all weights once."""
+def decoding(world, path, name, kind) -> None:
+    """Note the speed, as a share of the speed at which each step reads all weights once."""
     policy, new = trainer(world, path, offload=True), 4 if REHEARSED else 128
     began = time.perf_counter()
-    engine = vllm(world, path, max_running=256, kv_tokens=256 * 384, args=GRAPHS)
+    engine = vllm(world, path, max_running=256, kv_tokens=256 * 384, args=SPEEDS[kind])
     started = time.perf_counter() - began
     weights.build(policy, engine, world, 0)(version=0)
     with engine.awake():
@@ -112,7 +114,7 @@ def decoding(world, path, name) -> None:
                 took = time.perf_counter() - began
             floor, tokens = new * 2 * policy.size.read / 3e12, sum(len(ids) for ids, _ in done.values())
             speed = {"tokens_per_s": tokens / took, "of_roofline": floor / took}
-            note("vllm decode", model=name, running=running, start_seconds=started, **speed)
+            note("vllm decode", model=name, kind=kind, running=running, start_seconds=started, **speed)
     engine.close()
 
 
@@ -142,9 +144,10 @@ def test_2_cycles_beside_a_large_trainer(tmp_path):
     alone("cycles", shape("1.7b", tmp_path / "model"))
 
 
+@pytest.mark.parametrize("kind", list(SPEEDS))
 @pytest.mark.parametrize("name", ["0.5b", "1.7b"])
-def test_3_speed_of_decoding(name, tmp_path):
-    alone("decoding", shape(name, tmp_path / "model"), name)
+def test_3_speed_of_decoding(name, kind, tmp_path):
+    alone("decoding", shape(name, tmp_path / "model"), name, kind)
 
 
 @pytest.mark.skipif(not is_complete(default_dir()), reason="python -m spmd_rl smollm2")

@@ -3,13 +3,14 @@
     python -m spmd_rl plan reward_fl +experiment=reward_fl_sd3_8gpu
 
 It runs the code of a step, over a `Tracer`: the model's transformers, encoders and decoder without their weights, and
-made-up prompts. The model of a reward is not counted.
+made-up prompts. The model of a reward is not counted. Sampling steps are alike, so few are run; what is kept of each,
+and their traffic, is multiplied.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from spmd_rl.algo.diffusion import trained_steps
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.waits import phase
 from spmd_rl.config.diffusion import RewardFlConfig
@@ -59,15 +61,66 @@ def show(cfg: RewardFlConfig) -> None:
         console.print(LESS)
 
 
+@dataclass(frozen=True)
+class Counts:
+    """What a rank does in a step."""
+
+    batches: int
+    """micro-batches"""
+    steps: int
+    """sampling steps of each"""
+    trained: int
+    """forwards of each in an update"""
+
+    def over(self, traced: "Counts") -> "Times":
+        """Return how often each of a traced step's parts comes in this one."""
+        batches = self.batches / traced.batches
+        drawn, trained = batches * self.steps / traced.steps, batches * self.trained / traced.trained
+        kept = batches * (self.steps + 1) / (traced.steps + 1)
+        held = {"prompts": batches, "latents": kept, "velocities": trained}
+        return Times(held, {GENERATE: drawn, "prepare": trained, "update": trained})
+
+
+@dataclass(frozen=True)
+class Times:
+    """Factors from a traced step to a whole one."""
+
+    held: Mapping[str, float]
+    """by tag of what is kept"""
+    travelled: Mapping[str, float]
+    """by phase"""
+
+    def more(self, by_tag: Mapping[str, int]) -> Counter[str]:
+        """Return bytes by tag, with all that is kept of a step as `pictures`."""
+        found = Counter[str]()
+        for tag, size in by_tag.items():
+            found["pictures" if tag in self.held else tag] += int(size * self.held.get(tag, 1))
+        return found
+
+    def scaled(self, phase: str, one: Phase) -> Phase:
+        """Return a part of a phase of the whole step."""
+        by_tag = self.more(one.peak.by_tag)
+        travelled = Counter({kind: int(size * self.travelled[phase]) for kind, size in one.travelled.items()})
+        return replace(one, peak=replace(one.peak, total=by_tag.total(), by_tag=by_tag), travelled=travelled)
+
+
+def counts(cfg: RewardFlConfig, size: int) -> Counts:
+    """Return the counts of the busiest of `size` ranks."""
+    pictures, feedback = cfg.pictures, cfg.feedback
+    batches = -(-pictures.prompts_per_step * pictures.per_prompt // pictures.per_microbatch)
+    trained = {
+        "grpo": len(trained_steps(pictures.steps, feedback.window, 0)),
+        "nft": min(feedback.levels, pictures.steps),
+    }
+    return Counts(-(-batches // size), pictures.steps, trained.get(feedback.loss, 1))
+
+
 def trace(cfg: RewardFlConfig, rank: int, size: int) -> Trace:
     """Return the plan of rank `rank` of `size`. UserError if the model's configuration cannot be read."""
-    pictures = cfg.pictures
-    flow = planned_flow(cfg)
-    batches = -(-pictures.prompts_per_step * pictures.per_prompt // pictures.per_microbatch)
-    count = -(-batches // size)
-    cfg = planned(cfg, min(count, 2) * size)
+    flow, whole = planned_flow(cfg), counts(cfg, size)
+    cfg = planned(cfg, min(whole.batches, 2) * size)
     with tracer(cfg.train, cfg.plan, rank, size) as found:
-        return _trace(cfg, found, flow, count)
+        return _trace(cfg, found, flow, whole)
 
 
 def planned_flow(cfg: RewardFlConfig) -> FlowModel:
@@ -81,13 +134,15 @@ def planned_flow(cfg: RewardFlConfig) -> FlowModel:
 
 
 def planned(cfg: RewardFlConfig, batches: int) -> RewardFlConfig:
-    """Return settings with few micro-batches a step and a reward without a model."""
-    policy = replace(cfg.policy, dtype=dtype_of(cfg.policy, cfg.plan), dither=False)
-    pictures = replace(cfg.pictures, prompts_per_step=batches, per_prompt=cfg.pictures.per_microbatch)
-    reward = DifferentiableConfig(f"{__name__}:mean", frames=cfg.feedback.reward.frames)
-    train = replace(cfg.train, updates_per_step=1)
-    own = {"feedback": replace(cfg.feedback, reward=reward), "reward": RewardsConfig(), "train": train}
-    return replace(cfg, policy=policy, pictures=pictures, **own)
+    """Return settings with few micro-batches a step and sampling steps, and a reward without a model."""
+    policy, given = replace(cfg.policy, dtype=dtype_of(cfg.policy, cfg.plan), dither=False), cfg.feedback
+    # Of a model with two networks, the first step takes one and the last the other.
+    steps = min(cfg.pictures.steps, max(2, given.last_steps * (given.loss == "draft")))
+    sizes = {"prompts_per_step": batches, "per_prompt": cfg.pictures.per_microbatch, "steps": steps}
+    reward = DifferentiableConfig(f"{__name__}:mean", frames=given.reward.frames)
+    feedback = replace(given, reward=reward, from_step=min(given.from_step, steps - 1))
+    own = {"feedback": feedback, "reward": RewardsConfig(), "train": replace(cfg.train, updates_per_step=1)}
+    return replace(cfg, policy=policy, pictures=replace(cfg.pictures, **sizes), **own)
 
 
 def mean(images: Tensor, prompts: Any) -> Tensor:
@@ -95,8 +150,8 @@ def mean(images: Tensor, prompts: Any) -> Tensor:
     return images.flatten(1).mean(1)
 
 
-def _trace(cfg: RewardFlConfig, found: Tracer, flow: FlowModel, count: int) -> Trace:
-    """Trace a step of few micro-batches. count: micro-batches of a rank in a step of the run."""
+def _trace(cfg: RewardFlConfig, found: Tracer, flow: FlowModel, whole: Counts) -> Trace:
+    """Trace a step of few micro-batches. whole: of a step of the run."""
     models: dict[str, nn.Module] = {}
 
     def source(role: RoleConfig, dtype: torch.dtype, _: Callable[[], object]) -> Stored:
@@ -116,19 +171,20 @@ def _trace(cfg: RewardFlConfig, found: Tracer, flow: FlowModel, count: int) -> T
 
     def collect() -> None:
         made.gallery = rollouts.collect(1)
-        drawn = [tensor for one in made.gallery.drawn for tensor in (one.latents, *one.given.values())]
-        found.memory.tag("pictures", drawn)
+        found.memory.tag("latents", [one.latents for one in made.gallery.drawn])
+        found.memory.tag("prompts", [tensor for one in made.gallery.drawn for tensor in one.given.values()])
 
     def prepare() -> None:
         made.updates = learner.prepare(made.gallery)
+        velocities = [kept for items in made.updates for item in items for kept in (item.reference, item.old)]
+        found.memory.tag("velocities", [one for one in velocities if one is not None])
 
-    traced = len(range(found.world.rank, cfg.pictures.prompts_per_step, found.world.size))
     found.run(GENERATE, "policy", collect)
     found.run("prepare", "policy", prepare)
     found.run("update", "policy", lambda: learner.update(made.updates))
-    made = Trace.of(found, roles.policy, None, count)
-    phases = {name: [_scaled(one, count / traced) for one in parts] for name, parts in made.phases.items()}
-    return replace(made, phases=phases, held=_more_pictures(made.held, count / traced))
+    made, times = Trace.of(found, roles.policy, None, whole.batches), whole.over(counts(cfg, found.world.size))
+    phases = {name: [times.scaled(name, one) for one in parts] for name, parts in made.phases.items()}
+    return replace(made, phases=phases, held=times.more(made.held))
 
 
 def _held(found: Tracer, name: str, modules: list[nn.Module]) -> Callable[..., AbstractContextManager[None]]:
@@ -150,14 +206,3 @@ def _held(found: Tracer, name: str, modules: list[nn.Module]) -> Callable[..., A
             storage.resize_(0)
 
     return inside
-
-
-def _scaled(one: Phase, factor: float) -> Phase:
-    """Return a phase with the pictures and the traffic of all micro-batches of a step."""
-    by_tag = _more_pictures(one.peak.by_tag, factor)
-    travelled = Counter({kind: int(size * factor) for kind, size in one.travelled.items()})
-    return replace(one, peak=replace(one.peak, total=by_tag.total(), by_tag=by_tag), travelled=travelled)
-
-
-def _more_pictures(by_tag: Mapping[str, int], factor: float) -> Counter[str]:
-    return Counter({tag: int(size * (factor if tag == "pictures" else 1)) for tag, size in by_tag.items()})
