@@ -138,11 +138,12 @@ def is_right(found: dict) -> bool:
     [
         (["llama", "qwen2_moe"], 2, {}),
         ([*QUICK.split(), *WINDOWED], 1, {}),
+        (["qwen3_next", "qwen3_5_text"], 2, {"tp": 2}),
         pytest.param([*ACCEPTED, *VARIANTS], 1, {}, marks=pytest.mark.slow),
         # each stage runs the model's own forward: what that does beside the layers would be done twice
         pytest.param(ACCEPTED, 2, {"pp": 2}, marks=pytest.mark.slow),
     ],
-    ids=["two ranks", "quick", "all", "stages"],
+    ids=["two ranks", "quick", "hybrids with tp", "all", "stages"],
 )
 def test_what_is_accepted_computes_what_transformers_computes(
     names: list[str], size: int, axes: dict[str, int], tmp_path: Path

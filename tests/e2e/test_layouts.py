@@ -58,6 +58,7 @@ SLOW = [
     ("qwen3_moe", 4, "train.ep=2 train.pp=2"),
     ("qwen3_moe", 4, "train.tp=2 train.ep=4"),
     ("hybrid", 2, "train.pp=2"),
+    ("hybrid", 2, "train.tp=2"),
     ("hybrid", 2, "train=deepspeed"),
     ("hybrid", 2, "train.activation_checkpointing=full"),
     ("smollm2", 2, "train=deepspeed"),

@@ -59,7 +59,7 @@ def test_a_whole_step_at_the_widths_of_stable_diffusion(tmp_path: Path) -> None:
     assert found.microbatches == 18 and prepare.travelled and update.travelled["reduce-scatter"]
     gradients = update.peak.by_tag["policy gradients"]
     assert found.held["policy optimizer"] == pytest.approx(2 * gradients, rel=0.01)
-    # Of 18 micro-batches: 4 latents, velocities of the reference at two, and conditions of two prompts for each picture.
+    # Of 18 micro-batches: 4 latents, the reference's velocities at 2, and conditions of two prompts for each picture.
     pictures = 18 * 8 * (6 * math.prod(SHAPES["sd3"]) * 4 + 2 * ((77 + 256) * 4096 + 2048) * 2)
     assert update.peak.by_tag["pictures"] == pytest.approx(pictures, rel=0.01)
 

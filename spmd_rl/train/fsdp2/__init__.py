@@ -15,11 +15,10 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
         _refuse_with_pictures(role, model["model_type"])
     if train.compile and train.pp > 1:
         raise UserError(f"{role.key}.compile: not supported with pp > 1")
-    if (kind := model.get("model_type")) in HYBRID:
-        # A layer's state passes through all tokens, and its heads are not divided.
-        axis = next((axis for axis in ("tp", "cp") if train.axes[axis] > 1), "") or "compile" * train.compile
-        if axis:
-            raise UserError(f"{role.key}.{axis}: not supported with {kind}, whose layers carry a state")
+    kind, axis = model.get("model_type"), "cp" if train.cp > 1 else "compile" * train.compile
+    if axis and kind in HYBRID:
+        # A layer's state passes through all tokens.
+        raise UserError(f"{role.key}.{axis}: not supported with {kind}, whose layers carry a state")
     # Each stage would scale its input again.
     if train.pp > 1 and kind in SCALES_HIDDEN_STATES:
         raise UserError(f"{role.key}.pp: {kind} scales its hidden states; must be 1")

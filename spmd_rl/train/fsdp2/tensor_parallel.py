@@ -3,12 +3,14 @@
 A block's ranks shard attention heads, feed-forward units and the vocabulary. In between each has a span of the row's
 tokens (Korthikanti et al., arXiv 2205.05198); a block of layers all-gathers tokens before it and reduce-scatters its
 output. So each rank has a different term of the loss, and a replicated weight's gradient (norms, routers, biases of
-sums, value head) is a sum over ranks. Experts are not cut: see `experts.py`.
+sums, value head) is a sum over ranks. Experts are not cut: see `experts.py`. A hybrid model's layers with a state are
+not cut either: each rank computes all tokens, and keeps its span.
 """
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from spmd_rl.base.errors import UserError
 from spmd_rl.distributed import Layout
 from spmd_rl.model.differentiable import gather_rows, sum_rows
+from spmd_rl.model.hybrid import stateful_layers
 from spmd_rl.model.load import local, local_parts, owned_region, share
 from spmd_rl.model.logprobs import TokenHead
 from spmd_rl.model.moe import stacked_experts
@@ -55,15 +58,20 @@ def parallelize(model: nn.Module, layout: Layout) -> None:
                 _share_inputs(linear, mesh, group)
     for block in _blocks(planned, ROWS):
         modules[block].forward = _of_all_tokens(modules[block].forward, group)
+    for layer in stateful_layers(model):
+        layer.forward = _of_own_tokens(_of_all_tokens(layer.forward, group), group)
     _share_vocabulary(model, mesh, group)
 
 
 def _plan(model: nn.Module, layout: Layout) -> dict[str, str]:
-    planned, inside, experts = {}, f"{model.base_model_prefix}.", stacked_experts(model)
+    planned, inside, kept = {}, f"{model.base_model_prefix}.", set(stacked_experts(model))
+    for layer in stateful_layers(model):
+        whole = set(layer.modules())
+        kept |= {name for name, module in model.named_modules() if module in whole}
     for pattern, style in (model.config.get_text_config().base_model_tp_plan or {}).items():
         if pattern.startswith("layers."):
             names = [name for name, _ in model.named_modules() if fnmatchcase(name, inside + pattern)]
-            planned |= dict.fromkeys([name for name in names if name not in experts], style)
+            planned |= dict.fromkeys([name for name in names if name not in kept], style)
     if reason := _unsupported(model, planned):
         raise UserError(f"{layout.key}.tp: transformers' plan for {type(model).__name__} {reason}; must be 1")
     return planned
@@ -92,11 +100,9 @@ def _copies_of_keys(model: nn.Module, layout: Layout, planned: Mapping[str, str]
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     sizes = {"attention heads": heads, "key-value heads": kv_heads}
-    units = config.intermediate_size
-    if all(block.endswith("attn") for block in _blocks(planned, ROWS)):
-        # All feed-forward layers are mixtures, whose experts are not sharded here.
-        units = 0
-    else:
+    outside = [n for n, style in planned.items() if style == COLUMNS and not n.rpartition(".")[0].endswith("attn")]
+    # None where all feed-forward layers are mixtures, whose experts are not sharded here.
+    if units := gcd(*(model.get_submodule(name).out_features for name in outside)):
         sizes["feed-forward units"] = units
     apart = all(any(name.endswith(projection) for name in planned) for projection in KEYS_AND_VALUES)
     fitting = [
@@ -173,8 +179,9 @@ def _some_outputs(linear: nn.Linear, rows: slice | None, x: Tensor) -> Tensor:
 
 
 def _sum_of_inputs(linear: nn.Linear, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    """[all] [1, t, inputs / size] -> [1, t / size, outputs]."""
-    out = sum_rows(F.linear(x, local(linear.weight))[0], group)[None]
+    """[all] [1, t, inputs / size] -> [1, t / size, outputs]; the same without the first dimension."""
+    out = F.linear(x, local(linear.weight))
+    out = sum_rows(out.flatten(0, -2), group).unflatten(0, (*x.shape[:-2], -1))
     return out if linear.bias is None else out + linear.bias
 
 
@@ -191,10 +198,19 @@ def _of_all_tokens(forward: Callable[..., Any], group: dist.ProcessGroup) -> Cal
     # No hook, so that a checkpoint of the block keeps this rank's tokens alone.
     def gathered(*args: Any, **kwargs: Any) -> Any:
         if args:
-            return forward(gather_rows(args[0][0], group)[None], *args[1:], **kwargs)  # [all]
-        return forward(**kwargs | {"hidden_states": gather_rows(kwargs["hidden_states"][0], group)[None]})  # [all]
+            return forward(_all_tokens(args[0], group), *args[1:], **kwargs)  # [all]
+        return forward(**kwargs | {"hidden_states": _all_tokens(kwargs["hidden_states"], group)})  # [all]
 
     return gathered
+
+
+def _all_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[all] [1, t / size, h] -> [1, t, h]; the same without the first dimension."""
+    return gather_rows(x.flatten(0, -2), group).unflatten(0, (*x.shape[:-2], -1))
+
+
+def _of_own_tokens(forward: Callable[..., Tensor], group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: forward(*args, **kwargs).chunk(group.size(), 1)[group.rank()]
 
 
 def _gather_result(model: nn.Module, group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
