@@ -9,16 +9,15 @@ that defines a function or a class; otherwise the last one.
 
 Before it come earlier blocks that define a function, class, import or CONSTANT which it uses and lacks, or other
 functions which the tests mention, unless they read standard input. After a program that only defines functions comes
-the next block that calls them. (LiveCodeBench always takes the last block; verl and DeepCoder the last Python block.)
+the next block that calls them. (LiveCodeBench takes the last block; verl and DeepCoder the last Python block.)
 
 **Equality of outputs.** They have the same words in each line. Spaces and tabs between words, and empty lines at the
 beginning and the end, do not count; capital letters and control characters do. Two words are equal if they are the same
 text, or plain decimal numbers (`-1.50`, `.5`, `1e-3`; digits 0 to 9, no leading zeros, no underscores, neither inf nor
 nan) of the same value; whole numbers of more than 15 digits as text alone. If the expected number is a fraction or has
 an exponent, it may differ by half a unit of its last digit, up to `tolerance` (above 1: times the number); and always
-by `tolerance`, or that times the number if less. So 0 is neither `0.0000004` nor `1e-400`, and `0.333333` is
-`0.3333333333333333`. Computed exactly, in decimals. (LiveCodeBench compares values: `tolerance=0`. APPS allows 1e-8 and
-1e-5 of it, Codeforces' checkers mostly 1e-6, absolute or relative.)
+by `tolerance`, or that times the number if less. So 0 is neither `0.0000004` nor `1e-400`. Computed exactly, in
+decimals. (LiveCodeBench: `tolerance=0`. APPS: 1e-8 and 1e-5 of it; Codeforces mostly 1e-6.)
 
     program("```python\\nprint(input())\\n```")    # "print(input())\\n"
     same_output("0.3333333333333333\\n", "0.333333", tolerance=1e-6)

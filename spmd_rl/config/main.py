@@ -12,8 +12,7 @@
     | a signal, and the step is saved  | a line                 | 128 + it  |
 
 The line also goes into torchrun's report, and to `error.txt` in `run.dir`, if that exists or the command names it.
-Ranks that fail alike print it once. Hydra's `--help`, `--cfg job`, `--config-dir`, `--config-name`, groups and
-overrides work as usual. With `steps=0`, a command of reinforcement learning evaluates.
+Ranks that fail alike print it once. With `steps=0`, a command of reinforcement learning evaluates.
 """
 
 import argparse

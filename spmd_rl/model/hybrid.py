@@ -4,9 +4,8 @@
     module(..., packing=..., seq_idx=Segments.of(starts, parents))   # transformers hands `seq_idx` to these layers
 
 Gated delta nets and short convolutions read no attention mask: in a packed row, a sequence would continue its
-neighbour. Here each segment starts from a state inside its ancestors, or from none, so common prefixes are computed
-once, but for their last tokens, and their gradients add up. transformers' own layer computes; its state goes through a
-cache, as in generation.
+neighbour. Here each segment starts from an ancestor's state, or from none, so common prefixes are computed once, but
+for their last tokens, and gradients add up. transformers' own layer computes; its state goes through a cache.
 
 Left out: ranks that split a row (`cp`) or the layers' heads (`tp`).
 """
@@ -121,20 +120,20 @@ class Segments:
     @classmethod
     def of(cls, starts: Tensor, parents: Tensor, device: torch.device) -> "Segments":
         """Return segments from the first token of each, then T (int64 [P+1]), and their parents (int64 [P])."""
-        before, pieces = parents.tolist(), list[_Piece]()
+        before, stretches = parents.tolist(), list[_Stretch]()
         # Of each segment the place in its sequence at which it ends, and the sequence's last tokens.
         ends: list[tuple[int, list[int]]] = []
         for (begin, end), parent in zip(pairwise(starts.tolist()), before, strict=True):
             first, last = ends[parent] if parent >= 0 else (0, [])
             own = [*range(begin, end)]
-            pieces += _pieces(first, last, own, len(ends) in before)
+            stretches += _stretches(first, last, own, len(ends) in before)
             ends.append((first + len(own), (last + own)[-CHUNK:]))
-        parts = [_part([piece]) for piece in pieces if piece.is_kept]
-        alike: dict[tuple[bool, int], list[_Piece]] = {}
-        for piece in pieces:
-            if not piece.is_kept:
+        parts = [_part([stretch]) for stretch in stretches if stretch.is_kept]
+        alike: dict[tuple[bool, int], list[_Stretch]] = {}
+        for stretch in stretches:
+            if not stretch.is_kept:
                 # Lengths within a factor of two share a part.
-                alike.setdefault((piece.after >= 0, (len(piece.tokens) - 1).bit_length()), []).append(piece)
+                alike.setdefault((stretch.after >= 0, (len(stretch.tokens) - 1).bit_length()), []).append(stretch)
         parts += map(_part, alike.values())
         order = torch.cat([part.tokens[part.own] for part in parts]).argsort()
         moved = [_Part(p.tokens.to(device), p.own.to(device), p.after, p.kept) for p in parts]
@@ -153,7 +152,7 @@ class Segments:
         return torch.cat(found)[self.order][None]
 
 
-class _Piece(NamedTuple):
+class _Stretch(NamedTuple):
     """Tokens of a sequence that one call computes."""
 
     tokens: list[int]
@@ -165,31 +164,29 @@ class _Piece(NamedTuple):
     """True if others continue their last token's state"""
 
 
-def _pieces(first: int, last: list[int], own: list[int], is_parent: bool) -> Iterator[_Piece]:
-    """Yield the calls of a segment with tokens `own`, at place `first` of a sequence after tokens `last`.
-
-    A recurrence computes chunks, counted from where it begins. So it begins where a sequence alone ends a chunk, which
-    groups its sums alike; the ancestors' tokens since then are computed again.
-    """
+def _stretches(first: int, last: list[int], own: list[int], is_parent: bool) -> Iterator[_Stretch]:
+    """Yield the calls of a segment with tokens `own`, at place `first` of a sequence after tokens `last`."""
+    # They begin where a sequence alone ends a chunk, so that a recurrence groups its sums alike; the ancestors' tokens
+    # since then are computed again.
     num_lead, end = first % CHUNK, first + len(own)
     begin, cut = first - num_lead, end - end % CHUNK
     lead, after = last[len(last) - num_lead :], last[-num_lead - 1] if begin else -1
     if is_parent and cut > begin:
-        yield _Piece(lead + own[: cut - first], num_lead, after, is_kept=True)
+        yield _Stretch(lead + own[: cut - first], num_lead, after, is_kept=True)
         lead, own, after = [], own[cut - first :], own[cut - first - 1]
     if own:
-        yield _Piece(lead + own, len(lead), after)
+        yield _Stretch(lead + own, len(lead), after)
 
 
-def _part(pieces: Sequence[_Piece]) -> _Part:
-    lengths, is_kept = [len(piece.tokens) for piece in pieces], pieces[0].is_kept
+def _part(stretches: Sequence[_Stretch]) -> _Part:
+    lengths, is_kept = [len(stretch.tokens) for stretch in stretches], stretches[0].is_kept
     # Padding would change a final state that others continue, and these have whole chunks.
     length = -(-max(lengths) // CHUNK) * CHUNK
-    tokens = torch.tensor([piece.tokens + piece.tokens[:1] * (length - len(piece.tokens)) for piece in pieces])
-    places, leads = torch.arange(length), torch.tensor([piece.num_lead for piece in pieces])
+    tokens = torch.tensor([one.tokens + one.tokens[:1] * (length - len(one.tokens)) for one in stretches])
+    places, leads = torch.arange(length), torch.tensor([stretch.num_lead for stretch in stretches])
     own = (places >= leads[:, None]) & (places < torch.tensor(lengths)[:, None])
-    after = tuple(piece.after for piece in pieces if piece.after >= 0)
-    return _Part(tokens, own, after, pieces[0].tokens[-1] if is_kept else -1)
+    after = tuple(stretch.after for stretch in stretches if stretch.after >= 0)
+    return _Part(tokens, own, after, stretches[0].tokens[-1] if is_kept else -1)
 
 
 def stateful_layers(module: nn.Module) -> list[nn.Module]:

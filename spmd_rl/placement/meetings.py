@@ -26,13 +26,9 @@ R6   After a publish, a lent replica joins the step that its trainers wait for. 
 R7   An evaluation of version n is answered by engines that hold n, before tickets. The next publish is opened after
      its hand over.
 R8   Time limits of episodes and environments do not count while their rank is in a meeting (`sidecar/sessions.py`).
-     A replica without requests waits for the store and for replies, never inside its engine.
 R9   For the hang watchdog, waiting for a meeting is no progress, and each bucket is. Communicators are opened by a
-     small collective in the phase `start`. The receiver synchronizes its device before it loads weights.
-R10  Besides its own part a rank holds a bucket or the largest tensor, and a trainer rank also the gathered tensor.
-R11  Weights are quantized, and LoRA merged, before the bucket, in which each tensor begins at a multiple of 16 bytes.
-R12  Sending only LoRA weights (`engine.adapters`) needs engines of the same process; the settings refuse it here.
-R13  A checkpoint holds unused tickets and no claims. No meeting is open while one is written.
+     small collective in the phase `start`.
+R10  A checkpoint holds unused tickets and no claims. No meeting is open while one is written.
 
 A death ends the job, and torchrun starts it again from the checkpoint.
 """

@@ -2,15 +2,15 @@
 
 | module | task |
 |---|---|
-| `step_plan`, `pace` | tickets of a step, rules of staleness: pure functions |
-| `coordinator`, `claims`, `shared_step` | replicas share tickets over the store |
-| `player`, `engine_loop` | episodes as coroutines over an engine |
+| `step_plan`, `pace` | tickets of a step, rules of staleness |
+| `coordinator`, `claims`, `shared_step` | replicas share tickets |
+| `player`, `engine_loop` | episodes over an engine |
 | `episode`, `agent`, `thinking` | one sample |
-| `step_run`, `collection`, `ahead` | a step on one replica; successive steps |
-| `collected`, `table`, `filters` | the result of a step, and the groups that train |
-| `row_source`, `dump`, `demonstrations`, `kept` | samples from rows, files or solutions |
+| `step_run`, `collection`, `ahead` | a step on one replica |
+| `collected`, `table`, `filters` | the result of a step |
+| `row_source`, `dump`, `demonstrations`, `kept` | samples from elsewhere |
 
-docs/STEP.md defines the words. An answer is the result of one episode. Samples with one `Sample.unit` train together.
+docs/STEP.md defines the words of a step.
 """
 
 from spmd_rl.rollout.agent import Agent

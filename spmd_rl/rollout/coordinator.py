@@ -10,8 +10,8 @@ Every replica has a `Coordinator` over the shared store. The rules are functions
     left/<number>          slices of a replica that go on after the step
     joined                 counter: lent replicas in this step
 
-Store operations per ticket do not grow with the number of replicas, and all replicas together poll `POLLS_PER_SECOND`
-times a second. `bench.virtual.simulate` drives this code on a virtual clock.
+Store operations per ticket do not grow with the number of replicas. `bench.virtual.simulate` drives this code on a
+virtual clock.
 """
 
 import math
@@ -176,9 +176,8 @@ class Coordinator:
 class FirstKInOrder(Coordinator):
     """`rollout.accept=in_order`: end at the K-th (`StepPlan.goal`) qualifying ticket of the contiguous resolved prefix.
 
-    The used tickets depend on outcomes alone, so there is no length bias. The count of qualifying tickets is passed
-    from position to position. Each counter has two writers: the ticket's resolver, and the replica that completes the
-    prefix before it. The second writer sees both parts and passes the count on.
+    The used tickets depend on outcomes alone, so there is no length bias. Each counter has two writers: the ticket's
+    resolver, and the replica that completes the prefix before it and passes it on.
 
         ticket/<position>   counter: REJECTED or QUALIFIES once the ticket is resolved, and PASSED * (1 + number of
                             qualifying tickets before it) once all before it are resolved

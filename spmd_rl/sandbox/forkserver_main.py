@@ -2,8 +2,7 @@
 
 Before the first fork it keeps the sources of the standard library in memory and changes its root to an empty directory.
 A child then gets a separate user id, hard limits, Landlock and a seccomp filter. This process stays root; it kills and
-reaps all that a child leaves behind. It ends when its socket closes, not by a parent-death signal, because its children
-have to end first.
+reaps all that a child leaves behind. It ends when its socket closes, after its children.
 
 Where mounting is allowed, the root is a file system in memory with room for a child's files and `/dev/null`; elsewhere
 it is a removed directory, and a child cannot write files.

@@ -11,8 +11,8 @@
 | `scorer`, `launcher`, `support`, `local` | the rank's side |
 | `host_client`, `clients` | connections to hosts |
 | `host`, `event_loop`, `sessions`, `fair_queue` | the host |
-| `process_pool`, `pool`, `env_pool` | the host's worker pools of rewarders and environments |
-| `forkserver`, `worker`, `env_worker`, `env_replies`, `services` | the workers |
+| `process_pool`, `pool`, `env_pool` | its workers |
+| `forkserver`, `worker`, `env_worker`, `env_replies`, `services` | a worker |
 | `reward_server`, `supervisor` | a domain's server, such as a judge |
 | `sockets`, `frames`, `wire`, `http` | transport and messages |
 """

@@ -58,8 +58,7 @@ def connect_both(
     Local rank 0 starts the node's host and waits until it is ready; the others join.
 
     bind: `ipc`, which listens at `node.address`, or `tcp://ADDRESS:PORT`. keys: directory of CURVE keys; without it
-    only this machine is served. hosts: addresses of further hosts; calls are spread over all that answer. debug: run
-    everything in this process.
+    only this machine is served. hosts: addresses of further ones. debug: run everything in this process.
 
     UserError for a rewarder or environment that cannot be built, an address that is not private, or malformed keys.
     """

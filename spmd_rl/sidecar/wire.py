@@ -2,8 +2,8 @@
 
 Ranks, hosts and workers speak the *score protocol*: a `ScoreRequest` asks for one verdict, a `ScoreReply` carries it.
 Requests are stateless, so any worker may judge one again. Environments use the *session protocol*: a session stays with
-one worker from its reset to its close. A client numbers its sessions, and the calls of each: the reset is call 0. A
-call is sent once, and the next one after its answer.
+one worker from its reset to its close. A client numbers its sessions, and their calls: the reset is call 0. The next
+call is sent after an answer.
 
 A frame is one version byte followed by a msgpack array `[tag, field, ...]`, which is checked against the structs below.
 Frames are bounded in size and never pickled. Malformed bytes raise `WireError`.

@@ -115,14 +115,19 @@ def test_no_import_circles() -> None:
             None,
         ),
         (r"\b(?!to_object\()\w+_object(_list)?\(", "no pickling collectives", None),
-        (r"\btorch\.cuda\b", "device-neutral: torch.accelerator", "spmd_rl/train/megatron/"),
+        # torch 2.11 has no `torch.accelerator.Graph`.
+        (
+            r"\btorch\.cuda\b",
+            "device-neutral: torch.accelerator",
+            ("spmd_rl/train/megatron/", "spmd_rl/engine/native/decode.py"),
+        ),
         (r"trust_remote_code\s*=\s*True", "remote code only when asked", None),
         (r"\bhash\(", "Python's hash is salted", None),
         (r"weights_only\s*=\s*False", "nothing unpickled unvouched", None),
     ],
 )
-def test_no_line_says(pattern: str, why: str, folder: str | None) -> None:
-    """`folder` is the only place where a line may say it."""
+def test_no_line_says(pattern: str, why: str, folder: str | tuple[str, ...] | None) -> None:
+    """`folder` is the only place where a line may say it, or a tuple of them."""
     found = []
     for path in FILES:
         if folder and rel(path).startswith(folder):

@@ -1,9 +1,8 @@
 """Attention over the paged cache, called by the module's layers.
 
 Registered with transformers under `ATTENTION`; for a name without a mask function models build no mask. Every layer
-gets the batch as `kv=`: some tokens of each request, the rest of a prompt or the last sampled token, each of which
-attends to its request's tokens up to itself. The kernel computes the same sums for any batch. Matrix products do so in
-float32 on a CPU (with `MKL_CBWR`, see `spmd_rl/__init__.py`) for most sizes of matrices, not for all.
+gets the batch as `kv=`: some tokens of each request, which attend to its tokens up to themselves. The kernel computes
+the same sums for any batch, matrix products in float32 on a CPU (with `MKL_CBWR`) for most sizes.
 
 Left out: sliding windows (`module.py` refuses them), soft caps and sinks (refused at the first forward).
 """
@@ -64,7 +63,7 @@ class Paged:
 
 
 def causal_mask(positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Return what tokens at `positions`, int64 [..., 1], read of `width` keys: [..., width], 0 or -inf."""
+    """Return the mask of `width` keys for tokens at `positions`, int64 [..., 1]: [..., width]."""
     later = torch.arange(width, device=positions.device) > positions
     return torch.zeros(later.shape, dtype=dtype, device=positions.device).masked_fill_(later, -math.inf)
 

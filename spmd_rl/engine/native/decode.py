@@ -1,8 +1,7 @@
 """`DecodeSteps`: forwards of one token a row, replayed as CUDA graphs.
 
-Python launches the kernels of a decode step one by one, which takes ten times as long as the kernels of a small model.
-A graph launches them all at once, for fixed shapes: rows are padded to a power of two, and tables to a width that is
-shared by rows of similar length.
+Launching a small model's kernels one by one takes ten times as long as their work. A graph launches all at once, for
+fixed shapes: rows are padded to a power of two, tables to a width that rows of similar length share.
 """
 
 from collections import defaultdict
@@ -20,21 +19,19 @@ MIN_ROWS, MIN_WIDTH = 8, 128
 MAX_GRAPHS = 64
 
 Shape = tuple[tuple[int, int], ...]
-"""Rows and tokens of each table, padded, for each bucket"""
+"""Padded number of rows and width of each bucket"""
 
 
 class DecodeSteps:
     """Decode steps of a dense module, with a graph for each shape that comes again."""
 
     def __init__(self, module: nn.Module, pool: KVPool, places: dict[int, int]) -> None:
-        """places: number in the pool of each attention layer, by number in the model."""
         self._module, self._pool, self._places = module, pool, places
         weight = next(module.parameters())
         self._device, self._dtype = weight.device, weight.dtype
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._seen: set[Shape] = set()
         self.num_replayed = 0
-        """steps that were a replay"""
 
     def logits(self, rows: Sequence[RunningSequence]) -> Tensor:
         """Return the logits after each row's only pending token, [R, V]; keys and values are stored in the pool."""
@@ -50,7 +47,7 @@ class DecodeSteps:
         return found[torch.tensor([places[id(row)] for row in rows], device=self._device)]
 
     def forget(self) -> None:
-        """Drop all graphs: they read weights and pool at their present addresses."""
+        """Drop all graphs, which hold addresses."""
         self._graphs.clear()
 
     def _compute(self, numbers: Tensor, shape: Shape) -> Tensor:
@@ -75,8 +72,7 @@ class DecodeSteps:
         return graph, given, logits
 
     def _numbers(self, buckets: Iterable[Sequence[RunningSequence]], shape: Shape) -> list[int]:
-        """Return ids and positions of all tokens, then all tables; padding is token 0 at position 0 of the pool's
-        spare block."""
+        # Ids, positions, tables. Padding is token 0 in the pool's spare block.
         ids, positions, tables = [], [], []
         for bucket, (num_rows, width) in zip(buckets, shape, strict=True):
             blank, num_blocks = num_rows - len(bucket), width // BLOCK

@@ -3,8 +3,8 @@
     python -m spmd_rl plan reward_fl +experiment=reward_fl_sd3_8gpu
 
 It runs the code of a step, over a `Tracer`: the model's transformers, encoders and decoder without their weights, and
-made-up prompts. The model of a reward is not counted. Sampling steps are alike, so few are run; what is kept of each,
-and their traffic, is multiplied.
+made-up prompts. The model of a reward is not counted. Few sampling steps are run; what each keeps and sends is
+multiplied.
 """
 
 from collections import Counter
@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from spmd_rl.algo.diffusion import trained_steps
 from spmd_rl.base.errors import UserError
 from spmd_rl.base.waits import phase
 from spmd_rl.config.diffusion import RewardFlConfig
@@ -63,17 +62,14 @@ def show(cfg: RewardFlConfig) -> None:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a rank does in a step."""
+    """Micro-batches of a rank in a step, and of each the sampling steps and the forwards of an update."""
 
     batches: int
-    """micro-batches"""
     steps: int
-    """sampling steps of each"""
     trained: int
-    """forwards of each in an update"""
 
     def over(self, traced: "Counts") -> "Times":
-        """Return how often each of a traced step's parts comes in this one."""
+        """Return the factors from a traced step to this one."""
         batches = self.batches / traced.batches
         drawn, trained = batches * self.steps / traced.steps, batches * self.trained / traced.trained
         kept = batches * (self.steps + 1) / (traced.steps + 1)
@@ -83,22 +79,20 @@ class Counts:
 
 @dataclass(frozen=True)
 class Times:
-    """Factors from a traced step to a whole one."""
+    """Factors of kept tensors by tag, and of traffic by phase."""
 
     held: Mapping[str, float]
-    """by tag of what is kept"""
     travelled: Mapping[str, float]
-    """by phase"""
 
     def more(self, by_tag: Mapping[str, int]) -> Counter[str]:
-        """Return bytes by tag, with all that is kept of a step as `pictures`."""
+        """Return bytes by tag, with all kept tensors as `pictures`."""
         found = Counter[str]()
         for tag, size in by_tag.items():
             found["pictures" if tag in self.held else tag] += int(size * self.held.get(tag, 1))
         return found
 
     def scaled(self, phase: str, one: Phase) -> Phase:
-        """Return a part of a phase of the whole step."""
+        """Return a phase of the whole step."""
         by_tag = self.more(one.peak.by_tag)
         travelled = Counter({kind: int(size * self.travelled[phase]) for kind, size in one.travelled.items()})
         return replace(one, peak=replace(one.peak, total=by_tag.total(), by_tag=by_tag), travelled=travelled)
@@ -108,10 +102,8 @@ def counts(cfg: RewardFlConfig, size: int) -> Counts:
     """Return the counts of the busiest of `size` ranks."""
     pictures, feedback = cfg.pictures, cfg.feedback
     batches = -(-pictures.prompts_per_step * pictures.per_prompt // pictures.per_microbatch)
-    trained = {
-        "grpo": len(trained_steps(pictures.steps, feedback.window, 0)),
-        "nft": min(feedback.levels, pictures.steps),
-    }
+    noisy = pictures.steps - 1
+    trained = {"grpo": min(feedback.window or noisy, noisy), "nft": min(feedback.levels, pictures.steps)}
     return Counts(-(-batches // size), pictures.steps, trained.get(feedback.loss, 1))
 
 

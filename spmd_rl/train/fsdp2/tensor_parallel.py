@@ -3,8 +3,8 @@
 A block's ranks shard attention heads, feed-forward units and the vocabulary. In between each has a span of the row's
 tokens (Korthikanti et al., arXiv 2205.05198); a block of layers all-gathers tokens before it and reduce-scatters its
 output. So each rank has a different term of the loss, and a replicated weight's gradient (norms, routers, biases of
-sums, value head) is a sum over ranks. Experts are not cut: see `experts.py`. A hybrid model's layers with a state are
-not cut either: each rank computes all tokens, and keeps its span.
+sums, value head) is a sum over ranks. Experts are not cut: see `experts.py`. Layers with a state compute all tokens on
+each rank.
 """
 
 from collections.abc import Callable, Mapping
