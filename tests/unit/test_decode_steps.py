@@ -2,9 +2,11 @@
 
 from array import array
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from spmd_rl.engine.native import decode
 from spmd_rl.engine.native.decode import DecodeSteps
 from spmd_rl.engine.native.kv import KVPool
 from spmd_rl.engine.native.module import empty_module
@@ -13,7 +15,9 @@ from spmd_rl.types import Request
 from tests.models import tiny
 
 
-def test_rows_of_several_lengths_have_the_logits_of_rows_alone(tmp_path):
+@pytest.mark.parametrize("together", [0, 65_536], ids=["by length", "together"])
+def test_rows_of_several_lengths_have_the_logits_of_rows_alone(together, tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "ONE_BUCKET", together)
     path = tiny("qwen3", tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     module = empty_module(path, torch.float32)

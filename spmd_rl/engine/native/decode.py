@@ -15,6 +15,8 @@ from spmd_rl.engine.native.kv import BLOCK, KVPool
 from spmd_rl.engine.native.scheduler import RunningSequence
 
 MIN_ROWS, MIN_WIDTH = 8, 128
+ONE_BUCKET = 65_536
+"""Most padded keys of rows that are read together, whatever their lengths"""
 # Each holds its logits, and takes as long as some steps to capture.
 MAX_GRAPHS = 64
 
@@ -36,8 +38,11 @@ class DecodeSteps:
     def logits(self, rows: Sequence[RunningSequence]) -> Tensor:
         """Return the logits after each row's only pending token, [R, V]; keys and values are stored in the pool."""
         buckets: dict[int, list[RunningSequence]] = defaultdict(list)
+        widest = max(map(_width, rows))
+        # Few keys are sooner read with padding than in a graph more for each mix of lengths.
+        is_one = _padded(len(rows), MIN_ROWS) * widest <= ONE_BUCKET
         for row in sorted(rows, key=_width):
-            buckets[_width(row)].append(row)
+            buckets[widest if is_one else _width(row)].append(row)
         shape = tuple((_padded(len(bucket), MIN_ROWS), width) for width, bucket in buckets.items())
         found = self._compute(torch.tensor(self._numbers(buckets.values(), shape)), shape)
         begin, places = 0, {}
