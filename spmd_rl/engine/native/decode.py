@@ -1,10 +1,10 @@
 """`DecodeSteps`: forwards of one token a row, replayed as CUDA graphs.
 
 Launching a small model's kernels one by one takes ten times as long as their work. A graph launches all at once, for
-fixed shapes: rows are padded to a power of two, tables to a width that rows of similar length share.
+fixed shapes: rows are padded to a power of two, tables to a width.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -16,8 +16,11 @@ from spmd_rl.engine.native.scheduler import RunningSequence
 
 MIN_ROWS, MIN_WIDTH = 8, 128
 ONE_BUCKET = 65_536
-"""Most padded keys of rows that are read together, whatever their lengths"""
-# Each holds its logits, and takes as long as some steps to capture.
+"""Most padded keys of rows that are read together"""
+# A capture takes as long as a graph saves in five steps (0.1 s on an H200).
+# The first loads a shape's kernels, which a capture cannot.
+FIRST_STEPS = 4
+"""Steps of a shape without a graph"""
 MAX_GRAPHS = 64
 
 Shape = tuple[tuple[int, int], ...]
@@ -32,7 +35,7 @@ class DecodeSteps:
         weight = next(module.parameters())
         self._device, self._dtype = weight.device, weight.dtype
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
-        self._seen: set[Shape] = set()
+        self._steps: Counter[Shape] = Counter()
         self.num_replayed = 0
 
     def logits(self, rows: Sequence[RunningSequence]) -> Tensor:
@@ -54,12 +57,13 @@ class DecodeSteps:
     def forget(self) -> None:
         """Drop all graphs, which hold addresses."""
         self._graphs.clear()
+        self._steps.clear()
 
     def _compute(self, numbers: Tensor, shape: Shape) -> Tensor:
         if shape not in self._graphs:
-            # A shape's first step loads its kernels, which a capture cannot.
-            if shape not in self._seen or self._device.type != "cuda" or len(self._graphs) == MAX_GRAPHS:
-                self._seen.add(shape)
+            self._steps[shape] += 1
+            is_full = len(self._graphs) == MAX_GRAPHS
+            if self._device.type != "cuda" or self._steps[shape] <= FIRST_STEPS or is_full:
                 return self._forward(numbers.to(self._device), shape)
             self._graphs[shape] = self._captured(numbers, shape)
         graph, given, logits = self._graphs[shape]
