@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from spmd_rl.config.architectures import STATES
 
 CHUNK = 64
-"""Tokens of a chunk of transformers' and flash-linear-attention's recurrences; calls are padded to whole ones"""
+"""Tokens of a chunk of a recurrence; calls are padded to whole ones"""
 
 
 class Mixing(Protocol):

@@ -99,7 +99,7 @@ class NativeEngine(Engine):
         # Experts' sizes, states and pictures differ from step to step.
         is_alike = not (self._is_hybrid or self._pictures or num_experts(config))
         self.graphs = DecodeSteps(module, self.pool, self._places) if is_alike and self._device.type == "cuda" else None
-        """Decode steps as CUDA graphs; None for models and devices without"""
+        """Decode steps as CUDA graphs, if any"""
         self.token_counts = self._scheduler.token_counts
         self._aborted: list[Completion] = []
         self._version: int | None = None
