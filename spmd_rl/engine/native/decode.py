@@ -39,7 +39,7 @@ class DecodeSteps:
         self.num_replayed = 0
 
     def logits(self, rows: Sequence[RunningSequence]) -> Tensor:
-        """Return the logits after each row's only pending token, [R, V]; keys and values are stored in the pool."""
+        """Return the logits after each row's only pending token, [R, V]; keys and values go to the pool."""
         buckets: dict[int, list[RunningSequence]] = defaultdict(list)
         widest = max(map(_width, rows))
         # Few keys are sooner read with padding than in a graph more for each mix of lengths.

@@ -232,7 +232,7 @@ class NativeEngine(Engine):
         return self._sampled(rows, output.logits[0, : len(rows)])
 
     def _sampled(self, rows: list[RunningSequence], logits: Tensor) -> list[Completion]:
-        """Append a token to each row, from logits [R, V]; return completions of rows that end."""
+        """Append a token to each row, from logits [R, V]; return ended rows' completions."""
         if self._constraint:
             cut_off(logits, rows, self._constraint)
         ended = []
