@@ -24,7 +24,7 @@ FIRST_STEPS = 4
 MAX_GRAPHS = 64
 
 Shape = tuple[tuple[int, int], ...]
-"""Padded number of rows and width of each bucket"""
+"""Padded rows and width of each bucket"""
 
 
 class DecodeSteps:
