@@ -42,8 +42,9 @@ def engine_args(form: str, args: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_int8() -> None:
     """Raise UserError on a CPU without VNNI, where oneDNN's INT8 sums of two products saturate."""
-    largest = torch.full((64, 64), 127, dtype=torch.int8)
-    packed = ops.create_onednn_scaled_mm(largest.t(), torch.ones(64, 1), torch.float32, True, False, 32)
+    # oneDNN reads the factors by their address: they must outlive the product.
+    largest, ones = torch.full((64, 64), 127, dtype=torch.int8), torch.ones(64, 1)
+    packed = ops.create_onednn_scaled_mm(largest.t(), ones, torch.float32, True, False, 32)
     given, factors, _ = ops.onednn_scaled_int8_quant(largest.float(), None, None, True)
     sums = torch.empty(64, 64)
     ops.onednn_scaled_mm(packed, given, sums, factors, None, None, None)
