@@ -119,7 +119,7 @@ class Feedback:
         return sum(((ticket - first) * each + picture) // per in members for ticket, picture in gallery.keys)
 
     def _of_drawn(self, one: PictureBatch, counted: int) -> Iterator[Item]:
-        feedback, steps = self._cfg.feedback, self._cfg.pictures.steps
+        feedback, steps = self._cfg.feedback, len(self.gallery.levels) - 1
         places: Iterable[int] = self.gallery.trained
         if feedback.loss == "nft":
             places = range(min(feedback.levels, steps))

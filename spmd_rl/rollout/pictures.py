@@ -89,6 +89,7 @@ class PictureRollouts:
         """scorer: of plain rewards; without these the differentiable one scores too."""
         self.prompts, self.flow, self.reward = prompts, flow, _reward(cfg.feedback.reward)
         self._cfg, self.policy, self._world, self._scorer = cfg, policy, world, scorer
+        self.levels = shifted(cfg.pictures.steps, cfg.pictures.shift or flow.shift)
         self._runner = asyncio.Runner()
 
     def state(self) -> dict[str, Any]:
@@ -107,7 +108,7 @@ class PictureRollouts:
         asked = [(ticket, self.prompts.ticket(ticket, self._cfg.seed)[1]) for ticket in tickets]
         window, moves = feedback.window, (step - 1) // feedback.window_every if feedback.window_every else 0
         is_sde = feedback.loss == "grpo"
-        trained = trained_steps(self._cfg.pictures.steps, window, moves) if is_sde else range(0)
+        trained = trained_steps(len(self.levels) - 1, window, moves) if is_sde else range(0)
         with self._world.phase("generate"):
             gallery = self._draw(step, asked, self._cfg.pictures.per_prompt, trained)  # [all]
         gallery = self._scored(gallery)  # [all]
@@ -161,8 +162,7 @@ class PictureRollouts:
         mine = [(number, chunks[number], False) for number in range(world.rank, len(chunks), world.size)]
         most = -(-len(chunks) // world.size)
         mine += [(0, chunks[0], True)] * (most - len(mine))
-        shift = cfg.pictures.shift or self.flow.shift
-        levels = shifted(cfg.pictures.steps, shift)
+        levels = self.levels
         dtype = getattr(torch, cfg.policy.dtype)
         with self.flow.encoding(world.device, dtype):
             drafts = [self._begin(step, dtype, *one) for one in mine]
@@ -182,8 +182,7 @@ class PictureRollouts:
         given = self.flow.encode(texts, self._world.device, dtype)
         same = self._cfg.feedback.same_noise
         first = self.noise(step, [(ticket, 0) for ticket, _ in keys] if same else keys, "picture")
-        steps = self._cfg.pictures.steps
-        latents = first.new_zeros(steps + 1, *first.shape)
+        latents = first.new_zeros(len(self.levels), *first.shape)
         latents[0] = first
         return PictureBatch(number, keys, prompts, given, latents, {}, torch.empty(0), is_spare)
 

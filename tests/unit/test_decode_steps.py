@@ -1,4 +1,4 @@
-"""`DecodeSteps` on a CPU, where nothing is captured: padded buckets against the module's own forward."""
+"""`DecodeSteps` on a CPU, where nothing is captured: buckets against the module's own forward; what has graphs."""
 
 from array import array
 
@@ -10,7 +10,7 @@ from spmd_rl.engine.native import decode
 from spmd_rl.engine.native.decode import DecodeSteps
 from spmd_rl.engine.native.kv import KVPool
 from spmd_rl.engine.native.module import empty_module
-from spmd_rl.engine.native.scheduler import Scheduler
+from spmd_rl.engine.native.scheduler import RunningSequence, Scheduler
 from spmd_rl.types import Request
 from tests.models import tiny
 
@@ -44,3 +44,26 @@ def test_rows_of_several_lengths_have_the_logits_of_rows_alone(together, tmp_pat
                 else:
                     row.append(int(ids[number, place + 1]), 0.0, 1, [])
     assert not scheduler.rows and pool.num_used == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "wanted"),
+    [
+        ("llama", {}, True),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}}, True),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}}, False),
+    ],
+)
+def test_rotary_tables_that_depend_on_positions_have_no_graphs(kind, more, wanted, tmp_path):
+    assert decode.can_be_captured(empty_module(tiny(kind, tmp_path, **more), torch.float32)) == wanted
+
+
+def test_steps_of_many_keys_have_no_graphs(tmp_path):
+    steps = DecodeSteps(torch.nn.Linear(1, 1), None, {})
+
+    def row(length):
+        request = Request("0", array("i", [1] * length), 2, 1.0, 0)
+        return RunningSequence(request, table=[], num_stored=length - 1)
+
+    assert steps.takes([row(100)] * 256) and steps.takes([row(1000)] * 250) and steps.takes([row(20_000)])
+    assert not steps.takes([row(1025)] * 250) and not steps.takes([row(33_000)]) and not steps.takes([])

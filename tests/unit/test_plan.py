@@ -156,8 +156,8 @@ def test_a_step_of_pictures_is_traced(loss):
     assert found.microbatches == 16 and found.held["policy optimizer"] == 2 * found.held["policy weights"] + 4
     assert update.peak.by_tag["policy gradients"] == found.held["policy weights"]
     assert update.travelled["reduce-scatter"] and ("reference weights" in found.held) == (loss == "flow_grpo")
-    # On this rank 16 micro-batches of 8 pictures of 16 x 16 pixels, with 6 latents each and 8 words; and the reference's
-    # velocities at the window's two steps.
+    # On this rank 16 micro-batches of 8 pictures of 16 x 16 pixels, with 6 latents each and 8 words; and velocities of
+    # the reference at two steps, the window's.
     num_kept = 6 + 2 * (loss == "flow_grpo")
     assert update.peak.by_tag["pictures"] == 16 * 8 * (num_kept * 3 * 16 * 16 * 4 + 8 * 8)
 

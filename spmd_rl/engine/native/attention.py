@@ -1,8 +1,8 @@
 """Attention over the paged cache, called by the module's layers.
 
 Registered with transformers under `ATTENTION`; for a name without a mask function models build no mask. Every layer
-gets the batch as `kv=`: some tokens of each request, which attend to its tokens up to themselves. The kernel computes
-the same sums for any batch, matrix products in float32 on a CPU (with `MKL_CBWR`) for most sizes.
+gets the batch as `kv=`: some tokens of each request, which attend to its tokens up to themselves. On a CPU the kernel
+computes the same sums for any batch, matrix products in float32 (with `MKL_CBWR`) for most sizes.
 
 Left out: sliding windows (`module.py` refuses them), soft caps and sinks (refused at the first forward).
 """

@@ -5,7 +5,7 @@ fixed shapes: rows are padded to a power of two, tables to a width.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,14 @@ from spmd_rl.engine.native.kv import BLOCK, KVPool
 from spmd_rl.engine.native.scheduler import RunningSequence
 
 MIN_ROWS, MIN_WIDTH = 8, 128
-ONE_BUCKET = 65_536
-"""Most padded keys of rows that are read together"""
+ONE_BUCKET, MOST_KEYS = 2**16, 2**18
+"""Most padded keys of rows that are read together, and of a step with a graph"""
 # A capture takes as long as a graph saves in five steps (0.1 s on an H200).
 # The first loads a shape's kernels, which a capture cannot.
 FIRST_STEPS = 4
 """Steps of a shape without a graph"""
 MAX_GRAPHS = 64
+"""Graphs of an engine; they share the memory of their logits"""
 
 Shape = tuple[tuple[int, int], ...]
 """Padded rows and width of each bucket"""
@@ -36,17 +37,17 @@ class DecodeSteps:
         self._device, self._dtype = weight.device, weight.dtype
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._steps: Counter[Shape] = Counter()
+        self._out = torch.empty(0)
         self.num_replayed = 0
+
+    def takes(self, rows: Sequence[RunningSequence]) -> bool:
+        """Return True if padding is cheaper than launching one by one."""
+        return bool(rows) and sum(num_rows * width for num_rows, width in _shape(_buckets(rows))) <= MOST_KEYS
 
     def logits(self, rows: Sequence[RunningSequence]) -> Tensor:
         """Return the logits after each row's only pending token, [R, V]; keys and values go to the pool."""
-        buckets: dict[int, list[RunningSequence]] = defaultdict(list)
-        widest = max(map(_width, rows))
-        # Few keys are sooner read with padding than in a graph more for each mix of lengths.
-        is_one = _padded(len(rows), MIN_ROWS) * widest <= ONE_BUCKET
-        for row in sorted(rows, key=_width):
-            buckets[widest if is_one else _width(row)].append(row)
-        shape = tuple((_padded(len(bucket), MIN_ROWS), width) for width, bucket in buckets.items())
+        buckets = _buckets(rows)
+        shape = _shape(buckets)
         found = self._compute(torch.tensor(self._numbers(buckets.values(), shape)), shape)
         begin, places = 0, {}
         for bucket, (num_rows, _) in zip(buckets.values(), shape, strict=True):
@@ -58,6 +59,7 @@ class DecodeSteps:
         """Drop all graphs, which hold addresses."""
         self._graphs.clear()
         self._steps.clear()
+        self._out = torch.empty(0)
 
     def _compute(self, numbers: Tensor, shape: Shape) -> Tensor:
         if shape not in self._graphs:
@@ -73,11 +75,14 @@ class DecodeSteps:
         return logits
 
     def _captured(self, numbers: Tensor, shape: Shape) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        graph, given = torch.cuda.CUDAGraph(), numbers.to(self._device)
+        graph, given, num_rows = torch.cuda.CUDAGraph(), numbers.to(self._device), sum(num for num, _ in shape)
+        if len(self._out) < num_rows:
+            self._out = self._forward(given, shape)
+        logits = self._out[:num_rows]
         memory = next((other.pool() for other, _, _ in self._graphs.values()), None)
         # Threads of NCCL and of exports use the device meanwhile.
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-            logits = self._forward(given, shape)
+            logits.copy_(self._forward(given, shape))
         return graph, given, logits
 
     def _numbers(self, buckets: Iterable[Sequence[RunningSequence]], shape: Shape) -> list[int]:
@@ -106,6 +111,28 @@ class DecodeSteps:
             first += num_rows
         kv = Paged(self._pool, torch.cat(slots), tuple(buckets), self._places)
         return self._module(input_ids=ids[None], position_ids=positions[None], use_cache=False, kv=kv).logits[0]
+
+
+def can_be_captured(module: nn.Module) -> bool:
+    """Return True if a dense module's forward is known to read no values from the device."""
+    # These rotary tables depend on the largest position.
+    kinds = [str(getattr(part, "rope_type", "")) for part in module.modules()]
+    own = type(module).__module__.startswith("transformers.models.")
+    return own and not any("dynamic" in kind or "longrope" in kind for kind in kinds)
+
+
+def _buckets(rows: Sequence[RunningSequence]) -> dict[int, list[RunningSequence]]:
+    """Return the rows of each width."""
+    widest, buckets = max(map(_width, rows)), defaultdict[int, list[RunningSequence]](list)
+    # Few keys are sooner read with padding than in a graph more for each mix of lengths.
+    is_one = _padded(len(rows), MIN_ROWS) * widest <= ONE_BUCKET
+    for row in sorted(rows, key=_width):
+        buckets[widest if is_one else _width(row)].append(row)
+    return buckets
+
+
+def _shape(buckets: Mapping[int, list[RunningSequence]]) -> Shape:
+    return tuple((_padded(len(bucket), MIN_ROWS), width) for width, bucket in buckets.items())
 
 
 def _padded(number: int, least: int) -> int:

@@ -25,7 +25,7 @@ from spmd_rl.distributed import World
 from spmd_rl.engine.base import Capacity, Engine
 from spmd_rl.engine.fused_weights import CheckedWeights
 from spmd_rl.engine.native.attention import Bucket, Paged, causal_mask
-from spmd_rl.engine.native.decode import DecodeSteps
+from spmd_rl.engine.native.decode import DecodeSteps, can_be_captured
 from spmd_rl.engine.native.kv import BLOCK, KVPool
 from spmd_rl.engine.native.module import empty_module
 from spmd_rl.engine.native.routing import ChosenExperts
@@ -97,7 +97,7 @@ class NativeEngine(Engine):
         per_token = self._experts.per_token if self._experts else 0
         self._scheduler = Scheduler(self.pool, max_running, per_token, shares_prefixes=not self._is_hybrid)
         # Experts' sizes, states and pictures differ from step to step.
-        is_alike = not (self._is_hybrid or self._pictures or num_experts(config))
+        is_alike = not (self._is_hybrid or self._pictures or num_experts(config)) and can_be_captured(module)
         self.graphs = DecodeSteps(module, self.pool, self._places) if is_alike and self._device.type == "cuda" else None
         """Decode steps as CUDA graphs, if any"""
         self.token_counts = self._scheduler.token_counts
@@ -131,12 +131,13 @@ class NativeEngine(Engine):
         """Compute a token per request, see `Engine.step`."""
         ended, self._aborted = self._aborted, []
         self._scheduler.admit()
-        rows = self._scheduler.rows
-        decoding = [row for row in rows if row.num_fed == 1] if self.graphs else []
+        rows, decoding = self._scheduler.rows, [row for row in self._scheduler.rows if row.num_fed == 1]
+        if has_graph := self.graphs is not None and self.graphs.takes(decoding):
+            rows = [row for row in rows if row.num_fed > 1]
         # Prompts first: a prompt's last token may read blocks of another's that are computed in this step.
-        for batch in self._batches([row for row in rows if row.num_fed > 1] if self.graphs else rows):
+        for batch in self._batches(rows):
             ended += self._forward(batch)
-        if self.graphs and decoding:
+        if has_graph:
             ended += self._sampled(decoding, self.graphs.logits(decoding))
         return ended
 

@@ -24,7 +24,7 @@ from spmd_rl.base.waits import phase
 from spmd_rl.config.diffusion import RewardFlConfig
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.sections.data import RewardsConfig
-from spmd_rl.config.sections.models import RoleConfig
+from spmd_rl.config.sections.models import RoleConfig, TrainConfig
 from spmd_rl.config.sections.pictures import DifferentiableConfig, DiffusionModelConfig
 from spmd_rl.learn.feedback import Feedback
 from spmd_rl.model.build import materialize
@@ -68,21 +68,25 @@ class Counts:
     steps: int
     trained: int
 
-    def over(self, traced: "Counts") -> "Times":
+    def over(self, traced: "Counts", train: TrainConfig) -> "Times":
         """Return the factors from a traced step to this one."""
         batches = self.batches / traced.batches
         drawn, trained = batches * self.steps / traced.steps, batches * self.trained / traced.trained
         kept = batches * (self.steps + 1) / (traced.steps + 1)
         held = {"prompts": batches, "latents": kept, "velocities": trained}
-        return Times(held, {GENERATE: drawn, "prepare": trained, "update": trained})
+        once = {("update", "all-reduce"): train.updates_per_step}
+        if train.reshard_after_forward is False:
+            once |= {(GENERATE, "all-gather"): 1, ("prepare", "all-gather"): 1}
+        return Times(held, {GENERATE: drawn, "prepare": trained, "update": trained}, once)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Factors of kept tensors by tag, and of traffic by phase."""
+    """Factors of kept tensors by tag, and of traffic by phase, with exceptions by kind."""
 
     held: Mapping[str, float]
     travelled: Mapping[str, float]
+    once: Mapping[tuple[str, str], float]
 
     def more(self, by_tag: Mapping[str, int]) -> Counter[str]:
         """Return bytes by tag, with all kept tensors as `pictures`."""
@@ -93,26 +97,32 @@ class Times:
 
     def scaled(self, phase: str, one: Phase) -> Phase:
         """Return a phase of the whole step."""
-        by_tag = self.more(one.peak.by_tag)
-        travelled = Counter({kind: int(size * self.travelled[phase]) for kind, size in one.travelled.items()})
-        return replace(one, peak=replace(one.peak, total=by_tag.total(), by_tag=by_tag), travelled=travelled)
+        by_tag, every = self.more(one.peak.by_tag), self.travelled[phase]
+        travelled = {kind: int(size * self.once.get((phase, kind), every)) for kind, size in one.travelled.items()}
+        return replace(one, peak=replace(one.peak, total=by_tag.total(), by_tag=by_tag), travelled=Counter(travelled))
 
 
-def counts(cfg: RewardFlConfig, size: int) -> Counts:
-    """Return the counts of the busiest of `size` ranks."""
+def counts(cfg: RewardFlConfig, size: int, steps: int) -> Counts:
+    """Return the counts of the busiest of `size` ranks, for a number of sampling steps."""
     pictures, feedback = cfg.pictures, cfg.feedback
     batches = -(-pictures.prompts_per_step * pictures.per_prompt // pictures.per_microbatch)
-    noisy = pictures.steps - 1
-    trained = {"grpo": min(feedback.window or noisy, noisy), "nft": min(feedback.levels, pictures.steps)}
-    return Counts(-(-batches // size), pictures.steps, trained.get(feedback.loss, 1))
+    noisy = steps - 1
+    trained = {"grpo": min(feedback.window or noisy, noisy), "nft": min(feedback.levels, steps)}
+    return Counts(-(-batches // size), steps, trained.get(feedback.loss, 1))
 
 
 def trace(cfg: RewardFlConfig, rank: int, size: int) -> Trace:
     """Return the plan of rank `rank` of `size`. UserError if the model's configuration cannot be read."""
-    flow, whole = planned_flow(cfg), counts(cfg, size)
-    cfg = planned(cfg, min(whole.batches, 2) * size)
-    with tracer(cfg.train, cfg.plan, rank, size) as found:
-        return _trace(cfg, found, flow, whole)
+    flow, whole = planned_flow(cfg), counts(cfg, size, cfg.pictures.steps)
+    last = max(2, cfg.feedback.last_steps * (cfg.feedback.loss == "draft"))
+    traced = counts(cfg, size, min(cfg.pictures.steps, last + 1))
+    # Two forwards show one beside the gradients of another.
+    traced = replace(traced, batches=min(whole.batches, 1 if traced.trained > 1 else 2))
+    few, times = planned(cfg, traced, size), whole.over(traced, cfg.train)
+    with tracer(few.train, few.plan, rank, size) as found:
+        made = _trace(few, found, flow, traced.steps, whole.batches)
+    phases = {name: [times.scaled(name, one) for one in parts] for name, parts in made.phases.items()}
+    return replace(made, phases=phases, held=times.more(made.held))
 
 
 def planned_flow(cfg: RewardFlConfig) -> FlowModel:
@@ -125,16 +135,14 @@ def planned_flow(cfg: RewardFlConfig) -> FlowModel:
     return build_flow_model(folder, sizes)
 
 
-def planned(cfg: RewardFlConfig, batches: int) -> RewardFlConfig:
-    """Return settings with few micro-batches a step and sampling steps, and a reward without a model."""
+def planned(cfg: RewardFlConfig, traced: Counts, size: int) -> RewardFlConfig:
+    """Return settings with the traced micro-batches a step, and a reward without a model."""
     policy, given = replace(cfg.policy, dtype=dtype_of(cfg.policy, cfg.plan), dither=False), cfg.feedback
-    # Of a model with two networks, the first step takes one and the last the other.
-    steps = min(cfg.pictures.steps, max(2, given.last_steps * (given.loss == "draft")))
-    sizes = {"prompts_per_step": batches, "per_prompt": cfg.pictures.per_microbatch, "steps": steps}
+    pictures = replace(cfg.pictures, prompts_per_step=traced.batches * size, per_prompt=cfg.pictures.per_microbatch)
     reward = DifferentiableConfig(f"{__name__}:mean", frames=given.reward.frames)
-    feedback = replace(given, reward=reward, from_step=min(given.from_step, steps - 1))
+    feedback = replace(given, reward=reward, from_step=min(given.from_step, traced.steps - 1))
     own = {"feedback": feedback, "reward": RewardsConfig(), "train": replace(cfg.train, updates_per_step=1)}
-    return replace(cfg, policy=policy, pictures=replace(cfg.pictures, **sizes), **own)
+    return replace(cfg, policy=policy, pictures=pictures, **own)
 
 
 def mean(images: Tensor, prompts: Any) -> Tensor:
@@ -142,8 +150,8 @@ def mean(images: Tensor, prompts: Any) -> Tensor:
     return images.flatten(1).mean(1)
 
 
-def _trace(cfg: RewardFlConfig, found: Tracer, flow: FlowModel, whole: Counts) -> Trace:
-    """Trace a step of few micro-batches. whole: of a step of the run."""
+def _trace(cfg: RewardFlConfig, found: Tracer, flow: FlowModel, steps: int, batches: int) -> Trace:
+    """Trace some sampling steps. batches: micro-batches of the run's step."""
     models: dict[str, nn.Module] = {}
 
     def source(role: RoleConfig, dtype: torch.dtype, _: Callable[[], object]) -> Stored:
@@ -159,6 +167,8 @@ def _trace(cfg: RewardFlConfig, found: Tracer, flow: FlowModel, whole: Counts) -
         flow.encoding, flow.decoding = (_held(found, name, modules) for name, modules in frozen.items())
     prompts = SimpleNamespace(ticket=lambda ticket, seed: (0, PROMPT))
     rollouts = PictureRollouts(cfg, prompts, flow, roles.policy, found.world, None)
+    # Of a model with two networks, the first step takes one and the last the other.
+    rollouts.levels = [rollouts.levels[0], *rollouts.levels[-steps:]]
     learner, made = Feedback(cfg, rollouts, roles, found.world), SimpleNamespace()
 
     def collect() -> None:
@@ -174,9 +184,7 @@ def _trace(cfg: RewardFlConfig, found: Tracer, flow: FlowModel, whole: Counts) -
     found.run(GENERATE, "policy", collect)
     found.run("prepare", "policy", prepare)
     found.run("update", "policy", lambda: learner.update(made.updates))
-    made, times = Trace.of(found, roles.policy, None, whole.batches), whole.over(counts(cfg, found.world.size))
-    phases = {name: [times.scaled(name, one) for one in parts] for name, parts in made.phases.items()}
-    return replace(made, phases=phases, held=times.more(made.held))
+    return Trace.of(found, roles.policy, None, batches)
 
 
 def _held(found: Tracer, name: str, modules: list[nn.Module]) -> Callable[..., AbstractContextManager[None]]:
