@@ -153,7 +153,7 @@ class Segments:
 
 
 class _Stretch(NamedTuple):
-    """Tokens of a sequence that one call computes."""
+    """Tokens of a sequence for one call."""
 
     tokens: list[int]
     num_lead: int

@@ -176,7 +176,7 @@ class Coordinator:
 class FirstKInOrder(Coordinator):
     """`rollout.accept=in_order`: end at the K-th (`StepPlan.goal`) qualifying ticket of the contiguous resolved prefix.
 
-    The used tickets depend on outcomes alone, so there is no length bias. Each counter has two writers: the ticket's
+    Outcomes alone decide, so there is no length bias. Each counter has two writers: the ticket's
     resolver, and the replica that completes the prefix before it and passes it on.
 
         ticket/<position>   counter: REJECTED or QUALIFIES once the ticket is resolved, and PASSED * (1 + number of

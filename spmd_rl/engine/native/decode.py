@@ -16,20 +16,19 @@ from spmd_rl.engine.native.scheduler import RunningSequence
 
 MIN_ROWS, MIN_WIDTH = 8, 128
 ONE_BUCKET, MOST_KEYS = 2**16, 2**18
-"""Most padded keys of rows that are read together, and of a step with a graph"""
+"""Most padded keys of a bucket of mixed lengths, and of a graph"""
 # A capture takes as long as a graph saves in five steps (0.1 s on an H200).
 # The first loads a shape's kernels, which a capture cannot.
 FIRST_STEPS = 4
 """Steps of a shape without a graph"""
 MAX_GRAPHS = 64
-"""Graphs of an engine; they share the memory of their logits"""
 
 Shape = tuple[tuple[int, int], ...]
 """Padded rows and width of each bucket"""
 
 
 class DecodeSteps:
-    """Decode steps of a dense module, with a graph for each shape that comes again."""
+    """Decode steps of a dense module, with a graph for each frequent shape."""
 
     def __init__(self, module: nn.Module, pool: KVPool, places: dict[int, int]) -> None:
         self._module, self._pool, self._places = module, pool, places
@@ -41,7 +40,7 @@ class DecodeSteps:
         self.num_replayed = 0
 
     def takes(self, rows: Sequence[RunningSequence]) -> bool:
-        """Return True if padding is cheaper than launching one by one."""
+        """Return True if padding costs less than launches."""
         return bool(rows) and sum(num_rows * width for num_rows, width in _shape(_buckets(rows))) <= MOST_KEYS
 
     def logits(self, rows: Sequence[RunningSequence]) -> Tensor:
@@ -114,7 +113,7 @@ class DecodeSteps:
 
 
 def can_be_captured(module: nn.Module) -> bool:
-    """Return True if a dense module's forward is known to read no values from the device."""
+    """Return True if a dense module's forward surely reads nothing back."""
     # These rotary tables depend on the largest position.
     kinds = [str(getattr(part, "rope_type", "")) for part in module.modules()]
     own = type(module).__module__.startswith("transformers.models.")

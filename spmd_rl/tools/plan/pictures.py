@@ -3,8 +3,7 @@
     python -m spmd_rl plan reward_fl +experiment=reward_fl_sd3_8gpu
 
 It runs the code of a step, over a `Tracer`: the model's transformers, encoders and decoder without their weights, and
-made-up prompts. The model of a reward is not counted. Few sampling steps are run; what each keeps and sends is
-multiplied.
+made-up prompts. The model of a reward is not counted. Few sampling steps are run, and what each keeps multiplied.
 """
 
 from collections import Counter
@@ -62,7 +61,7 @@ def show(cfg: RewardFlConfig) -> None:
 
 @dataclass(frozen=True)
 class Counts:
-    """Micro-batches of a rank in a step, and of each the sampling steps and the forwards of an update."""
+    """Micro-batches of a rank, and of each the sampling steps and trained forwards."""
 
     batches: int
     steps: int
@@ -82,7 +81,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Times:
-    """Factors of kept tensors by tag, and of traffic by phase, with exceptions by kind."""
+    """Factors of kept tensors, and of traffic with its exceptions."""
 
     held: Mapping[str, float]
     travelled: Mapping[str, float]
@@ -103,7 +102,7 @@ class Times:
 
 
 def counts(cfg: RewardFlConfig, size: int, steps: int) -> Counts:
-    """Return the counts of the busiest of `size` ranks, for a number of sampling steps."""
+    """Return the busiest rank's counts for these sampling steps."""
     pictures, feedback = cfg.pictures, cfg.feedback
     batches = -(-pictures.prompts_per_step * pictures.per_prompt // pictures.per_microbatch)
     noisy = steps - 1
