@@ -1,7 +1,7 @@
 """`DecodeSteps`: forwards of one token a row, replayed as CUDA graphs.
 
-Launching a small model's kernels one by one takes ten times as long as their work. A graph launches all at once, for
-fixed shapes: rows are padded to a power of two, tables to a width.
+Launching a small model's kernels one by one takes ten times their work. A graph launches all at once, for fixed shapes:
+rows are padded to a power of two, tables to a width.
 """
 
 from collections import Counter, defaultdict
