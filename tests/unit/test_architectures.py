@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig
 
 from spmd_rl.base.errors import UserError
-from spmd_rl.config.architectures import check_architecture
+from spmd_rl.config.architectures import ACCEPTED, check_architecture
 from spmd_rl.config.engines import facts_of
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
@@ -17,6 +18,7 @@ from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model
 from spmd_rl.types import Request
 from tests.models import tiny
+from tests.zoo import write
 
 GEMMA3 = {"model_type": "gemma3_text", "sliding_window": 512, "architectures": ["Gemma3ForCausalLM"]}
 MISTRAL = {"model_type": "mistral", "sliding_window": 4096}
@@ -208,3 +210,26 @@ def test_models_older_than_grouped_attention_generate_natively(tmp_path: Path, k
             with torch.no_grad():
                 tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
         assert answers[str(i)] == tokens[len(ids) :]
+
+
+@pytest.mark.parametrize("kind", ACCEPTED)
+def test_the_native_engine_has_transformers_logprobs_or_refuses_by_name(kind, tmp_path):
+    write(kind, tmp_path)
+    try:
+        module = empty_module(tmp_path, torch.float32)
+    except UserError as error:
+        assert str(error).startswith("policy.model: engine=native cannot run ") and kind in str(error)
+        return
+    engine = NativeEngine(module, max_running=2, kv_tokens=128)
+    engine.load(load_file(tmp_path / "model.safetensors").items(), version=0)
+    prompt = array("i", [5, 9, 20, 33, 7])
+    engine.add(Request("a", prompt, 6, 1.0, seed=1))
+    done = []
+    while engine.num_unfinished:
+        done += engine.step()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
+    ids = torch.tensor([[*prompt, *done[0].token_ids]])
+    with torch.no_grad():
+        logprobs = plain(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    wanted = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(done[0].logprobs), wanted, atol=1e-5, rtol=0)

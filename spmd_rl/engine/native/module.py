@@ -41,7 +41,13 @@ def empty_module(
     return build_parts(module.requires_grad_(False), folder)
 
 
+# The first attends twice in a layer; the others' heads are not those that the cache has room for.
+FOREIGN = ("diffllama", "gpt_bigcode", "jetmoe")
+
+
 def _check(config: PreTrainedConfig) -> None:
+    if config.model_type in FOREIGN:
+        raise UserError(f"policy.model: engine=native cannot run the attention of {config.model_type}")
     layers = getattr(config, "layer_types", None) or ["full_attention"]
     foreign = sorted({*layers} - {"full_attention", *STATES})
     if foreign:
