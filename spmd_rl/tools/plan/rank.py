@@ -335,6 +335,10 @@ def _ignored(*_: Any, **__: Any) -> None:
     pass
 
 
+# A loader of packed weights asks its reader for the names.
+_ignored.tensors = {}
+
+
 class ShapeFiles:
     """Stand-in for `WeightFiles`, without contents."""
 
