@@ -7,7 +7,7 @@ Gated delta nets and short convolutions read no attention mask: in a packed row,
 neighbour. Here each segment starts from an ancestor's state, or from none, so common prefixes are computed once, but
 for their last tokens, and gradients add up. transformers' own layer computes; its state goes through a cache.
 
-Left out: ranks that split a row (`cp`) or the layers' heads (`tp`).
+Left out: ranks that split a row (`cp`) or the layers' heads.
 """
 
 import inspect
@@ -121,12 +121,13 @@ class Segments:
     def of(cls, starts: Tensor, parents: Tensor, device: torch.device) -> "Segments":
         """Return segments from the first token of each, then T (int64 [P+1]), and their parents (int64 [P])."""
         before, stretches = parents.tolist(), list[_Stretch]()
+        forks = set(before)
         # Of each segment the place in its sequence at which it ends, and the sequence's last tokens.
         ends: list[tuple[int, list[int]]] = []
         for (begin, end), parent in zip(pairwise(starts.tolist()), before, strict=True):
             first, last = ends[parent] if parent >= 0 else (0, [])
             own = [*range(begin, end)]
-            stretches += _stretches(first, last, own, len(ends) in before)
+            stretches += _stretches(first, last, own, len(ends) in forks)
             ends.append((first + len(own), (last + own)[-CHUNK:]))
         parts = [_part([stretch]) for stretch in stretches if stretch.is_kept]
         alike: dict[tuple[bool, int], list[_Stretch]] = {}
